@@ -1,0 +1,1 @@
+"""Raw corpora to cleaned, split, tokenised shards with a manifest."""

@@ -1,0 +1,1 @@
+"""Selectron's training stack on Megatron-core: mixers, parallelism, training, evaluation and analysis."""

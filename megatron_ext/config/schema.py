@@ -1,0 +1,179 @@
+"""The configuration of a run: one tree of typed, frozen dataclasses.
+
+Types and ranges of single fields are declared here; what cannot go together stands in `rules.py`; reading and writing
+YAML in `load.py`. A field left at None is derived (see `derive.py`); a saved configuration is written derived, whole.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+STRICT = ConfigDict(extra="forbid", strict=True)
+"""Unknown keys and values of another type are refused, never converted."""
+
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ModelConfig:
+    """The Transformer++ block and what mixes the sequence in each layer.
+
+    Attributes:
+        pattern: a mixer's name for every layer, e.g. `"attention*12"`, `"(top1_chunk*3,attention)*4"`.
+        hidden_size: width of the residual stream.
+        num_attention_heads: query heads of every mixer.
+        num_query_groups: key/value heads (GQA); None: as many as query heads.
+        head_dim: width of a head; None: hidden_size / num_attention_heads.
+        ffn_hidden_size: width inside SwiGLU; None: 8/3 of hidden_size, rounded up to a multiple of 64.
+        max_position_embeddings: size of a learned position table; None: data.seq_length.
+        tie_embeddings: output layer shares the input embedding's weight.
+        rotary_base: base of the rotary frequencies.
+        norm_epsilon: epsilon of every RMSNorm.
+        init_std: standard deviation of normal initial weights; output projections divide it by sqrt(2 * layers).
+        vocab_size_multiple: the vocabulary is padded up to a multiple of this, whatever the layout.
+    """
+
+    pattern: str = "attention*12"
+    hidden_size: PositiveInt = 768
+    num_attention_heads: PositiveInt = 12
+    num_query_groups: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    ffn_hidden_size: PositiveInt | None = None
+    max_position_embeddings: PositiveInt | None = None
+    tie_embeddings: bool = False
+    rotary_base: PositiveFloat = 10000.0
+    norm_epsilon: PositiveFloat = 1e-5
+    init_std: PositiveFloat = 0.02
+    vocab_size_multiple: PositiveInt = 128
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ParallelConfig:
+    """How the processes are arranged. The data-parallel size is what is left of the world.
+
+    Attributes:
+        tensor: tensor-parallel size (TP): heads and feed-forward columns split.
+        sequence: sequence parallelism: activations between the TP regions split along the sequence.
+        pipeline: pipeline stages (PP).
+        virtual_pipeline: model chunks a stage holds; above 1 the schedule is interleaved 1F1B.
+        context: context-parallel size (CP): the sequence split in contiguous parts.
+    """
+
+    tensor: PositiveInt = 1
+    sequence: bool = False
+    pipeline: PositiveInt = 1
+    virtual_pipeline: PositiveInt = 1
+    context: PositiveInt = 1
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DataConfig:
+    """Prepared data (see `selectron prepare`).
+
+    Attributes:
+        path: folder with manifest.json and the shards.
+        tokenizer: a tokenizer.json that must be the one the data was made with; None: the one kept beside the manifest.
+        train_domains: domains to train on; None: every domain of the manifest that has a train split.
+        test_domains: out-of-domain test domains; None: every domain that has a test split.
+        seq_length: tokens a sample, whole, before context parallelism splits it.
+        verify: what is checked of the shards before training: their sha256, or their size alone.
+    """
+
+    path: str
+    tokenizer: str | None = None
+    train_domains: list[str] | None = None
+    test_domains: list[str] | None = None
+    seq_length: PositiveInt = 2048
+    verify: Literal["sha256", "size"] = "sha256"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainingConfig:
+    """Length, batch, precision and rhythm of the run.
+
+    Attributes:
+        steps: optimizer steps.
+        global_batch_size: samples an optimizer step.
+        micro_batch_size: samples a forward pass on one data-parallel rank.
+        precision: parameters and activations; gradients are reduced and accumulated in fp32 either way.
+        seed: of the initial weights and of the order of the samples.
+        recompute: activations recomputed in the backward pass: not at all, or whole layers.
+        evaluate_every: steps between evaluations by domain; 0: never.
+        evaluation_sequences: samples evaluated a domain, at most; 0: all.
+        checkpoint_every: steps between checkpoints; 0: only when the run ends or is asked to stop.
+        keep_checkpoints: newest checkpoints kept; 0: all.
+    """
+
+    steps: PositiveInt = 1000
+    global_batch_size: PositiveInt = 32
+    micro_batch_size: PositiveInt = 4
+    precision: Literal["bf16", "fp32"] = "bf16"
+    seed: NonNegativeInt = 1234
+    recompute: Literal["none", "full"] = "none"
+    evaluate_every: NonNegativeInt = 0
+    evaluation_sequences: NonNegativeInt = 0
+    checkpoint_every: NonNegativeInt = 0
+    keep_checkpoints: NonNegativeInt = 2
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OptimizerConfig:
+    """AdamW and its schedule.
+
+    Attributes:
+        lr: peak learning rate.
+        min_lr: learning rate at the end of the schedule.
+        weight_decay: on matrices; vectors (norms, gates) have none.
+        betas: Adam's two moments.
+        epsilon: Adam's epsilon.
+        clip_grad: largest global gradient norm; 0: no clipping.
+        schedule: warm-up then cosine to min_lr; warm-up-stable-decay (linear decay at the end); warm-up then constant.
+        warmup_steps: linear warm-up from 0.
+        decay_steps: of `wsd`: the last steps, in which the rate falls to min_lr.
+        sharding: none: every data-parallel rank keeps the whole optimizer state; megatron: the distributed optimizer.
+    """
+
+    lr: PositiveFloat = 3e-4
+    min_lr: NonNegativeFloat = 3e-5
+    weight_decay: NonNegativeFloat = 0.1
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = Field(default_factory=lambda: [0.9, 0.95])
+    epsilon: PositiveFloat = 1e-8
+    clip_grad: NonNegativeFloat = 1.0
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: NonNegativeInt = 0
+    sharding: Literal["none", "megatron"] = "megatron"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RunSection:
+    """Where the run is kept and on what it runs.
+
+    Attributes:
+        dir: folder of runs.
+        name: folder of this run inside it.
+        backend: Megatron's modules for norms and linears: its own (`local`) or Transformer Engine's; auto: Transformer
+            Engine's where it is installed and a GPU is there.
+        device: cuda, cpu, or auto: cuda where there is one.
+    """
+
+    dir: str = "runs"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    backend: Literal["auto", "local", "transformer_engine"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RunConfig:
+    """Everything a run is made from. `mixers` holds, by mixer name, the fields of that mixer's own small config."""
+
+    data: DataConfig
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    mixers: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    run: RunSection = Field(default_factory=RunSection)

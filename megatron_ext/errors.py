@@ -1,0 +1,28 @@
+"""The one exception that stands for a mistake of the user's, with the form of its message."""
+
+from __future__ import annotations
+
+EXIT_USER_ERROR = 2
+"""Exit code of every command when the user's input is at fault."""
+
+
+class UserError(Exception):
+    """A mistake in what the user gave: a field, a file, a combination.
+
+    The command line prints it as one line on standard error and exits with code 2, without a traceback.
+
+    Args:
+        where: the configuration field (dotted), command-line option or file at fault.
+        problem: what is wrong with it, naming the offending value.
+        mend: what the user can do about it.
+    """
+
+    def __init__(self, where: str, problem: str, mend: str) -> None:
+        super().__init__(f"{where}: {problem}; {mend}")
+        self.where = where
+        self.problem = problem
+        self.mend = mend
+
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, str, str]]:
+        """Rebuild from its parts, so that the error survives the trip between processes."""
+        return type(self), (self.where, self.problem, self.mend)
