@@ -1,0 +1,1 @@
+"""What finished runs say: comparison at matched training loss, and the report of it."""

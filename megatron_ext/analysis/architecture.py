@@ -1,0 +1,140 @@
+"""Which runs are seeds of one architecture, and what each architecture is called in a report."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ext.analysis.runs import Run
+from megatron_ext.errors import UserError
+
+BASELINE = "attention"
+
+TRAINING_FIELDS = ("steps", "global_batch_size", "precision")
+"""Of the training section what changes the result; seed, rhythm and recompute do not make another architecture."""
+
+PLAIN = {
+    "window": None,
+    "temperature": 1.0,
+    "random_keys": False,
+    "position": "rope",
+    "position_encoding": "rope",
+    "chunk_size": 128,
+    "top_k": 1,
+    "local": True,
+    "estimator": "straight_through",
+}
+"""The mixers' settings by definition: a label names what departs from them."""
+
+ALWAYS = ("score",)
+"""Settings a label always shows: approximate and exact selection are different architectures to the study."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Runs that differ in their seed alone, under one readable name."""
+
+    label: str
+    runs: tuple[Run, ...]
+
+
+def group_runs(runs: Sequence[Run]) -> list[Architecture]:
+    """Group runs by everything that makes their result but the seed; the baseline comes first.
+
+    The baseline is `attention` as the study defines it, else the first architecture of attention layers alone, else
+    the first run's. Runs of equal mixers that differ elsewhere (width, learning rate, ...) are told apart by label.
+
+    Raises:
+        UserError: two runs are of one architecture and one seed, which would count a measurement twice.
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        members = groups.setdefault(json.dumps(recipe(run), sort_keys=True, default=str), [])
+        for other in members:
+            if other.seed == run.seed:
+                problem = f"has the same settings and seed ({run.seed}) as {other.path}"
+                raise UserError(str(run.path), problem, "leave one of them out or change training.seed")
+        members.append(run)
+    members_of = list(groups.values())
+    labels = _labels([members[0] for members in members_of])
+    architectures = [Architecture(label, tuple(members)) for label, members in zip(labels, members_of, strict=True)]
+    return sorted(architectures, key=_baseline_rank)  # stable: the order given holds among the rest
+
+
+def recipe(run: Run) -> dict[str, Any]:
+    """Dotted field -> value of all that decides a run's result except seed and data."""
+    config, used = run.config, set(mixer_names(run.pattern))
+    mixers = {name: fields for name, fields in (config.get("mixers") or {}).items() if name in used}
+    training = config["training"]
+    kept = {
+        "model": {**config["model"], "pattern": run.pattern},
+        "mixers": mixers,
+        "optimizer": {k: v for k, v in (config.get("optimizer") or {}).items() if k != "sharding"},
+        "training": {key: training[key] for key in TRAINING_FIELDS if key in training},
+        "data": {"seq_length": (config.get("data") or {}).get("seq_length")},
+    }
+    return _flatten(kept)
+
+
+def mixer_names(pattern: str) -> list[str]:
+    """Mixers a layer pattern names, each once, in their order."""
+    return list(dict.fromkeys(re.findall(r"[A-Za-z_]\w*", pattern)))
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _baseline_rank(architecture: Architecture) -> int:
+    if architecture.label == BASELINE:
+        return 0
+    return 1 if mixer_names(architecture.runs[0].pattern) == [BASELINE] else 2
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """A label for each, telling apart those whose mixers would give them the same one."""
+    recipes = [recipe(run) for run in runs]
+    names = [(_base_name(run.pattern), _settings(fields)) for run, fields in zip(runs, recipes, strict=True)]
+    labels = []
+    for name, fields in zip(names, recipes, strict=True):
+        twins = [other for other_name, other in zip(names, recipes, strict=True) if other_name == name]
+        keys = sorted({key for twin in twins for key in twin})
+        differing = [key for key in keys if any(twin.get(key) != fields.get(key) for twin in twins)]
+        settings = [*name[1], *(_setting(key, fields.get(key)) for key in differing)]
+        labels.append(f"{name[0]} ({', '.join(settings)})" if settings else name[0])
+    return labels
+
+
+def _base_name(pattern: str) -> str:
+    names = mixer_names(pattern)
+    return names[0] if len(names) == 1 else pattern
+
+
+def _settings(fields: Mapping[str, Any]) -> list[str]:
+    """What of the mixers' settings belongs in the name."""
+    shown = []
+    for key, value in fields.items():
+        field = key.rpartition(".")[2]
+        if not key.startswith("mixers."):
+            continue
+        if field in ALWAYS:
+            shown.append(str(value))
+        elif field in PLAIN and value != PLAIN[field]:
+            shown.append(_setting(key, value))
+    return shown
+
+
+def _setting(key: str, value: Any) -> str:
+    field = key.rpartition(".")[2]
+    if isinstance(value, bool):
+        return field if value else f"no {field}"
+    return f"{field} {'none' if value is None else value}"

@@ -1,0 +1,316 @@
+"""Run folders, read and checked: what a comparison needs of config.yaml, metrics.jsonl and evaluation.jsonl."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from megatron_ext.errors import UserError
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+Split = Literal["validation", "test"]
+Record = TypeVar("Record")
+
+LOSS_TOLERANCE = 1e-3
+"""Relative disagreement allowed between a domain's loss and that of its documents: summing order and fp32, no more."""
+
+_LINE = ConfigDict(extra="ignore", strict=True)
+
+
+@checked_dataclass(frozen=True, config=_LINE)
+class StepRecord:
+    """A line of metrics.jsonl, as far as it is used here: loss in nats a token, tokens since the run began."""
+
+    step: PositiveInt
+    tokens: NonNegativeInt
+    loss: FiniteFloat
+    tokens_per_second: float | None = None
+
+
+@checked_dataclass(frozen=True, config=_LINE)
+class EvaluationRecord:
+    """A line of evaluation.jsonl: one domain at one step; losses in nats (`loss` a token, `document_loss` summed)."""
+
+    step: NonNegativeInt
+    domain: Annotated[str, Field(min_length=1)]
+    split: Split
+    loss: FiniteFloat
+    num_tokens: PositiveInt
+    documents: Annotated[list[int], Field(min_length=1)]
+    document_loss: list[FiniteFloat]
+    document_tokens: list[NonNegativeInt]
+
+
+@dataclass(frozen=True)
+class Line(Generic[Record]):
+    """A parsed line and where it stands, so that later checks can still name it."""
+
+    where: str
+    record: Record
+
+
+@dataclass(frozen=True)
+class DomainEvaluations:
+    """One domain over all evaluations of a run.
+
+    Attributes:
+        split: `validation` is in-domain and held out, `test` out-of-domain.
+        domain: its name.
+        documents: [D] identities, rising.
+        tokens: [D] tokens of each document.
+        losses: [E, D] nats, summed over each document's tokens, at each evaluation.
+    """
+
+    split: Split
+    domain: str
+    documents: IntArray
+    tokens: IntArray
+    losses: FloatArray
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder.
+
+    Attributes:
+        path: the folder.
+        name: run.name of its configuration.
+        config: the configuration as plain mappings and values.
+        seed: training.seed.
+        steps: [S] optimizer steps, rising.
+        tokens: [S] training tokens up to and including each step.
+        losses: [S] training loss of each step's batch, nats a token.
+        tokens_per_second: [S], NaN where not recorded.
+        evaluation_steps: [E] steps after which the run was evaluated, rising.
+        domains: ordered by split and name; the same in every run of a comparison.
+    """
+
+    path: Path
+    name: str
+    config: Mapping[str, Any]
+    seed: int
+    steps: IntArray
+    tokens: IntArray
+    losses: FloatArray
+    tokens_per_second: FloatArray
+    evaluation_steps: IntArray
+    domains: tuple[DomainEvaluations, ...]
+
+    @property
+    def pattern(self) -> str:
+        """model.pattern without blanks."""
+        return "".join(self.config["model"]["pattern"].split())
+
+    def split(self, split: Split) -> tuple[DomainEvaluations, ...]:
+        """The domains of one split."""
+        return tuple(domain for domain in self.domains if domain.split == split)
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read run folders that are to be compared.
+
+    Raises:
+        UserError: no folder, a folder given twice, one that `read_run` refuses, runs trained or evaluated on
+            different data, or without an out-of-domain evaluation.
+    """
+    if not paths:
+        raise UserError("RUN", "no run folder given", "name at least one")
+    resolved = [path.resolve() for path in paths]
+    for index, path in enumerate(resolved):
+        if path in resolved[:index]:
+            raise UserError(str(paths[index]), "is given twice", "name every run folder once")
+    runs = [read_run(path) for path in paths]
+    for run in runs:
+        _check_same_data(run, runs[0])
+    if not runs[0].split("test"):
+        where = str(runs[0].path / "evaluation.jsonl")
+        raise UserError(where, "has no out-of-domain (split test) evaluation", "train with data.test_domains")
+    return runs
+
+
+def read_run(path: Path) -> Run:
+    """Read one run folder.
+
+    The last line of a killed run may be half-written, and its last evaluation may lack domains: both are left out,
+    with a warning on standard error. A resumed run may hold a step twice: the later line counts.
+
+    Raises:
+        UserError: a file missing or damaged, a line that is not what it should be, no step, no evaluation.
+    """
+    config = _read_config(path)
+    metrics = _read_metrics(path / "metrics.jsonl")
+    steps = np.array([record.step for record in metrics], dtype=np.int64)
+    evaluation_steps, domains = _read_evaluations(path / "evaluation.jsonl", steps)
+    rates = [np.nan if record.tokens_per_second is None else record.tokens_per_second for record in metrics]
+    return Run(
+        path=path,
+        name=config["run"]["name"],
+        config=config,
+        seed=config["training"]["seed"],
+        steps=steps,
+        tokens=np.array([record.tokens for record in metrics], dtype=np.int64),
+        losses=np.array([record.loss for record in metrics], dtype=np.float64),
+        tokens_per_second=np.array(rates, dtype=np.float64),
+        evaluation_steps=evaluation_steps,
+        domains=domains,
+    )
+
+
+def _warn(where: str, message: str) -> None:
+    print(f"warning: {where}: {message}", file=sys.stderr)
+
+
+def _read_bytes(path: Path, mend: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(str(path), "is missing", mend) from None
+    except OSError as error:
+        raise UserError(str(path), f"cannot be read ({error.strerror})", mend) from None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """config.yaml as plain mappings, with the fields that identify a run present and of their type."""
+    file = path / "config.yaml"
+    data = _read_bytes(file, "give the folder of a run: it holds config.yaml, metrics.jsonl and evaluation.jsonl")
+    mend = "put back the configuration that was saved with the run"
+    try:
+        config = YAML(typ="safe").load(data)
+    except MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{file}{line}", f"is not YAML ({error.problem})", mend) from None
+    except (YAMLError, UnicodeDecodeError):
+        raise UserError(str(file), "is not YAML", mend) from None
+    for section, key, kind in (("model", "pattern", str), ("training", "seed", int), ("run", "name", str)):
+        values = config.get(section) if isinstance(config, dict) else None
+        if not isinstance(values, dict) or not isinstance(values.get(key), kind):
+            raise UserError(str(file), f"has no {section}.{key}", mend)
+    return config
+
+
+def _parse_lines(path: Path, kind: type[Record], mend: str) -> Iterator[Line[Record]]:
+    """The lines of a JSON-lines file as records of `kind`."""
+    adapter = TypeAdapter(kind)
+    lines = _read_bytes(path, mend).split(b"\n")
+    for number, text in enumerate(lines, start=1):
+        if not text.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            yield Line(where, adapter.validate_json(text))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            broken = first["type"] == "json_invalid"
+            if broken and number == len(lines):  # no newline after it: the writer was stopped in the middle
+                _warn(where, "half-written last line ignored")
+                continue
+            field = ".".join(str(part) for part in first["loc"])
+            problem = "is not a JSON object" if broken or not field else f"{field}: {first['msg'].lower()}"
+            raise UserError(where, problem, "restore the file or repeat the run") from None
+
+
+def _read_metrics(path: Path) -> list[StepRecord]:
+    """The steps of a run in rising order; of a step written twice the later line."""
+    by_step = {line.record.step: line.record for line in _parse_lines(path, StepRecord, "give the folder of a run")}
+    if not by_step:
+        raise UserError(str(path), "holds no step", "train the run first")
+    return [by_step[step] for step in sorted(by_step)]
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """One evaluation line by document: identities rising and unique, with tokens and summed nats."""
+
+    where: str
+    documents: IntArray
+    tokens: IntArray
+    losses: FloatArray
+
+
+def _scores(line: Line[EvaluationRecord]) -> _Scores:
+    record = line.record
+    mend = "restore the file or repeat the run"
+    if not len(record.documents) == len(record.document_loss) == len(record.document_tokens):
+        raise UserError(line.where, "documents, document_loss and document_tokens differ in length", mend)
+    # A document that was scored in several pieces is one document: its pieces are not independent draws.
+    documents, index = np.unique(np.array(record.documents, dtype=np.int64), return_inverse=True)
+    tokens = np.bincount(index, weights=record.document_tokens).astype(np.int64)
+    losses = np.bincount(index, weights=record.document_loss).astype(np.float64)
+    if tokens.sum() != record.num_tokens:
+        raise UserError(line.where, f"num_tokens {record.num_tokens} but its documents have {tokens.sum()}", mend)
+    mean = losses.sum() / tokens.sum()
+    if abs(mean - record.loss) > LOSS_TOLERANCE * max(1.0, abs(mean)):
+        raise UserError(line.where, f"loss {record.loss:.6g} but its documents give {mean:.6g}", mend)
+    return _Scores(line.where, documents, tokens, losses)
+
+
+def _read_evaluations(path: Path, steps: IntArray) -> tuple[IntArray, tuple[DomainEvaluations, ...]]:
+    """Evaluations that have a training loss beside them: their steps [E], and what was measured of each domain."""
+    mend = "train with training.evaluate_every above 0"
+    by_step: dict[int, dict[tuple[Split, str], _Scores]] = {}
+    for line in _parse_lines(path, EvaluationRecord, mend):
+        key = (line.record.split, line.record.domain)
+        by_step.setdefault(line.record.step, {})[key] = _scores(line)
+    by_step.pop(0, None)  # before the first step there is no training loss to compare at
+    keys = sorted({key for scores in by_step.values() for key in scores})
+    _drop_incomplete(path, by_step, keys)
+    for step in sorted(set(by_step) - set(steps.tolist())):
+        _warn(str(path), f"evaluation at step {step} ignored: metrics.jsonl has no such step")
+        del by_step[step]
+    if not by_step:
+        raise UserError(str(path), "holds no evaluation after a training step", mend)
+    order = sorted(by_step)
+    domains = tuple(_stack(key, [by_step[step][key] for step in order]) for key in keys)
+    return np.array(order, dtype=np.int64), domains
+
+
+def _drop_incomplete(path: Path, by_step: dict[int, Any], keys: Sequence[tuple[Split, str]]) -> None:
+    """Leave out a last evaluation that was interrupted between two domains; refuse a gap anywhere else."""
+    for step in sorted(by_step):
+        missing = [f"{domain} ({split})" for split, domain in keys if (split, domain) not in by_step[step]]
+        if not missing:
+            continue
+        if step != max(by_step):
+            problem = f"the evaluation at step {step} lacks {', '.join(missing)}"
+            raise UserError(str(path), problem, "restore the file or repeat the run")
+        _warn(str(path), f"evaluation at step {step} ignored: it was interrupted before {', '.join(missing)}")
+        del by_step[step]
+
+
+def _stack(key: tuple[Split, str], scores: Sequence[_Scores]) -> DomainEvaluations:
+    first = scores[0]
+    for other in scores[1:]:
+        if not _same_documents(first.documents, first.tokens, other.documents, other.tokens):
+            problem = f"domain {key[1]} has other documents than at {first.where}"
+            raise UserError(other.where, problem, "evaluate a run on the same data at every step")
+    losses = np.stack([score.losses for score in scores])
+    return DomainEvaluations(*key, documents=first.documents, tokens=first.tokens, losses=losses)
+
+
+def _same_documents(documents: IntArray, tokens: IntArray, other_documents: IntArray, other_tokens: IntArray) -> bool:
+    return np.array_equal(documents, other_documents) and np.array_equal(tokens, other_tokens)
+
+
+def _check_same_data(run: Run, first: Run) -> None:
+    """Losses compare only over the same documents, and training losses only over the same training domains."""
+    where, mend = str(run.path), f"compare runs over the same data; the first run is {first.path}"
+    train, first_train = (one.config.get("data", {}).get("train_domains") for one in (run, first))
+    if train and first_train and sorted(train) != sorted(first_train):
+        raise UserError(where, f"trained on {', '.join(train)}, the first run on {', '.join(first_train)}", mend)
+    names, first_names = ([f"{d.domain} ({d.split})" for d in one.domains] for one in (run, first))
+    if names != first_names:
+        raise UserError(where, f"evaluated on {', '.join(names)}, the first run on {', '.join(first_names)}", mend)
+    for one, other in zip(run.domains, first.domains, strict=True):
+        if not _same_documents(one.documents, one.tokens, other.documents, other.tokens):
+            raise UserError(where, f"domain {one.domain} ({one.split}) has other documents than the first run's", mend)
