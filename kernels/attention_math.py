@@ -1,0 +1,81 @@
+"""Parts that the plain torch forms of the attention-like ops share.
+
+All of them hold a [tq, tk] array per head: they say what is meant, on any device, and are not for long sequences.
+Shape suffixes: b batch, t query, s key, h query head, g key/value head, r query heads per key/value head, d and e head
+dims. Matrix products are meant in full fp32; on CUDA that is torch's default (no TF32).
+"""
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Give the dtype that scores and softmax are computed in: float64 stays, all else is fp32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def upcast(x: Tensor) -> Tensor:
+    """Convert to the dtype that scores and softmax are computed in."""
+    return x.to(compute_dtype(x))
+
+
+def query_key_products(q_bthd: Tensor, k_bshd: Tensor) -> Tensor:
+    """Compute q_t . k_s, unscaled: products of the inputs as they are, accumulated in fp32 (float64 for float64).
+
+    Args:
+        q_bthd: queries [b, tq, hq, d].
+        k_bshd: keys [b, tk, hkv, d]; query head h uses key head h // (hq // hkv).
+
+    Returns:
+        [b, hq, tq, tk], fp32 or float64.
+    """
+    q_btgrd = upcast(q_bthd).unflatten(2, (k_bshd.shape[2], -1))
+    return torch.einsum("btgrd,bsgd->bgrts", q_btgrd, upcast(k_bshd)).flatten(1, 2)
+
+
+def mix_values(weights_bhts: Tensor, v_bshe: Tensor) -> Tensor:
+    """Sum the values by weight.
+
+    Args:
+        weights_bhts: [b, hq, tq, tk], fp32 or float64.
+        v_bshe: values [b, tk, hkv, dv], any floating dtype.
+
+    Returns:
+        [b, tq, hq, dv] in v's dtype, accumulated in the dtype of the weights.
+    """
+    weights_bgrts = weights_bhts.unflatten(1, (v_bshe.shape[2], -1))
+    out_btgre = torch.einsum("bgrts,bsge->btgre", weights_bgrts, v_bshe.to(weights_bhts.dtype))
+    return out_btgre.flatten(2, 3).to(v_bshe.dtype)
+
+
+def query_positions(q_bthd: Tensor, query_offset: int) -> Tensor:
+    """Give the global position of each query, int64 [tq]."""
+    return torch.arange(query_offset, query_offset + q_bthd.shape[1], device=q_bthd.device)
+
+
+def causal_mask(q_bthd: Tensor, k_bshd: Tensor, query_offset: int, window: int | None = None) -> Tensor:
+    """Tell which keys a query may see: those at its own position or before, at most `window` of them.
+
+    Args:
+        q_bthd: queries, for tq and device.
+        k_bshd: keys, for tk.
+        query_offset: global position of the first query.
+        window: how many keys, its own included, a query sees; None for all.
+
+    Returns:
+        bool [tq, tk], True where visible. Every query sees at least itself.
+    """
+    t = query_positions(q_bthd, query_offset)[:, None]
+    s = torch.arange(k_bshd.shape[1], device=k_bshd.device)[None, :]
+    visible_ts = s <= t
+    return visible_ts if window is None else visible_ts & (s > t - window)
+
+
+def visible_softmax(scores_bhts: Tensor, visible: Tensor) -> Tensor:
+    """Softmax over the visible keys; exactly zero elsewhere.
+
+    Args:
+        scores_bhts: [b, hq, tq, tk].
+        visible: bool, broadcast to the scores; at least one key per query.
+    """
+    return scores_bhts.masked_fill(~visible, -torch.inf).softmax(dim=-1)

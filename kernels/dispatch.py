@@ -1,0 +1,121 @@
+"""What every op's interface shares: checks of the arguments, and the choice of an implementation."""
+
+import logging
+import math
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+class Choice(NamedTuple):
+    """An implementation and why it was taken."""
+
+    name: str
+    reason: str
+
+
+def choose(op: str, requested: str, available: Collection[str], automatic: Choice) -> Choice:
+    """Turn the caller's `implementation` into one of the available ones.
+
+    Args:
+        op: the op's name, for messages.
+        requested: what the caller asked for; "auto" takes `automatic`.
+        available: the implementations of this op.
+        automatic: what "auto" means for these inputs, and why.
+
+    Raises:
+        ValueError: the requested implementation does not exist.
+    """
+    if requested == "auto":
+        logger.debug("%s: %s (%s)", op, automatic.name, automatic.reason)
+        return automatic
+    if requested not in available:
+        raise ValueError(f"implementation is {requested!r}, but {op} has: use one of {['auto', *available]}")
+    return Choice(requested, "asked for")
+
+
+def check_option(argument: str, value: str, allowed: Collection[str]) -> None:
+    """Raise ValueError unless `value` is one of the allowed words."""
+    if value not in allowed:
+        raise ValueError(f"{argument} is {value!r}: use one of {list(allowed)}")
+
+
+def check_positive_int(argument: str, value: int) -> None:
+    """Raise ValueError unless `value` is an int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{argument} is {value!r}: give a whole number of at least 1")
+
+
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    """Give the scale of the scores, head_dim**-0.5 when None.
+
+    Raises:
+        ValueError: not a positive finite number (the highest product must stay the highest score).
+    """
+    if scale is None:
+        return head_dim**-0.5
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale is {scale!r}: give a positive number, or None for head_dim**-0.5")
+    return float(scale)
+
+
+def check_floating(**tensors: Tensor) -> None:
+    """Raise ValueError unless all tensors share the first one's device and floating-point dtype."""
+    (first_name, first), *rest = tensors.items()
+    if not first.is_floating_point():
+        raise ValueError(f"{first_name} has dtype {first.dtype}: convert it to a floating-point dtype")
+    for name, x in rest:
+        if x.dtype != first.dtype:
+            raise ValueError(f"{name} has dtype {x.dtype} but {first_name} has {first.dtype}: convert one of them")
+        if x.device != first.device:
+            raise ValueError(f"{name} is on {x.device} but {first_name} is on {first.device}: move one of them")
+
+
+def check_attention(q_bthd: Tensor, k_bshd: Tensor, v_bshe: Tensor, query_offset: int) -> None:
+    """Check the arguments that all attention-like ops share.
+
+    Args:
+        q_bthd: queries [b, tq, hq, d].
+        k_bshd: keys [b, tk, hkv, d], hq a multiple of hkv.
+        v_bshe: values [b, tk, hkv, dv].
+        query_offset: global position of the first query.
+
+    Raises:
+        ValueError: a shape, dtype, device or offset does not fit; the message names it.
+    """
+    for name, x in (("q", q_bthd), ("k", k_bshd), ("v", v_bshe)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {list(x.shape)}: give [batch, length, heads, head_dim]")
+        if x.numel() == 0:
+            raise ValueError(f"{name} has shape {list(x.shape)}: give at least one element in each dimension")
+    check_floating(q=q_bthd, k=k_bshd, v=v_bshe)
+    if k_bshd.shape[:3] != v_bshe.shape[:3]:
+        raise ValueError(f"v has shape {list(v_bshe.shape)}: match batch, length, heads of k, {list(k_bshd.shape)}")
+    if q_bthd.shape[0] != k_bshd.shape[0] or q_bthd.shape[3] != k_bshd.shape[3]:
+        raise ValueError(f"k has shape {list(k_bshd.shape)}: match batch and head_dim of q, {list(q_bthd.shape)}")
+    if q_bthd.shape[2] % k_bshd.shape[2]:
+        raise ValueError(f"q has {q_bthd.shape[2]} heads: give a multiple of the {k_bshd.shape[2]} heads of k and v")
+    check_query_offset(query_offset, q_bthd.shape[1], k_bshd.shape[1])
+
+
+def check_query_offset(query_offset: int, num_queries: int, num_keys: int) -> None:
+    """Raise ValueError unless every query's global position is that of a key."""
+    if isinstance(query_offset, bool) or not isinstance(query_offset, int) or query_offset < 0:
+        raise ValueError(f"query_offset is {query_offset!r}: give the first query's position, a whole number from 0")
+    if query_offset + num_queries > num_keys:
+        raise ValueError(
+            f"query_offset is {query_offset}, so {num_queries} queries end at position {query_offset + num_queries}, "
+            f"beyond the {num_keys} keys: pass the keys of the whole sequence, or a smaller offset"
+        )
+
+
+@contextmanager
+def full_precision(x: Tensor) -> Iterator[None]:
+    """Switch autocast off: it would undo the upcasts to fp32 that the definitions ask for."""
+    with torch.autocast(x.device.type, enabled=False):
+        yield

@@ -1,0 +1,112 @@
+"""The public form of the gated delta rule: checks, and the choice of an implementation."""
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from kernels.attention_math import compute_dtype
+from kernels.dispatch import Choice, check_floating, choose, full_precision, resolve_scale
+from kernels.gated_delta_rule.reference import chunked, recurrent
+
+Implementation = Literal["auto", "recurrent", "chunked"]
+_IMPLEMENTATIONS = {"recurrent": recurrent, "chunked": chunked}
+
+
+@overload
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = ...,
+    initial_state: Tensor | None = ...,
+    return_final_state: Literal[False] = ...,
+    implementation: Implementation = ...,
+) -> Tensor: ...
+@overload
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = ...,
+    initial_state: Tensor | None = ...,
+    return_final_state: Literal[True],
+    implementation: Implementation = ...,
+) -> tuple[Tensor, Tensor]: ...
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+    implementation: Implementation = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The gated delta rule: a state that decays by exp(g_t) and is corrected towards v_t at k_t by beta_t.
+
+    S <- exp(g_t) S;  S <- S + beta_t k_t (v_t - S^T k_t)^T;  o_t = scale * S^T q_t, all in fp32 (float64 for float64).
+    Keys of length above 1 (with beta near 1) make the state grow: normalise them first.
+
+    Args:
+        q: queries [b, t, h, dk]; fp32, bf16, fp16 or float64.
+        k: keys [b, t, h, dk].
+        v: values [b, t, h, dv].
+        g: log decay [b, t, h], finite and at most 0; fp32 (or float64), as 16 bits round the decay of long spans.
+        beta: strength of writing [b, t, h], in (0, 1); any floating dtype.
+        scale: positive factor on q; None means dk**-0.5.
+        initial_state: [b, h, dk, dv] before the first token; None for zeros.
+        return_final_state: also return the state after the last token.
+        implementation: "recurrent", "chunked", or "auto".
+
+    Returns:
+        o [b, t, h, dv] in v's dtype; with return_final_state also the state [b, h, dk, dv] in fp32 (or float64).
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+
+    Source: Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks" (arXiv 2412.06464).
+    """
+    _check(q, k, v, g, beta, initial_state)
+    automatic = Choice("chunked", "the faster of the plain torch forms")
+    chosen = choose("gated_delta_rule", implementation, _IMPLEMENTATIONS, automatic)
+    dtype = compute_dtype(q)
+    batch, _, heads, key_dim = q.shape
+    if initial_state is None:
+        initial_state = torch.zeros(batch, heads, key_dim, v.shape[-1], dtype=dtype, device=q.device)
+    with full_precision(q):
+        out, state = _IMPLEMENTATIONS[chosen.name](
+            *(x.to(dtype) for x in (q, k, v, g, beta)),
+            scale=resolve_scale(scale, key_dim),
+            state_bhde=initial_state.to(dtype),
+        )
+    out = out.to(v.dtype)
+    return (out, state) if return_final_state else out
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None) -> None:
+    for name, x in (("q", q), ("v", v)):
+        if x.dim() != 4 or x.numel() == 0:
+            raise ValueError(f"{name} has shape {list(x.shape)}: give [batch, length, heads, head_dim], none of them 0")
+    check_floating(q=q, k=k, v=v)
+    expected = {"k": (k, q.shape), "v": (v, (*q.shape[:3], v.shape[3])), "g": (g, q.shape[:3])}
+    expected["beta"] = (beta, q.shape[:3])
+    if initial_state is not None:
+        expected["initial_state"] = (initial_state, (q.shape[0], *q.shape[2:], v.shape[3]))
+    for name, (x, shape) in expected.items():
+        if tuple(x.shape) != tuple(shape):
+            raise ValueError(f"{name} has shape {list(x.shape)}: give {list(shape)}, to go with q {list(q.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} but q is on {q.device}: move one of them")
+    if g.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"g has dtype {g.dtype}: give the log decay in torch.float32")
+    if not beta.is_floating_point():
+        raise ValueError(f"beta has dtype {beta.dtype}: convert it to a floating-point dtype")

@@ -1,0 +1,110 @@
+"""The gated delta rule in plain torch: token by token (the meaning), and by chunks (the same function, fast).
+
+Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks" (arXiv 2412.06464). The state S is [dk, dv] per head:
+
+    S <- exp(g_t) S;  u_t = beta_t (v_t - S^T k_t);  S <- S + k_t u_t^T;  o_t = scale * S^T q_t
+
+Suffixes: b batch, h head, t position, n chunk, c and i, j position in a chunk, d key dim, e value dim.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+CHUNK_SIZE = 64
+
+
+def recurrent(
+    q_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, g_bth: Tensor, beta_bth: Tensor, *, scale: float, state_bhde: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Walk over the tokens.
+
+    Args:
+        q_bthd: queries [b, t, h, dk]. All arguments are of one dtype, fp32 or float64.
+        k_bthd: keys [b, t, h, dk].
+        v_bthe: values [b, t, h, dv].
+        g_bth: log decay [b, t, h], at most 0.
+        beta_bth: strength of writing [b, t, h].
+        scale: factor on q.
+        state_bhde: state before the first token [b, h, dk, dv].
+
+    Returns:
+        o [b, t, h, dv] and the state after the last token.
+    """
+    outputs = []
+    for t in range(q_bthd.shape[1]):
+        state_bhde = state_bhde * g_bth[:, t, :, None, None].exp()
+        read_bhe = torch.einsum("bhd,bhde->bhe", k_bthd[:, t], state_bhde)
+        u_bhe = beta_bth[:, t, :, None] * (v_bthe[:, t] - read_bhe)
+        state_bhde = state_bhde + k_bthd[:, t, :, :, None] * u_bhe[:, :, None, :]
+        outputs.append(torch.einsum("bhd,bhde->bhe", q_bthd[:, t] * scale, state_bhde))
+    return torch.stack(outputs, dim=1), state_bhde
+
+
+def chunked(
+    q_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, g_bth: Tensor, beta_bth: Tensor, *, scale: float, state_bhde: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Walk over chunks of 64 tokens; all that a chunk does inside itself is batched over chunks.
+
+    With G the sum of g from the chunk's start and S its first state, the u of a chunk solve the triangular system
+    u_i + sum_{j<i} beta_i e^(G_i-G_j) (k_i.k_j) u_j = beta_i v_i - beta_i e^(G_i) S^T k_i (the WY form). Every
+    exponent is a difference that is at most 0.
+
+    Args:
+        q_bthd: as in `recurrent`, like all the others.
+        k_bthd: keys.
+        v_bthe: values.
+        g_bth: log decay.
+        beta_bth: strength of writing.
+        scale: factor on q.
+        state_bhde: state before the first token.
+
+    Returns:
+        o [b, t, h, dv] and the state after the last token.
+    """
+    length = q_bthd.shape[1]
+    size = min(CHUNK_SIZE, length)
+    q, k, v, g, beta = (_to_chunks(x, size) for x in (q_bthd, k_bthd, v_bthe, g_bth[..., None], beta_bth[..., None]))
+    total = g.cumsum(dim=-2)
+    kept = total.exp()
+    decay = _pair_decay(total)
+    own, reads = _solve_chunks(k, v, beta, kept, decay)
+    to_end = (total[..., -1:, :] - total).exp() * k
+    state_bhde, states, updates = _walk(own, reads, to_end, kept[..., -1:, :], state_bhde)
+    q = q * scale
+    out_bhnce = (q * kept) @ states + (q @ k.mT * decay) @ updates
+    return out_bhnce.flatten(2, 3)[:, :, :length].transpose(1, 2), state_bhde
+
+
+def _to_chunks(x_bthd: Tensor, size: int) -> Tensor:
+    """Cut [b, t, h, d] into [b, h, n, size, d]; the zeros at the end neither decay nor write."""
+    missing = -x_bthd.shape[1] % size
+    return pad(x_bthd, (0, 0, 0, 0, 0, missing)).transpose(1, 2).unflatten(2, (-1, size))
+
+
+def _pair_decay(total_bhnc1: Tensor) -> Tensor:
+    """Give e^(G_i - G_j) for j <= i, zero above: [b, h, n, i, j]."""
+    size = total_bhnc1.shape[-2]
+    above = torch.ones(size, size, dtype=torch.bool, device=total_bhnc1.device).triu(1)
+    # Masked before exp: above the diagonal the exponent is positive, and inf * 0 in the backward pass would be nan.
+    return (total_bhnc1 - total_bhnc1.mT).masked_fill(above, -torch.inf).exp()
+
+
+def _solve_chunks(k: Tensor, v: Tensor, beta: Tensor, kept: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+    """Solve the chunks' triangular systems, so that u = own - reads @ S: [b, h, n, c, dv] and [b, h, n, c, dk]."""
+    system = (beta * (k @ k.mT) * decay).tril(-1)
+    right = torch.cat([beta * v, beta * kept * k], dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    own, reads = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    return own, reads
+
+
+def _walk(own: Tensor, reads: Tensor, to_end: Tensor, kept: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Hand the state from chunk to chunk. Returns the last state, each chunk's first state, and each chunk's u."""
+    states, updates = [], []
+    for n in range(own.shape[2]):
+        u = own[:, :, n] - reads[:, :, n] @ state
+        states.append(state)
+        updates.append(u)
+        state = kept[:, :, n] * state + to_end[:, :, n].mT @ u
+    return state, torch.stack(states, dim=2), torch.stack(updates, dim=2)

@@ -1,0 +1,74 @@
+"""The public form of causal softmax attention: checks, and the choice of an implementation."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from kernels.dispatch import Choice, check_attention, check_positive_int, choose, full_precision, resolve_scale
+from kernels.softmax_attention.reference import softmax_attention_reference
+from kernels.softmax_attention.sdpa import softmax_attention_sdpa
+
+Implementation = Literal["auto", "reference", "sdpa"]
+_IMPLEMENTATIONS = {"reference": softmax_attention_reference, "sdpa": softmax_attention_sdpa}
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    query_offset: int = 0,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """Causal softmax attention with grouped heads, sliding window and ALiBi.
+
+    o_t = sum over visible j of softmax_j(scale * q_t.k_j - slope * (t - j)) v_j, softmax in fp32 (float64 for float64).
+
+    Args:
+        q: queries [b, tq, hq, d]; fp32, bf16, fp16 or float64.
+        k: keys [b, tk, hkv, d], hq a multiple of hkv; query head h uses key head h // (hq // hkv).
+        v: values [b, tk, hkv, dv].
+        scale: factor on q.k; None means d**-0.5.
+        window: query t sees keys t - window + 1 .. t; None for 0 .. t.
+        alibi_slopes: [hq], see `alibi_slopes`; None for no bias. Not differentiated by "sdpa" on every device.
+        query_offset: global position of the first query; keys are at 0 .. tk-1.
+        implementation: "reference", "sdpa", or "auto".
+
+    Returns:
+        [b, tq, hq, dv] in v's dtype.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762); ALiBi: Press et al. 2022 (arXiv 2108.12409).
+    """
+    check_attention(q, k, v, query_offset)
+    if window is not None:
+        check_positive_int("window", window)
+    if alibi_slopes is not None and alibi_slopes.shape != q.shape[2:3]:
+        raise ValueError(
+            f"alibi_slopes has shape {list(alibi_slopes.shape)}: give one slope per query head, {q.shape[2]}"
+        )
+    plain = window is None and alibi_slopes is None and query_offset == 0
+    chosen = choose("softmax_attention", implementation, _IMPLEMENTATIONS, _automatic(q, plain))
+    with full_precision(q):
+        return _IMPLEMENTATIONS[chosen.name](
+            q,
+            k,
+            v,
+            scale=resolve_scale(scale, q.shape[3]),
+            window=window,
+            alibi_slopes=alibi_slopes,
+            query_offset=query_offset,
+        )
+
+
+def _automatic(q: Tensor, plain: bool) -> Choice:
+    if q.device.type == "cuda":
+        return Choice("sdpa", "fused on CUDA")
+    if plain:
+        return Choice("sdpa", "plain causal: fused here too")
+    return Choice("reference", f"window, slopes or offset on {q.device.type}: a mask is built either way")

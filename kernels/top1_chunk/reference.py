@@ -1,0 +1,125 @@
+"""Top-1 Chunk selection in plain torch, in two parts: which chunks a query takes, and attention over those.
+
+Chunk c is the keys c * chunk_size .. (c + 1) * chunk_size - 1. Suffixes as in attention_math; n chunk, m rank of a
+choice.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.attention_math import causal_mask, query_key_products, query_positions, upcast
+from kernels.softmax_attention.reference import attend
+
+
+def chunk_scores(q_bthd: Tensor, k_bshd: Tensor, *, chunk_size: int, score: str, scale: float) -> Tensor:
+    """Score every complete chunk for every query, whether or not the query may choose it.
+
+    Args:
+        q_bthd: queries [b, tq, hq, d].
+        k_bshd: keys [b, tk, hkv, d].
+        chunk_size: keys per chunk.
+        score: "approx": q . mean of the keys; "exact": the highest q.k; "exact_lse": logsumexp of scale * q.k.
+        scale: factor on q.k; only "exact_lse" depends on it.
+
+    Returns:
+        [b, hq, tq, tk // chunk_size], fp32 or float64.
+    """
+    num_complete = k_bshd.shape[1] // chunk_size
+    k_bncgd = k_bshd[:, : num_complete * chunk_size].unflatten(1, (num_complete, chunk_size))
+    if score == "approx":
+        return query_key_products(q_bthd, upcast(k_bncgd).mean(dim=2))
+    products_bhtnc = query_key_products(q_bthd, k_bncgd.flatten(1, 2)).unflatten(-1, (num_complete, chunk_size))
+    if score == "exact":
+        return products_bhtnc.amax(dim=-1)
+    return (products_bhtnc * scale).logsumexp(dim=-1)
+
+
+@torch.no_grad()
+def select_chunks(
+    q_bthd: Tensor, k_bshd: Tensor, *, chunk_size: int, top_k: int, score: str, scale: float, query_offset: int
+) -> Tensor:
+    """Choose for every query the top_k best chunks before its own; the lowest index wins a tie.
+
+    Args:
+        q_bthd: queries [b, tq, hq, d].
+        k_bshd: keys [b, tk, hkv, d].
+        chunk_size: keys per chunk.
+        top_k: how many chunks.
+        score: as in `chunk_scores`.
+        scale: as in `chunk_scores`.
+        query_offset: global position of the first query.
+
+    Returns:
+        int64 [b, tq, hq, top_k], best first, -1 where there is no such chunk. A constant for the gradient.
+    """
+    shape = (q_bthd.shape[0], q_bthd.shape[1], q_bthd.shape[2], top_k)
+    chosen_bthm = torch.full(shape, -1, dtype=torch.int64, device=q_bthd.device)
+    num_ranks = min(top_k, k_bshd.shape[1] // chunk_size)
+    if num_ranks == 0:
+        return chosen_bthm
+    scores_bhtn = chunk_scores(q_bthd, k_bshd, chunk_size=chunk_size, score=score, scale=scale)
+    # As many as the query's own chunk index; all of them are complete.
+    num_earlier_t = query_positions(q_bthd, query_offset) // chunk_size
+    earlier_tn = torch.arange(scores_bhtn.shape[-1], device=q_bthd.device) < num_earlier_t[:, None]
+    # A stable sort, as topk promises no order among equal scores.
+    order_bhtn = scores_bhtn.masked_fill(~earlier_tn, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    exists_tm = torch.arange(num_ranks, device=q_bthd.device) < num_earlier_t[:, None]
+    best_bhtm = order_bhtn[..., :num_ranks].masked_fill(~exists_tm, -1)
+    chosen_bthm[..., :num_ranks] = best_bhtm.transpose(1, 2)
+    return chosen_bthm
+
+
+def selection_mask(
+    chosen_bthm: Tensor, q_bthd: Tensor, k_bshd: Tensor, *, chunk_size: int, local: bool, query_offset: int
+) -> Tensor:
+    """Tell which keys a query attends to: its chosen chunks', and its own chunk's up to itself.
+
+    Args:
+        chosen_bthm: int64 [b, tq, hq, top_k] as from `select_chunks`.
+        q_bthd: queries, for tq.
+        k_bshd: keys, for tk.
+        chunk_size: keys per chunk.
+        local: whether the own chunk counts; for queries in chunk 0, which have nothing else, it always does.
+        query_offset: global position of the first query.
+
+    Returns:
+        bool [b, hq, tq, tk].
+    """
+    s = query_positions(k_bshd, 0)
+    chunk_s = s // chunk_size
+    num_chunks = int(k_bshd.shape[1] - 1) // chunk_size + 1
+    chosen_bhtm = chosen_bthm.transpose(1, 2)
+    # One column more, for the -1s to fall into.
+    taken_bhtn = torch.zeros(*chosen_bhtm.shape[:3], num_chunks + 1, dtype=torch.bool, device=s.device)
+    taken_bhtn.scatter_(-1, chosen_bhtm.where(chosen_bhtm >= 0, num_chunks), True)
+    own_t1 = (query_positions(q_bthd, query_offset) // chunk_size)[:, None]
+    own_ts = causal_mask(q_bthd, k_bshd, query_offset) & (chunk_s == own_t1)
+    if not local:
+        own_ts = own_ts & (own_t1 == 0)
+    return taken_bhtn[..., chunk_s] | own_ts
+
+
+def top1_chunk_reference(
+    q_bthd: Tensor,
+    k_bshd: Tensor,
+    v_bshe: Tensor,
+    *,
+    chunk_size: int,
+    top_k: int,
+    score: str,
+    local: bool,
+    scale: float,
+    query_offset: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute the op over all [tq, tk] scores. Arguments as in `top1_chunk_attention`, checked there.
+
+    Returns:
+        o [b, tq, hq, dv] in v's dtype and the chosen chunks, int64 [b, tq, hq, top_k].
+    """
+    chosen_bthm = select_chunks(
+        q_bthd, k_bshd, chunk_size=chunk_size, top_k=top_k, score=score, scale=scale, query_offset=query_offset
+    )
+    visible_bhts = selection_mask(
+        chosen_bthm, q_bthd, k_bshd, chunk_size=chunk_size, local=local, query_offset=query_offset
+    )
+    return attend(q_bthd, k_bshd, v_bshe, visible_bhts, scale), chosen_bthm
