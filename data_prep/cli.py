@@ -1,0 +1,87 @@
+"""The `prepare` verb: arguments and what is said at the end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from data_prep.embedded import CODE, DOCS
+from data_prep.manifest import Manifest
+from data_prep.prepare import EMBEDDED, TRAIN_TOKENIZER, PrepareOptions, prepare
+from megatron_ext.errors import UserError
+
+MAX_DEFAULT_WORKERS = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `selectron prepare`."""
+    parser.add_argument("--input", required=True, help=f"file or folder of jsonl[.zst|.gz] or text; or `{EMBEDDED}`")
+    parser.add_argument("--output", required=True, help="folder to make; refused if it is there and not empty")
+    parser.add_argument("--train-domains", help=f"training domains, separated by commas ({EMBEDDED}: {DOCS})")
+    parser.add_argument("--test-domains", help=f"out-of-domain test domains ({EMBEDDED}: {CODE})")
+    parser.add_argument("--tokenizer", help=f"a tokenizer.json, or `{TRAIN_TOKENIZER}` ({EMBEDDED}: {TRAIN_TOKENIZER})")
+    parser.add_argument("--eos-token", help="end-of-document token, if the tokenizer has none of the usual ones")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="of a tokenizer trained here (%(default)s)")
+    parser.add_argument(
+        "--validation-fraction",
+        type=float,
+        help=f"share of the training documents held out, where folders give no split (0.02; {EMBEDDED}: 0.05)",
+    )
+    parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help="at a malformed record")
+    parser.add_argument("--shard-tokens", type=int, default=64_000_000, help="tokens a shard (%(default)s)")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--workers", type=int, default=min(cores, MAX_DEFAULT_WORKERS), help="threads that tokenise")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prepare the data and print what was made.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        UserError: see `data_prep.prepare.prepare`.
+    """
+    manifest = prepare(_options(arguments))
+    print(summary(manifest, arguments.output))
+    return 0
+
+
+def summary(manifest: Manifest, output: str) -> str:
+    """Table of the splits and domains, with what was left out."""
+    lines = [f"{'split':<12}{'domain':<20}{'documents':>12}{'tokens':>16}{'bytes':>16}"]
+    for entry in manifest.domains:
+        lines.append(f"{entry.split:<12}{entry.domain:<20}{entry.documents:>12}{entry.tokens:>16}{entry.bytes:>16}")
+    if not any(entry.split == "validation" for entry in manifest.domains):
+        lines.append("no document fell in the validation split; a larger --validation-fraction holds some out")
+    if manifest.duplicates:
+        lines.append(f"left out: {manifest.duplicates} exact duplicates")
+    lines += [f"skipped: {entry.records} in {entry.file}: {entry.reason}" for entry in manifest.skipped]
+    return "\n".join([*lines, f"written: {output}"])
+
+
+def _options(arguments: argparse.Namespace) -> PrepareOptions:
+    is_embedded = arguments.input == EMBEDDED
+    tokenizer = arguments.tokenizer or (TRAIN_TOKENIZER if is_embedded else None)
+    if tokenizer is None:
+        raise UserError("--tokenizer", "is not given", f"give a tokenizer.json, or `{TRAIN_TOKENIZER}` to train one")
+    fraction = arguments.validation_fraction
+    if fraction is None:
+        fraction = 0.05 if is_embedded else 0.02  # few documents: 2 % of them would be a poor sample
+    return PrepareOptions(
+        input=arguments.input,
+        output=arguments.output,
+        train_domains=_names(arguments.train_domains) or ([DOCS] if is_embedded else []),
+        test_domains=_names(arguments.test_domains) or ([CODE] if is_embedded else []),
+        tokenizer=tokenizer,
+        eos_token=arguments.eos_token,
+        vocab_size=arguments.vocab_size,
+        validation_fraction=fraction,
+        on_error=arguments.on_error,
+        shard_tokens=arguments.shard_tokens,
+        workers=arguments.workers,
+    )
+
+
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]

@@ -1,0 +1,214 @@
+"""The embedded corpus: real text that every machine with this project's dependencies already has.
+
+Training domain `PythonDocs`: Python's documentation topics, the docstrings of the standard library and of a few
+documented packages, and the long descriptions of the installed packages. Out-of-domain test: `PythonCode`, source code
+of the standard library. Nothing is imported for it but the table of topics; sources are parsed.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.metadata
+import importlib.util
+import platform
+import sysconfig
+import tokenize
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from data_prep.documents import Advance, Document, Problems, ignore_progress
+
+DOCS, CODE = "PythonDocs", "PythonCode"
+DOCUMENTED_PACKAGES = ("matplotlib", "networkx", "numpy")
+"""Dependencies of this project (directly or through torch) with long docstrings in English prose."""
+
+MIN_CHARACTERS = 200
+CODE_BYTES = 3_000_000
+"""How much source code is taken: enough for a test domain, small beside the training domain."""
+
+# Test suites repeat each other, `encodings` and `pydoc_data` are tables, and bundled wheels are no sources.
+EXCLUDED_PARTS = frozenset(
+    {"test", "tests", "testing", "idle_test", "encodings", "pydoc_data", "_bundled", "__pycache__"}
+    | {"site-packages", "dist-packages"}
+)
+
+
+class EmbeddedCorpus:
+    """Documents collected once, in sorted order, without exact duplicates."""
+
+    folders: frozenset[str] = frozenset()
+
+    @cached_property
+    def collected(self) -> list[Document]:
+        """Every document of both domains."""
+        seen: set[str] = set()
+        return [
+            document
+            for document in (*_topics(), *_docstrings(seen), *_descriptions(), *_source_code())
+            if len(document.text) >= MIN_CHARACTERS and _first_time(document.text, seen)
+        ]
+
+    @property
+    def total_bytes(self) -> int:
+        """UTF-8 bytes of all documents."""
+        return sum(len(document.text.encode()) for document in self.collected)
+
+    def documents(self, problems: Problems, advance: Advance = ignore_progress) -> Iterator[Document]:
+        """Yield the documents; none can be malformed."""
+        for document in self.collected:
+            yield document
+            advance(len(document.text.encode()))
+
+    def provenance(self) -> dict[str, Any]:
+        """The Python that the text was taken from, and documents by what they come from."""
+        return {
+            "python": platform.python_version(),
+            "documents": dict(Counter(document.source for document in self.collected)),
+        }
+
+
+def strip_docstrings(source: str) -> str:
+    """Source code without its docstrings, still valid Python.
+
+    The docstrings are training text: left in the code, the out-of-domain test would ask for text learnt by heart.
+
+    Raises:
+        SyntaxError: `source` does not parse.
+    """
+    lines = source.encode().split(b"\n")  # the parser counts columns in UTF-8 bytes
+    holders = sorted(_docstring_holders(ast.parse(source)), key=lambda node: node.body[0].lineno, reverse=True)
+    for node in holders:
+        statement = node.body[0]
+        assert statement.end_lineno is not None
+        before = lines[statement.lineno - 1][: statement.col_offset]
+        after = lines[statement.end_lineno - 1][statement.end_col_offset :]
+        stand_in = b"pass" if len(node.body) == 1 and not isinstance(node, ast.Module) else b""
+        joined = before + stand_in + after
+        lines[statement.lineno - 1 : statement.end_lineno] = [joined] if joined.strip() else []
+    return b"\n".join(lines).decode()
+
+
+_Holder = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _docstring_holders(tree: ast.Module) -> Iterator[_Holder]:
+    for node in ast.walk(tree):
+        if isinstance(node, _Holder) and ast.get_docstring(node, clean=False) is not None:
+            yield node
+
+
+def _first_time(text: str, seen: set[str]) -> bool:
+    new = text not in seen
+    seen.add(text)
+    return new
+
+
+def _topics() -> Iterator[Document]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions leave the table out
+        return
+    for name in sorted(topics):
+        yield Document(f"topics/{name}", topics[name].strip(), DOCS, "documentation topics")
+
+
+def _docstrings(seen: set[str]) -> Iterator[Document]:
+    for source, root, prefix in _documented_roots():
+        for file in _python_files(root):
+            module = _module_name(file, root, prefix)
+            text = _module_documentation(file, module, seen)
+            if text:
+                yield Document(module, text, DOCS, source)
+
+
+def _documented_roots() -> Iterator[tuple[str, Path, str]]:
+    yield "docstrings of the standard library", _standard_library(), ""
+    for package in DOCUMENTED_PACKAGES:
+        found = importlib.util.find_spec(package)
+        if found is not None and found.origin is not None:
+            yield f"docstrings of {package}", Path(found.origin).parent, package
+
+
+def _standard_library() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _python_files(root: Path) -> list[Path]:
+    """Sorted sources under `root`, the excluded folders pruned before they are walked."""
+    files: list[Path] = []
+    for entry in sorted(root.iterdir()):
+        if entry.name in EXCLUDED_PARTS or entry.is_symlink():
+            continue
+        if entry.is_dir():
+            files += _python_files(entry)
+        elif entry.suffix == ".py":
+            files.append(entry)
+    return files
+
+
+def _module_name(file: Path, root: Path, prefix: str) -> str:
+    parts = [prefix, *file.relative_to(root).with_suffix("").parts]
+    return ".".join(part for part in parts if part and part != "__init__") or file.stem
+
+
+def _read_source(file: Path) -> tuple[str, ast.Module] | None:
+    """Text and syntax tree of a file; None for the deliberately broken ones that some packages carry."""
+    try:
+        with tokenize.open(file) as stream, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+            source = stream.read()
+            return source, ast.parse(source)
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _module_documentation(file: Path, module: str, seen: set[str]) -> str:
+    """The docstrings of a module, each under its dotted name, those seen elsewhere left out."""
+    parsed = _read_source(file)
+    if parsed is None:
+        return ""
+    parts = [f"{name}\n\n{text}" for name, text in _named_docstrings(parsed[1], module) if _first_time(text, seen)]
+    return "\n\n".join(parts)
+
+
+def _named_docstrings(node: _Holder, name: str) -> Iterator[tuple[str, str]]:
+    text = ast.get_docstring(node)
+    if text and text.strip():
+        yield name, text.strip()
+    for child in node.body:
+        if isinstance(child, _Holder):
+            yield from _named_docstrings(child, f"{name}.{child.name}")
+
+
+def _descriptions() -> Iterator[Document]:
+    """Long descriptions of the installed packages; this project's own is not a given text and is left out."""
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        metadata = distribution.metadata
+        name = metadata["Name"] if metadata is not None else None
+        if name and name.lower() != "selectron":
+            body = metadata.json.get("description", "")
+            found.setdefault(name.lower(), str(body).encode("utf-8", "replace").decode().strip())
+    for name in sorted(found):
+        yield Document(f"packages/{name}", found[name], DOCS, "descriptions of installed packages")
+
+
+def _source_code() -> Iterator[Document]:
+    """Modules of the standard library, drawn by a hash of their names until `CODE_BYTES` are reached."""
+    root, total = _standard_library(), 0
+    names = {_module_name(file, root, ""): file for file in _python_files(root)}
+    drawn: list[tuple[str, str]] = []
+    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        if total >= CODE_BYTES:
+            break
+        parsed = _read_source(names[name])
+        if parsed is not None:
+            drawn.append((name, strip_docstrings(parsed[0]).strip()))
+            total += len(drawn[-1][1].encode())
+    for name, text in sorted(drawn):
+        yield Document(f"source/{name}", text, CODE, "source code of the standard library")
