@@ -1,0 +1,78 @@
+"""The order of the samples: a pure function of (seed, sample index), in constant memory.
+
+Sample `index` of a run belongs to epoch `index // num_samples`; within an epoch, a pseudo-random permutation of the
+windows is applied. The permutation is a Feistel network on the smallest even number of bits that holds the windows,
+with cycle walking: what falls outside is sent through again until it falls inside. The values are part of what a
+checkpoint means (its data position is one integer): they must never change.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+ROUNDS = 6
+MIN_HALF_BITS = 4
+"""Below 256 values a Feistel network has too few round functions to tell the permutations apart."""
+
+_U64 = npt.NDArray[np.uint64]
+
+
+def sample_position(seed: int, index: int, num_samples: int) -> int:
+    """The window that a run reads as its sample `index`.
+
+    Args:
+        seed: of the order.
+        index: position in the run, from 0 without end; beyond `num_samples` the next epoch begins.
+        num_samples: windows there are.
+
+    Returns:
+        A window in [0, num_samples); over an epoch each comes once.
+    """
+    return int(sample_positions(seed, np.array([index], dtype=np.int64), num_samples)[0])
+
+
+def sample_positions(seed: int, indices: npt.NDArray[np.int64], num_samples: int) -> npt.NDArray[np.int64]:
+    """The windows of many samples at once: see `sample_position`.
+
+    Args:
+        seed: of the order.
+        indices: int64 array [n], each >= 0.
+        num_samples: windows there are, above 0.
+
+    Returns:
+        int64 array [n].
+
+    Raises:
+        ValueError: `num_samples` is not positive or an index is negative.
+    """
+    if num_samples < 1 or (len(indices) and int(indices.min()) < 0):
+        raise ValueError(f"{num_samples} samples, smallest index {indices.min(initial=0)}")
+    half_bits = max(MIN_HALF_BITS, ((num_samples - 1).bit_length() + 1) // 2)
+    epochs, places = np.divmod(indices, num_samples)
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is what a hash wants
+        keys = _mix(_mix(np.uint64(seed & 0xFFFFFFFFFFFFFFFF)) + epochs.astype(np.uint64))
+        values = places.astype(np.uint64)
+        outside = np.ones(len(values), dtype=bool)
+        while outside.any():
+            values[outside] = _feistel(values[outside], keys[outside], half_bits)
+            outside = values >= num_samples
+    return values.astype(np.int64)
+
+
+def _feistel(values: _U64, keys: _U64, half_bits: int) -> _U64:
+    """A permutation of [0, 2**(2 * half_bits)) for every key."""
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = values >> shift, values & mask
+    for number in range(ROUNDS):
+        round_keys = _mix(keys + np.uint64(number))
+        left, right = right, left ^ (_mix(right ^ round_keys) & mask)
+    return (left << shift) | right
+
+
+def _mix(value: np.uint64 | _U64) -> _U64:
+    """SplitMix64 (Steele, Lea and Flood 2014): a bijection of 64-bit integers in which every bit moves every other."""
+    mixed = np.asarray(value + np.uint64(0x9E3779B97F4A7C15), dtype=np.uint64)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

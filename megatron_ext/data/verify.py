@@ -1,0 +1,61 @@
+"""Checks of prepared data before a run begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from data_prep.manifest import Manifest, VerifyMode, verify_shard, verify_tokenizer
+
+
+def verify_shards(
+    root: Path,
+    manifest: Manifest,
+    splits: Iterable[str] | None = None,
+    domains: Iterable[str] | None = None,
+    mode: VerifyMode = "sha256",
+    rank: int = 0,
+    world_size: int = 1,
+) -> int:
+    """Check this rank's share of the shards and their indexes; the ranks together check every one once.
+
+    Args:
+        root: folder of the manifest.
+        manifest: what is in it.
+        splits: splits to check; None: all.
+        domains: domains to check, in the long or short form; None: all.
+        mode: `sha256` reads the files whole, `size` compares sizes alone.
+        rank: this process among those that check.
+        world_size: processes that check.
+
+    Returns:
+        The number of shards that this rank checked.
+
+    Raises:
+        UserError: a shard is missing, truncated or altered (the message names the file), or a split or domain is not
+            in the manifest.
+    """
+    names = None if domains is None else list(domains)
+    wanted: list[str | None] = [None] if splits is None else [*splits]
+    chosen = [entry for split in wanted for entry in manifest.select(split, names)]
+    shards = [shard for entry in chosen for shard in entry.shards][rank::world_size]
+    for shard in shards:
+        verify_shard(root, shard, mode)
+    return len(shards)
+
+
+def check_tokenizer(root: Path, manifest: Manifest, tokenizer_path: Path | None = None) -> Path:
+    """Check that a tokenizer.json is the one the data was made with, by its sha256.
+
+    Args:
+        root: folder of the manifest.
+        manifest: what is in it.
+        tokenizer_path: the run's tokenizer; None: the one kept beside the manifest.
+
+    Returns:
+        The file to use.
+
+    Raises:
+        UserError: it is missing or another one; the message names it and the manifest.
+    """
+    return verify_tokenizer(root, manifest, tokenizer_path)
