@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-STRICT = ConfigDict(extra="forbid", strict=True)
-"""Unknown keys and values of another type are refused, never converted."""
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+"""Unknown keys, values of another type, infinities and NaN are refused, never converted."""
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 

@@ -1,0 +1,48 @@
+"""Fields that follow from others: filled once, so that the saved configuration is whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_ext.config.schema import ModelConfig, RunConfig
+from megatron_ext.errors import UserError
+
+FFN_MULTIPLE = 64
+
+
+def derive(config: RunConfig) -> RunConfig:
+    """Fill the fields left at None.
+
+    Args:
+        config: a configuration; one that is whole comes back unchanged.
+
+    Returns:
+        The same configuration with `num_query_groups`, `head_dim`, `ffn_hidden_size` and `max_position_embeddings`.
+
+    Raises:
+        UserError: the hidden size does not divide by the heads and no head_dim is given.
+    """
+    model = config.model
+    whole = replace(
+        model,
+        num_query_groups=model.num_query_groups or model.num_attention_heads,
+        head_dim=model.head_dim or _head_dim(model),
+        ffn_hidden_size=model.ffn_hidden_size or _ffn_hidden_size(model.hidden_size),
+        max_position_embeddings=model.max_position_embeddings or config.data.seq_length,
+    )
+    return replace(config, model=whole)
+
+
+def _head_dim(model: ModelConfig) -> int:
+    if model.hidden_size % model.num_attention_heads:
+        raise UserError(
+            "model.num_attention_heads",
+            f"model.hidden_size {model.hidden_size} does not divide by {model.num_attention_heads} heads",
+            "change one of them, or set model.head_dim",
+        )
+    return model.hidden_size // model.num_attention_heads
+
+
+def _ffn_hidden_size(hidden_size: int) -> int:
+    # 8/3 keeps the parameters of the three SwiGLU matrices at those of two matrices of 4 * hidden_size.
+    return -(-8 * hidden_size // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE

@@ -1,0 +1,46 @@
+"""The numbers that a configuration and the number of processes give together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.config.schema import ParallelConfig, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a run is spread over its processes.
+
+    Attributes:
+        world_size: processes.
+        data_parallel_size: replicas of the model.
+        num_micro_batches: forward passes a data-parallel rank makes for an optimizer step.
+    """
+
+    world_size: int
+    data_parallel_size: int
+    num_micro_batches: int
+
+
+def model_parallel_size(parallel: ParallelConfig) -> int:
+    """Return the processes that one replica of the model takes."""
+    return parallel.tensor * parallel.pipeline * parallel.context
+
+
+def layout_of(config: RunConfig, world_size: int) -> Layout:
+    """Compute the layout of a configuration that `rules.check` has passed for this world size.
+
+    Args:
+        config: the configuration.
+        world_size: processes.
+
+    Returns:
+        The layout. Where a size does not divide it is rounded down; `rules.check` refuses such a configuration.
+    """
+    data_parallel_size = world_size // model_parallel_size(config.parallel)
+    samples = config.training.micro_batch_size * max(1, data_parallel_size)
+    return Layout(
+        world_size=world_size,
+        data_parallel_size=data_parallel_size,
+        num_micro_batches=config.training.global_batch_size // samples,
+    )

@@ -1,0 +1,191 @@
+"""Reading a configuration: YAML file + dotted overrides -> a validated, whole `RunConfig`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from megatron_ext.config.derive import derive
+from megatron_ext.config.pattern import parse_pattern
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.suggest import suggest, unknown_mixer
+from megatron_ext.config.traits import Mixers
+from megatron_ext.config.validate import field_names, sections, show, validate
+from megatron_ext.errors import UserError
+
+Tree = dict[str, Any]
+
+
+class _Constructor(SafeConstructor):
+    """YAML 1.2's core schema: no timestamps, so that `run.name: 2026-01-31` is the text it looks like."""
+
+
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
+
+
+def load_config(path: Path, overrides: Sequence[str], mixer_configs: Mixers) -> RunConfig:
+    """Read, override, validate and complete a configuration.
+
+    Args:
+        path: the YAML file.
+        overrides: `section.field=value`; the value is read as YAML, so `[a, b]`, `1e-3`, `true` and `null` are meant.
+        mixer_configs: the registered mixers, by name.
+
+    Returns:
+        The configuration with the mixers' defaults and the derived fields filled in. What goes together with what is
+        not checked here: that needs the number of processes, see `rules.check`.
+
+    Raises:
+        UserError: a file, key or value at fault; one line.
+    """
+    tree = read_tree(path)
+    for override in overrides:
+        apply_override(tree, override, mixer_configs)
+    # A section that is absent, or whose fields are all commented out, is an empty one: then what is missing is named
+    # by its field (data.path), not by its section.
+    for name in sections(RunConfig):
+        tree[name] = {} if tree.get(name) is None else tree[name]
+    return resolve(validate(RunConfig, _without_empty_mixers(tree)), mixer_configs)
+
+
+def resolve(config: RunConfig, mixer_configs: Mixers) -> RunConfig:
+    """Complete a configuration: mixers validated and with their defaults, derived fields filled.
+
+    Args:
+        config: a configuration, e.g. one built in Python.
+        mixer_configs: the registered mixers, by name.
+
+    Returns:
+        The whole configuration; one that is whole comes back unchanged.
+
+    Raises:
+        UserError: an unknown mixer, a field of a mixer's config at fault, a layer pattern that cannot be read.
+    """
+    for name in config.mixers:
+        if name not in mixer_configs:
+            raise unknown_mixer(f"mixers.{name}", name, mixer_configs)
+    for name in parse_pattern(config.model.pattern):
+        if name not in mixer_configs:
+            raise unknown_mixer("model.pattern", name, mixer_configs)
+    names = dict.fromkeys([*config.mixers, *parse_pattern(config.model.pattern)])
+    mixers = {name: _whole_mixer(name, config.mixers.get(name, {}), mixer_configs) for name in names}
+    return derive(replace(config, mixers=mixers))
+
+
+def read_tree(path: Path) -> Tree:
+    """Read a YAML file that holds one mapping.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Its content as plain Python values.
+
+    Raises:
+        UserError: the file is missing, is no YAML, holds a key twice or is not a mapping; names file and line.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(str(path), "no such file", "give the path of a configuration, see examples/") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(str(path), f"cannot be read ({_one_line(error)})", "give a YAML text file") from None
+    tree = _parse(text, str(path))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(str(path), "is not a mapping of sections", "begin with a section like `data:`, see examples/")
+    return tree
+
+
+def apply_override(tree: Tree, override: str, mixer_configs: Mixers) -> None:
+    """Set one field of a tree in place.
+
+    Args:
+        tree: the plain configuration.
+        override: `section.field=value`.
+        mixer_configs: the registered mixers, whose fields can be set too.
+
+    Raises:
+        UserError: the text has no `=`, the key does not exist or names a section, the value is no YAML.
+    """
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise UserError(override, "is not an override", "write it like training.steps=200")
+    known = known_keys(mixer_configs)
+    if key not in known:
+        inside = [name for name in known if name.startswith(key + ".")]
+        if inside:
+            raise UserError(key, "is a section, not a field", f"set one of its fields, e.g. {inside[0]}=...")
+        raise UserError(key, "no such field", _suggest_key(key, known))
+    *parents, last = key.split(".")
+    node = tree
+    for parent in parents:
+        node[parent] = node = {} if node.get(parent) is None else node[parent]
+        if not isinstance(node, dict):
+            raise UserError(parent, f"{show(node)} is not a section of fields", "write its fields below it, indented")
+    node[last] = _parse(text, key)
+
+
+def known_keys(mixer_configs: Mixers) -> list[str]:
+    """Return the dotted names of all fields, those of the registered mixers included."""
+    keys = [f"{section}.{name}" for section, kind in sections(RunConfig).items() for name in field_names(kind)]
+    for mixer, traits in mixer_configs.items():
+        keys += [f"mixers.{mixer}.{name}" for name in field_names(traits.config_type)]
+    return keys
+
+
+def _suggest_key(key: str, known: Sequence[str]) -> str:
+    section = key.rpartition(".")[0]
+    inside = [name for name in known if name.rpartition(".")[0] == section]
+    endings = {name.rpartition(".")[2]: name for name in inside}
+    # A slip in the last part is likelier than one in the section, which exists.
+    close = difflib.get_close_matches(key.rpartition(".")[2], endings, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {endings[close[0]]}?"
+    by_name = suggest(key, known)
+    return by_name if by_name.startswith("did") or not inside else suggest(key, inside)
+
+
+def _parse(text: str, where: str) -> Any:
+    yaml = YAML(typ="safe", pure=True)  # pure: the C parser speaks YAML 1.1, to which 1e-3 is text
+    yaml.Constructor = _Constructor
+    try:
+        return yaml.load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{where}:{mark.line + 1}" if mark is not None and "\n" in text.strip() else where
+        raise UserError(place, f"is not valid YAML ({_problem(error)})", "mend the line") from None
+    except (YAMLError, ValueError, RecursionError) as error:
+        raise UserError(where, f"is not valid YAML ({_one_line(error)})", "give plain YAML text") from None
+
+
+def _problem(error: MarkedYAMLError) -> str:
+    return _one_line(error.problem or error.context or "unreadable")
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _without_empty_mixers(tree: Tree) -> Tree:
+    mixers = tree.get("mixers")
+    if mixers is None:
+        return {**tree, "mixers": {}}
+    if not isinstance(mixers, Mapping):
+        return tree
+    return {**tree, "mixers": {name: {} if fields is None else fields for name, fields in mixers.items()}}
+
+
+def _whole_mixer(name: str, fields: Tree, mixer_configs: Mixers) -> Tree:
+    kind = mixer_configs[name].config_type
+    whole: Tree = TypeAdapter(kind).dump_python(validate(kind, fields, prefix=f"mixers.{name}."), mode="json")
+    return whole

@@ -1,0 +1,79 @@
+"""Writing a configuration, so that reading it gives back exactly the same one."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+from ruamel.yaml import YAML
+from ruamel.yaml.representer import SafeRepresenter
+
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.errors import UserError
+
+
+class _Representer(SafeRepresenter):
+    """Lists of plain values on one line (`[0.9, 0.95]`), the rest in blocks; no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_list(representer: SafeRepresenter, data: list[Any]) -> Any:
+    return representer.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+
+
+def _represent_text(representer: SafeRepresenter, data: str) -> Any:
+    # The other styles fold line separators such as U+0085 into spaces; double quotes escape them.
+    style = None if data.isprintable() else '"'
+    return representer.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_Representer.add_representer(list, _represent_list)
+_Representer.add_representer(str, _represent_text)
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Write a configuration as YAML, its keys in the order of the schema.
+
+    Args:
+        config: the configuration.
+
+    Returns:
+        The text. `load_config` of it is equal to `config` if that is whole (see `load.resolve`).
+    """
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Representer = _Representer
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    yaml.allow_unicode = True
+    yaml.width = 100_000  # a long pattern stays on one line
+    stream = io.StringIO()
+    yaml.dump(TypeAdapter(RunConfig).dump_python(config, mode="json"), stream)
+    return stream.getvalue()
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    """Write a configuration to a file, whole or not at all.
+
+    Args:
+        config: the configuration.
+        path: the file; its folder exists. An older file stays as it was until the new one is complete.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("w", encoding="utf-8") as stream:
+            stream.write(to_yaml(config))
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise UserError(str(path), f"cannot be written ({error.strerror})", "check the folder and its space") from None

@@ -1,0 +1,30 @@
+"""What the configuration must know of a mixer. The registry of mixers satisfies it; config imports no mixer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+
+class MixerTraits(Protocol):
+    """The part of a registered mixer that reading and checking a configuration needs.
+
+    Attributes:
+        config_type: a pydantic dataclass made with `schema.STRICT`: the fields of `mixers.<name>`.
+        gathers_keys_and_values: True: under context parallelism the mixer can all-gather keys and values where its
+            heads do not divide by the context-parallel size; False: its heads must divide.
+    """
+
+    @property
+    def config_type(self) -> type:
+        """The dataclass of the mixer's fields."""
+        ...
+
+    @property
+    def gathers_keys_and_values(self) -> bool:
+        """Whether keys and values can be gathered over the context-parallel ranks."""
+        ...
+
+
+Mixers = Mapping[str, MixerTraits]
+"""Mixers by the name that `model.pattern` uses."""

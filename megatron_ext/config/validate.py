@@ -1,0 +1,122 @@
+"""Validation of plain trees by pydantic, with one line for what is wrong: the field, its value, what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from megatron_ext.config.suggest import suggest
+from megatron_ext.errors import UserError
+
+T = TypeVar("T")
+
+# pydantic's error type -> (problem, mend); {value} is the offending value, the other names are pydantic's context.
+_MESSAGES = {
+    "int_type": ("{value} is not a whole number", "give a whole number, without point or exponent"),
+    "int_from_float": ("{value} is not a whole number", "give a whole number, without point or exponent"),
+    "float_type": ("{value} is not a number", "give a number, without quotes"),
+    "bool_type": ("{value} is not true or false", "write true or false, without quotes"),
+    "string_type": ("{value} is not text", "give text; put it in quotes if it looks like a number, true or null"),
+    "list_type": ("{value} is not a list", "write it like [a, b]"),
+    "dict_type": ("{value} is not a section of fields", "write its fields below it, indented"),
+    "dataclass_type": ("{value} is not a section of fields", "write its fields below it, indented"),
+    "dataclass_exact_type": ("{value} is not a section of fields", "write its fields below it, indented"),
+    "greater_than": ("{value} is out of range", "give a value greater than {gt:g}"),
+    "greater_than_equal": ("{value} is out of range", "give a value of at least {ge:g}"),
+    "less_than": ("{value} is out of range", "give a value less than {lt:g}"),
+    "less_than_equal": ("{value} is out of range", "give a value of at most {le:g}"),
+    "finite_number": ("{value} is not a finite number", "give a finite number"),
+    "too_short": ("{value} has too few entries", "give {min_length} or more"),
+    "too_long": ("{value} has too many entries", "give {max_length} at most"),
+    "string_pattern_mismatch": ("{value} has characters that are not allowed here", "it must match {pattern}"),
+}
+
+
+def validate(kind: type[T], tree: dict[str, Any], prefix: str = "") -> T:
+    """Make a dataclass from a plain tree, converting nothing.
+
+    Args:
+        kind: a pydantic dataclass made with `schema.STRICT`.
+        tree: what YAML gave.
+        prefix: dotted name of the place of `tree` in the configuration, with its closing point; for messages.
+
+    Returns:
+        The instance.
+
+    Raises:
+        UserError: the first field at fault, and the names of the others.
+    """
+    # Strict Python mode refuses a dict in the place of a nested dataclass; strict JSON mode accepts exactly that.
+    text = _as_json(tree, prefix)
+    try:
+        return TypeAdapter(kind).validate_json(text)
+    except ValidationError as error:
+        # Misspelt names first: a field that is missing is often one of them.
+        details = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "unexpected_keyword_argument")
+        raise _first_of([_user_error(kind, one, prefix) for one in details]) from None
+
+
+def field_names(kind: type) -> list[str]:
+    """Return the names of a dataclass's fields, in their order."""
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def sections(kind: type) -> dict[str, type]:
+    """Return the fields of a dataclass that are dataclasses themselves."""
+    hints = get_type_hints(kind)
+    return {name: hints[name] for name in field_names(kind) if dataclasses.is_dataclass(hints[name])}
+
+
+def show(value: object) -> str:
+    """Write a value as YAML's flow style nearly would, on one line and not too long."""
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _as_json(tree: dict[str, Any], prefix: str) -> str:
+    try:
+        return json.dumps(tree)
+    except (TypeError, ValueError, RecursionError) as error:
+        # A YAML tag (!!binary, !!set) or an anchor inside itself: nothing that a field could take.
+        problem = f"holds a value that is no text, number, list or section ({error})"
+        raise UserError(prefix.rstrip(".") or "configuration", problem, "use plain YAML values") from None
+
+
+def _first_of(errors: Sequence[UserError]) -> UserError:
+    first, *others = errors
+    if not others:
+        return first
+    names = list(dict.fromkeys(other.where for other in others if other.where != first.where))
+    more = f" (and {len(others)} more: {', '.join(names[:5]) or first.where}{', ...' if len(names) > 5 else ''})"
+    return UserError(first.where, first.problem, first.mend + more)
+
+
+def _user_error(kind: type, error: ErrorDetails, prefix: str) -> UserError:
+    # A union adds the name of its branch to the location; what stands in the brackets is no part of the field.
+    parts = [str(part) for part in error["loc"] if not str(part).startswith(("literal[", "constrained-", "function-"))]
+    where = prefix + ".".join(parts)
+    context = error.get("ctx", {})
+    value = show(error["input"])
+    match error["type"]:
+        case "missing":
+            return UserError(where, "missing", "give it a value; it has no default")
+        case "unexpected_keyword_argument" | "extra_forbidden":
+            return UserError(where, "no such field", suggest(parts[-1], _siblings(kind, parts[:-1])))
+        case "literal_error":
+            return UserError(where, f"{value} is not one of the choices", f"choose {context['expected']}")
+        case kind_of_error if kind_of_error in _MESSAGES:
+            problem, mend = _MESSAGES[kind_of_error]
+            return UserError(where, problem.format(value=value, **context), mend.format(**context))
+    return UserError(where, f"{value} is refused", " ".join(error["msg"].split()))
+
+
+def _siblings(kind: type, parents: list[str]) -> list[str]:
+    """List the fields of the section that `parents` leads to."""
+    for parent in parents:
+        kind = sections(kind).get(parent, kind)
+    return field_names(kind)

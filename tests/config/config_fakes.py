@@ -1,0 +1,60 @@
+"""Stand-ins for the registered mixers: the configuration is tested without importing one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass as checked
+
+from megatron_ext.config.load import load_config, resolve
+from megatron_ext.config.schema import STRICT, RunConfig
+from megatron_ext.config.validate import validate
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@checked(frozen=True, kw_only=True, config=STRICT)
+class AttentionConfig:
+    window: PositiveInt | None = None
+    temperature: PositiveFloat = 1.0
+
+
+@checked(frozen=True, kw_only=True, config=STRICT)
+class Top1ChunkConfig:
+    chunk_size: PositiveInt = 128
+    score: Literal["approx", "exact", "exact_lse"] = "exact"
+
+
+@checked(frozen=True, kw_only=True, config=STRICT)
+class StatefulConfig:
+    conv_size: PositiveInt = 4
+
+
+@dataclass(frozen=True)
+class FakeMixer:
+    config_type: type
+    gathers_keys_and_values: bool = True
+
+
+MIXERS = {
+    "attention": FakeMixer(AttentionConfig),
+    "top1_chunk": FakeMixer(Top1ChunkConfig),
+    "top1_element": FakeMixer(AttentionConfig),
+    "gated_deltanet": FakeMixer(StatefulConfig, gathers_keys_and_values=False),
+}
+
+
+def config_of(**sections: Any) -> RunConfig:
+    """A whole configuration from plain sections; `data.path` is given."""
+    sections["data"] = {"path": "somewhere"} | sections.get("data", {})
+    return resolve(validate(RunConfig, sections), MIXERS)
+
+
+def load(text: str, folder: Path, *overrides: str) -> RunConfig:
+    """A configuration from YAML text, as a file."""
+    path = folder / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(path, overrides, MIXERS)

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from config_fakes import MIXERS, config_of, load
+from ruamel.yaml import YAML
+
+from megatron_ext.config.load import known_keys, load_config, resolve
+from megatron_ext.errors import UserError
+
+BASE = "data: {path: d}\n"
+
+
+def message(text: str, folder: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(text, folder, *overrides)
+    line = str(caught.value).replace(str(folder), "DIR")
+    assert "\n" not in line
+    return line
+
+
+def test_defaults_and_derived_fields(tmp_path: Path) -> None:
+    config = load(BASE, tmp_path)
+    model = config.model
+    assert (model.num_query_groups, model.head_dim, model.ffn_hidden_size) == (12, 64, 2048)
+    assert model.max_position_embeddings == config.data.seq_length == 2048
+    assert config.mixers == {"attention": {"window": None, "temperature": 1.0}}
+
+
+@pytest.mark.parametrize(("hidden", "ffn"), [(192, 512), (768, 2048), (2052, 5504), (24, 64)])
+def test_ffn_is_the_next_multiple_of_64(hidden: int, ffn: int) -> None:
+    assert config_of(model={"hidden_size": hidden}).model.ffn_hidden_size == ffn
+
+
+def test_given_fields_are_kept() -> None:
+    model = config_of(model={"num_query_groups": 4, "head_dim": 32, "ffn_hidden_size": 100}).model
+    assert (model.num_query_groups, model.head_dim, model.ffn_hidden_size) == (4, 32, 100)
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    config = config_of(mixers={"top1_chunk": {"chunk_size": 8}})
+    assert resolve(config, MIXERS) == config
+
+
+def test_hidden_size_must_divide(tmp_path: Path) -> None:
+    assert message(BASE, tmp_path, "model.hidden_size=100") == (
+        "model.num_attention_heads: model.hidden_size 100 does not divide by 12 heads; "
+        "change one of them, or set model.head_dim"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("training.steps=200", 200),
+        ("optimizer.lr=1e-3", 0.001),
+        ("optimizer.lr=1", 1.0),
+        ("data.train_domains=[A,B]", ["A", "B"]),
+        ("parallel.sequence=true", True),
+        ("model.num_query_groups=null", 12),
+        ("model.pattern=(top1_chunk*3,attention)*4", "(top1_chunk*3,attention)*4"),
+        ("mixers.top1_chunk.score=approx", "approx"),
+        ("run.name=2026-01-31", "2026-01-31"),
+        ("run.name='12'", "12"),
+        ("data.path=a=b", "a=b"),
+    ],
+)
+def test_override(tmp_path: Path, override: str, value: object) -> None:
+    node: object = load(BASE, tmp_path, override)
+    for part in override.partition("=")[0].split("."):
+        node = node[part] if isinstance(node, dict) else getattr(node, part)
+    assert node == value
+    assert type(node) is type(value)
+
+
+def test_a_later_override_wins_and_empty_sections_are_absent(tmp_path: Path) -> None:
+    text = BASE + "training:\nmixers:\n  top1_chunk:\n"
+    config = load(text, tmp_path, "training.steps=5", "training.steps=6", "mixers.top1_chunk.chunk_size=7")
+    assert config.training.steps == 6
+    assert config.mixers["top1_chunk"] == {"chunk_size": 7, "score": "exact"}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("training.stps=1", "training.stps: no such field; did you mean training.steps?"),
+        ("steps=1", "steps: no such field; did you mean training.steps?"),
+        ("model.lr=1", "model.lr: no such field; did you mean optimizer.lr?"),
+        (
+            "mixers.top1_chunk.chunk_siz=1",
+            "mixers.top1_chunk.chunk_siz: no such field; did you mean mixers.top1_chunk.chunk_size?",
+        ),
+        ("training=3", "training: is a section, not a field; set one of its fields, e.g. training.steps=..."),
+        ("training.steps", "training.steps: is not an override; write it like training.steps=200"),
+        ("training.steps=1.5", "training.steps: 1.5 is not a whole number; give a whole number, without point or exponent"),
+        ("training.steps=0", "training.steps: 0 is out of range; give a value greater than 0"),
+        ("training.seed=-1", "training.seed: -1 is out of range; give a value of at least 0"),
+        ("optimizer.betas=[0.9,1]", "optimizer.betas.1: 1 is out of range; give a value less than 1"),
+        ("optimizer.betas=[0.9]", "optimizer.betas: [0.9] has too few entries; give 2 or more"),
+        ("optimizer.lr=.nan", "optimizer.lr: NaN is not a finite number; give a finite number"),
+        ("optimizer.lr=fast", 'optimizer.lr: "fast" is not a number; give a number, without quotes'),
+        ("parallel.sequence=yes", 'parallel.sequence: "yes" is not true or false; write true or false, without quotes'),
+        ("run.name=7", "run.name: 7 is not text; give text; put it in quotes if it looks like a number, true or null"),
+        ("data.train_domains=A", 'data.train_domains: "A" is not a list; write it like [a, b]'),
+        ("training.precision=fp8", "training.precision: \"fp8\" is not one of the choices; choose 'bf16' or 'fp32'"),
+        (
+            "mixers.top1_chunk.score=exct",
+            "mixers.top1_chunk.score: \"exct\" is not one of the choices; choose 'approx', 'exact' or 'exact_lse'",
+        ),
+        ("model.pattern=atention*4", "model.pattern: no mixer is called 'atention'; did you mean attention? "
+         "known: attention, gated_deltanet, top1_chunk, top1_element"),
+    ],
+)  # fmt: skip
+def test_bad_override(tmp_path: Path, override: str, expected: str) -> None:
+    assert message(BASE, tmp_path, override) == expected
+
+
+def test_bad_override_values_keep_to_one_line(tmp_path: Path) -> None:
+    assert message(BASE, tmp_path, "data.path=[a").startswith("data.path: is not valid YAML (")
+    assert message(BASE, tmp_path, "run.name=!!binary aGk=").startswith("configuration: holds a value that is no text")
+    assert message(BASE, tmp_path, 'run.name="a\\nb"').startswith('run.name: "a\\nb" has characters')
+    assert len(message(BASE, tmp_path, "run.name=" + "/" * 5000)) < 250
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "data.path: missing; give it a value; it has no default"),
+        ("data: {pth: x}", "data.pth: no such field; did you mean path? (and 1 more: data.path)"),
+        ("dta: {path: x}", "dta: no such field; did you mean data? (and 1 more: data.path)"),
+        ("data: 5", "data: 5 is not a section of fields; write its fields below it, indented"),
+        (BASE + "mixers: 5", "mixers: 5 is not a section of fields; write its fields below it, indented"),
+        (BASE + "mixers: {moba: {}}", "mixers.moba: no mixer is called 'moba'; "
+         "known: attention, gated_deltanet, top1_chunk, top1_element"),
+        (BASE + "mixers: {top1_chunk: {chunk_siz: 3}}",
+         "mixers.top1_chunk.chunk_siz: no such field; did you mean chunk_size?"),
+        (BASE + "mixers: {top1_chunk: {chunk_size: 0}}",
+         "mixers.top1_chunk.chunk_size: 0 is out of range; give a value greater than 0"),
+        ("- a\n- b", "DIR/config.yaml: is not a mapping of sections; begin with a section like `data:`, see examples/"),
+        ("data:\n  path: a\n  path: b\n", "DIR/config.yaml:3: is not valid YAML "
+         '(found duplicate key "path" with value "b" (original value: "a")); mend the line'),
+        ("data:\n  path: [a\n", "DIR/config.yaml:3: is not valid YAML (expected ',' or ']', but got '<stream end>'); "
+         "mend the line"),
+    ],
+)  # fmt: skip
+def test_bad_file(tmp_path: Path, text: str, expected: str) -> None:
+    assert message(text, tmp_path) == expected
+
+
+def test_several_mistakes_name_them_all(tmp_path: Path) -> None:
+    text = BASE + "training: {steps: 0, micro_batch_size: a}\noptimizer: {lrr: 1}\n"
+    assert message(text, tmp_path) == (
+        "optimizer.lrr: no such field; did you mean lr? (and 2 more: training.steps, training.micro_batch_size)"
+    )
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        load_config(tmp_path / "none.yaml", [], MIXERS)
+    with pytest.raises(UserError, match="cannot be read"):
+        load_config(tmp_path, [], MIXERS)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_config(tmp_path / "binary.yaml", [], MIXERS)
+    with pytest.raises(UserError, match="no text, number, list or section"):
+        load("data: &a {path: *a}", tmp_path)
+    with pytest.raises(UserError, match="not valid YAML"):
+        load("data: !!python/object:os.system {}", tmp_path)
+
+
+def test_known_keys_are_settable(tmp_path: Path) -> None:
+    """Every key that is suggested to the user exists in the resolved tree."""
+    config = config_of(mixers={name: {} for name in MIXERS})
+    for key in known_keys(MIXERS):
+        node: object = config
+        for part in key.split("."):
+            node = node[part] if isinstance(node, dict) else getattr(node, part)
+    assert YAML(typ="safe", pure=True).load("1e-3") == 0.001

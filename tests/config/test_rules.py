@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from config_fakes import EXAMPLES, MIXERS, config_of
+
+from megatron_ext.config.layout import Layout
+from megatron_ext.config.load import load_config
+from megatron_ext.config.rules import RULES, check
+from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig
+from megatron_ext.errors import UserError
+
+Sections = dict[str, dict[str, Any]]
+
+TINY = {"hidden_size": 64, "num_attention_heads": 8, "pattern": "attention*4"}
+
+# rule -> (processes, sections that break it, the line, what mends it)
+CASES: dict[str, tuple[int, Sections, str, Sections]] = {
+    "world_holds_whole_replicas": (
+        3,
+        {"parallel": {"tensor": 2}},
+        "parallel: tensor 2 * pipeline 1 * context 1 = 2 processes a replica, and 3 do not divide by that; "
+        "start a multiple of 2 (--processes 4), or lower one of the three",
+        {"parallel": {"tensor": 1}, "training": {"global_batch_size": 12}},
+    ),
+    "sequence_parallel_needs_tensor_parallel": (
+        2,
+        {"parallel": {"sequence": True}},
+        "parallel.sequence: true, with parallel.tensor 1; set parallel.tensor above 1, or parallel.sequence=false",
+        {"parallel": {"sequence": True, "tensor": 2}},
+    ),
+    "interleaving_needs_stages": (
+        2,
+        {"parallel": {"virtual_pipeline": 2}},
+        "parallel.virtual_pipeline: 2, with parallel.pipeline 1; "
+        "set parallel.pipeline above 1, or virtual_pipeline to 1",
+        {"parallel": {"virtual_pipeline": 2, "pipeline": 2}},
+    ),
+    "heads_divide_by_query_groups": (
+        1,
+        {"model": {"num_query_groups": 3}},
+        "model.num_query_groups: model.num_attention_heads 8 does not divide by num_query_groups 3; "
+        "give a divisor of model.num_attention_heads",
+        {"model": {"num_query_groups": 4}},
+    ),
+    "heads_divide_by_tensor": (
+        3,
+        {"parallel": {"tensor": 3}},
+        "model.num_attention_heads: num_attention_heads 8 does not divide by parallel.tensor 3; change one of them",
+        {
+            "parallel": {"tensor": 3},
+            "model": {"num_attention_heads": 6, "head_dim": 8, "ffn_hidden_size": 96, "vocab_size_multiple": 384},
+        },
+    ),
+    "query_groups_divide_by_tensor": (
+        4,
+        {"parallel": {"tensor": 4}, "model": {"num_query_groups": 2}},
+        "model.num_query_groups: num_query_groups 2 does not divide by parallel.tensor 4; change one of them",
+        {"parallel": {"tensor": 4}, "model": {"num_query_groups": 4}},
+    ),
+    "ffn_divides_by_tensor": (
+        2,
+        {"parallel": {"tensor": 2}, "model": {"ffn_hidden_size": 99}},
+        "model.ffn_hidden_size: ffn_hidden_size 99 does not divide by parallel.tensor 2; give a multiple of 2",
+        {"parallel": {"tensor": 2}, "model": {"ffn_hidden_size": 98}},
+    ),
+    "vocabulary_divides_by_tensor": (
+        2,
+        {"parallel": {"tensor": 2}, "model": {"vocab_size_multiple": 1}},
+        "model.vocab_size_multiple: vocab_size_multiple 1 does not divide by parallel.tensor 2; give a multiple of 2",
+        {"parallel": {"tensor": 2}, "model": {"vocab_size_multiple": 2}},
+    ),
+    "head_dim_is_even": (
+        1,
+        {"model": {"head_dim": 7}},
+        "model.head_dim: 7 is odd; give an even head_dim, or another num_attention_heads",
+        {"model": {"head_dim": 6}},
+    ),
+    "positions_cover_the_sequence": (
+        1,
+        {"model": {"max_position_embeddings": 2047}},
+        "model.max_position_embeddings: 2047 is less than data.seq_length 2048; give at least 2048, or leave it out",
+        {"model": {"max_position_embeddings": 2048}},
+    ),
+    "layers_divide_by_stages": (
+        4,
+        {"parallel": {"pipeline": 4, "virtual_pipeline": 2}},
+        "model.pattern: the number of layers, 4 does not divide by parallel.pipeline 4 * virtual_pipeline 2 = 8; "
+        "give a multiple of 8 layers",
+        {"parallel": {"pipeline": 4, "virtual_pipeline": 2}, "model": {"pattern": "attention*8"}},
+    ),
+    "sequence_divides_by_ranks": (
+        4,
+        {"parallel": {"tensor": 2, "context": 2, "sequence": True}, "data": {"seq_length": 30}},
+        "data.seq_length: seq_length 30 does not divide by parallel.tensor 2 * context 2 = 4; give a multiple of 4",
+        {"parallel": {"tensor": 2, "context": 2}, "data": {"seq_length": 30}},
+    ),
+    "heads_divide_by_context": (
+        8,
+        {"parallel": {"tensor": 2, "context": 4}, "model": {"num_attention_heads": 4, "pattern": "gated_deltanet"}},
+        "parallel.context: gated_deltanet splits its heads, and num_attention_heads 4 / tensor 2 = 2 heads "
+        "do not divide by context 4; choose a context that divides 2, or change model.num_attention_heads",
+        {"parallel": {"tensor": 2, "context": 4}, "model": {"num_attention_heads": 4}},
+    ),
+    "train_domains_are_a_set": (
+        1,
+        {"data": {"train_domains": ["A", "B", "A"]}},
+        "data.train_domains: A is named twice; name each domain once",
+        {"data": {"train_domains": ["A", "B"]}},
+    ),
+    "test_domains_are_a_set": (
+        1,
+        {"data": {"test_domains": []}},
+        "data.test_domains: [] names no domain; name one or more, or leave it out: every domain of the data",
+        {"data": {"test_domains": ["A"]}},
+    ),
+    "domains_are_disjoint": (
+        1,
+        {"data": {"train_domains": ["A", "B"], "test_domains": ["B", "C"]}},
+        "data.test_domains: B is among data.train_domains too; keep a domain for training or for the test",
+        {"data": {"train_domains": ["A", "B"], "test_domains": ["C"]}},
+    ),
+    "batch_divides_by_replicas": (
+        2,
+        {"training": {"global_batch_size": 12}},
+        "training.global_batch_size: global_batch_size 12 does not divide by micro_batch_size 4 * "
+        "data-parallel size 2 = 8; give a multiple of 8, or another micro_batch_size",
+        {"training": {"global_batch_size": 16}},
+    ),
+    "interleaving_needs_whole_rounds": (
+        2,
+        {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "training": {"global_batch_size": 12}},
+        "training.global_batch_size: 12 makes 3 micro-batches, which do not divide by parallel.pipeline 2, "
+        "and virtual_pipeline is 2; give a multiple of 8, or set parallel.virtual_pipeline=1",
+        {"parallel": {"pipeline": 2}, "training": {"global_batch_size": 12}},
+    ),
+    "rate_falls": (
+        1,
+        {"optimizer": {"lr": 1e-5}},
+        "optimizer.min_lr: 3e-05 is above optimizer.lr 1e-05; give at most 1e-05",
+        {"optimizer": {"lr": 3e-5}},
+    ),
+    "decay_steps_belong_to_wsd": (
+        1,
+        {"optimizer": {"schedule": "wsd"}},
+        "optimizer.decay_steps: 0, with optimizer.schedule wsd; give the number of last steps in which the rate falls",
+        {"optimizer": {"schedule": "wsd", "decay_steps": 100}},
+    ),
+    "schedule_fits_the_run": (
+        1,
+        {"optimizer": {"warmup_steps": 10}, "training": {"steps": 10}},
+        "optimizer.warmup_steps: 10 is not less than training.steps 10; give at most 9, or more steps",
+        {"optimizer": {"warmup_steps": 9}, "training": {"steps": 10}},
+    ),
+    "transformer_engine_needs_a_gpu": (
+        1,
+        {"run": {"backend": "transformer_engine", "device": "cpu"}},
+        "run.backend: transformer_engine, with run.device cpu; set run.backend=local, or run.device=cuda",
+        {"run": {"backend": "transformer_engine"}},
+    ),
+}
+
+
+def sections(given: Sections) -> RunConfig:
+    return config_of(**{**given, "model": TINY | given.get("model", {})})
+
+
+def line_of(config: RunConfig, processes: int) -> str:
+    with pytest.raises(UserError) as caught:
+        check(config, processes, MIXERS)
+    return str(caught.value)
+
+
+def test_every_rule_has_a_case() -> None:
+    assert [rule.name for rule in RULES] == list(CASES)
+    assert all(rule.test.__doc__ for rule in RULES), "a rule gives its reason"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rule(name: str) -> None:
+    processes, broken, line, mended = CASES[name]
+    assert line_of(sections(broken), processes) == line
+    check(sections(mended), processes, MIXERS)
+
+
+def test_second_halves_of_rules() -> None:
+    assert "does not divide by parallel.context 2" in line_of(
+        sections({"parallel": {"context": 2}, "data": {"seq_length": 31}}), 2
+    )
+    assert "5, with optimizer.schedule cosine" in line_of(sections({"optimizer": {"decay_steps": 5}}), 1)
+    late = {"optimizer": {"schedule": "wsd", "decay_steps": 6, "warmup_steps": 5}, "training": {"steps": 10}}
+    assert "warm-up 5 + decay_steps 6 is more than training.steps 10" in line_of(sections(late), 1)
+    assert "do not divide by that" in line_of(sections({"parallel": {"tensor": 8}}), 1)
+
+
+def test_unknown_mixer_of_a_configuration_built_in_python() -> None:
+    config = RunConfig(data=DataConfig(path="x"), model=ModelConfig(pattern="atention*12"))
+    assert line_of(config, 1).startswith("model.pattern: no mixer is called 'atention'; did you mean attention?")
+
+
+def test_layout() -> None:
+    config = sections({"parallel": {"tensor": 2, "pipeline": 2}, "training": {"global_batch_size": 32}})
+    assert check(config, 8, MIXERS) == Layout(world_size=8, data_parallel_size=2, num_micro_batches=4)
+
+
+@pytest.mark.parametrize(
+    ("example", "processes", "overrides"),
+    [
+        ("quickstart", 2, []),
+        ("quickstart", 2, ["model.pattern=top1_chunk*4"]),
+        ("quickstart", 2, ["model.pattern=gated_deltanet*4"]),
+        ("110m_2k", 8, []),
+        ("110m_2k", 1, []),
+        ("110m_2k", 8, ["model.pattern=top1_element*12"]),
+        ("1p3b_100k", 8, []),
+        ("1p3b_100k", 64, []),
+        ("1p3b_100k", 8, ["model.pattern=gated_deltanet*24"]),
+    ],
+)
+def test_examples(example: str, processes: int, overrides: list[str]) -> None:
+    check(load_config(EXAMPLES / f"{example}.yaml", overrides, MIXERS), processes, MIXERS)
+
+
+@pytest.mark.parametrize("example", ["110m_2k", "1p3b_100k"])
+def test_examples_train_on_100b_tokens(example: str) -> None:
+    config = load_config(EXAMPLES / f"{example}.yaml", [], MIXERS)
+    tokens = config.training.steps * config.training.global_batch_size * config.data.seq_length
+    assert tokens == pytest.approx(100e9, rel=1e-4)
