@@ -107,8 +107,11 @@ def test_exact_scores_are_not_rounded_to_bf16():
 
 
 def test_a_scale_cannot_make_two_different_chunks_equal():
-    k = torch.tensor([1.0, 1.0 + 2.0**-23, 0.0]).reshape(1, 3, 1, 1)
-    for scale in torch.rand(50).add(0.1).tolist():
+    # Neighbours in fp32 just below 2: scaled to just above a power of two, every other pair falls together.
+    k = torch.tensor([2.0 - 2.0**-22, 2.0 - 2.0**-23, 0.0]).reshape(1, 3, 1, 1)
+    scales = [1.0 + i / 100 for i in range(1, 50)]
+    assert any(torch.equal(*(k * scale).flatten()[:2]) for scale in scales)
+    for scale in scales:
         _, chosen = top1_chunk_attention(torch.ones_like(k), k, k, chunk_size=1, scale=scale, return_selection=True)
         assert chosen[0, 2, 0].tolist() == [1]
 

@@ -84,9 +84,11 @@ def test_ties_do_occur_and_go_to_the_lowest_index():
 
 
 def test_a_scale_cannot_make_two_different_products_equal():
-    # 1 + 2^-23 and 1 are different in fp32, but the same after most scales.
-    k = torch.tensor([1.0, 1.0 + 2.0**-23]).reshape(1, 2, 1, 1)
-    for scale in torch.rand(50).add(0.1).tolist():
+    # Neighbours in fp32 just below 2: scaled to just above a power of two, every other pair falls together.
+    k = torch.tensor([2.0 - 2.0**-22, 2.0 - 2.0**-23]).reshape(1, 2, 1, 1)
+    scales = [1.0 + i / 100 for i in range(1, 50)]
+    assert any(torch.equal(*(k * scale).flatten()) for scale in scales)
+    for scale in scales:
         _, best = top1_element_attention(torch.ones_like(k), k, k, scale=scale, return_selection=True)
         assert best.flatten().tolist() == [0, 1]
 
