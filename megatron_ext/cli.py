@@ -1,0 +1,212 @@
+"""The `selectron` command: reads what the user asks for and calls one of the rooms below.
+
+Each verb imports its room only when it runs, so that help is there at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron_ext.errors import EXIT_USER_ERROR, UserError
+from megatron_ext.launch import reporting
+
+if TYPE_CHECKING:
+    from megatron_ext.config.schema import RunConfig
+    from megatron_ext.config.traits import Mixers
+
+EXIT_INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors in the form of all others: one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        reporting.report_user_error(f"{message}; see `{self.prog} --help`")
+        raise SystemExit(EXIT_USER_ERROR)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: what follows `selectron`; None: of this process.
+
+    Returns:
+        0: done; 2: the user's error, printed as one line; 130: interrupted. Anything else is an exception of ours.
+    """
+    try:
+        return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+    except UserError as error:
+        reporting.report_user_error(str(error))
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception:
+        # A rank that ends by the user's error closes its connections; what its peers then raise is no news.
+        if reporting.reported_by_another():
+            return EXIT_USER_ERROR
+        raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Verb:
+    """A sub-command: its line in the help, its arguments, what it does."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, Sequence[str]], int]
+
+
+def _dispatch(arguments: list[str]) -> int:
+    top = _Parser(
+        prog="selectron",
+        description="Pre-training for comparing sequence mixers.",
+        epilog="verbs:\n" + "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("verb", choices=VERBS, metavar="VERB", help="what to do, see below; `selectron VERB --help`")
+    chosen = top.parse_args(arguments[:1]).verb
+    verb = VERBS[chosen]
+    parser = _Parser(prog=f"selectron {chosen}", description=verb.help, allow_abbrev=False)
+    verb.add_arguments(parser)
+    # Intermixed: an option may stand between the configuration and its overrides.
+    return verb.run(parser.parse_intermixed_args(arguments[1:]), arguments[1:])
+
+
+# --- train -----------------------------------------------------------------------------------------------------------
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file, see examples/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. training.steps=200")
+    parser.add_argument("--processes", type=int, metavar="N", help="processes to start on this machine (default 1)")
+    parser.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
+    parser.add_argument("--from-step", type=int, metavar="N", help="continue from the checkpoint of this step")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+
+
+def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    processes = _world_size(args.processes)
+    config = _checked_config(args, processes)
+    if args.print_config:
+        from megatron_ext.config.save import to_yaml
+
+        sys.stdout.write(to_yaml(config))
+        return 0
+    if "RANK" not in os.environ:
+        from megatron_ext.launch import local
+
+        if processes and processes > 1:
+            return local.launch(local.train_command(arguments), processes)
+        os.environ.update(local.rank_environment(0, 1, local.free_port()))
+    from megatron_ext.training.run import train
+
+    train(config, resume=args.resume, from_step=args.from_step)
+    return 0
+
+
+def _world_size(asked: int | None) -> int | None:
+    """Return the processes of the run: what torchrun says, or what was asked for."""
+    if asked is not None and asked < 1:
+        raise UserError("--processes", f"{asked} is less than 1", "give 1 or more")
+    if "RANK" not in os.environ:
+        return asked
+    there = int(os.environ.get("WORLD_SIZE", "1"))
+    if asked is not None and asked != there:
+        raise UserError(
+            "--processes", f"{asked}, and the launcher has started {there}", "leave it out; the launcher decides"
+        )
+    return there
+
+
+def _checked_config(args: argparse.Namespace, processes: int | None) -> RunConfig:
+    from megatron_ext.config.layout import model_parallel_size
+    from megatron_ext.config.load import load_config
+    from megatron_ext.config.rules import check
+
+    mixers = _mixers()
+    config = load_config(args.config, args.overrides, mixers)
+    if processes is None:
+        # Printing starts nothing: without a number of processes, one replica of the model is what it is checked for.
+        processes = model_parallel_size(config.parallel) if args.print_config else 1
+    check(config, processes, mixers)
+    return config
+
+
+def _mixers() -> Mixers:
+    from megatron_ext.mixers.registry import load_all
+
+    return load_all()
+
+
+# --- prepare ---------------------------------------------------------------------------------------------------------
+
+
+def _add_prepare(parser: argparse.ArgumentParser) -> None:
+    from data_prep import cli
+
+    cli.add_arguments(parser)
+
+
+def _prepare(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from data_prep import cli
+
+    return cli.run(args)
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders to compare")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the report")
+
+
+def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from megatron_ext.analysis.report import write_report
+
+    write_report(args.runs, args.output)
+    return 0
+
+
+# --- doctor ----------------------------------------------------------------------------------------------------------
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    """It has no arguments."""
+
+
+def _doctor(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from importlib import metadata
+
+    from kernels.ownership import foreign_distributions
+    from megatron_ext.platform import choose_backend, select_platform
+
+    for name in ("selectron", "torch", "megatron-core", "transformer-engine", "apex", "triton"):
+        try:
+            print(f"{name:<20}{metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            print(f"{name:<20}not installed")
+    platform = select_platform()
+    print(f"{'device':<20}{platform.device} ({platform.communication})")
+    print(f"{'back-end':<20}{choose_backend('auto', platform)}")
+    foreign = foreign_distributions()
+    print(f"{'import kernels':<20}{'claimed by ' + ', '.join(foreign) + ' too' if foreign else 'ours'}")
+    return 0
+
+
+VERBS = {
+    "train": _Verb(help="train a model from a configuration", add_arguments=_add_train, run=_train),
+    "prepare": _Verb(help="turn documents into tokenised shards", add_arguments=_add_prepare, run=_prepare),
+    "report": _Verb(help="compare runs at equal training loss", add_arguments=_add_report, run=_report),
+    "doctor": _Verb(help="say what is installed and what would be used", add_arguments=_add_doctor, run=_doctor),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""Start the processes of a run on this machine, and end them together."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from megatron_ext.errors import EXIT_USER_ERROR
+from megatron_ext.launch.reporting import ERROR_FILE, print_user_error
+
+_POLL_SECONDS = 0.05
+_TAIL_LINES = 30
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long the launcher waits once a process has failed.
+
+    Attributes:
+        to_terminate: seconds in which the others may end by themselves, for instance with the same error.
+        to_kill: seconds after SIGTERM until SIGKILL; a survivor may hang in a collective for ever.
+    """
+
+    to_terminate: float = 5.0
+    to_kill: float = 15.0
+
+
+def train_command(arguments: Sequence[str]) -> list[str]:
+    """Return the command line of one rank: this `selectron train` again."""
+    return [sys.executable, "-m", "megatron_ext.cli", "train", *arguments]
+
+
+def launch(command: Sequence[str], processes: int, patience: Patience | None = None) -> int:
+    """Run copies of a command as the ranks of one run and wait for all of them.
+
+    Rank 0 writes to this process's standard output and error, the others to log files, whose end is shown if they
+    crash. SIGTERM and SIGINT are passed on once to every rank; a second SIGINT kills them.
+
+    Args:
+        command: what each rank executes.
+        processes: number of ranks.
+        patience: waiting times after a failure.
+
+    Returns:
+        0 if all ended with 0; 2 if any ended by the user's error, which is then printed, once; else the exit code of
+        the rank that failed first (128 + the signal's number for one that a signal ended).
+    """
+    folder = Path(tempfile.mkdtemp(prefix="selectron-"))
+    keep_logs = False
+    try:
+        group = _Group(command, processes, folder, patience or Patience())
+        group.start()  # a signal before all have started ends all: there is nothing to save yet
+        with _forwarding(group.forward):
+            group.wait()
+        code, keep_logs = _conclude(group, folder)
+        return code
+    finally:
+        if not keep_logs:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
+    """Return the variables that make a process one rank of a local run, as torchrun would set them.
+
+    Args:
+        rank: its number.
+        processes: number of ranks.
+        port: free port of this machine for the rendezvous.
+    """
+    threads = str(max(1, (os.cpu_count() or 1) // processes))
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+    }
+
+
+def free_port() -> int:
+    """Return a TCP port of this machine that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@dataclass
+class _Group:
+    """The ranks, from start to end."""
+
+    command: Sequence[str]
+    size: int
+    folder: Path
+    patience: Patience
+    children: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+    """Ranks that ended with another code than 0 before anything was done to them, in the order of their end."""
+    forwarded: list[signal.Signals] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Start all ranks; if one cannot be started, end those that were."""
+        port = free_port()
+        prepare = _die_with(os.getpid())
+        try:
+            for rank in range(self.size):
+                environment = os.environ | rank_environment(rank, self.size, port)
+                environment[ERROR_FILE] = str(self.folder / "error")
+                self.children.append(self._start_one(rank, environment, prepare))
+        except BaseException:
+            self._signal(signal.SIGKILL)
+            raise
+
+    def _start_one(
+        self, rank: int, environment: dict[str, str], prepare: Callable[[], None]
+    ) -> subprocess.Popen[bytes]:
+        log: IO[bytes] | None = self.log_of(rank).open("wb") if rank else None
+        try:
+            # A session of their own: Ctrl-C in a terminal reaches every process of the foreground group, and a rank
+            # would get the signal twice, once from the terminal and once from us.
+            return subprocess.Popen(
+                list(self.command),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=prepare,
+            )
+        finally:
+            if log is not None:
+                log.close()
+
+    def log_of(self, rank: int) -> Path:
+        """Return the file that holds the output of a rank other than 0."""
+        return self.folder / f"rank_{rank}.log"
+
+    def wait(self) -> None:
+        """Wait for all; once one has failed, end the others step by step."""
+        if not self._wait_until(self._any_failed):
+            return
+        if not self._wait_until(self._all_ended, self.patience.to_terminate):
+            self._signal(signal.SIGTERM)
+            if not self._wait_until(self._all_ended, self.patience.to_kill):
+                self._signal(signal.SIGKILL)
+        self._wait_until(self._all_ended)
+
+    def forward(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on, once; kill at the second Ctrl-C."""
+        received = signal.Signals(number)
+        again = received in self.forwarded
+        self.forwarded.append(received)
+        if not again:
+            self._signal(received)
+        elif received == signal.SIGINT:
+            self._signal(signal.SIGKILL)
+
+    def _any_failed(self) -> bool:
+        return bool(self.failed)
+
+    def _all_ended(self) -> bool:
+        return all(child.poll() is not None for child in self.children)
+
+    def _wait_until(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Poll until the condition holds (True), or the time is up or all have ended (its last value)."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while True:
+            all_ended = self._all_ended()
+            self._note_failures()
+            if condition() or all_ended or (deadline is not None and time.monotonic() > deadline):
+                return condition()
+            time.sleep(_POLL_SECONDS)
+
+    def _note_failures(self) -> None:
+        for rank, child in enumerate(self.children):
+            if child.poll() and rank not in self.failed:
+                self.failed.append(rank)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for child in self.children:
+            child.send_signal(number)  # does nothing for a child that has ended
+
+
+def _conclude(group: _Group, folder: Path) -> tuple[int, bool]:
+    """Tell the user what went wrong; return the exit code and whether the logs are worth keeping."""
+    codes = [child.returncode for child in group.children]
+    error = folder / "error"
+    if error.exists():
+        print_user_error(error.read_text(encoding="utf-8"))
+        return EXIT_USER_ERROR, False
+    if not group.failed:
+        return 0, False
+    first = group.failed[0]
+    code = _exit_code(codes[first])
+    if EXIT_USER_ERROR in codes:
+        code = EXIT_USER_ERROR
+    if code in (128 + number for number in group.forwarded):
+        return code, False  # who sent the signal knows
+    return code, _show_crash(group, first, codes[first])
+
+
+def _show_crash(group: _Group, rank: int, code: int) -> bool:
+    """Print how the first rank failed; return whether there is a log that says more."""
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    print(f"selectron: rank {rank} of {group.size} {how}", file=sys.stderr)
+    if rank == 0:
+        return False  # its output has been on the screen all along
+    log = group.log_of(rank)
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]:
+        print(f"[rank {rank}] {line}", file=sys.stderr)
+    print(f"selectron: the whole output of rank {rank}: {log}", file=sys.stderr)
+    return True
+
+
+def _exit_code(code: int) -> int:
+    return 128 - code if code < 0 else code
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """Return what a child does before it executes: ask Linux to kill it when the launcher is killed."""
+    if sys.platform != "linux":
+        return lambda: None
+    libc = ctypes.CDLL(None)  # loaded here: between fork and exec as little as possible should happen
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the launcher died before the line above
+            os._exit(128 + signal.SIGKILL)
+
+    return prepare
+
+
+@contextmanager
+def _forwarding(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle SIGTERM and SIGINT by `handler` while the block runs."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

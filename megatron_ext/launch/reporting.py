@@ -1,0 +1,86 @@
+"""One line for the user's mistake, however many ranks find it.
+
+Every rank that meets the mistake tries to create the same file; the one that succeeds speaks for all. Started by
+`launch.local` the file is named in the environment and the parent prints its text. Under torchrun or Slurm, where no
+parent of ours listens, the creator prints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+ERROR_FILE = "SELECTRON_ERROR_FILE"
+"""Environment variable: the file in which a rank leaves the user's error for the launcher."""
+
+
+def report_user_error(message: str) -> None:
+    """Bring the message of a user's error before the user, once for all ranks of this machine.
+
+    Args:
+        message: one line.
+    """
+    given = os.environ.get(ERROR_FILE)
+    alone = not given and int(os.environ.get("WORLD_SIZE", "1")) == 1
+    try:
+        speaks = alone or claim(Path(given) if given else _shared_file(), message)
+    except OSError:
+        given, speaks = None, True  # better said twice than not at all
+    if speaks and not given:
+        print_user_error(message)
+
+
+def reported_by_another() -> bool:
+    """Tell whether a rank has already reported a user's error: a crash of this one is then its consequence."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return False
+    given = os.environ.get(ERROR_FILE)
+    return (Path(given) if given else _shared_file()).exists()
+
+
+def print_user_error(message: str) -> None:
+    """Print a user's error on standard error, on one line."""
+    print(f"selectron: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def claim(path: Path, message: str) -> bool:
+    """Create a file with a message if it does not exist.
+
+    Args:
+        path: the file, the same for all ranks.
+        message: its text.
+
+    Returns:
+        True: it was created here; False: another process was first.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as stream:
+            stream.write(message)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _shared_file() -> Path:
+    """Name a file that the ranks of this job on this machine share, and no earlier or later job does."""
+    parent = os.getppid()
+    variables = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_STEP_ID")
+    # The ranks of a machine are children of one torchrun (or Slurm step); its start time guards against a pid used
+    # again, since nobody can know when the last rank has looked and so nobody removes the file.
+    key = [*(os.environ.get(name, "") for name in variables), str(os.getuid()), str(parent), _start_time(parent)]
+    digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:20]
+    return Path(tempfile.gettempdir()) / f"selectron-error-{digest}"
+
+
+def _start_time(pid: int) -> str:
+    try:
+        # Field 22 of the line; the second one is the command in brackets and may hold spaces.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""

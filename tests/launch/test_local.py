@@ -1,0 +1,228 @@
+"""The launcher with small programs in the place of training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.launch import reporting
+from megatron_ext.launch.local import Patience, launch, rank_environment, train_command
+
+ROOT = Path(__file__).parents[2]
+PRELUDE = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+rank = int(os.environ["RANK"])
+def ready():
+    open(os.path.join({folder!r}, f"ready{{rank}}"), "w").close()
+"""
+QUICK = Patience(to_terminate=0.3, to_kill=0.3)
+
+
+def program(folder: Path, body: str) -> list[str]:
+    """A command whose ranks run `body`."""
+    path = folder / "child.py"
+    path.write_text(PRELUDE.format(root=str(ROOT), folder=str(folder)) + textwrap.dedent(body))
+    return [sys.executable, "-S", str(path)]
+
+
+def start_launcher(folder: Path, body: str, processes: int = 2) -> subprocess.Popen[str]:
+    """The launcher in a process of its own, once its ranks are ready."""
+    script = (
+        "import sys; from megatron_ext.launch.local import Patience, launch; "
+        f"sys.exit(launch({program(folder, body)!r}, {processes}, Patience(to_terminate=0.3, to_kill=0.3)))"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 20
+    while not all((folder / f"ready{rank}").exists() for rank in range(processes)):
+        assert time.monotonic() < deadline, launcher.communicate(timeout=1)
+        time.sleep(0.02)
+    return launcher
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A zombie that nobody has reaped has ended all the same.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_ranks_get_what_torchrun_would_give(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    body = """
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR".split()
+    open(__file__ + f".{rank}", "w").write(" ".join(os.environ[name] for name in names))
+    assert int(os.environ["MASTER_PORT"]) > 0 and int(os.environ["OMP_NUM_THREADS"]) >= 1
+    print("output of", rank)
+    """
+    assert launch(program(tmp_path, body), 3, QUICK) == 0
+    assert [(tmp_path / f"child.py.{rank}").read_text() for rank in range(3)] == [
+        f"{rank} {rank} 3 3 127.0.0.1" for rank in range(3)
+    ]
+    assert capfd.readouterr().out == "output of 0\n"
+
+
+def test_threads_are_shared_out_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert [rank_environment(0, n, 1)["OMP_NUM_THREADS"] for n in (1, 3, 16)] == ["8", "2", "1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert rank_environment(0, 3, 1)["OMP_NUM_THREADS"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("sys.exit(3 if rank == 1 else 0)", 3),
+        ("os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else None", 137),
+        ("time.sleep(0.1 * rank); sys.exit(5 + rank)", 5),
+    ],
+)
+def test_exit_code_of_the_first_that_failed(tmp_path: Path, body: str, code: int) -> None:
+    assert launch(program(tmp_path, body), 2, QUICK) == code
+
+
+def test_a_crash_is_shown_with_its_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(program(tmp_path, "1 / (1 - rank)"), 2, QUICK) == 1
+    shown = capfd.readouterr().err
+    assert "selectron: rank 1 of 2 ended with exit code 1" in shown
+    assert "[rank 1] ZeroDivisionError: division by zero" in shown
+    log = Path(shown.rstrip().rpartition(": ")[2])
+    assert "ZeroDivisionError" in log.read_text()
+    log.unlink()
+    log.parent.rmdir()
+
+
+def test_one_line_for_the_same_error_of_all_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    body = """
+    import megatron_ext.cli as cli
+    from megatron_ext.errors import UserError
+    def fail(arguments): raise UserError("data.path", f"rank {rank} says no", "mend it")
+    cli._dispatch = fail
+    sys.exit(cli.main([]))
+    """
+    assert launch(program(tmp_path, body), 3, Patience(to_terminate=10)) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0] in {f"selectron: error: data.path: rank {rank} says no; mend it" for rank in range(3)}
+
+
+def test_what_peers_raise_after_a_users_error_is_not_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    body = """
+    import megatron_ext.cli as cli
+    from megatron_ext.errors import UserError
+    def fail(arguments):
+        if rank == 1:
+            raise UserError("data.path", "no", "mend it")
+        while not os.path.exists(os.environ["SELECTRON_ERROR_FILE"]):
+            time.sleep(0.01)
+        raise RuntimeError("Connection closed by peer")
+    cli._dispatch = fail
+    sys.exit(cli.main([]))
+    """
+    assert launch(program(tmp_path, body), 2, Patience(to_terminate=10)) == 2
+    assert capfd.readouterr().err == "selectron: error: data.path: no; mend it\n"
+
+
+@pytest.mark.parametrize(
+    "survivor", ["time.sleep(60)", "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"]
+)
+def test_a_survivor_that_hangs_is_ended(tmp_path: Path, survivor: str) -> None:
+    start = time.monotonic()
+    code = launch(program(tmp_path, f"sys.exit(7) if rank == 1 else None\n{survivor}"), 2, QUICK)
+    assert code == 7
+    assert time.monotonic() - start < 10
+
+
+COUNT_SIGNALS = """
+got = []
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, frame: got.append(number))
+ready()
+while not got:
+    time.sleep(0.01)
+time.sleep(0.4)
+open(__file__ + f".{rank}", "w").write(str([int(number) for number in got]))
+sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_each_rank_once(tmp_path: Path, number: signal.Signals) -> None:
+    launcher = start_launcher(tmp_path, COUNT_SIGNALS)
+    launcher.send_signal(number)
+    time.sleep(0.1)
+    if number == signal.SIGTERM:  # a scheduler that repeats itself; a repeated Ctrl-C means something else
+        launcher.send_signal(number)
+    _, err = launcher.communicate(timeout=20)
+    assert (launcher.returncode, err) == (0, "")
+    assert [(tmp_path / f"child.py.{rank}").read_text() for rank in range(2)] == [str([int(number)])] * 2
+
+
+def test_an_interrupt_that_the_ranks_do_not_handle_is_silent(tmp_path: Path) -> None:
+    body = "ready()\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    sys.exit(130)\n"
+    launcher = start_launcher(tmp_path, body)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.communicate(timeout=20)[1] == ""
+    assert launcher.returncode == 130
+
+
+def test_a_second_interrupt_kills(tmp_path: Path) -> None:
+    launcher = start_launcher(tmp_path, "signal.signal(signal.SIGINT, signal.SIG_IGN)\nready()\ntime.sleep(60)\n")
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=20)
+    assert launcher.returncode == 137
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
+def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
+    body = "open(__file__ + f'.{rank}', 'w').write(str(os.getpid()))\nready()\ntime.sleep(60)\n"
+    launcher = start_launcher(tmp_path, body)
+    pids = [int((tmp_path / f"child.py.{rank}").read_text()) for rank in range(2)]
+    launcher.kill()
+    launcher.wait(timeout=10)
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    launcher.communicate(timeout=10)
+
+
+def test_train_command_repeats_the_arguments() -> None:
+    assert train_command(["c.yaml", "a=b"])[1:] == ["-m", "megatron_ext.cli", "train", "c.yaml", "a=b"]
+
+
+def test_under_torchrun_one_rank_speaks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv(reporting.ERROR_FILE, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert not reporting.reported_by_another()
+    reporting.report_user_error("a: b; c")
+    reporting.report_user_error("a: b; c")
+    assert reporting.reported_by_another()
+    assert capfd.readouterr().err == "selectron: error: a: b; c\n"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    assert not reporting.reported_by_another()
+
+
+def test_an_error_is_said_even_where_no_file_can_be_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(reporting.ERROR_FILE, str(tmp_path / "no" / "folder"))
+    reporting.report_user_error("a: b; c")
+    assert capfd.readouterr().err == "selectron: error: a: b; c\n"

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic.dataclasses import dataclass as checked
+
+from megatron_ext import cli
+from megatron_ext.config.load import load_config
+from megatron_ext.config.schema import STRICT
+from megatron_ext.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = str(ROOT / "examples" / "quickstart.yaml")
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@checked(frozen=True, kw_only=True, config=STRICT)
+class FakeConfig:
+    chunk_size: int = 1
+    score: str = "exact"
+
+
+@dataclass(frozen=True)
+class FakeMixer:
+    config_type: type = FakeConfig
+    gathers_keys_and_values: bool = True
+
+
+MIXERS = {name: FakeMixer() for name in ("attention", "top1_chunk")}
+
+
+@dataclass
+class Training:
+    """Stands in for megatron_ext.training.run."""
+
+    calls: list[tuple[Any, bool, int | None]] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def train(self, config: Any, resume: bool, from_step: int | None) -> None:
+        self.calls.append((config, resume, from_step))
+        if self.error:
+            raise self.error
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> Training:
+    """A command line with fake mixers and a fake training, outside of any launcher."""
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.setenv(name, "")  # registers what the command sets for removal afterwards
+        monkeypatch.delenv(name)
+    fake = Training()
+    module = types.ModuleType("megatron_ext.training.run")
+    module.train = fake.train  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron_ext.training.run", module)
+    monkeypatch.setattr(cli, "_mixers", lambda: MIXERS)
+    return fake
+
+
+def run(*arguments: str) -> int:
+    try:
+        return cli.main(list(arguments))
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+def test_one_process_trains_in_this_one(training: Training) -> None:
+    assert run("train", QUICKSTART, "parallel.tensor=1", "--resume", "parallel.sequence=false") == 0
+    ((config, resume, from_step),) = training.calls
+    assert (config.parallel.tensor, resume, from_step) == (1, True, None)
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
+    assert int(os.environ["MASTER_PORT"]) > 0
+
+
+def test_several_processes_are_launched_after_the_check(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[list[str], int]] = []
+
+    def launch(command: list[str], processes: int) -> int:
+        launched.append((command, processes))
+        return 0
+
+    monkeypatch.setattr("megatron_ext.launch.local.launch", launch)
+    assert run("train", QUICKSTART, "--processes", "2", "training.steps=30", "--from-step", "20") == 0
+    ((command, processes),) = launched
+    assert processes == 2
+    assert command[3:] == ["train", QUICKSTART, "--processes", "2", "training.steps=30", "--from-step", "20"]
+    assert run("train", QUICKSTART, "--processes", "3") == 2
+    assert len(launched) == 1
+    assert not training.calls
+
+
+def test_a_rank_trains(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run("train", QUICKSTART, "--processes", "2", "--from-step", "20") == 0
+    assert training.calls[0][1:] == (False, 20)
+
+
+def test_print_config_starts_nothing_and_can_be_read_back(
+    training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("train", QUICKSTART, "--print-config", "training.steps=30") == 0
+    path = tmp_path / "config.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert load_config(path, [], MIXERS) == load_config(Path(QUICKSTART), ["training.steps=30"], MIXERS)
+    assert not training.calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["train", QUICKSTART],
+            "parallel: tensor 2 * pipeline 1 * context 1 = 2 processes a replica, and 1 do not divide by that; "
+            "start a multiple of 2 (--processes 2), or lower one of the three",
+        ),
+        (["train", QUICKSTART, "--processes", "0"], "--processes: 0 is less than 1; give 1 or more"),
+        (["train", "none.yaml"], "none.yaml: no such file; give the path of a configuration, see examples/"),
+        (["train", QUICKSTART, "steps=3"], "steps: no such field; did you mean training.steps?"),
+        (["train", QUICKSTART, "--proc", "2"], "unrecognized arguments: --proc 2; see `selectron train --help`"),
+        (["trian"], "argument VERB: invalid choice: 'trian' (choose from"),
+        ([], "the following arguments are required: VERB; see `selectron --help`"),
+        (["report"], "the following arguments are required:"),
+    ],
+)
+def test_a_users_mistake_is_one_line(
+    training: Training, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
+) -> None:
+    assert run(*arguments) == 2
+    (shown,) = capsys.readouterr().err.splitlines()
+    assert shown.startswith(f"selectron: error: {line}")
+
+
+def test_errors_of_training(training: Training, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", QUICKSTART, "parallel.tensor=1", "parallel.sequence=false"]
+    training.error = UserError("data.path", "is empty", "prepare it")
+    assert run(*arguments) == 2
+    assert capsys.readouterr().err == "selectron: error: data.path: is empty; prepare it\n"
+    training.error = ZeroDivisionError("ours")
+    os.environ.pop("RANK")
+    with pytest.raises(ZeroDivisionError):
+        run(*arguments)
+    training.error = KeyboardInterrupt()
+    os.environ.pop("RANK")
+    assert run(*arguments) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_processes_must_agree_with_the_launcher(
+    training: Training, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert run("train", QUICKSTART, "--processes", "2") == 2
+    assert "--processes: 2, and the launcher has started 1" in capsys.readouterr().err
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_ext.cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_help_is_there_at_once() -> None:
+    imports = "import sys, megatron_ext.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\n"
+    heavy = "assert not {'torch', 'megatron', 'pydantic', 'data_prep'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", imports + heavy], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert all(verb in done.stdout for verb in cli.VERBS)
+
+
+def test_configuration_imports_nothing_heavy() -> None:
+    imports = "import sys, megatron_ext.config.load, megatron_ext.config.rules, megatron_ext.config.save\n"
+    heavy = "assert not {'torch', 'megatron', 'megatron_ext.mixers'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", imports + heavy], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_exit_codes_of_the_command_itself() -> None:
+    start = time.monotonic()
+    help_text, mistake = command("--help"), command("train", "--processes", "x", "c.yaml")
+    assert time.monotonic() - start < 20
+    assert (help_text.returncode, help_text.stderr) == (0, "")
+    assert mistake.returncode == 2
+    assert mistake.stderr.count("\n") == 1
+    assert "Traceback" not in mistake.stderr
+
+
+def test_real_mixers_and_the_examples() -> None:
+    """The registered mixers satisfy what the configuration asks of them, and the examples name their fields."""
+    script = (
+        "from pathlib import Path\n"
+        "from megatron_ext.mixers.registry import load_all\n"
+        "from megatron_ext.config.load import load_config\n"
+        "from megatron_ext.config.rules import check\n"
+        "mixers = load_all()\n"
+        "for name, world in (('quickstart', 2), ('110m_2k', 8), ('1p3b_100k', 8)):\n"
+        "    check(load_config(Path(f'examples/{name}.yaml'), [], mixers), world, mixers)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
