@@ -16,18 +16,13 @@ BASELINE = "attention"
 TRAINING_FIELDS = ("steps", "global_batch_size", "precision")
 """Of the training section what changes the result; seed, rhythm and recompute do not make another architecture."""
 
-PLAIN = {
-    "window": None,
-    "temperature": 1.0,
-    "random_keys": False,
-    "position": "rope",
-    "position_encoding": "rope",
-    "chunk_size": 128,
-    "top_k": 1,
-    "local": True,
-    "estimator": "straight_through",
+PLAIN: dict[str, dict[str, Any]] = {
+    "attention": {"window": None, "temperature": 1.0, "random_keys": False, "position_encoding": "rope"},
+    "top1_element": {"estimator": "straight_through", "position_encoding": "rope"},
+    "top1_chunk": {"score": "exact", "chunk_size": 128, "top_k": 1, "local": True, "position_encoding": "rope"},
+    "gated_deltanet": {"conv_kernel_size": 4, "expand_v": 1, "output_gate": True},
 }
-"""The mixers' settings by definition: a label names what departs from them."""
+"""Mixers as the study defines them, by field: what a configuration leaves out, and what a label need not say."""
 
 ALWAYS = ("score",)
 """Settings a label always shows: approximate and exact selection are different architectures to the study."""
@@ -66,8 +61,9 @@ def group_runs(runs: Sequence[Run]) -> list[Architecture]:
 
 def recipe(run: Run) -> dict[str, Any]:
     """Dotted field -> value of all that decides a run's result except seed and data."""
-    config, used = run.config, set(mixer_names(run.pattern))
-    mixers = {name: fields for name, fields in (config.get("mixers") or {}).items() if name in used}
+    config, used = run.config, mixer_names(run.pattern)
+    given = config.get("mixers") or {}
+    mixers = {name: PLAIN.get(name, {}) | (given.get(name) or {}) for name in used}
     training = config["training"]
     kept = {
         "model": {**config["model"], "pattern": run.pattern},
@@ -121,16 +117,18 @@ def _base_name(pattern: str) -> str:
 
 def _settings(fields: Mapping[str, Any]) -> list[str]:
     """What of the mixers' settings belongs in the name."""
-    shown = []
+    always, departures = [], []
     for key, value in fields.items():
-        field = key.rpartition(".")[2]
-        if not key.startswith("mixers."):
+        section, _, rest = key.partition(".")
+        mixer, _, field = rest.partition(".")
+        if section != "mixers":
             continue
+        plain = PLAIN.get(mixer, {})
         if field in ALWAYS:
-            shown.append(str(value))
-        elif field in PLAIN and value != PLAIN[field]:
-            shown.append(_setting(key, value))
-    return shown
+            always.append(str(value))
+        elif field in plain and value != plain[field]:
+            departures.append(_setting(key, value))
+    return always + departures
 
 
 def _setting(key: str, value: Any) -> str:

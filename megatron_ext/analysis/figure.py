@@ -34,16 +34,17 @@ TITLES: dict[Split, str] = {"test": "Out of domain", "validation": "In domain, h
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of paper and ink; the baseline is drawn in ink."""
+    """Colours of paper, ink (the baseline's) and of the other lines. On dark paper the sky blue stands for the blue."""
 
     paper: str
     ink: str
     muted: str
     grid: str
+    palette: tuple[str, ...]
 
 
-LIGHT = Theme(paper="#ffffff", ink="#1a1a1a", muted="#5c5c5c", grid="#e4e4e4")
-DARK = Theme(paper="#15181c", ink="#f0f0f0", muted="#a8adb3", grid="#30353b")
+LIGHT = Theme(paper="#ffffff", ink="#1a1a1a", muted="#5c5c5c", grid="#e4e4e4", palette=OKABE_ITO)
+DARK = Theme(paper="#15181c", ink="#f0f0f0", muted="#a8adb3", grid="#30353b", palette=(OKABE_ITO[5], *OKABE_ITO[1:5]))
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,8 @@ def _styles(architectures: Sequence[Architecture], theme: Theme) -> dict[str, _S
     lines: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
     styles = {}
     for index, one in enumerate(architectures):
-        color = theme.ink if index == 0 else OKABE_ITO[(index - 1) % len(OKABE_ITO)]
-        line = lines[(max(index, 1) - 1) // len(OKABE_ITO) % len(lines)]
+        color = theme.ink if index == 0 else theme.palette[(index - 1) % len(theme.palette)]
+        line = lines[(max(index, 1) - 1) // len(theme.palette) % len(lines)]
         styles[one.label] = _Style(color, MARKERS[index % len(MARKERS)], line)
     return styles
 

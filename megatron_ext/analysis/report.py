@@ -147,7 +147,7 @@ def render_page(comparison: Comparison, picture: bytes) -> str:
         levels=_levels(comparison),
         domains=_domains(comparison),
         several_seeds=any(len(one.runs) > 1 for one in comparison.architectures),
-        few_documents=sorted({one.domain for one in comparison.measured if one.documents < FEW_DOCUMENTS}),
+        few_documents=_small_domains(comparison),
         few=FEW_DOCUMENTS,
         runs=[_run_row(one, run, comparison.window) for one in comparison.architectures for run in one.runs],
     )
@@ -218,6 +218,11 @@ def _domains(comparison: Comparison) -> list[dict[str, Any]]:
             size = {"documents": _count(measured[0].documents), "tokens": _count(measured[0].tokens)}
             rows.append({"domain": name, "split": SPLITS[split], "cells": cells, **size})
     return rows
+
+
+def _small_domains(comparison: Comparison) -> list[str]:
+    few = {one.domain for one in comparison.measured if one.documents < FEW_DOCUMENTS}
+    return sorted(few - {ALL_DOMAINS})
 
 
 def _run_row(one: Architecture, run: Run, window: int) -> dict[str, Any]:

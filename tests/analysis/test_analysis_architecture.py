@@ -1,0 +1,94 @@
+"""Which runs count as one architecture, and the names they get."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.analysis.architecture import PLAIN, group_runs
+from megatron_ext.analysis.runs import Run
+from megatron_ext.errors import UserError
+
+
+def make_run(pattern, mixers=None, *, seed=1, name="run", **sections):
+    config = {"model": {"pattern": pattern, **sections.pop("model", {})}, "mixers": mixers or {}}
+    config |= {"training": {"seed": seed, **sections.pop("training", {})}, "run": {"name": name}, **sections}
+    empty = np.zeros(0)
+    return Run(Path(name), name, config, seed, empty, empty, empty, empty, empty, ())
+
+
+def labels(*runs):
+    return [one.label for one in group_runs(runs)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "mixers", "label"),
+    [
+        ("attention*12", {}, "attention"),
+        ("attention * 12", {"attention": {"window": None, "temperature": 1.0}}, "attention"),
+        ("attention*12", {"attention": {"window": 256}}, "attention (window 256)"),
+        ("attention*12", {"attention": {"random_keys": True}}, "attention (random_keys)"),
+        ("attention*12", {"attention": {"position_encoding": "alibi"}}, "attention (position_encoding alibi)"),
+        ("top1_chunk*4", {}, "top1_chunk (exact)"),
+        ("top1_chunk*4", {"top1_chunk": {"chunk_size": 32, "score": "approx"}}, "top1_chunk (approx, chunk_size 32)"),
+        ("top1_chunk*4", {"top1_chunk": {"local": False}}, "top1_chunk (exact, no local)"),
+        ("top1_element,top1_element*3", {}, "top1_element"),
+        ("gated_deltanet*4", {"attention": {"window": 9}}, "gated_deltanet"),
+        ("(top1_chunk*3, attention)*4", {}, "(top1_chunk*3,attention)*4 (exact)"),
+    ],
+)
+def test_label(pattern, mixers, label):
+    assert labels(make_run(pattern, mixers)) == [label]
+
+
+def test_settings_elsewhere_tell_namesakes_apart():
+    wide = make_run("attention*4", model={"hidden_size": 128})
+    narrow = make_run("attention*4", model={"hidden_size": 64})
+    assert labels(wide, narrow) == ["attention (hidden_size 128)", "attention (hidden_size 64)"]
+    assert labels(wide, make_run("gla*4", model={"hidden_size": 64})) == ["attention", "gla"]
+
+
+def test_seeds_are_one_architecture_whatever_does_not_change_the_result():
+    runs = [
+        make_run("attention*4", seed=1, parallel={"tensor": 2}, optimizer={"lr": 1e-3, "sharding": "none"}),
+        make_run(
+            "attention*4", {"attention": {"window": None}}, seed=2, optimizer={"lr": 1e-3, "sharding": "megatron"}
+        ),
+    ]
+    (one,) = group_runs(runs)
+    assert [run.seed for run in one.runs] == [1, 2]
+
+
+def test_other_learning_rate_is_not_a_seed():
+    runs = [make_run("attention*4", seed=seed, optimizer={"lr": lr}) for seed, lr in ((1, 0.001), (2, 0.01))]
+    assert labels(*runs) == ["attention (lr 0.001)", "attention (lr 0.01)"]
+
+
+def test_baseline_comes_first():
+    chunk, delta = make_run("top1_chunk*4"), make_run("gated_deltanet*4")
+    window = make_run("attention*4", {"attention": {"window": 64}})
+    assert labels(chunk, window, make_run("attention*4")) == [
+        "attention",
+        "attention (window 64)",
+        "top1_chunk (exact)",
+    ]
+    assert labels(delta, chunk) == ["gated_deltanet", "top1_chunk (exact)"]
+
+
+def test_same_settings_and_seed_twice():
+    with pytest.raises(UserError) as caught:
+        group_runs([make_run("attention*4", name="a"), make_run("attention*4", name="b")])
+    mend = "leave one of them out or change training.seed"
+    assert str(caught.value) == f"b: has the same settings and seed (1) as a; {mend}"
+
+
+def test_plain_settings_are_the_mixers_defaults():
+    """The table is written out so that a report needs no model code; here it is held to the mixers themselves."""
+    pytest.importorskip("megatron.core")
+    from megatron_ext.mixers.registry import load_all
+
+    mixers = load_all()
+    for name, plain in PLAIN.items():
+        defaults = {one.name: one.default for one in fields(mixers[name].config_type)}
+        assert plain == {field: defaults[field] for field in plain}

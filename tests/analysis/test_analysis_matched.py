@@ -1,0 +1,203 @@
+"""The comparison recovers gaps that were built into synthetic runs, with intervals that mean what they say."""
+
+import numpy as np
+import pytest
+from analysis_synthetic import Synthetic, write_run
+
+from megatron_ext.analysis.matched import (
+    bootstrap_counts,
+    compare,
+    curve_slope,
+    default_window,
+    interpolation_weights,
+    training_loss,
+)
+from megatron_ext.analysis.runs import read_run, read_runs
+from megatron_ext.errors import UserError
+
+DELTA = {"pattern": "gated_deltanet*4"}
+
+
+def comparison_of(tmp_path, *runs, **options):
+    folders = [write_run(tmp_path / f"{index}", run) for index, run in enumerate(runs)]
+    return compare(read_runs(folders), **options)
+
+
+def test_recovers_a_constant_gap_at_every_level_and_domain(tmp_path):
+    """Test loss is affine in training loss, so linear interpolation is exact whatever the speeds."""
+    result = comparison_of(tmp_path, Synthetic(), Synthetic(**DELTA, gap=0.0375, speed=0.8))
+    for domain in ("all", "code", "maths"):
+        baseline, delta = result.select("test", domain)
+        np.testing.assert_allclose(delta.gap.value, 0.0375, atol=1e-9)
+        np.testing.assert_array_equal(baseline.gap.value, 0.0)
+        np.testing.assert_array_equal(baseline.gap.error, 0.0)
+    np.testing.assert_allclose(result.select("validation")[1].gap.value, 0.0, atol=1e-9)
+
+
+def test_recovers_a_gap_that_grows(tmp_path):
+    """A gap of 0.1 * (6 - x): the slower the curve bends between evaluations, the nearer; here to 1e-3."""
+
+    class Bent(Synthetic):
+        def test_loss(self, training_loss):
+            return 1.3 * training_loss + 0.02 * training_loss**2 + 0.1 * (6.0 - training_loss)
+
+    class Straight(Synthetic):
+        def test_loss(self, training_loss):
+            return 1.3 * training_loss + 0.02 * training_loss**2
+
+    result = comparison_of(tmp_path, Straight(every=5, steps=300), Bent(**DELTA, speed=1.1, every=5, steps=300))
+    gap = result.select("test")[1].gap.value
+    np.testing.assert_allclose(gap, 0.1 * (6.0 - result.training_losses), atol=1e-3)
+
+
+def test_loss_over_all_domains_is_weighted_by_tokens(tmp_path):
+    result = comparison_of(tmp_path, Synthetic())
+    whole, code, maths = (result.select("test", name)[0] for name in ("all", "code", "maths"))
+    expected = (code.loss.value * code.tokens + maths.loss.value * maths.tokens) / (code.tokens + maths.tokens)
+    np.testing.assert_allclose(whole.loss.value, expected, rtol=1e-12)
+    assert (whole.documents, whole.tokens) == (50, code.tokens + maths.tokens)
+
+
+def test_levels_span_the_overlap_and_end_at_the_lowest_common_loss(tmp_path):
+    fast, slow = Synthetic(speed=1.3), Synthetic(**DELTA, speed=0.7)
+    result = comparison_of(tmp_path, fast, slow)
+    xs = [training_loss(read_run(tmp_path / name), result.window) for name in ("0", "1")]
+    levels = result.training_losses[list(result.levels)]
+    assert len(levels) == 6
+    assert levels[0] == min(x.max() for x in xs)
+    assert levels[-1] == result.training_losses[result.headline] == max(x.min() for x in xs)
+    assert (np.diff(result.training_losses) < 0).all()
+
+
+def test_training_loss_is_the_mean_of_the_window_before_the_evaluation(tmp_path):
+    run = read_run(write_run(tmp_path / "run", Synthetic(noise=0.1)))
+    assert default_window([run]) == 20
+    expected = [run.losses[end - 7 : end].mean() for end in range(20, 201, 20)]
+    np.testing.assert_allclose(training_loss(run, 7), expected, rtol=1e-12)
+
+
+def test_window_is_the_shortest_stretch_between_evaluations_of_any_run(tmp_path):
+    runs = [read_run(write_run(tmp_path / f"{every}", Synthetic(every=every))) for every in (50, 8)]
+    assert default_window(runs) == 8
+    assert default_window(runs[:1]) == 20
+
+
+def test_interpolation_never_extrapolates():
+    x = np.array([5.0, 3.0, 4.0])
+    for outside in (5.0001, 2.9999):
+        with pytest.raises(ValueError, match="not within the measured range"):
+            interpolation_weights(x, np.array([4.0, outside]))
+
+
+def test_interpolation_weights_against_numpy():
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=9), generator.normal(size=9)
+    at = np.linspace(x.min(), x.max(), 23)
+    order = np.argsort(x)
+    np.testing.assert_allclose(interpolation_weights(x, at) @ y, np.interp(at, x[order], y[order]), atol=1e-12)
+
+
+def test_interpolation_averages_points_of_equal_training_loss():
+    weights = interpolation_weights(np.array([4.0, 3.0, 4.0]), np.array([4.0, 3.5, 3.0]))
+    np.testing.assert_allclose(weights, [[0.5, 0, 0.5], [0.25, 0.5, 0.25], [0, 1, 0]])
+
+
+def test_no_common_training_loss(tmp_path):
+    late = Synthetic(**DELTA, training_loss=lambda step: 9.0 - 0.001 * np.asarray(step))
+    with pytest.raises(UserError) as caught:
+        comparison_of(tmp_path, Synthetic(), late)
+    high = training_loss(read_run(tmp_path / "0"), 20).max()
+    low = training_loss(read_run(tmp_path / "1"), 20).min()
+    assert str(caught.value) == (
+        f"{tmp_path}/1: its training loss comes down to {low:.4f}, but {tmp_path}/0 starts at {high:.4f}; "
+        "no training loss is common to both: train it longer, or evaluate from earlier on"
+    )
+
+
+def test_one_evaluation_is_one_level(tmp_path):
+    result = comparison_of(tmp_path, Synthetic(steps=20))
+    assert result.levels == (0,)
+    assert result.training_losses.shape == (1,)
+
+
+def test_bootstrap_counts_draw_as_many_as_there_are():
+    counts = bootstrap_counts(17, 4000, np.random.default_rng(0))
+    assert counts.shape == (4000, 17)
+    assert (counts.sum(axis=1) == 17).all()
+    np.testing.assert_allclose(counts.mean(axis=0), 1.0, atol=0.08)
+    np.testing.assert_allclose(counts.var(axis=0), 16 / 17, atol=0.12)
+
+
+@pytest.mark.parametrize("documents", [50, 400])
+def test_standard_error_is_that_of_a_mean_for_independent_documents(tmp_path, documents):
+    """Bootstrap of a ratio against its textbook (delta-method) standard error."""
+    run = Synthetic(documents={"web": 5, "code": documents})
+    delta = Synthetic(**DELTA, documents=run.documents, wobble=0.1)
+    result = comparison_of(tmp_path, run, delta, resamples=2000)
+    corpus = [read_run(tmp_path / name).split("test")[0] for name in ("0", "1")]
+    tokens = corpus[0].tokens
+
+    def textbook(nats):
+        rest = nats - nats.sum() / tokens.sum() * tokens
+        return np.sqrt((rest**2).sum()) / tokens.sum()
+
+    loss, gap = result.select("test")[0].loss, result.select("test")[1].gap
+    at = result.headline
+    assert loss.document_error[at] == pytest.approx(textbook(corpus[0].losses[-1]), rel=0.08)
+    assert gap.document_error[at] == pytest.approx(textbook(corpus[1].losses[-1] - corpus[0].losses[-1]), rel=0.08)
+    assert gap.high[at] - gap.low[at] == pytest.approx(2 * 1.96 * gap.error[at], rel=0.1)
+
+
+def test_pairing_removes_what_is_hard_for_all(tmp_path):
+    """Documents differ by 0.5 nats, the two runs on one document by 0.02 only: the gap must be known far better."""
+    result = comparison_of(tmp_path, Synthetic(), Synthetic(**DELTA, wobble=0.02))
+    baseline, delta = result.select("test")
+    unpaired = np.hypot(baseline.loss.error, delta.loss.error)[result.headline]
+    assert delta.gap.error[result.headline] < unpaired / 10
+
+
+def test_interval_holds_the_true_gap_as_often_as_it_says(tmp_path):
+    """With noise in the batches as well as in the documents; intervals over documents alone miss far too often."""
+    held = held_by_documents = 0
+    repeats = 60
+    for repeat in range(repeats):
+        common = {"noise": 0.1, "wobble": 0.03, "corpus_seed": repeat, "seed": repeat, "steps": 100}
+        runs = Synthetic(**common), Synthetic(**common | DELTA, gap=0.05, speed=0.85)
+        result = comparison_of(tmp_path / f"{repeat}", *runs, resamples=300, seed=repeat)
+        gap, at = result.select("test")[1].gap, result.headline
+        held += gap.low[at] <= 0.05 <= gap.high[at]
+        held_by_documents += abs(gap.value[at] - 0.05) <= 1.96 * gap.document_error[at]
+    assert held >= 0.85 * repeats
+    assert held_by_documents < 0.6 * repeats
+
+
+def test_batches_shared_by_runs_of_one_seed_cancel(tmp_path):
+    """Equal seeds at equal speed see the same batch noise at the same steps: it moves both alike."""
+    common = {"noise": 0.1, "steps": 100}
+    same = comparison_of(tmp_path / "a", Synthetic(**common), Synthetic(**common | DELTA))
+    other = comparison_of(tmp_path / "b", Synthetic(**common), Synthetic(**common | DELTA, seed=2))
+    assert same.select("test")[1].gap.error.max() < 1e-9
+    assert other.select("test")[1].gap.error[other.headline] > 0.01
+
+
+def test_curve_slope():
+    x = np.linspace(3.0, 6.0, 8)
+    np.testing.assert_allclose(curve_slope(x, x**2 - x, np.array([3.0, 4.5])), [5.0, 8.0], atol=1e-9)
+    np.testing.assert_array_equal(curve_slope(x[:1], x[:1], x[:1]), [0.0])
+
+
+def test_seeds_are_averaged_and_their_spread_reported(tmp_path):
+    seeds = [Synthetic(**DELTA, seed=seed, gap=gap) for seed, gap in ((1, 0.01), (2, 0.03), (3, 0.08))]
+    result = comparison_of(tmp_path, Synthetic(), *seeds)
+    baseline, delta = result.select("test")
+    np.testing.assert_allclose(delta.gap.value, 0.04, atol=1e-9)
+    np.testing.assert_allclose(delta.seed_spread, np.std([0.01, 0.03, 0.08], ddof=1), atol=1e-9)
+    assert np.isnan(baseline.seed_spread).all()
+    assert len(result.architectures[1].runs) == 3
+
+
+def test_the_same_again_gives_the_same_numbers(tmp_path):
+    runs = Synthetic(noise=0.05), Synthetic(**DELTA, noise=0.05, wobble=0.1)
+    one, other = (comparison_of(tmp_path / name, *runs) for name in "ab")
+    for a, b in zip(one.measured, other.measured, strict=True):
+        np.testing.assert_array_equal(a.gap.low, b.gap.low)

@@ -1,0 +1,191 @@
+"""The report's files: a picture that decodes, a table that holds the numbers, a page that needs nothing else."""
+
+import base64
+import csv
+import os
+import struct
+import zlib
+from html.parser import HTMLParser
+
+import pytest
+from analysis_synthetic import Synthetic, write_run
+
+from megatron_ext.analysis import report
+from megatron_ext.analysis.figure import DARK, LIGHT, STACKED, WIDE, draw
+from megatron_ext.analysis.matched import compare
+from megatron_ext.analysis.report import COLUMNS, write_report
+from megatron_ext.analysis.runs import read_runs
+from megatron_ext.errors import UserError
+
+CHUNK = {"name": "chunk", "pattern": "top1_chunk*4", "mixers": {"top1_chunk": {"score": "exact"}}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    runs = [
+        Synthetic(name="<b>plain</b>", noise=0.02),
+        Synthetic(name="second", noise=0.02, seed=2),
+        Synthetic(**CHUNK, noise=0.02, gap=0.04, wobble=0.02, speed=0.9),
+    ]
+    return [write_run(root / str(index), run) for index, run in enumerate(runs)]
+
+
+@pytest.fixture(scope="module")
+def written(folders, tmp_path_factory):
+    return write_report(folders, tmp_path_factory.mktemp("out") / "new" / "report")
+
+
+@pytest.fixture(scope="module")
+def page(written):
+    parser = Page()
+    parser.feed(written.read_text(encoding="utf-8"))
+    return parser
+
+
+class Page(HTMLParser):
+    """Every address an element of the page refers to, its text, and whether its elements close."""
+
+    VOID = ("meta", "img", "br", "source", "link")
+
+    def __init__(self):
+        super().__init__()
+        self.addresses, self.tags, self.open, self.text = [], [], [], ""
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "srcset", "href", "data", "action")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def png_size(data):
+    """Width and height of a PNG whose chunks are whole and whose pixels inflate to as many bytes as they should."""
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    at, pixels = 8, b""
+    while at < len(data):
+        (length,), kind = struct.unpack(">I", data[at : at + 4]), data[at + 4 : at + 8]
+        body = data[at + 8 : at + 8 + length]
+        assert struct.unpack(">I", data[at + 8 + length : at + 12 + length])[0] == zlib.crc32(kind + body)
+        if kind == b"IHDR":
+            width, height, depth, color = struct.unpack(">IIBB", body[:10])
+        pixels += body if kind == b"IDAT" else b""
+        at += 12 + length
+    channels = {2: 3, 6: 4}[color]
+    assert depth == 8
+    assert len(zlib.decompress(pixels)) == height * (1 + width * channels)
+    return width, height
+
+
+def test_writes_three_files_and_nothing_else(written):
+    assert written.name == "index.html"
+    assert sorted(os.listdir(written.parent)) == ["index.html", "matched_loss.csv", "matched_loss.png"]
+
+
+def test_picture_decodes_and_has_its_size(written):
+    assert png_size((written.parent / "matched_loss.png").read_bytes()) == tuple(round(150 * side) for side in WIDE)
+
+
+def test_page_needs_nothing_beside_it(page, written):
+    assert page.open == []
+    assert not {"script", "link", "iframe"} & set(page.tags)
+    assert len(page.addresses) == 4
+    sizes = set()
+    for address in page.addresses:
+        assert address.startswith("data:image/png;base64,")
+        sizes.add(png_size(base64.b64decode(address.partition(",")[2], validate=True)))
+    assert sizes == {tuple(round(150 * side) for side in size) for size in (WIDE, STACKED)}
+    text = written.read_text(encoding="utf-8")
+    assert "http:" not in text
+    assert "https:" not in text
+    assert "url(" not in text
+    assert "@import" not in text
+
+
+def test_page_says_what_the_table_holds(page, written):
+    rows = list(csv.DictReader((written.parent / "matched_loss.csv").open()))
+    (row,) = [
+        row
+        for row in rows
+        if row["headline"] == "true"
+        and (row["split"], row["domain"], row["architecture"]) == ("out_of_domain", "all", "top1_chunk (exact)")
+    ]
+    assert f"{float(row['gap']):+.4f}" in page.text
+    assert f"{float(row['training_loss']):.4f}" in page.text
+    assert "has the higher loss out of domain" in " ".join(page.text.split())
+    assert "<b>plain</b>" in page.text, "a run's name is text, not markup"
+
+
+def test_table_is_tidy(written):
+    rows = list(csv.DictReader((written.parent / "matched_loss.csv").open()))
+    assert tuple(rows[0]) == COLUMNS
+    keys = {(row["architecture"], row["split"], row["domain"], row["training_loss"]) for row in rows}
+    assert len(keys) == len(rows) == 2 * (3 + 2) * 6
+    for row in rows:
+        assert float(row["gap_low"]) <= float(row["gap"]) <= float(row["gap_high"])
+        assert row["seeds"] == ("2" if row["architecture"] == "attention" else "1")
+        assert bool(row["seed_standard_deviation"]) == (row["seeds"] == "2")
+        if row["architecture"] == "attention":
+            assert float(row["gap"]) == 0.0
+
+
+def test_same_runs_give_the_same_bytes(folders, written, tmp_path):
+    again = write_report(folders, tmp_path)
+    for name in ("index.html", "matched_loss.csv", "matched_loss.png"):
+        assert (again.parent / name).read_bytes() == (written.parent / name).read_bytes()
+
+
+def test_replaces_an_earlier_report_and_leaves_other_files(folders, tmp_path):
+    for name in ("index.html", "notes.txt"):
+        (tmp_path / name).write_text("old")
+    write_report(folders[:1], tmp_path)
+    assert (tmp_path / "index.html").read_text().startswith("<!DOCTYPE html>")
+    assert (tmp_path / "notes.txt").read_text() == "old"
+
+
+def test_full_disk_leaves_the_earlier_report_whole(folders, tmp_path, monkeypatch):
+    (tmp_path / "matched_loss.png").write_text("old")
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report.os, "fsync", full)
+    with pytest.raises(UserError) as caught:
+        write_report(folders[:1], tmp_path)
+    problem = "the report cannot be written (No space left on device)"
+    assert str(caught.value) == f"{tmp_path}: {problem}; give another folder with --output or make room"
+    assert os.listdir(tmp_path) == ["matched_loss.png"]
+    assert (tmp_path / "matched_loss.png").read_text() == "old"
+
+
+def test_output_that_is_a_file(folders, tmp_path):
+    (tmp_path / "report").write_text("")
+    with pytest.raises(UserError, match=r"report: the report cannot be written \(File exists\)"):
+        write_report(folders[:1], tmp_path / "report")
+
+
+def test_damaged_run_writes_nothing(folders, tmp_path):
+    with pytest.raises(UserError):
+        write_report([*folders, tmp_path / "none"], tmp_path / "report")
+    assert not (tmp_path / "report").exists()
+
+
+def test_one_architecture_and_no_in_domain_evaluation(tmp_path):
+    folder = write_run(tmp_path / "run", Synthetic(documents={"code": 12}))
+    text = write_report([folder], tmp_path / "report").read_text(encoding="utf-8")
+    assert "there is nothing to compare it with yet" in text
+    assert "Fewer than 20 documents: code" in text
+    assert "loss in domain" not in text
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+def test_more_architectures_than_colours(tmp_path, theme):
+    runs = [Synthetic(mixers={"attention": {"window": 8 * (index + 1)}}) for index in range(9)]
+    folders = [write_run(tmp_path / str(index), run) for index, run in enumerate(runs)]
+    assert png_size(draw(compare(read_runs(folders), resamples=20), theme))
