@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0: done; 2: the user's error, printed as one line; 130: interrupted. Anything else is an exception of ours.
     """
+    # megatron-core says five times on import that Apex is not there; `selectron doctor` says it once.
+    warnings.filterwarnings("ignore", message=r"(Transformer Engine and )?Apex (is|are) not installed")
     try:
         return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
     except UserError as error:

@@ -206,3 +206,11 @@ def test_real_mixers_and_the_examples() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_mistake_is_one_line_beside_the_real_imports() -> None:
+    done = command("train", QUICKSTART, "--processes", "2", "mixers.top1_chunk.score=best")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith('selectron: error: mixers.top1_chunk.score: "best" is not one of the choices; choose ')

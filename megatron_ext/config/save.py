@@ -32,6 +32,14 @@ def _represent_text(representer: SafeRepresenter, data: str) -> Any:
     return representer.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 
+def _represent_float(representer: SafeRepresenter, data: float) -> Any:
+    # 1e-05 is a number in YAML 1.2 alone; 1.0e-05 is one to every reader of a run's folder.
+    text = repr(data)
+    text = text if "." in text else text.replace("e", ".0e")
+    return representer.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+_Representer.add_representer(float, _represent_float)
 _Representer.add_representer(list, _represent_list)
 _Representer.add_representer(str, _represent_text)
 

@@ -42,6 +42,7 @@ def test_keys_stand_in_the_schemas_order_and_lists_on_one_line() -> None:
     assert sections == ["data", "model", "mixers", "parallel", "training", "optimizer", "run"]
     assert "  train_domains: [B, A]\n" in text
     assert "  betas: [0.9, 0.95]\n" in text
+    assert "  epsilon: 1.0e-08\n" in text
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
