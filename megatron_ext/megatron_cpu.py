@@ -1,0 +1,201 @@
+"""Lets megatron-core run on CPU and gloo, without altering torch for anyone else.
+
+megatron-core 0.16 names CUDA in its own modules: `torch.cuda.current_device()` as the device of new tensors,
+`device="cuda"` literals, CUDA's generator state, streams, and comparisons such as
+`param.type() == "torch.cuda.FloatTensor"`. The adapter rebinds one name, `torch`, inside the modules of
+`megatron.core` to a proxy that answers those questions for the CPU and passes everything else through. Modules
+imported later are rebound as they are imported. Only the type comparisons, which are methods of tensors, cannot be
+reached this way: `tensor_types_as_cuda` stands around the few calls that make them.
+
+Nothing here has any effect where CUDA is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+_PREFIX = "megatron.core"
+_FACTORIES = (
+    *("arange", "as_tensor", "empty", "empty_like", "full", "full_like", "ones", "ones_like"),
+    *("rand", "randint", "randn", "randperm", "tensor", "zeros", "zeros_like"),
+)
+
+
+class _NoStream:
+    """Stands for a CUDA stream or event: on the CPU everything is in order already."""
+
+    def wait_stream(self, *_: object) -> None: ...
+
+    def wait_event(self, *_: object) -> None: ...
+
+    def record_event(self, *_: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """What CUDA housekeeping amounts to on the CPU."""
+
+
+class _CpuCuda(types.ModuleType):
+    """`torch.cuda` as megatron.core sees it."""
+
+    Stream = staticmethod(lambda *_, **__: _NoStream())
+    Event = staticmethod(lambda *_, **__: _NoStream())
+    current_stream = default_stream = Stream
+    stream = staticmethod(lambda *_: contextlib.nullcontext())
+    current_device = staticmethod(lambda: CPU)
+    device_count = staticmethod(lambda: 1)
+    set_device = synchronize = empty_cache = staticmethod(_nothing)
+    manual_seed = staticmethod(torch.manual_seed)
+
+    @staticmethod
+    def get_rng_state(device: object = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, device: object = None) -> None:
+        torch.set_rng_state(state)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _CpuTorch(types.ModuleType):
+    """`torch` as megatron.core sees it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The tensor factory, with any CUDA device (by name, index or object) read as the CPU."""
+
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and (isinstance(device, int) or torch.device(device).type == "cuda"):
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _make_proxy() -> types.ModuleType:
+    proxy = _CpuTorch("torch")
+    proxy.cuda = _CpuCuda("torch.cuda")  # type: ignore[attr-defined]
+    for name in _FACTORIES:
+        setattr(proxy, name, _on_cpu(getattr(torch, name)))
+    return proxy
+
+
+_proxy: types.ModuleType | None = None
+
+
+class _RebindingLoader(importlib.abc.Loader):
+    """Runs a module of megatron.core, then rebinds its `torch`."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        self._loader.exec_module(module)
+        _rebind(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Sees every later import of a module of megatron.core."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not name.startswith(_PREFIX):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _RebindingLoader(spec.loader)
+        return spec
+
+
+def _rebind(module: types.ModuleType) -> None:
+    if module.__dict__.get("torch") is torch:
+        module.torch = _proxy  # type: ignore[attr-defined]
+    if module.__name__ == "megatron.core.tensor_parallel.random":
+        _use_the_cpu_generator(module)
+
+
+def _use_the_cpu_generator(random: Any) -> None:
+    """Make Megatron's tracker of generator states keep states of the CPU's generator.
+
+    Its own `fork` warns when the CPU generator moved inside it; here that generator is the one that is forked.
+    """
+
+    class CpuRNGStatesTracker(random.CudaRNGStatesTracker):  # type: ignore[misc, name-defined]
+        @contextlib.contextmanager
+        def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outside)
+
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    random.CudaRNGStatesTracker = CpuRNGStatesTracker
+
+
+def install() -> None:
+    """Rebind `torch` in every module of megatron.core, those imported already and those to come. Idempotent."""
+    global _proxy
+    if _proxy is not None:
+        return
+    _proxy = _make_proxy()
+    sys.meta_path.insert(0, _Finder())
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_PREFIX) and module is not None:
+            _rebind(module)
+
+
+def installed() -> bool:
+    """Whether megatron.core is being run on the CPU by this adapter."""
+    return _proxy is not None
+
+
+@contextlib.contextmanager
+def tensor_types_as_cuda() -> Iterator[None]:
+    """While inside, CPU tensors say they are of CUDA types, and `.cuda()` leaves them where they are.
+
+    Megatron's optimizers compare `Tensor.type()` with `torch.cuda.*` when they are built, stepped, saved and loaded;
+    its tied embedding calls `.cuda()` when pipeline stages are built. No effect unless the adapter is installed.
+    """
+    if not installed():
+        yield
+        return
+    type_, cuda = torch.Tensor.type, torch.Tensor.cuda
+
+    def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = type_(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    torch.Tensor.type = cuda_type  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment, misc]
+    try:
+        yield
+    finally:
+        torch.Tensor.type, torch.Tensor.cuda = type_, cuda  # type: ignore[method-assign]

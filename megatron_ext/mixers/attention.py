@@ -1,0 +1,93 @@
+"""Softmax attention (Transformer++) and the study's ablations of it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from kernels.softmax_attention import alibi_slopes, softmax_attention
+from megatron_ext.config.schema import STRICT
+from megatron_ext.mixers.base import Part
+from megatron_ext.mixers.key_value import KeyValueMixer
+from megatron_ext.mixers.registry import register
+from megatron_ext.parallel.parameters import generator_for
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class AttentionConfig:
+    """The ablation factors of the study (arXiv 2505.18522); the defaults are Transformer++.
+
+    Attributes:
+        window: keys a query sees, itself included; None: all before it.
+        temperature: divides the scores; below 1 the softmax is sharper.
+        random_keys: keys are frozen random vectors, one a position and key head, so that scores carry no relation
+            between tokens. Nothing is projected or rotated for them, and queries are not rotated either.
+        random_keys_seed: of those vectors.
+        position_encoding: rotary, none, ALiBi's biases, or a learned table added at the model's input.
+    """
+
+    window: PositiveInt | None = None
+    temperature: PositiveFloat = 1.0
+    random_keys: bool = False
+    random_keys_seed: NonNegativeInt = 0
+    position_encoding: Literal["rope", "none", "alibi", "learned"] = "rope"
+
+
+@register("attention", AttentionConfig)
+class SoftmaxAttention(KeyValueMixer):
+    """Multi-head softmax attention with grouped queries."""
+
+    mixer_config: AttentionConfig
+
+    def __init__(self, *args: Any, mixer_config: AttentionConfig, **kwargs: Any) -> None:
+        super().__init__(*args, mixer_config=mixer_config, **kwargs)
+        self._frozen_keys: dict[tuple[int, int, int], Tensor] = {}
+
+    def attend(self, q_bthd: Tensor, k_bshd: Tensor | None, v_bshd: Tensor, part: Part) -> Tensor:
+        """See `KeyValueMixer.attend`."""
+        factors = self.mixer_config
+        if k_bshd is None:
+            k_bshd = self._random_keys(v_bshd, part)
+        slopes = None
+        if factors.position_encoding == "alibi":
+            first = part.first_unit * self.queries_per_group
+            slopes = alibi_slopes(self.config.num_attention_heads)[first : first + q_bthd.shape[2]].to(q_bthd.device)
+        return softmax_attention(
+            q_bthd,
+            k_bshd,
+            v_bshd,
+            scale=self.head_dim**-0.5 / factors.temperature,
+            window=factors.window,
+            alibi_slopes=slopes,
+            query_offset=part.first_position,
+        )
+
+    @property
+    def projects_keys(self) -> bool:
+        """Random keys are not projected."""
+        return not self.mixer_config.random_keys
+
+    def _random_keys(self, v_bshd: Tensor, part: Part) -> Tensor:
+        """Frozen keys [b, s, groups, d]: a function of (seed, layer, global head, position), alike in every layout."""
+        b, s, groups, d = v_bshd.shape
+        known = (part.first_unit, groups, s)
+        if known not in self._frozen_keys:
+            keys = [_random_vectors(s, d, (self.mixer_config.random_keys_seed, self.layer_number, part.first_unit + i))
+                    for i in range(groups)]
+            self._frozen_keys[known] = torch.stack(keys, 1).to(v_bshd)
+        return self._frozen_keys[known].expand(b, -1, -1, -1)
+
+    def mixing_flops(self, seq_length: int) -> float:
+        """Scores and weighted values over the keys a query sees on average."""
+        window = min(self.mixer_config.window or seq_length, seq_length)
+        seen = window - window * (window - 1) / (2 * seq_length)
+        return 4 * self.config.num_attention_heads * self.head_dim * seen
+
+
+def _random_vectors(count: int, width: int, identity: tuple[int, ...]) -> Tensor:
+    """Standard normal fp32 vectors [count, width] on the CPU, a function of `identity`."""
+    return torch.randn(count, width, generator=generator_for(*identity))

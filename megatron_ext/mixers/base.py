@@ -1,0 +1,221 @@
+"""What every sequence mixer has in common: projections, tensor-parallel heads, the context-parallel exchange.
+
+A mixer's input projection yields, for each *unit*, one row of features. A unit is what can be given to another rank
+without breaking the mixer: a query group (its queries, key and value) or a head. Rows are interleaved per unit, so that
+a plain split along dim 0 is a split by units, over tensor-parallel ranks as over context-parallel ones.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor
+
+from megatron_ext.parallel.exchange import gather_sequence, heads_to_sequence, sequence_to_heads
+
+
+@dataclass
+class MixerSubmodules:
+    """The back-end's linears that a mixer is built from (Megatron's `ModuleSpec` submodules)."""
+
+    in_proj: type
+    out_proj: type
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of the whole problem a call of `Mixer.mix` is given.
+
+    Attributes:
+        first_unit: global index of the first unit.
+        num_units: units given.
+        first_position: position in the sequence of the first row given.
+        gather: turns this rank's part of the sequence into the whole of it ([t/cp, b, n, w] to [t, b, n, w]); None
+            where the whole sequence is given already.
+    """
+
+    first_unit: int
+    num_units: int
+    first_position: int = 0
+    gather: Callable[[Tensor], Tensor] | None = None
+
+
+class Mixer(MegatronModule, ABC):
+    """Base of every mixer; takes the place of self-attention in a Megatron `TransformerLayer`.
+
+    A subclass says how many units it has and how wide each is, and writes `mix`. Everything between processes is here.
+
+    Args:
+        config: Megatron's configuration of the model.
+        submodules: linears to build.
+        mixer_config: the mixer's own small configuration.
+        layer_number: 1 for the first layer of the whole model.
+        pg_collection: process groups; `tp` and `cp` are used.
+        cp_comm_type: Megatron's own choice of exchange for its own attention; not used.
+    """
+
+    gathers_keys_and_values: ClassVar[bool] = False
+    """Whether context parallelism may gather the sequence of keys and values where units do not divide."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MixerSubmodules,
+        mixer_config: Any,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+        cp_comm_type: str | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.mixer_config = mixer_config
+        self.layer_number = layer_number
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        self.head_dim: int = config.kv_channels
+        self.num_units_per_rank = self.num_units() // self.tp_group.size()
+        linear = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": False}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            self.num_units() * self.unit_width(),
+            init_method=config.init_method,
+            gather_output=False,
+            tp_comm_buffer_name="qkv",
+            tp_group=self.tp_group,
+            **linear,
+        )
+        self.out_proj = build_module(
+            submodules.out_proj,
+            self.num_units() * self.output_width(),
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            tp_comm_buffer_name="proj",
+            tp_group=self.tp_group,
+            **linear,
+        )
+
+    @abstractmethod
+    def num_units(self) -> int:
+        """Units of the whole layer, over all ranks."""
+
+    @abstractmethod
+    def unit_width(self) -> int:
+        """Features that the input projection yields for a unit."""
+
+    @abstractmethod
+    def output_width(self) -> int:
+        """Features that `mix` returns for a unit."""
+
+    @abstractmethod
+    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+        """Mix the sequence.
+
+        Args:
+            x_tbuw: projected features, [t, b, units, unit_width].
+            part: which units and positions these are.
+
+        Returns:
+            [t, b, units, output_width].
+        """
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[t, b, hidden] (split by context, and by tensor with sequence parallelism) to the same shape, and no bias.
+
+        Megatron passes every kind of attention input by keyword; a mixer is causal by itself and needs none of them.
+        """
+        projected, _bias = self.in_proj(hidden_states)
+        t, b, _width = projected.shape
+        x_tbuw = projected.view(t, b, self.num_units_per_rank, self.unit_width())
+        o_tbuw = self._mix_over_context(x_tbuw)
+        return self.out_proj(o_tbuw.reshape(t, b, -1))
+
+    def _mix_over_context(self, x_tbuw: Tensor) -> Tensor:
+        cp, first = self.cp_group.size(), self.tp_group.rank() * self.num_units_per_rank
+        units = self.num_units_per_rank
+        if cp == 1:
+            return self.mix(x_tbuw, Part(first, units))
+        if units % cp == 0:
+            part = Part(first + self.cp_group.rank() * (units // cp), units // cp)
+            return heads_to_sequence(self.mix(sequence_to_heads(x_tbuw, self.cp_group), part), self.cp_group)
+        assert self.gathers_keys_and_values, "the configuration's rules refuse this layout"
+        offset = self.cp_group.rank() * x_tbuw.shape[0]
+        part = Part(first, units, offset, lambda y_tbnw: gather_sequence(y_tbnw, self.cp_group))
+        return self.mix(x_tbuw, part)
+
+    def replicated(self, parameter: Tensor) -> Tensor:
+        """A parameter that all tensor-parallel ranks hold whole but use for their own heads: its gradient is summed."""
+        return copy_to_tensor_model_parallel_region(parameter, group=self.tp_group)
+
+    def own_units(self, parameter: Tensor, part: Part) -> Tensor:
+        """The rows (dim 0: this tensor-parallel rank's units) of a parameter that belong to the units of `part`."""
+        start = part.first_unit - self.tp_group.rank() * self.num_units_per_rank
+        return parameter.narrow(0, start * (parameter.shape[0] // self.num_units_per_rank), part.num_units)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Where each parameter lies in the whole model, for checkpoints that load at any layout."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        own: dict[str, Tensor] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        axes = {n: p.partition_dim for n, p in own.items() if getattr(p, "tensor_model_parallel", False)}  # type: ignore[attr-defined]
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        result = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
+        for name, child in self.named_children():
+            result.update(
+                sharded_state_dict_default(
+                    child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+                )
+            )
+        return result
+
+    def num_parameters(self) -> int:
+        """Parameters of the whole layer's mixer, over all tensor-parallel ranks."""
+        split = {True: self.tp_group.size(), False: 1}
+        return sum(p.numel() * split[getattr(p, "tensor_model_parallel", False)] for p in self.parameters())
+
+    @abstractmethod
+    def mixing_flops(self, seq_length: int) -> float:
+        """Floating-point operations a token and forward pass, beside the projections, over all units.
+
+        Operations that the definition needs (causal pairs counted once, a multiply-add as two), whatever an
+        implementation spends.
+        """
+
+
+def batch_first(x_tbnd: Tensor) -> Tensor:
+    """[t, b, n, d] to the kernels' [b, t, n, d], or back."""
+    return x_tbnd.transpose(0, 1)
+
+
+def rotate(x_tbnd: Tensor, base: float, first_position: int) -> Tensor:
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), halves paired as in GPT-NeoX and Llama.
+
+    Args:
+        x_tbnd: [t, b, n, d], d even; computed in fp32, returned in its dtype.
+        base: of the geometric frequencies.
+        first_position: position of the first row.
+    """
+    t, d = x_tbnd.shape[0], x_tbnd.shape[-1]
+    positions = torch.arange(first_position, first_position + t, device=x_tbnd.device, dtype=torch.float32)
+    frequencies = base ** (-torch.arange(0, d, 2, device=x_tbnd.device, dtype=torch.float32) / d)
+    angles = torch.outer(positions, frequencies)[:, None, None]
+    cos, sin = angles.cos(), angles.sin()
+    left, right = x_tbnd.float().chunk(2, -1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(x_tbnd.dtype)

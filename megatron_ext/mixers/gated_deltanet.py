@@ -1,0 +1,144 @@
+"""Gated DeltaNet: a stateful mixer with a gated delta rule (Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from kernels.gated_delta_rule import gated_delta_rule
+from megatron_ext.config.schema import STRICT
+from megatron_ext.mixers.base import Mixer, Part, batch_first
+from megatron_ext.mixers.registry import register
+from megatron_ext.parallel.parameters import new_parameter, ones
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GatedDeltaNetConfig:
+    """Gated DeltaNet.
+
+    Attributes:
+        conv_kernel_size: positions, the own one included, that the short causal convolution over q, k and v sees.
+        expand_v: width of a value head over that of a key head.
+        output_gate: whether a SiLU gate follows the output norm.
+    """
+
+    conv_kernel_size: PositiveInt = 4
+    expand_v: PositiveInt = 1
+    output_gate: bool = True
+
+
+def _log_uniform_decay(whole: Tensor, generator: torch.Generator) -> None:
+    """log(A), A uniform in [1, 16), as Mamba-2 and the paper's code start."""
+    whole.uniform_(1.0, 16.0, generator=generator).log_()
+
+
+def _inverse_softplus_step(whole: Tensor, generator: torch.Generator) -> None:
+    """softplus^-1 of step sizes log-uniform in [0.001, 0.1)."""
+    whole.uniform_(math.log(0.001), math.log(0.1), generator=generator).exp_()
+    whole.add_(torch.log(-torch.expm1(-whole)))
+
+
+@register("gated_deltanet", GatedDeltaNetConfig)
+class GatedDeltaNet(Mixer):
+    """Gated DeltaNet; its unit is a head with its own query, key, value, gate, step and decay.
+
+    Rows of the input projection, per head: [query | key | value | output gate | beta | alpha].
+    """
+
+    mixer_config: GatedDeltaNetConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        heads, split = self.num_units_per_rank, self.tp_group
+        kernel = self.mixer_config.conv_kernel_size
+
+        def uniform(whole: Tensor, generator: torch.Generator) -> None:
+            bound = kernel**-0.5
+            whole.uniform_(-bound, bound, generator=generator)
+
+        dtype = self.config.params_dtype
+        self.conv_weight = new_parameter(
+            (heads, self._conv_width(), kernel), uniform, dtype=dtype, split_over=split
+        )
+        self.log_decay = new_parameter((heads,), _log_uniform_decay, dtype=dtype, split_over=split)
+        self.step_bias = new_parameter((heads,), _inverse_softplus_step, dtype=dtype, split_over=split)
+        self.norm_weight = new_parameter((self.value_dim,), ones, dtype=dtype)
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value head."""
+        return self.head_dim * self.mixer_config.expand_v
+
+    def _conv_width(self) -> int:
+        return 2 * self.head_dim + self.value_dim
+
+    def num_units(self) -> int:
+        """Heads."""
+        return self.config.num_attention_heads
+
+    def unit_width(self) -> int:
+        """Query, key, value, output gate, beta and alpha of a head."""
+        return self._conv_width() + (self.value_dim if self.mixer_config.output_gate else 0) + 2
+
+    def output_width(self) -> int:
+        """A head's output."""
+        return self.value_dim
+
+    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+        """See `Mixer.mix`: short convolution, gated delta rule, gated norm. Needs the whole sequence."""
+        assert part.gather is None, "a state needs the whole sequence"
+        gate_width = self.value_dim if self.mixer_config.output_gate else 0
+        qkv, gate, beta, alpha = x_tbuw.split([self._conv_width(), gate_width, 1, 1], -1)
+        qkv = F.silu(causal_convolution(qkv, self.own_units(self.conv_weight, part)))
+        q, k, v = qkv.split([self.head_dim, self.head_dim, self.value_dim], -1)
+        q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).to(v.dtype) for x in (q, k))
+        o_bthd = gated_delta_rule(
+            batch_first(q),
+            batch_first(k),
+            batch_first(v),
+            batch_first(self._log_forgetting(alpha.squeeze(-1), part)),
+            batch_first(beta.squeeze(-1).float().sigmoid()),
+        )
+        return self._gated_norm(batch_first(o_bthd), gate)
+
+    def _log_forgetting(self, alpha_tbu: Tensor, part: Part) -> Tensor:
+        """Log decay of the state, <= 0, fp32: -A softplus(alpha + bias)."""
+        bias, log_decay = (self.own_units(p, part).float() for p in (self.step_bias, self.log_decay))
+        return -log_decay.exp() * F.softplus(alpha_tbu.float() + bias)
+
+    def _gated_norm(self, o_tbud: Tensor, gate_tbud: Tensor) -> Tensor:
+        weight = self.replicated(self.norm_weight)
+        normed = F.rms_norm(o_tbud.float(), (self.value_dim,), weight.float(), self.config.layernorm_epsilon)
+        if self.mixer_config.output_gate:
+            normed = normed * F.silu(gate_tbud.float())
+        return normed.to(o_tbud.dtype)
+
+    def mixing_flops(self, seq_length: int) -> float:
+        """State update and read-out (three products of key and value width) and the convolution."""
+        state = 6 * self.head_dim * self.value_dim
+        convolution = 2 * self.mixer_config.conv_kernel_size * self._conv_width()
+        return self.num_units() * (state + convolution)
+
+
+def causal_convolution(x_tbuw: Tensor, weight_uwk: Tensor) -> Tensor:
+    """Depthwise causal convolution over the first dimension.
+
+    Args:
+        x_tbuw: [t, b, u, w].
+        weight_uwk: [u, w, kernel]; the last tap meets the own position.
+
+    Returns:
+        [t, b, u, w]: at t the sum over j of weight[..., kernel-1-j] * x[t-j], with zeros before the sequence.
+    """
+    t, kernel = x_tbuw.shape[0], weight_uwk.shape[-1]
+    padded = F.pad(x_tbuw, (0, 0, 0, 0, 0, 0, kernel - 1, 0))
+    out = padded[:t] * weight_uwk[..., 0]
+    for tap in range(1, kernel):
+        out = out + padded[tap : tap + t] * weight_uwk[..., tap]
+    return out

@@ -1,0 +1,53 @@
+"""The mixers by name. A mixer's file registers itself; `MIXERS` holds them all once this module is imported."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import megatron_ext.mixers
+from megatron_ext.mixers.base import Mixer
+
+
+@dataclass(frozen=True)
+class MixerEntry:
+    """A mixer as the configuration, the specs and the report know it.
+
+    Attributes:
+        name: in `model.pattern` and under `mixers.`.
+        module: what takes the place of self-attention.
+        config_type: its own small configuration.
+    """
+
+    name: str
+    module: type[Mixer]
+    config_type: type
+
+    @property
+    def gathers_keys_and_values(self) -> bool:
+        """Whether context parallelism can do without heads that divide."""
+        return self.module.gathers_keys_and_values
+
+
+MIXERS: dict[str, MixerEntry] = {}
+
+
+def register(name: str, config_type: type) -> Callable[[type[Mixer]], type[Mixer]]:
+    """Class decorator: make a mixer known under a name."""
+
+    def add(module: type[Mixer]) -> type[Mixer]:
+        if name in MIXERS:
+            raise ValueError(f"two mixers are called {name!r}: {MIXERS[name].module} and {module}")
+        MIXERS[name] = MixerEntry(name, module, config_type)
+        return module
+
+    return add
+
+
+def load_all() -> dict[str, MixerEntry]:
+    """Import every file of this folder, so that each registers itself, and return the mixers by name."""
+    for info in pkgutil.iter_modules(megatron_ext.mixers.__path__):
+        importlib.import_module(f"{megatron_ext.mixers.__name__}.{info.name}")
+    return MIXERS

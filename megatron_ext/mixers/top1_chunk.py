@@ -1,0 +1,64 @@
+"""Top-1 Chunk: each query attends to its own chunk and the best-scoring earlier ones (arXiv 2505.18522)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from kernels.top1_chunk import top1_chunk_attention
+from megatron_ext.config.schema import STRICT
+from megatron_ext.mixers.base import Part
+from megatron_ext.mixers.key_value import KeyValueMixer
+from megatron_ext.mixers.registry import register
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Top1ChunkConfig:
+    """Top-1 Chunk.
+
+    Attributes:
+        chunk_size: keys a chunk.
+        top_k: complete earlier chunks each query chooses.
+        score: of a chunk: the query with its mean key (`approx`), the best of its keys (`exact`), or the logarithm of
+            the sum of exponentials over its keys (`exact_lse`).
+        local: whether the query's own chunk, up to the query, takes part.
+        position_encoding: rotary or none.
+    """
+
+    chunk_size: PositiveInt = 128
+    top_k: PositiveInt = 1
+    score: Literal["approx", "exact", "exact_lse"] = "exact"
+    local: bool = True
+    position_encoding: Literal["rope", "none"] = "rope"
+
+
+@register("top1_chunk", Top1ChunkConfig)
+class Top1Chunk(KeyValueMixer):
+    """Top-1 Chunk attention with grouped queries."""
+
+    mixer_config: Top1ChunkConfig
+
+    def attend(self, q_bthd: Tensor, k_bshd: Tensor | None, v_bshd: Tensor, part: Part) -> Tensor:
+        """See `KeyValueMixer.attend`."""
+        chosen = self.mixer_config
+        return top1_chunk_attention(
+            q_bthd,
+            k_bshd,
+            v_bshd,
+            chunk_size=chosen.chunk_size,
+            top_k=chosen.top_k,
+            score=chosen.score,
+            local=chosen.local,
+            query_offset=part.first_position,
+        )
+
+    def mixing_flops(self, seq_length: int) -> float:
+        """Attention to the own and the chosen chunks, and the scores that the choice needs."""
+        c, k = self.mixer_config.chunk_size, self.mixer_config.top_k
+        before = max(seq_length - c, 0) / 2
+        scored = before / c if self.mixer_config.score == "approx" else before
+        attended = min(k * c, before) + (c / 2 if self.mixer_config.local else 0)
+        return self.config.num_attention_heads * self.head_dim * (4 * attended + 2 * scored)

@@ -1,0 +1,44 @@
+"""Top-1 Element: each query takes the one value whose key scores highest (arXiv 2505.18522)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from kernels.top1_element import top1_element_attention
+from megatron_ext.config.schema import STRICT
+from megatron_ext.mixers.base import Part
+from megatron_ext.mixers.key_value import KeyValueMixer
+from megatron_ext.mixers.registry import register
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Top1ElementConfig:
+    """Top-1 Element.
+
+    Attributes:
+        estimator: of the gradient through the choice: straight-through softmax, or the chosen probability alone.
+        position_encoding: rotary or none.
+    """
+
+    estimator: Literal["straight_through", "selected"] = "straight_through"
+    position_encoding: Literal["rope", "none"] = "rope"
+
+
+@register("top1_element", Top1ElementConfig)
+class Top1Element(KeyValueMixer):
+    """Top-1 Element attention with grouped queries."""
+
+    mixer_config: Top1ElementConfig
+
+    def attend(self, q_bthd: Tensor, k_bshd: Tensor | None, v_bshd: Tensor, part: Part) -> Tensor:
+        """See `KeyValueMixer.attend`."""
+        return top1_element_attention(
+            q_bthd, k_bshd, v_bshd, estimator=self.mixer_config.estimator, query_offset=part.first_position
+        )
+
+    def mixing_flops(self, seq_length: int) -> float:
+        """Scores over all keys before a query; the value is copied."""
+        return self.config.num_attention_heads * self.head_dim * (seq_length + 1)

@@ -1,0 +1,193 @@
+"""From the configuration to the model chunks of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron_ext.config.schema import ModelConfig, ParallelConfig
+from megatron_ext.mixers.base import Mixer
+from megatron_ext.parallel.parameters import initialize_model
+from megatron_ext.platform import DTYPES, Platform
+from megatron_ext.specs import Backend, layer_specs, provider
+
+
+@dataclass
+class MixerTransformerConfig(TransformerConfig):
+    """Megatron's configuration with what our mixers need besides.
+
+    Attributes:
+        rotary_base: base of the rotary frequencies, which mixers apply themselves.
+    """
+
+    rotary_base: float = 10000.0
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a model is built from, beside the process groups.
+
+    Attributes:
+        model: sizes; its derived fields filled in.
+        mixers: the mixer's name for each layer.
+        mixer_configs: by mixer name, its typed configuration.
+        parallel: the layout.
+        vocab_size: tokens of the tokenizer, before padding.
+        precision: bf16 or fp32.
+        recompute: none or full.
+        backend: whose linears and norms.
+    """
+
+    model: ModelConfig
+    mixers: Sequence[str]
+    mixer_configs: Mapping[str, Any]
+    parallel: ParallelConfig
+    vocab_size: int
+    precision: str
+    recompute: str
+    backend: Backend
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: the same in every layout, so that checkpoints and losses are."""
+        multiple = self.model.vocab_size_multiple
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def learns_positions(self) -> bool:
+        """Whether a learned position table is added at the input: some layer's mixer asks for it."""
+        used = {name: self.mixer_configs[name] for name in self.mixers}
+        return any(getattr(config, "position_encoding", None) == "learned" for config in used.values())
+
+
+def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransformerConfig:
+    """Megatron's configuration of the Transformer++ block: RMSNorm, SwiGLU, no biases, no dropout."""
+    model, parallel, dtype = shape.model, shape.parallel, DTYPES[shape.precision]
+    interleaved = parallel.virtual_pipeline > 1
+    recompute = (
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        if shape.recompute == "full"
+        else {}
+    )
+    return MixerTransformerConfig(
+        num_layers=len(shape.mixers),
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.head_dim,
+        ffn_hidden_size=model.ffn_hidden_size,
+        rotary_base=model.rotary_base,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        init_method_std=model.init_std,
+        # Megatron's initialisation marks tensor-parallel weights, so it runs; initialize_model gives the values.
+        init_method=_leave_as_is,
+        output_layer_init_method=_leave_as_is,
+        embedding_init_method=_leave_as_is,
+        use_cpu_initialization=not platform.is_cuda,
+        tensor_model_parallel_size=parallel.tensor,
+        sequence_parallel=parallel.sequence,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
+        context_parallel_size=parallel.context,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        calculate_per_token_loss=True,
+        # With two stages, Megatron's batched exchange between interleaved chunks is silently wrong.
+        batch_p2p_comm=not interleaved and platform.is_cuda,
+        batch_p2p_sync=False,
+        overlap_p2p_comm=interleaved,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        hetereogenous_dist_checkpoint=True,  # layers of different mixers have different parameters
+        **recompute,
+    )
+
+
+def _leave_as_is(_: torch.Tensor) -> None:
+    """An initialiser that does nothing."""
+
+
+def build_model(
+    shape: ModelShape, platform: Platform, groups: ProcessGroupCollection, seed: int
+) -> list[MegatronModule]:
+    """The model chunks of this rank, initialised, on the platform's device.
+
+    Returns:
+        One `GPTModel` for each virtual pipeline stage, wrapped for bf16 where that is the precision. A chunk maps
+        tokens [b, t] and labels [b, t] to losses [b, t] on the last stage, hidden states [t, b, hidden] elsewhere.
+    """
+    config = transformer_config(shape, platform)
+    with platform.optimizer_context():
+        chunks = [_build_chunk(shape, config, groups, stage) for stage in range(shape.parallel.virtual_pipeline)]
+    initialize_model(chunks, seed, groups.tp)
+    if platform.is_cuda:
+        chunks = [chunk.cuda(platform.device) for chunk in chunks]
+    if config.bf16:
+        return [Float16Module(config, chunk) for chunk in chunks]
+    return chunks
+
+
+def _build_chunk(
+    shape: ModelShape, config: MixerTransformerConfig, groups: ProcessGroupCollection, stage: int
+) -> GPTModel:
+    pp_rank, last = groups.pp.rank(), groups.pp.size() - 1
+    vp_stage = stage if shape.parallel.virtual_pipeline > 1 else None
+    first = get_transformer_layer_offset(config, vp_stage, pp_rank)
+    own = shape.mixers[first : first + get_num_layers_to_build(config, vp_stage, pp_rank)]
+    block = TransformerBlockSubmodules(
+        layer_specs=layer_specs(own, shape.mixer_configs, shape.backend),
+        layer_norm=provider(shape.backend).layer_norm(rms_norm=True),
+    )
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=block,
+        vocab_size=shape.padded_vocab_size,
+        max_sequence_length=shape.model.max_position_embeddings,
+        pre_process=pp_rank == 0 and stage == 0,
+        post_process=pp_rank == last and stage == shape.parallel.virtual_pipeline - 1,
+        share_embeddings_and_output_weights=shape.model.tie_embeddings,
+        position_embedding_type="learned_absolute" if shape.learns_positions else "none",
+        vp_stage=vp_stage,
+        pg_collection=groups,
+    )
+    chunk.model_type = ModelType.encoder_or_decoder
+    return chunk
+
+
+def training_flops_per_token(shape: ModelShape, chunks: Sequence[torch.nn.Module], seq_length: int) -> float:
+    """Model FLOPs a token of forward and backward pass, of the layers in these chunks and the output layer.
+
+    Six operations a weight of every matrix and token (PaLM, appendix B), three times each mixer's own forward
+    operations; nothing for recomputation. The embedding is a look-up and not counted.
+    """
+    model = shape.model
+    assert model.ffn_hidden_size is not None
+    total = 0.0
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, Mixer):
+                swiglu = 3 * model.hidden_size * model.ffn_hidden_size
+                total += 6 * (module.num_parameters() + swiglu) + 3 * module.mixing_flops(seq_length)
+            elif isinstance(module, GPTModel) and module.post_process:
+                total += 6 * model.hidden_size * shape.padded_vocab_size
+    return total

@@ -1,0 +1,32 @@
+"""The one interface behind which every optimizer stands: Megatron's, and others to come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class RunOptimizer(Protocol):
+    """Owns the wrapped model chunks, their gradients, the optimizer and the learning-rate schedule."""
+
+    chunks: Sequence[torch.nn.Module]
+    """Model chunks of this rank, wrapped so that gradients accumulate in fp32 and are reduced over data-parallel
+    ranks."""
+
+    def begin_step(self) -> None:
+        """Set gradients to zero."""
+
+    def finish_step(self) -> float:
+        """Clip, update parameters, advance the schedule. Returns the gradient norm before clipping."""
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the last update (of parameters with no multiplier of their own)."""
+
+    def sharded_state_dict(self, model_state: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+        """Optimizer and schedule state, placed in the whole model, for dist_checkpointing."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the state that `sharded_state_dict(loading=True)` was filled with."""

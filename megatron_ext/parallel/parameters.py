@@ -1,0 +1,125 @@
+"""Parameters of our own modules, and initial weights that do not depend on the layout.
+
+Every weight starts from values that are a function of (seed, its global name) alone: drawn whole on the CPU, then cut
+for this rank. One process, TP2, PP2 or a GPU start from the same model, so their loss curves can be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+Initializer = Callable[[Tensor, torch.Generator], None]
+"""Fills a whole, unsplit fp32 CPU tensor in place."""
+
+
+def new_parameter(
+    shape: tuple[int, ...],
+    initializer: Initializer,
+    *,
+    dtype: torch.dtype,
+    split_over: ProcessGroup | None = None,
+) -> torch.nn.Parameter:
+    """An uninitialised parameter of a mixer, on the current device.
+
+    Args:
+        shape: of this rank's part.
+        initializer: of the whole parameter; used by `initialize_model`.
+        dtype: of the parameter.
+        split_over: tensor-parallel group over which dim 0 is split; None: every rank has the whole parameter, and its
+            gradient must be summed over tensor-parallel ranks where they see different heads (see `Mixer.replicated`).
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+    parameter.initializer = initializer  # type: ignore[attr-defined]
+    if split_over is not None:
+        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+    return parameter
+
+
+def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters of a model chunk by the name they have in the whole model, whatever stage holds them."""
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if name.startswith("decoder.layers."):
+            parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
+        elif name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+            parts = ["embedding", "word_embeddings", "weight"]
+        yield ".".join(parts), parameter
+
+
+def initialize_model(chunks: Iterable[GPTModel], seed: int, tp_group: ProcessGroup) -> None:
+    """Give every parameter of this rank its initial value (see the module's docstring).
+
+    Norm weights are 1; matrices are normal with the configuration's standard deviation, those that write into the
+    residual stream divided by sqrt(2 * layers) (GPT-2); a mixer's own parameters follow their `initializer`.
+
+    Args:
+        chunks: model chunks of this rank, not yet wrapped.
+        seed: of the whole model.
+        tp_group: tensor-parallel group.
+    """
+    for model in chunks:
+        for name, parameter in global_parameters(model):
+            _initialize(name, parameter, model, seed, tp_group)
+
+
+def _initialize(name: str, parameter: Tensor, model: GPTModel, seed: int, tp_group: ProcessGroup) -> None:
+    split = tp_group.size() > 1 and getattr(parameter, "tensor_model_parallel", False)
+    shape = list(parameter.shape)
+    if split:
+        shape[parameter.partition_dim] *= tp_group.size()  # type: ignore[attr-defined]
+    whole = torch.empty(shape, dtype=torch.float32)
+    initializer = getattr(parameter, "initializer", None) or _default_initializer(name, model)
+    initializer(whole, generator_for(seed, name))
+    part = _own_part(name, whole, parameter.partition_dim, tp_group) if split else whole  # type: ignore[attr-defined]
+    with torch.no_grad():
+        parameter.copy_(part)
+
+
+def generator_for(*identity: int | str) -> torch.Generator:
+    """A CPU generator whose stream is a function of `identity` alone, in every process and on every machine."""
+    digest = hashlib.blake2b(repr(identity).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def _default_initializer(name: str, model: GPTModel) -> Initializer:
+    if name.endswith("norm.weight"):
+        return ones
+    config = model.config
+    std = config.init_method_std
+    if name.endswith(("out_proj.weight", "linear_fc2.weight")):
+        std /= math.sqrt(2 * config.num_layers)
+    return normal(std)
+
+
+def ones(whole: Tensor, _: torch.Generator) -> None:
+    """All ones."""
+    whole.fill_(1.0)
+
+
+def normal(std: float) -> Initializer:
+    """Normal values of mean 0."""
+
+    def fill(whole: Tensor, generator: torch.Generator) -> None:
+        whole.normal_(0.0, std, generator=generator)
+
+    return fill
+
+
+def _own_part(name: str, whole: Tensor, dim: int, tp_group: ProcessGroup) -> Tensor:
+    """This tensor-parallel rank's part of a whole parameter.
+
+    SwiGLU's first matrix is [gate; value], and Megatron gives each rank a part of both halves.
+    """
+    rank, size = tp_group.rank(), tp_group.size()
+    if name.endswith("linear_fc1.weight"):
+        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
+    return whole.chunk(size, dim)[rank]

@@ -1,0 +1,82 @@
+"""From a layer pattern and a back-end to Megatron's ModuleSpecs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megatron_ext.mixers.base import MixerSubmodules
+from megatron_ext.mixers.registry import load_all
+
+Backend = Literal["local", "transformer_engine"]
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm in Megatron's form: its weight says whether sequence-parallel ranks must sum its gradient.
+
+    Megatron's own wrapper of it refuses sequence parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class LocalBackend(LocalSpecProvider):
+    """Megatron's own linears and torch's RMSNorm."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        """RMSNorm, the only norm of the Transformer++ block."""
+        assert rms_norm, "the block has RMSNorm alone"
+        return RMSNorm
+
+
+def provider(backend: Backend) -> BackendSpecProvider:
+    """The modules of a back-end."""
+    if backend == "local":
+        return LocalBackend()
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider()
+
+
+def layer_specs(mixers: Sequence[str], mixer_configs: Mapping[str, Any], backend: Backend) -> list[ModuleSpec]:
+    """One spec a layer: norm, mixer, residual, norm, SwiGLU, residual.
+
+    Args:
+        mixers: the mixer's name for each layer.
+        mixer_configs: by mixer name, its typed configuration.
+        backend: whose linears and norms.
+    """
+    return [layer_spec(name, mixer_configs[name], backend) for name in mixers]
+
+
+def layer_spec(mixer: str, mixer_config: Any, backend: Backend) -> ModuleSpec:
+    """The spec of one layer with the named mixer."""
+    modules = provider(backend)
+    column, row = modules.column_parallel_linear(), modules.row_parallel_linear()
+    norm = modules.layer_norm(rms_norm=True)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=load_all()[mixer].module,
+                params={"mixer_config": mixer_config},
+                submodules=MixerSubmodules(in_proj=column, out_proj=row),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
