@@ -172,12 +172,15 @@ class RecordCorpus(_FileCorpus):
     """Files of one JSON record a line, in SlimPajama's form: `{"text": ..., "meta": {"redpajama_set_name": ...}}`.
 
     A record may instead name its domain in a top-level `domain`. Sub-folders called train, validation and test give
-    the split.
+    the split; where there are such, files outside them (benchmarks, notes) are not read.
     """
 
     def __init__(self, root: Path, files: list[Path]) -> None:
         super().__init__(root, files)
-        self.folders = frozenset(name for file in files if (name := self._folder(file)))
+        inside = [file for file in files if self._folder(file)]
+        if inside:
+            super().__init__(root, inside)
+            self.folders = frozenset(folder for file in inside if (folder := self._folder(file)))
 
     def documents(self, problems: Problems, advance: Advance = ignore_progress) -> Iterator[Document]:
         """Yield every well-formed record, file by file."""

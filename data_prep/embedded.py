@@ -87,7 +87,8 @@ def strip_docstrings(source: str) -> str:
         assert statement.end_lineno is not None
         before = lines[statement.lineno - 1][: statement.col_offset]
         after = lines[statement.end_lineno - 1][statement.end_col_offset :]
-        stand_in = b"pass" if len(node.body) == 1 and not isinstance(node, ast.Module) else b""
+        alone = len(node.body) == 1 and not isinstance(node, ast.Module)
+        stand_in = b"pass" if alone or after.lstrip().startswith(b";") else b""
         joined = before + stand_in + after
         lines[statement.lineno - 1 : statement.end_lineno] = [joined] if joined.strip() else []
     return b"\n".join(lines).decode()

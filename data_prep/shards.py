@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from dataclasses import dataclass
@@ -87,9 +88,12 @@ class DomainWriter:
         )
 
     def abandon(self) -> None:
-        """Close the open file of an unfinished shard."""
+        """Let go of an unfinished shard, whose file is about to be removed."""
         if self._open is not None:
-            self._open.stream.close()
+            with contextlib.suppress(OSError, ValueError):
+                self._open.tar.close()
+                self._open.stream.close()
+            self._open = None
 
     def _count(self, document: Document, tokens: int) -> None:
         self.documents += 1

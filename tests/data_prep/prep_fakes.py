@@ -1,0 +1,47 @@
+"""Small raw corpora made on the spot."""
+
+import json
+import random
+from pathlib import Path
+
+import zstandard
+
+from data_prep.prepare import PrepareOptions
+
+SIGNS = ["naïve", "東京", "λ→μ", "token,", "window.", "chunk\n", "{key}:", "3.14", "<b>", "'x'", "\t"]
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "mixer", "end", *SIGNS]
+
+
+def text(seed: object, words: int = 40) -> str:
+    generator = random.Random(str(seed))
+    return " ".join(generator.choice(WORDS) for _ in range(words)) + f" [{seed}]"
+
+
+def record(domain: str, content: str) -> str:
+    return json.dumps({"text": content, "meta": {"redpajama_set_name": f"RedPajama{domain}"}}, ensure_ascii=False)
+
+
+def lines(domains: list[str], documents: int, tag: str = "") -> list[str]:
+    """Records of several domains, interleaved, no two with the same text."""
+    return [record(domain, text(f"{tag}{domain}{i}", 5 + i % 60)) for i in range(documents) for domain in domains]
+
+
+def write_jsonl(path: Path, content: list[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = "".join(line + "\n" for line in content).encode()
+    path.write_bytes(zstandard.compress(data) if path.suffix == ".zst" else data)
+    return path
+
+
+def options(source: Path, output: Path, tokenizer_path: Path | str, **changes: object) -> PrepareOptions:
+    fields: dict = {
+        "input": str(source),
+        "output": str(output),
+        "train_domains": ["C4", "CommonCrawl"],
+        "test_domains": ["ArXiv"],
+        "tokenizer": str(tokenizer_path),
+        "validation_fraction": 0.2,
+        "shard_tokens": 700,
+        "progress": False,
+    }
+    return PrepareOptions(**{**fields, **changes})

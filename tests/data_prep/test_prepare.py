@@ -1,0 +1,270 @@
+import errno
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+from prep_fakes import lines, options, record, text, write_jsonl
+from tokenizers import Tokenizer
+
+from data_prep import prepare as module
+from data_prep import shards
+from data_prep.manifest import load_manifest
+from data_prep.prepare import prepare
+from megatron_ext.errors import UserError
+
+
+def samples(root: Path, split: str, domain: str) -> list[dict]:
+    """Read back with nothing but webdataset's own reader and decoder."""
+    files = sorted(str(path) for path in (root / split / domain).glob("*.tar"))
+    return [item for file in files for item in webdataset.WebDataset(file, shardshuffle=False).decode()]
+
+
+def everything(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def test_shards_hold_the_documents(records, tmp_path, tokenizer_file):
+    out = tmp_path / "out"
+    manifest = prepare(options(records, out, tokenizer_file))
+    assert load_manifest(out) == manifest
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+
+    given = defaultdict(list)
+    for domain in ("C4", "CommonCrawl", "ArXiv"):
+        given[domain] += [text(f"{domain}{i}", 5 + i % 60) for i in range(20)]
+        if domain != "CommonCrawl":
+            given[domain] += [text(f"more {domain}{i}", 5 + i % 60) for i in range(15)]
+    found = defaultdict(list)
+    for entry in manifest.domains:
+        read = samples(out, entry.split, entry.domain)
+        assert len(read) == entry.documents == sum(shard.documents for shard in entry.shards)
+        assert sum(len(item["tokens.npy"]) for item in read) == entry.tokens
+        texts = [tokenizer.decode(item["tokens.npy"][:-1].tolist()) for item in read]
+        for item, content in zip(read, texts, strict=True):
+            assert item["tokens.npy"].dtype == np.uint16
+            assert item["tokens.npy"].tolist() == [*tokenizer.encode(content).ids, manifest.tokenizer.eos_id]
+            facts = {"domain": entry.domain, "characters": len(content), "tokens": len(item["tokens.npy"])}
+            assert facts.items() <= item["json"].items()
+            assert item["json"]["id"].startswith(item["json"]["source"] + ":")
+        assert entry.characters == sum(map(len, texts))
+        assert entry.bytes == sum(len(content.encode()) for content in texts)
+        assert [item["__key__"] for item in read] == [f"{i:09d}" for i in range(len(read))]
+        found[entry.domain] += texts
+    assert {name: sorted(texts) for name, texts in found.items()} == {name: sorted(t) for name, t in given.items()}
+    assert {(entry.split, entry.domain) for entry in manifest.domains} == {
+        *(("train", name) for name in ("C4", "CommonCrawl")),
+        *(("validation", name) for name in ("C4", "CommonCrawl")),
+        ("test", "ArXiv"),
+    }
+
+
+def test_index_points_at_the_tokens(records, tmp_path, tokenizer_file):
+    manifest = prepare(options(records, tmp_path / "out", tokenizer_file))
+    entry = next(entry for entry in manifest.domains if entry.split == "train")
+    assert len(entry.shards) > 1
+    for shard in entry.shards:
+        path = tmp_path / "out" / shard.file
+        with tarfile.open(path) as tar:
+            arrays = [(item, tar.extractfile(item)) for item in tar if item.name.endswith(".tokens.npy")]
+            loaded = [(item.offset_data + item.size, np.load(io.BytesIO(file.read()))) for item, file in arrays]
+        index = np.load(tmp_path / "out" / shard.index)
+        assert index.dtype == np.int64
+        assert index.tolist() == [[end - array.nbytes, len(array)] for end, array in loaded]
+        content = path.read_bytes()
+        for (offset, count), (_, array) in zip(index, loaded, strict=True):
+            assert np.array_equal(np.frombuffer(content, "<u2", count, offset), array)
+
+
+def test_same_bytes_again_and_tokens_do_not_depend_on_threads_or_shard_size(records, tmp_path, tokenizer_file):
+    for name, changes in {"a": {}, "b": {"workers": 2}, "c": {"shard_tokens": 10**9}}.items():
+        prepare(options(records, tmp_path / name, tokenizer_file, **changes))
+    assert everything(tmp_path / "a") == everything(tmp_path / "b")
+    tokens = [[item["tokens.npy"].tolist() for item in samples(tmp_path / name, "train", "C4")] for name in ("a", "c")]
+    assert tokens[0] == tokens[1]
+    assert len(list((tmp_path / "c/train/C4").glob("*.tar"))) == 1 < len(list((tmp_path / "a/train/C4").glob("*.tar")))
+
+
+def test_folders_decide_the_split(tmp_path, tokenizer_file):
+    for folder in ("train", "validation", "test"):
+        write_jsonl(tmp_path / "raw" / folder / "x.jsonl.zst", lines(["C4", "ArXiv"], 6, folder))
+    manifest = prepare(options(tmp_path / "raw", tmp_path / "out", tokenizer_file, train_domains=["c4"]))
+    sources = {
+        (entry.split, entry.domain): {
+            item["json"]["source"] for item in samples(tmp_path / "out", entry.split, entry.domain)
+        }
+        for entry in manifest.domains
+    }
+    assert sources == {
+        ("train", "C4"): {"train/x.jsonl.zst"},
+        ("validation", "C4"): {"validation/x.jsonl.zst"},
+        ("test", "ArXiv"): {"test/x.jsonl.zst"},
+    }
+    assert all(entry.documents == 6 for entry in manifest.domains)
+
+
+def test_equal_texts_are_kept_once_so_that_splits_and_domains_share_none(tmp_path, tokenizer_file):
+    content = lines(["C4"], 30) * 2 + lines(["ArXiv"], 5) + [record("ArXiv", text("C43", 8))]
+    source = write_jsonl(tmp_path / "x.jsonl", content)
+    manifest = prepare(options(source, tmp_path / "out", tokenizer_file, train_domains=["C4"]))
+    counts = {entry.split: entry.documents for entry in manifest.domains}
+    assert manifest.duplicates == 31
+    assert counts["train"] + counts["validation"] == 30
+    assert counts["test"] == 5
+
+
+def test_held_out_share(tmp_path, tokenizer_file):
+    source = write_jsonl(tmp_path / "x.jsonl", [record("C4", f"{i}") for i in range(3000)])
+    chosen = {"train_domains": ["C4"], "test_domains": [], "validation_fraction": 0.1, "shard_tokens": 10**6}
+    manifest = prepare(options(source, tmp_path / "out", tokenizer_file, **chosen))
+    held_out = {entry.split: entry.documents for entry in manifest.domains}["validation"]
+    assert abs(held_out - 300) < 5 * (3000 * 0.1 * 0.9) ** 0.5
+
+
+def test_large_vocabulary_is_kept_in_four_bytes(records, tmp_path, tokenizer_file):
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    tokenizer.add_tokens([f"never-{i}-seen" for i in range(65536 - tokenizer.get_vocab_size())])
+    tokenizer.save(str(tmp_path / "large.json"))
+    manifest = prepare(options(records, tmp_path / "out", tmp_path / "large.json"))
+    assert (manifest.dtype, manifest.tokenizer.vocab_size) == ("uint32", 65536)
+    assert samples(tmp_path / "out", "test", "ArXiv")[0]["tokens.npy"].dtype == np.uint32
+
+
+def test_tokenizer_is_trained_on_the_train_split_alone(records, tmp_path):
+    trained = []
+    for name in ("a", "b"):
+        prepare(options(records, tmp_path / name, "train", vocab_size=300))
+        trained.append((tmp_path / name / "tokenizer.json").read_bytes())
+        write_jsonl(records / "c.jsonl", [record("ArXiv", "zzzzqqqq " * 500), record("Book", "xxxxjjjj " * 500)])
+    assert trained[0] == trained[1]
+
+
+def test_malformed_records_stop_or_are_reported(records, tmp_path, tokenizer_file):
+    bad = write_jsonl(records / "bad.jsonl", ['{"text": 1}', "{", "{"])
+    with pytest.raises(UserError, match=rf"^{re.escape(str(bad))}:1: no text; "):
+        prepare(options(records, tmp_path / "out", tokenizer_file))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["raw"]
+    manifest = prepare(options(records, tmp_path / "out", tokenizer_file, on_error="skip"))
+    assert [(item.file, item.reason, item.records) for item in manifest.skipped] == [
+        (str(bad), "no text", 1),
+        (str(bad), "not JSON", 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"train_domains": ["C4", "Law"]},
+            "--train-domains: unknown domain Law; choose from the domains of the input: ArXiv, Book, C4, CommonCrawl",
+        ),
+        ({"test_domains": ["ArXiv", "Law"]}, "--test-domains: unknown domain Law; choose from the domains of the"),
+        (
+            {"train_domains": ["RedPajamaC4", "Book"], "test_domains": ["c4"]},
+            "--test-domains: RedPajamaC4 is a training domain and a test domain; take it out of one of the two",
+        ),
+        ({"train_domains": []}, "--train-domains: no domain is given; "),
+        ({"train_domains": ["../x"]}, "--train-domains/--test-domains: '../x' cannot name a folder; "),
+        ({"tokenizer": "absent.json"}, "--tokenizer: absent.json is no file; "),
+        ({"eos_token": "<end>"}, "--eos-token: <end> is not in the tokenizer's vocabulary; "),
+        ({"validation_fraction": 1.0}, "--validation-fraction: 1.0 is no fraction; "),
+        ({"shard_tokens": 0}, "--shard-tokens: 0 is not positive; "),
+        ({"input": "absent"}, "--input: absent does not exist; "),
+    ],
+)
+def test_options_at_fault(records, tmp_path, tokenizer_file, changes, message):
+    with pytest.raises(UserError) as caught:
+        prepare(options(records, tmp_path / "out", tokenizer_file, **changes))
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["raw"]
+
+
+def test_domain_that_is_in_no_used_folder(tmp_path, tokenizer_file):
+    write_jsonl(tmp_path / "raw/train/x.jsonl", lines(["C4", "ArXiv"], 3))
+    write_jsonl(tmp_path / "raw/test/x.jsonl", lines(["Book"], 3))
+    with pytest.raises(UserError, match=r"^--test-domains: ArXiv has no document in the test split; "):
+        prepare(options(tmp_path / "raw", tmp_path / "out", tokenizer_file, train_domains=["C4"]))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_there_is_not_touched(records, tmp_path, tokenizer_file):
+    out, foreign = tmp_path / "out", tmp_path / "other.partial"
+    for folder in (out, foreign):
+        folder.mkdir()
+        (folder / "precious").write_text("mine")
+    with pytest.raises(UserError, match=rf"^{re.escape(str(out))}: is already there and not empty; "):
+        prepare(options(records, out, tokenizer_file))
+    with pytest.raises(UserError, match=rf"^{re.escape(str(foreign))}: is in the way "):
+        prepare(options(records, tmp_path / "other", tokenizer_file))
+    assert everything(out) == everything(foreign) == {"precious": b"mine"}
+    (tmp_path / "empty").mkdir()
+    prepare(options(records, tmp_path / "empty", tokenizer_file))  # an empty folder holds nothing to lose
+
+
+def test_full_disk(records, tmp_path, tokenizer_file, monkeypatch):
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(shards, "force_to_disk", full)
+    with pytest.raises(UserError, match=r"\.tar: cannot be read or written \(No space left on device\); free space"):
+        prepare(options(records, tmp_path / "out", tokenizer_file))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["raw"]
+
+
+def test_interrupt_cleans_up(records, tmp_path, tokenizer_file, monkeypatch):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "save_manifest", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(options(records, tmp_path / "out", tokenizer_file))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["raw"]
+
+
+HANGS = """
+import sys, time
+sys.path[:0] = sys.argv[4:]
+from pathlib import Path
+from prep_fakes import options
+from data_prep import prepare as module
+def hang(*_):
+    Path(sys.argv[2] + ".reached").touch()
+    time.sleep(60)
+module.save_manifest = hang
+module.prepare(options(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])))
+"""
+
+
+def test_killed_half_way_leaves_no_manifest_and_the_next_run_begins_again(records, tmp_path, tokenizer_file):
+    out, reached = tmp_path / "out", tmp_path / "out.reached"
+    paths = [str(Path(__file__).parent), str(Path(module.__file__).parents[1])]
+    arguments = [str(records), str(out), str(tokenizer_file), *paths]
+    process = subprocess.Popen([sys.executable, "-c", HANGS, *arguments])
+    try:
+        deadline = time.monotonic() + 60
+        while not reached.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert reached.exists()
+        with pytest.raises(UserError, match=r"out\.partial: is being written by another `selectron prepare`; "):
+            prepare(options(records, out, tokenizer_file))
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not out.exists()
+    partial = tmp_path / "out.partial"
+    assert list(partial.rglob("*.tar"))
+    assert not list(partial.rglob("manifest.json"))
+    manifest = prepare(options(records, out, tokenizer_file))
+    assert load_manifest(out) == manifest
+    assert not partial.exists()
+    assert not list(out.rglob(".lock"))

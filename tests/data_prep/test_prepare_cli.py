@@ -1,0 +1,43 @@
+import argparse
+
+import pytest
+from prep_fakes import write_jsonl
+
+from data_prep import cli
+from data_prep.manifest import load_manifest
+from megatron_ext.errors import UserError
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_runs_and_reports_what_was_skipped(records, tmp_path, tokenizer_file, capsys):
+    bad = write_jsonl(records / "bad.jsonl", ["{"])
+    out = str(tmp_path / "out")
+    domains = ["--train-domains", "c4, RedPajamaCommonCrawl", "--test-domains", "ArXiv,Book"]
+    rest = ["--tokenizer", str(tokenizer_file), "--on-error", "skip", "--validation-fraction", "0.3", "--workers", "1"]
+    assert cli.run(parse("--input", str(records), "--output", out, *domains, *rest)) == 0
+    printed = capsys.readouterr().out
+    manifest = load_manifest(tmp_path / "out")
+    assert manifest.domain_names("train") == ["C4", "CommonCrawl"]
+    assert manifest.domain_names("test") == ["ArXiv", "Book"]
+    for entry in manifest.domains:
+        row = next(line for line in printed.splitlines() if line.split()[:2] == [entry.split, entry.domain])
+        assert row.split()[2:] == [str(entry.documents), str(entry.tokens), str(entry.bytes)]
+    assert f"skipped: 1 in {bad}: not JSON" in printed
+    assert manifest.options["on_error"] == "skip"
+
+
+def test_a_tokenizer_must_be_chosen(records, tmp_path):
+    arguments = parse("--input", str(records), "--output", str(tmp_path / "out"), "--train-domains", "C4")
+    with pytest.raises(UserError, match=r"^--tokenizer: is not given; give a tokenizer.json, or `train`"):
+        cli.run(arguments)
+
+
+def test_defaults_of_the_embedded_corpus():
+    options = cli._options(parse("--input", "embedded", "--output", "x"))
+    assert (options.train_domains, options.test_domains) == (["PythonDocs"], ["PythonCode"])
+    assert (options.tokenizer, options.vocab_size, options.validation_fraction) == ("train", 4096, 0.05)
