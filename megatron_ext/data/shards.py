@@ -67,6 +67,7 @@ class TokenStore:
             IndexError: the range leaves the stream.
             UserError: a shard is missing or does not fit the manifest.
         """
+        self._check_range(start, length)
         tokens = np.empty(length, dtype=np.int64)
         filled = 0
         for number, document, first, count in self._pieces(start, length):
@@ -79,15 +80,18 @@ class TokenStore:
 
     def document_ids(self, start: int, length: int) -> npt.NDArray[np.int64]:
         """The document, counted from 0 over the whole stream, that each token of [start, start + length) is of."""
+        self._check_range(start, length)
         pieces = list(self._pieces(start, length))
         documents = [int(self._document_starts[number]) + document for number, document, _, _ in pieces]
         return np.repeat(np.array(documents, dtype=np.int64), [count for *_, count in pieces])
 
+    def _check_range(self, start: int, length: int) -> None:
+        if start < 0 or length < 0 or start + length > self.num_tokens:
+            raise IndexError(f"tokens [{start}, {start + length}) of a stream of {self.num_tokens}")
+
     def _pieces(self, start: int, length: int) -> Iterator[tuple[int, int, int, int]]:
         """Cut a range of the stream at documents: (shard, document in it, first token of the document, tokens)."""
         end = start + length
-        if start < 0 or length < 0 or end > self.num_tokens:
-            raise IndexError(f"tokens [{start}, {end}) of a stream of {self.num_tokens}")
         while start < end:
             number = int(np.searchsorted(self._token_starts, start, side="right")) - 1
             base, starts = int(self._token_starts[number]), self._shard(number).starts

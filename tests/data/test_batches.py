@@ -1,0 +1,80 @@
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.data.batches import evaluation_batch, micro_batch_indices, training_batch
+from megatron_ext.data.samples import EvaluationSamples, TrainingSamples
+
+T = 24
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+@pytest.mark.parametrize("first", [0, 16, 5])
+def test_a_step_reads_the_same_samples_whatever_the_ranks(dp_size, micro_batch_size, first):
+    global_batch = 16
+    read = [
+        index
+        for micro_batch in range(global_batch // (dp_size * micro_batch_size))
+        for rank in range(dp_size)
+        for index in micro_batch_indices(first, micro_batch, micro_batch_size, rank, dp_size)
+    ]
+    assert read == list(range(first, first + global_batch))
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_tokens_of_a_step_do_not_depend_on_the_ranks(store, dp_size):
+    samples = TrainingSamples(store, T, 1)
+    read = [
+        row
+        for micro_batch in range(8 // (dp_size * 2))
+        for rank in range(dp_size)
+        for row in training_batch(samples, micro_batch_indices(40, micro_batch, 2, rank, dp_size)).tokens.tolist()
+    ]
+    assert sorted(read) == sorted(samples[i][:-1].tolist() for i in range(40, 48))
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
+def test_slices_of_the_context_ranks_make_the_whole(store, cp_size):
+    samples = TrainingSamples(store, T, 1)
+    parts = [training_batch(samples, [3, 9], rank, cp_size) for rank in range(cp_size)]
+    sequences = np.stack([samples[3], samples[9]])
+    wholes = {
+        "tokens": torch.from_numpy(sequences[:, :-1]),
+        "labels": torch.from_numpy(sequences[:, 1:]),
+        "loss_mask": torch.ones(2, T),
+        "position_ids": torch.arange(T).expand(2, T),
+    }
+    for name, whole in wholes.items():
+        pieces = [getattr(part, name) for part in parts]
+        assert all(piece.shape == (2, T // cp_size) and piece.is_contiguous() for piece in pieces)
+        joined = torch.cat(pieces, dim=1)
+        assert joined.dtype == whole.dtype
+        assert torch.equal(joined, whole)
+    assert all(part.document_ids is None for part in parts)
+
+
+def test_evaluation_batch(store):
+    samples = EvaluationSamples(store, T)
+    last = len(samples) - 1
+    parts = [evaluation_batch(samples, [0, last, last + 1], rank, 2) for rank in range(2)]
+    items = [samples[0], samples[last], samples[last + 1]]
+    for name in ("loss_mask", "document_ids"):
+        joined = torch.cat([getattr(part, name) for part in parts], dim=1)
+        assert torch.equal(joined, torch.from_numpy(np.stack([getattr(item, name) for item in items])))
+    assert torch.equal(
+        torch.cat([part.labels for part in parts], 1), torch.tensor([i.tokens[1:].tolist() for i in items])
+    )
+    assert 0 < parts[0].loss_mask[1].sum() + parts[1].loss_mask[1].sum() <= T
+    assert not parts[0].loss_mask[2].any()
+
+
+def test_moving_keeps_everything(store):
+    batch = evaluation_batch(EvaluationSamples(store, T), [0]).to("meta")
+    assert {part.device.type for part in vars(batch).values()} == {"meta"}
+    assert training_batch(TrainingSamples(store, T, 0), [0]).to("cpu").document_ids is None
+
+
+def test_indivisible_sequence(store):
+    with pytest.raises(ValueError, match="a sequence of 24 does not divide by 5"):
+        training_batch(TrainingSamples(store, T, 0), [0], 0, 5)

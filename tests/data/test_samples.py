@@ -1,0 +1,88 @@
+import numpy as np
+import pytest
+
+from megatron_ext.data.order import sample_positions
+from megatron_ext.data.samples import EvaluationSamples, TrainingSamples
+from megatron_ext.errors import UserError
+
+T = 37
+
+
+def test_windows_cover_the_stream_and_are_read_in_the_order(store, documents):
+    samples = TrainingSamples(store, T, seed=11)
+    stream = np.concatenate(documents["train"])
+    assert samples.num_windows == (len(stream) - 1) // T
+    order = sample_positions(11, np.arange(2 * samples.num_windows), samples.num_windows)
+    for index, window in enumerate(order.tolist()):
+        sample = samples[index]
+        assert sample.dtype == np.int64
+        assert np.array_equal(sample, stream[window * T : window * T + T + 1])
+    labels = np.sort(np.concatenate([samples[i][1:] for i in range(samples.num_windows)]))
+    assert np.array_equal(labels, np.sort(stream[1 : samples.num_windows * T + 1]))  # every label once an epoch
+
+
+def test_a_run_resumed_at_a_sample_reads_what_the_whole_run_reads(prepared, manifest, store):
+    whole = [TrainingSamples(store, T, 3)[i] for i in range(100)]
+    resumed = TrainingSamples(type(store)(prepared, manifest, "train"), T, 3)
+    assert all(np.array_equal(resumed[i], whole[i]) for i in range(61, 100))
+
+
+def test_longest_possible_window(store):
+    stream = store.read(0, store.num_tokens)
+    samples = TrainingSamples(store, store.num_tokens - 1, 0)
+    assert samples.num_windows == 1
+    assert np.array_equal(samples[5], stream)
+    with pytest.raises(UserError) as caught:
+        TrainingSamples(store, store.num_tokens, 0)
+    assert str(caught.value) == (
+        f"data.seq_length: {store.num_tokens} needs {store.num_tokens + 1} tokens, the training data has "
+        f"{store.num_tokens}; give more data or a shorter sequence"
+    )
+
+
+@pytest.mark.parametrize("length", [1, T, 100_000])
+def test_evaluation_counts_every_label_once(store, documents, length):
+    samples = EvaluationSamples(store, length)
+    stream = np.concatenate(documents["train"])
+    ids = np.repeat(np.arange(len(documents["train"])), [len(item) for item in documents["train"]])
+    read = [samples[i] for i in range(len(samples))]
+    for item in read:
+        assert item.tokens.shape == (length + 1,)
+        assert (item.loss_mask.dtype, item.document_ids.dtype) == (np.float32, np.int64)
+        assert np.array_equal(item.loss_mask == 1, item.document_ids >= 0)
+        assert not item.tokens[1:][item.loss_mask == 0].any()
+    real = [item.loss_mask == 1 for item in read]
+    for part, expected in (
+        (lambda item: item.tokens[:-1], stream[:-1]),
+        (lambda item: item.tokens[1:], stream[1:]),
+        (lambda item: item.document_ids, ids[1:]),
+    ):
+        assert np.array_equal(
+            np.concatenate([part(item)[mask] for item, mask in zip(read, real, strict=True)]), expected
+        )
+
+
+def test_limited_evaluation_is_spread_over_the_stream(store):
+    everything, some = EvaluationSamples(store, T), EvaluationSamples(store, T, max_samples=7)
+    assert len(some) == 7
+    whole = [everything[i].tokens.tolist() for i in range(len(everything))]
+    places = [whole.index(some[i].tokens.tolist()) for i in range(7)]
+    assert places[0] == 0
+    gaps = np.diff([*places, len(everything)])
+    assert gaps.min() >= len(everything) // 7
+    assert gaps.max() <= -(-len(everything) // 7)
+    assert len(EvaluationSamples(store, T, max_samples=10**6)) == len(everything)
+
+
+def test_beyond_the_end_is_padding(store):
+    samples = EvaluationSamples(store, T, max_samples=3)
+    extra = samples[3]
+    assert not extra.tokens.any()
+    assert not extra.loss_mask.any()
+    assert (extra.document_ids == -1).all()
+
+
+def test_nothing_to_evaluate(store, monkeypatch):
+    monkeypatch.setattr(type(store), "num_tokens", 1)
+    with pytest.raises(UserError, match=r"^data.test_domains: only 1 tokens of C4, CommonCrawl to evaluate on; "):
+        EvaluationSamples(store, T)

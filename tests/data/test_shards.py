@@ -1,0 +1,77 @@
+import shutil
+
+import numpy as np
+import pytest
+
+from megatron_ext.data import shards
+from megatron_ext.data.shards import TokenStore
+from megatron_ext.errors import UserError
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_stream_is_the_documents_one_after_the_other(prepared, manifest, documents, split):
+    store = TokenStore(prepared, manifest, split)
+    stream = np.concatenate(documents[split])
+    ids = np.repeat(np.arange(len(documents[split])), [len(item) for item in documents[split]])
+    assert (store.num_tokens, store.num_documents) == (len(stream), len(documents[split]))
+    assert np.array_equal(store.read(0, len(stream)), stream)
+    assert np.array_equal(store.document_ids(0, len(stream)), ids)
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        start = int(generator.integers(0, len(stream)))
+        length = int(generator.integers(0, min(400, len(stream) - start) + 1))
+        read, documents_read = store.read(start, length), store.document_ids(start, length)
+        assert read.dtype == documents_read.dtype == np.int64
+        assert np.array_equal(read, stream[start : start + length])
+        assert np.array_equal(documents_read, ids[start : start + length])
+
+
+def test_domains_alone_and_in_any_order(prepared, manifest, store):
+    first, second = (TokenStore(prepared, manifest, "train", [name]) for name in ("c4", "RedPajamaCommonCrawl"))
+    both = TokenStore(prepared, manifest, "train", ["CommonCrawl", "C4"])
+    whole = np.concatenate([part.read(0, part.num_tokens) for part in (first, second)])
+    assert np.array_equal(both.read(0, both.num_tokens), whole)
+    assert np.array_equal(store.read(0, store.num_tokens), whole)
+    assert both.domains == ["C4", "CommonCrawl"]
+
+
+def test_few_open_shards_change_nothing(prepared, manifest, documents, monkeypatch):
+    monkeypatch.setattr(shards, "OPEN_SHARDS", 1)
+    store = TokenStore(prepared, manifest, "train")
+    stream = np.concatenate(documents["train"])
+    for start in np.random.default_rng(1).integers(0, len(stream) - 50, 60).tolist():
+        assert np.array_equal(store.read(start, 50), stream[start : start + 50])
+        assert len(store._open) <= 1
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 2), (0, -1), (0, 10**9)])
+def test_range_outside(store, start, length):
+    with pytest.raises(IndexError, match=r"tokens \["):
+        store.read(start, length)
+
+
+def test_unknown_domain(prepared, manifest):
+    with pytest.raises(UserError, match=r"no domain Law in the train split; choose from: C4, CommonCrawl$"):
+        TokenStore(prepared, manifest, "train", ["Law"])
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "other index", "broken index"])
+def test_unverified_damage_is_still_named(prepared, manifest, tmp_path, damage):
+    root = tmp_path / "copy"
+    shutil.copytree(prepared, root)
+    shard = manifest.select("train")[0].shards[1]
+    other = manifest.select("train")[0].shards[0]
+    tar, index = root / shard.file, root / shard.index
+    if damage == "missing":
+        tar.unlink()
+    elif damage == "truncated":
+        tar.write_bytes(tar.read_bytes()[:2000])
+    elif damage == "other index":
+        index.write_bytes((root / other.index).read_bytes())
+    else:
+        index.write_bytes(b"")
+    store = TokenStore(root, manifest, "train")
+    with pytest.raises(UserError) as caught:
+        store.read(0, store.num_tokens)
+    assert str(tar if damage in ("missing", "truncated") else index).removesuffix(".index.npy") in str(caught.value)
+    assert "\n" not in str(caught.value)
