@@ -1,0 +1,47 @@
+# Two commands do everything from a fresh clone: `make demo` and `make test`. `make help` lists the rest.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+CODE := megatron_ext kernels data_prep tests
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo clean-demo test quick lint types format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## make .venv and install selectron in it
+
+$(INSTALLED): pyproject.toml constraints.txt tools/install.sh
+	@PYTHON="$(PYTHON)" tools/install.sh
+
+demo: $(INSTALLED) ## prepare text, train three architectures, compare them: runs/quickstart
+	@examples/quickstart.sh
+
+clean-demo: ## remove what the demo made
+	rm -rf runs/quickstart
+
+# A recursive make keeps the order under -j, too: what fails fast comes first.
+test: $(INSTALLED) ## lint, types and all tests
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory types
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
+
+quick: $(INSTALLED) ## the tests without the slow ones
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --durations=5
+
+lint: $(INSTALLED) ## ruff: rules and form
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+
+types: $(INSTALLED) ## mypy
+	$(BIN)/mypy
+
+format: $(INSTALLED) ## mend what ruff can mend
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+clean: ## remove .venv, caches and build folders; runs stay
+	rm -rf .venv build dist *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# The study in small: prepares the embedded corpus, trains three architectures on it with two processes and compares
+# them at equal training loss. `make demo` calls this. A second call goes on where the first one stopped: prepared data
+# and finished runs are kept, a run with a checkpoint continues. `make clean-demo` removes everything.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PATH="$PWD/.venv/bin:$PATH"
+
+runs=runs/quickstart
+mixers=(attention top1_chunk gated_deltanet) # attention: the Transformer++ of the study
+stage=0
+stages=$((${#mixers[@]} + 2))
+
+heading() {
+    stage=$((stage + 1))
+    printf '\n[%d/%d] %s\n' "$stage" "$stages" "$*"
+}
+
+# The command as it could be typed: words with a special character in quotes.
+show() {
+    local word line='$'
+    for word in "$@"; do
+        case $word in
+        *[!A-Za-z0-9_./=,:-]*) line+=" '$word'" ;;
+        *) line+=" $word" ;;
+        esac
+    done
+    echo "$line"
+}
+
+run() {
+    show "$@"
+    "$@"
+    # Asked to stop, training writes its checkpoint and ends well; what follows is not wanted then.
+    if [ -n "$stopped" ]; then
+        echo "stopped; make demo goes on from here"
+        exit 130
+    fi
+}
+
+stopped=
+trap 'stopped=yes' INT TERM
+
+# Two processes need two GPUs, or none.
+if command -v nvidia-smi >/dev/null && [ "$(python -c 'import torch; print(torch.cuda.device_count())')" -lt 2 ]; then
+    export CUDA_VISIBLE_DEVICES=
+fi
+
+heading "preparing the embedded corpus"
+if [ -e "$runs/data/manifest.json" ]; then
+    echo "$runs/data is there and kept"
+else
+    run selectron prepare --input embedded --output "$runs/data"
+fi
+
+for mixer in "${mixers[@]}"; do
+    heading "training $mixer"
+    resume=()
+    if [ -e "$runs/$mixer/checkpoints/latest" ]; then
+        resume=(--resume)
+    elif [ -e "$runs/$mixer" ]; then
+        echo "$runs/$mixer was broken off before its first checkpoint: removed, trained anew"
+        rm -r "${runs:?}/$mixer"
+    fi
+    run selectron train examples/quickstart.yaml --processes 2 "model.pattern=$mixer*4" "run.name=$mixer" \
+        ${resume[@]+"${resume[@]}"}
+done
+
+heading "comparing at equal training loss"
+run selectron report "${mixers[@]/#/$runs/}" --output "$runs/report"
+
+echo
+echo "open $runs/report/index.html (done in $((SECONDS / 60)) min $((SECONDS % 60)) s)"

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Makes .venv and installs selectron in it, editable, with the versions of constraints.txt. `make install` calls this
+# when pyproject.toml, constraints.txt or this file have changed. PYTHON names another interpreter than python3.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+venv=.venv
+
+fail() {
+    echo "install: error: $*" >&2
+    exit 2
+}
+
+version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])') ||
+    fail "$python does not run; install Python 3.11 or later, or name one: make install PYTHON=python3.12"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "$python is Python $version, and selectron needs 3.11 or later; name one: make install PYTHON=python3.12"
+
+# A machine with CUDA has a torch that fits its driver: the environment borrows it, and no pin may replace it.
+has_cuda_torch() {
+    "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
+}
+
+if has_cuda_torch; then
+    borrow=--system-site-packages
+else
+    borrow=
+fi
+if ! "$venv/bin/python" -c '' 2>/dev/null; then
+    echo "install: Python $version, new environment in $venv"
+    "$python" -m venv --clear $borrow "$venv" ||
+        fail "$python cannot make a virtual environment; install its venv module (on Debian: python3-venv)"
+fi
+
+# First of all: two packages `kernels` in one environment would overwrite each other without a word.
+"$venv/bin/python" -m kernels.ownership
+
+constraints=$venv/constraints.txt
+if [ -n "$borrow" ]; then
+    echo "install: keeps this machine's torch, which has CUDA"
+    grep -v '^torch==' constraints.txt >"$constraints"
+else
+    cp constraints.txt "$constraints"
+    # Alone, so that the resolver takes the build that this machine offers and not gigabytes of CUDA.
+    torch=$(grep '^torch==' constraints.txt)
+    echo "install: $torch"
+    "$venv/bin/python" -m pip install --quiet -c "$constraints" "$torch"
+fi
+echo "install: selectron and its tools"
+"$venv/bin/python" -m pip install --quiet -c "$constraints" -e '.[dev]'
+touch "$venv/.installed"
+echo "install: done; . $venv/bin/activate gives the command selectron"
