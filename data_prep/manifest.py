@@ -12,8 +12,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from data_prep.documents import short_domain
-from data_prep.storage import sha256_of, write_whole
+from data_prep.storage import sha256_of
 from megatron_ext.errors import UserError
+from megatron_ext.files import write_whole
 
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.json"

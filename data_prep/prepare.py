@@ -27,7 +27,7 @@ from data_prep.manifest import (
     save_manifest,
 )
 from data_prep.shards import DomainWriter
-from data_prep.storage import force_to_disk, sha256_of, whole_folder
+from data_prep.storage import sha256_of, whole_folder
 from data_prep.tokenizer import (
     DocumentEncoder,
     end_of_document,
@@ -37,6 +37,7 @@ from data_prep.tokenizer import (
     vocabulary_size,
 )
 from megatron_ext.errors import UserError
+from megatron_ext.files import force_to_disk
 
 EMBEDDED = "embedded"
 TRAIN_TOKENIZER = "train"

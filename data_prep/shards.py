@@ -15,7 +15,8 @@ import webdataset
 
 from data_prep.documents import Document
 from data_prep.manifest import DomainEntry, ShardEntry
-from data_prep.storage import force_to_disk, sha256_of
+from data_prep.storage import sha256_of
+from megatron_ext.files import force_to_disk
 
 TAR_BLOCK = 512
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from megatron_ext.errors import UserError
+from megatron_ext.files import force_to_disk
 
 LOCK_NAME = ".lock"
 """File inside a `.partial` folder that its writer holds locked: tells a running writer from a killed one."""
@@ -21,24 +22,6 @@ def sha256_of(path: Path) -> str:
     """SHA-256 of a file, as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def force_to_disk(path: Path) -> None:
-    """Flush a file or a folder's entries to the device."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees either all of `content` or no file."""
-    beside = path.with_name(path.name + ".partial")
-    beside.write_bytes(content)
-    force_to_disk(beside)
-    beside.rename(path)
-    force_to_disk(path.parent)
 
 
 @contextlib.contextmanager

@@ -144,7 +144,7 @@ def _use_the_cpu_generator(random: Any) -> None:
     Its own `fork` warns when the CPU generator moved inside it; here that generator is the one that is forked.
     """
 
-    class CpuRNGStatesTracker(random.CudaRNGStatesTracker):  # type: ignore[misc, name-defined]
+    class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
         @contextlib.contextmanager
         def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
             outside = torch.get_rng_state()
@@ -194,7 +194,7 @@ def tensor_types_as_cuda() -> Iterator[None]:
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
     torch.Tensor.type = cuda_type  # type: ignore[method-assign, assignment]
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment, misc]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -6,7 +6,6 @@ import base64
 import csv
 import io
 import math
-import os
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -20,6 +19,7 @@ from megatron_ext.analysis.figure import DARK, LIGHT, draw, split_loss
 from megatron_ext.analysis.matched import ALL_DOMAINS, Comparison, Estimate, Measured, compare, training_loss
 from megatron_ext.analysis.runs import Run, Split, read_runs
 from megatron_ext.errors import UserError
+from megatron_ext.files import write_whole
 
 RESAMPLES = 1000
 FEW_DOCUMENTS = 20
@@ -73,26 +73,13 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
     page = render_page(comparison, picture)
     try:
         output.mkdir(parents=True, exist_ok=True)
-        replace_file(output / "matched_loss.png", picture)
-        replace_file(output / "matched_loss.csv", render_table(comparison).encode())
-        replace_file(output / "index.html", page.encode())
+        write_whole(output / "matched_loss.png", picture)
+        write_whole(output / "matched_loss.csv", render_table(comparison).encode())
+        write_whole(output / "index.html", page.encode())
     except OSError as error:
         problem = f"the report cannot be written ({error.strerror})"
         raise UserError(str(output), problem, "give another folder with --output or make room") from None
     return output / "index.html"
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that a reader finds the old content or the new, never a part: beside it, then renamed."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def render_table(comparison: Comparison) -> str:

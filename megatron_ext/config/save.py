@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from ruamel.yaml.representer import SafeRepresenter
 
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import UserError
+from megatron_ext.files import write_whole
 
 
 class _Representer(SafeRepresenter):
@@ -74,14 +74,7 @@ def save_config(config: RunConfig, path: Path) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with beside.open("w", encoding="utf-8") as stream:
-            stream.write(to_yaml(config))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(beside, path)
+        write_whole(Path(path), to_yaml(config).encode())
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise UserError(str(path), f"cannot be written ({error.strerror})", "check the folder and its space") from None

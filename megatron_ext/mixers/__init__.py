@@ -1,0 +1,1 @@
+"""Sequence mixers: one file a family, known by name through the registry."""

@@ -43,15 +43,13 @@ class SoftmaxAttention(KeyValueMixer):
 
     mixer_config: AttentionConfig
 
-    def __init__(self, *args: Any, mixer_config: AttentionConfig, **kwargs: Any) -> None:
-        super().__init__(*args, mixer_config=mixer_config, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._frozen_keys: dict[tuple[int, int, int], Tensor] = {}
 
-    def attend(self, q_bthd: Tensor, k_bshd: Tensor | None, v_bshd: Tensor, part: Part) -> Tensor:
+    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, part: Part) -> Tensor:
         """See `KeyValueMixer.attend`."""
         factors = self.mixer_config
-        if k_bshd is None:
-            k_bshd = self._random_keys(v_bshd, part)
         slopes = None
         if factors.position_encoding == "alibi":
             first = part.first_unit * self.queries_per_group
@@ -71,13 +69,15 @@ class SoftmaxAttention(KeyValueMixer):
         """Random keys are not projected."""
         return not self.mixer_config.random_keys
 
-    def _random_keys(self, v_bshd: Tensor, part: Part) -> Tensor:
+    def frozen_keys(self, v_bshd: Tensor, part: Part) -> Tensor:
         """Frozen keys [b, s, groups, d]: a function of (seed, layer, global head, position), alike in every layout."""
         b, s, groups, d = v_bshd.shape
         known = (part.first_unit, groups, s)
         if known not in self._frozen_keys:
-            keys = [_random_vectors(s, d, (self.mixer_config.random_keys_seed, self.layer_number, part.first_unit + i))
-                    for i in range(groups)]
+            keys = [
+                _random_vectors(s, d, (self.mixer_config.random_keys_seed, self.layer_number, part.first_unit + i))
+                for i in range(groups)
+            ]
             self._frozen_keys[known] = torch.stack(keys, 1).to(v_bshd)
         return self._frozen_keys[known].expand(b, -1, -1, -1)
 

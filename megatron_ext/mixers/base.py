@@ -179,9 +179,7 @@ class Mixer(MegatronModule, ABC):
         result = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
         for name, child in self.named_children():
             result.update(
-                sharded_state_dict_default(
-                    child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
-                )
+                sharded_state_dict_default(child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group)
             )
         return result
 

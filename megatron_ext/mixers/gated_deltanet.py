@@ -63,9 +63,7 @@ class GatedDeltaNet(Mixer):
             whole.uniform_(-bound, bound, generator=generator)
 
         dtype = self.config.params_dtype
-        self.conv_weight = new_parameter(
-            (heads, self._conv_width(), kernel), uniform, dtype=dtype, split_over=split
-        )
+        self.conv_weight = new_parameter((heads, self._conv_width(), kernel), uniform, dtype=dtype, split_over=split)
         self.log_decay = new_parameter((heads,), _log_uniform_decay, dtype=dtype, split_over=split)
         self.step_bias = new_parameter((heads,), _inverse_softplus_step, dtype=dtype, split_over=split)
         self.norm_weight = new_parameter((self.value_dim,), ones, dtype=dtype)

@@ -40,13 +40,17 @@ class KeyValueMixer(Mixer):
         """One output for each query of the group."""
         return self.queries_per_group * self.head_dim
 
+    def frozen_keys(self, v_bshd: Tensor, part: Part) -> Tensor:
+        """Keys [b, s, groups, d] of a mixer that projects none."""
+        raise AssertionError(f"{type(self).__name__} projects its keys")
+
     @abstractmethod
-    def attend(self, q_bthd: Tensor, k_bshd: Tensor | None, v_bshd: Tensor, part: Part) -> Tensor:
+    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, part: Part) -> Tensor:
         """Outputs [b, t, hq, d] of queries that begin at `part.first_position`, over the whole sequence of keys.
 
         Args:
             q_bthd: queries of the groups of `part`, group after group.
-            k_bshd: keys, one head a group; None if the mixer projects none.
+            k_bshd: keys, one head a group.
             v_bshd: values, one head a group.
             part: which groups and positions these are.
         """
@@ -61,8 +65,9 @@ class KeyValueMixer(Mixer):
             q, keys = self._rotate(q, part), [self._rotate(keys[0], part)]
         if part.gather is not None:
             *keys, v = (part.gather(x) for x in (*keys, v))
-        k = batch_first(keys[0]) if keys else None
-        o_bthd = self.attend(batch_first(q), k, batch_first(v), part)
+        v_bshd = batch_first(v)
+        k_bshd = batch_first(keys[0]) if keys else self.frozen_keys(v_bshd, part)
+        o_bthd = self.attend(batch_first(q), k_bshd, v_bshd, part)
         return batch_first(o_bthd).reshape(t, b, u, self.output_width())
 
     def _rotate(self, x_tbnd: Tensor, part: Part) -> Tensor:

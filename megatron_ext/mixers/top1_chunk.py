@@ -41,7 +41,7 @@ class Top1Chunk(KeyValueMixer):
 
     mixer_config: Top1ChunkConfig
 
-    def attend(self, q_bthd: Tensor, k_bshd: Tensor | None, v_bshd: Tensor, part: Part) -> Tensor:
+    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, part: Part) -> Tensor:
         """See `KeyValueMixer.attend`."""
         chosen = self.mixer_config
         return top1_chunk_attention(

@@ -11,9 +11,9 @@ import torch
 class RunOptimizer(Protocol):
     """Owns the wrapped model chunks, their gradients, the optimizer and the learning-rate schedule."""
 
-    chunks: Sequence[torch.nn.Module]
-    """Model chunks of this rank, wrapped so that gradients accumulate in fp32 and are reduced over data-parallel
-    ranks."""
+    @property
+    def chunks(self) -> Sequence[torch.nn.Module]:
+        """Model chunks of this rank, wrapped: gradients accumulate in fp32, reduced over data-parallel ranks."""
 
     def begin_step(self) -> None:
         """Set gradients to zero."""

@@ -54,14 +54,14 @@ class MegatronRunOptimizer:
     ) -> None:
         self._platform = platform
         self._sharded = config.sharding == "megatron"
-        self.chunks = [self._wrap(chunk, groups) for chunk in chunks]
+        self._chunks = [self._wrap(chunk, groups) for chunk in chunks]
         with platform.optimizer_context():
             megatron_config = _megatron_config(config, precision)
             self._optimizer = get_megatron_optimizer(
-                megatron_config, self.chunks, config_overrides=get_standard_config_overrides(megatron_config)
+                megatron_config, self._chunks, config_overrides=get_standard_config_overrides(megatron_config)
             )
         self._scheduler = _schedule(self._optimizer, config, steps)
-        transformer_config = get_model_config(self.chunks[0])
+        transformer_config = get_model_config(self._chunks[0])
         transformer_config.finalize_model_grads_func = finalize_model_grads
         transformer_config.grad_scale_func = self._optimizer.scale_loss
 
@@ -69,9 +69,14 @@ class MegatronRunOptimizer:
         wrapping = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self._sharded)
         return DistributedDataParallel(get_model_config(chunk), wrapping, chunk)
 
+    @property
+    def chunks(self) -> Sequence[torch.nn.Module]:
+        """Model chunks of this rank, wrapped."""
+        return self._chunks
+
     def begin_step(self) -> None:
         """Set gradients to zero."""
-        for chunk in self.chunks:
+        for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 

@@ -43,7 +43,7 @@ class _SequenceToHeads(torch.autograd.Function):
         return _sequence_to_heads(x_tbnw, group)
 
     @staticmethod
-    def backward(ctx: Any, grad_tbnw: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_tbnw: Tensor) -> tuple[Tensor, None]:
         return _heads_to_sequence(grad_tbnw, ctx.group), None
 
 
@@ -54,7 +54,7 @@ class _HeadsToSequence(torch.autograd.Function):
         return _heads_to_sequence(x_tbnw, group)
 
     @staticmethod
-    def backward(ctx: Any, grad_tbnw: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_tbnw: Tensor) -> tuple[Tensor, None]:
         return _sequence_to_heads(grad_tbnw, ctx.group), None
 
 
@@ -67,7 +67,7 @@ class _GatherSequence(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx: Any, grad_tbnw: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_tbnw: Tensor) -> tuple[Tensor, None]:
         part = grad_tbnw.new_empty(grad_tbnw.shape[0] // ctx.group.size(), *grad_tbnw.shape[1:])
         dist.reduce_scatter_tensor(part, grad_tbnw.contiguous(), group=ctx.group)
         return part, None

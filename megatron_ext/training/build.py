@@ -35,9 +35,7 @@ def _mixer_config(config: RunConfig, name: str) -> Any:
     return TypeAdapter(load_all()[name].config_type).validate_python(config.mixers.get(name, {}), strict=False)
 
 
-def build_trainer(
-    config: RunConfig, shape: ModelShape, groups: ProcessGroupCollection, platform: Platform
-) -> Trainer:
+def build_trainer(config: RunConfig, shape: ModelShape, groups: ProcessGroupCollection, platform: Platform) -> Trainer:
     """Model, optimizer and schedule of this rank, ready for the first step."""
     chunks = build_model(shape, platform, groups, config.training.seed)
     optimizer = MegatronRunOptimizer(

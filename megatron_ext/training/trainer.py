@@ -80,7 +80,9 @@ class Trainer:
             chunk.train()
         return [r["losses_bt"] for r in reports]
 
-    def _run(self, batches: Sequence[Batch], loss: Callable[..., Any], *, forward_only: bool) -> list[dict[str, Tensor]]:
+    def _run(
+        self, batches: Sequence[Batch], loss: Callable[..., Any], *, forward_only: bool
+    ) -> list[dict[str, Tensor]]:
         chunks = list(self.optimizer.chunks)
         on_device = [batch.to(self.platform.device) for batch in batches]
         iterators = [iter(on_device) for _ in chunks]

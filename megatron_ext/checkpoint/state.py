@@ -1,0 +1,88 @@
+"""What a checkpoint holds, placed in the whole model: Megatron's sharded state of model, optimizer and generators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megatron_ext.optim.base import RunOptimizer
+from megatron_ext.platform import Platform
+
+
+def unwrap(chunk: Any) -> Any:
+    """The model inside the wrappers of precision and data parallelism."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def run_state(
+    optimizer: RunOptimizer,
+    groups: ProcessGroupCollection,
+    platform: Platform,
+    *,
+    loading: bool,
+    with_generators: bool = True,
+) -> dict[str, Any]:
+    """The sharded state dictionary to save, or to have filled.
+
+    Args:
+        optimizer: holds the model chunks and their optimizer.
+        groups: process groups.
+        platform: where this runs.
+        loading: whether the state is to be filled from a checkpoint.
+        with_generators: whether the states of the random generators belong to it: they are of one layout.
+    """
+    metadata = {"dp_cp_group": groups.dp_cp, "singleton_local_shards": False}
+    model: dict[str, Any] = {}
+    for number, chunk in enumerate(optimizer.chunks):
+        sharded = unwrap(chunk).sharded_state_dict(metadata=metadata)
+        # Transformer Engine's extra state belongs to FP8; without it a checkpoint fits either back-end.
+        model[f"chunk{number}"] = {key: value for key, value in sharded.items() if not key.endswith("_extra_state")}
+    state = {"model": model, "optimizer": optimizer.sharded_state_dict(model, loading=loading)}
+    if with_generators:
+        state["generators"] = _generators(groups, platform)
+    return state
+
+
+def restore(state: dict[str, Any], optimizer: RunOptimizer, platform: Platform) -> None:
+    """Take a filled state into the model, the optimizer and the generators."""
+    for number, chunk in enumerate(optimizer.chunks):
+        _load_model(unwrap(chunk), state["model"][f"chunk{number}"])
+    optimizer.load_state_dict(state["optimizer"])
+    if "generators" in state:
+        _set_generators(state["generators"][0], platform)
+
+
+def _load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    different = unexpected + [name for name in missing if not name.endswith("_extra_state")]
+    assert not different, f"in the checkpoint or in the model alone: {different}"
+
+
+def _generators(groups: ProcessGroupCollection, platform: Platform) -> ShardedObject:
+    states = {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(platform.device) if platform.is_cuda else None,
+        "megatron": get_cuda_rng_tracker().get_states(),
+    }
+    sizes = (groups.pp.size(), groups.tp.size())
+    ranks = (groups.pp.rank(), groups.tp.rank())
+    return ShardedObject("generators", [states], sizes, ranks, replica_id=groups.dp_cp.rank())
+
+
+def _set_generators(states: dict[str, Any], platform: Platform) -> None:
+    torch.set_rng_state(states["torch"])
+    if platform.is_cuda and states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"], platform.device)
+    get_cuda_rng_tracker().set_states(states["megatron"])
+
+
+def layout_of_generators(groups: ProcessGroupCollection) -> Sequence[int]:
+    """The sizes on which the generators' states depend."""
+    return [groups.pp.size(), groups.tp.size()]

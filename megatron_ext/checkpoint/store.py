@@ -1,0 +1,123 @@
+"""Saving and loading a run's state at any layout, through Megatron's dist_checkpointing (torch_dist)."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Record
+from megatron_ext.checkpoint.state import layout_of_generators, restore, run_state
+from megatron_ext.errors import UserError
+from megatron_ext.optim.base import RunOptimizer
+from megatron_ext.platform import Platform
+
+_STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EFBIG}
+
+
+class CheckpointStore:
+    """Checkpoints of one run.
+
+    Args:
+        root: the run's `checkpoints/` folder.
+        identity: values of the configuration that whoever continues must share, by dotted field.
+        groups: process groups.
+        platform: where this runs.
+        keep: newest checkpoints kept; 0: all.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        identity: dict[str, Any],
+        groups: ProcessGroupCollection,
+        platform: Platform,
+        keep: int,
+    ) -> None:
+        self.folder = CheckpointFolder(root)
+        self._identity, self._groups, self._platform, self._keep = identity, groups, platform, keep
+
+    def save(self, optimizer: RunOptimizer, progress: Progress) -> Path:
+        """Write the state of every rank as `step_N`; a collective call.
+
+        Raises:
+            UserError: the disk is full or refuses; the checkpoints before stay as they were.
+        """
+        step, path = progress.step, self.folder.path(progress.step)
+        try:
+            if dist.get_rank() == 0:
+                self.folder.begin(step)
+            dist.barrier()
+            partial = self.folder.root / f".step_{step}.partial"
+            with self._platform.optimizer_context():
+                state = run_state(optimizer, self._groups, self._platform, loading=False)
+                dist_checkpointing.save(state, str(partial))
+            dist.barrier()
+            if dist.get_rank() == 0:
+                self.folder.finish(step, self._record_parts(progress), self._keep)
+            dist.barrier()
+        except Exception as error:
+            if not _is_storage_failure(error):
+                raise
+            self.folder.abandon(step)
+            kept = self.folder.steps()
+            mend = "make room and start again with --resume" + (f" (from step {kept[-1]})" if kept else "")
+            raise UserError(str(path), f"cannot be saved: {_storage_problem(error)}", mend) from error
+        return path
+
+    def _record_parts(self, progress: Progress) -> dict[str, Any]:
+        generators = list(layout_of_generators(self._groups))
+        return {"progress": progress, "identity": self._identity, "generators": generators}
+
+    def check(self, step: int) -> Record:
+        """The record of a checkpoint that this run can continue from.
+
+        Raises:
+            UserError: it is damaged, or of a run that differs in what must be the same.
+        """
+        record = self.folder.read_record(step)
+        for field, value in self._identity.items():
+            if record.identity.get(field) != value:
+                raise UserError(
+                    field,
+                    f"{value!r}, but the checkpoint {self.folder.path(step)} has {record.identity.get(field)!r}",
+                    "give the same value to continue it, or another run.name to begin anew",
+                )
+        return record
+
+    def load(self, optimizer: RunOptimizer, record: Record) -> None:
+        """Fill model, optimizer, schedule and generators from a checked checkpoint; a collective call.
+
+        The generators' states are of one layout; at another they are left as they are. Nothing is drawn from them
+        in a run without dropout.
+        """
+        same_layout = record.generators == list(layout_of_generators(self._groups))
+        with self._platform.optimizer_context():
+            state = run_state(optimizer, self._groups, self._platform, loading=True, with_generators=same_layout)
+            state = dist_checkpointing.load(state, str(self.folder.path(record.progress.step)))
+        restore(state, optimizer, self._platform)
+
+
+def _is_storage_failure(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
+            return True
+        # Megatron's writers are processes of their own: what they raise arrives as text.
+        if any(os.strerror(code) in str(error) for code in _STORAGE_ERRORS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _storage_problem(error: BaseException | None) -> str:
+    while error is not None:
+        for code in _STORAGE_ERRORS:
+            if os.strerror(code) in str(error):
+                return os.strerror(code)
+        error = error.__cause__ or error.__context__
+    return "the disk refuses"

@@ -1,0 +1,144 @@
+"""Loss by domain: held-out text of the training domains, and test text of domains never trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from data_prep.manifest import Manifest
+from megatron_ext.data.batches import Batch, evaluation_batch, micro_batch_indices
+from megatron_ext.data.samples import EvaluationSamples
+from megatron_ext.data.shards import TokenStore
+
+
+class LossModel(Protocol):
+    """What evaluation needs of a trainer: forward passes under its layout."""
+
+    groups: ProcessGroupCollection
+
+    def losses(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """Losses [b, t/cp], fp32, of each micro-batch; empty but on the last pipeline stage."""
+
+    def reduce(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sum over all data, in float64, known on every rank."""
+
+
+@dataclass(frozen=True)
+class EvaluationDomain:
+    """One domain to evaluate on.
+
+    Attributes:
+        name: of the domain.
+        split: `validation` (held-out text of a training domain) or `test` (out of domain).
+        samples: its windows.
+        num_documents: documents of the whole domain.
+    """
+
+    name: str
+    split: str
+    samples: EvaluationSamples
+    num_documents: int
+
+
+def evaluation_domains(
+    root: Path,
+    manifest: Manifest,
+    train_domains: Sequence[str] | None,
+    test_domains: Sequence[str] | None,
+    seq_length: int,
+    max_sequences: int,
+) -> list[EvaluationDomain]:
+    """Every domain to evaluate on: validation of the training domains, test of the test domains.
+
+    Args:
+        root: folder of the prepared data.
+        manifest: of that folder.
+        train_domains: trained on; None: all.
+        test_domains: tested on; None: all.
+        seq_length: tokens a window.
+        max_sequences: windows a domain, at most; 0: all.
+    """
+    wanted = {"validation": train_domains, "test": test_domains}
+    domains = []
+    for split, chosen in wanted.items():
+        there = manifest.domain_names(split)
+        for name in there if chosen is None else [n for n in chosen if n in there or split == "test"]:
+            store = TokenStore(root, manifest, split, [name])
+            samples = EvaluationSamples(store, seq_length, max_sequences)
+            domains.append(EvaluationDomain(name, split, samples, store.num_documents))
+    return domains
+
+
+class DomainEvaluator:
+    """Evaluates a model on domains, the work split over data-parallel ranks.
+
+    Args:
+        model: runs the forward passes.
+        domains: what to evaluate on.
+        micro_batch_size: samples a forward pass.
+    """
+
+    def __init__(self, model: LossModel, domains: Sequence[EvaluationDomain], micro_batch_size: int) -> None:
+        self._model, self._domains, self._micro_batch_size = model, domains, micro_batch_size
+
+    def evaluate(self, step: int, tokens: int) -> list[dict[str, Any]]:
+        """One record a domain, as `evaluation.jsonl` keeps them; the same on every rank.
+
+        Args:
+            step: optimizer steps done.
+            tokens: training tokens consumed.
+
+        Returns:
+            Records with step, tokens, domain, split, loss (nats a token), num_tokens, documents (numbers within the
+            domain), document_loss (sum of nats) and document_tokens.
+        """
+        return [{"step": step, "tokens": tokens, **self._evaluate_domain(domain)} for domain in self._domains]
+
+    def _evaluate_domain(self, domain: EvaluationDomain) -> dict[str, Any]:
+        sums = torch.zeros(2, domain.num_documents, dtype=torch.float64)
+        for batches in self._rounds(domain):
+            for batch, losses_bt in zip(batches, self._model.losses(batches), strict=False):
+                _add_by_document(sums, batch, losses_bt)
+        loss, count = self._model.reduce(sums)
+        seen = torch.nonzero(count).flatten()
+        return {
+            "domain": domain.name,
+            "split": domain.split,
+            "loss": float(loss.sum() / count.sum()),
+            "num_tokens": int(count.sum()),
+            "documents": seen.tolist(),
+            "document_loss": [round(value, 4) for value in loss[seen].tolist()],
+            "document_tokens": count[seen].to(torch.int64).tolist(),
+        }
+
+    def _rounds(self, domain: EvaluationDomain) -> Iterator[list[Batch]]:
+        """This rank's micro-batches, a schedule's worth at a time; every rank has as many, padded at the end."""
+        groups, size = self._model.groups, self._micro_batch_size
+        dp_rank, dp_size = groups.dp.rank(), groups.dp.size()
+        per_round = groups.pp.size()  # what an interleaved schedule needs a multiple of
+        for first in range(0, -(-len(domain.samples) // (size * dp_size)), per_round):
+            yield [
+                evaluation_batch(
+                    domain.samples,
+                    micro_batch_indices(0, micro_batch, size, dp_rank, dp_size),
+                    groups.cp.rank(),
+                    groups.cp.size(),
+                )
+                for micro_batch in range(first, first + per_round)
+            ]
+
+
+def _add_by_document(sums: torch.Tensor, batch: Batch, losses_bt: torch.Tensor) -> None:
+    """Add the losses and counts of real labels to their documents' columns of `sums` [2, documents]."""
+    assert batch.document_ids is not None
+    real = batch.loss_mask.bool()
+    documents = batch.document_ids[real].numpy()
+    weights = losses_bt[real].double().numpy()
+    sums[0] += torch.from_numpy(np.bincount(documents, weights, minlength=sums.shape[1]))
+    sums[1] += torch.from_numpy(np.bincount(documents, minlength=sums.shape[1]).astype(np.float64))

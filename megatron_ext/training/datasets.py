@@ -1,0 +1,113 @@
+"""The run's data, checked before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from data_prep.manifest import Manifest, load_manifest
+from megatron_ext.config.layout import Layout
+from megatron_ext.config.schema import DataConfig, TrainingConfig
+from megatron_ext.data.batches import Batch, micro_batch_indices, training_batch
+from megatron_ext.data.samples import TrainingSamples
+from megatron_ext.data.shards import TokenStore
+from megatron_ext.data.verify import check_tokenizer, verify_shards
+from megatron_ext.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Prepared data that was found whole.
+
+    Attributes:
+        root: folder of the manifest.
+        manifest: what it holds.
+        train_domains: trained on.
+        test_domains: tested on.
+        samples: training samples in the run's order.
+    """
+
+    root: Path
+    manifest: Manifest
+    train_domains: list[str]
+    test_domains: list[str]
+    samples: TrainingSamples
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the tokenizer."""
+        return self.manifest.tokenizer.vocab_size
+
+
+def open_data(data: DataConfig, seed: int) -> RunData:
+    """Check manifest, tokenizer and shards, and open the training samples; a collective call.
+
+    The ranks share the work of reading the shards; an error that one finds is raised on all.
+
+    Args:
+        data: the run's data.
+        seed: of the samples' order.
+
+    Raises:
+        UserError: something is missing, damaged or from another tokenizer.
+    """
+    root, world_size = Path(data.path), dist.get_world_size()
+    manifest = load_manifest(root)
+    check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
+    train = _chosen(manifest, "train", data.train_domains)
+    test = _chosen(manifest, "test", data.test_domains)
+    for split, domains in (("train", train), ("validation", train), ("test", test)):
+        present = [domain for domain in domains if domain in manifest.domain_names(split)]
+        if present:
+            _on_every_rank(
+                partial(verify_shards, root, manifest, [split], present, data.verify, dist.get_rank(), world_size)
+            )
+    store = TokenStore(root, manifest, "train", train)
+    return RunData(root, manifest, train, test, TrainingSamples(store, data.seq_length, seed))
+
+
+def _chosen(manifest: Manifest, split: str, asked: list[str] | None) -> list[str]:
+    """The manifest's own names of the domains asked for; all of the split where none are."""
+    return sorted({entry.domain for entry in manifest.select(split, asked)})
+
+
+def _on_every_rank(check: Callable[[], object]) -> None:
+    """Run a check whose work is shared; if it fails on any rank, fail on all with the first one's error."""
+    error: UserError | None = None
+    try:
+        check()
+    except UserError as found:
+        error = found
+    errors: list[UserError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    first = next((one for one in errors if one is not None), None)
+    if first is not None:
+        raise first
+
+
+def step_batches(
+    samples: TrainingSamples,
+    first_sample: int,
+    training: TrainingConfig,
+    layout: Layout,
+    *,
+    dp_rank: int,
+    cp_rank: int,
+    cp_size: int,
+) -> list[Batch]:
+    """This rank's micro-batches of the step that begins at a sample."""
+    return [
+        training_batch(
+            samples,
+            micro_batch_indices(
+                first_sample, micro_batch, training.micro_batch_size, dp_rank, layout.data_parallel_size
+            ),
+            cp_rank,
+            cp_size,
+        )
+        for micro_batch in range(layout.num_micro_batches)
+    ]

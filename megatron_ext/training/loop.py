@@ -1,0 +1,126 @@
+"""The training loop: steps, metrics, evaluations, checkpoints, and a stop when one is asked for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.checkpoint.folder import Progress
+from megatron_ext.checkpoint.store import CheckpointStore
+from megatron_ext.config.layout import Layout
+from megatron_ext.config.schema import TrainingConfig
+from megatron_ext.data.batches import Batch
+from megatron_ext.data.samples import TrainingSamples
+from megatron_ext.evaluation.domains import DomainEvaluator
+from megatron_ext.training.datasets import step_batches
+from megatron_ext.training.records import RunRecords
+from megatron_ext.training.stopping import StopRequest
+from megatron_ext.training.trainer import StepResult, Trainer
+
+
+@dataclass
+class TrainingLoop:
+    """One run, from where it stands to its last step.
+
+    Attributes:
+        trainer: makes the steps.
+        samples: training samples in the run's order.
+        evaluator: evaluates by domain.
+        store: keeps checkpoints.
+        training: length and rhythm.
+        layout: how the run is spread.
+        records: files of the run; on one rank only.
+        flops_per_token: model FLOPs of forward and backward, of the whole model.
+        peak_flops: of all devices together; None where unknown.
+        progress: how far the run is.
+    """
+
+    trainer: Trainer
+    samples: TrainingSamples
+    evaluator: DomainEvaluator
+    store: CheckpointStore
+    training: TrainingConfig
+    layout: Layout
+    records: RunRecords | None
+    flops_per_token: float
+    peak_flops: float | None
+    progress: Progress
+
+    def run(self, stop: StopRequest) -> bool:
+        """Train to the last step, or until a stop is asked for; a checkpoint is left either way.
+
+        Returns:
+            Whether the run is finished.
+        """
+        saved_at = self.progress.step
+        while self.progress.step < self.training.steps:
+            asked = self._step(stop)
+            step, finished = self.progress.step, self.progress.step == self.training.steps
+            if self._is_due(self.training.evaluate_every, finished) and not asked:
+                self._evaluate()
+            if asked or finished or self._is_due(self.training.checkpoint_every, False):
+                self.store.save(self.trainer.optimizer, self.progress)
+                saved_at = step
+            if asked:
+                break
+        assert saved_at == self.progress.step
+        return self.progress.step == self.training.steps
+
+    def _is_due(self, every: int, finished: bool) -> bool:
+        return every > 0 and (self.progress.step % every == 0 or finished)
+
+    def _evaluate(self) -> None:
+        records = self.evaluator.evaluate(self.progress.step, self.progress.tokens)
+        if self.records is not None:
+            self.records.evaluation(records)
+
+    def _step(self, stop: StopRequest) -> bool:
+        """One optimizer step and its metrics. Returns whether any rank was asked to stop."""
+        started = time.perf_counter()
+        result = self.trainer.train_step(self._batches())
+        self.trainer.platform.synchronize()
+        seconds = time.perf_counter() - started
+        self.progress = Progress(
+            self.progress.step + 1,
+            self.progress.samples + self.training.global_batch_size,
+            self.progress.tokens + result.tokens,
+        )
+        peak_memory, asked = self._largest(self.trainer.platform.peak_memory_bytes(), stop.signal_name is not None)
+        if self.records is not None:
+            self.records.step(self._metrics(result, seconds, peak_memory))
+        return bool(asked)
+
+    def _batches(self) -> list[Batch]:
+        groups = self.trainer.groups
+        return step_batches(
+            self.samples,
+            self.progress.samples,
+            self.training,
+            self.layout,
+            dp_rank=groups.dp.rank(),
+            cp_rank=groups.cp.rank(),
+            cp_size=groups.cp.size(),
+        )
+
+    def _largest(self, *values: float) -> list[int]:
+        """The largest of each value over all ranks: one exchange a step for what all must agree on."""
+        largest = torch.tensor(values, dtype=torch.float64, device=self.trainer.platform.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return [int(value) for value in largest.tolist()]
+
+    def _metrics(self, result: StepResult, seconds: float, peak_memory: int) -> dict[str, float | int | None]:
+        tokens_per_second = result.tokens / seconds
+        mfu = self.flops_per_token * tokens_per_second / self.peak_flops if self.peak_flops else None
+        return {
+            "step": self.progress.step,
+            "tokens": self.progress.tokens,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens_per_second": tokens_per_second,
+            "mfu": mfu,
+            "peak_memory": peak_memory,
+        }

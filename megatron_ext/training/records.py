@@ -1,0 +1,94 @@
+"""What a run leaves behind while it trains: metrics.jsonl, evaluation.jsonl, TensorBoard scalars, a progress line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from megatron_ext.errors import UserError
+from megatron_ext.files import write_whole
+
+METRICS = "metrics.jsonl"
+EVALUATION = "evaluation.jsonl"
+TENSORBOARD = "tensorboard"
+
+
+class RunRecords:
+    """Writes a run's records; one process of the run has it.
+
+    Args:
+        folder: of the run.
+        name: shown on the progress line.
+        first_step: steps done before: what older records say of later steps is dropped.
+        steps: of the whole run.
+    """
+
+    def __init__(self, folder: Path, name: str, first_step: int, steps: int) -> None:
+        self._files = {name: _reopened(folder / name, first_step) for name in (METRICS, EVALUATION)}
+        self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=first_step + 1)
+        self._bar = tqdm(
+            total=steps,
+            initial=first_step,
+            desc=name,
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=0.5,
+            file=sys.stderr,
+        )
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Keep the metrics of an optimizer step (`step`, `loss`, ...)."""
+        self._append(METRICS, metrics)
+        for key, value in metrics.items():
+            if key != "step" and value is not None:
+                self._board.add_scalar(f"train/{key}", value, metrics["step"])
+        self._bar.set_postfix_str(f"loss {metrics['loss']:.4f}, {metrics['tokens_per_second']:,.0f} tokens/s")
+        self._bar.update()
+
+    def evaluation(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the records of one evaluation, one a domain."""
+        for record in records:
+            self._append(EVALUATION, record)
+            self._board.add_scalar(f"{record['split']}/{record['domain']}", record["loss"], record["step"])
+        told = ", ".join(f"{record['domain']} ({record['split']}) {record['loss']:.4f}" for record in records)
+        self.say(f"step {records[0]['step']}: {told}" if records else "")
+
+    def say(self, line: str) -> None:
+        """Print a line above the progress line."""
+        if line:
+            self._bar.write(line, file=sys.stderr)
+
+    def close(self) -> None:
+        """Finish the files."""
+        self._bar.close()
+        self._board.close()
+        for file in self._files.values():
+            file.close()
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        """One whole line at a time: what a killed run leaves can be read."""
+        self._files[name].write(json.dumps(record) + "\n")
+        self._files[name].flush()
+
+
+def _reopened(path: Path, first_step: int) -> IO[str]:
+    """The file, open for appending, without lines of steps that will be done again and without a half-written one."""
+    if path.exists():
+        kept = [line for line in path.read_text().splitlines() if _step_of(line, path) <= first_step]
+        write_whole(path, "".join(f"{line}\n" for line in kept).encode())
+    return path.open("a")
+
+
+def _step_of(line: str, path: Path) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        if line.startswith('{"step": '):  # the line that a killed run was writing
+            return float("inf")
+        raise UserError(str(path), f"has a line that is no record: {line[:60]!r}", "remove that line") from None

@@ -1,0 +1,184 @@
+"""A run from its configuration: the parts are made here, in the order in which they can fail."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Record
+from megatron_ext.checkpoint.store import CheckpointStore
+from megatron_ext.config.layout import layout_of
+from megatron_ext.config.pattern import parse_pattern
+from megatron_ext.config.save import save_config, to_yaml
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.errors import UserError
+from megatron_ext.evaluation.domains import DomainEvaluator, evaluation_domains
+from megatron_ext.model import ModelShape, training_flops_per_token
+from megatron_ext.parallel.groups import make_process_groups
+from megatron_ext.platform import DTYPES, Platform, local_rank, select_platform, start_process_group
+from megatron_ext.training.build import build_trainer, model_shape
+from megatron_ext.training.datasets import RunData, open_data
+from megatron_ext.training.loop import TrainingLoop
+from megatron_ext.training.records import METRICS, RunRecords
+from megatron_ext.training.stopping import StopRequest, stop_on_signals
+from megatron_ext.training.trainer import Trainer
+
+CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
+
+
+def train(config: RunConfig, *, resume: bool = False, from_step: int | None = None) -> None:
+    """Train as one rank of the world that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+    Args:
+        config: checked and derived.
+        resume: continue from the newest checkpoint, or begin where there is none.
+        from_step: continue from the checkpoint of this step instead.
+
+    Raises:
+        UserError: the data, the run's folder or a checkpoint is not what it must be, or the disk is full.
+    """
+    folder = run_folder(config)
+    step = _starting_step(folder, resume or from_step is not None, from_step)
+    if step is not None and step >= config.training.steps:
+        _say_on_first_rank(f"{folder} is finished: step {step} of {config.training.steps}")
+        return
+    with stop_on_signals() as stop:
+        platform = select_platform(config.run.device, local_rank())
+        start_process_group(platform)
+        try:
+            _train(config, folder, step, platform, stop)
+        finally:
+            dist.destroy_process_group()
+
+
+def run_folder(config: RunConfig) -> Path:
+    """The run's folder."""
+    return Path(config.run.dir) / config.run.name
+
+
+def _starting_step(folder: Path, resume: bool, from_step: int | None) -> int | None:
+    """Step of the checkpoint to continue from; None: begin anew.
+
+    Raises:
+        UserError: there is a run already and nobody asked to continue it.
+    """
+    if not resume:
+        if (folder / METRICS).exists() or (folder / CHECKPOINTS).exists():
+            raise UserError("run.name", f"{folder} holds a run already", "add --resume, or choose another run.name")
+        return None
+    return from_step if from_step is not None else CheckpointFolder(folder / CHECKPOINTS).latest()
+
+
+def _train(config: RunConfig, folder: Path, step: int | None, platform: Platform, stop: StopRequest) -> None:
+    data = open_data(config.data, config.training.seed)
+    groups = make_process_groups(config.parallel, config.training.seed)
+    store = CheckpointStore(
+        folder / CHECKPOINTS, identity(config, data), groups, platform, config.training.keep_checkpoints
+    )
+    record = store.check(step) if step is not None else None
+    shape = model_shape(config, platform, data.vocab_size)
+    trainer = build_trainer(config, shape, groups, platform)
+    if record is not None:
+        store.load(trainer.optimizer, record)
+    loop = _loop(config, folder, data, shape, trainer, store, record)
+    try:
+        finished = loop.run(stop)
+    finally:
+        if loop.records is not None:
+            loop.records.close()
+    _say_on_first_rank(_farewell(folder, loop.progress, finished))
+
+
+def _loop(
+    config: RunConfig,
+    folder: Path,
+    data: RunData,
+    shape: ModelShape,
+    trainer: Trainer,
+    store: CheckpointStore,
+    record: Record | None,
+) -> TrainingLoop:
+    training, platform = config.training, trainer.platform
+    progress = record.progress if record is not None else Progress()
+    domains = evaluation_domains(
+        data.root,
+        data.manifest,
+        data.train_domains,
+        data.test_domains,
+        config.data.seq_length,
+        training.evaluation_sequences,
+    )
+    flops = training_flops_per_token(shape, trainer.optimizer.chunks, config.data.seq_length)
+    peak = platform.peak_flops(DTYPES[training.precision])
+    return TrainingLoop(
+        trainer=trainer,
+        samples=data.samples,
+        evaluator=DomainEvaluator(trainer, domains, training.micro_batch_size),
+        store=store,
+        training=training,
+        layout=layout_of(config, dist.get_world_size()),
+        records=_records(config, folder, progress),
+        flops_per_token=_sum_over(flops, platform, trainer.groups.pp),
+        peak_flops=None if peak is None else _sum_over(peak, platform, None),
+        progress=progress,
+    )
+
+
+def _records(config: RunConfig, folder: Path, progress: Progress) -> RunRecords | None:
+    """The run's folder and files, made by the first rank once everything before has been found right."""
+    if dist.get_rank() != 0:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _save_config(config, folder, progress.step)
+        return RunRecords(folder, config.run.name, progress.step, config.training.steps)
+    except OSError as error:
+        raise UserError(str(folder), f"cannot be written ({error.strerror})", "choose another run.dir") from error
+
+
+def _save_config(config: RunConfig, folder: Path, step: int) -> None:
+    """Keep the configuration; one that it replaces (another layout, say) stays as the one until this step."""
+    current = folder / CONFIG
+    if current.exists() and current.read_text() != to_yaml(config):
+        current.replace(folder / f"config.until_step_{step}.yaml")
+    save_config(config, current)
+
+
+def _sum_over(value: float, platform: Platform, group: dist.ProcessGroup | None) -> float:
+    total = torch.tensor(value, dtype=torch.float64, device=platform.device)
+    dist.all_reduce(total, group=group)
+    return float(total)
+
+
+def identity(config: RunConfig, data: RunData) -> dict[str, Any]:
+    """What a run must share with a checkpoint to continue it exactly: the model, the data and their order."""
+    used = {name: config.mixers.get(name, {}) for name in sorted(set(parse_pattern(config.model.pattern)))}
+    return {
+        **{f"model.{field}": value for field, value in asdict(config.model).items()},
+        **{f"mixers.{name}.{field}": value for name, fields in used.items() for field, value in fields.items()},
+        "data.seq_length": config.data.seq_length,
+        "data.train_domains": data.train_domains,
+        "data.tokenizer": data.manifest.tokenizer.sha256,
+        "training.seed": config.training.seed,
+        "training.precision": config.training.precision,
+    }
+
+
+def _farewell(folder: Path, progress: Progress, finished: bool) -> str:
+    if finished:
+        return f"finished: {progress.step} steps, {progress.tokens:,} tokens, in {folder}"
+    return (
+        f"stopped at step {progress.step} with a checkpoint; "
+        f"continue with: selectron train {folder / CONFIG} --processes {dist.get_world_size()} --resume"
+    )
+
+
+def _say_on_first_rank(line: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(line, file=sys.stderr)

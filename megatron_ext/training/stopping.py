@@ -1,0 +1,35 @@
+"""A stop that is asked for: SIGTERM and SIGINT let the step in hand finish."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+
+class StopRequest:
+    """Remembers the signal by which this process was asked to stop.
+
+    Attributes:
+        signal_name: e.g. `SIGTERM`; None while nobody has asked.
+    """
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        """The signal handler."""
+        self.signal_name = signal.Signals(number).name
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """While inside, SIGTERM and SIGINT are only remembered."""
+    request = StopRequest()
+    before = {number: signal.signal(number, request) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
