@@ -3,7 +3,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-CODE := megatron_ext kernels data_prep tests
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo clean-demo test quick lint types format clean
@@ -32,16 +31,16 @@ quick: $(INSTALLED) ## the tests without the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --durations=5
 
 lint: $(INSTALLED) ## ruff: rules and form
-	$(BIN)/ruff check $(CODE)
-	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 types: $(INSTALLED) ## mypy
 	$(BIN)/mypy
 
 format: $(INSTALLED) ## mend what ruff can mend
-	$(BIN)/ruff check --fix $(CODE)
-	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 clean: ## remove .venv, caches and build folders; runs stay
 	rm -rf .venv build dist *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache
-	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
+	find data_prep kernels megatron_ext tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The study in small: prepares the embedded corpus, trains three architectures on it with two processes and compares
 # them at equal training loss. `make demo` calls this. A second call goes on where the first one stopped: prepared data
-# and finished runs are kept, a run with a checkpoint continues. `make clean-demo` removes everything.
+# and finished runs are kept, a run that was stopped continues. `make clean-demo` removes everything.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
@@ -56,11 +56,8 @@ fi
 for mixer in "${mixers[@]}"; do
     heading "training $mixer"
     resume=()
-    if [ -e "$runs/$mixer/checkpoints/latest" ]; then
+    if [ -e "$runs/$mixer" ]; then
         resume=(--resume)
-    elif [ -e "$runs/$mixer" ]; then
-        echo "$runs/$mixer was broken off before its first checkpoint: removed, trained anew"
-        rm -r "${runs:?}/$mixer"
     fi
     run selectron train examples/quickstart.yaml --processes 2 "model.pattern=$mixer*4" "run.name=$mixer" \
         ${resume[@]+"${resume[@]}"}

@@ -37,6 +37,7 @@ fi
 "$venv/bin/python" -m kernels.ownership
 
 constraints=$venv/constraints.txt
+pip=("$venv/bin/python" -m pip install --quiet --quiet) # errors only
 if [ -n "$borrow" ]; then
     echo "install: keeps this machine's torch, which has CUDA"
     grep -v '^torch==' constraints.txt >"$constraints"
@@ -45,9 +46,9 @@ else
     # Alone, so that the resolver takes the build that this machine offers and not gigabytes of CUDA.
     torch=$(grep '^torch==' constraints.txt)
     echo "install: $torch"
-    "$venv/bin/python" -m pip install --quiet -c "$constraints" "$torch"
+    "${pip[@]}" -c "$constraints" "$torch"
 fi
 echo "install: selectron and its tools"
-"$venv/bin/python" -m pip install --quiet -c "$constraints" -e '.[dev]'
+"${pip[@]}" -c "$constraints" -e '.[dev]'
 touch "$venv/.installed"
 echo "install: done; . $venv/bin/activate gives the command selectron"

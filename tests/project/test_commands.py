@@ -1,0 +1,191 @@
+"""The scripts behind `make install` and `make demo`, with stand-ins for what takes minutes."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MIXERS = ["attention", "top1_chunk", "gated_deltanet"]
+
+# Writes down how it was called and leaves what the true command leaves.
+STAND_IN = """#!/usr/bin/env bash
+echo "$*" >>calls
+[ "$1" != "${FAILS_AT:-none}" ] || exit 2
+case $1 in
+prepare) mkdir -p runs/quickstart/data && touch runs/quickstart/data/manifest.json ;;
+train) for word in "$@"; do case $word in run.name=*) mkdir -p "runs/quickstart/${word#*=}" ;; esac; done ;;
+esac
+[ "$1" != "${WAITS_AT:-none}" ] || { trap 'exit 0' INT; touch waiting; while :; do sleep 0.05; done; }
+"""
+
+
+# In place of an environment's python: answers the script's questions and writes down what pip is asked for.
+FAKE_PYTHON = """#!/bin/sh
+case "$*" in
+*print*) echo 3.12.0 ;;
+*torch.cuda*) exit {no_cuda} ;;
+"-m pip"*) echo "$*" >>pip-calls; cp .venv/constraints.txt seen-constraints ;;
+"-m venv"*) for last; do :; done; mkdir -p "$last/bin"; cp "$0" "$last/bin/python"; echo "$*" >>venv-calls ;;
+esac
+"""
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def house(tmp_path):
+    """A copy of the demo's script with a stand-in for the command."""
+    (tmp_path / "examples").mkdir()
+    shutil.copy(ROOT / "examples" / "quickstart.sh", tmp_path / "examples")
+    script(tmp_path / ".venv" / "bin" / "selectron", STAND_IN)
+    return tmp_path
+
+
+def demo(house, **environment):
+    done = subprocess.run(
+        ["examples/quickstart.sh"],
+        cwd=house,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    calls = (house / "calls").read_text().splitlines()
+    (house / "calls").unlink()
+    return done, calls
+
+
+def train_call(mixer, *more):
+    return " ".join(
+        ["train examples/quickstart.yaml --processes 2", f"model.pattern={mixer}*4 run.name={mixer}", *more]
+    )
+
+
+REPORT = "report " + " ".join(f"runs/quickstart/{mixer}" for mixer in MIXERS) + " --output runs/quickstart/report"
+
+
+def test_demo_prepares_trains_and_reports(house):
+    done, calls = demo(house)
+    assert done.returncode == 0, done.stderr
+    prepare = "prepare --input embedded --output runs/quickstart/data"
+    assert calls == [prepare, *map(train_call, MIXERS), REPORT]
+    assert f"$ selectron {prepare}" in done.stdout
+    assert "'model.pattern=top1_chunk*4'" in done.stdout, "a star must survive the shell that it is copied to"
+    assert [line.split("]")[0] for line in done.stdout.splitlines() if line.startswith("[")] == [
+        f"[{i}/5" for i in range(1, 6)
+    ]
+
+
+def test_a_second_demo_keeps_what_is_there(house):
+    demo(house)
+    done, calls = demo(house)
+    assert done.returncode == 0, done.stderr
+    assert calls == [*(train_call(mixer, "--resume") for mixer in MIXERS), REPORT]
+    assert "runs/quickstart/data is there and kept" in done.stdout
+
+
+def test_demo_ends_with_the_error_of_its_first_failing_command(house):
+    done, calls = demo(house, FAILS_AT="train")
+    assert done.returncode == 2
+    assert calls[-1] == train_call("attention")
+
+
+def test_demo_interrupted_starts_nothing_more(house):
+    """Training ends well when it is interrupted; the demo must not take that for the end of it."""
+    running = subprocess.Popen(
+        ["examples/quickstart.sh"],
+        cwd=house,
+        env=os.environ | {"WAITS_AT": "train"},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while not (house / "waiting").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        output, _ = running.communicate(timeout=30)
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+    assert running.returncode == 130
+    assert "make demo goes on from here" in output
+    assert (house / "calls").read_text().splitlines()[-1] == train_call("attention")
+
+
+@pytest.fixture
+def source(tmp_path):
+    """What the installation reads, without the network it would need later on."""
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "install.sh", tmp_path / "tools")
+    shutil.copy(ROOT / "constraints.txt", tmp_path)
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
+    return tmp_path
+
+
+def install(source, **environment):
+    return subprocess.run(
+        ["tools/install.sh"],
+        cwd=source,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_install_refuses_an_old_python(source):
+    old = script(source / "old-python", "#!/bin/sh\ncase $2 in *print*) echo 3.9.1 ;; *) exit 1 ;; esac\n")
+    done = install(source, PYTHON=str(old))
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "3.9.1" in done.stderr
+    assert "3.11" in done.stderr
+    assert not (source / ".venv").exists()
+
+
+def test_install_refuses_an_environment_with_another_kernels(source):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", ".venv"], cwd=source, check=True, timeout=120)
+    (site,) = (source / ".venv").glob("lib/python*/site-packages")
+    (site / "kernels").mkdir()
+    (site / "kernels" / "__init__.py").write_text("theirs = True\n")
+    info = site / "kernels-0.9.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.9.0\n")
+    (info / "RECORD").write_text("kernels/__init__.py,,\n")
+    done = install(source, PYTHON=str(script(source / "python", FAKE_PYTHON.format(no_cuda=1))))
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "'kernels'" in done.stderr
+    assert (site / "kernels" / "__init__.py").read_text() == "theirs = True\n"
+    assert not (source / ".venv" / ".installed").exists()
+
+
+@pytest.mark.parametrize("cuda", [False, True], ids=["cpu", "cuda"])
+def test_install_takes_torch_alone_or_leaves_the_machines(source, cuda):
+    python = script(source / "python", FAKE_PYTHON.format(no_cuda=0 if cuda else 1))
+    done = install(source, PYTHON=str(python))
+    assert done.returncode == 0, done.stderr
+    calls = (source / "pip-calls").read_text().splitlines()
+    torch = [call for call in calls if "torch==" in call]
+    assert len(torch) == (0 if cuda else 1)
+    assert not torch or (calls[0] == torch[0] and "[dev]" not in torch[0])
+    assert calls[-1].endswith("-e .[dev]")
+    assert ("torch==" in (source / "seen-constraints").read_text()) is not cuda
+    assert ("--system-site-packages" in (source / "venv-calls").read_text()) is cuda
+    assert (source / ".venv" / ".installed").exists()

@@ -1,0 +1,177 @@
+"""Imports point one way, from the command down to the kernels, and never in a circle.
+
+A *room* is a folder or a file of `megatron_ext`, or another package of ours. The table says what each room may import;
+an edge that is not in it fails. Imports inside functions and for type checking count as all others: they are knowledge
+of the room above too.
+"""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("megatron_ext", "kernels", "data_prep")
+
+BOTTOM = {"errors", "files", "config.schema"}
+"""What every room of megatron_ext and data_prep may import: the user's error, whole-file writing, the schema."""
+
+LOW = {"parallel", "kernels", "platform"}
+LEAVES = {"config", "data", "optim"}
+MODEL = LOW | LEAVES | {"mixers", "specs", "model"}
+
+# A room above another may import it, and what lies below that. Neighbours do not know each other.
+ALLOWED: dict[str, set[str]] = {
+    "kernels": set(),
+    "megatron_cpu": set(),
+    "errors": set(),
+    "files": set(),
+    "platform": {"megatron_cpu"},
+    "parallel": {"platform"},
+    "mixers": LOW,
+    "specs": LOW | {"mixers"},
+    "model": LOW | {"mixers", "specs"},
+    # Leaves: they serve the rooms above and know none of them.
+    "config": set(),
+    "data": {"data_prep.manifest"},
+    "optim": {"platform"},
+    "data_prep": set(),
+    # What works on a model.
+    "checkpoint": MODEL,
+    "evaluation": MODEL | {"data_prep.manifest"},
+    # What makes runs of it, or of runs.
+    "training": MODEL | {"checkpoint", "evaluation", "data_prep.manifest"},
+    "planning": MODEL | {"checkpoint", "evaluation"},
+    "analysis": {"config"},
+    "launch": {"config"},
+    # The command calls everything.
+    "cli": MODEL | {"training", "planning", "launch", "analysis", "checkpoint", "evaluation", "data_prep"},
+}
+
+WHOLE_CONFIGURATION = "RunConfig"
+READERS = {"config", "training", "planning", "launch", "cli"}
+"""Rooms that may read the whole configuration of a run; those below get their own part of it."""
+
+
+def source_files() -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def modules() -> dict[str, Path]:
+    return {module_of(path): path for path in source_files()}
+
+
+def imported(path: Path) -> Iterator[tuple[str, int]]:
+    """Dotted names that a file imports, with the line; `from a import b` is a.b where that is a module."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield (inner if inner in modules() else node.module), node.lineno
+
+
+def room_of(module: str) -> str:
+    """The room of one of our modules: `megatron_ext.mixers.base` -> `mixers`, `kernels.dispatch` -> `kernels`."""
+    first, *rest = module.split(".")
+    return first if first != "megatron_ext" else (rest[0] if rest else "megatron_ext")
+
+
+def is_ours(module: str) -> bool:
+    return module.split(".")[0] in PACKAGES
+
+
+def allows(allowed: set[str], module: str) -> bool:
+    name = module.removeprefix("megatron_ext.")
+    return any(name == entry or name.startswith(f"{entry}.") for entry in allowed)
+
+
+def edges_out_of(path: Path) -> list[tuple[str, int]]:
+    """Imports of our own modules that lead out of the file's room."""
+    room = room_of(module_of(path))
+    return [(name, line) for name, line in imported(path) if is_ours(name) and room_of(name) != room]
+
+
+def test_every_room_stands_in_the_table():
+    rooms = {room_of(module) for module in modules()} - {"megatron_ext"}
+    assert rooms <= set(ALLOWED), f"new rooms, not in the table: {sorted(rooms - set(ALLOWED))}"
+
+
+def test_imports_point_one_way():
+    wrong = []
+    for path in source_files():
+        room = room_of(module_of(path))
+        allowed = ALLOWED.get(room, set()) | (BOTTOM if room != "kernels" else set())
+        for name, line in edges_out_of(path):
+            if not allows(allowed, name):
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {room} imports {name}")
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_the_table_itself_has_no_circle():
+    rooms = {room: {entry.split(".")[0] for entry in allowed} for room, allowed in ALLOWED.items()}
+    TopologicalSorter(rooms).prepare()
+
+
+def test_no_circle_between_modules():
+    graph = {
+        module: {name for name, _line in imported(path) if name in modules() and not module.startswith(f"{name}.")}
+        for module, path in modules().items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail("imports in a circle: " + " -> ".join(error.args[1]))
+
+
+def test_kernels_and_data_preparation_do_without_megatron():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in source_files()
+        if room_of(module_of(path)) in {"kernels", "data_prep"}
+        for name, line in imported(path)
+        if name.split(".")[0] == "megatron"
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_nothing_below_training_reads_the_whole_configuration():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in source_files()
+        if room_of(module_of(path)) not in READERS
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and any(alias.name == WHOLE_CONFIGURATION for alias in node.names)
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_the_rules_see_what_they_are_for(tmp_path):
+    """An upward import, one inside a function and one under another name are all found."""
+    source = tmp_path / "module.py"
+    source.write_text(
+        "import megatron_ext.training.trainer as t\n"
+        "def late():\n    from megatron_ext import model\n"
+        "from kernels.dispatch import choose\n"
+    )
+    assert sorted(imported(source)) == [
+        ("kernels.dispatch", 4),
+        ("megatron_ext.model", 3),
+        ("megatron_ext.training.trainer", 1),
+    ]
+    assert not allows(ALLOWED["mixers"], "megatron_ext.training.trainer")
+    assert not allows(ALLOWED["mixers"], "megatron_ext.model")
+    assert allows(ALLOWED["mixers"], "kernels.dispatch")
+    assert allows(BOTTOM, "megatron_ext.config.schema")
+    assert not allows(BOTTOM, "megatron_ext.config.load")

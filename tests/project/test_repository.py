@@ -1,0 +1,82 @@
+"""What holds for the repository as a whole: short files, no trace of one machine, links that lead somewhere."""
+
+import re
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("megatron_ext", "kernels", "data_prep")
+LONGEST_FILE = 500
+
+# Put together from parts, so that this file does not hold them itself.
+FORBIDDEN = [
+    "pypi" + ".org",
+    "files.python" + "hosted.org",
+    "download." + "pytorch.org",
+    "pypi." + "nvidia.com",
+    "index" + "-url",
+    "find" + "-links",
+    "/wo" + "rk/",
+    "../sh" + "ared",
+    "/opt/" + "wheels",
+    "file:" + "///",
+]
+
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+CODE_PATH = re.compile(r"`((?:examples|tools|docs|slurm|tests|megatron_ext|kernels|data_prep)/[\w./-]+\.\w+)`")
+
+
+@cache
+def tracked_files() -> list[Path]:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_no_file_of_the_packages_is_long():
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    long = {name: length for name, length in lengths.items() if length > LONGEST_FILE}
+    assert lengths
+    assert not long
+
+
+def test_nothing_names_a_package_index_or_one_machines_folders():
+    found = [
+        f"{path.relative_to(ROOT)}: {word}"
+        for path in tracked_files()
+        if path.suffix not in {".png", ".bin", ".zst", ".gz"}
+        for word in FORBIDDEN
+        if word in path.read_text(encoding="utf-8", errors="replace")
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_links_in_documents_lead_somewhere():
+    broken = []
+    for document in (path for path in tracked_files() if path.suffix == ".md"):
+        text = document.read_text(encoding="utf-8")
+        targets = [(document.parent, link) for link in LINK.findall(text) if "://" not in link]
+        targets += [(ROOT, path) for path in CODE_PATH.findall(text)]
+        broken += [f"{document.relative_to(ROOT)}: {t}" for folder, t in targets if not (folder / t).exists()]
+    assert not broken, "\n" + "\n".join(broken)
+
+
+def test_every_example_is_described():
+    described = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    examples = sorted(path.name for path in (ROOT / "examples").glob("*.yaml"))
+    assert examples
+    assert [name for name in examples if f"`{name}`" not in described] == []
+    mentioned = set(re.findall(r"`([\w.-]+\.(?:yaml|sh))`", described)) - {"config.yaml"}
+    assert [name for name in sorted(mentioned) if not (ROOT / "examples" / name).exists()] == []
+
+
+def test_versions_are_pinned_exactly():
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert "torch==2.13.0" in lines
+    assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.]*", line)] == []
