@@ -1,0 +1,37 @@
+"""The mixer that the README writes out is whole: it registers, and computes what its sentence says."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_ext.mixers.registry import MIXERS, load_all
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def entry():
+    load_all()
+    known = set(MIXERS)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    (name,) = set(MIXERS) - known
+    return MIXERS.pop(name)
+
+
+def test_the_readmes_mixer_is_whole(entry):
+    assert entry.name == "moving_average"
+    assert not entry.module.__abstractmethods__
+    assert not entry.gathers_keys_and_values
+
+
+def test_the_readmes_mixer_computes_a_moving_average(entry):
+    x = torch.randn(7, 2, 3, 4)
+    mixer = SimpleNamespace(mixer_config=entry.config_type(width=3))
+    mixed = entry.module.mix(mixer, x, None)
+    assert mixed.shape == x.shape
+    for t in range(7):
+        torch.testing.assert_close(mixed[t], x[max(0, t - 2) : t + 1].sum(0) / 3)
