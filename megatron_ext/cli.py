@@ -41,8 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0: done; 2: the user's error, printed as one line; 130: interrupted. Anything else is an exception of ours.
     """
-    # megatron-core says five times on import that Apex is not there; `selectron doctor` says it once.
-    warnings.filterwarnings("ignore", message=r"(Transformer Engine and )?Apex (is|are) not installed")
+    _hush_libraries()
     try:
         return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
     except UserError as error:
@@ -55,6 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if reporting.reported_by_another():
             return EXIT_USER_ERROR
         raise
+
+
+def _hush_libraries() -> None:
+    """Leave out what libraries say on every run and no user can mend; `selectron doctor` tells what matters."""
+    for message in (
+        r"(Transformer Engine and )?Apex (is|are) not installed",
+        r"full scope is deprecated",  # a default of megatron-core's own
+        r"The \.grad attribute of a Tensor that is not a leaf",  # Megatron looks at shards of parameters
+        r"`torch\.distributed\.\w+` is deprecated",
+        r"When using sequence parallelism it is recommended to set",  # on the CPU there are no connections to limit
+    ):
+        warnings.filterwarnings("ignore", message=message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +199,6 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 def _doctor(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from importlib import metadata
 
-    from kernels.ownership import foreign_distributions
     from megatron_ext.platform import choose_backend, select_platform
 
     for name in ("selectron", "torch", "megatron-core", "transformer-engine", "apex", "triton"):
@@ -199,9 +209,22 @@ def _doctor(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     platform = select_platform()
     print(f"{'device':<20}{platform.device} ({platform.communication})")
     print(f"{'back-end':<20}{choose_backend('auto', platform)}")
-    foreign = foreign_distributions()
-    print(f"{'import kernels':<20}{'claimed by ' + ', '.join(foreign) + ' too' if foreign else 'ours'}")
+    print(f"{'import kernels':<20}{_kernels_complaint() or 'ours'}")
     return 0
+
+
+def _kernels_complaint() -> str | None:
+    """What is wrong with the import name `kernels`; asked by path, as a foreign package of that name shadows ours."""
+    from importlib import util
+
+    path = Path(__file__).resolve().parents[1] / "kernels" / "ownership.py"
+    spec = util.spec_from_file_location("kernels_ownership", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    complaint: str | None = module.complaint()
+    return complaint
 
 
 VERBS = {

@@ -134,8 +134,19 @@ class _Finder(importlib.abc.MetaPathFinder):
 def _rebind(module: types.ModuleType) -> None:
     if module.__dict__.get("torch") is torch:
         module.torch = _proxy  # type: ignore[attr-defined]
-    if module.__name__ == "megatron.core.tensor_parallel.random":
-        _use_the_cpu_generator(module)
+    adapt = _ADAPTED.get(module.__name__)
+    if adapt is not None:
+        adapt(module)
+
+
+def _l2_norm(_chunk: int, _overflow: object, tensor_lists: list[list[torch.Tensor]], *_: object) -> tuple[Any, None]:
+    """The norm of all tensors together, accumulated in float64.
+
+    torch.norm on the CPU accumulates in fp32 one element after another: over a million gradients it is off by 2e-5,
+    and by something else in another layout.
+    """
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensors in tensor_lists for tensor in tensors]
+    return torch.linalg.vector_norm(torch.stack(norms)).float().reshape(1), None
 
 
 def _use_the_cpu_generator(random: Any) -> None:
@@ -158,6 +169,32 @@ def _use_the_cpu_generator(random: Any) -> None:
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     random.CudaRNGStatesTracker = CpuRNGStatesTracker
+
+
+def _use_torch_adamw(optimizer: Any) -> None:
+    """Where Transformer Engine or apex is installed Megatron would take their fused optimizers, which need a GPU."""
+    optimizer.Adam, optimizer.SGD, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, torch.optim.SGD, True
+
+
+def _expect_torch_adamw(distrib_optimizer: Any) -> None:
+    distrib_optimizer.HAVE_APEX_OR_TE = False
+    distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
+
+
+def _clip_on_the_cpu(clip_grads: Any) -> None:
+    from megatron.core import utils
+
+    clip_grads.l2_norm_impl = _l2_norm
+    clip_grads.multi_tensor_applier = utils.local_multi_tensor_applier
+    clip_grads.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+
+
+_ADAPTED: dict[str, Callable[[Any], None]] = {
+    "megatron.core.tensor_parallel.random": _use_the_cpu_generator,
+    "megatron.core.optimizer": _use_torch_adamw,
+    "megatron.core.optimizer.distrib_optimizer": _expect_torch_adamw,
+    "megatron.core.optimizer.clip_grads": _clip_on_the_cpu,
+}
 
 
 def install() -> None:

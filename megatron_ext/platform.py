@@ -108,6 +108,8 @@ def select_platform(device: Literal["auto", "cpu", "cuda"] = "auto", local_rank:
             f"'cuda' for local process {local_rank}, but this machine has {count} GPU(s)",
             "start at most one process a GPU, or use run.device=cpu",
         )
+    # Megatron asks for it: kernels and exchanges of tensor and sequence parallelism keep the order they were issued in.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     torch.cuda.set_device(local_rank)
     return Platform(torch.device("cuda", local_rank), "nccl")
 

@@ -89,5 +89,6 @@ class SoftmaxAttention(KeyValueMixer):
 
 
 def _random_vectors(count: int, width: int, identity: tuple[int, ...]) -> Tensor:
-    """Standard normal fp32 vectors [count, width] on the CPU, a function of `identity`."""
-    return torch.randn(count, width, generator=generator_for(*identity))
+    """Standard normal fp32 vectors [count, width] on the CPU: vector i is a function of `identity` and i."""
+    # torch draws in blocks of 16 numbers, and differently where a last block is not whole.
+    return torch.randn(-(-count // 16) * 16, width, generator=generator_for(*identity))[:count]

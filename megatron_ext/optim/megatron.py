@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -52,6 +53,7 @@ class MegatronRunOptimizer:
         groups: ProcessGroupCollection,
         platform: Platform,
     ) -> None:
+        _use_torch_adamw_in_checkpoints()
         self._platform = platform
         self._sharded = config.sharding == "megatron"
         self._chunks = [self._wrap(chunk, groups) for chunk in chunks]
@@ -172,16 +174,7 @@ def _copy_main_parameter_and_state(self: DistributedOptimizer, parameter: Any, t
                 target.copy_(tensors[key])
 
 
-def use_torch_adamw_in_checkpoints() -> None:
+def _use_torch_adamw_in_checkpoints() -> None:
     """Let Megatron's distributed optimizer load state into torch's AdamW, where no fused one is installed."""
-    if issubclass(_adam_type(), torch.optim.AdamW):
+    if issubclass(megatron_optimizer.Adam, torch.optim.AdamW):
         DistributedOptimizer._set_main_param_and_optimizer_states = _copy_main_parameter_and_state
-
-
-def _adam_type() -> type:
-    from megatron.core import optimizer
-
-    return optimizer.Adam
-
-
-use_torch_adamw_in_checkpoints()

@@ -1,0 +1,152 @@
+"""Trains one configuration under several layouts, devices and back-ends, and tables the losses side by side.
+
+    python tools/compare_layouts.py examples/quickstart.yaml --output out --steps 20 --devices cpu,cuda --jobs 6
+
+Every run is a `selectron train` of its own. Differences are against the first case of the same pattern and precision.
+Writes losses.json and losses.md into the output folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+LAYOUTS = {
+    "1": [],
+    "TP2+SP": ["parallel.tensor=2", "parallel.sequence=true"],
+    "PP2": ["parallel.pipeline=2"],
+    "CP2": ["parallel.context=2"],
+    "DP2": [],
+}
+ONE_PROCESS = ["parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline=1", "parallel.context=1"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    Attributes:
+        pattern: `model.pattern`.
+        precision: fp32 or bf16.
+        device: cpu or cuda.
+        backend: local or transformer_engine.
+        layout: a key of LAYOUTS.
+    """
+
+    pattern: str
+    precision: str
+    device: str
+    backend: str
+    layout: str
+
+    @property
+    def processes(self) -> int:
+        """Processes of the run."""
+        return 1 if self.layout == "1" else 2
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        parts = (self.pattern.split("*")[0], self.precision, self.device, self.backend, self.layout)
+        return "-".join(parts).replace("+", "")
+
+    def overrides(self) -> list[str]:
+        """Dotted overrides of the configuration."""
+        return [
+            *ONE_PROCESS,
+            *LAYOUTS[self.layout],
+            f"model.pattern={self.pattern}",
+            f"training.precision={self.precision}",
+            f"run.device={self.device}",
+            f"run.backend={self.backend}",
+            f"run.name={self.name}",
+        ]
+
+
+def cases(patterns: Sequence[str], devices: Sequence[str], backends: Sequence[str]) -> list[Case]:
+    """CPU with one process in both precisions; CUDA in fp32 on one GPU; CUDA in bf16 everywhere, by back-end."""
+    found = []
+    for pattern in patterns:
+        if "cpu" in devices:
+            found += [Case(pattern, precision, "cpu", "local", "1") for precision in ("fp32", "bf16")]
+        if "cuda" in devices:
+            layouts = [name for name in LAYOUTS if name == "1" or torch.cuda.device_count() > 1]
+            found += [Case(pattern, "fp32", "cuda", "local", name) for name in layouts]
+            found += [Case(pattern, "bf16", "cuda", backend, name) for backend in backends for name in layouts]
+    return found
+
+
+def run_case(case: Case, number: int, config: Path, output: Path, overrides: Sequence[str]) -> list[float]:
+    """Train one case and return the loss of every step; an empty list if it failed (see its log)."""
+    environment = dict(os.environ, OMP_NUM_THREADS="4")
+    if case.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    elif case.processes == 1:
+        environment["CUDA_VISIBLE_DEVICES"] = str(number % torch.cuda.device_count())
+    command = [sys.executable, "-m", "megatron_ext.cli", "train", str(config), *case.overrides(), *overrides]
+    command += [f"run.dir={output / 'runs'}", "--processes", str(case.processes)]
+    with (output / f"{case.name}.log").open("w") as log:
+        subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
+    metrics = output / "runs" / case.name / "metrics.jsonl"
+    return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+
+def table(results: dict[Case, list[float]]) -> str:
+    """Markdown: first and last loss, and the largest difference from the first case of the same kind."""
+    lines = [
+        "| pattern | precision | device | back-end | layout | first loss | last loss | largest difference |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    references: dict[tuple[str, str], list[float]] = {}
+    for case, losses in results.items():
+        fields = [case.pattern, case.precision, case.device, case.backend, case.layout]
+        reference = references.setdefault((case.pattern, case.precision), losses)
+        difference = max((abs(a - b) for a, b in zip(losses, reference, strict=False)), default=float("nan"))
+        told = [f"{losses[0]:.6f}", f"{losses[-1]:.6f}", f"{difference:.1e}"] if losses else ["failed", "", ""]
+        lines.append("| " + " | ".join(fields + told) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Run all cases. Returns 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*", help="key=value, for every run")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--patterns", default="attention*4,top1_chunk*4,gated_deltanet*4")
+    parser.add_argument("--devices", default="cpu")
+    parser.add_argument("--backends", default="local")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    args = parser.parse_intermixed_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    chosen = cases(args.patterns.split(","), args.devices.split(","), args.backends.split(","))
+    overrides = [
+        f"training.steps={args.steps}",
+        "optimizer.warmup_steps=2",
+        "training.evaluate_every=0",
+        *args.overrides,
+    ]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        losses = pool.map(
+            lambda item: run_case(item[1], item[0], args.config, args.output, overrides), enumerate(chosen)
+        )
+    results = dict(zip(chosen, losses, strict=True))
+    rows = [{**asdict(case), "losses": values} for case, values in results.items()]
+    (args.output / "losses.json").write_text(json.dumps({"torch": torch.__version__, "cases": rows}, indent=1))
+    (args.output / "losses.md").write_text(table(results))
+    print(table(results))
+    return 0 if all(results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
