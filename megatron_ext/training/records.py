@@ -38,7 +38,7 @@ class RunRecords:
             desc=name,
             unit="step",
             dynamic_ncols=True,
-            mininterval=0.5,
+            mininterval=0.5 if sys.stderr.isatty() else 20.0,  # a log file gets a line now and then
             file=sys.stderr,
         )
 
@@ -48,7 +48,8 @@ class RunRecords:
         for key, value in metrics.items():
             if key != "step" and value is not None:
                 self._board.add_scalar(f"train/{key}", value, metrics["step"])
-        self._bar.set_postfix_str(f"loss {metrics['loss']:.4f}, {metrics['tokens_per_second']:,.0f} tokens/s")
+        told = f"loss {metrics['loss']:.4f}, {metrics['tokens_per_second']:,.0f} tokens/s"
+        self._bar.set_postfix_str(told, refresh=False)
         self._bar.update()
 
     def evaluation(self, records: Sequence[Mapping[str, Any]]) -> None:
