@@ -1,0 +1,51 @@
+"""What one rank does in the tests of exchanges and of initial weights."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from parity import VOCABULARY, whole_parameters
+from torch import Tensor
+
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.model import build_model
+from megatron_ext.parallel.exchange import gather_sequence, heads_to_sequence, sequence_to_heads
+from megatron_ext.parallel.groups import make_process_groups
+from megatron_ext.platform import select_platform
+from megatron_ext.training.build import model_shape
+
+Moved = tuple[Tensor, Tensor]
+"""What an exchange gave, and the gradient that it gave back."""
+
+
+def whole(t: int, heads: int, dtype: torch.dtype) -> Tensor:
+    """[t, 2, heads, 3]: every element a number of its own, small enough for bf16 to hold sums of them exactly."""
+    return (torch.arange(t * 2 * heads * 3) % 61).view(t, 2, heads, 3).to(dtype)
+
+
+def move(rank: int, world_size: int, name: str, x_tbnw: Tensor) -> Moved:
+    """Apply an exchange to this rank's part of x.
+
+    The upstream gradient is what a perfect exchange gives of x itself, for `gather` (rank + 1) times that.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    function = {"heads": sequence_to_heads, "sequence": heads_to_sequence, "gather": gather_sequence}[name]
+    dim = 2 if name == "sequence" else 0
+    part = x_tbnw.chunk(world_size, dim)[rank].clone().requires_grad_()
+    moved = function(part, group)
+    if name == "gather":
+        upstream = x_tbnw * (rank + 1)
+    else:
+        upstream = x_tbnw.chunk(world_size, 0 if name == "sequence" else 2)[rank]
+    moved.backward(upstream)
+    assert part.grad is not None
+    return moved.detach().clone(), part.grad.clone()
+
+
+def initial_weights(rank: int, world_size: int, config: RunConfig) -> dict[str, Tensor]:
+    """Whole initial parameters, on rank 0; empty on the others."""
+    platform = select_platform("cpu")
+    groups = make_process_groups(config.parallel, config.training.seed)
+    chunks = build_model(model_shape(config, platform, VOCABULARY), platform, groups, config.training.seed)
+    return whole_parameters(chunks, groups.tp.rank())

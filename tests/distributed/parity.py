@@ -1,0 +1,237 @@
+"""What one rank does in a parity case: train a few steps and hand back the numbers, with the whole parameters.
+
+The parameters are put together here without the code under test: which dimension of which weight is split stands in a
+table of this file, and layers are named by the number that Megatron gives them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext.config.derive import derive
+from megatron_ext.config.layout import layout_of
+from megatron_ext.config.rules import check
+from megatron_ext.config.schema import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainingConfig,
+)
+from megatron_ext.data.batches import Batch, micro_batch_indices, training_batch
+from megatron_ext.data.samples import TrainingSamples
+from megatron_ext.mixers import base
+from megatron_ext.mixers.registry import load_all
+from megatron_ext.parallel.groups import make_process_groups
+from megatron_ext.platform import select_platform
+from megatron_ext.training.build import build_trainer, model_shape
+
+VOCABULARY, LENGTH, STEPS, SEED = 128, 32, 5, 1234
+
+# Dimension that tensor parallelism splits, by the end of a weight's name; every other weight is whole on every rank.
+SPLIT = {
+    "in_proj.weight": 0,
+    "out_proj.weight": 1,
+    "linear_fc1.weight": 0,
+    "linear_fc2.weight": 1,
+    "word_embeddings.weight": 0,
+    "output_layer.weight": 0,
+    "conv_weight": 0,
+    "log_decay": 0,
+    "step_bias": 0,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run was.
+
+    Attributes:
+        losses: of each step.
+        norms: gradient norm of each step.
+        tokens: real tokens of each step.
+        parameters: whole parameters after the last step, by their name in the whole model.
+        exchanges: calls of each context-parallel exchange, on rank 0.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    tokens: list[int]
+    parameters: dict[str, Tensor]
+    exchanges: Mapping[str, int]
+
+
+def run_config(
+    pattern: str,
+    mixers: dict[str, dict[str, Any]],
+    model: dict[str, Any],
+    parallel: dict[str, Any],
+    *,
+    precision: str = "fp32",
+    recompute: str = "none",
+    sharding: str = "megatron",
+) -> RunConfig:
+    """The one small model and batch of all parity cases."""
+    return derive(
+        RunConfig(
+            data=DataConfig(path="in memory", seq_length=LENGTH),
+            model=ModelConfig(pattern=pattern, hidden_size=64, num_attention_heads=4, **model),
+            mixers=mixers,
+            parallel=ParallelConfig(**parallel),
+            training=TrainingConfig(
+                steps=STEPS,
+                global_batch_size=8,
+                micro_batch_size=2,
+                precision=cast(Any, precision),
+                seed=SEED,
+                recompute=cast(Any, recompute),
+            ),
+            optimizer=OptimizerConfig(
+                lr=1e-3,
+                min_lr=1e-3,
+                schedule="constant",
+                weight_decay=0.1,
+                clip_grad=1.0,
+                # Adam divides a gradient by its own size: with 1e-8 the few elements whose whole gradient is rounding
+                # noise, a handful of 200,000, move by some 1e-5 either way when a sum is taken in another order.
+                epsilon=1e-6,
+                sharding=cast(Any, sharding),
+            ),
+        )
+    )
+
+
+def train(rank: int, world_size: int, config: RunConfig) -> Outcome | None:
+    """Train; the outcome on rank 0, None on the others."""
+    platform = select_platform("cpu")
+    check(config, world_size, load_all())
+    groups = make_process_groups(config.parallel, config.training.seed)
+    trainer = build_trainer(config, model_shape(config, platform, VOCABULARY), groups, platform)
+    with counted_exchanges() as exchanges:
+        results = [trainer.train_step(step_batches(config, groups, step)) for step in range(STEPS)]
+    parameters = whole_parameters(trainer.optimizer.chunks, groups.tp.rank())
+    if rank != 0:
+        return None
+    return Outcome(
+        losses=[result.loss for result in results],
+        norms=[result.grad_norm for result in results],
+        tokens=[result.tokens for result in results],
+        parameters=parameters,
+        exchanges=exchanges,
+    )
+
+
+class RandomSamples:
+    """Stands for the training samples: sample i is random tokens, a function of i alone."""
+
+    seq_length = LENGTH
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.random.default_rng([SEED, index]).integers(0, VOCABULARY, LENGTH + 1)
+
+
+def loss_mask(index: int) -> np.ndarray:
+    """Holes in a sample's loss: none in every third, else a share of its own, so that every rank counts differently."""
+    random = np.random.default_rng([SEED + 1, index])
+    share = 0.0 if index % 3 == 0 else random.uniform(0.1, 0.9)
+    return (random.random(LENGTH) >= share).astype(np.float32)
+
+
+def step_batches(config: RunConfig, groups: Any, step: int) -> list[Batch]:
+    """This rank's micro-batches of a step."""
+    size, first = config.training.micro_batch_size, step * config.training.global_batch_size
+    count = layout_of(config, dist.get_world_size()).num_micro_batches
+    return [
+        masked_batch(list(micro_batch_indices(first, m, size, groups.dp.rank(), groups.dp.size())), groups)
+        for m in range(count)
+    ]
+
+
+def masked_batch(indices: list[int], groups: Any) -> Batch:
+    """A batch of the loader's, with holes in its loss mask."""
+    cp_rank, cp_size = groups.cp.rank(), groups.cp.size()
+    batch = training_batch(cast(TrainingSamples, RandomSamples()), indices, cp_rank, cp_size)
+    masks = torch.from_numpy(np.stack([loss_mask(index) for index in indices]))
+    return replace(batch, loss_mask=masks.chunk(cp_size, dim=1)[cp_rank].contiguous())
+
+
+def whole_parameters(chunks: Any, tp_rank: int) -> dict[str, Tensor]:
+    """The whole model's parameters from all ranks' parts, on rank 0; empty on the others.
+
+    Raises:
+        AssertionError: ranks that should hold the same values do not, to the last bit.
+    """
+    own = {name: p.detach().float().clone() for chunk in chunks for name, p in _named_globally(chunk)}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (tp_rank, own))
+    if dist.get_rank() != 0:
+        return {}
+    parts: dict[str, dict[int, Tensor]] = {}
+    for rank, tensors in gathered:
+        for name, tensor in tensors.items():
+            key = rank if _split_dimension(name) is not None else 0
+            known = parts.setdefault(name, {}).setdefault(key, tensor)
+            assert torch.equal(known, tensor), f"replicas of {name} differ by {(known - tensor).abs().max():.3g}"
+    return {name: _join(name, [held[rank] for rank in sorted(held)]) for name, held in sorted(parts.items())}
+
+
+def _named_globally(chunk: Any) -> Iterator[tuple[str, Tensor]]:
+    model = chunk
+    while hasattr(model, "module"):
+        model = model.module
+    numbers = {f"decoder.layers.{i}.": layer.layer_number for i, layer in enumerate(model.decoder.layers)}
+    for name, parameter in model.named_parameters():
+        for local, number in numbers.items():
+            if name.startswith(local):
+                name = f"layer {number} " + name[len(local) :]
+                break
+        # The last stage's copy of a tied embedding must stay equal to the first stage's.
+        if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+            name = "embedding.word_embeddings.weight"
+        yield name, parameter
+
+
+def _split_dimension(name: str) -> int | None:
+    return next((dim for end, dim in SPLIT.items() if name.endswith(end)), None)
+
+
+def _join(name: str, parts: list[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    if name.endswith("linear_fc1.weight"):  # each rank holds its rows of the gate above its rows of the value
+        return torch.cat([torch.cat([part.chunk(2)[half] for part in parts]) for half in range(2)])
+    dim = _split_dimension(name)
+    assert dim is not None
+    return torch.cat(parts, dim)
+
+
+@contextmanager
+def counted_exchanges() -> Iterator[Counter[str]]:
+    """Count which context-parallel exchange the mixers use."""
+    calls: Counter[str] = Counter()
+    originals = {name: getattr(base, name) for name in ("gather_sequence", "sequence_to_heads", "heads_to_sequence")}
+
+    def counting(name: str) -> Any:
+        def call(*args: Any) -> Tensor:
+            calls[name] += 1
+            return originals[name](*args)
+
+        return call
+
+    for name in originals:
+        setattr(base, name, counting(name))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(base, name, original)

@@ -1,0 +1,181 @@
+"""A few processes, started once a test session, that run a function together as the ranks of one process group.
+
+Imports neither torch nor Megatron itself: the workers do, once, and that is most of what a case would cost.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+# CPU tests on a GPU machine stay CPU tests; one thread a process, as every process has the others beside it.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+class WorkerFailed(AssertionError):
+    """A worker raised, died or did not answer in time. The message holds its traceback."""
+
+
+class WorkerPool:
+    """Workers that wait for work. After a failure all are killed, and the next call starts fresh ones.
+
+    Args:
+        size: largest world size.
+    """
+
+    patience = 2.0
+    """Seconds in which an idle worker may end before it is killed."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        atexit.register(self.stop)
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Call `function(rank, world_size, *args)` on the first `world_size` workers, inside a gloo process group.
+
+        Args:
+            function: a function of a module (pickled by name).
+            world_size: how many processes.
+            args: picklable.
+            timeout: seconds until a call that hangs is given up.
+
+        Returns:
+            What each rank returned.
+
+        Raises:
+            WorkerFailed: one of them raised, died or did not answer.
+        """
+        if not self._workers:
+            self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, (_, connection) in enumerate(self._workers[:world_size]):
+                connection.send((function, rank, world_size, Path(folder) / "store", timeout, args))
+            try:
+                return self._collect(world_size, time.monotonic() + timeout)
+            except BaseException:
+                self.stop()
+                raise
+
+    def stop(self) -> None:
+        """End the workers of this pool and what they started, and only those; idle ones end by themselves."""
+        for _, connection in self._workers:
+            connection.close()
+        for process, _ in self._workers:
+            process.join(self.patience)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        self._workers = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with _environment(_ENVIRONMENT):
+            for rank in range(self.size):
+                ours, theirs = context.Pipe()
+                # Not daemons: saving a checkpoint starts processes of its own.
+                process = context.Process(target=_serve, args=(theirs,), name=f"worker {rank}")
+                process.start()
+                theirs.close()
+                self._workers.append((process, ours))
+
+    def _collect(self, world_size: int, deadline: float) -> list[Any]:
+        ranks = {connection: rank for rank, (_, connection) in enumerate(self._workers[:world_size])}
+        results: dict[int, Any] = {}
+        failures: list[str] = []
+        while waiting := [connection for connection, rank in ranks.items() if rank not in results]:
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failures.append(f"rank(s) {[ranks[c] for c in waiting]} did not answer in time")
+                break
+            for connection in ready:
+                rank = ranks[connection]  # type: ignore[index]
+                ok, results[rank] = _receive(connection)  # type: ignore[arg-type]
+                if not ok:
+                    failures.append(f"rank {rank} {results[rank]}")
+                    # The others may hang for want of this one, or say more about what happened.
+                    deadline = min(deadline, time.monotonic() + 5.0)
+        if failures:
+            raise WorkerFailed("\n".join(failures))
+        return [results[rank] for rank in range(world_size)]
+
+
+def _receive(connection: Connection) -> tuple[bool, Any]:
+    try:
+        return pickle.loads(connection.recv_bytes())
+    except EOFError:
+        return False, "died"
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for processes started inside."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _serve(connection: Connection) -> None:
+    """What a worker does until it is killed or its pool is gone."""
+    os.setpgrp()  # so that it can be ended with all it started
+    while True:
+        try:
+            function, rank, world_size, store, timeout, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            with _process_group(rank, world_size, store, timeout):
+                answer = pickle.dumps((True, function(rank, world_size, *args)))
+        except BaseException:
+            answer = pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
+        connection.send_bytes(answer)
+
+
+@contextmanager
+def _process_group(rank: int, world_size: int, store: Path, timeout: float) -> Iterator[None]:
+    """A fresh gloo group, and afterwards neither it nor Megatron's groups."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from megatron_ext.parallel.groups import destroy_process_groups
+
+    torch.set_num_threads(1)
+    store_ = dist.FileStore(str(store), world_size)
+    dist.init_process_group("gloo", store=store_, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+    try:
+        yield
+        dist.barrier()  # none leaves while another still connects to it or reads from it
+    finally:
+        destroy_process_groups()
+        dist.destroy_process_group()
+        _forget_models()
+
+
+def _forget_models() -> None:
+    """Free what still holds process groups: every gloo group is a few polling threads, soon thousands."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    for thing in gc.get_objects():
+        if isinstance(thing, DistributedDataParallel):
+            # A cycle through hooks on autograd's nodes, which the collector cannot see: their dictionary is emptied.
+            for node in thing.grad_accs:
+                node.register_hook(lambda *_: None).hooks_dict_ref().clear()
+    gc.collect()

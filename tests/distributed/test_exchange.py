@@ -1,0 +1,46 @@
+"""Exchanges over the context-parallel group against plain indexing of the whole tensor, forward and backward."""
+
+from __future__ import annotations
+
+import exchanges
+import pytest
+import torch
+from pool import WorkerPool
+
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 4])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@WORLDS
+@DTYPES
+@pytest.mark.parametrize("heads", [4, 8])
+def test_sequence_to_heads(pool: WorkerPool, world_size: int, dtype: torch.dtype, heads: int) -> None:
+    x = exchanges.whole(3 * world_size, heads, dtype)
+    for rank, (moved, grad) in enumerate(pool.run(exchanges.move, world_size, "heads", x)):
+        own = heads // world_size
+        assert torch.equal(moved, x[:, :, rank * own : (rank + 1) * own])
+        assert torch.equal(grad, x[3 * rank : 3 * rank + 3])
+
+
+@WORLDS
+@DTYPES
+def test_heads_to_sequence(pool: WorkerPool, world_size: int, dtype: torch.dtype) -> None:
+    x = exchanges.whole(3 * world_size, 8, dtype)
+    for rank, (moved, grad) in enumerate(pool.run(exchanges.move, world_size, "sequence", x)):
+        own = 8 // world_size
+        assert torch.equal(moved, x[3 * rank : 3 * rank + 3])
+        assert torch.equal(grad, x[:, :, rank * own : (rank + 1) * own])
+
+
+@WORLDS
+@DTYPES
+@pytest.mark.parametrize("heads", [1, 3])
+def test_gather_sequence_sums_the_gradients_of_all_ranks(
+    pool: WorkerPool, world_size: int, dtype: torch.dtype, heads: int
+) -> None:
+    x = exchanges.whole(5 * world_size, heads, dtype)
+    for rank, (moved, grad) in enumerate(pool.run(exchanges.move, world_size, "gather", x)):
+        assert torch.equal(moved, x)
+        factor = sum(range(1, world_size + 1))
+        expected = (x[5 * rank : 5 * rank + 5].float() * factor).to(dtype)
+        torch.testing.assert_close(grad, expected, rtol=0 if dtype == torch.float32 else 2**-7, atol=0)

@@ -1,0 +1,53 @@
+"""The model that a run starts from does not depend on its layout, to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import exchanges
+import parity
+import pytest
+import torch
+from pool import WorkerPool
+
+LAYOUTS = [
+    (2, {"tensor": 2}),
+    (2, {"tensor": 2, "sequence": True}),
+    (2, {"pipeline": 2}),
+    (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    (2, {"context": 2}),
+    (4, {"tensor": 4}),
+    (4, {"tensor": 2, "pipeline": 2}),
+]
+PATTERN = "top1_chunk,gated_deltanet,attention,top1_element"
+
+
+def _initial(pool: WorkerPool, world_size: int, parallel: dict[str, Any], **model: Any) -> dict[str, torch.Tensor]:
+    mixers: dict[str, dict[str, Any]] = {"attention": {"position_encoding": "learned"}}
+    config = parity.run_config(PATTERN, mixers, model, parallel)
+    return pool.run(exchanges.initial_weights, world_size, config)[0]
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), LAYOUTS)
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_every_layout_starts_from_the_same_bits(
+    pool: WorkerPool, world_size: int, parallel: dict[str, Any], tie_embeddings: bool
+) -> None:
+    one = _initial(pool, 1, {}, tie_embeddings=tie_embeddings)
+    several = _initial(pool, world_size, parallel, tie_embeddings=tie_embeddings)
+    assert several.keys() == one.keys()
+    for name, value in one.items():
+        assert torch.equal(several[name], value), name
+
+
+def test_no_two_weights_begin_alike_and_each_has_its_spread(pool: WorkerPool) -> None:
+    weights = _initial(pool, 1, {})
+    matrices = {name: value for name, value in weights.items() if name.endswith("weight") and value.dim() == 2}
+    assert len({tuple(value.flatten()[:4].tolist()) for value in matrices.values()}) == len(matrices)
+    for name, value in matrices.items():
+        into_residual = name.endswith(("out_proj.weight", "linear_fc2.weight"))
+        expected = 0.02 / (2 * 4) ** 0.5 if into_residual else 0.02
+        assert float(value.std()) == pytest.approx(expected, rel=0.1), name
+    for name, value in weights.items():
+        if name.endswith(("layernorm.weight", "norm_weight")):
+            assert value.unique().tolist() == [1.0], name

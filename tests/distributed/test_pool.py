@@ -1,0 +1,65 @@
+"""The pool itself: results, tracebacks, deaths and hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import WorkerFailed, WorkerPool
+
+
+def _sum_of_ranks(rank: int, world_size: int, extra: int) -> tuple[int, int, int]:
+    total = torch.tensor(rank + extra)
+    dist.all_reduce(total)
+    return rank, dist.get_world_size(), int(total)
+
+
+def _fail_on_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise ValueError("the reason")
+    dist.barrier()
+
+
+def _hang(rank: int, world_size: int) -> None:
+    time.sleep(60)
+
+
+def _die(rank: int, world_size: int) -> None:
+    os._exit(3)
+
+
+def _environment(rank: int, world_size: int) -> tuple[int, bool, int]:
+    return torch.get_num_threads(), torch.cuda.is_available(), os.getpid()
+
+
+def test_workers_form_a_group_of_any_size_again_and_again(pool: WorkerPool) -> None:
+    for size in (1, 4, 2, 3):
+        expected = size * 10 + sum(range(size))
+        assert pool.run(_sum_of_ranks, size, 10) == [(rank, size, expected) for rank in range(size)]
+
+
+def test_workers_stay_and_have_one_thread_and_no_gpu(pool: WorkerPool) -> None:
+    first, second = (pool.run(_environment, 2) for _ in range(2))
+    assert first == second
+    assert [answer[:2] for answer in first] == [(1, False)] * 2
+
+
+@pytest.mark.slow
+def test_failures_are_told_and_the_next_call_works() -> None:
+    pool = WorkerPool(2)
+    try:
+        with pytest.raises(WorkerFailed, match=r"rank 1 raised\nTraceback(.|\n)*ValueError: the reason"):
+            pool.run(_fail_on_one, 2)
+        with pytest.raises(WorkerFailed, match="died"):
+            pool.run(_die, 2)
+        assert [rank for rank, _, _ in pool.run(_sum_of_ranks, 2, 0)] == [0, 1]
+        start = time.monotonic()
+        with pytest.raises(WorkerFailed, match=r"rank\(s\) \[0, 1\] did not answer in time"):
+            pool.run(_hang, 2, timeout=1.0)
+        assert time.monotonic() - start < 30
+        assert pool._workers == []
+    finally:
+        pool.stop()
