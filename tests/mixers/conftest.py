@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.config.derive import derive
+from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
+from megatron_ext.mixers.base import Mixer, MixerSubmodules
+from megatron_ext.mixers.registry import load_all
+from megatron_ext.model import transformer_config
+from megatron_ext.platform import Platform
+from megatron_ext.specs import provider
+from megatron_ext.training.build import model_shape
+
+HIDDEN, HEADS = 24, 4
+
+
+@pytest.fixture
+def make_mixer(one_process: Any) -> Callable[..., Mixer]:
+    """Build one mixer of one process, with every weight drawn from a seed; fp32."""
+
+    def make(name: str, *, groups: int = HEADS, heads: int = HEADS, layer_number: int = 1, **fields: Any) -> Mixer:
+        model = ModelConfig(
+            pattern=name, hidden_size=HIDDEN, num_attention_heads=heads, num_query_groups=groups, head_dim=6
+        )
+        data, training = DataConfig(path="none", seq_length=16), TrainingConfig(precision="fp32")
+        config = derive(RunConfig(data=data, model=model, mixers={name: fields}, training=training))
+        cpu = Platform(torch.device("cpu"), "gloo")
+        shape = model_shape(config, cpu, 100)
+        linears = provider("local")
+        mixer = load_all()[name].module(
+            config=transformer_config(shape, cpu),
+            submodules=MixerSubmodules(linears.column_parallel_linear(), linears.row_parallel_linear()),
+            mixer_config=shape.mixer_configs[name],
+            layer_number=layer_number,
+            pg_collection=one_process,
+        )
+        generator = torch.Generator().manual_seed(7)
+        for parameter in mixer.parameters():
+            torch.nn.init.normal_(parameter, 0.0, 0.4, generator=generator)
+        return mixer
+
+    return make
+
+
+@pytest.fixture
+def hidden_states() -> torch.Tensor:
+    """[t, b, hidden], an odd length."""
+    return torch.randn(13, 2, HIDDEN, generator=torch.Generator().manual_seed(11))

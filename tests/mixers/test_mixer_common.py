@@ -1,0 +1,155 @@
+"""What holds for every mixer: causality, the registry, and operations counted by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import megatron_ext.mixers
+from megatron_ext.mixers.base import Mixer, rotate
+from megatron_ext.mixers.registry import MIXERS, load_all, register
+
+MakeMixer = Callable[..., Any]
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("attention", {}),
+    ("attention", {"window": 3}),
+    ("attention", {"position_encoding": "alibi"}),
+    ("attention", {"random_keys": True}),
+    ("top1_element", {}),
+    ("top1_element", {"estimator": "selected"}),
+    ("top1_chunk", {"chunk_size": 4, "score": "approx"}),
+    ("top1_chunk", {"chunk_size": 4, "score": "exact"}),
+    ("top1_chunk", {"chunk_size": 4, "score": "exact_lse", "top_k": 2}),
+    ("gated_deltanet", {}),
+]
+
+
+def test_every_registered_mixer_is_held_to_causality() -> None:
+    assert {name for name, _ in VARIANTS} == set(load_all())
+
+
+@pytest.mark.parametrize(("name", "fields"), VARIANTS)
+def test_no_output_knows_a_later_token(
+    make_mixer: MakeMixer, hidden_states: Tensor, name: str, fields: dict[str, Any]
+) -> None:
+    mixer = make_mixer(name, **fields)
+    before = mixer(hidden_states)[0]
+    for changed in (1, 7, 12):
+        other = hidden_states.clone()
+        other[changed] += 1.0
+        after = mixer(other)[0]
+        torch.testing.assert_close(after[:changed], before[:changed], rtol=1e-6, atol=1e-6)
+        assert not torch.isclose(after[changed], before[changed]).all()
+
+
+@pytest.mark.parametrize(("name", "fields"), VARIANTS)
+def test_no_gradient_flows_to_a_later_token(
+    make_mixer: MakeMixer, hidden_states: Tensor, name: str, fields: dict[str, Any]
+) -> None:
+    x = hidden_states.clone().requires_grad_()
+    make_mixer(name, **fields)(x)[0][6].sum().backward()
+    assert x.grad is not None
+    assert float(x.grad[7:].abs().max()) == 0.0
+    assert float(x.grad[6].abs().max()) > 0.0
+
+
+@pytest.mark.parametrize(("name", "fields"), VARIANTS)
+def test_samples_of_a_batch_do_not_know_each_other(
+    make_mixer: MakeMixer, hidden_states: Tensor, name: str, fields: dict[str, Any]
+) -> None:
+    mixer = make_mixer(name, **fields)
+    alone = torch.cat([mixer(sample)[0] for sample in hidden_states.split(1, dim=1)], 1)
+    torch.testing.assert_close(mixer(hidden_states)[0], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_rotation_is_multiplication_by_complex_numbers_of_length_one() -> None:
+    x = torch.randn(5, 2, 3, 8, generator=torch.Generator().manual_seed(1))
+    numbers = torch.complex(x[..., :4].double(), x[..., 4:].double())
+    positions = torch.arange(100, 105, dtype=torch.float64)
+    angles = positions[:, None] / 500.0 ** (torch.arange(4, dtype=torch.float64) / 4)
+    turned = numbers * torch.exp(1j * angles)[:, None, None]
+    found = rotate(x, 500.0, first_position=100)
+    torch.testing.assert_close(found.double(), torch.cat([turned.real, turned.imag], -1), rtol=1e-4, atol=1e-4)
+    assert rotate(x.bfloat16(), 500.0, 0).dtype == torch.bfloat16
+
+
+def test_rotation_of_a_part_is_that_part_of_the_rotation_of_the_whole() -> None:
+    x = torch.randn(6, 1, 1, 4, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(rotate(x[2:], 10000.0, 2), rotate(x, 10000.0, 0)[2:], rtol=0, atol=0)
+
+
+def test_scores_of_rotated_vectors_depend_on_distance_alone() -> None:
+    generator = torch.Generator().manual_seed(2)
+    q, k = (torch.randn(1, 1, 1, 8, generator=generator) for _ in range(2))
+    scores = [(rotate(q, 100.0, 5 + shift) * rotate(k, 100.0, 2 + shift)).sum() for shift in (0, 1, 40)]
+    torch.testing.assert_close(torch.stack(scores), scores[0].expand(3), rtol=1e-4, atol=1e-4)
+
+
+def test_every_file_registers_a_mixer() -> None:
+    shared = {"__init__", "base", "key_value", "registry"}
+    files = {path.stem for path in Path(megatron_ext.mixers.__path__[0]).glob("*.py")} - shared
+    modules = {entry.module.__module__.rpartition(".")[2] for entry in load_all().values()}
+    assert files == modules
+    for name, entry in MIXERS.items():
+        assert entry.name == name
+        assert issubclass(entry.module, Mixer)
+        assert entry.config_type() == entry.config_type()  # every field has a default
+
+
+def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = load_all()["attention"]
+    with pytest.raises(ValueError, match="two mixers are called 'attention'"):
+        register("attention", entry.config_type)(entry.module)
+    assert MIXERS["attention"] is entry
+    with pytest.raises(KeyError):
+        MIXERS["no such mixer"]
+
+
+LENGTH, HEADS, WIDTH = 12, 4, 6
+
+
+def _pairs(seen: Callable[[int, int], bool]) -> float:
+    """Pairs of a query and a key at or before it that `seen` counts, a query on average."""
+    return sum(seen(t, s) for t in range(LENGTH) for s in range(t + 1)) / LENGTH
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 12, 30])
+def test_operations_of_attention(make_mixer: MakeMixer, window: int | None) -> None:
+    mixer = make_mixer("attention", window=window)
+    pairs = _pairs(lambda t, s: window is None or t - s < window)
+    assert mixer.mixing_flops(LENGTH) == pytest.approx(HEADS * pairs * (2 * WIDTH + 2 * WIDTH))
+
+
+def test_operations_of_top1_element(make_mixer: MakeMixer) -> None:
+    """A score for every pair; taking a value is no multiplication."""
+    pairs = _pairs(lambda t, s: True)
+    assert make_mixer("top1_element").mixing_flops(LENGTH) == pytest.approx(HEADS * pairs * 2 * WIDTH)
+
+
+@pytest.mark.parametrize("expand_v", [1, 2])
+def test_operations_of_gated_deltanet(make_mixer: MakeMixer, expand_v: int) -> None:
+    mixer = make_mixer("gated_deltanet", expand_v=expand_v)
+    entries, channels, taps = WIDTH * WIDTH * expand_v, WIDTH * (2 + expand_v), 4
+    # Read with the key, write, read with the query.
+    assert mixer.mixing_flops(LENGTH) == pytest.approx(HEADS * (3 * 2 * entries + 2 * taps * channels))
+    assert mixer.mixing_flops(10 * LENGTH) == mixer.mixing_flops(LENGTH)
+
+
+@pytest.mark.parametrize("score", ["approx", "exact", "exact_lse"])
+@pytest.mark.parametrize("local", [True, False])
+def test_operations_of_top1_chunk(make_mixer: MakeMixer, score: str, local: bool) -> None:
+    """By hand with whole chunks, for long sequences: the formula takes a query to see half of its own chunk."""
+    size, length, top_k = 8, 4096, 2
+    mixer = make_mixer("top1_chunk", chunk_size=size, top_k=top_k, score=score, local=local)
+    attended = scored = 0
+    for t in range(length):
+        before = t // size
+        attended += min(top_k, before) * size + (t % size + 1 if local else 0)
+        scored += before if score == "approx" else before * size
+    by_hand = HEADS * (attended * 2 * 2 * WIDTH + scored * 2 * WIDTH) / length
+    assert mixer.mixing_flops(length) == pytest.approx(by_hand, rel=0.03)

@@ -1,0 +1,159 @@
+"""Megatron's AdamW behind our interface: schedule, weight decay, clipping and the step itself, by values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.config.derive import derive
+from megatron_ext.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
+from megatron_ext.model import build_model
+from megatron_ext.optim.megatron import MegatronRunOptimizer
+from megatron_ext.platform import Platform
+from megatron_ext.training.build import model_shape
+
+CPU = Platform(torch.device("cpu"), "gloo")
+STEPS = 20
+
+
+def _optimizer(groups: Any, **fields: Any) -> MegatronRunOptimizer:
+    """Over a tiny model with matrices and vectors; in fp32."""
+    model = ModelConfig(pattern="attention,gated_deltanet", hidden_size=16, num_attention_heads=2, ffn_hidden_size=16)
+    data, training = DataConfig(path="none", seq_length=8), TrainingConfig(precision="fp32")
+    config = derive(RunConfig(data=data, model=model, training=training))
+    chunks = build_model(model_shape(config, CPU, 100), CPU, groups, seed=5)
+    return MegatronRunOptimizer(chunks, OptimizerConfig(**fields), STEPS, "fp32", groups, CPU)
+
+
+def _parameters(optimizer: MegatronRunOptimizer) -> dict[str, Any]:
+    (chunk,) = optimizer.chunks
+    return dict(chunk.module.named_parameters())
+
+
+def _gradients(step: int, parameters: dict[str, Any], size: float = 1.0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {name: size * torch.randn(p.shape, generator=generator) for name, p in parameters.items()}
+
+
+def _step(optimizer: MegatronRunOptimizer, gradients: dict[str, Tensor]) -> float:
+    """An update with given gradients, put where Megatron's hooks accumulate them."""
+    optimizer.begin_step()
+    for name, parameter in _parameters(optimizer).items():
+        parameter.main_grad.copy_(gradients[name])
+    for chunk in optimizer.chunks:
+        chunk.finish_grad_sync()
+    return optimizer.finish_step()
+
+
+def _rates(optimizer: MegatronRunOptimizer) -> Iterator[float]:
+    zeros = {name: torch.zeros_like(p) for name, p in _parameters(optimizer).items()}
+    for _ in range(STEPS):
+        _step(optimizer, zeros)
+        yield optimizer.lr
+
+
+def _cosine(step: int, warmup: int) -> float:
+    if step <= warmup:
+        return 1e-3 * step / warmup
+    along = (step - warmup) / (STEPS - warmup)
+    return 1e-4 + (1e-3 - 1e-4) * 0.5 * (1 + math.cos(math.pi * along))
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_cosine_falls_from_the_peak_to_the_minimum_at_the_last_step(one_process: Any, warmup: int) -> None:
+    optimizer = _optimizer(one_process, lr=1e-3, min_lr=1e-4, schedule="cosine", warmup_steps=warmup)
+    rates = list(_rates(optimizer))
+    assert rates == pytest.approx([_cosine(step, warmup) for step in range(1, STEPS + 1)], rel=1e-9)
+    assert rates[-1] == pytest.approx(1e-4)
+
+
+def test_warmup_stable_decay_is_flat_and_then_falls_in_a_line(one_process: Any) -> None:
+    optimizer = _optimizer(one_process, lr=1e-3, min_lr=1e-4, schedule="wsd", warmup_steps=5, decay_steps=6)
+    rising = [1e-3 * step / 5 for step in range(1, 6)]
+    falling = [1e-3 - (1e-3 - 1e-4) * step / 6 for step in range(1, 7)]
+    assert list(_rates(optimizer)) == pytest.approx(rising + [1e-3] * (STEPS - 11) + falling, rel=1e-9)
+
+
+def test_constant_is_constant_after_the_warmup(one_process: Any) -> None:
+    optimizer = _optimizer(one_process, lr=1e-3, min_lr=1e-4, schedule="constant", warmup_steps=2)
+    assert list(_rates(optimizer)) == pytest.approx([5e-4] + [1e-3] * (STEPS - 1), rel=1e-9)
+
+
+@pytest.mark.parametrize("sharding", ["none", "megatron"])
+def test_weight_decay_shrinks_matrices_alone(one_process: Any, sharding: Any) -> None:
+    """With zero gradients decay is all that moves a parameter: by 1 - lr * decay."""
+    optimizer = _optimizer(one_process, lr=1e-2, min_lr=1e-2, weight_decay=0.5, schedule="constant", sharding=sharding)
+    before = {name: p.detach().clone() for name, p in _parameters(optimizer).items()}
+    _step(optimizer, {name: torch.zeros_like(p) for name, p in before.items()})
+    after = _parameters(optimizer)
+    kept = {name for name, p in before.items() if torch.equal(after[name], p)}
+    assert kept == {name for name, p in before.items() if p.dim() == 1}
+    assert any("norm_weight" in name for name in kept)
+    assert any("log_decay" in name for name in kept)
+    for name in before.keys() - kept:
+        torch.testing.assert_close(after[name].detach(), before[name] * (1 - 1e-2 * 0.5), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("sharding", ["none", "megatron"])
+@pytest.mark.parametrize("clip", [0.0, 1.0, 1e6])
+def test_steps_are_those_of_torchs_adamw(one_process: Any, sharding: Any, clip: float) -> None:
+    rate, decay, betas = 1e-2, 0.1, (0.8, 0.95)
+    optimizer = _optimizer(
+        one_process,
+        lr=rate,
+        min_lr=rate,
+        weight_decay=decay,
+        betas=list(betas),
+        epsilon=1e-6,
+        clip_grad=clip,
+        schedule="constant",
+        sharding=sharding,
+    )
+    plain = {name: p.detach().clone().requires_grad_() for name, p in _parameters(optimizer).items()}
+    matrices = [p for p in plain.values() if p.dim() > 1]
+    vectors = [p for p in plain.values() if p.dim() == 1]
+    expected = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=rate,
+        betas=betas,
+        eps=1e-6,
+    )
+    for step in range(5):
+        gradients = _gradients(step, plain)
+        norm = _step(optimizer, gradients)
+        for name, parameter in plain.items():
+            parameter.grad = gradients[name].clone()
+        whole = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+        assert norm == pytest.approx(whole, rel=1e-6)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(plain.values(), clip)
+        expected.step()
+    for name, parameter in _parameters(optimizer).items():
+        torch.testing.assert_close(parameter.detach(), plain[name].detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_clipping_scales_the_whole_gradient_to_the_largest_norm(one_process: Any) -> None:
+    """Adam hides the size of a first gradient; beside its epsilon, made large, it shows: the step is then lr*g/eps."""
+    huge = 1e3
+    optimizer = _optimizer(
+        one_process, lr=1.0, min_lr=1.0, weight_decay=0.0, epsilon=huge, clip_grad=0.5, schedule="constant"
+    )
+    before = {name: p.detach().clone() for name, p in _parameters(optimizer).items()}
+    gradients = _gradients(1, before, size=100.0)
+    norm = _step(optimizer, gradients)
+    moved = {name: (before[name].double() - p.detach().double()) * huge for name, p in _parameters(optimizer).items()}
+    of_moved = math.sqrt(sum(float(m.square().sum()) for m in moved.values()))
+    assert of_moved == pytest.approx(0.5, rel=1e-2)  # fp32 parameters round their small moves
+    assert norm > 1000
+
+
+def test_gradients_do_not_stay_from_one_step_to_the_next(one_process: Any) -> None:
+    optimizer = _optimizer(one_process)
+    zeros = {name: torch.zeros_like(p) for name, p in _parameters(optimizer).items()}
+    assert _step(optimizer, _gradients(1, zeros)) > 1.0
+    assert _step(optimizer, zeros) == 0.0

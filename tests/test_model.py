@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.config.derive import derive
+from megatron_ext.config.schema import DataConfig, ModelConfig, ParallelConfig, RunConfig
+from megatron_ext.mixers.base import Mixer
+from megatron_ext.model import ModelShape, build_model, training_flops_per_token, transformer_config
+from megatron_ext.platform import Platform
+from megatron_ext.training.build import model_shape
+
+CPU = Platform(torch.device("cpu"), "gloo")
+HIDDEN, HEADS, FFN, LENGTH = 32, 4, 48, 16
+
+
+def _shape(pattern: str, vocab_size: int = 100, **mixers: Any) -> ModelShape:
+    model = ModelConfig(pattern=pattern, hidden_size=HIDDEN, num_attention_heads=HEADS, ffn_hidden_size=FFN)
+    config = derive(RunConfig(data=DataConfig(path="none", seq_length=LENGTH), model=model, mixers=mixers))
+    return model_shape(config, CPU, vocab_size)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 128), (127, 128), (128, 128), (129, 256), (50257, 50304)])
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(tensor=2, pipeline=2)])
+def test_padded_vocabulary_depends_on_the_vocabulary_alone(tokens: int, rows: int, parallel: ParallelConfig) -> None:
+    assert replace(_shape("attention", tokens), parallel=parallel).padded_vocab_size == rows
+
+
+def test_precision_recompute_and_interleaving_reach_megatron() -> None:
+    shape = _shape("attention*4")
+    plain = transformer_config(shape, CPU)
+    assert (plain.params_dtype, plain.bf16, plain.recompute_granularity) == (torch.bfloat16, True, None)
+    other = replace(shape, precision="fp32", recompute="full", parallel=ParallelConfig(pipeline=2, virtual_pipeline=2))
+    config = transformer_config(other, CPU)
+    assert (config.params_dtype, config.bf16, config.recompute_granularity) == (torch.float32, False, "full")
+    assert config.virtual_pipeline_model_parallel_size == 2
+    # Megatron's batched exchange between interleaved chunks of two stages gives wrong gradients without a word.
+    assert not config.batch_p2p_comm
+    assert config.overlap_p2p_comm
+
+
+def test_the_block_has_no_biases_no_dropout_and_rmsnorm_with_its_weight_alone(one_process: Any) -> None:
+    (model,) = build_model(replace(_shape("attention*2"), precision="fp32"), CPU, one_process, seed=1)
+    assert not [name for name, _ in model.named_parameters() if name.endswith("bias")]
+    assert model.config.attention_dropout == model.config.hidden_dropout == 0.0
+    assert sorted({name.rpartition("norm.")[2] for name, _ in model.named_parameters() if "norm." in name}) == [
+        "weight"
+    ]
+
+
+def test_a_learned_position_table_is_added_at_the_input_where_a_layer_asks_for_it(one_process: Any) -> None:
+    learned = {"attention": {"position_encoding": "learned"}}
+    (model,) = build_model(replace(_shape("attention", **learned), precision="fp32"), CPU, one_process, seed=1)
+    tokens, positions = torch.tensor([[3, 5]]), torch.tensor([[7, 2]])
+    words, table = model.embedding.word_embeddings.weight, model.embedding.position_embeddings.weight
+    assert table.shape == (LENGTH, HIDDEN)
+    embedded = model.embedding(tokens, positions)
+    torch.testing.assert_close(embedded[:, 0], words[[3, 5]] + table[[7, 2]], rtol=0, atol=0)
+    (plain,) = build_model(replace(_shape("attention"), precision="fp32"), CPU, one_process, seed=1)
+    assert not hasattr(plain.embedding, "position_embeddings")
+
+
+def test_a_mixer_that_is_configured_but_in_no_layer_asks_for_no_table() -> None:
+    shape = _shape("gated_deltanet", attention={"position_encoding": "learned"})
+    assert not shape.learns_positions
+
+
+def test_losses_are_those_of_a_transformer_written_out(one_process: Any) -> None:
+    """The block around the mixer, by hand: norm, mixer, residual, norm, SwiGLU, residual; final norm, output layer."""
+    shape = replace(_shape("attention,gated_deltanet"), precision="fp32")
+    (model,) = build_model(shape, CPU, one_process, seed=3)
+    tokens = torch.randint(0, 100, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(LENGTH).expand(2, -1)
+    losses = model(tokens[:, :-1], positions, attention_mask=None, labels=tokens[:, 1:])
+    with torch.no_grad():
+        x = model.embedding.word_embeddings.weight[tokens[:, :-1]].transpose(0, 1)
+        for layer in model.decoder.layers:
+            x = x + layer.self_attention(_norm(x, layer.input_layernorm.weight))[0]
+            x = x + _swiglu(_norm(x, layer.pre_mlp_layernorm.weight), layer.mlp)
+        logits = _norm(x, model.decoder.final_layernorm.weight) @ model.output_layer.weight.T
+        expected = torch.nn.functional.cross_entropy(
+            logits.transpose(0, 1).flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+        ).view(2, LENGTH)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def _swiglu(x: torch.Tensor, mlp: Any) -> torch.Tensor:
+    gate, up = mlp.linear_fc1.weight[:FFN], mlp.linear_fc1.weight[FFN:]
+    hidden = x @ gate.T
+    return (hidden * hidden.sigmoid() * (x @ up.T)) @ mlp.linear_fc2.weight.T
+
+
+def test_flops_of_a_token_by_hand(one_process: Any) -> None:
+    shape = replace(_shape("attention,gated_deltanet"), precision="fp32")
+    chunks = build_model(shape, CPU, one_process, seed=1)
+    d = HIDDEN // HEADS
+    attention_weights = HIDDEN * 3 * HIDDEN + HIDDEN * HIDDEN
+    # A pair of query and key costs a multiply-add a width for its score and for its value; (T + 1) / 2 pairs a query.
+    pairs = sum(1 for t in range(LENGTH) for s in range(LENGTH) if s <= t) / LENGTH
+    attention = 6 * attention_weights + 3 * HEADS * pairs * (2 * d + 2 * d)
+    # In: query, key, value, gate, and two numbers a head; a convolution tap a channel; decay, bias, norm weight.
+    delta_weights = HIDDEN * HEADS * (4 * d + 2) + HIDDEN * HIDDEN + HEADS * 3 * d * 4 + 2 * HEADS + d
+    # Read the state with the key, write it, read it with the query: a multiply-add an entry each; four taps a channel.
+    delta = 6 * delta_weights + 3 * HEADS * (3 * 2 * d * d + 2 * 4 * 3 * d)
+    feed_forward = 6 * 3 * HIDDEN * FFN
+    expected = attention + delta + 2 * feed_forward + 6 * HIDDEN * shape.padded_vocab_size
+    assert training_flops_per_token(shape, chunks, LENGTH) == pytest.approx(expected, rel=1e-12)
+
+
+def test_flops_of_a_stage_leave_out_what_it_does_not_hold(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = replace(_shape("attention*2"), precision="fp32")
+    (whole,) = build_model(shape, CPU, one_process, seed=1)
+    (half,) = build_model(replace(shape, mixers=["attention"]), CPU, one_process, seed=1)
+    monkeypatch.setattr(half, "post_process", False)
+    output = 6 * HIDDEN * shape.padded_vocab_size
+    of_whole = training_flops_per_token(shape, [whole], LENGTH)
+    assert training_flops_per_token(shape, [half], LENGTH) == pytest.approx((of_whole - output) / 2)
+
+
+def test_flops_do_not_count_the_parameters_of_other_ranks_twice(one_process: Any) -> None:
+    """`num_parameters` is of the whole layer: parts that tensor parallelism splits count for every rank."""
+    (model,) = build_model(replace(_shape("gated_deltanet"), precision="fp32"), CPU, one_process, seed=1)
+    mixer = next(module for module in model.modules() if isinstance(module, Mixer))
+    whole = mixer.num_parameters()
+    mixer.tp_group = SimpleNamespace(size=lambda: 2)
+    for parameter in mixer.parameters():
+        if hasattr(parameter, "partition_dim") and parameter is not mixer.norm_weight:
+            parameter.tensor_model_parallel = True
+    assert mixer.num_parameters() == 2 * (whole - mixer.norm_weight.numel()) + mixer.norm_weight.numel()
