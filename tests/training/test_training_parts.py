@@ -1,0 +1,191 @@
+"""The parts of training that are arithmetic: who reads what, what identifies a run, what a step's metrics say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from data_prep.manifest import Manifest, TokenizerEntry
+from megatron_ext.checkpoint.folder import Progress
+from megatron_ext.config.derive import derive
+from megatron_ext.config.layout import layout_of
+from megatron_ext.config.schema import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from megatron_ext.config.schema import TrainingConfig as Training
+from megatron_ext.data.samples import TrainingSamples
+from megatron_ext.optim.megatron import _schedule
+from megatron_ext.training.datasets import RunData, step_batches
+from megatron_ext.training.loop import TrainingLoop
+from megatron_ext.training.run import identity
+from megatron_ext.training.trainer import StepResult
+
+LENGTH = 12
+
+
+class NumberedSamples:
+    """Sample i is [100 i, 100 i + 1, ...]: every token says where it is from."""
+
+    seq_length = LENGTH
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return 100 * index + np.arange(LENGTH + 1)
+
+
+def a_config(**training: Any) -> RunConfig:
+    return derive(
+        RunConfig(
+            data=DataConfig(path="data", seq_length=LENGTH),
+            model=ModelConfig(pattern="attention,top1_chunk", hidden_size=16, num_attention_heads=2),
+            mixers={"top1_chunk": {"chunk_size": 4}, "gated_deltanet": {"conv_size": 4}},
+            training=Training(**{"global_batch_size": 8, "micro_batch_size": 2, **training}),
+        )
+    )
+
+
+# --- who reads what --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+@pytest.mark.parametrize("cp_size", [1, 2, 3])
+def test_the_ranks_together_read_a_step_once(dp_size: int, cp_size: int) -> None:
+    config = replace(a_config(), parallel=ParallelConfig(context=cp_size))
+    layout = layout_of(config, dp_size * cp_size)
+    inputs, labels = [], []
+    for dp_rank in range(dp_size):
+        for cp_rank in range(cp_size):
+            samples = cast(TrainingSamples, NumberedSamples())
+            batches = step_batches(
+                samples, 24, config.training, layout, dp_rank=dp_rank, cp_rank=cp_rank, cp_size=cp_size
+            )
+            assert len(batches) == layout.num_micro_batches == 8 // (2 * dp_size)
+            for batch in batches:
+                assert batch.tokens.shape == (2, LENGTH // cp_size)
+                assert torch.equal(batch.position_ids, batch.tokens % 100)
+                inputs += batch.tokens.flatten().tolist()
+                labels += batch.labels.flatten().tolist()
+    first_of = [100 * index for index in range(24, 32)]
+    assert sorted(inputs) == [first + place for first in first_of for place in range(LENGTH)]
+    assert sorted(labels) == [first + place for first in first_of for place in range(1, LENGTH + 1)]
+
+
+# --- what identifies a run -------------------------------------------------------------------------------------------
+
+
+def run_data(sha256: str = "a" * 64) -> RunData:
+    tokenizer = TokenizerEntry.__new__(TokenizerEntry)
+    object.__setattr__(tokenizer, "sha256", sha256)
+    manifest = Manifest.__new__(Manifest)
+    object.__setattr__(manifest, "tokenizer", tokenizer)
+    return RunData(Path("data"), manifest, ["First"], ["Other"], cast(TrainingSamples, None))
+
+
+def test_what_changes_the_curve_identifies_a_run() -> None:
+    config = a_config()
+    base = identity(config, run_data())
+    changed = {
+        "model.hidden_size": replace(config, model=replace(config.model, hidden_size=32)),
+        "model.pattern": replace(config, model=replace(config.model, pattern="attention*2")),
+        "mixers.top1_chunk.chunk_size": replace(config, mixers={"top1_chunk": {"chunk_size": 8}}),
+        "data.seq_length": replace(config, data=replace(config.data, seq_length=24)),
+        "training.seed": replace(config, training=replace(config.training, seed=2)),
+        "training.precision": replace(config, training=replace(config.training, precision="fp32")),
+    }
+    for field, other in changed.items():
+        assert identity(other, run_data())[field] != base[field], field
+    assert identity(config, run_data("b" * 64))["data.tokenizer"] == "b" * 64
+
+
+def test_layout_length_and_unused_mixers_do_not() -> None:
+    config = a_config()
+    others = [
+        replace(config, parallel=ParallelConfig(tensor=2)),
+        replace(config, training=replace(config.training, steps=5, recompute="full", evaluate_every=3)),
+        replace(config, data=replace(config.data, path="elsewhere", verify="size")),
+        replace(config, mixers={**config.mixers, "gated_deltanet": {"conv_size": 2}}),
+    ]
+    for other in others:
+        assert identity(other, run_data()) == identity(config, run_data())
+
+
+# --- what a step's metrics say ---------------------------------------------------------------------------------------
+
+
+def a_loop(peak_flops: float | None) -> TrainingLoop:
+    nothing = cast(Any, None)
+    return TrainingLoop(
+        trainer=nothing,
+        samples=nothing,
+        evaluator=nothing,
+        store=nothing,
+        training=Training(steps=10),
+        layout=nothing,
+        records=nothing,
+        flops_per_token=3e6,
+        peak_flops=peak_flops,
+        progress=Progress(step=7, samples=56, tokens=7000),
+    )
+
+
+def test_metrics_by_hand() -> None:
+    found = a_loop(peak_flops=2e9)._metrics(StepResult(loss=2.5, tokens=1000, grad_norm=0.5, lr=1e-3), 4.0, 123)
+    # 1000 tokens in 4 s are 250 a second; at 3e6 FLOPs each, 7.5e8 of 2e9 a second.
+    assert found == {
+        "step": 7,
+        "tokens": 7000,
+        "loss": 2.5,
+        "grad_norm": 0.5,
+        "lr": 1e-3,
+        "tokens_per_second": 250.0,
+        "mfu": 0.375,
+        "peak_memory": 123,
+    }
+
+
+def test_utilisation_is_unknown_where_the_peak_is() -> None:
+    found = a_loop(peak_flops=None)._metrics(StepResult(loss=2.5, tokens=1000, grad_norm=0.5, lr=1e-3), 4.0, 123)
+    assert found["mfu"] is None
+
+
+@pytest.mark.parametrize(
+    ("every", "step", "finished", "due"),
+    [(0, 10, True, False), (5, 5, False, True), (5, 6, False, False), (5, 7, True, True), (1, 7, False, True)],
+)
+def test_rhythm(every: int, step: int, finished: bool, due: bool) -> None:
+    loop = a_loop(None)
+    loop.progress = Progress(step=step)
+    assert loop._is_due(every, finished) == due
+
+
+# --- the schedule ----------------------------------------------------------------------------------------------------
+
+
+def rates(config: OptimizerConfig, steps: int) -> list[float]:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([{"params": [parameter], "lr": 0.0, "weight_decay": 0.1}])
+    scheduler = _schedule(optimizer, config, steps)
+    found = []
+    for _ in range(steps):
+        scheduler.step(increment=1)
+        found.append(float(optimizer.param_groups[0]["lr"]))
+    return found
+
+
+def test_cosine_by_hand() -> None:
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4, schedule="cosine")
+    cosine = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * k / 8)) for k in range(1, 9)]
+    assert rates(config, 12) == pytest.approx([0.25, 0.5, 0.75, 1.0, *cosine])
+
+
+def test_warm_up_stable_decay_by_hand() -> None:
+    config = OptimizerConfig(lr=1.0, min_lr=0.2, warmup_steps=2, schedule="wsd", decay_steps=4)
+    assert rates(config, 10) == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_constant_by_hand() -> None:
+    config = OptimizerConfig(lr=1.0, min_lr=0.0, warmup_steps=2, schedule="constant")
+    assert rates(config, 5) == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0])
