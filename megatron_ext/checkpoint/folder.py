@@ -67,8 +67,8 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Steps whose checkpoints are whole, ascending."""
-        found = self.root.glob(f"step_*/{RECORD}")
-        return sorted(int(path.parent.name.removeprefix("step_")) for path in found)
+        found = (path.parent.name.removeprefix("step_") for path in self.root.glob(f"step_*/{RECORD}"))
+        return sorted(int(step) for step in found if step.isdecimal())  # somebody may keep a step_6.copy there
 
     def latest(self) -> int | None:
         """Step of the newest checkpoint; None where there is none.
@@ -80,7 +80,7 @@ class CheckpointFolder:
         if not pointer.exists():
             return None
         name = pointer.read_text().strip()
-        if not name.removeprefix("step_").isdigit():
+        if not name.removeprefix("step_").isdecimal():
             raise UserError(str(pointer), f"{name!r} names no checkpoint", f"write one of {self._others(-1)} into it")
         return int(name.removeprefix("step_"))
 

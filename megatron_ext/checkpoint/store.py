@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Record
@@ -56,6 +58,7 @@ class CheckpointStore:
             partial = self.folder.root / f".step_{step}.partial"
             with self._platform.optimizer_context():
                 state = run_state(optimizer, self._groups, self._platform, loading=False)
+                _keep_results_in_this_process()
                 dist_checkpointing.save(state, str(partial))
             dist.barrier()
             if dist.get_rank() == 0:
@@ -101,6 +104,16 @@ class CheckpointStore:
             state = run_state(optimizer, self._groups, self._platform, loading=True, with_generators=same_layout)
             state = dist_checkpointing.load(state, str(self.folder.path(record.progress.step)))
         restore(state, optimizer, self._platform)
+
+
+def _keep_results_in_this_process() -> None:
+    """Give Megatron's writer a plain queue for its results.
+
+    Its own belongs to a server process, which takes seconds to start, outlives a rank that is killed, and holds the
+    rank's output open. Saving here is synchronous: the queue never leaves this process.
+    """
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
 
 
 def _is_storage_failure(error: BaseException | None) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +31,7 @@ class RunRecords:
     """
 
     def __init__(self, folder: Path, name: str, first_step: int, steps: int) -> None:
+        self._folder = folder
         self._files = {name: _reopened(folder / name, first_step) for name in (METRICS, EVALUATION)}
         self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=first_step + 1)
         self._bar = tqdm(
@@ -44,19 +46,21 @@ class RunRecords:
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Keep the metrics of an optimizer step (`step`, `loss`, ...)."""
-        self._append(METRICS, metrics)
-        for key, value in metrics.items():
-            if key != "step" and value is not None:
-                self._board.add_scalar(f"train/{key}", value, metrics["step"])
+        with self._writing():
+            self._append(METRICS, metrics)
+            for key, value in metrics.items():
+                if key != "step" and value is not None:
+                    self._board.add_scalar(f"train/{key}", value, metrics["step"])
         told = f"loss {metrics['loss']:.4f}, {metrics['tokens_per_second']:,.0f} tokens/s"
         self._bar.set_postfix_str(told, refresh=False)
         self._bar.update()
 
     def evaluation(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Keep the records of one evaluation, one a domain."""
-        for record in records:
-            self._append(EVALUATION, record)
-            self._board.add_scalar(f"{record['split']}/{record['domain']}", record["loss"], record["step"])
+        with self._writing():
+            for record in records:
+                self._append(EVALUATION, record)
+                self._board.add_scalar(f"{record['split']}/{record['domain']}", record["loss"], record["step"])
         told = ", ".join(f"{record['domain']} ({record['split']}) {record['loss']:.4f}" for record in records)
         self.say(f"step {records[0]['step']}: {told}" if records else "")
 
@@ -66,11 +70,25 @@ class RunRecords:
             self._bar.write(line, file=sys.stderr)
 
     def close(self) -> None:
-        """Finish the files."""
+        """Finish the files.
+
+        Raises:
+            UserError: as from `step` and `evaluation`, the disk refuses.
+        """
         self._bar.close()
-        self._board.close()
-        for file in self._files.values():
-            file.close()
+        with self._writing():
+            for file in self._files.values():
+                file.close()
+            self._board.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Around whatever writes: a disk that is full or gone is no fault of ours."""
+        try:
+            yield
+        except OSError as error:
+            problem = f"cannot be written ({error.strerror})"
+            raise UserError(str(self._folder), problem, "make room and start again with --resume") from error
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         """One whole line at a time: what a killed run leaves can be read."""
@@ -81,8 +99,8 @@ class RunRecords:
 def _reopened(path: Path, first_step: int) -> IO[str]:
     """The file, open for appending, without lines of steps that will be done again and without a half-written one."""
     if path.exists():
-        kept = [line for line in path.read_text().splitlines() if _step_of(line, path) <= first_step]
-        write_whole(path, "".join(f"{line}\n" for line in kept).encode())
+        kept = [line for line in path.read_text().splitlines(keepends=True) if _step_of(line, path) <= first_step]
+        write_whole(path, "".join(f"{line.rstrip()}\n" for line in kept).encode())
     return path.open("a")
 
 
@@ -90,6 +108,8 @@ def _step_of(line: str, path: Path) -> float:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        if line.startswith('{"step": '):  # the line that a killed run was writing
+        if not line.endswith("\n"):  # what a killed run was writing
             return float("inf")
-        raise UserError(str(path), f"has a line that is no record: {line[:60]!r}", "remove that line") from None
+        raise UserError(
+            str(path), f"has a line that is no record: {line.rstrip()[:60]!r}", "remove that line"
+        ) from None
