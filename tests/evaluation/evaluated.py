@@ -1,0 +1,62 @@
+"""What one rank does in a case of `test_evaluation_layouts.py`: build the model and evaluate it, without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from data_prep.manifest import load_manifest
+from megatron_ext.config.derive import derive
+from megatron_ext.config.schema import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
+from megatron_ext.data.batches import evaluation_batch
+from megatron_ext.evaluation.domains import DomainEvaluator, EvaluationDomain, evaluation_domains
+from megatron_ext.parallel.groups import make_process_groups
+from megatron_ext.platform import select_platform
+from megatron_ext.training.build import build_trainer, model_shape
+from megatron_ext.training.trainer import Trainer
+
+LENGTH = 32
+
+
+def _domains(root: Path, max_sequences: int) -> list[EvaluationDomain]:
+    return evaluation_domains(root, load_manifest(root), None, None, LENGTH, max_sequences)
+
+
+def _trainer(root: Path, parallel: dict[str, Any], micro_batch_size: int) -> Trainer:
+    config = derive(
+        RunConfig(
+            data=DataConfig(path=str(root), seq_length=LENGTH),
+            # A large spread of initial weights, so that losses differ from token to token.
+            model=ModelConfig(
+                pattern="attention,gated_deltanet,attention*2", hidden_size=32, num_attention_heads=4, init_std=0.3
+            ),
+            parallel=ParallelConfig(**parallel),
+            training=TrainingConfig(precision="fp32", global_batch_size=12, micro_batch_size=micro_batch_size),
+        )
+    )
+    platform = select_platform("cpu")
+    shape = model_shape(config, platform, load_manifest(root).tokenizer.vocab_size)
+    return build_trainer(config, shape, make_process_groups(config.parallel, 1), platform)
+
+
+def evaluate(
+    rank: int, world_size: int, root: Path, parallel: dict[str, Any], micro_batch_size: int, max_sequences: int = 0
+) -> list[dict[str, Any]]:
+    """The records of an evaluation, on every rank."""
+    trainer = _trainer(root, parallel, micro_batch_size)
+    return DomainEvaluator(trainer, _domains(root, max_sequences), micro_batch_size).evaluate(step=7, tokens=99)
+
+
+def by_hand(rank: int, world_size: int, root: Path) -> dict[str, dict[int, list[float]]]:
+    """By domain and document, the loss of every token: a sample at a time, a token at a time."""
+    trainer = _trainer(root, {}, 1)
+    found: dict[str, dict[int, list[float]]] = {}
+    for domain in _domains(root, 0):
+        documents = found.setdefault(domain.name + "/" + domain.split, {})
+        for index in range(len(domain.samples)):
+            (losses_bt,) = trainer.losses([evaluation_batch(domain.samples, [index])])
+            sample = domain.samples[index]
+            for place in range(LENGTH):
+                if sample.document_ids[place] >= 0:
+                    documents.setdefault(int(sample.document_ids[place]), []).append(float(losses_bt[0, place]))
+    return found
