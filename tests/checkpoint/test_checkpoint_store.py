@@ -40,12 +40,17 @@ def _text() -> None:
     raise RuntimeError("Worker failed: Traceback ... OSError: [Errno 28] No space left on device: '/run/file'")
 
 
+def _stream() -> None:
+    raise RuntimeError("basic_ios::clear: iostream error")
+
+
 @pytest.mark.parametrize(
     ("raise_it", "problem"),
     [
         (_cause, "No space left on device"),
         (_context, "Disk quota exceeded"),
         (_text, "No space left on device"),
+        (_stream, "the disk refuses; it may be full"),
     ],
 )
 def test_a_failure_of_the_disk_is_recognised_wherever_it_hides(raise_it, problem: str) -> None:

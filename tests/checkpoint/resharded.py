@@ -1,0 +1,66 @@
+"""What one rank does in a case of `test_checkpoint_resharding.py`: train and save, or load; then show its state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import parity
+from torch import Tensor
+
+from megatron_ext.checkpoint.folder import Progress
+from megatron_ext.checkpoint.store import CheckpointStore
+from megatron_ext.parallel.groups import make_process_groups
+from megatron_ext.platform import select_platform
+from megatron_ext.training.build import build_trainer, model_shape
+from megatron_ext.training.trainer import Trainer
+
+STEPS = 2
+
+
+def _config(parallel: dict[str, Any], seed: int) -> Any:
+    mixers = {"top1_chunk": {"chunk_size": 8}}
+    config = parity.run_config("top1_chunk,gated_deltanet,attention,top1_element", mixers, {}, parallel)
+    return replace(config, training=replace(config.training, seed=seed))
+
+
+def _parts(root: Path, parallel: dict[str, Any], seed: int) -> tuple[Any, Trainer, CheckpointStore]:
+    config, platform = _config(parallel, seed), select_platform("cpu")
+    groups = make_process_groups(config.parallel, seed)
+    trainer = build_trainer(config, model_shape(config, platform, parity.VOCABULARY), groups, platform)
+    return config, trainer, CheckpointStore(root, {}, groups, platform, keep=0)
+
+
+def _whole(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
+    """Parameters and Adam's moments of the whole model; on rank 0. The model is of no use afterwards.
+
+    Where one data-parallel rank holds all, a moment has as many elements as its parameter. Each is put in the
+    parameter's place, so that one function puts all of them together.
+    """
+    chunks, tp_rank = trainer.optimizer.chunks, trainer.groups.tp.rank()
+    found = {"parameters": parity.whole_parameters(chunks, tp_rank)}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        for part in trainer.optimizer._parts():  # type: ignore[attr-defined]
+            for parameter, (group, order) in part.model_param_group_index_map.items():
+                main = part.optimizer.param_groups[group]["params"][order]
+                parameter.data.copy_(part.optimizer.state[main][moment].view_as(parameter))
+        found[moment] = parity.whole_parameters(chunks, tp_rank)
+    return found
+
+
+def save(rank: int, world_size: int, root: Path, parallel: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Train a little, save, and return the whole state."""
+    config, trainer, store = _parts(root, parallel, seed=1)
+    for step in range(STEPS):
+        trainer.train_step(parity.step_batches(config, trainer.groups, step))
+    store.save(trainer.optimizer, Progress(step=STEPS, samples=8 * STEPS, tokens=256 * STEPS))
+    return _whole(trainer)
+
+
+def load(rank: int, world_size: int, root: Path, parallel: dict[str, Any]) -> tuple[dict[str, dict[str, Tensor]], int]:
+    """Load into a model of other initial weights; the whole state, and the steps that the schedule counts."""
+    _, trainer, store = _parts(root, parallel, seed=2)
+    store.load(trainer.optimizer, store.check(STEPS))
+    counted = trainer.optimizer._scheduler.num_steps  # type: ignore[attr-defined]
+    return _whole(trainer), counted

@@ -1,0 +1,284 @@
+"""What goes wrong outside the program: one line names the file or the field, and nothing is overwritten."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_resume import TP2, call, must_run, prepared, records, run, snapshot, write_config
+
+
+def one_line(errors: str) -> str:
+    """The error in what a failed command said; there must be exactly one, and no traceback beside it."""
+    assert "Traceback" not in errors
+    lines = [line for line in errors.replace("\r", "\n").splitlines() if line.startswith("selectron:")]
+    assert len(lines) == 1, errors
+    assert lines[0].startswith("selectron: error: "), errors
+    return lines[0]
+
+
+def only_line(errors: str) -> str:
+    """The error of a command that failed before it had anything else to say."""
+    assert errors.count("\n") == 1, errors
+    return one_line(errors)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("prepared"))
+
+
+@pytest.fixture
+def own_data(tmp_path: Path, data: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(data, tmp_path / "data"))
+
+
+@pytest.fixture
+def config(tmp_path: Path, data: Path) -> Path:
+    """A configuration whose run folder, `tmp_path / "run"`, is not there yet."""
+    return write_config(tmp_path, data, tmp_path)
+
+
+# --- the configuration -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "said"),
+    [
+        (["model.pattern=top1_chunks*4"], "model.pattern", "top1_chunks"),
+        (["model.num_attention_heads=3", "model.head_dim=8", *TP2], "model.num_attention_heads", "parallel.tensor 2"),
+        (["data.seq_length=63", "parallel.context=2"], "data.seq_length", "parallel.context 2"),
+        (["parallel.tensor=2", "parallel.pipeline=2"], "parallel", "4 processes a replica"),
+        (["model.patern=attention"], "model.patern", "pattern"),
+    ],
+    ids=["unknown mixer", "heads by tp", "sequence by cp", "processes", "unknown key"],
+)
+def test_an_impossible_configuration_is_refused_before_anything_starts(
+    overrides: list[str], field: str, said: str, tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = snapshot(tmp_path)
+    assert call(config, *overrides, "--processes", "2") == 2
+    line = only_line(capsys.readouterr().err)
+    assert line.startswith(f"selectron: error: {field}: ")
+    assert said in line
+    assert snapshot(tmp_path) == before
+    assert not (tmp_path / "run").exists()
+
+
+# --- the data --------------------------------------------------------------------------------------------------------
+
+
+def truncate(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("shard", ["train/First/000000.tar", "validation/Second/000000.tar", "test/Other/000001.tar"])
+@pytest.mark.parametrize(("damage", "said"), [(truncate, "truncated"), (flip_a_byte, "sha256 differs")])
+def test_a_damaged_shard_is_named(
+    damage, said: str, shard: str, tmp_path: Path, own_data: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(own_data / shard)
+    before = snapshot(tmp_path)
+    assert call(config, f"data.path={own_data}") == 2
+    line = only_line(capsys.readouterr().err)
+    assert str(own_data / shard) in line
+    assert said in line
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_a_damaged_shard_is_named_once_by_all_ranks(tmp_path: Path, own_data: Path, config: Path) -> None:
+    shards = sorted((own_data / "train" / "First").glob("*.tar"))
+    for shard in shards[:2]:  # the ranks share the shards: each finds one
+        flip_a_byte(shard)
+    before = snapshot(tmp_path)
+    code, errors = run(config, [*TP2, f"data.path={own_data}"], processes=2)
+    assert code == 2, errors
+    assert str(shards[0]) in only_line(errors)
+    assert snapshot(tmp_path) == before
+
+
+def test_data_of_another_tokenizer_is_refused(
+    tmp_path: Path, own_data: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "tokenizer.json"
+    other.write_text((own_data / "tokenizer.json").read_text().replace('"ra"', '"ar"', 1) + " ")
+    before = snapshot(tmp_path)
+    assert call(config, f"data.path={own_data}", f"data.tokenizer={other}") == 2
+    assert str(other) in only_line(capsys.readouterr().err)
+    shutil.copy(other, own_data / "tokenizer.json")
+    assert call(config, f"data.path={own_data}") == 2
+    line = only_line(capsys.readouterr().err)
+    assert str(own_data / "tokenizer.json") in line
+    assert "manifest" in line
+    shutil.copy(tmp_path / "config.yaml", own_data / "manifest.json")
+    assert call(config, f"data.path={own_data}") == 2
+    assert str(own_data / "manifest.json") in only_line(capsys.readouterr().err)
+    assert {name for name in snapshot(tmp_path) if name.startswith("run")} == set()
+    assert before.keys() == snapshot(tmp_path).keys()
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def six_steps(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """The folder of a run with checkpoints after steps 3 and 6, to copy."""
+    folder = tmp_path_factory.mktemp("six")
+    must_run(write_config(folder, data, folder), ["training.steps=6"])
+    return folder / "run"
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, six_steps: Path) -> Path:
+    return Path(shutil.copytree(six_steps, tmp_path / "run"))
+
+
+def _unlink(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("__0_0.distcp", truncate),
+        ("__0_1.distcp", _unlink),
+        ("common.pt", truncate),
+        (".metadata", truncate),
+        ("checkpoint.json", truncate),
+        ("checkpoint.json", _unlink),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_others_with_it(
+    name: str, damage, tmp_path: Path, run_folder: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(run_folder / "checkpoints" / "step_6" / name)
+    before = snapshot(tmp_path)
+    assert call(config, "--resume") == 2
+    line = only_line(capsys.readouterr().err)
+    assert str(run_folder / "checkpoints" / "step_6" / name) in line
+    assert "--from-step (there are: 3)" in line
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_a_run_with_a_damaged_checkpoint_continues_from_the_one_before(
+    run_folder: Path, config: Path, six_steps: Path
+) -> None:
+    truncate(run_folder / "checkpoints" / "step_6" / "__0_0.distcp")
+    must_run(config, ["training.steps=6", "--from-step", "3"])
+    fields = ("step", "loss", "grad_norm", "lr")
+    assert [[r[f] for f in fields] for r in records(run_folder)] == [[r[f] for f in fields] for r in records(six_steps)]
+    whole = (six_steps / "checkpoints" / "step_6" / "__0_0.distcp").stat().st_size
+    assert (run_folder / "checkpoints" / "step_6" / "__0_0.distcp").stat().st_size == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ("model.hidden_size=64", "model.hidden_size"),
+        ("model.pattern=attention*4", "model.pattern"),
+        ("mixers.top1_chunk.chunk_size=8", "mixers.top1_chunk.chunk_size"),
+        ("data.seq_length=32", "data.seq_length"),
+        ("data.train_domains=[First]", "data.train_domains"),
+        ("training.seed=5", "training.seed"),
+        ("training.precision=bf16", "training.precision"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_by_field(
+    override: str,
+    field: str,
+    tmp_path: Path,
+    run_folder: Path,
+    config: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = snapshot(tmp_path)
+    given = [override, "model.head_dim=8", "model.ffn_hidden_size=128", "model.max_position_embeddings=64"]
+    assert call(config, *given, "--resume") == 2
+    line = only_line(capsys.readouterr().err)
+    assert line.startswith(f"selectron: error: {field}: ")
+    assert str(run_folder / "checkpoints" / "step_6") in line
+    assert snapshot(tmp_path) == before
+
+
+# --- the disk --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Path]:
+    """A folder to mount a small disk on; unmounted at the end."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a small disk needs root")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=False, capture_output=True)
+
+
+def _mount(folder: Path, size: int, *options: str) -> None:
+    option = ",".join([f"size={size}", *options])
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", option, "none", str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_while_saving(tmp_path: Path, data: Path, six_steps: Path, mount: Path) -> None:
+    size = sum(file.stat().st_size for file in (six_steps / "checkpoints" / "step_3").iterdir())
+    _mount(mount, int(1.7 * size))  # room for one checkpoint and the records, not for two
+    config, checkpoints = write_config(tmp_path, data, mount), mount / "run" / "checkpoints"
+    code, errors = run(config, [*TP2, "training.steps=6"], processes=2)
+    assert code == 2, errors
+    line = one_line(errors)
+    assert str(checkpoints / "step_6") in line
+    assert "No space left on device" in line
+    assert "from step 3" in line
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_3"]
+    _mount(mount, 4 * size, "remount")
+    must_run(config, [*TP2, "training.steps=6", "--resume"], processes=2)
+    assert [r["step"] for r in records(mount / "run")] == list(range(1, 7))
+    assert [r["loss"] for r in records(mount / "run")] == pytest.approx(
+        [r["loss"] for r in records(six_steps)], abs=1e-5, rel=0
+    )
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_while_recording(tmp_path: Path, data: Path, mount: Path) -> None:
+    _mount(mount, 64 << 10)
+    config = write_config(tmp_path, data, mount)
+    disk = os.statvfs(mount)
+    room = 4 * disk.f_frsize  # for the configuration and the first block of two files
+    (mount / "fill").write_bytes(b"x" * (disk.f_bavail * disk.f_frsize - room))
+    code, errors = run(config, ["training.steps=3"])
+    assert code == 2, errors
+    line = one_line(errors)
+    assert str(mount / "run") in line
+    assert "No space left on device" in line or "it may be full" in line  # torch's own streams do not say why
+
+
+@pytest.mark.slow
+def test_a_run_folder_that_cannot_be_made(tmp_path: Path, data: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    before = snapshot(tmp_path) | {}
+    config = write_config(tmp_path, data, tmp_path / "file")
+    code, errors = run(config, TP2, processes=2)
+    assert code == 2, errors
+    line = only_line(errors)
+    assert str(tmp_path / "file") in line
+    assert "run.dir" in line
+    assert {name: content for name, content in snapshot(tmp_path).items() if name != "config.yaml"} == before
