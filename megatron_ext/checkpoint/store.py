@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Record
 from megatron_ext.checkpoint.state import layout_of_generators, restore, run_state
@@ -20,6 +21,8 @@ from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.platform import Platform
 
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EFBIG}
+_TORCH_STORAGE_ERRORS = ("iostream error", "file write failed")
+"""What torch.save's own streams say, whatever the reason."""
 
 
 class CheckpointStore:
@@ -58,8 +61,7 @@ class CheckpointStore:
             partial = self.folder.root / f".step_{step}.partial"
             with self._platform.optimizer_context():
                 state = run_state(optimizer, self._groups, self._platform, loading=False)
-                _keep_results_in_this_process()
-                dist_checkpointing.save(state, str(partial))
+                _write(state, partial)
             dist.barrier()
             if dist.get_rank() == 0:
                 self.folder.finish(step, self._record_parts(progress), self._keep)
@@ -106,6 +108,17 @@ class CheckpointStore:
         restore(state, optimizer, self._platform)
 
 
+def _write(state: dict[str, Any], folder: Path) -> None:
+    """Megatron's synchronous save, with a failure of any rank's writers known on every rank."""
+    _keep_results_in_this_process()
+    try:
+        dist_checkpointing.save(state, str(folder))
+    except CheckpointException as error:  # no Exception; raised on all ranks, and only the first one's says why
+        said = [str(error)]
+        dist.broadcast_object_list(said)
+        raise RuntimeError(said[0]) from None
+
+
 def _keep_results_in_this_process() -> None:
     """Give Megatron's writer a plain queue for its results.
 
@@ -121,7 +134,8 @@ def _is_storage_failure(error: BaseException | None) -> bool:
         if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
             return True
         # Megatron's writers are processes of their own: what they raise arrives as text.
-        if any(os.strerror(code) in str(error) for code in _STORAGE_ERRORS):
+        texts = [os.strerror(code) for code in _STORAGE_ERRORS]
+        if any(text in str(error) for text in [*texts, *_TORCH_STORAGE_ERRORS]):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -133,4 +147,4 @@ def _storage_problem(error: BaseException | None) -> str:
             if os.strerror(code) in str(error):
                 return os.strerror(code)
         error = error.__cause__ or error.__context__
-    return "the disk refuses"
+    return "the disk refuses; it may be full"
