@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A rank that ends by the user's error closes its connections; what its peers then raise is no news.
         if reporting.reported_by_another():
             return EXIT_USER_ERROR
+        if reporting.has_peers():
+            _end_at_once()
         raise
+
+
+def _end_at_once() -> NoReturn:
+    """Show the traceback and leave: threads of communication libraries may never end, and the peers wait."""
+    traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _hush_libraries() -> None:

@@ -125,6 +125,10 @@ def apply_override(tree: Tree, override: str, mixer_configs: Mixers) -> None:
         inside = [name for name in known if name.startswith(key + ".")]
         if inside:
             raise UserError(key, "is a section, not a field", f"set one of its fields, e.g. {inside[0]}=...")
+        section, _, rest = key.partition(".")
+        mixer = rest.partition(".")[0]
+        if section == "mixers" and mixer not in mixer_configs:
+            raise unknown_mixer(key, mixer, mixer_configs)
         raise UserError(key, "no such field", _suggest_key(key, known))
     *parents, last = key.split(".")
     node = tree

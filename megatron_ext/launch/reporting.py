@@ -24,7 +24,7 @@ def report_user_error(message: str) -> None:
         message: one line.
     """
     given = os.environ.get(ERROR_FILE)
-    alone = not given and int(os.environ.get("WORLD_SIZE", "1")) == 1
+    alone = not given and not has_peers()
     try:
         speaks = alone or claim(Path(given) if given else _shared_file(), message)
     except OSError:
@@ -33,9 +33,14 @@ def report_user_error(message: str) -> None:
         print_user_error(message)
 
 
+def has_peers() -> bool:
+    """Tell whether this process is one rank of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 def reported_by_another() -> bool:
     """Tell whether a rank has already reported a user's error: a crash of this one is then its consequence."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not has_peers():
         return False
     given = os.environ.get(ERROR_FILE)
     return (Path(given) if given else _shared_file()).exists()
