@@ -32,6 +32,7 @@ from megatron_ext.data.batches import Batch, micro_batch_indices, training_batch
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.mixers import base
 from megatron_ext.mixers.registry import load_all
+from megatron_ext.model import build_model
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform import select_platform
 from megatron_ext.training.build import build_trainer, model_shape
@@ -129,6 +130,23 @@ def train(rank: int, world_size: int, config: RunConfig) -> Outcome | None:
         parameters=parameters,
         exchanges=exchanges,
     )
+
+
+def plain_first_step(rank: int, world_size: int, config: RunConfig) -> tuple[float, float]:
+    """Loss and gradient norm of the first step, without schedule, optimizer and loss reduction of the code under test.
+
+    The whole batch at once through the bare model, cross entropy over the tokens that count, torch's autograd.
+    """
+    platform = select_platform("cpu")
+    groups = make_process_groups(config.parallel, config.training.seed)
+    shape = model_shape(config, platform, VOCABULARY)
+    (model,) = build_model(shape, platform, groups, config.training.seed)
+    batch = masked_batch(list(range(config.training.global_batch_size)), groups)
+    logits = model(batch.tokens, batch.position_ids, attention_mask=None)
+    counted = batch.loss_mask.bool()
+    loss = torch.nn.functional.cross_entropy(logits[counted], batch.labels[counted])
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    return float(loss), float(torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt())
 
 
 class RandomSamples:
