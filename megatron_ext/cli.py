@@ -128,7 +128,8 @@ def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
         if processes and processes > 1:
             return local.launch(local.train_command(arguments), processes)
-        os.environ.update(local.rank_environment(0, 1, local.free_port()))
+        store = local.rendezvous_store()  # served while it lives: as long as this function runs
+        os.environ.update(local.rank_environment(0, 1, store.port))
     from megatron_ext.training.run import train
 
     train(config, resume=args.resume, from_step=args.from_step)

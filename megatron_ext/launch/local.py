@@ -6,7 +6,6 @@ import ctypes
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,10 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from megatron_ext.errors import EXIT_USER_ERROR
 from megatron_ext.launch.reporting import ERROR_FILE, print_user_error
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _POLL_SECONDS = 0.05
 _TAIL_LINES = 30
@@ -79,7 +81,7 @@ def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
     Args:
         rank: its number.
         processes: number of ranks.
-        port: free port of this machine for the rendezvous.
+        port: of the launcher's rendezvous store, see `rendezvous_store`.
     """
     threads = str(max(1, (os.cpu_count() or 1) // processes))
     return {
@@ -89,16 +91,18 @@ def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        # The store is the launcher's, as under torchrun: a port that was only looked for could be taken meanwhile.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
     }
 
 
-def free_port() -> int:
-    """Return a TCP port of this machine that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+def rendezvous_store() -> TCPStore:
+    """Return a store on a free port of this machine, served by this process while the object lives."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @dataclass
@@ -113,14 +117,15 @@ class _Group:
     failed: list[int] = field(default_factory=list)
     """Ranks that ended with another code than 0 before anything was done to them, in the order of their end."""
     forwarded: list[signal.Signals] = field(default_factory=list)
+    store: TCPStore | None = None
 
     def start(self) -> None:
         """Start all ranks; if one cannot be started, end those that were."""
-        port = free_port()
+        self.store = rendezvous_store()
         prepare = _die_with(os.getpid())
         try:
             for rank in range(self.size):
-                environment = os.environ | rank_environment(rank, self.size, port)
+                environment = os.environ | rank_environment(rank, self.size, self.store.port)
                 environment[ERROR_FILE] = str(self.folder / "error")
                 self.children.append(self._start_one(rank, environment, prepare))
         except BaseException:

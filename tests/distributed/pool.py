@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -134,6 +135,8 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 def _serve(connection: Connection) -> None:
     """What a worker does until it is killed or its pool is gone."""
     os.setpgrp()  # so that it can be ended with all it started
+    importlib.import_module("megatron_ext.training.build")
+    gc.freeze()  # what imports made stays; looking through it after every call would take longer than the call
     while True:
         try:
             function, rank, world_size, store, timeout, args = connection.recv()
@@ -174,7 +177,7 @@ def _forget_models() -> None:
     from megatron.core.distributed import DistributedDataParallel
 
     for thing in gc.get_objects():
-        if isinstance(thing, DistributedDataParallel):
+        if type(thing) is DistributedDataParallel:
             # A cycle through hooks on autograd's nodes, which the collector cannot see: their dictionary is emptied.
             for node in thing.grad_accs:
                 node.register_hook(lambda *_: None).hooks_dict_ref().clear()

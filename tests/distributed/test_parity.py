@@ -68,6 +68,9 @@ LAYOUTS = {name: (2, parallel) for name, parallel in TWO.items()} | {n: (4, para
 QUICK = {"tp2_cp2": {"attention", "hybrid"}, "tp2_pp2_sp": {"top1_chunk_exact", "gated_deltanet"}}
 QUICK |= {layout: {"hybrid"} for layout in LAYOUTS if layout not in QUICK}
 
+# Models that run with recomputation on four processes too; all do on two.
+BOTH = {"attention", "top1_element", "top1_chunk_exact", "gated_deltanet", "hybrid"}
+
 _references: dict[str, Outcome] = {}
 
 
@@ -112,6 +115,7 @@ def _cases() -> list[Any]:
         for model in MODELS
         for layout in LAYOUTS
         for recompute in ("none", "full")
+        if recompute == "none" or LAYOUTS[layout][0] == 2 or model in BOTH
     ]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
+import parity
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,6 +47,21 @@ def test_workers_stay_and_have_one_thread_and_no_gpu(pool: WorkerPool) -> None:
     first, second = (pool.run(_environment, 2) for _ in range(2))
     assert first == second
     assert [answer[:2] for answer in first] == [(1, False)] * 2
+
+
+def _threads(rank: int, world_size: int) -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_a_case_leaves_no_process_groups_behind(pool: WorkerPool) -> None:
+    """A model that is not freed holds its groups, and each has polling threads: thousands after some hundred cases."""
+    config = parity.run_config("attention*4", {}, {}, {"tensor": 2})
+    counts = []
+    for _ in range(3):
+        pool.run(parity.train, 2, config)
+        counts.append(pool.run(_threads, 2))
+    assert counts[1] == counts[2]
+    assert max(counts[0]) < 30
 
 
 @pytest.mark.slow
