@@ -36,6 +36,7 @@ class TrainingLoop:
         flops_per_token: model FLOPs of forward and backward, of the whole model.
         peak_flops: of all devices together; None where unknown.
         progress: how far the run is.
+        last_evaluation: step of the newest evaluation there is; 0: none.
     """
 
     trainer: Trainer
@@ -48,6 +49,7 @@ class TrainingLoop:
     flops_per_token: float
     peak_flops: float | None
     progress: Progress
+    last_evaluation: int
 
     def run(self, stop: StopRequest) -> bool:
         """Train to the last step, or until a stop is asked for; a checkpoint is left either way.
@@ -55,18 +57,17 @@ class TrainingLoop:
         Returns:
             Whether the run is finished.
         """
-        saved_at = self.progress.step
+        if self.progress.step > self.last_evaluation and self._is_due(self.training.evaluate_every, False):
+            self._evaluate()  # the stop that this run continues from came before it
         while self.progress.step < self.training.steps:
             asked = self._step(stop)
-            step, finished = self.progress.step, self.progress.step == self.training.steps
-            if self._is_due(self.training.evaluate_every, finished) and not asked:
+            finished = self.progress.step == self.training.steps
+            if self._is_due(self.training.evaluate_every, finished) and (finished or not asked):
                 self._evaluate()
             if asked or finished or self._is_due(self.training.checkpoint_every, False):
                 self.store.save(self.trainer.optimizer, self.progress)
-                saved_at = step
             if asked:
                 break
-        assert saved_at == self.progress.step
         return self.progress.step == self.training.steps
 
     def _is_due(self, every: int, finished: bool) -> bool:

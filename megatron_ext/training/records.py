@@ -28,11 +28,15 @@ class RunRecords:
         name: shown on the progress line.
         first_step: steps done before: what older records say of later steps is dropped.
         steps: of the whole run.
+
+    Attributes:
+        last_evaluation: step of the newest evaluation that older records hold; 0: none.
     """
 
     def __init__(self, folder: Path, name: str, first_step: int, steps: int) -> None:
         self._folder = folder
         self._files = {name: _reopened(folder / name, first_step) for name in (METRICS, EVALUATION)}
+        self.last_evaluation = _last_step(folder / EVALUATION)
         self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=first_step + 1)
         self._bar = tqdm(
             total=steps,
@@ -102,6 +106,11 @@ def _reopened(path: Path, first_step: int) -> IO[str]:
         kept = [line for line in path.read_text().splitlines(keepends=True) if _step_of(line, path) <= first_step]
         write_whole(path, "".join(f"{line.rstrip()}\n" for line in kept).encode())
     return path.open("a")
+
+
+def _last_step(path: Path) -> int:
+    lines = path.read_text().splitlines(keepends=True)
+    return int(max((_step_of(line, path) for line in lines), default=0))
 
 
 def _step_of(line: str, path: Path) -> float:

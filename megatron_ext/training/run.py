@@ -116,6 +116,8 @@ def _loop(
     )
     flops = training_flops_per_token(shape, trainer.optimizer.chunks, config.data.seq_length)
     peak = platform.peak_flops(DTYPES[training.precision])
+    records = _records(config, folder, progress)
+    last_evaluation = _sum_over(0 if records is None else records.last_evaluation, platform, None)
     return TrainingLoop(
         trainer=trainer,
         samples=data.samples,
@@ -123,10 +125,11 @@ def _loop(
         store=store,
         training=training,
         layout=layout_of(config, dist.get_world_size()),
-        records=_records(config, folder, progress),
+        records=records,
         flops_per_token=_sum_over(flops, platform, trainer.groups.pp),
         peak_flops=None if peak is None else _sum_over(peak, platform, None),
         progress=progress,
+        last_evaluation=int(last_evaluation),
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -22,6 +23,7 @@ from megatron_ext.optim.megatron import _schedule
 from megatron_ext.training.datasets import RunData, step_batches
 from megatron_ext.training.loop import TrainingLoop
 from megatron_ext.training.run import identity
+from megatron_ext.training.stopping import StopRequest
 from megatron_ext.training.trainer import StepResult
 
 LENGTH = 12
@@ -128,6 +130,7 @@ def a_loop(peak_flops: float | None) -> TrainingLoop:
         flops_per_token=3e6,
         peak_flops=peak_flops,
         progress=Progress(step=7, samples=56, tokens=7000),
+        last_evaluation=5,
     )
 
 
@@ -159,6 +162,48 @@ def test_rhythm(every: int, step: int, finished: bool, due: bool) -> None:
     loop = a_loop(None)
     loop.progress = Progress(step=step)
     assert loop._is_due(every, finished) == due
+
+
+class ScriptedLoop(TrainingLoop):
+    """Steps and evaluations that only leave their number; asked to stop after the steps in `stops`."""
+
+    stops: set[int]
+    told: list[str]
+
+    def _step(self, stop: StopRequest) -> bool:
+        self.progress = Progress(step=self.progress.step + 1)
+        return self.progress.step in self.stops
+
+    def _evaluate(self) -> None:
+        self.told.append(f"evaluation {self.progress.step}")
+
+
+def scripted(first: int, last_evaluation: int, stops: set[int]) -> ScriptedLoop:
+    plain = a_loop(None)
+    loop = ScriptedLoop(**{field.name: getattr(plain, field.name) for field in fields(plain)})
+    loop.stops, loop.told = stops, []
+    loop.training = Training(steps=7, evaluate_every=3, checkpoint_every=2)
+    loop.progress, loop.last_evaluation = Progress(step=first), last_evaluation
+    loop.trainer = cast(Any, SimpleNamespace(optimizer=None))
+    save = lambda _, progress: loop.told.append(f"checkpoint {progress.step}")  # noqa: E731
+    loop.store = cast(Any, SimpleNamespace(save=save))
+    return loop
+
+
+def test_an_evaluation_that_a_stop_came_before_is_made_up_for() -> None:
+    stopped = scripted(0, 0, stops={3})
+    assert not stopped.run(StopRequest())
+    assert stopped.told == ["checkpoint 2", "checkpoint 3"]
+    resumed = scripted(3, 0, stops=set())
+    assert resumed.run(StopRequest())
+    told = ["evaluation 3", "checkpoint 4", "evaluation 6", "checkpoint 6", "evaluation 7", "checkpoint 7"]
+    assert resumed.told == told
+
+
+def test_an_evaluation_that_was_made_is_not_made_again() -> None:
+    resumed = scripted(3, 3, stops={7})
+    assert resumed.run(StopRequest())
+    assert resumed.told == ["checkpoint 4", "evaluation 6", "checkpoint 6", "evaluation 7", "checkpoint 7"]
 
 
 # --- the schedule ----------------------------------------------------------------------------------------------------
