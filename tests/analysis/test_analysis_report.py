@@ -155,7 +155,7 @@ def test_full_disk_leaves_the_earlier_report_whole(folders, tmp_path, monkeypatc
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError) as caught:
         write_report(folders[:1], tmp_path)
     problem = "the report cannot be written (No space left on device)"
