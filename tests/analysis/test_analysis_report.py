@@ -10,7 +10,6 @@ from html.parser import HTMLParser
 import pytest
 from analysis_synthetic import Synthetic, write_run
 
-from megatron_ext.analysis import report
 from megatron_ext.analysis.figure import DARK, LIGHT, STACKED, WIDE, draw
 from megatron_ext.analysis.matched import compare
 from megatron_ext.analysis.report import COLUMNS, write_report
