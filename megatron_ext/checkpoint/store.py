@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import queue
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.platform import Platform
 
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EFBIG}
-_TORCH_STORAGE_ERRORS = ("iostream error", "file write failed")
+_TORCH_STORAGE_ERRORS = ("iostream error", "file write failed", "inline_container")
 """What torch.save's own streams say, whatever the reason."""
+
+_NEXT_TO_NOTHING = 1 << 16
+"""Bytes free on a disk that counts as full."""
 
 
 class CheckpointStore:
@@ -67,12 +71,14 @@ class CheckpointStore:
                 self.folder.finish(step, self._record_parts(progress), self._keep)
             dist.barrier()
         except Exception as error:
-            if not _is_storage_failure(error):
+            full = _is_full(self.folder.root)  # asked before what was written is removed
+            if not (full or _is_storage_failure(error)):
                 raise
+            problem = os.strerror(errno.ENOSPC) if full else _storage_problem(error)
             self.folder.abandon(step)
             kept = self.folder.steps()
             mend = "make room and start again with --resume" + (f" (from step {kept[-1]})" if kept else "")
-            raise UserError(str(path), f"cannot be saved: {_storage_problem(error)}", mend) from error
+            raise UserError(str(path), f"cannot be saved: {problem}", mend) from error
         return path
 
     def _record_parts(self, progress: Progress) -> dict[str, Any]:
@@ -114,7 +120,7 @@ def _write(state: dict[str, Any], folder: Path) -> None:
     try:
         dist_checkpointing.save(state, str(folder))
     except CheckpointException as error:  # no Exception; raised on all ranks, and only the first one's says why
-        said = [str(error)]
+        said = [str(error) + (f": {os.strerror(errno.ENOSPC)}" if _is_full(folder) else "")]
         dist.broadcast_object_list(said)
         raise RuntimeError(said[0]) from None
 
@@ -127,6 +133,14 @@ def _keep_results_in_this_process() -> None:
     """
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
+
+
+def _is_full(folder: Path) -> bool:
+    """Whether next to nothing can be written there: what a full disk makes libraries raise often does not say so."""
+    try:
+        return shutil.disk_usage(folder).free < _NEXT_TO_NOTHING
+    except OSError:
+        return False
 
 
 def _is_storage_failure(error: BaseException | None) -> bool:
