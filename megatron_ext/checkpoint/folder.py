@@ -65,6 +65,10 @@ class CheckpointFolder:
         """Where the checkpoint of a step is, once it is whole."""
         return self.root / f"step_{step}"
 
+    def partial(self, step: int) -> Path:
+        """Where the checkpoint of a step is written until it is whole."""
+        return self.root / f".step_{step}.partial"
+
     def steps(self) -> list[int]:
         """Steps whose checkpoints are whole, ascending."""
         found = (path.parent.name.removeprefix("step_") for path in self.root.glob(f"step_*/{RECORD}"))
@@ -86,7 +90,7 @@ class CheckpointFolder:
 
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint of a step into."""
-        partial = self.root / f".step_{step}.partial"
+        partial = self.partial(step)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         return partial
@@ -99,7 +103,7 @@ class CheckpointFolder:
             record_parts: progress, identity and generators of its `Record`.
             keep: newest checkpoints kept; 0: all.
         """
-        partial = self.root / f".step_{step}.partial"
+        partial = self.partial(step)
         files = {str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()}
         write_whole(partial / RECORD, json.dumps(asdict(Record(**record_parts, files=files)), indent=1).encode())
         # A damaged or half-deleted folder of this step may be in the way; a whole one is never saved again.
@@ -111,7 +115,7 @@ class CheckpointFolder:
 
     def abandon(self, step: int) -> None:
         """Remove what was written of a checkpoint that did not become whole."""
-        shutil.rmtree(self.root / f".step_{step}.partial", ignore_errors=True)
+        shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def read_record(self, step: int) -> Record:
         """The record of a checkpoint, after its files were found there and of the right size.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,6 +82,6 @@ def _set_generators(states: dict[str, Any], platform: Platform) -> None:
     get_cuda_rng_tracker().set_states(states["megatron"])
 
 
-def layout_of_generators(groups: ProcessGroupCollection) -> Sequence[int]:
+def layout_of_generators(groups: ProcessGroupCollection) -> list[int]:
     """The sizes on which the generators' states depend."""
     return [groups.pp.size(), groups.tp.size()]

@@ -62,10 +62,9 @@ class CheckpointStore:
             if dist.get_rank() == 0:
                 self.folder.begin(step)
             dist.barrier()
-            partial = self.folder.root / f".step_{step}.partial"
             with self._platform.optimizer_context():
                 state = run_state(optimizer, self._groups, self._platform, loading=False)
-                _write(state, partial)
+                _write(state, self.folder.partial(step))
             dist.barrier()
             if dist.get_rank() == 0:
                 self.folder.finish(step, self._record_parts(progress), self._keep)
@@ -82,7 +81,7 @@ class CheckpointStore:
         return path
 
     def _record_parts(self, progress: Progress) -> dict[str, Any]:
-        generators = list(layout_of_generators(self._groups))
+        generators = layout_of_generators(self._groups)
         return {"progress": progress, "identity": self._identity, "generators": generators}
 
     def check(self, step: int) -> Record:
@@ -107,7 +106,7 @@ class CheckpointStore:
         The generators' states are of one layout; at another they are left as they are. Nothing is drawn from them
         in a run without dropout.
         """
-        same_layout = record.generators == list(layout_of_generators(self._groups))
+        same_layout = record.generators == layout_of_generators(self._groups)
         with self._platform.optimizer_context():
             state = run_state(optimizer, self._groups, self._platform, loading=True, with_generators=same_layout)
             state = dist_checkpointing.load(state, str(self.folder.path(record.progress.step)))

@@ -163,9 +163,9 @@ class Mixer(MegatronModule, ABC):
         return copy_to_tensor_model_parallel_region(parameter, group=self.tp_group)
 
     def own_units(self, parameter: Tensor, part: Part) -> Tensor:
-        """The rows (dim 0: this tensor-parallel rank's units) of a parameter that belong to the units of `part`."""
+        """The rows of a parameter that belong to the units of `part`; dim 0 is this tensor-parallel rank's units."""
         start = part.first_unit - self.tp_group.rank() * self.num_units_per_rank
-        return parameter.narrow(0, start * (parameter.shape[0] // self.num_units_per_rank), part.num_units)
+        return parameter.narrow(0, start, part.num_units)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
