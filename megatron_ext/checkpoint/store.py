@@ -71,9 +71,9 @@ class CheckpointStore:
             dist.barrier()
         except Exception as error:
             full = _is_full(self.folder.root)  # asked before what was written is removed
-            if not (full or _is_storage_failure(error)):
-                raise
             problem = os.strerror(errno.ENOSPC) if full else _storage_problem(error)
+            if problem is None:
+                raise
             self.folder.abandon(step)
             kept = self.folder.steps()
             mend = "make room and start again with --resume" + (f" (from step {kept[-1]})" if kept else "")
@@ -142,22 +142,15 @@ def _is_full(folder: Path) -> bool:
         return False
 
 
-def _is_storage_failure(error: BaseException | None) -> bool:
+def _storage_problem(error: BaseException | None) -> str | None:
+    """What the disk did, from an error or what it came from; None if none of them is the disk's doing."""
+    problem = None
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
-            return True
         # Megatron's writers are processes of their own: what they raise arrives as text.
-        texts = [os.strerror(code) for code in _STORAGE_ERRORS]
-        if any(text in str(error) for text in [*texts, *_TORCH_STORAGE_ERRORS]):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _storage_problem(error: BaseException | None) -> str:
-    while error is not None:
         for code in _STORAGE_ERRORS:
-            if os.strerror(code) in str(error):
+            if getattr(error, "errno", None) == code or os.strerror(code) in str(error):
                 return os.strerror(code)
+        if any(text in str(error) for text in _TORCH_STORAGE_ERRORS):
+            problem = "the disk refuses; it may be full"  # unless what it came from says more
         error = error.__cause__ or error.__context__
-    return "the disk refuses; it may be full"
+    return problem

@@ -6,12 +6,15 @@ Each rank holds a contiguous part of the sequence. Tensors are sequence-first, a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+Move = Callable[[Tensor, ProcessGroup], Tensor]
 
 
 def _all_to_all(parts_rx: Tensor, group: ProcessGroup) -> Tensor:
@@ -36,41 +39,29 @@ def _heads_to_sequence(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
     return received.permute(1, 2, 0, 3, 4).reshape(t // size, b, size * n, w)
 
 
-class _SequenceToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _sequence_to_heads(x_tbnw, group)
+def _gather_sequence(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
+    whole = x_tbnw.new_empty(group.size() * x_tbnw.shape[0], *x_tbnw.shape[1:])
+    dist.all_gather_into_tensor(whole, x_tbnw.contiguous(), group=group)
+    return whole
+
+
+def _sum_to_parts(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
+    part = x_tbnw.new_empty(x_tbnw.shape[0] // group.size(), *x_tbnw.shape[1:])
+    dist.reduce_scatter_tensor(part, x_tbnw.contiguous(), group=group)
+    return part
+
+
+class _Exchange(torch.autograd.Function):
+    """One of the exchanges above forward, and the one that its gradient takes back."""
 
     @staticmethod
-    def backward(ctx: Any, grad_tbnw: Tensor) -> tuple[Tensor, None]:
-        return _heads_to_sequence(grad_tbnw, ctx.group), None
-
-
-class _HeadsToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _heads_to_sequence(x_tbnw, group)
+    def forward(ctx: Any, x_tbnw: Tensor, there: Move, back: Move, group: ProcessGroup) -> Tensor:
+        ctx.back, ctx.group = back, group
+        return there(x_tbnw, group)
 
     @staticmethod
-    def backward(ctx: Any, grad_tbnw: Tensor) -> tuple[Tensor, None]:
-        return _sequence_to_heads(grad_tbnw, ctx.group), None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        whole = x_tbnw.new_empty(group.size() * x_tbnw.shape[0], *x_tbnw.shape[1:])
-        dist.all_gather_into_tensor(whole, x_tbnw.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad_tbnw: Tensor) -> tuple[Tensor, None]:
-        part = grad_tbnw.new_empty(grad_tbnw.shape[0] // ctx.group.size(), *grad_tbnw.shape[1:])
-        dist.reduce_scatter_tensor(part, grad_tbnw.contiguous(), group=ctx.group)
-        return part, None
+    def backward(ctx: Any, grad_tbnw: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad_tbnw, ctx.group), None, None, None
 
 
 def sequence_to_heads(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
@@ -83,14 +74,14 @@ def sequence_to_heads(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
     Returns:
         [t, b, n/cp, w]. The gradient takes the way back.
     """
-    return _SequenceToHeads.apply(x_tbnw, group)
+    return _Exchange.apply(x_tbnw, _sequence_to_heads, _heads_to_sequence, group)
 
 
 def heads_to_sequence(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
     """The inverse of `sequence_to_heads`: [t, b, n/cp, w] to [t/cp, b, n, w]."""
-    return _HeadsToSequence.apply(x_tbnw, group)
+    return _Exchange.apply(x_tbnw, _heads_to_sequence, _sequence_to_heads, group)
 
 
 def gather_sequence(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
     """All parts of the sequence, in order: [t/cp, b, n, w] to [t, b, n, w]; gradients are summed back to their part."""
-    return _GatherSequence.apply(x_tbnw, group)
+    return _Exchange.apply(x_tbnw, _gather_sequence, _sum_to_parts, group)

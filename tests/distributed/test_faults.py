@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_resume import TP2, call, must_run, prepared, records, run, snapshot, write_config
+from launching import TP2, call, must_run, prepared, records, run, snapshot, write_config
 
 
 def one_line(errors: str) -> str:

@@ -1,0 +1,141 @@
+"""`selectron train` in processes of its own, as a user starts it, on a small prepared corpus."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from data_prep.prepare import PrepareOptions, prepare
+from megatron_ext.cli import main
+
+ROOT = Path(__file__).parents[2]
+STEPS = 10
+TP2 = ["parallel.tensor=2", "parallel.sequence=true"]
+CONFIG = """
+data: {{path: {data}, seq_length: 64}}
+model: {{pattern: "top1_chunk,gated_deltanet,attention,top1_element", hidden_size: 32, num_attention_heads: 4}}
+mixers: {{top1_chunk: {{chunk_size: 16}}}}
+training: {{steps: {steps}, global_batch_size: 4, micro_batch_size: 2, precision: fp32, evaluate_every: 5,
+            evaluation_sequences: 6, checkpoint_every: 3, keep_checkpoints: 0}}
+optimizer: {{lr: 1e-3, min_lr: 1e-4, warmup_steps: 2}}
+run: {{dir: {runs}, name: run, device: cpu}}
+"""
+
+
+def prepared(folder: Path) -> Path:
+    """A small data folder: two training domains, one test domain, a tokenizer of its own."""
+    words = [f"{a}{b}" for a in ("ka", "lo", "mi", "nu", "pe") for b in ("ra", "sto", "tin", "vel")]
+    dice = random.Random(1)
+    with (folder / "raw.jsonl").open("w") as raw:
+        for number in range(180):
+            text = " ".join(dice.choices(words, k=dice.randint(10, 80)))
+            domain = ("First", "Second", "Other")[number % 3]
+            raw.write(json.dumps({"text": f"{text} {number}", "meta": {"redpajama_set_name": domain}}) + "\n")
+    prepare(
+        PrepareOptions(
+            input=str(folder / "raw.jsonl"),
+            output=str(folder / "data"),
+            train_domains=["First", "Second"],
+            test_domains=["Other"],
+            tokenizer="train",
+            vocab_size=300,
+            validation_fraction=0.2,
+            shard_tokens=1500,
+            progress=False,
+        )
+    )
+    return folder / "data"
+
+
+def write_config(folder: Path, data: Path, runs: Path) -> Path:
+    """The configuration of all runs here; its run folder is `runs/run`."""
+    path = folder / "config.yaml"
+    path.write_text(CONFIG.format(data=data, runs=runs, steps=STEPS))
+    return path
+
+
+def environment() -> dict[str, str]:
+    """Of a command, whatever launcher the tests themselves run under."""
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {key: value for key, value in os.environ.items() if key not in launcher} | own
+
+
+def start(config: Path, arguments: Sequence[str], processes: int) -> subprocess.Popen[str]:
+    """`selectron train` as a user starts it."""
+    command = [sys.executable, "-m", "megatron_ext.cli", "train", str(config), *arguments]
+    command += ["--processes", str(processes)]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def run(config: Path, arguments: Sequence[str], processes: int = 1) -> tuple[int, str]:
+    """Run the command to its end; exit code and standard error."""
+    process = start(config, arguments, processes)
+    try:
+        _, errors = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    return process.returncode, errors
+
+
+def must_run(config: Path, arguments: Sequence[str], processes: int = 1) -> str:
+    """Run the command, which must succeed; its standard error."""
+    code, errors = run(config, arguments, processes)
+    assert code == 0, errors
+    return errors
+
+
+def call(config: Path, *arguments: str) -> int:
+    """The command in this process, for what ends before a model is built."""
+    from megatron_ext.parallel.groups import destroy_process_groups
+
+    with patch.dict(os.environ, environment(), clear=True):
+        try:
+            return main(["train", str(config), *arguments])
+        finally:
+            destroy_process_groups()
+
+
+def records(run_folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Lines of a record file, as far as they are whole."""
+    path = run_folder / name
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def curve(run_folder: Path) -> list[tuple[int, float, float, float, int]]:
+    """What must be the same to the last bit: every step's loss, gradient norm, rate and token count."""
+    return [(r["step"], r["loss"], r["grad_norm"], r["lr"], r["tokens"]) for r in records(run_folder)]
+
+
+def losses(run_folder: Path) -> list[float]:
+    assert [r["step"] for r in records(run_folder)] == list(range(1, STEPS + 1))
+    return [r["loss"] for r in records(run_folder)]
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file with its time and content, to show that nothing was touched."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def wait_for_step(process: subprocess.Popen[str], run_folder: Path, step: int) -> None:
+    """Wait until a running command has recorded a step."""
+    deadline = time.monotonic() + 120
+    while len(records(run_folder)) < step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.01)
