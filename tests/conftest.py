@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+# Begun in the background by a script, pytest ignores SIGINT, and so would every command that a test starts and
+# interrupts. A handler of our own is not passed on; being ignored is.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")
