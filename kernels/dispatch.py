@@ -2,8 +2,10 @@
 
 import logging
 import math
+import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -32,7 +34,8 @@ def choose(op: str, requested: str, available: Collection[str], automatic: Choic
         ValueError: the requested implementation does not exist.
     """
     if requested == "auto":
-        logger.debug("%s: %s (%s)", op, automatic.name, automatic.reason)
+        if not torch.compiler.is_compiling():  # a log line would break the graph
+            logger.debug("%s: %s (%s)", op, automatic.name, automatic.reason)
         return automatic
     if requested not in available:
         raise ValueError(f"implementation is {requested!r}, but {op} has: use one of {['auto', *available]}")
@@ -55,12 +58,12 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
     """Give the scale of the scores, head_dim**-0.5 when None.
 
     Raises:
-        ValueError: not a positive finite number (the highest product must stay the highest score).
+        ValueError: negative or not finite (the highest product must stay the highest score).
     """
     if scale is None:
         return head_dim**-0.5
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale is {scale!r}: give a positive number, or None for head_dim**-0.5")
+    if not (math.isfinite(scale) and scale >= 0):
+        raise ValueError(f"scale is {scale!r}: give a number that is not negative, or None for head_dim**-0.5")
     return float(scale)
 
 
@@ -112,6 +115,36 @@ def check_query_offset(query_offset: int, num_queries: int, num_keys: int) -> No
             f"query_offset is {query_offset}, so {num_queries} queries end at position {query_offset + num_queries}, "
             f"beyond the {num_keys} keys: pass the keys of the whole sequence, or a smaller offset"
         )
+
+
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_TRITON_HEAD_DIM = 256
+
+
+def triton_obstacle(q_bthd: Tensor, v_bshe: Tensor) -> str | None:
+    """Say why our Triton attention kernels cannot take these tensors, with the mend; None when they can."""
+    if find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    if not (q_bthd.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        return f"q is on {q_bthd.device}: move it to a GPU"
+    if q_bthd.dtype not in TRITON_DTYPES:
+        return f"q has dtype {q_bthd.dtype}: convert it to one of {[str(dtype) for dtype in TRITON_DTYPES]}"
+    if q_bthd.shape[3] > MAX_TRITON_HEAD_DIM:
+        return f"q has head_dim {q_bthd.shape[3]}: give at most {MAX_TRITON_HEAD_DIM}"
+    if v_bshe.shape[3] != q_bthd.shape[3]:
+        return f"v has head_dim {v_bshe.shape[3]}: give that of q, {q_bthd.shape[3]}"
+    return None
+
+
+def automatic_triton(q_bthd: Tensor, obstacle: str | None) -> Choice:
+    """What "auto" means for an op that has a Triton form and a reference."""
+    if not q_bthd.is_cuda:
+        return Choice("reference", f"Triton's kernels need a GPU, and q is on {q_bthd.device}")
+    if obstacle is not None:
+        if not torch.compiler.is_compiling():
+            logger.warning("the slow reference is used on %s, because %s", q_bthd.device, obstacle)
+        return Choice("reference", obstacle)
+    return Choice("triton", "fused on CUDA")
 
 
 @contextmanager

@@ -39,8 +39,8 @@ fi
 constraints=$venv/constraints.txt
 pip=("$venv/bin/python" -m pip install --quiet --quiet) # errors only
 if [ -n "$borrow" ]; then
-    echo "install: keeps this machine's torch, which has CUDA"
-    grep -v '^torch==' constraints.txt >"$constraints"
+    echo "install: keeps this machine's torch, which has CUDA, and its Triton"
+    grep -vE '^(torch|triton)==' constraints.txt >"$constraints"
 else
     cp constraints.txt "$constraints"
     # Alone, so that the resolver takes the build that this machine offers and not gigabytes of CUDA.

@@ -1,23 +1,29 @@
 """The public form of Top-1 Chunk selection: checks, and the choice of an implementation."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
 from kernels.dispatch import (
-    Choice,
+    automatic_triton,
     check_attention,
     check_option,
     check_positive_int,
     choose,
     full_precision,
     resolve_scale,
+    triton_obstacle,
 )
-from kernels.top1_chunk.reference import top1_chunk_reference
+from kernels.documents import document_bounds
+from kernels.top1_chunk.op import relative_choice, top1_chunk
+from kernels.top1_chunk.reference import top1_chunk_of_documents, top1_chunk_reference
 
 Score = Literal["approx", "exact", "exact_lse"]
-Implementation = Literal["auto", "reference"]
-_IMPLEMENTATIONS = {"reference": top1_chunk_reference}
+Implementation = Literal["auto", "reference", "triton"]
+_IMPLEMENTATIONS = ("reference", "triton")
+
+MAX_TOP_K = 16
+TRITON_CHUNK_SIZES = (32, 64, 128, 256, 512)
 
 
 @overload
@@ -31,6 +37,7 @@ def top1_chunk_attention(
     score: Score = ...,
     local: bool = ...,
     scale: float | None = ...,
+    cu_seqlens: Tensor | None = ...,
     query_offset: int = ...,
     return_selection: Literal[False] = ...,
     implementation: Implementation = ...,
@@ -46,6 +53,7 @@ def top1_chunk_attention(
     score: Score = ...,
     local: bool = ...,
     scale: float | None = ...,
+    cu_seqlens: Tensor | None = ...,
     query_offset: int = ...,
     return_selection: Literal[True],
     implementation: Implementation = ...,
@@ -60,6 +68,7 @@ def top1_chunk_attention(
     score: Score = "exact",
     local: bool = True,
     scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
     query_offset: int = 0,
     return_selection: bool = False,
     implementation: Implementation = "auto",
@@ -75,18 +84,21 @@ def top1_chunk_attention(
         q: queries [b, tq, hq, d]; fp32, bf16, fp16 or float64.
         k: keys [b, tk, hkv, d], hq a multiple of hkv; query head h uses key head h // (hq // hkv).
         v: values [b, tk, hkv, dv].
-        chunk_size: keys per chunk; tk need not be a multiple.
-        top_k: how many earlier chunks a query takes.
+        chunk_size: keys per chunk, a power of two; tk need not be a multiple.
+        top_k: how many earlier chunks a query takes, at most 16.
         score: how chunks are scored.
         local: whether the query also attends to its own chunk, up to itself.
-        scale: positive factor on q.k; None means d**-0.5.
-        query_offset: global position of the first query; keys are at 0 .. tk-1.
+        scale: factor on q.k, not negative; None means d**-0.5.
+        cu_seqlens: bounds of documents packed into one row (b = 1), int [documents + 1], see `documents`: chunks start
+            at a document's start, and nothing outside it is seen. On a GPU it is waited for; leave it on the CPU.
+        query_offset: position of the first query in the row; keys are at 0 .. tk-1.
         return_selection: also return the chosen chunks.
-        implementation: "reference", or "auto".
+        implementation: "reference"; "triton", which never holds [tq, tk] and wants d = dv up to 256, chunks of 32 to
+            512 keys, and rounds the mean key of "approx" to the inputs' dtype; or "auto", triton where it can.
 
     Returns:
         o [b, tq, hq, dv] in v's dtype; with return_selection also the chosen chunk indices [b, tq, hq, top_k] int64,
-        best first, -1 where there is none.
+        counted in the row or document, best first, -1 where there is none.
 
     Raises:
         ValueError: an argument does not fit; the message names it.
@@ -94,21 +106,38 @@ def top1_chunk_attention(
     Source: Lu et al. 2025 (arXiv 2505.18522); defaults of `score`, `local`, `top_k` are a reconstruction.
     """
     check_attention(q, k, v, query_offset)
-    check_positive_int("chunk_size", chunk_size)
-    check_positive_int("top_k", top_k)
-    check_option("score", score, ("approx", "exact", "exact_lse"))
-    automatic = Choice("reference", "the only one")
-    chosen = choose("top1_chunk_attention", implementation, _IMPLEMENTATIONS, automatic)
+    _check_options(chunk_size, top_k, score)
+    scale = resolve_scale(scale, q.shape[3])
+    obstacle = _obstacle(q, v, chunk_size)
+    chosen = choose("top1_chunk_attention", implementation, _IMPLEMENTATIONS, automatic_triton(q, obstacle))
+    if chosen.name == "triton":
+        if obstacle is not None:
+            raise ValueError(f"implementation is 'triton', but {obstacle}")
+        out, _, slots = top1_chunk(q, k, v, cu_seqlens, chunk_size, top_k, score, local, scale, query_offset)
+        if not return_selection:
+            return out
+        return out, relative_choice(slots, q, k, cu_seqlens, chunk_size, query_offset)
+    options: dict[str, Any] = {"chunk_size": chunk_size, "top_k": top_k, "score": score, "local": local, "scale": scale}
     with full_precision(q):
-        out, selection = _IMPLEMENTATIONS[chosen.name](
-            q,
-            k,
-            v,
-            chunk_size=chunk_size,
-            top_k=top_k,
-            score=score,
-            local=local,
-            scale=resolve_scale(scale, q.shape[3]),
-            query_offset=query_offset,
-        )
+        if cu_seqlens is None:
+            out, selection = top1_chunk_reference(q, k, v, query_offset=query_offset, **options)
+        else:
+            bounds = document_bounds(cu_seqlens, k.shape[0], k.shape[1])
+            out, selection = top1_chunk_of_documents(q, k, v, bounds, query_offset=query_offset, **options)
     return (out, selection) if return_selection else out
+
+
+def _check_options(chunk_size: int, top_k: int, score: str) -> None:
+    check_positive_int("chunk_size", chunk_size)
+    if chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size is {chunk_size}: give a power of two")
+    check_positive_int("top_k", top_k)
+    if top_k > MAX_TOP_K:
+        raise ValueError(f"top_k is {top_k}: give at most {MAX_TOP_K}")
+    check_option("score", score, ("approx", "exact", "exact_lse"))
+
+
+def _obstacle(q: Tensor, v: Tensor, chunk_size: int) -> str | None:
+    if chunk_size not in TRITON_CHUNK_SIZES:
+        return f"chunk_size is {chunk_size}: give one of {list(TRITON_CHUNK_SIZES)}"
+    return triton_obstacle(q, v)

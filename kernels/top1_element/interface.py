@@ -2,14 +2,28 @@
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
-from kernels.dispatch import Choice, check_attention, check_option, choose, full_precision, resolve_scale
-from kernels.top1_element.reference import top1_element_reference
+from kernels.dispatch import (
+    automatic_triton,
+    check_attention,
+    check_option,
+    choose,
+    full_precision,
+    resolve_scale,
+    triton_obstacle,
+)
+from kernels.documents import document_bounds
+from kernels.top1_element.op import relative_choice, top1_element
+from kernels.top1_element.reference import top1_element_of_documents, top1_element_reference
 
 Estimator = Literal["straight_through", "selected"]
-Implementation = Literal["auto", "reference"]
-_IMPLEMENTATIONS = {"reference": top1_element_reference}
+Implementation = Literal["auto", "reference", "triton"]
+_IMPLEMENTATIONS = ("reference", "triton")
+
+MAX_TOKENS = 2**31 - 2**16
+"""Keys in all, for the Triton form: a token, and the end of the block that begins there, is an int32."""
 
 
 @overload
@@ -20,6 +34,7 @@ def top1_element_attention(
     *,
     estimator: Estimator = ...,
     scale: float | None = ...,
+    cu_seqlens: Tensor | None = ...,
     query_offset: int = ...,
     return_selection: Literal[False] = ...,
     implementation: Implementation = ...,
@@ -32,6 +47,7 @@ def top1_element_attention(
     *,
     estimator: Estimator = ...,
     scale: float | None = ...,
+    cu_seqlens: Tensor | None = ...,
     query_offset: int = ...,
     return_selection: Literal[True],
     implementation: Implementation = ...,
@@ -43,6 +59,7 @@ def top1_element_attention(
     *,
     estimator: Estimator = "straight_through",
     scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
     query_offset: int = 0,
     return_selection: bool = False,
     implementation: Implementation = "auto",
@@ -57,13 +74,17 @@ def top1_element_attention(
         k: keys [b, tk, hkv, d], hq a multiple of hkv; query head h uses key head h // (hq // hkv).
         v: values [b, tk, hkv, dv], finite.
         estimator: which gradient.
-        scale: positive factor on q.k; None means d**-0.5.
-        query_offset: global position of the first query; keys are at 0 .. tk-1.
+        scale: factor on q.k, not negative; None means d**-0.5. j* does not depend on it.
+        cu_seqlens: bounds of documents packed into one row (b = 1), int [documents + 1], see `documents`: nothing
+            outside a document is seen. On a GPU it is waited for; leave it on the CPU.
+        query_offset: position of the first query in the row; keys are at 0 .. tk-1.
         return_selection: also return j*.
-        implementation: "reference", or "auto".
+        implementation: "reference"; "triton", which never holds [tq, tk] and wants d = dv up to 256; or "auto",
+            triton where it can.
 
     Returns:
-        o [b, tq, hq, dv] in v's dtype; with return_selection also j* [b, tq, hq] int64, global positions.
+        o [b, tq, hq, dv] in v's dtype; with return_selection also j* [b, tq, hq] int64, positions in the row or
+        document.
 
     Raises:
         ValueError: an argument does not fit; the message names it.
@@ -72,10 +93,29 @@ def top1_element_attention(
     """
     check_attention(q, k, v, query_offset)
     check_option("estimator", estimator, ("straight_through", "selected"))
-    automatic = Choice("reference", "the only one")
-    chosen = choose("top1_element_attention", implementation, _IMPLEMENTATIONS, automatic)
+    scale = resolve_scale(scale, q.shape[3])
+    obstacle = _obstacle(q, k, v)
+    chosen = choose("top1_element_attention", implementation, _IMPLEMENTATIONS, automatic_triton(q, obstacle))
+    if chosen.name == "triton":
+        if obstacle is not None:
+            raise ValueError(f"implementation is 'triton', but {obstacle}")
+        training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        out, _, _, keys = top1_element(q, k, v, cu_seqlens, estimator, training, scale, query_offset)
+        return (out, relative_choice(keys, q, k, cu_seqlens)) if return_selection else out
     with full_precision(q):
-        out, selection = _IMPLEMENTATIONS[chosen.name](
-            q, k, v, estimator=estimator, scale=resolve_scale(scale, q.shape[3]), query_offset=query_offset
-        )
+        if cu_seqlens is None:
+            out, selection = top1_element_reference(
+                q, k, v, estimator=estimator, scale=scale, query_offset=query_offset
+            )
+        else:
+            bounds = document_bounds(cu_seqlens, k.shape[0], k.shape[1])
+            out, selection = top1_element_of_documents(
+                q, k, v, bounds, estimator=estimator, scale=scale, query_offset=query_offset
+            )
     return (out, selection) if return_selection else out
+
+
+def _obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    if k.shape[0] * k.shape[1] > MAX_TOKENS:
+        return f"k has {k.shape[0]} rows of {k.shape[1]} keys: give at most {MAX_TOKENS} in all"
+    return triton_obstacle(q, v)

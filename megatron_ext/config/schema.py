@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 """Unknown keys, values of another type, infinities and NaN are refused, never converted."""
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def _power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise PydanticCustomError("power_of_two", "not a power of two")
+    return value
+
+
+PowerOfTwo = Annotated[PositiveInt, AfterValidator(_power_of_two)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

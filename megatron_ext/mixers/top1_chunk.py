@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from kernels.top1_chunk import top1_chunk_attention
-from megatron_ext.config.schema import STRICT
+from megatron_ext.config.schema import STRICT, PowerOfTwo
 from megatron_ext.mixers.base import Part
 from megatron_ext.mixers.key_value import KeyValueMixer
 from megatron_ext.mixers.registry import register
@@ -20,16 +20,16 @@ class Top1ChunkConfig:
     """Top-1 Chunk.
 
     Attributes:
-        chunk_size: keys a chunk.
-        top_k: complete earlier chunks each query chooses.
+        chunk_size: keys a chunk, a power of two; the GPU kernels take 32 to 512.
+        top_k: complete earlier chunks each query chooses, at most 16.
         score: of a chunk: the query with its mean key (`approx`), the best of its keys (`exact`), or the logarithm of
             the sum of exponentials over its keys (`exact_lse`).
         local: whether the query's own chunk, up to the query, takes part.
         position_encoding: rotary or none.
     """
 
-    chunk_size: PositiveInt = 128
-    top_k: PositiveInt = 1
+    chunk_size: PowerOfTwo = 128
+    top_k: Annotated[int, Field(ge=1, le=16)] = 1
     score: Literal["approx", "exact", "exact_lse"] = "exact"
     local: bool = True
     position_encoding: Literal["rope", "none"] = "rope"

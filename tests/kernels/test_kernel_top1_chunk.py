@@ -147,7 +147,7 @@ def test_gradient_by_finite_differences(score, local):
     q, k, v = (x.requires_grad_() for x in inputs(tq=8, tk=11, d=3, dv=2))
 
     def op(q, k, v):
-        return top1_chunk_attention(q, k, v, chunk_size=3, top_k=2, score=score, local=local, query_offset=3)
+        return top1_chunk_attention(q, k, v, chunk_size=4, top_k=2, score=score, local=local, query_offset=3)
 
     assert torch.autograd.gradcheck(op, (q, k, v))
 
@@ -171,11 +171,17 @@ def test_the_choice_carries_no_gradient():
     ("change", "message"),
     [
         ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"chunk_size": 48}, "chunk_size is 48: give a power of two"),
+        ({"top_k": 17}, "top_k is 17: give at most 16"),
+        ({"cu_seqlens": torch.tensor([0, 37])}, "a batch of 2: pack the documents into one row"),
+        ({"cu_seqlens": torch.tensor([0.0, 37.0])}, "dtype torch.float32: give whole numbers"),
+        ({"implementation": "triton", "chunk_size": 16}, "but chunk_size is 16: give one of .32, 64"),
         ({"top_k": 1.5}, "top_k is 1.5"),
         ({"score": "mean"}, "score is 'mean': use one of"),
-        ({"scale": 0.0}, "scale is 0.0"),
+        ({"scale": -1.0}, "scale is -1.0"),
         ({"query_offset": 3}, "query_offset is 3"),
-        ({"implementation": "triton"}, "implementation is 'triton'"),
+        ({"implementation": "cuda"}, "implementation is 'cuda'"),
+        ({"implementation": "triton"}, "implementation is 'triton', but q has dtype torch.float64"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):

@@ -1,5 +1,7 @@
 """Top-1 Element against loops written from its definition; its gradients against the definition's, in numpy."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -134,6 +136,58 @@ def test_a_part_of_the_queries_gives_that_part_of_the_result(ties):
     assert torch.equal(part_best, whole_best[:, 11:25])
 
 
+BOUNDS = [0, 1, 14, 14, 30, 37]
+
+
+def rows_of_documents(x, bounds=BOUNDS):
+    return [x[:1, start:end] for start, end in pairwise(bounds) if start < end]
+
+
+@pytest.mark.parametrize("estimator", ["straight_through", "selected"])
+@pytest.mark.parametrize("ties", [False, True])
+def test_packed_documents_are_the_documents_one_by_one(estimator, ties):
+    q, k, v = (x[:1].clone().requires_grad_() for x in inputs(ties=ties))
+    out, best = top1_element_attention(
+        q, k, v, estimator=estimator, cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32), return_selection=True
+    )
+    d_out = torch.randn_like(out)
+    got = torch.autograd.grad(out, (q, k, v), d_out)
+    documents = [rows_of_documents(x.detach()) for x in (q, k, v, d_out)]
+    for i, (q_i, k_i, v_i, d_out_i) in enumerate(zip(*documents, strict=True)):
+        expected = brute_force_selection(q_i, k_i)
+        assert torch.equal(rows_of_documents(best)[i], expected)  # counted from the document's start
+        assert torch.equal(rows_of_documents(out)[i], take(v_i, expected, 4))
+        alone, alone_best = top1_element_attention(q_i, k_i, v_i, estimator=estimator, return_selection=True)
+        assert torch.equal(rows_of_documents(out)[i], alone)
+        assert torch.equal(rows_of_documents(best)[i], alone_best)
+        gradients = brute_force_gradients(q_i, k_i, v_i, d_out_i, estimator, q.shape[3] ** -0.5)
+        for g, e in zip(got, gradients, strict=True):
+            torch.testing.assert_close(rows_of_documents(g)[i], e, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("offset", [0, 5, 20, 32])
+def test_a_part_of_the_queries_of_packed_documents(offset):
+    q, k, v = (x[:1] for x in inputs())
+    bounds = torch.tensor(BOUNDS)
+    whole, whole_best = top1_element_attention(q, k, v, cu_seqlens=bounds, return_selection=True)
+    end = min(offset + 12, 37)
+    part, part_best = top1_element_attention(
+        q[:, offset:end], k, v, cu_seqlens=bounds, query_offset=offset, return_selection=True
+    )
+    assert torch.equal(part, whole[:, offset:end])
+    assert torch.equal(part_best, whole_best[:, offset:end])
+
+
+def test_scale_zero_leaves_the_choice_and_makes_the_softmax_uniform():
+    q, k, v = (x.requires_grad_() for x in inputs(tq=9, tk=9))
+    out, best = top1_element_attention(q, k, v, scale=0.0, return_selection=True)
+    assert torch.equal(best, brute_force_selection(q.detach(), k.detach()))
+    d_out = torch.randn_like(out)
+    expected = brute_force_gradients(q.detach(), k.detach(), v.detach(), d_out, "straight_through", 0.0)
+    for g, e in zip(torch.autograd.grad(out, (q, k, v), d_out), expected, strict=True):
+        torch.testing.assert_close(g, e)
+
+
 def test_far_off_scores_give_finite_gradients():
     q, k, v = (x.requires_grad_() for x in inputs(dtype=torch.float32))
     for estimator in ("straight_through", "selected"):
@@ -149,3 +203,27 @@ def test_wrong_arguments_are_named():
         top1_element_attention(q, k, v, query_offset=1)
     with pytest.raises(ValueError, match="implementation is 'sdpa'"):
         top1_element_attention(q, k, v, implementation="sdpa")
+    with pytest.raises(ValueError, match=r"scale is -1.0: give a number that is not negative"):
+        top1_element_attention(q, k, v, scale=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ([0, 36], "cu_seqlens runs from 0 to 36: begin at 0 and end at the 37 keys"),
+        ([1, 37], "cu_seqlens runs from 1 to 37"),
+        ([0, 20, 10, 37], r"cu_seqlens\[2\] is 10, below cu_seqlens\[1\] = 20"),
+        ([0.0, 37.0], "cu_seqlens has shape .* and dtype torch.float32"),
+        ([0], r"cu_seqlens has shape \[1\]"),
+    ],
+)
+def test_wrong_bounds_are_named(bounds, message):
+    q, k, v = (x[:1] for x in inputs())
+    with pytest.raises(ValueError, match=message):
+        top1_element_attention(q, k, v, cu_seqlens=torch.tensor(bounds))
+
+
+def test_packed_documents_lie_in_one_row():
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match="cu_seqlens is given with a batch of 2"):
+        top1_element_attention(q, k, v, cu_seqlens=torch.tensor([0, 37]))

@@ -80,6 +80,6 @@ def _chunk_weights(score: str, size: int, top_k: int, local: bool) -> Callable[[
 def test_chunk_attends_to_the_best_chunks(
     make_mixer: MakeMixer, hidden_states: Tensor, score: str, top_k: int, local: bool, groups: int
 ) -> None:
-    mixer = make_mixer("top1_chunk", groups=groups, chunk_size=3, score=score, top_k=top_k, local=local)
-    expected = _mix(mixer, hidden_states, True, _chunk_weights(score, 3, top_k, local))
+    mixer = make_mixer("top1_chunk", groups=groups, chunk_size=4, score=score, top_k=top_k, local=local)
+    expected = _mix(mixer, hidden_states, True, _chunk_weights(score, 4, top_k, local))
     torch.testing.assert_close(mixer(hidden_states)[0].double(), expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,69 @@
+"""Where each chunk's keys and queries lie, for a batch of sequences or for packed documents.
+
+The kernels see one flat row of tokens: token of row b at position t is b * length + t. A *slot* is a chunk of any row
+or document; slots are numbered through, so that those of a document are neighbours.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+KEY_START, KEY_COUNT, QUERY_START, QUERY_COUNT, QUERY_SHIFT, FIRST_SLOT = range(6)
+"""Columns of the table: flat tokens and counts of keys and of queries that lie in the slot; the first such query's
+position in the chunk; the document's first slot."""
+
+NUM_COLUMNS = 6
+
+
+class Layout(NamedTuple):
+    """Shapes that a table is made for."""
+
+    batch: int
+    num_queries: int
+    num_keys: int
+    query_offset: int
+    chunk_size: int
+
+
+def chunk_table(layout: Layout, bounds: list[int] | None, device: torch.device) -> Tensor:
+    """Build the table, int32 [slots, NUM_COLUMNS].
+
+    Args:
+        layout: the op's shapes.
+        bounds: packed documents' bounds (batch 1), or None: each row of the batch is a document.
+        device: where the table is wanted.
+    """
+    return _table_of_rows(layout, device) if bounds is None else _table(layout, bounds).to(device)
+
+
+@lru_cache(maxsize=32)
+def _table_of_rows(layout: Layout, device: torch.device) -> Tensor:
+    row = _table(layout, [0, layout.num_keys])
+    step = torch.zeros(NUM_COLUMNS, dtype=torch.int32)
+    step[KEY_START], step[QUERY_START], step[FIRST_SLOT] = layout.num_keys, layout.num_queries, len(row)
+    return (row + torch.arange(layout.batch, dtype=torch.int32)[:, None, None] * step).flatten(0, 1).to(device)
+
+
+def _table(layout: Layout, bounds: list[int]) -> Tensor:
+    size = layout.chunk_size
+    bound_d = torch.tensor(bounds)
+    chunks_d = (bound_d.diff() + size - 1) // size
+    first_slot_d = chunks_d.cumsum(0) - chunks_d
+    document_n = torch.repeat_interleave(torch.arange(len(chunks_d)), chunks_d)
+    first_slot_n = first_slot_d[document_n]
+    key_start_n = bound_d[document_n] + (torch.arange(len(document_n)) - first_slot_n) * size
+    key_end_n = torch.minimum(key_start_n + size, bound_d[document_n + 1])
+    # Queries are the tokens query_offset .. query_offset + num_queries - 1.
+    query_start_n = key_start_n.clamp(min=layout.query_offset)
+    query_end_n = key_end_n.clamp(max=layout.query_offset + layout.num_queries)
+    columns = {
+        KEY_START: key_start_n,
+        KEY_COUNT: key_end_n - key_start_n,
+        QUERY_START: query_start_n - layout.query_offset,
+        QUERY_COUNT: (query_end_n - query_start_n).clamp(min=0),
+        QUERY_SHIFT: query_start_n - key_start_n,
+        FIRST_SLOT: first_slot_n,
+    }
+    return torch.stack([columns[i] for i in range(NUM_COLUMNS)], dim=1).to(torch.int32)

@@ -1,0 +1,154 @@
+"""Top-1 Chunk's Triton form as operators of torch.library: autograd, torch.compile and fake tensors see two opaque ops.
+
+Importing this needs no Triton; calling does.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.documents import document_bounds
+from kernels.top1_chunk.chunks import Layout, chunk_table
+
+
+def _problem(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, chunk_size: int, local: bool, scale: float, query_offset: int
+) -> Any:
+    from kernels.top1_chunk.triton_launch import Problem
+
+    batch, num_queries, num_heads, head_dim = q.shape
+    num_keys, num_groups = k.shape[1:3]
+    layout = Layout(batch, num_queries, num_keys, query_offset, chunk_size)
+    bounds = None if cu_seqlens is None else document_bounds(cu_seqlens, batch, num_keys)
+    table = chunk_table(layout, bounds, q.device)
+    return Problem(table, layout, num_heads, num_groups, head_dim, q.dtype, scale, local)
+
+
+def _flat(x_bthd: Tensor) -> Tensor:
+    """[tokens, heads, d], contiguous."""
+    return x_bthd.flatten(0, 1).contiguous()
+
+
+@torch.library.custom_op("selectron::top1_chunk", mutates_args=())
+def top1_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+    top_k: int,
+    score: str,
+    local: bool,
+    scale: float,
+    query_offset: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Arguments as in `top1_chunk_attention`, checked there; all head dims are one.
+
+    Returns:
+        out: [b, tq, hq, d] in v's dtype.
+        lse: fp32 [hkv, b * tq * R], logsumexp in units of log2, R query heads per key head.
+        chosen: int32 [top_k, hkv, b * tq * R], slots of the chunk table, -1 where there is none.
+    """
+    from kernels.top1_chunk import triton_launch
+
+    problem = _problem(q, k, cu_seqlens, chunk_size, local, scale, query_offset)
+    q_nhd, k_nhd, v_nhd = _flat(q), _flat(k), _flat(v)
+    out, lse, chosen = triton_launch.forward(problem, q_nhd, k_nhd, v_nhd, top_k=top_k, score=score)
+    return out.view(q.shape), lse, chosen
+
+
+@top1_chunk.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+    top_k: int,
+    score: str,
+    local: bool,
+    scale: float,
+    query_offset: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, num_queries, num_heads, _ = q.shape
+    num_groups = k.shape[2]
+    rows = batch * num_queries * (num_heads // num_groups)
+    lse = q.new_empty(num_groups, rows, dtype=torch.float32)
+    return v.new_empty(q.shape), lse, q.new_empty(top_k, num_groups, rows, dtype=torch.int32)
+
+
+@torch.library.custom_op("selectron::top1_chunk_backward", mutates_args=())
+def top1_chunk_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    chosen: Tensor,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+    local: bool,
+    scale: float,
+    query_offset: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v for that of `out`; the other arguments are those and the results of `top1_chunk`."""
+    from kernels.top1_chunk import triton_launch
+
+    problem = _problem(q, k, cu_seqlens, chunk_size, local, scale, query_offset)
+    dq, dk, dv = triton_launch.backward(problem, _flat(grad), _flat(q), _flat(k), _flat(v), _flat(out), lse, chosen)
+    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
+
+
+@top1_chunk_backward.register_fake
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    chosen: Tensor,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+    local: bool,
+    scale: float,
+    query_offset: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens, chunk_size, _, _, local, scale, query_offset = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    ctx.options = (chunk_size, local, scale, query_offset)
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    *tensors, cu_seqlens = ctx.saved_tensors
+    q, k, v, out, lse, chosen = tensors
+    chunk_size, local, scale, query_offset = ctx.options
+    gradients = top1_chunk_backward(grad, q, k, v, out, lse, chosen, cu_seqlens, chunk_size, local, scale, query_offset)
+    return (*gradients, None, None, None, None, None, None, None)
+
+
+top1_chunk.register_autograd(_backward, setup_context=_setup_context)
+
+
+def relative_choice(
+    chosen_mgr: Tensor, q: Tensor, k: Tensor, cu_seqlens: Tensor | None, chunk_size: int, query_offset: int
+) -> Tensor:
+    """The choice of `top1_chunk` as the public result: chunks counted from the row's or document's start.
+
+    Returns int64 [b, tq, hq, top_k].
+    """
+    batch, num_queries, num_heads, _ = q.shape
+    num_keys, num_groups = k.shape[1:3]
+    bounds = None if cu_seqlens is None else document_bounds(cu_seqlens, batch, num_keys)
+    table = chunk_table(Layout(batch, num_queries, num_keys, query_offset, chunk_size), bounds, q.device).long()
+    first_slot_n = torch.repeat_interleave(table[:, 5], table[:, 3], output_size=batch * num_queries)
+    chosen_mgnr = chosen_mgr.long().unflatten(2, (batch * num_queries, num_heads // num_groups))
+    relative_mgnr = torch.where(chosen_mgnr >= 0, chosen_mgnr - first_slot_n[:, None], -1)
+    return relative_mgnr.permute(2, 1, 3, 0).reshape(batch, num_queries, num_heads, -1)

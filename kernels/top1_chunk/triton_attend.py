@@ -1,0 +1,68 @@
+"""Attention of a tile of rows to the keys of one chunk, and how rows and slots are addressed.
+
+Rows: query heads that share a key head g are rows of one matrix; row n * R + r is head g * R + r of token n (R query
+heads per key head). Table columns as in `chunks`. Logsumexps are in units of log2.
+"""
+
+# mypy: ignore-errors
+# Triton compiles what is below; pointers and tiles have no type in Python.
+
+import triton
+import triton.language as tl
+
+from kernels.triton_math import load_rows, product
+
+COLUMNS = tl.constexpr(6)
+
+
+@triton.jit
+def head_rows(row, g, G: tl.constexpr, R: tl.constexpr):
+    """Rows of a [tokens, G * R, d] matrix that are rows `row` of key head g."""
+    return (row // R).to(tl.int64) * (G * R) + g * R + row % R
+
+
+@triton.jit
+def own_rows(table, slot, tile, R: tl.constexpr, BLOCK_M: tl.constexpr):
+    """One tile of a slot's own rows: (row [M], position in the chunk [M], valid [M], how many keys it may see)."""
+    entry = table + slot * COLUMNS
+    start, count, shift = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    seen = tl.minimum(tl.load(entry + 1), shift + (tile * BLOCK_M + BLOCK_M - 1) // R + 1)
+    return start * R + m, shift + m // R, m < count * R, seen
+
+
+@triton.jit
+def attend(
+    queries, k, v, key_start, position, seen, scale_log2,
+    CAUSAL: tl.constexpr, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attend to keys 0 .. seen - 1 of a chunk; with CAUSAL row m to those up to position[m].
+
+    Args:
+        queries: [M, BLOCK_D].
+        k, v: pointers to the head's keys and values, rows STRIDE elements apart.
+        key_start: the chunk's first token.
+
+    Returns:
+        (output [M, BLOCK_D] fp32, logsumexp [M]); 0 and -inf where nothing is seen.
+    """
+    M: tl.constexpr = queries.shape[0]
+    highest = tl.full([M], -float("inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    mixed = tl.zeros([M, BLOCK_D], tl.float32)
+    for j in range(0, seen, BLOCK_N):
+        n = j + tl.arange(0, BLOCK_N)
+        keys = load_rows(k, key_start + n, n < seen, STRIDE, HEAD_DIM, BLOCK_D)
+        values = load_rows(v, key_start + n, n < seen, STRIDE, HEAD_DIM, BLOCK_D)
+        scores = product(queries, keys.T) * scale_log2
+        if CAUSAL:
+            scores = tl.where((n < seen)[None, :] & (n[None, :] <= position[:, None]), scores, -float("inf"))
+        top = tl.maximum(highest, tl.max(scores, 1))
+        # Products may be -inf, all of them; -inf - -inf would be NaN.
+        level = tl.where(top == -float("inf"), 0.0, top)
+        weights = tl.exp2(scores - level[:, None])
+        decay = tl.exp2(highest - level)
+        total = total * decay + tl.sum(weights, 1)
+        mixed = mixed * decay[:, None] + product(weights.to(values.dtype), values)
+        highest = top
+    return mixed / tl.where(total > 0, total, 1.0)[:, None], highest + tl.log2(total)

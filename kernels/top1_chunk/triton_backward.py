@@ -1,0 +1,164 @@
+"""Gradients of attention to the own and to the chosen chunk, in Triton; the choice itself is not looked at again.
+
+With p = exp2(s - lse) of the whole softmax, each part's gradient is its own: ds = p (do . v - delta), delta = do . o.
+The local pass writes dq, dk and dv of its part; each pass over a choice adds to them. A launch handles keys
+FIRST_KEY .. FIRST_KEY + BLOCK_N - 1 of every chunk. Tiles are transposed, [keys, rows], so that dv and dk need no
+transposition of p and ds.
+"""
+
+# mypy: ignore-errors
+# Triton compiles what is below; pointers and tiles have no type in Python.
+
+import triton
+import triton.language as tl
+
+from kernels.top1_chunk.triton_attend import COLUMNS, head_rows
+from kernels.triton_math import LOG2E, load_rows, product, store_rows
+
+
+@triton.jit
+def _tile_gradients(queries, grads, keys, values, visible, lse, delta, scale_log2):
+    """Probabilities p and ds of a tile, [keys, rows] each, fp32; ds without the factor `scale`."""
+    scores = product(keys, queries.T) * scale_log2
+    p = tl.where(visible, tl.exp2(scores - lse[None, :]), 0.0)
+    return p, p * (product(values, grads.T) - delta[None, :])
+
+
+@triton.jit
+def differentiate_local(
+    q, k, v, out, grad, lse, delta, dq, dk, dv, table, rows, slots, scale,
+    G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FIRST_KEY: tl.constexpr, LOCAL: tl.constexpr,
+):  # fmt: skip
+    """Write the own chunk's part of dq, dk, dv, and delta (at FIRST_KEY 0). Grid (slots, G).
+
+    Args:
+        q, out, grad, dq: [tokens, G * R, d].
+        k, v, dk, dv: [tokens, G, d].
+        lse: fp32 [G, rows], units of log2.
+        delta: fp32 [G, rows].
+    """
+    slot, g = tl.program_id(0), tl.program_id(1)
+    entry = table + slot * COLUMNS
+    key_start, key_count = tl.load(entry), tl.load(entry + 1)
+    query_start, query_count, shift = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+    attends = LOCAL or slot == tl.load(entry + 5)
+    n = FIRST_KEY + tl.arange(0, BLOCK_N)
+    exists = n < key_count
+    keys = load_rows(k + g * HEAD_DIM, key_start + n, exists, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+    values = load_rows(v + g * HEAD_DIM, key_start + n, exists, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+    dk_nd = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_nd = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    scale_log2 = scale * LOG2E
+    # Rows before the block's first key see none of it.
+    skipped = tl.maximum(FIRST_KEY - shift, 0) * R // BLOCK_M * BLOCK_M
+    for start in range(skipped, query_count * R, BLOCK_M):
+        m = start + tl.arange(0, BLOCK_M)
+        valid = m < query_count * R
+        row = query_start * R + m
+        heads = head_rows(row, g, G, R)
+        queries = load_rows(q, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+        grads = load_rows(grad, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+        at = g.to(tl.int64) * rows + row
+        if FIRST_KEY == 0:
+            mixed = load_rows(out, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+            delta_m = tl.sum(mixed.to(tl.float32) * grads.to(tl.float32), 1)
+            tl.store(delta + at, delta_m, mask=valid)
+        else:
+            delta_m = tl.load(delta + at, mask=valid, other=0.0)
+        lse_m = tl.load(lse + at, mask=valid, other=0.0)
+        visible = attends & exists[:, None] & valid[None, :] & (n[:, None] <= (shift + m // R)[None, :])
+        p_nm, ds_nm = _tile_gradients(queries, grads, keys, values, visible, lse_m, delta_m, scale_log2)
+        dv_nd += product(p_nm.to(grads.dtype), grads)
+        ds = ds_nm.to(queries.dtype)
+        dk_nd += product(ds, queries)
+        dq_md = product(ds.T, keys) * scale
+        if FIRST_KEY > 0:
+            dq_md += load_rows(dq, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+        store_rows(dq, heads, valid, HEAD_DIM, dq_md, HEAD_DIM, BLOCK_D)
+    store_rows(dk + g * HEAD_DIM, key_start + n, exists, G * HEAD_DIM, dk_nd * scale, HEAD_DIM, BLOCK_D)
+    store_rows(dv + g * HEAD_DIM, key_start + n, exists, G * HEAD_DIM, dv_nd, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def differentiate_chosen(
+    q, k, v, grad, lse, delta, dq, dk, dv, parts, order, items, rows, scale,
+    G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FIRST_KEY: tl.constexpr,
+):  # fmt: skip
+    """Add the chosen chunk's part to dq, dk, dv. Grid (items,).
+
+    Args:
+        parts: fp32 [parts, 2, BLOCK_N, d], out: dk and dv of the segments of chunks that have several.
+        items: int32 [items, 6] as from `cut_segments`.
+    """
+    item = items + tl.program_id(0) * 6
+    begin, end, g = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    if begin < end:
+        part = tl.load(item + 4)
+        token = tl.load(item + 3) + FIRST_KEY + tl.arange(0, BLOCK_N)
+        always = token >= 0
+        keys = load_rows(k + g * HEAD_DIM, token, always, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+        values = load_rows(v + g * HEAD_DIM, token, always, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+        dk_nd = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dv_nd = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        scale_log2 = scale * LOG2E
+        for i in range(begin, end, BLOCK_M):
+            m = i + tl.arange(0, BLOCK_M)
+            valid = m < end
+            row = tl.load(order + m, mask=valid, other=0)
+            heads = head_rows(row, g, G, R)
+            queries = load_rows(q, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+            grads = load_rows(grad, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+            at = g.to(tl.int64) * rows + row
+            lse_m = tl.load(lse + at, mask=valid, other=0.0)
+            delta_m = tl.load(delta + at, mask=valid, other=0.0)
+            p_nm, ds_nm = _tile_gradients(queries, grads, keys, values, valid[None, :], lse_m, delta_m, scale_log2)
+            dv_nd += product(p_nm.to(grads.dtype), grads)
+            ds = ds_nm.to(queries.dtype)
+            dk_nd += product(ds, queries)
+            dq_md = product(ds.T, keys) * scale
+            dq_md += load_rows(dq, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+            store_rows(dq, heads, valid, HEAD_DIM, dq_md, HEAD_DIM, BLOCK_D)
+        dk_nd *= scale
+        if part < 0:
+            dk_nd += load_rows(dk + g * HEAD_DIM, token, always, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+            dv_nd += load_rows(dv + g * HEAD_DIM, token, always, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+            store_rows(dk + g * HEAD_DIM, token, always, G * HEAD_DIM, dk_nd, HEAD_DIM, BLOCK_D)
+            store_rows(dv + g * HEAD_DIM, token, always, G * HEAD_DIM, dv_nd, HEAD_DIM, BLOCK_D)
+        else:
+            place = part.to(tl.int64) * (2 * BLOCK_N) + tl.arange(0, BLOCK_N)
+            store_rows(parts, place, always, HEAD_DIM, dk_nd, HEAD_DIM, BLOCK_D)
+            store_rows(parts, place + BLOCK_N, always, HEAD_DIM, dv_nd, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def add_parts(
+    parts, part_ends, part_counts, dk, dv, table, slots,
+    G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    FIRST_KEY: tl.constexpr,
+):  # fmt: skip
+    """Add the segments of a chunk that has several to its dk and dv, in order. Grid (bins, BLOCK_N / BLOCK_ROWS).
+
+    Args:
+        part_ends: int32 [bins], running sum of `part_counts`.
+        part_counts: int32 [bins], segments of the bin in `parts`; 0 for those with one or none.
+    """
+    bin = tl.program_id(0)
+    count = tl.load(part_counts + bin)
+    if count > 0:
+        g, slot = bin // (slots + 1), bin % (slots + 1)
+        n = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        always = n >= 0
+        token = tl.load(table + slot * COLUMNS) + FIRST_KEY + n
+        first = tl.load(part_ends + bin) - count
+        dk_nd = load_rows(dk + g * HEAD_DIM, token, always, G * HEAD_DIM, HEAD_DIM, BLOCK_D).to(tl.float32)
+        dv_nd = load_rows(dv + g * HEAD_DIM, token, always, G * HEAD_DIM, HEAD_DIM, BLOCK_D).to(tl.float32)
+        for i in range(count):
+            place = (first + i).to(tl.int64) * (2 * BLOCK_N) + n
+            dk_nd += load_rows(parts, place, always, HEAD_DIM, HEAD_DIM, BLOCK_D)
+            dv_nd += load_rows(parts, place + BLOCK_N, always, HEAD_DIM, HEAD_DIM, BLOCK_D)
+        store_rows(dk + g * HEAD_DIM, token, always, G * HEAD_DIM, dk_nd, HEAD_DIM, BLOCK_D)
+        store_rows(dv + g * HEAD_DIM, token, always, G * HEAD_DIM, dv_nd, HEAD_DIM, BLOCK_D)

@@ -1,0 +1,120 @@
+"""Grouping rows by the chunk they chose: a stable counting sort, in Triton.
+
+Blocks of BLOCK rows are sorted within themselves; the lengths of their runs, summed over chunks and blocks, say where
+each run goes. No atomics: the order is that of the rows, so whatever is summed in it is the same in every run.
+"""
+
+# mypy: ignore-errors
+# Triton compiles what is below; pointers and tiles have no type in Python.
+
+import triton
+import triton.language as tl
+
+from kernels.top1_chunk.triton_attend import COLUMNS
+from kernels.triton_math import MAX_INT32
+
+ORDER_BLOCK = 1024
+
+
+@triton.jit
+def sort_blocks(chosen, keys, rows, slots, blocks, BLOCK: tl.constexpr):
+    """Sort each block's rows by slot; rows that chose none last, in bin `slots`. Grid (blocks, G).
+
+    Args:
+        chosen: int32 [G, rows].
+        keys: int32 [G, blocks, BLOCK], out: slot * BLOCK + place in the block, rising.
+    """
+    block, g = tl.program_id(0), tl.program_id(1)
+    i = tl.arange(0, BLOCK)
+    row = block * BLOCK + i
+    slot = tl.load(chosen + g.to(tl.int64) * rows + row, mask=row < rows, other=-1)
+    key = tl.where(slot < 0, slots, slot) * BLOCK + i
+    tl.store(keys + (g.to(tl.int64) * blocks + block) * BLOCK + i, tl.sort(key))
+
+
+@triton.jit
+def _later(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _runs(keys, BLOCK: tl.constexpr):
+    """Of a sorted block: (bin, place in the block, place in its run, whether it ends a run)."""
+    i = tl.arange(0, BLOCK)
+    key = tl.load(keys + i)
+    before = tl.load(keys + i - 1, mask=i > 0, other=-1)
+    after = tl.load(keys + i + 1, mask=i < BLOCK - 1, other=-1)
+    bin = key // BLOCK
+    begins = (i == 0) | (before // BLOCK != bin)
+    ends = (i == BLOCK - 1) | (after // BLOCK != bin)
+    start = tl.associative_scan(tl.where(begins, i, 0), 0, _later)
+    return bin, key % BLOCK, i - start, ends
+
+
+@triton.jit
+def count_runs(keys, counts, slots, blocks, BLOCK: tl.constexpr):
+    """Write how many rows of a block chose each slot. Grid (blocks, G).
+
+    Args:
+        counts: int32 [G, slots + 1, blocks], out; zero before.
+    """
+    block, g = tl.program_id(0), tl.program_id(1)
+    bin, _, place, ends = _runs(keys + (g.to(tl.int64) * blocks + block) * BLOCK, BLOCK)
+    tl.store(counts + (g.to(tl.int64) * (slots + 1) + bin) * blocks + block, place + 1, mask=ends)
+
+
+@triton.jit
+def place_rows(keys, ends, counts, order, slots, blocks, BLOCK: tl.constexpr):
+    """Write each row to its place in the order. Grid (blocks, G).
+
+    Args:
+        keys: as from `sort_blocks`.
+        ends: int32 [G, slots + 1, blocks], running sum of `counts`.
+        counts: as from `count_runs`.
+        order: int32 [G * blocks * BLOCK], out: rows, by g, then slot, then row.
+    """
+    block, g = tl.program_id(0), tl.program_id(1)
+    bin, i, place, _ = _runs(keys + (g.to(tl.int64) * blocks + block) * BLOCK, BLOCK)
+    run = (g.to(tl.int64) * (slots + 1) + bin) * blocks + block
+    tl.store(order + tl.load(ends + run) - tl.load(counts + run) + place, block * BLOCK + i)
+
+
+@triton.jit
+def cut_segments(
+    item_ends, segments, ends, counts, part_ends, parts, table, items, num_items, bins, slots,
+    SEGMENT: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the work items: each bin's rows in segments of SEGMENT. Grid (items / BLOCK).
+
+    Args:
+        item_ends: int32 [bins], running sum of `segments`.
+        segments: int32 [bins], segments of a bin.
+        ends, counts: int32 [bins], where a bin ends in the order, and its rows.
+        part_ends: int32 [bins], running sum of `parts`.
+        parts: int32 [bins], `segments` of the bins that have several, else 0.
+        table: chunk table, see `chunks`.
+        items: int32 [num_items, 6], out: begin and end in the order, key head, the chunk's first token, number of the
+            part or -1: the only segment; then nothing. Beyond the last item, begin = end.
+    """
+    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # The first bin whose items end beyond this one, by bisection.
+    low = tl.zeros([BLOCK], tl.int32)
+    high = tl.zeros([BLOCK], tl.int32) + bins
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        beyond = tl.load(item_ends + middle, mask=middle < bins, other=MAX_INT32) > item
+        high = tl.where(beyond, middle, high)
+        low = tl.where(beyond, low, tl.minimum(middle + 1, bins))
+    there = low < bins
+    segment = item - tl.load(item_ends + low, mask=there, other=0) + tl.load(segments + low, mask=there, other=0)
+    end = tl.load(ends + low, mask=there, other=0)
+    begin = end - tl.load(counts + low, mask=there, other=0) + segment * SEGMENT
+    part_count = tl.load(parts + low, mask=there, other=0)
+    part = tl.load(part_ends + low, mask=there, other=0) - part_count + segment
+    out = items + item * 6
+    inside = item < num_items
+    tl.store(out, tl.where(there, begin, 0), mask=inside)
+    tl.store(out + 1, tl.where(there, tl.minimum(begin + SEGMENT, end), 0), mask=inside)
+    tl.store(out + 2, low // (slots + 1), mask=inside)
+    tl.store(out + 3, tl.load(table + low % (slots + 1) * COLUMNS, mask=there, other=0), mask=inside)
+    tl.store(out + 4, tl.where(part_count > 0, part, -1), mask=inside)

@@ -1,0 +1,222 @@
+"""Which earlier chunks a query takes: the scores and the running choice, in Triton.
+
+Nothing of [rows, chunks] reaches memory. Rows and the table's columns as in `triton_attend`.
+"""
+
+# mypy: ignore-errors
+# Triton compiles what is below; pointers and tiles have no type in Python.
+
+import triton
+import triton.language as tl
+
+from kernels.top1_chunk.triton_attend import COLUMNS, head_rows, own_rows
+from kernels.triton_math import MAX_INT32, load_rows, product
+
+
+@triton.jit
+def mean_keys(
+    k, means, table,
+    G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Mean key of every slot and key head: [slots, G, d] in k's dtype, summed in fp32. Grid (slots, G)."""
+    slot, g = tl.program_id(0), tl.program_id(1)
+    start = tl.load(table + slot * COLUMNS)
+    count = tl.load(table + slot * COLUMNS + 1)
+    total = tl.zeros([BLOCK_D], tl.float32)
+    for j in tl.static_range(0, CHUNK, BLOCK_N):
+        n = j + tl.arange(0, BLOCK_N)
+        keys = load_rows(k + g * HEAD_DIM, start + n, n < count, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+        total += tl.sum(keys.to(tl.float32), 0)
+    d = tl.arange(0, BLOCK_D)
+    tl.store(means + (slot * G + g) * HEAD_DIM + d, (total / count).to(means.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+@triton.jit
+def _insert(values, slots, score, slot):
+    """Put a chunk into each row's list if it beats the worst there: values and slots [M, K], score and slot [M].
+
+    An empty place (slot -1) is the worst; among equal values the one with the highest slot is. Earlier chunks come
+    first, so an equal newcomer stays out.
+    """
+    place = tl.arange(0, values.shape[1])[None, :]
+    worst = tl.min(tl.where(slots < 0, -float("inf"), values), 1)
+    rank = tl.where(slots < 0, MAX_INT32 - place, tl.where(values == worst[:, None], slots, -1))
+    highest = tl.max(rank, 1)
+    has_room = tl.min(slots, 1) < 0
+    taken = (slot >= 0) & ((score > worst) | has_room)
+    here = (rank == highest[:, None]) & taken[:, None]
+    return tl.where(here, score[:, None], values), tl.where(here, slot[:, None], slots)
+
+
+@triton.jit
+def _insert_tile(values, slots, scores, first):
+    """Put a tile of scores [M, N], of slots first .. first + N - 1, -inf where there is none, into the lists."""
+    n = first + tl.arange(0, scores.shape[1])[None, :]
+    left = tl.where(scores > -float("inf"), n, MAX_INT32)
+    going = tl.min(left) < MAX_INT32
+    while going:
+        open_scores = tl.where(left < MAX_INT32, scores, -float("inf"))
+        best = tl.max(open_scores, 1)
+        at = tl.min(tl.where(open_scores == best[:, None], left, MAX_INT32), 1)
+        worst = tl.min(tl.where(slots < 0, -float("inf"), values), 1)
+        useful = (at < MAX_INT32) & ((best > worst) | (tl.min(slots, 1) < 0))
+        values, slots = _insert(values, slots, best, tl.where(useful, at, -1))
+        left = tl.where(left == at[:, None], MAX_INT32, left)
+        left = tl.where(useful[:, None], left, MAX_INT32)
+        going = tl.min(left) < MAX_INT32
+    return values, slots
+
+
+@triton.jit
+def _store_list(chosen, values, slots, row, valid, stride, TOP_K: tl.constexpr):
+    """Write each row's list, best first, the lowest slot first among equals: chosen[r * stride + row]."""
+    for r in tl.static_range(TOP_K):
+        best = tl.max(tl.where(slots < 0, -float("inf"), values), 1)
+        at = tl.min(tl.where((slots >= 0) & (values == best[:, None]), slots, MAX_INT32), 1)
+        tl.store(chosen + r * stride + row, tl.where(at == MAX_INT32, -1, at), mask=valid)
+        slots = tl.where(slots == at[:, None], -1, slots)
+
+
+@triton.jit
+def select_by_mean(
+    q, means, chosen, table, rows, slots,
+    G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, TILES: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
+):  # fmt: skip
+    """Choose by q . mean key. Grid (slots * TILES, G): the last slots, which score most, first.
+
+    Args:
+        q: queries [tokens, G * R, d].
+        means: [slots, G, d].
+        chosen: int32 [TOP_K, G, rows], slots, -1 where there is none.
+    """
+    program, g = tl.program_id(0), tl.program_id(1)
+    slot = slots - 1 - program // TILES
+    row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)
+    heads = head_rows(row, g, G, R)
+    queries = load_rows(q, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+    first = tl.load(table + slot * COLUMNS + 5)
+    n = tl.arange(0, BLOCK_N)
+    choice = chosen + g.to(tl.int64) * rows
+    stride = tl.full((), G, tl.int64) * rows
+    if TOP_K == 1:
+        best = tl.full([BLOCK_M, BLOCK_N], -float("inf"), tl.float32)
+        at = tl.zeros([BLOCK_M, BLOCK_N], tl.int32) + first
+        # Whole tiles without a mask: it would be a fifth of the loop's work.
+        whole = first + (slot - first) // BLOCK_N * BLOCK_N
+        for start in range(first, whole, BLOCK_N):
+            tile = load_rows(means + g * HEAD_DIM, start + n, n >= 0, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+            scores = product(queries, tile.T)
+            at = tl.where(scores > best, start, at)
+            best = tl.maximum(best, scores)
+        inside = whole + n < slot
+        tile = load_rows(means + g * HEAD_DIM, whole + n, inside, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+        scores = tl.where(inside[None, :], product(queries, tile.T), -float("inf"))
+        at = tl.where(scores > best, whole, at)
+        best = tl.maximum(best, scores)
+        highest = tl.max(best, 1)
+        index = tl.min(tl.where(best == highest[:, None], at + n[None, :], MAX_INT32), 1)
+        tl.store(choice + row, tl.where(slot > first, index, -1), mask=valid)
+    else:
+        values = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
+        taken = tl.full([BLOCK_M, LIST], -1, tl.int32)
+        for start in range(first, slot, BLOCK_N):
+            tile = load_rows(means + g * HEAD_DIM, start + n, start + n < slot, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+            scores = tl.where((start + n < slot)[None, :], product(queries, tile.T), -float("inf"))
+            values, taken = _insert_tile(values, taken, scores, start)
+        _store_list(choice, values, taken, row, valid, stride, TOP_K)
+
+
+@triton.jit
+def _chunk_scores(products, SCALE_LOG2, CHUNK: tl.constexpr, LSE: tl.constexpr):
+    """From products [M, N] of whole chunks to scores [M, N // CHUNK]; in units of log2 for LSE."""
+    M: tl.constexpr = products.shape[0]
+    products_mcn = tl.reshape(products, [M, products.shape[1] // CHUNK, CHUNK])
+    highest = tl.max(products_mcn, 2)
+    if not LSE:
+        return highest
+    total = tl.sum(tl.exp2((products_mcn - highest[:, :, None]) * SCALE_LOG2), 2)
+    return highest * SCALE_LOG2 + tl.log2(total)
+
+
+@triton.jit
+def _large_chunk_score(
+    queries, pointers, step, scale_log2,
+    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, LSE: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Score [M] of one chunk of BLOCK_N keys or more, from pointers [D, BLOCK_N] to its first keys."""
+    d = tl.arange(0, pointers.shape[0])[:, None]
+    highest = tl.full([queries.shape[0]], -float("inf"), tl.float32)
+    total = tl.zeros([queries.shape[0]], tl.float32)
+    for j in tl.static_range(CHUNK // BLOCK_N):
+        if pointers.shape[0] == HEAD_DIM:
+            keys = tl.load(pointers + j * step)
+        else:
+            keys = tl.load(pointers + j * step, mask=d < HEAD_DIM, other=0.0)
+        products = product(queries, keys)
+        top = tl.maximum(highest, tl.max(products, 1))
+        if LSE:
+            total *= tl.exp2((highest - top) * scale_log2) if j > 0 else 0.0
+            total += tl.sum(tl.exp2((products - top[:, None]) * scale_log2), 1)
+        highest = top
+    return highest * scale_log2 + tl.log2(total) if LSE else highest
+
+
+@triton.jit
+def select_by_keys(
+    q, k, chosen, table, rows, slots, scale_log2,
+    G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
+    LSE: tl.constexpr,
+):  # fmt: skip
+    """Choose by the highest q . key of a chunk, or by the logsumexp of scale * q . key. Grid (slots * TILES, G).
+
+    Args:
+        q: queries [tokens, G * R, d].
+        k: keys [tokens, G, d].
+        chosen: int32 [TOP_K, G, rows], slots, -1 where there is none.
+        scale_log2: scale / ln 2; only LSE needs it.
+    """
+    program, g = tl.program_id(0), tl.program_id(1)
+    slot = slots - 1 - program // TILES
+    row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)
+    heads = head_rows(row, g, G, R)
+    queries = load_rows(q, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+    first = tl.load(table + slot * COLUMNS + 5)
+    first_key = tl.load(table + first * COLUMNS)
+    choice = chosen + g.to(tl.int64) * rows
+    stride = tl.full((), G, tl.int64) * rows
+    n = tl.arange(0, BLOCK_N)
+    if CHUNK >= BLOCK_N:
+        d = tl.arange(0, BLOCK_D)
+        pointers = k + (first_key.to(tl.int64) + n[None, :]) * (G * HEAD_DIM) + g * HEAD_DIM + d[:, None]
+        step = G * HEAD_DIM * BLOCK_N
+        if TOP_K == 1:
+            best = tl.full([BLOCK_M], -float("inf"), tl.float32)
+            at = tl.zeros([BLOCK_M], tl.int32) + first
+            for c in range(first, slot):
+                score = _large_chunk_score(queries, pointers, step, scale_log2, CHUNK, BLOCK_N, LSE, HEAD_DIM)
+                at = tl.where(score > best, c, at)
+                best = tl.maximum(best, score)
+                pointers += step * (CHUNK // BLOCK_N)
+            tl.store(choice + row, tl.where(slot > first, at, -1), mask=valid)
+        else:
+            values = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
+            taken = tl.full([BLOCK_M, LIST], -1, tl.int32)
+            for c in range(first, slot):
+                score = _large_chunk_score(queries, pointers, step, scale_log2, CHUNK, BLOCK_N, LSE, HEAD_DIM)
+                values, taken = _insert(values, taken, score, tl.zeros([BLOCK_M], tl.int32) + c)
+                pointers += step * (CHUNK // BLOCK_N)
+            _store_list(choice, values, taken, row, valid, stride, TOP_K)
+    else:
+        PER_TILE: tl.constexpr = BLOCK_N // CHUNK
+        values = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
+        taken = tl.full([BLOCK_M, LIST], -1, tl.int32)
+        for c in range(first, slot, PER_TILE):
+            inside = n < (slot - c) * CHUNK
+            token = first_key + (c - first) * CHUNK + n
+            keys = load_rows(k + g * HEAD_DIM, token, inside, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+            scores = _chunk_scores(product(queries, keys.T), scale_log2, CHUNK, LSE)
+            exists = c + tl.arange(0, PER_TILE) < slot
+            values, taken = _insert_tile(values, taken, tl.where(exists[None, :], scores, -float("inf")), c)
+        _store_list(choice, values, taken, row, valid, stride, TOP_K)

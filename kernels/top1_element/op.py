@@ -1,0 +1,150 @@
+"""Top-1 Element's Triton form as two operators of torch.library: autograd and torch.compile do not look inside.
+
+Importing this needs no Triton; calling does.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.documents import document_bounds
+from kernels.top1_element.ranges import Shape, visible_ranges
+
+
+def _problem(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, estimator: str, scale: float, query_offset: int) -> Any:
+    from kernels.top1_element.triton_launch import Problem
+
+    (batch, num_queries, num_heads, head_dim), (num_keys, num_groups) = q.shape, k.shape[1:3]
+    shape = Shape(batch, num_queries, num_keys, query_offset)
+    bounds = None if cu_seqlens is None else tuple(document_bounds(cu_seqlens, batch, num_keys))
+    ranges = visible_ranges(shape, bounds, q.device)
+    return Problem(ranges, shape, num_heads, num_groups, head_dim, q.dtype, scale, estimator)
+
+
+def _flat(x_bthd: Tensor) -> Tensor:
+    """[tokens, heads, d], contiguous."""
+    return x_bthd.flatten(0, 1).contiguous()
+
+
+@torch.library.custom_op("selectron::top1_element", mutates_args=())
+def top1_element(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    estimator: str,
+    training: bool,
+    scale: float,
+    query_offset: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Arguments as in `top1_element_attention`, checked there; all head dims are one. Without `training`, no gradient.
+
+    Returns:
+        out: [b, tq, hq, d] in v's dtype.
+        soft: the values mixed by softmax, [b, tq, hq, d] in v's dtype; empty unless the gradient needs it.
+        lse: fp32 [hq, b * tq], logsumexp in units of log2; empty unless training.
+        chosen: int32 [hq, b * tq], flat key tokens.
+    """
+    from kernels.top1_element import triton_launch
+
+    problem = _problem(q, k, cu_seqlens, estimator, scale, query_offset)
+    out, soft, lse, chosen = triton_launch.forward(problem, _flat(q), _flat(k), _flat(v), training)
+    return out.view(q.shape), soft.view(q.shape) if soft.numel() else soft, lse, chosen
+
+
+@top1_element.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    estimator: str,
+    training: bool,
+    scale: float,
+    query_offset: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = (q.shape[2], q.shape[0] * q.shape[1])
+    mixes = training and estimator == "straight_through"
+    return (
+        v.new_empty(q.shape),
+        v.new_empty(q.shape if mixes else 0),
+        q.new_empty(rows if training else 0, dtype=torch.float32),
+        q.new_empty(rows, dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op("selectron::top1_element_backward", mutates_args=())
+def top1_element_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixed: Tensor,
+    lse: Tensor,
+    chosen: Tensor,
+    cu_seqlens: Tensor | None,
+    estimator: str,
+    scale: float,
+    query_offset: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v for the gradient of `out`.
+
+    `mixed` is `soft` of `top1_element`, or its `out` for the estimator "selected"; the rest as there.
+    """
+    from kernels.top1_element import triton_launch
+
+    problem = _problem(q, k, cu_seqlens, estimator, scale, query_offset)
+    flat = [_flat(x) for x in (grad, q, k, v, mixed)]
+    dq, dk, dv = triton_launch.backward(problem, lse, chosen, *flat)
+    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
+
+
+@top1_element_backward.register_fake
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixed: Tensor,
+    lse: Tensor,
+    chosen: Tensor,
+    cu_seqlens: Tensor | None,
+    estimator: str,
+    scale: float,
+    query_offset: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens, estimator, training, scale, query_offset = inputs
+    out, soft, lse, chosen = output
+    ctx.mark_non_differentiable(soft, lse, chosen)
+    ctx.set_materialize_grads(False)  # no zeros for those three
+    if training:
+        ctx.save_for_backward(q, k, v, soft if estimator == "straight_through" else out, lse, chosen, cu_seqlens)
+    ctx.training = training
+    ctx.options = (estimator, scale, query_offset)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 8
+    if not ctx.training:
+        raise RuntimeError("training is False: what the gradient needs was not kept")
+    *tensors, cu_seqlens = ctx.saved_tensors
+    gradients = top1_element_backward(grad, *tensors, cu_seqlens, *ctx.options)
+    return (*gradients, None, None, None, None, None)
+
+
+top1_element.register_autograd(_backward, setup_context=_setup_context)
+
+
+def relative_choice(chosen_hn: Tensor, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Turn `chosen` of `top1_element` into positions in the row or document, int64 [b, tq, hq]."""
+    key_bth = chosen_hn.T.long().unflatten(0, q.shape[:2])
+    if cu_seqlens is None:
+        return key_bth % k.shape[1]
+    bound_d = cu_seqlens.to(q.device, torch.int64)
+    return key_bth - bound_d[torch.searchsorted(bound_d, key_bth.contiguous(), right=True) - 1]

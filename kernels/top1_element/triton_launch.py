@@ -1,0 +1,128 @@
+"""The order of the Triton kernels, their tile sizes and their buffers."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.top1_element import triton_backward, triton_forward
+from kernels.top1_element.ranges import Ranges, Shape
+from kernels.triton_math import next_power_of_two, on_device
+
+
+class Tiles(NamedTuple):
+    """Sizes of one kernel's tiles, queries by keys, and its launch."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+TILES = {
+    ("choose", "narrow"): Tiles(128, 64, 8, 3),
+    ("choose", "wide"): Tiles(128, 64, 8, 2),
+    ("choose", "fp32"): Tiles(32, 32, 4, 1),
+    ("forward", "narrow"): Tiles(128, 64, 8, 3),
+    ("forward", "wide"): Tiles(128, 64, 8, 2),
+    ("forward", "fp32"): Tiles(32, 32, 4, 1),
+    ("queries", "narrow"): Tiles(128, 64, 8, 3),
+    ("queries", "wide"): Tiles(64, 64, 8, 2),
+    ("queries", "fp32"): Tiles(16, 32, 8, 1),
+    ("keys", "narrow"): Tiles(64, 128, 8, 2),
+    ("keys", "wide"): Tiles(32, 64, 8, 2),
+    ("keys", "fp32"): Tiles(16, 32, 4, 1),
+}
+"""By kernel and width: a head dim up to 128 is narrow; "choose" is the forward without soft output.
+
+About what Hopper's registers and shared memory hold without spilling; not timed.
+"""
+
+
+class Problem(NamedTuple):
+    """What all kernels of one call share. Tensors are flat: q [tokens, hq, d], k and v [key tokens, hkv, d]."""
+
+    ranges: Ranges
+    shape: Shape
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    dtype: torch.dtype
+    scale: float
+    estimator: str
+
+    @property
+    def query_tokens(self) -> int:
+        """Queries in all rows of the batch."""
+        return self.shape.batch * self.shape.num_queries
+
+    def tiles(self, kernel: str) -> Tiles:
+        """Tile sizes of a kernel; no more queries than there are."""
+        width = "fp32" if self.dtype == torch.float32 else "wide" if self.head_dim > 128 else "narrow"
+        tiles = TILES[kernel, width]
+        return tiles._replace(block_m=min(tiles.block_m, max(16, next_power_of_two(self.shape.num_queries))))
+
+    def constants(self, tiles: Tiles) -> dict[str, int]:
+        """Compile-time arguments and launch of every kernel."""
+        return {
+            "G": self.num_groups,
+            "R": self.num_heads // self.num_groups,
+            "HEAD_DIM": self.head_dim,
+            "BLOCK_D": max(16, next_power_of_two(self.head_dim)),
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "num_warps": tiles.num_warps,
+            "num_stages": tiles.num_stages,
+        }
+
+
+def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, training: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the forward kernel; `training` keeps what the gradient needs.
+
+    Returns:
+        out: [tokens, hq, d].
+        soft: the values mixed by softmax, [tokens, hq, d] in v's dtype; empty unless the gradient needs it.
+        lse: fp32 [hq, tokens], units of log2; empty unless training.
+        chosen: int32 [hq, tokens], key tokens.
+    """
+    mixes = training and problem.estimator == "straight_through"
+    out = torch.empty_like(q)
+    soft = torch.empty_like(q) if mixes else q.new_empty(0)
+    rows = (problem.num_heads, problem.query_tokens)
+    lse = torch.empty(rows if training else 0, dtype=torch.float32, device=q.device)
+    chosen = torch.empty(rows, dtype=torch.int32, device=q.device)
+    tiles = problem.tiles("forward" if mixes else "choose")
+    blocks = -(-problem.shape.num_queries // tiles.block_m)
+    with on_device(q):
+        triton_forward.attend[problem.shape.batch * blocks, problem.num_heads](
+            q, k, v, out, soft, lse, chosen, problem.ranges.first_key, problem.ranges.own_key,
+            problem.query_tokens, problem.shape.num_queries, blocks, problem.scale / math.log(2),
+            SUM=training, SOFT=mixes, **problem.constants(tiles),
+        )  # fmt: skip
+    return out, soft, lse, chosen
+
+
+def backward(
+    problem: Problem, lse: Tensor, chosen: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv) in the inputs' dtype; mixed: what the forward kept, soft or, for "selected", out."""
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    delta = torch.empty_like(lse)
+    selected = problem.estimator == "selected"
+    tiles = problem.tiles("queries")
+    blocks = -(-problem.shape.num_queries // tiles.block_m)
+    with on_device(q):
+        triton_backward.differentiate_queries[problem.shape.batch * blocks, problem.num_heads](
+            q, k, v, grad, mixed, lse, delta, chosen, dq, problem.ranges.first_key, problem.ranges.own_key,
+            problem.query_tokens, problem.shape.num_queries, blocks, problem.scale,
+            SELECTED=selected, **problem.constants(tiles),
+        )  # fmt: skip
+        tiles = problem.tiles("keys")
+        blocks = -(-problem.shape.num_keys // tiles.block_n)
+        triton_backward.differentiate_keys[problem.shape.batch * blocks, problem.num_groups](
+            q, k, v, grad, lse, delta, chosen, dk, dv, problem.ranges.first_query, problem.ranges.end_query,
+            problem.query_tokens, problem.shape.num_keys, blocks, problem.scale,
+            SELECTED=selected, **problem.constants(tiles),
+        )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,71 @@
+"""Arithmetic that the Triton kernels share.
+
+Only modules named `triton_*` import Triton, and only they import this: without Triton the references still work.
+"""
+
+# mypy: ignore-errors
+# Triton compiles what is below; pointers and tiles have no type in Python.
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+"""Whether kernels run in Triton's interpreter, on the CPU."""
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+MAX_INT32 = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def product(a, b):
+    """Matrix product of tiles, accumulated in fp32; never TF32.
+
+    The interpreter's product of bf16 tiles is wrong, so there it multiplies in fp32, which is exact for these inputs.
+    """
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def load_rows(base, index, valid, stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of a matrix by index: [len(index), BLOCK_D], zero where not valid and beyond HEAD_DIM.
+
+    Args:
+        base: pointer to element (0, 0).
+        index: row numbers, int.
+        valid: bool, of the same length.
+        stride: elements between rows.
+    """
+    d = tl.arange(0, BLOCK_D)
+    pointers = base + index.to(tl.int64)[:, None] * stride + d[None, :]
+    if HEAD_DIM == BLOCK_D:
+        return tl.load(pointers, mask=valid[:, None], other=0.0)
+    return tl.load(pointers, mask=valid[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(base, index, valid, stride, x, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write a tile [len(index), BLOCK_D] to rows of a matrix, converted to its dtype; see `load_rows`."""
+    d = tl.arange(0, BLOCK_D)
+    pointers = base + index.to(tl.int64)[:, None] * stride + d[None, :]
+    if HEAD_DIM == BLOCK_D:
+        tl.store(pointers, x.to(base.dtype.element_ty), mask=valid[:, None])
+    else:
+        tl.store(pointers, x.to(base.dtype.element_ty), mask=valid[:, None] & (d < HEAD_DIM)[None, :])
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def on_device(x: Tensor) -> AbstractContextManager[object]:
+    """Launch on the tensor's GPU, which need not be the current one."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
