@@ -117,13 +117,14 @@ def check_query_offset(query_offset: int, num_queries: int, num_keys: int) -> No
         )
 
 
+HAS_TRITON = find_spec("triton") is not None
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_TRITON_HEAD_DIM = 256
 
 
 def triton_obstacle(q_bthd: Tensor, v_bshe: Tensor) -> str | None:
     """Say why our Triton attention kernels cannot take these tensors, with the mend; None when they can."""
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return "Triton is not installed: pip install triton"
     if not (q_bthd.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         return f"q is on {q_bthd.device}: move it to a GPU"

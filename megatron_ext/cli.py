@@ -200,6 +200,26 @@ def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
+# --- bench -----------------------------------------------------------------------------------------------------------
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    from kernels.bench import options
+
+    parser.add_argument("subject", choices=("kernels",), metavar="kernels", help="attention kernels and their peers")
+    options.add_arguments(parser)
+
+
+def _bench(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from kernels.bench import options
+    from kernels.bench.cases import OptionError
+
+    try:
+        return options.run(args)
+    except OptionError as error:
+        raise UserError(error.where, error.problem, error.mend) from None
+
+
 # --- doctor ----------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +262,7 @@ VERBS = {
     "train": _Verb(help="train a model from a configuration", add_arguments=_add_train, run=_train),
     "prepare": _Verb(help="turn documents into tokenised shards", add_arguments=_add_prepare, run=_prepare),
     "report": _Verb(help="compare runs at equal training loss", add_arguments=_add_report, run=_report),
+    "bench": _Verb(help="time kernels on a GPU, each checked first", add_arguments=_add_bench, run=_bench),
     "doctor": _Verb(help="say what is installed and what would be used", add_arguments=_add_doctor, run=_doctor),
 }
 

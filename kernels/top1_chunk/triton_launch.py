@@ -65,8 +65,8 @@ class Problem(NamedTuple):
 
     def tiles(self, kernel: str) -> Tiles:
         """Tile sizes of a kernel for this dtype and head dim; keys within a chunk, rows within its rows."""
-        wide = "wide" if self.head_dim > 128 else "narrow"
-        chosen = TILES[kernel, "fp32" if self.dtype == torch.float32 else wide]
+        width = "small" if self.head_dim <= 64 else "narrow" if self.head_dim <= 128 else "wide"
+        chosen = TILES[kernel, "fp32" if self.dtype == torch.float32 else width]
         block_m = min(chosen.block_m, max(16, next_power_of_two(self.rows_per_chunk)))
         return chosen._replace(block_m=block_m)
 
@@ -76,24 +76,31 @@ class Problem(NamedTuple):
 
 
 TILES = {
+    ("mean", "small"): Tiles(16, 128, 4, 1),
     ("mean", "narrow"): Tiles(16, 128, 4, 1),
     ("mean", "wide"): Tiles(16, 128, 4, 1),
     ("mean", "fp32"): Tiles(16, 64, 4, 1),
+    ("select_mean", "small"): Tiles(128, 32, 4, 3),
     ("select_mean", "narrow"): Tiles(128, 32, 8, 3),
-    ("select_mean", "wide"): Tiles(128, 64, 8, 2),
+    ("select_mean", "wide"): Tiles(128, 32, 8, 2),
     ("select_mean", "fp32"): Tiles(32, 32, 4, 1),
+    ("select_keys", "small"): Tiles(128, 128, 8, 3),
     ("select_keys", "narrow"): Tiles(128, 128, 8, 2),
     ("select_keys", "wide"): Tiles(128, 64, 8, 2),
     ("select_keys", "fp32"): Tiles(32, 32, 4, 1),
+    ("local", "small"): Tiles(64, 32, 4, 4),
     ("local", "narrow"): Tiles(64, 32, 4, 3),
-    ("local", "wide"): Tiles(64, 64, 4, 1),
+    ("local", "wide"): Tiles(64, 32, 4, 2),
     ("local", "fp32"): Tiles(32, 32, 4, 1),
+    ("chosen", "small"): Tiles(64, 128, 4, 1, 128),
     ("chosen", "narrow"): Tiles(64, 32, 4, 2),
-    ("chosen", "wide"): Tiles(64, 64, 4, 1),
+    ("chosen", "wide"): Tiles(64, 32, 4, 2),
     ("chosen", "fp32"): Tiles(32, 32, 4, 1),
+    ("local_backward", "small"): Tiles(64, 128, 8, 2),
     ("local_backward", "narrow"): Tiles(64, 128, 8, 2),
     ("local_backward", "wide"): Tiles(32, 64, 8, 1),
     ("local_backward", "fp32"): Tiles(16, 32, 4, 1),
+    ("chosen_backward", "small"): Tiles(32, 128, 4, 2),
     ("chosen_backward", "narrow"): Tiles(32, 128, 8, 3),
     ("chosen_backward", "wide"): Tiles(32, 64, 8, 1),
     ("chosen_backward", "fp32"): Tiles(16, 32, 4, 1),

@@ -140,29 +140,6 @@ def _chunk_scores(products, SCALE_LOG2, CHUNK: tl.constexpr, LSE: tl.constexpr):
 
 
 @triton.jit
-def _large_chunk_score(
-    queries, pointers, step, scale_log2,
-    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, LSE: tl.constexpr, HEAD_DIM: tl.constexpr,
-):  # fmt: skip
-    """Score [M] of one chunk of BLOCK_N keys or more, from pointers [D, BLOCK_N] to its first keys."""
-    d = tl.arange(0, pointers.shape[0])[:, None]
-    highest = tl.full([queries.shape[0]], -float("inf"), tl.float32)
-    total = tl.zeros([queries.shape[0]], tl.float32)
-    for j in tl.static_range(CHUNK // BLOCK_N):
-        if pointers.shape[0] == HEAD_DIM:
-            keys = tl.load(pointers + j * step)
-        else:
-            keys = tl.load(pointers + j * step, mask=d < HEAD_DIM, other=0.0)
-        products = product(queries, keys)
-        top = tl.maximum(highest, tl.max(products, 1))
-        if LSE:
-            total *= tl.exp2((highest - top) * scale_log2) if j > 0 else 0.0
-            total += tl.sum(tl.exp2((products - top[:, None]) * scale_log2), 1)
-        highest = top
-    return highest * scale_log2 + tl.log2(total) if LSE else highest
-
-
-@triton.jit
 def select_by_keys(
     q, k, chosen, table, rows, slots, scale_log2,
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -180,43 +157,64 @@ def select_by_keys(
     program, g = tl.program_id(0), tl.program_id(1)
     slot = slots - 1 - program // TILES
     row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)
-    heads = head_rows(row, g, G, R)
-    queries = load_rows(q, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+    queries = load_rows(q, head_rows(row, g, G, R), valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
     first = tl.load(table + slot * COLUMNS + 5)
     first_key = tl.load(table + first * COLUMNS)
+    keys_of_head = k + g * HEAD_DIM
     choice = chosen + g.to(tl.int64) * rows
-    stride = tl.full((), G, tl.int64) * rows
     n = tl.arange(0, BLOCK_N)
-    if CHUNK >= BLOCK_N:
-        d = tl.arange(0, BLOCK_D)
-        pointers = k + (first_key.to(tl.int64) + n[None, :]) * (G * HEAD_DIM) + g * HEAD_DIM + d[:, None]
-        step = G * HEAD_DIM * BLOCK_N
+    earlier_keys = (slot - first) * CHUNK
+    PER_TILE: tl.constexpr = BLOCK_N // CHUNK
+    values = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
+    taken = tl.full([BLOCK_M, LIST], -1, tl.int32)
+    if PER_TILE <= 1:
+        # One chunk a tile, or several tiles a chunk: scores grow in `highest` and `total` until the chunk ends.
+        best = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        at = tl.zeros([BLOCK_M], tl.int32) + first
+        highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        for j in range(0, earlier_keys, BLOCK_N):
+            keys = load_rows(keys_of_head, first_key + j + n, n >= 0, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+            products = product(queries, keys.T)
+            before = tl.where(j % CHUNK == 0, -float("inf"), highest)
+            highest = tl.maximum(before, tl.max(products, 1))
+            score = highest
+            if LSE:
+                level = tl.where(highest == -float("inf"), 0.0, highest)
+                total = tl.where(j % CHUNK == 0, 0.0, total * tl.exp2((before - level) * scale_log2))
+                total += tl.sum(tl.exp2((products - level[:, None]) * scale_log2), 1)
+                score = highest * scale_log2 + tl.log2(total)
+            ends = (j + BLOCK_N) % CHUNK == 0
+            c = first + j // CHUNK
+            if TOP_K == 1:
+                better = ends & (score > best)
+                best = tl.where(better, score, best)
+                at = tl.where(better, c, at)
+            else:
+                values, taken = _insert(values, taken, score, tl.where(ends, c, -1) + tl.zeros([BLOCK_M], tl.int32))
         if TOP_K == 1:
-            best = tl.full([BLOCK_M], -float("inf"), tl.float32)
-            at = tl.zeros([BLOCK_M], tl.int32) + first
-            for c in range(first, slot):
-                score = _large_chunk_score(queries, pointers, step, scale_log2, CHUNK, BLOCK_N, LSE, HEAD_DIM)
-                at = tl.where(score > best, c, at)
-                best = tl.maximum(best, score)
-                pointers += step * (CHUNK // BLOCK_N)
             tl.store(choice + row, tl.where(slot > first, at, -1), mask=valid)
         else:
-            values = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
-            taken = tl.full([BLOCK_M, LIST], -1, tl.int32)
-            for c in range(first, slot):
-                score = _large_chunk_score(queries, pointers, step, scale_log2, CHUNK, BLOCK_N, LSE, HEAD_DIM)
-                values, taken = _insert(values, taken, score, tl.zeros([BLOCK_M], tl.int32) + c)
-                pointers += step * (CHUNK // BLOCK_N)
-            _store_list(choice, values, taken, row, valid, stride, TOP_K)
+            _store_list(choice, values, taken, row, valid, tl.full((), G, tl.int64) * rows, TOP_K)
     else:
-        PER_TILE: tl.constexpr = BLOCK_N // CHUNK
-        values = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
-        taken = tl.full([BLOCK_M, LIST], -1, tl.int32)
+        # Several chunks a tile.
+        p = tl.arange(0, PER_TILE)
+        best = tl.full([BLOCK_M, PER_TILE], -float("inf"), tl.float32)
+        at = tl.zeros([BLOCK_M, PER_TILE], tl.int32) + first
         for c in range(first, slot, PER_TILE):
             inside = n < (slot - c) * CHUNK
             token = first_key + (c - first) * CHUNK + n
-            keys = load_rows(k + g * HEAD_DIM, token, inside, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+            keys = load_rows(keys_of_head, token, inside, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
             scores = _chunk_scores(product(queries, keys.T), scale_log2, CHUNK, LSE)
-            exists = c + tl.arange(0, PER_TILE) < slot
-            values, taken = _insert_tile(values, taken, tl.where(exists[None, :], scores, -float("inf")), c)
-        _store_list(choice, values, taken, row, valid, stride, TOP_K)
+            scores = tl.where((c + p < slot)[None, :], scores, -float("inf"))
+            if TOP_K == 1:
+                at = tl.where(scores > best, c, at)
+                best = tl.maximum(best, scores)
+            else:
+                values, taken = _insert_tile(values, taken, scores, c)
+        if TOP_K == 1:
+            highest = tl.max(best, 1)
+            index = tl.min(tl.where(best == highest[:, None], at + p[None, :], MAX_INT32), 1)
+            tl.store(choice + row, tl.where(slot > first, index, -1), mask=valid)
+        else:
+            _store_list(choice, values, taken, row, valid, tl.full((), G, tl.int64) * rows, TOP_K)

@@ -1,0 +1,1 @@
+"""Times our attention kernels beside their peers, each checked first: the command `selectron bench kernels`."""

@@ -1,0 +1,209 @@
+"""Holds a result against float64, in pieces that fit: rows from all over a long sequence, and all of a short one."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.bench.cases import Shape
+from kernels.bench.contestant import GRADIENT_LIMIT, Builder, Part
+
+SHORT = 4096
+"""Longest sequence whose gradients are computed in float64 over everything."""
+
+BLOCK = 16
+"""Neighbouring queries of a sample."""
+
+ERROR_ROWS = 256
+"""Neighbouring positions that an error is relative to: few enough for a single wrong one to stand out."""
+
+PIECE_BYTES = 2**29
+"""Of one float64 array [heads, queries, keys]; a reference holds about eight of them."""
+
+Draw = Callable[[Shape], tuple[Tensor, Tensor, Tensor]]
+"""Makes fresh q, k, v of a shape."""
+
+
+class Piece(NamedTuple):
+    """Queries start .. end - 1 of one row of the batch, for some of all `num_heads` query heads and their key heads."""
+
+    row: int
+    start: int
+    end: int
+    num_heads: int
+    heads: slice
+    groups: slice
+
+    def cut(self, x_bthd: Tensor, *, start: int) -> Tensor:
+        """Positions from `start` to the piece's end, of the query heads or the key heads, whichever x has."""
+        heads = self.heads if x_bthd.shape[2] == self.num_heads else self.groups
+        return x_bthd.detach()[self.row : self.row + 1, start : self.end, heads]
+
+    def exact(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Its queries and their whole context, in float64."""
+        return self.cut(q, start=self.start).double(), self.cut(k, start=0).double(), self.cut(v, start=0).double()
+
+
+class Result(NamedTuple):
+    """Inputs with what a part made of them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    chosen: Tensor | None
+
+    def choices(self, piece: Piece) -> Tensor | None:
+        """Those of the piece."""
+        return None if self.chosen is None else piece.cut(self.chosen, start=piece.start)
+
+
+@dataclass
+class Verdict:
+    """What a check found.
+
+    Attributes:
+        failure: what is wrong with the output or the choices, and by how much; None: nothing.
+        gradient_failure: the same for the gradients.
+        errors: largest relative error, see `relative_error`: of the output, dq, dk, dv.
+        choices: choices compared; different: of those, how many are not the best by float64 scores.
+        worst: largest distance of such scores over what rounding allows.
+        largest_share: of a head's queries that choose, the part that chose its most popular chunk; None: no choices.
+    """
+
+    failure: str | None = None
+    gradient_failure: str | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    choices: int = 0
+    different: int = 0
+    worst: float = 0.0
+    largest_share: float | None = None
+
+    def note_error(self, name: str, error: float) -> None:
+        """Keep the largest, and NaN above all."""
+        known = self.errors.get(name, 0.0)
+        self.errors[name] = error if math.isnan(error) or error > known else known
+
+
+def check(build: Builder, shape: Shape, draw: Draw, *, gradients: bool) -> Verdict:
+    """Check a contestant on fresh inputs, each of its parts.
+
+    Outputs and choices: a sample of rows with their whole context, in every row of the batch and every head. Gradients:
+    over everything, at no more than 4,096 tokens and two rows of the batch.
+
+    Args:
+        build: makes the contestant for a shape.
+        shape: the shape that will be timed.
+        draw: makes inputs.
+        gradients: whether to check them.
+    """
+    verdict = Verdict()
+    for part in build(shape).parts:
+        _check_sample(part, shape, draw, verdict)
+    if gradients and verdict.failure is None:
+        short = replace(shape, length=min(shape.length, SHORT), batch=min(shape.batch, 2))
+        for part in build(short).parts:
+            _check_gradients(part, short, draw, verdict)
+    return verdict
+
+
+def _check_sample(part: Part, shape: Shape, draw: Draw, verdict: Verdict) -> None:
+    q, k, v = draw(shape)
+    with torch.no_grad():
+        result = Result(q, k, v, *part.run(q, k, v))
+        if result.chosen is not None and part.compare is not None:
+            verdict.largest_share = largest_share(result.chosen // part.keys_per_choice)
+        for start, end in sample_blocks(shape.length):
+            for piece in pieces(shape, start, end):
+                _check_piece(part, result, piece, verdict)
+                if verdict.failure is not None:
+                    return
+
+
+def _check_gradients(part: Part, shape: Shape, draw: Draw, verdict: Verdict) -> None:
+    q, k, v = inputs = draw(shape)
+    for x in inputs:
+        x.requires_grad_()
+    result = Result(q, k, v, *part.run(q, k, v))
+    grad = torch.randn_like(result.out)
+    found = torch.autograd.grad(result.out, inputs, grad)
+    for piece in pieces(shape, 0, shape.length):
+        with torch.no_grad():
+            _check_piece(part, result, piece, verdict)
+        if verdict.failure is not None:
+            return
+        exact = piece.exact(*inputs)
+        for x in exact:
+            x.requires_grad_()
+        out = part.reference(*exact, result.choices(piece), 0)
+        expected = torch.autograd.grad(out, exact, piece.cut(grad, start=0).double())
+        for name, mine, theirs in zip(("dq", "dk", "dv"), found, expected, strict=True):
+            _judge_gradient(part, name, relative_error(piece.cut(mine, start=0), theirs), verdict)
+
+
+def _check_piece(part: Part, result: Result, piece: Piece, verdict: Verdict) -> None:
+    exact, choices = piece.exact(result.q, result.k, result.v), result.choices(piece)
+    if choices is not None and part.compare is not None:
+        found = part.compare(exact[0], exact[1], choices, piece.start)
+        verdict.choices += found.compared
+        verdict.different += found.different
+        verdict.worst = max(verdict.worst, found.worst)
+        if found.wrong:  # a choice that cannot be may have no reference
+            verdict.failure = (
+                f"{found.wrong} of {found.compared} choices at {piece.start}..{piece.end - 1} are wrong: "
+                f"{found.impossible} cannot be, others are off by up to {found.worst:.1e} times what rounding allows"
+            )
+            return
+    error = relative_error(piece.cut(result.out, start=piece.start), part.reference(*exact, choices, piece.start))
+    verdict.note_error("output", error)
+    if not error <= part.limit:
+        verdict.failure = f"{part.name} off by {error:.1e}, limit {part.limit:.0e}"
+
+
+def _judge_gradient(part: Part, name: str, error: float, verdict: Verdict) -> None:
+    verdict.note_error(name, error)
+    if not error <= GRADIENT_LIMIT:
+        what = name if part.name == "output" else f"{name} of {part.name}"
+        verdict.gradient_failure = f"{what} off by {error:.1e}, limit {GRADIENT_LIMIT:.0e}"
+
+
+def sample_blocks(length: int) -> list[tuple[int, int]]:
+    """Where samples lie: the first rows, the last ones, around the ends of chunks of 128 and 256, and at random."""
+    if length <= 6 * BLOCK:
+        return [(0, length)]
+    at_random = torch.randint(0, length - BLOCK, (2,)).tolist()
+    starts = [0, 128 - BLOCK // 2, 256 - BLOCK // 2, *at_random, length - BLOCK]
+    return [(start, start + BLOCK) for start in sorted({min(start, length - BLOCK) for start in starts})]
+
+
+def pieces(shape: Shape, start: int, end: int) -> Iterator[Piece]:
+    """Cut rows of the batch and heads so that float64 scores of queries start .. end - 1 fit."""
+    ratio = shape.heads // shape.groups
+    step = max(1, PIECE_BYTES // (8 * ratio * (end - start) * end))
+    for row in range(shape.batch):
+        for first in range(0, shape.groups, step):
+            last = min(first + step, shape.groups)
+            yield Piece(row, start, end, shape.heads, slice(first * ratio, last * ratio), slice(first, last))
+
+
+def relative_error(found_bthd: Tensor, expected_bthd: Tensor) -> float:
+    """||found - expected|| / ||expected|| of 256 positions of a head; the largest of all, NaN if any is."""
+    squares = [x.double().pow(2).sum(dim=(0, 3)) for x in (found_bthd.double() - expected_bthd, expected_bthd)]
+    over, under = (torch.stack([part.sum(0) for part in x_th.split(ERROR_ROWS)]).sqrt() for x_th in squares)
+    # Of a result that is zero, no rounding error can be told: none may be there.
+    error_nh = torch.where(over == 0, 0.0, over / under)
+    return math.nan if bool(error_nh.isnan().any()) else float(error_nh.max())
+
+
+def largest_share(chunk_bthm: Tensor) -> float | None:
+    """Of a head's queries that choose, the part that has its most popular chunk first; the largest of all heads."""
+    first_xt = chunk_bthm[..., 0].transpose(1, 2).flatten(0, 1)
+    chooses_xt = first_xt >= 0
+    if not bool(chooses_xt.any()):
+        return None
+    counts_xn = torch.zeros(len(first_xt), int(first_xt.max()) + 1, device=first_xt.device)
+    counts_xn.scatter_add_(1, first_xt.clamp(min=0), chooses_xt.float())
+    return float((counts_xn.amax(1) / chooses_xt.sum(1).clamp(min=1)).max())

@@ -1,0 +1,154 @@
+"""Options of `selectron bench kernels`, and their way into a plan."""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+from kernels.bench.cases import ALIASES, OPS, PASSES, PEERS, PREFERENCES, OptionError, Plan, Shape
+
+DEFAULT_OPS = "top1_chunk:approx,top1_chunk:exact,top1_element"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("--lengths", default="2048x50,8192x12,102400x1", metavar="LIST", help="LENGTHxBATCH, ... (%(default)s)")
+    add("--heads", default="16x128,32x64", metavar="LIST", help="HEADSxDIM, ... (%(default)s)")
+    add("--groups", type=int, metavar="N", help="key/value heads (as many as query heads)")
+    add("--ops", default=DEFAULT_OPS, metavar="LIST", help=f"ours, of {', '.join(OPS)} (%(default)s)")
+    add("--peers", default=",".join(PEERS), metavar="LIST", help='to compare with; "" for none (%(default)s)')
+    add("--choices", choices=PREFERENCES, default="even", help="how queries spread over chunks (%(default)s)")
+    add("--passes", default=",".join(PASSES), metavar="LIST", help="what is timed (%(default)s)")
+    add("--repeat", type=int, default=30, metavar="N", help="timed runs of each case (%(default)s)")
+    add("--chunk-size", type=int, default=128, metavar="N", help="keys a chunk (%(default)s)")
+    add("--top-k", type=int, default=1, metavar="N", help="chunks a query takes (%(default)s)")
+    add("--seed", type=int, metavar="N", help="of the inputs (a fresh one, told in the report)")
+    add("--output", type=Path, default=Path("bench/kernels"), metavar="DIR", help="folder of the report (%(default)s)")
+    add("--device", default="cuda", help="cuda or cuda:N (%(default)s)")
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """Check the options.
+
+    Raises:
+        OptionError: one has a value that cannot be.
+    """
+    ops = _names("--ops", args.ops, OPS, ALIASES)
+    peers = _names("--peers", args.peers, PEERS)
+    if not ops and not peers:
+        raise OptionError("--ops", "is empty, and so is --peers", "name at least one op or peer")
+    passes = _names("--passes", args.passes, PASSES)
+    if not passes:
+        raise OptionError("--passes", "is empty", f"give one of {', '.join(PASSES)}, or both")
+    shapes = make_shapes(args.lengths, args.heads, args.groups)
+    if ops:
+        _check_limits(args, max(shape.head_dim for shape in shapes))
+    return Plan(
+        shapes=shapes,
+        ops=ops,
+        peers=peers,
+        passes=tuple(name for name in PASSES if name in passes),
+        choices=args.choices,
+        repeat=_at_least_one("--repeat", args.repeat),
+        chunk_size=_at_least_one("--chunk-size", args.chunk_size),
+        top_k=_at_least_one("--top-k", args.top_k),
+        seed=int.from_bytes(os.urandom(4)) if args.seed is None else args.seed,
+        output=args.output,
+    )
+
+
+def make_shapes(lengths: str, heads: str, groups: int | None) -> tuple[Shape, ...]:
+    """Every number of heads with every length.
+
+    Raises:
+        OptionError: a pair is malformed, or the key heads do not divide the query heads.
+    """
+    shapes = []
+    for num_heads, head_dim in _pairs("--heads", heads, "HEADSxDIM, as 16x128"):
+        num_groups = num_heads if groups is None else _at_least_one("--groups", groups)
+        if num_heads % num_groups:
+            raise OptionError("--groups", f"{num_groups} does not divide {num_heads} heads", "give a divisor")
+        for length, batch in _pairs("--lengths", lengths, "LENGTHxBATCH, as 2048x50"):
+            shapes.append(Shape(batch=batch, length=length, heads=num_heads, groups=num_groups, head_dim=head_dim))
+    return tuple(shapes)
+
+
+def _check_limits(args: argparse.Namespace, head_dim: int) -> None:
+    """Refuse what our kernels cannot take."""
+    from kernels.dispatch import MAX_TRITON_HEAD_DIM
+    from kernels.top1_chunk.interface import MAX_TOP_K, TRITON_CHUNK_SIZES
+
+    if head_dim > MAX_TRITON_HEAD_DIM:
+        raise OptionError("--heads", f"head dim {head_dim} is too large", f"give at most {MAX_TRITON_HEAD_DIM}")
+    if args.chunk_size not in TRITON_CHUNK_SIZES:
+        sizes = ", ".join(map(str, TRITON_CHUNK_SIZES))
+        raise OptionError("--chunk-size", f"{args.chunk_size} is no size that our kernels have", f"give one of {sizes}")
+    if args.top_k > MAX_TOP_K:
+        raise OptionError("--top-k", f"{args.top_k} is too large", f"give at most {MAX_TOP_K}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, write the report and print its table.
+
+    Returns:
+        0, or 1 if a result was wrong.
+
+    Raises:
+        OptionError: an option, the output folder or the machine does not allow it.
+    """
+    plan = make_plan(args)
+    from kernels.bench import report, timing
+    from kernels.bench.run import bench
+
+    device = timing.find_device(args.device)
+
+    def save(so_far: report.Report) -> None:
+        try:
+            plan.output.mkdir(parents=True, exist_ok=True)
+            report.write(so_far, plan.output)
+        except OSError as error:
+            problem = f"{plan.output} cannot be written ({error.strerror})"
+            raise OptionError("--output", problem, "give a folder that can") from None
+
+    meter = timing.CudaMeter(device, plan.repeat)
+    done = bench(plan, meter, device, tell=_tell, save=save)
+    print(report.markdown(done))
+    print(f"written: {plan.output}")
+    return 1 if done.failures else 0
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _at_least_one(option: str, value: int) -> int:
+    if value < 1:
+        raise OptionError(option, f"{value} is less than 1", "give 1 or more")
+    return value
+
+
+def _pairs(option: str, text: str, form: str) -> list[tuple[int, int]]:
+    found = []
+    for part in _split(text):
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part)
+        if match is None:
+            raise OptionError(option, f"{part!r} is no such pair of numbers", f"write {form}")
+        found.append((int(match[1]), int(match[2])))
+    if not found:
+        raise OptionError(option, "is empty", f"write {form}")
+    return found
+
+
+def _names(option: str, text: str, known: Collection[str], aliases: dict[str, str] | None = None) -> tuple[str, ...]:
+    by_name = {name: name for name in known} | (aliases or {})
+    for part in _split(text):
+        if part not in by_name:
+            raise OptionError(option, f"{part!r} is not known", f"choose from {', '.join(by_name)}")
+    return tuple(dict.fromkeys(by_name[part] for part in _split(text)))
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

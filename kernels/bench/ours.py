@@ -1,0 +1,140 @@
+"""Our ops as contestants: their choices are held against float64 scores, the rest against float64 given the choices."""
+
+import torch
+from torch import Tensor
+
+from kernels.attention_math import causal_mask, mix_values, query_key_products, query_positions, visible_softmax
+from kernels.bench import costs
+from kernels.bench.cases import Shape
+from kernels.bench.contestant import Choices, Contestant, Part
+from kernels.softmax_attention.reference import attend
+from kernels.top1_chunk import top1_chunk_attention
+from kernels.top1_chunk.interface import Implementation, Score
+from kernels.top1_chunk.reference import chunk_scores, select_chunks, selection_mask
+from kernels.top1_element import top1_element_attention
+from kernels.top1_element.interface import Estimator
+from kernels.top1_element.reference import select_elements, selected_weights, straight_through_weights
+
+ROUNDING = {"approx": 2.0**-7, "exact": 2.0**-20, "exact_lse": 2.0**-18}
+"""How far apart, over |q| |k|, two scores may be that an op takes for equal.
+
+approx: both mean keys are rounded to bf16, 2^-9 of each element. exact: fp32 sums of exact products. exact_lse: with
+exp2 and log2 of the hardware, which are good to 2^-22 of a value.
+"""
+
+
+def top1_chunk(
+    shape: Shape, *, score: Score, chunk_size: int, top_k: int, implementation: Implementation
+) -> Contestant:
+    """Top-1 Chunk with one kind of score."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return top1_chunk_attention(
+            q, k, v, score=score, chunk_size=chunk_size, top_k=top_k, implementation=implementation
+        )
+
+    def run_with_choices(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return top1_chunk_attention(
+            q, k, v, score=score, chunk_size=chunk_size, top_k=top_k, return_selection=True,
+            implementation=implementation,
+        )  # fmt: skip
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None, query_offset: int) -> Tensor:
+        assert chosen is not None
+        visible = selection_mask(chosen, q, k, chunk_size=chunk_size, local=True, query_offset=query_offset)
+        return attend(q, k, v, visible, q.shape[3] ** -0.5)
+
+    def compare(q: Tensor, k: Tensor, chosen: Tensor, query_offset: int) -> Choices:
+        return compare_chunks(q, k, chosen, score=score, chunk_size=chunk_size, query_offset=query_offset)
+
+    part = Part(run=run_with_choices, reference=reference, compare=compare)
+    return Contestant(run=run, parts=(part,), operations=costs.top1_chunk(shape, score, chunk_size, top_k))
+
+
+def top1_element(shape: Shape, *, estimator: Estimator, chunk_size: int, implementation: Implementation) -> Contestant:
+    """Top-1 Element with one estimator of the gradient; `chunk_size` only tells how its choices are summed up."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return top1_element_attention(q, k, v, estimator=estimator, implementation=implementation)
+
+    def run_with_choices(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, chosen = top1_element_attention(
+            q, k, v, estimator=estimator, return_selection=True, implementation=implementation
+        )
+        return out, chosen[..., None]
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None, query_offset: int) -> Tensor:
+        assert chosen is not None
+        visible, scores = causal_mask(q, k, query_offset), query_key_products(q, k) * q.shape[3] ** -0.5
+        chosen_bht = chosen[..., 0].transpose(1, 2)
+        if estimator == "straight_through":
+            return mix_values(straight_through_weights(visible_softmax(scores, visible), chosen_bht), v)
+        return mix_values(selected_weights(scores, visible, chosen_bht), v)
+
+    part = Part(
+        run=run_with_choices, reference=reference, compare=compare_elements, limit=0.0, keys_per_choice=chunk_size
+    )
+    return Contestant(run=run, parts=(part,), operations=costs.top1_element(shape, estimator))
+
+
+def compare_chunks(
+    q_bthd: Tensor, k_bshd: Tensor, chosen_bthm: Tensor, *, score: str, chunk_size: int, query_offset: int
+) -> Choices:
+    """Compare chosen chunks, rank by rank, with the best by score. Arguments as in `select_chunks`, in float64."""
+    scale, top_k = q_bthd.shape[3] ** -0.5, chosen_bthm.shape[3]
+    best_bthm = select_chunks(
+        q_bthd, k_bshd, chunk_size=chunk_size, top_k=top_k, score=score, scale=scale, query_offset=query_offset
+    )
+    scores_bhtn = chunk_scores(q_bthd, k_bshd, chunk_size=chunk_size, score=score, scale=scale)
+    bound_bhtn = ROUNDING[score] * _bounds(q_bthd, _chunk_lengths(k_bshd, chunk_size, score))
+    if score == "exact_lse":
+        bound_bhtn = bound_bhtn * scale + ROUNDING[score]  # the logarithm's own rounding
+    own_t11 = (query_positions(q_bthd, query_offset) // chunk_size)[:, None, None]
+    legal_bthm = ((chosen_bthm >= 0) == (best_bthm >= 0)) & (chosen_bthm < own_t11) & _distinct(chosen_bthm)
+    return _compare(scores_bhtn, bound_bhtn, chosen_bthm, best_bthm, legal_bthm)
+
+
+def compare_elements(q_bthd: Tensor, k_bshd: Tensor, chosen_bthm: Tensor, query_offset: int) -> Choices:
+    """Compare chosen keys, [b, tq, hq, 1], with the best by q.k, in float64."""
+    products_bhts = query_key_products(q_bthd, k_bshd)
+    best_bht = select_elements(products_bhts, causal_mask(q_bthd, k_bshd, query_offset))
+    bound_bhts = ROUNDING["exact"] * _bounds(q_bthd, k_bshd.norm(dim=-1))
+    legal_bthm = (chosen_bthm >= 0) & (chosen_bthm <= query_positions(q_bthd, query_offset)[:, None, None])
+    return _compare(products_bhts, bound_bhts, chosen_bthm, best_bht.transpose(1, 2)[..., None], legal_bthm)
+
+
+def _compare(
+    scores_bhtn: Tensor, bound_bhtn: Tensor, chosen_bthm: Tensor, best_bthm: Tensor, legal_bthm: Tensor
+) -> Choices:
+    taken_bthm = chosen_bthm.where(legal_bthm, best_bthm)
+    distance = (_at(scores_bhtn, best_bthm) - _at(scores_bhtn, taken_bthm)).abs()
+    allowed = torch.maximum(_at(bound_bhtn, best_bthm), _at(bound_bhtn, taken_bthm))
+    over = torch.where(taken_bthm == best_bthm, 0.0, distance / allowed)
+    wrong = ~legal_bthm | ~(over <= 1)  # so that NaN is wrong
+    different, impossible = chosen_bthm != best_bthm, int((~legal_bthm).sum())
+    return Choices(chosen_bthm.numel(), int(different.sum()), int(wrong.sum()), impossible, float(over.max()))
+
+
+def _at(x_bhtn: Tensor, index_bthm: Tensor) -> Tensor:
+    """Values at the choices; one more column, for there may be no chunk at all."""
+    padded = torch.nn.functional.pad(x_bhtn, (0, 1))
+    return padded.gather(3, index_bthm.clamp(min=0).transpose(1, 2)).transpose(1, 2)
+
+
+def _distinct(chosen_bthm: Tensor) -> Tensor:
+    """Whether a query has named a chunk only once; -1 may be there often."""
+    often = (chosen_bthm[..., :, None] == chosen_bthm[..., None, :]).sum(-1) > 1
+    return ~often | (chosen_bthm < 0)
+
+
+def _chunk_lengths(k_bshd: Tensor, chunk_size: int, score: str) -> Tensor:
+    """Norm of what a query meets in each complete chunk, the mean key or the longest one: [b, n, hkv]."""
+    complete = k_bshd.shape[1] // chunk_size
+    k_bncgd = k_bshd[:, : complete * chunk_size].unflatten(1, (complete, chunk_size))
+    return k_bncgd.mean(2).norm(dim=-1) if score == "approx" else k_bncgd.norm(dim=-1).amax(2)
+
+
+def _bounds(q_bthd: Tensor, length_bng: Tensor) -> Tensor:
+    """|q| |k| for every query and key or chunk: [b, hq, t, n]."""
+    length_bhn = length_bng.transpose(1, 2).repeat_interleave(q_bthd.shape[2] // length_bng.shape[2], dim=1)
+    return q_bthd.norm(dim=-1).transpose(1, 2)[..., None] * length_bhn[:, :, None]

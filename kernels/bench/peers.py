@@ -1,0 +1,172 @@
+"""Others' kernels as contestants, in the layout that our models hold q, k and v in."""
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.attention_math import causal_mask, query_positions
+from kernels.bench import costs
+from kernels.bench.cases import Shape
+from kernels.bench.contestant import Contestant, NotRun, Part
+from kernels.softmax_attention.reference import attend
+from kernels.top1_chunk.reference import selection_mask
+
+FLEX_BLOCK = 128
+NSA_BLOCK = 64
+NSA_COUNT = 16
+"""Blocks a query attends to; the choice of the paper (arXiv 2502.11089) and of fla."""
+NSA_RATIO = 16
+"""Query heads a key head: fla demands a multiple of this that is a power of two."""
+
+
+def sdpa(shape: Shape, *, backend: SDPBackend) -> Contestant:
+    """Full causal attention by torch.nn.functional.scaled_dot_product_attention, with one back-end."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            out = scaled_dot_product_attention(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+                is_causal=True, enable_gqa=shape.heads != shape.groups,
+            )  # fmt: skip
+        return out.transpose(1, 2)
+
+    return Contestant(run=run, parts=(_softmax_part(run, None),), operations=costs.causal_attention(shape))
+
+
+def flex_window(shape: Shape, *, window: int, compiled: bool = True) -> Contestant:
+    """Attention to the last `window` keys by torch's FlexAttention, compiled for this shape.
+
+    Args:
+        shape: the problem.
+        window: keys a query sees.
+        compiled: False: FlexAttention's plain form, which forms all scores (for tests).
+    """
+    device = torch.device("cuda" if compiled else "cpu")
+    mask = window_blocks(shape.length, window, device)
+    if compiled:
+        # Compiled code is kept by function, and after a few shapes torch would fall back to the plain form.
+        torch.compiler.reset()
+    attention: Any = flex_attention.flex_attention
+    attention = torch.compile(attention, dynamic=False) if compiled else attention
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        bhtd = (x.transpose(1, 2) for x in (q, k, v))
+        out: Tensor = attention(*bhtd, block_mask=mask, enable_gqa=shape.heads != shape.groups)
+        return out.transpose(1, 2)
+
+    return Contestant(run=run, parts=(_softmax_part(run, window),), operations=costs.window_attention(shape, window))
+
+
+def window_blocks(length: int, window: int, device: torch.device) -> flex_attention.BlockMask:
+    """FlexAttention's mask of a causal window, made without the [length, length] array that torch's own way needs."""
+
+    def visible(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        return (s <= t) & (s > t - window)
+
+    count = -(-length // FLEX_BLOCK)
+    j = torch.arange(count, device=device)
+    i = j[:, None]
+    # First key that the first row, and that the last row, of a block of queries sees.
+    first_of_first = (i * FLEX_BLOCK - window + 1).clamp(min=0)
+    first_of_last = ((i + 1) * FLEX_BLOCK - window).clamp(min=0)
+    touched = (j >= first_of_first // FLEX_BLOCK) & (j <= i)
+    whole = touched & (j * FLEX_BLOCK >= first_of_last) & (j < i)
+    return flex_attention.BlockMask.from_kv_blocks(
+        *_block_lists(touched & ~whole), *_block_lists(whole),
+        BLOCK_SIZE=FLEX_BLOCK, mask_mod=visible, seq_lengths=(length, length),
+    )  # fmt: skip
+
+
+def _block_lists(taken_ij: Tensor) -> tuple[Tensor, Tensor]:
+    """FlexAttention's form of a mask of blocks: how many in each row, and which, first those taken."""
+    order = taken_ij.int().argsort(dim=1, descending=True, stable=True)
+    return taken_ij.sum(1).int()[None, None], order.int()[None, None]
+
+
+def nsa(shape: Shape) -> Contestant:
+    """Native sparse attention by fla: compression, choice of 16 blocks of 64, attention to them; no window.
+
+    The choice has no reference here: checked are attention to given blocks, and the compressed part alone.
+    """
+    ratio = shape.heads // shape.groups
+    if find_spec("fla") is None:
+        raise NotRun("fla is not installed")
+    if ratio < NSA_RATIO or ratio & (ratio - 1):
+        raise NotRun(f"fla's NSA wants 16, 32, ... query heads a key head, and here are {ratio} (see --groups)")
+    parallel_nsa = import_module("fla.ops.nsa").parallel_nsa
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        gate = torch.ones(q.shape[:3], dtype=q.dtype, device=q.device)
+        return _tensor(parallel_nsa(q, k, v, g_cmp=gate, g_slc=gate, block_counts=NSA_COUNT, block_size=NSA_BLOCK))
+
+    def attend_to_given(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        blocks = spread_blocks(q, k)
+        out = parallel_nsa(q, k, v, block_indices=blocks, block_counts=NSA_COUNT, block_size=NSA_BLOCK)
+        return _tensor(out), blocks
+
+    def compress(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        on, off = (torch.full(q.shape[:3], gate, dtype=q.dtype, device=q.device) for gate in (1.0, 0.0))
+        out = parallel_nsa(q, k, v, g_cmp=on, g_slc=off, block_counts=NSA_COUNT, block_size=NSA_BLOCK)
+        return _tensor(out), None
+
+    parts = (
+        Part(run=attend_to_given, reference=_attend_to_blocks, name="attention to given blocks"),
+        Part(run=compress, reference=_attend_to_means, name="compressed attention"),
+    )
+    return Contestant(run=run, parts=parts, operations=costs.native_sparse_attention(shape, NSA_BLOCK, NSA_COUNT))
+
+
+def spread_blocks(q: Tensor, k: Tensor) -> Tensor:
+    """Choose for every query and key head its own block and 15 earlier ones in random even steps, -1 beyond the first.
+
+    Returns:
+        int64 [b, t, hkv, 16].
+    """
+    own_t1 = (query_positions(q, 0) // NSA_BLOCK)[:, None]
+    size = (q.shape[0], q.shape[1], k.shape[2])
+    step_btg = 1 + (torch.rand(size, device=q.device) * ((own_t1 + 1) // NSA_COUNT).clamp(min=1)).long()
+    blocks = own_t1[..., None] - torch.arange(NSA_COUNT, device=q.device) * step_btg[..., None]
+    return blocks.clamp(min=-1)
+
+
+def _tensor(out: Any) -> Tensor:
+    """What fla returns; some of its ops return a pair."""
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _softmax_part(run: Callable[[Tensor, Tensor, Tensor], Tensor], window: int | None) -> Part:
+    def run_alone(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        return run(q, k, v), None
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, query_offset: int) -> Tensor:
+        return attend(q, k, v, causal_mask(q, k, query_offset, window), q.shape[3] ** -0.5)
+
+    return Part(run=run_alone, reference=reference)
+
+
+def _attend_to_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor | None, query_offset: int) -> Tensor:
+    assert blocks is not None
+    chosen = blocks.repeat_interleave(q.shape[2] // blocks.shape[2], dim=2)
+    taken = selection_mask(chosen, q, k, chunk_size=NSA_BLOCK, local=True, query_offset=query_offset)
+    # The own block is among the chosen, and is seen up to the query only.
+    return attend(q, k, v, taken & causal_mask(q, k, query_offset), q.shape[3] ** -0.5)
+
+
+def _attend_to_means(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, query_offset: int) -> Tensor:
+    """Attention to the means of the blocks that end at or before the query; zero where there is none."""
+    complete = k.shape[1] // NSA_BLOCK
+    if complete == 0:
+        return torch.zeros_like(q) + 0 * (k.sum() + v.sum())
+    k_mean, v_mean = (x[:, : complete * NSA_BLOCK].unflatten(1, (complete, NSA_BLOCK)).mean(2) for x in (k, v))
+    end_n = torch.arange(1, complete + 1, device=q.device) * NSA_BLOCK
+    visible_tn = end_n <= query_positions(q, query_offset)[:, None] + 1
+    some_t = visible_tn.any(1)
+    out = attend(q, k_mean, v_mean, visible_tn | ~some_t[:, None], q.shape[3] ** -0.5)
+    return torch.where(some_t[:, None, None], out, 0.0)

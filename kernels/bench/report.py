@@ -1,0 +1,281 @@
+"""What was measured, as JSON and as a Markdown table."""
+
+import json
+import math
+import os
+import platform
+import subprocess
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels.bench.cases import BASELINE, Pass, Plan, Shape
+from kernels.bench.checks import Verdict
+from kernels.bench.timing import Ceilings, Times
+
+ROOT = Path(__file__).resolve().parents[2]
+
+COLUMNS = (
+    "heads x dim",
+    "length x batch",
+    "op",
+    "pass",
+    "ms",
+    "20 % to 80 %",
+    "TFLOP/s",
+    "GB/s",
+    "floor, ms",
+    "of the floor",
+    "extra memory",
+    f"speed over {BASELINE}",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Numbers of one pass.
+
+    Attributes:
+        times: milliseconds.
+        operations: floating-point operations that the pass must do.
+        bytes: that it must move.
+        extra_memory: peak beyond q, k, v, o and their gradients, as a part of those.
+    """
+
+    times: Times
+    operations: float
+    bytes: float
+    extra_memory: float
+
+    def floor(self, ceilings: Ceilings) -> float:
+        """Milliseconds that no version beats: the operations or the bytes at the GPU's own best."""
+        return 1e3 * max(self.operations / ceilings.operations, self.bytes / ceilings.bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One contestant, shape and pass: measured, failed or not run.
+
+    Attributes:
+        name: of the contestant.
+        shape: the problem.
+        which: the pass.
+        measured: numbers, if the result was right.
+        failed: what was wrong, and by how much.
+        not_run: why it could not run.
+        verdict: what the check found.
+    """
+
+    name: str
+    shape: Shape
+    which: Pass
+    measured: Measured | None = None
+    failed: str | None = None
+    not_run: str | None = None
+    verdict: Verdict | None = None
+
+    @property
+    def summary(self) -> str:
+        """Its result in a few words."""
+        if self.measured is not None:
+            return f"{_digits(self.measured.times.median)} ms"
+        return f"failed: {self.failed}" if self.failed is not None else f"not run: {self.not_run}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All of a run.
+
+    Attributes:
+        plan: what was asked for.
+        machine: where it ran, see `describe_machine`.
+        ceilings: of the GPU.
+        rows: in the order of the table.
+    """
+
+    plan: Plan
+    machine: dict[str, str | None]
+    ceilings: Ceilings
+    rows: list[Row]
+
+    @property
+    def failures(self) -> list[Row]:
+        """Rows whose results were wrong."""
+        return [row for row in self.rows if row.failed is not None]
+
+    def speed(self, row: Row) -> float | None:
+        """How many times faster a row is than the baseline at the same shape and pass; None: one was not timed."""
+        for other in self.rows:
+            if (other.name, other.shape, other.which) == (BASELINE, row.shape, row.which):
+                if other.measured is None or row.measured is None:
+                    return None
+                return other.measured.times.median / row.measured.times.median
+        return None
+
+
+def describe_machine(device: torch.device) -> dict[str, str | None]:
+    """GPU, driver, versions, commit and date; None: not known."""
+    return {
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": _version("triton"),
+        "fla": _version("flash-linear-attention"),
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Commit of the source tree, with a + if it has been changed; None for an installed package."""
+    git = ("git", "-C", str(ROOT))
+    if _output(*git, "rev-parse", "--show-toplevel") != str(ROOT):
+        return None
+    commit = _output(*git, "rev-parse", "HEAD")
+    return f"{commit}+" if commit and _output(*git, "status", "--porcelain") else commit
+
+
+def _output(*command: str) -> str | None:
+    """First line that a command prints; None if it fails or is not there."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.splitlines()), None)
+
+
+def to_dict(report: Report) -> dict[str, Any]:
+    """All numbers, with units in their names."""
+    plan = asdict(report.plan)
+    del plan["shapes"]
+    return {
+        "machine": report.machine,
+        "ceilings": {"tflops": report.ceilings.operations / 1e12, "gb_per_s": report.ceilings.bytes / 1e9},
+        "settings": plan | {"output": str(report.plan.output), "dtype": "bfloat16"},
+        "rows": [_row_dict(report, row) for row in report.rows],
+    }
+
+
+def _row_dict(report: Report, row: Row) -> dict[str, Any]:
+    found: dict[str, Any] = {"op": row.name, **asdict(row.shape), "pass": row.which}
+    if row.failed is not None:
+        found["failed"] = row.failed
+    if row.not_run is not None:
+        found["not_run"] = row.not_run
+    if row.measured is not None:
+        measured, seconds = row.measured, row.measured.times.median * 1e-3
+        floor = measured.floor(report.ceilings)
+        found |= {
+            "ms": measured.times.median,
+            "ms_20": measured.times.q20,
+            "ms_80": measured.times.q80,
+            "operations": measured.operations,
+            "bytes": measured.bytes,
+            "tflops": measured.operations / seconds / 1e12,
+            "gb_per_s": measured.bytes / seconds / 1e9,
+            "floor_ms": floor,
+            "of_floor": floor / measured.times.median,
+            "extra_memory_percent": 100 * measured.extra_memory,
+            f"speed_over_{BASELINE}": report.speed(row),
+        }
+    return found if row.verdict is None else found | {"check": _finite(asdict(row.verdict))}
+
+
+def _finite(x: Any) -> Any:
+    """JSON has no infinity and no NaN: they become words."""
+    if isinstance(x, dict):
+        return {key: _finite(value) for key, value in x.items()}
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def markdown(report: Report) -> str:
+    """The table, with the machine above it and the choices below."""
+    machine = ", ".join(f"{name} {value}" for name, value in report.machine.items() if value is not None)
+    plan, ceilings = report.plan, report.ceilings
+    lines = [
+        f"Machine: {machine}.",
+        "",
+        f"Measured ceilings: bf16 product of 8192 x 8192 matrices {ceilings.operations / 1e12:.0f} TFLOP/s, copy "
+        f"{ceilings.bytes / 1e12:.2f} TB/s (read + written). Inputs: bf16, choices {plan.choices}, chunk "
+        f"{plan.chunk_size}, top_k {plan.top_k}, seed {plan.seed}. Medians of {plan.repeat} runs with a cold L2 cache.",
+        "",
+        "TFLOP/s and GB/s count what the op must do and move, whatever the kernel does.",
+        "",
+        _line(COLUMNS),
+        _line(["---"] * len(COLUMNS)),
+        *(_line(_cells(report, row)) for row in report.rows),
+    ]
+    return "\n".join([*lines, *_choice_lines(report)]) + "\n"
+
+
+def _cells(report: Report, row: Row) -> list[str]:
+    names = [row.shape.heads_name, row.shape.length_name, row.name, row.which.replace("_", " + ")]
+    if row.measured is None:
+        return [*names, row.summary.replace("|", "\\|"), *[""] * (len(COLUMNS) - len(names) - 1)]
+    numbers = _row_dict(report, row)
+    speed = report.speed(row)
+    return [
+        *names,
+        _digits(numbers["ms"]),
+        f"{_digits(numbers['ms_20'])} to {_digits(numbers['ms_80'])}",
+        _digits(numbers["tflops"]),
+        _digits(numbers["gb_per_s"]),
+        _digits(numbers["floor_ms"]),
+        f"{100 * numbers['of_floor']:.0f} %",
+        f"{numbers['extra_memory_percent']:.1f} %",
+        "" if speed is None else f"{_digits(speed)}x",
+    ]
+
+
+def _choice_lines(report: Report) -> list[str]:
+    """One line for each check of choices (the passes of a contestant share it)."""
+    lines = {}
+    for row in report.rows:
+        if row.verdict is None or not row.verdict.choices:
+            continue
+        share = row.verdict.largest_share
+        told = "" if share is None else f"; a head's most popular chunk has at most {100 * share:.1f} % of its queries"
+        lines[row.name, row.shape] = (
+            f"* {row.name}, {row.shape.heads_name}, {row.shape.length_name}: {row.verdict.different} of "
+            f"{row.verdict.choices} choices differ from those by float64{told}"
+        )
+    return ["", *lines.values()] if lines else []
+
+
+def _line(cells: tuple[str, ...] | list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _digits(x: float) -> str:
+    """Three significant digits, and all digits before the point."""
+    if x == 0 or not math.isfinite(x):
+        return str(x)
+    return f"{x:.{max(0, 2 - math.floor(math.log10(abs(x))))}f}"
+
+
+def write(report: Report, folder: Path) -> None:
+    """Write kernels.json and kernels.md, each whole or not at all."""
+    _write_whole(folder / "kernels.json", json.dumps(to_dict(report), indent=1) + "\n")
+    _write_whole(folder / "kernels.md", markdown(report))
+
+
+def _write_whole(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,142 @@
+"""The run: for every shape and contestant, check, then time."""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from kernels.bench import costs, ours, peers
+from kernels.bench.cases import OPS, PEERS, Pass, Plan, Shape
+from kernels.bench.checks import Verdict, check
+from kernels.bench.contestant import Builder, Contestant, NotRun
+from kernels.bench.inputs import make_inputs
+from kernels.bench.report import Measured, Report, Row, describe_machine
+from kernels.bench.timing import Meter
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+def make_builders(plan: Plan, device: torch.device) -> dict[str, Builder]:
+    """All contestants of a plan by name, peers first."""
+    # By name, so that no fast form falls back to the reference without a word.
+    implementation: Literal["triton", "reference"] = "triton" if device.type == "cuda" else "reference"
+    known: dict[str, Builder] = {
+        "sdpa_cudnn": partial(peers.sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+        "sdpa_flash": partial(peers.sdpa, backend=SDPBackend.FLASH_ATTENTION),
+        # Its own chunk and as many more as a query takes: about the work of Top-1 Chunk's attention.
+        "flex_window": partial(peers.flex_window, window=plan.chunk_size * (1 + plan.top_k)),
+        "nsa": peers.nsa,
+    }
+    chunk = partial(ours.top1_chunk, chunk_size=plan.chunk_size, top_k=plan.top_k, implementation=implementation)
+    element = partial(ours.top1_element, chunk_size=plan.chunk_size, implementation=implementation)
+    for name in OPS:
+        op, _, variant = name.partition(":")
+        known[name] = partial(chunk, score=variant) if op == "top1_chunk" else partial(element, estimator=variant)
+    return {name: known[name] for name in (*plan.peers, *plan.ops)}
+
+
+def bench(
+    plan: Plan,
+    meter: Meter,
+    device: torch.device,
+    *,
+    tell: Callable[[str], None] = print,
+    save: Callable[[Report], None] | None = None,
+    builders: Mapping[str, Builder] | None = None,
+) -> Report:
+    """Measure everything.
+
+    Args:
+        plan: what is asked for.
+        meter: measures on `device`.
+        device: where tensors live.
+        tell: takes a line as each case is done.
+        save: takes the report so far after each contestant, so that a run cut short leaves what it has.
+        builders: contestants by name; None: those of the plan.
+    """
+    torch.manual_seed(plan.seed)  # output gradients and sampled rows; inputs have generators of their own
+    seeds = itertools.count(plan.seed)
+    contestants = make_builders(plan, device) if builders is None else builders
+    report = Report(plan=plan, machine=describe_machine(device), ceilings=meter.ceilings(), rows=[])
+    if save is not None:
+        save(report)  # a folder that cannot be written is known before all else is measured
+
+    def draw(shape: Shape) -> Inputs:
+        return make_inputs(shape, plan.choices, plan.chunk_size, next(seeds), device)
+
+    for shape, (name, build) in itertools.product(plan.shapes, contestants.items()):
+        for row in measure(name, build, shape, plan.passes, meter, draw):
+            report.rows.append(row)
+            tell(f"{shape.heads_name} {shape.length_name} {name} {row.which}: {row.summary}")
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if save is not None:
+            save(report)
+    return report
+
+
+def measure(
+    name: str, build: Builder, shape: Shape, passes: tuple[Pass, ...], meter: Meter, draw: Callable[[Shape], Inputs]
+) -> list[Row]:
+    """Check one contestant at one shape, and time the passes whose results were right."""
+    rows = [Row(name=name, shape=shape, which=which) for which in passes]
+    try:
+        verdict = check(build, shape, draw, gradients="forward_backward" in passes)
+        contestant = build(shape)
+    except Exception as error:  # whatever a kernel raises belongs into its row, and the others are still wanted
+        return [_excused(row, error) for row in rows]
+    return [_timed(replace(row, verdict=verdict), contestant, verdict, meter, draw) for row in rows]
+
+
+def _timed(row: Row, contestant: Contestant, verdict: Verdict, meter: Meter, draw: Callable[[Shape], Inputs]) -> Row:
+    """Fill a row in: with what is wrong, or with its numbers."""
+    failure = verdict.failure or (verdict.gradient_failure if row.which == "forward_backward" else None)
+    if failure is not None:
+        return replace(row, failed=failure)
+    try:
+        run = make_pass(contestant, row.which, draw(row.shape))
+        times, new_bytes = meter.time(run), meter.new_bytes(run)
+    except Exception as error:
+        return _excused(row, error)
+    extra = (new_bytes - costs.result_bytes(row.shape, row.which)) / costs.held_bytes(row.shape, row.which)
+    measured = Measured(
+        times=times,
+        operations=contestant.operations.of(row.which),
+        bytes=costs.moved_bytes(row.shape, row.which),
+        extra_memory=extra,
+    )
+    return replace(row, measured=measured)
+
+
+def make_pass(contestant: Contestant, which: Pass, inputs: Inputs) -> Callable[[], object]:
+    """One call: the forward without gradients, or the forward and the gradients of q, k and v."""
+    q, k, v = (x.requires_grad_() for x in inputs)
+    if which == "forward":
+
+        def forward() -> object:
+            with torch.no_grad():
+                return contestant.run(q, k, v)
+
+        return forward
+    with torch.no_grad():
+        grad = torch.randn_like(contestant.run(q, k, v))  # in the output's own layout: a peer need not copy it first
+
+    def forward_backward() -> object:
+        out = contestant.run(q, k, v)
+        return out, torch.autograd.grad(out, (q, k, v), grad)
+
+    return forward_backward
+
+
+def _excused(row: Row, error: Exception) -> Row:
+    """Say what an exception means: a peer did not run; one of ours must."""
+    if isinstance(error, NotRun):
+        return replace(row, not_run=str(error))
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    said = f"{type(error).__name__}: {first_line}".rstrip(": ")
+    return replace(row, not_run=said) if row.name in PEERS else replace(row, failed=said)

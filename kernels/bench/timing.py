@@ -1,0 +1,122 @@
+"""Times by CUDA events with a cold L2 cache, peak memory, and the two ceilings of the GPU."""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from kernels.bench.cases import OptionError
+
+WARM_UP_RUNS = 3
+WARM_UP_SECONDS = 0.1
+PRODUCT_SIZE = 8192
+COPY_BYTES = 4 * 2**30
+FLUSH_BYTES = 256 * 2**20
+"""More than any L2 cache has; Triton's own benchmark takes as much."""
+
+
+class Times(NamedTuple):
+    """Median with the 20 % and 80 % quantiles, milliseconds."""
+
+    median: float
+    q20: float
+    q80: float
+
+
+class Ceilings(NamedTuple):
+    """What the GPU can do, measured: operations a second of a bf16 product, bytes a second read plus written."""
+
+    operations: float
+    bytes: float
+
+
+class Meter(Protocol):
+    """Measures on one device."""
+
+    def ceilings(self) -> Ceilings:
+        """Measure both."""
+
+    def time(self, run: Callable[[], object]) -> Times:
+        """Time one call."""
+
+    def new_bytes(self, run: Callable[[], object]) -> int:
+        """Most bytes that a call holds at once, its result included, over what was held before."""
+
+
+def find_device(name: str) -> torch.device:
+    """Take a GPU, and make it torch's current one.
+
+    Raises:
+        OptionError: it is not there.
+    """
+    if not torch.cuda.is_available():
+        raise OptionError("device", "torch sees no GPU", "run this where it sees one (`selectron doctor` tells)")
+    kind, _, number = name.partition(":")
+    count = torch.cuda.device_count()
+    if kind != "cuda" or (number and not (number.isdecimal() and int(number) < count)):
+        raise OptionError("device", f"{name!r} is not there", f"give cuda or cuda:0 to cuda:{count - 1}")
+    device = torch.device("cuda", int(number or 0))
+    torch.cuda.set_device(device)
+    return device
+
+
+class CudaMeter:
+    """Measures on a GPU.
+
+    Args:
+        device: the GPU, torch's current one.
+        repeat: timed runs.
+    """
+
+    def __init__(self, device: torch.device, repeat: int) -> None:
+        self.device = device
+        self.repeat = repeat
+
+    def ceilings(self) -> Ceilings:
+        """A product of two random 8192 x 8192 matrices, and a copy of 4 GiB."""
+        n = PRODUCT_SIZE
+        a, b = (torch.randn(n, n, device=self.device, dtype=torch.bfloat16) for _ in range(2))
+        product = self.time(lambda: torch.matmul(a, b))
+        source = torch.empty(COPY_BYTES // 4, device=self.device, dtype=torch.int32).random_()
+        target = torch.empty_like(source)
+        copy = self.time(lambda: target.copy_(source))
+        return Ceilings(2.0 * n**3 / (product.median * 1e-3), 2.0 * COPY_BYTES / (copy.median * 1e-3))
+
+    def time(self, run: Callable[[], object]) -> Times:
+        """Warm up, then time `repeat` runs, the L2 cache overwritten before each."""
+        self._warm_up(run)
+        flush = torch.empty(FLUSH_BYTES // 4, device=self.device, dtype=torch.int32)
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.repeat)]
+        for start, end in events:
+            flush.zero_()
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize(self.device)
+        return quantiles([start.elapsed_time(end) for start, end in events])
+
+    def new_bytes(self, run: Callable[[], object]) -> int:
+        """By the allocator's own count."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        run()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def _warm_up(self, run: Callable[[], object]) -> None:
+        """Compile, tune, and bring the clocks up."""
+        run()
+        torch.cuda.synchronize(self.device)
+        begun, runs = time.monotonic(), 1
+        while runs < WARM_UP_RUNS or time.monotonic() - begun < WARM_UP_SECONDS:
+            run()
+            torch.cuda.synchronize(self.device)
+            runs += 1
+
+
+def quantiles(milliseconds: list[float]) -> Times:
+    """Sum up the times of all runs."""
+    found = torch.tensor(milliseconds, dtype=torch.float64).quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64))
+    return Times(*found.tolist())
