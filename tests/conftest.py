@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+
+# Without a GPU, Triton's kernels run in its interpreter. Triton reads this when it is imported, which other libraries
+# do, too: so it is set before any test is read.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Begun in the background by a script, pytest ignores SIGINT, and so would every command that a test starts and
 # interrupts. A handler of our own is not passed on; being ignored is.
@@ -14,8 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(scope="module")
 def one_process() -> Iterator[Any]:
-    """Megatron's process groups for this one process, on the CPU (torch is imported only where this is asked for)."""
-    import torch
+    """Megatron's process groups for this one process, on the CPU. Megatron is imported only where asked for."""
     import torch.distributed as dist
 
     if torch.cuda.is_available():
