@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+INSTALLED_DEV := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo clean-demo test quick lint types format clean
@@ -10,10 +11,14 @@ INSTALLED := .venv/.installed
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(INSTALLED) ## make .venv and install selectron in it
+install: $(INSTALLED_DEV) ## make .venv and install selectron in it, with the tools of the tests
 
+# Two steps: the demo needs the first alone and does not wait for the tools that the second brings.
 $(INSTALLED): pyproject.toml constraints.txt tools/install.sh
 	@PYTHON="$(PYTHON)" tools/install.sh
+
+$(INSTALLED_DEV): $(INSTALLED)
+	@PYTHON="$(PYTHON)" tools/install.sh dev
 
 demo: $(INSTALLED) ## prepare text, train three architectures, compare them: runs/quickstart
 	@examples/quickstart.sh
@@ -22,22 +27,22 @@ clean-demo: ## remove what the demo made
 	rm -rf runs/quickstart
 
 # A recursive make keeps the order under -j, too: what fails fast comes first.
-test: $(INSTALLED) ## lint, types and all tests
+test: $(INSTALLED_DEV) ## lint, types and all tests
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
 
-quick: $(INSTALLED) ## the tests without the slow ones
+quick: $(INSTALLED_DEV) ## the tests without the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --durations=5
 
-lint: $(INSTALLED) ## ruff: rules and form
+lint: $(INSTALLED_DEV) ## ruff: rules and form
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(INSTALLED) ## mypy
+types: $(INSTALLED_DEV) ## mypy
 	$(BIN)/mypy
 
-format: $(INSTALLED) ## mend what ruff can mend
+format: $(INSTALLED_DEV) ## mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Makes .venv and installs selectron in it, editable, with the versions of constraints.txt. `make install` calls this
-# when pyproject.toml, constraints.txt or this file have changed. PYTHON names another interpreter than python3.
+# Makes .venv and installs selectron in it, editable, with the versions of constraints.txt; `tools/install.sh dev` adds
+# the extra `dev` of pyproject.toml: what tests, lint and types need. `make` calls this when pyproject.toml,
+# constraints.txt or this file have changed. PYTHON names another interpreter than python3.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
 venv=.venv
+extra=${1:-}
 
 fail() {
     echo "install: error: $*" >&2
@@ -48,7 +50,7 @@ else
     echo "install: $torch"
     "${pip[@]}" -c "$constraints" "$torch"
 fi
-echo "install: selectron and its tools"
-"${pip[@]}" -c "$constraints" -e '.[dev]'
-touch "$venv/.installed"
+echo "install: selectron${extra:+ and its extra $extra}"
+"${pip[@]}" -c "$constraints" -e ".${extra:+[$extra]}"
+touch "$venv/.installed${extra:+-$extra}"
 echo "install: done; . $venv/bin/activate gives the command selectron"

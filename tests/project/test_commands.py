@@ -137,9 +137,9 @@ def source(tmp_path):
     return tmp_path
 
 
-def install(source, **environment):
+def install(source, *arguments, **environment):
     return subprocess.run(
-        ["tools/install.sh"],
+        ["tools/install.sh", *arguments],
         cwd=source,
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment,
         capture_output=True,
@@ -176,16 +176,74 @@ def test_install_refuses_an_environment_with_another_kernels(source):
     assert not (source / ".venv" / ".installed").exists()
 
 
+@pytest.mark.parametrize("extra", ["", "dev"])
 @pytest.mark.parametrize("cuda", [False, True], ids=["cpu", "cuda"])
-def test_install_takes_torch_alone_or_leaves_the_machines(source, cuda):
+def test_install_takes_torch_alone_or_leaves_the_machines(source, cuda, extra):
     python = script(source / "python", FAKE_PYTHON.format(no_cuda=0 if cuda else 1))
-    done = install(source, PYTHON=str(python))
+    done = install(source, *([extra] if extra else []), PYTHON=str(python))
     assert done.returncode == 0, done.stderr
     calls = (source / "pip-calls").read_text().splitlines()
     torch = [call for call in calls if "torch==" in call]
     assert len(torch) == (0 if cuda else 1)
-    assert not torch or (calls[0] == torch[0] and "[dev]" not in torch[0])
-    assert calls[-1].endswith("-e .[dev]")
+    assert not torch or (calls[0] == torch[0] and "-e" not in torch[0])
+    assert calls[-1].endswith("-e .[dev]" if extra else "-e .")
     assert ("torch==" in (source / "seen-constraints").read_text()) is not cuda
     assert ("--system-site-packages" in (source / "venv-calls").read_text()) is cuda
-    assert (source / ".venv" / ".installed").exists()
+    assert [path.name for path in (source / ".venv").glob(".installed*")] == [
+        ".installed-dev" if extra else ".installed"
+    ]
+
+
+# In place of the installation's script: writes down how it was called and leaves the stamp of that step.
+FAKE_INSTALL = """#!/bin/sh
+echo "install $*" >>calls
+mkdir -p .venv && touch ".venv/.installed${1:+-$1}"
+"""
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Call `make` where all its commands are stand-ins; give what it called, in order."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    script(tmp_path / "tools" / "install.sh", FAKE_INSTALL)
+    script(tmp_path / "examples" / "quickstart.sh", "#!/bin/sh\necho demo >>calls\n")
+    for name in ("ruff", "mypy", "python"):
+        script(tmp_path / ".venv" / "bin" / name, f"#!/bin/sh\necho {name} >>calls\n")
+
+    def call(*arguments):
+        calls = tmp_path / "calls"
+        calls.write_text("")
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+        subprocess.run(["make", *arguments], cwd=tmp_path, env=environment, check=True, timeout=60, capture_output=True)
+        return calls.read_text().splitlines()
+
+    return call
+
+
+FIRST, SECOND = "install ", "install dev"
+
+
+def test_the_demo_does_not_wait_for_the_tools(make):
+    assert make("demo") == [FIRST, "demo"]
+    assert make("demo") == ["demo"]
+    assert make("lint") == [SECOND, "ruff", "ruff"]
+    assert make("demo") == ["demo"]
+
+
+@pytest.mark.parametrize("target", ["install", "test", "quick", "lint", "types", "format"])
+def test_all_else_has_the_tools(make, target):
+    assert make(target)[:2] == [FIRST, SECOND]
+    assert not [call for call in make(target) if call.startswith("install")]
+    assert make("demo") == ["demo"]
+
+
+def test_what_is_older_than_the_versions_is_installed_again(make, tmp_path):
+    make("install")
+    for stamp in (tmp_path / ".venv").glob(".installed*"):
+        os.utime(stamp, (0, 0))
+    assert make("demo") == [FIRST, "demo"]
+    assert make("lint")[0] == SECOND
