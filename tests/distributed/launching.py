@@ -1,10 +1,9 @@
-"""`selectron train` in processes of its own, as a user starts it, on a small prepared corpus."""
+"""`selectron train` in processes of its own, as a user starts it."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from data_prep.prepare import PrepareOptions, prepare
 from megatron_ext.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -28,31 +26,6 @@ training: {{steps: {steps}, global_batch_size: 4, micro_batch_size: 2, precision
 optimizer: {{lr: 1e-3, min_lr: 1e-4, warmup_steps: 2}}
 run: {{dir: {runs}, name: run, device: cpu}}
 """
-
-
-def prepared(folder: Path) -> Path:
-    """A small data folder: two training domains, one test domain, a tokenizer of its own."""
-    words = [f"{a}{b}" for a in ("ka", "lo", "mi", "nu", "pe") for b in ("ra", "sto", "tin", "vel")]
-    dice = random.Random(1)
-    with (folder / "raw.jsonl").open("w") as raw:
-        for number in range(180):
-            text = " ".join(dice.choices(words, k=dice.randint(10, 80)))
-            domain = ("First", "Second", "Other")[number % 3]
-            raw.write(json.dumps({"text": f"{text} {number}", "meta": {"redpajama_set_name": domain}}) + "\n")
-    prepare(
-        PrepareOptions(
-            input=str(folder / "raw.jsonl"),
-            output=str(folder / "data"),
-            train_domains=["First", "Second"],
-            test_domains=["Other"],
-            tokenizer="train",
-            vocab_size=300,
-            validation_fraction=0.2,
-            shard_tokens=1500,
-            progress=False,
-        )
-    )
-    return folder / "data"
 
 
 def write_config(folder: Path, data: Path, runs: Path) -> Path:

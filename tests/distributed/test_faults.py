@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import TP2, call, must_run, prepared, records, run, snapshot, write_config
+from corpora import prepared
+from launching import TP2, call, must_run, records, run, snapshot, write_config
 
 
 def one_line(errors: str) -> str:

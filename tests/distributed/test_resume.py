@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from corpora import prepared
 from launching import (
     STEPS,
     TP2,
@@ -16,7 +17,6 @@ from launching import (
     curve,
     losses,
     must_run,
-    prepared,
     records,
     snapshot,
     start,

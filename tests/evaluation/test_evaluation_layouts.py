@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import evaluated
 import numpy as np
 import pytest
+from corpora import prepared
 
 from data_prep.manifest import load_manifest
-from data_prep.prepare import PrepareOptions, prepare
 from megatron_ext.data.shards import TokenStore
 
 pytestmark = pytest.mark.slow
@@ -19,25 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, dice = tmp_path_factory.mktemp("evaluated"), np.random.default_rng(3)
-    with (folder / "raw.jsonl").open("w") as raw:
-        for number in range(90):
-            words = " ".join(dice.choice(["tor", "mal", "ven", "qui", "sed"], size=dice.integers(3, 40)))
-            domain = ("First", "Second", "Other")[number % 3]
-            raw.write(json.dumps({"text": f"{words} {number}", "meta": {"redpajama_set_name": domain}}) + "\n")
-    prepare(
-        PrepareOptions(
-            input=str(folder / "raw.jsonl"),
-            output=str(folder / "data"),
-            train_domains=["First", "Second"],
-            test_domains=["Other"],
-            tokenizer="train",
-            vocab_size=280,
-            validation_fraction=0.3,
-            progress=False,
-        )
-    )
-    return folder / "data"
+    return prepared(tmp_path_factory.mktemp("evaluated"), documents=90, words=(5, 40))
 
 
 @pytest.fixture(scope="module")

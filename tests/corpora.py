@@ -1,0 +1,37 @@
+"""A small prepared corpus, for tests of what reads one."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from data_prep.prepare import PrepareOptions, prepare
+
+
+def prepared(folder: Path, *, documents: int = 180, words: tuple[int, int] = (10, 80)) -> Path:
+    """A data folder in `folder`: two training domains, one test domain, a tokenizer of its own.
+
+    `documents` are those of all three domains together; each has from the first to the second number of `words`.
+    """
+    vocabulary = [f"{a}{b}" for a in ("ka", "lo", "mi", "nu", "pe") for b in ("ra", "sto", "tin", "vel")]
+    dice = random.Random(1)
+    with (folder / "raw.jsonl").open("w") as raw:
+        for number in range(documents):
+            text = " ".join(dice.choices(vocabulary, k=dice.randint(*words)))
+            domain = ("First", "Second", "Other")[number % 3]
+            raw.write(json.dumps({"text": f"{text} {number}", "meta": {"redpajama_set_name": domain}}) + "\n")
+    prepare(
+        PrepareOptions(
+            input=str(folder / "raw.jsonl"),
+            output=str(folder / "data"),
+            train_domains=["First", "Second"],
+            test_domains=["Other"],
+            tokenizer="train",
+            vocab_size=300,
+            validation_fraction=0.2,
+            shard_tokens=1500,
+            progress=False,
+        )
+    )
+    return folder / "data"
