@@ -137,8 +137,27 @@ def triton_obstacle(q_bthd: Tensor, v_bshe: Tensor) -> str | None:
     return None
 
 
-def automatic_triton(q_bthd: Tensor, obstacle: str | None) -> Choice:
-    """What "auto" means for an op that has a Triton form and a reference."""
+def choose_triton_or_reference(op: str, requested: str, q_bthd: Tensor, obstacle: str | None) -> Choice:
+    """Turn the caller's `implementation` into "triton" or "reference", for an op that has these two.
+
+    Args:
+        op: the op's name, for messages.
+        requested: what the caller asked for; "auto" takes Triton on a GPU, unless there is an obstacle.
+        q_bthd: queries [b, tq, hq, d]; only their device counts.
+        obstacle: why the Triton kernels cannot take these inputs, with the mend; None when they can.
+
+    Raises:
+        ValueError: the requested implementation does not exist, or it is Triton and there is an obstacle.
+    """
+    # Looked at for "auto" only: its warning is for those who did not choose.
+    automatic = _automatic_triton(q_bthd, obstacle) if requested == "auto" else Choice("", "")
+    chosen = choose(op, requested, ("reference", "triton"), automatic)
+    if chosen.name == "triton" and obstacle is not None:
+        raise ValueError(f"implementation is 'triton', but {obstacle}")
+    return chosen
+
+
+def _automatic_triton(q_bthd: Tensor, obstacle: str | None) -> Choice:
     if not q_bthd.is_cuda:
         return Choice("reference", f"Triton's kernels need a GPU, and q is on {q_bthd.device}")
     if obstacle is not None:

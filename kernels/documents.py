@@ -1,26 +1,15 @@
-"""Documents packed into one sequence: the check of their bounds, and the same op document by document.
+"""Documents packed into one sequence: the check of their bounds, an op document by document, and flat tokens.
 
 `cu_seqlens` is the field's form: int tensor [documents + 1], 0 first, the sequence's length last, never falling;
 document i is the tokens cu_seqlens[i] .. cu_seqlens[i+1] - 1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-
-
-class Span(NamedTuple):
-    """A document's keys, and the queries that lie in it, as token ranges of a packed sequence."""
-
-    key_start: int
-    key_end: int
-    query_start: int
-    query_end: int
-    query_offset: int
-    """Position in the document of its first query."""
 
 
 def document_bounds(cu_seqlens: Tensor, batch: int, num_keys: int) -> list[int]:
@@ -50,15 +39,42 @@ def document_bounds(cu_seqlens: Tensor, batch: int, num_keys: int) -> list[int]:
     return bounds
 
 
-def spans(bounds: list[int], query_offset: int, num_queries: int) -> Iterator[Span]:
-    """The documents that queries query_offset .. query_offset + num_queries - 1 of the packed sequence lie in."""
+def by_document(
+    op: Callable[..., tuple[Tensor, Tensor]],
+    q_bthd: Tensor,
+    k_bshd: Tensor,
+    v_bshe: Tensor,
+    bounds: Sequence[int],
+    *,
+    query_offset: int,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Call an op for each document by itself, and join the results along the sequence.
+
+    Args:
+        op: takes q, k, v, query_offset and the options; gives the output and the choice, both [b, tq, ...].
+        q_bthd: queries [1, tq, hq, d] of the packed sequence.
+        k_bshd: keys [1, tk, hkv, d].
+        v_bshe: values [1, tk, hkv, dv].
+        bounds: as from `document_bounds`.
+        query_offset: position of the first query in the packed sequence; the op is given that in the document.
+        options: further arguments of the op.
+
+    Returns:
+        The op's output and choice for all queries, [1, tq, ...] in its dtypes; what counts positions in the choice
+        counts from the document's start.
+    """
+    parts = []
     for start, end in pairwise(bounds):
-        first, last = max(start, query_offset), min(end, query_offset + num_queries)
-        if first < last:
-            yield Span(start, end, first - query_offset, last - query_offset, first - start)
-
-
-def concatenate(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Join the documents' (output, choice) along the sequence."""
+        first, last = max(start, query_offset), min(end, query_offset + q_bthd.shape[1])
+        if first < last:  # not every document holds a query
+            q_of_document = q_bthd[:, first - query_offset : last - query_offset]
+            keys = slice(start, end)
+            parts.append(op(q_of_document, k_bshd[:, keys], v_bshe[:, keys], query_offset=first - start, **options))
     outs, choices = zip(*parts, strict=True)
     return torch.cat(outs, dim=1), torch.cat(choices, dim=1)
+
+
+def flat_tokens(x_bthd: Tensor) -> Tensor:
+    """Give all rows' tokens as the one row that the Triton kernels see: [b * t, heads, d], contiguous."""
+    return x_bthd.flatten(0, 1).contiguous()

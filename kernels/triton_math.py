@@ -34,6 +34,12 @@ def product(a, b):
 
 
 @triton.jit
+def product_int8(a, b):
+    """Matrix product of int8 tiles, exact in int32."""
+    return tl.dot(a, b, out_dtype=tl.int32)
+
+
+@triton.jit
 def load_rows(base, index, valid, stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows of a matrix by index: [len(index), BLOCK_D], zero where not valid and beyond HEAD_DIM.
 
@@ -64,6 +70,11 @@ def store_rows(base, index, valid, stride, x, HEAD_DIM: tl.constexpr, BLOCK_D: t
 def next_power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
+
+
+def multiprocessors(x: Tensor) -> int:
+    """Of the tensor's GPU; the interpreter counts as two."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:

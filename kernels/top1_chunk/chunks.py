@@ -4,6 +4,7 @@ The kernels see one flat row of tokens: token of row b at position t is b * leng
 or document; slots are numbered through, so that those of a document are neighbours.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -27,26 +28,32 @@ class Layout(NamedTuple):
     chunk_size: int
 
 
-def chunk_table(layout: Layout, bounds: list[int] | None, device: torch.device) -> Tensor:
-    """Build the table, int32 [slots, NUM_COLUMNS].
+def chunk_table(layout: Layout, bounds: Sequence[int] | None, device: torch.device) -> Tensor:
+    """Give the table, int32 [slots, NUM_COLUMNS]. All layers share one, forward and backward: do not write into it.
 
     Args:
         layout: the op's shapes.
         bounds: packed documents' bounds (batch 1), or None: each row of the batch is a document.
         device: where the table is wanted.
     """
-    return _table_of_rows(layout, device) if bounds is None else _table(layout, bounds).to(device)
+    return _cached_table(layout, None if bounds is None else tuple(bounds), device)
 
 
-@lru_cache(maxsize=32)
-def _table_of_rows(layout: Layout, device: torch.device) -> Tensor:
-    row = _table(layout, [0, layout.num_keys])
+# Few: packed documents have a table of their own in each micro-batch, which no later one asks for.
+@lru_cache(maxsize=16)
+def _cached_table(layout: Layout, bounds: tuple[int, ...] | None, device: torch.device) -> Tensor:
+    table = _table_of_rows(layout) if bounds is None else _table_of_documents(layout, bounds)
+    return table.to(device)
+
+
+def _table_of_rows(layout: Layout) -> Tensor:
+    row = _table_of_documents(layout, (0, layout.num_keys))
     step = torch.zeros(NUM_COLUMNS, dtype=torch.int32)
     step[KEY_START], step[QUERY_START], step[FIRST_SLOT] = layout.num_keys, layout.num_queries, len(row)
-    return (row + torch.arange(layout.batch, dtype=torch.int32)[:, None, None] * step).flatten(0, 1).to(device)
+    return (row + torch.arange(layout.batch, dtype=torch.int32)[:, None, None] * step).flatten(0, 1)
 
 
-def _table(layout: Layout, bounds: list[int]) -> Tensor:
+def _table_of_documents(layout: Layout, bounds: tuple[int, ...]) -> Tensor:
     size = layout.chunk_size
     bound_d = torch.tensor(bounds)
     chunks_d = (bound_d.diff() + size - 1) // size

@@ -5,22 +5,20 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from kernels.dispatch import (
-    automatic_triton,
     check_attention,
     check_option,
     check_positive_int,
-    choose,
+    choose_triton_or_reference,
     full_precision,
     resolve_scale,
     triton_obstacle,
 )
-from kernels.documents import document_bounds
+from kernels.documents import by_document, document_bounds
 from kernels.top1_chunk.op import relative_choice, top1_chunk
-from kernels.top1_chunk.reference import top1_chunk_of_documents, top1_chunk_reference
+from kernels.top1_chunk.reference import top1_chunk_reference
 
 Score = Literal["approx", "exact", "exact_lse"]
 Implementation = Literal["auto", "reference", "triton"]
-_IMPLEMENTATIONS = ("reference", "triton")
 
 MAX_TOP_K = 16
 TRITON_CHUNK_SIZES = (32, 64, 128, 256, 512)
@@ -109,10 +107,7 @@ def top1_chunk_attention(
     _check_options(chunk_size, top_k, score)
     scale = resolve_scale(scale, q.shape[3])
     obstacle = _obstacle(q, v, chunk_size)
-    chosen = choose("top1_chunk_attention", implementation, _IMPLEMENTATIONS, automatic_triton(q, obstacle))
-    if chosen.name == "triton":
-        if obstacle is not None:
-            raise ValueError(f"implementation is 'triton', but {obstacle}")
+    if choose_triton_or_reference("top1_chunk_attention", implementation, q, obstacle).name == "triton":
         out, _, slots = top1_chunk(q, k, v, cu_seqlens, chunk_size, top_k, score, local, scale, query_offset)
         if not return_selection:
             return out
@@ -123,7 +118,7 @@ def top1_chunk_attention(
             out, selection = top1_chunk_reference(q, k, v, query_offset=query_offset, **options)
         else:
             bounds = document_bounds(cu_seqlens, k.shape[0], k.shape[1])
-            out, selection = top1_chunk_of_documents(q, k, v, bounds, query_offset=query_offset, **options)
+            out, selection = by_document(top1_chunk_reference, q, k, v, bounds, query_offset=query_offset, **options)
     return (out, selection) if return_selection else out
 
 

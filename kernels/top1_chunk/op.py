@@ -3,31 +3,32 @@
 Importing this needs no Triton; calling does.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.documents import document_bounds
-from kernels.top1_chunk.chunks import Layout, chunk_table
+from kernels.documents import document_bounds, flat_tokens
+from kernels.top1_chunk.chunks import FIRST_SLOT, QUERY_COUNT, Layout, chunk_table
 
 
 def _problem(
     q: Tensor, k: Tensor, cu_seqlens: Tensor | None, chunk_size: int, local: bool, scale: float, query_offset: int
 ) -> Any:
-    from kernels.top1_chunk.triton_launch import Problem
+    from kernels.top1_chunk.triton_problem import Problem
 
-    batch, num_queries, num_heads, head_dim = q.shape
-    num_keys, num_groups = k.shape[1:3]
-    layout = Layout(batch, num_queries, num_keys, query_offset, chunk_size)
-    bounds = None if cu_seqlens is None else document_bounds(cu_seqlens, batch, num_keys)
+    layout, bounds = _layout_and_bounds(q, k, cu_seqlens, chunk_size, query_offset)
     table = chunk_table(layout, bounds, q.device)
-    return Problem(table, layout, num_heads, num_groups, head_dim, q.dtype, scale, local)
+    longest = layout.num_keys if bounds is None else max(end - start for start, end in pairwise(bounds))
+    return Problem(table, layout, q.shape[2], k.shape[2], q.shape[3], q.dtype, scale, local, longest)
 
 
-def _flat(x_bthd: Tensor) -> Tensor:
-    """[tokens, heads, d], contiguous."""
-    return x_bthd.flatten(0, 1).contiguous()
+def _layout_and_bounds(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, chunk_size: int, query_offset: int
+) -> tuple[Layout, list[int] | None]:
+    layout = Layout(q.shape[0], q.shape[1], k.shape[1], query_offset, chunk_size)
+    return layout, None if cu_seqlens is None else document_bounds(cu_seqlens, layout.batch, layout.num_keys)
 
 
 @torch.library.custom_op("selectron::top1_chunk", mutates_args=())
@@ -53,8 +54,8 @@ def top1_chunk(
     from kernels.top1_chunk import triton_launch
 
     problem = _problem(q, k, cu_seqlens, chunk_size, local, scale, query_offset)
-    q_nhd, k_nhd, v_nhd = _flat(q), _flat(k), _flat(v)
-    out, lse, chosen = triton_launch.forward(problem, q_nhd, k_nhd, v_nhd, top_k=top_k, score=score)
+    flat = [flat_tokens(x) for x in (q, k, v)]
+    out, lse, chosen = triton_launch.forward(problem, *flat, top_k=top_k, score=score)
     return out.view(q.shape), lse, chosen
 
 
@@ -97,7 +98,8 @@ def top1_chunk_backward(
     from kernels.top1_chunk import triton_launch
 
     problem = _problem(q, k, cu_seqlens, chunk_size, local, scale, query_offset)
-    dq, dk, dv = triton_launch.backward(problem, _flat(grad), _flat(q), _flat(k), _flat(v), _flat(out), lse, chosen)
+    grad_nhd, q_nhd, k_nhd, v_nhd, out_nhd = (flat_tokens(x) for x in (grad, q, k, v, out))
+    dq, dk, dv = triton_launch.backward(problem, grad_nhd, q_nhd, k_nhd, v_nhd, out_nhd, lse, chosen)
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
@@ -145,10 +147,9 @@ def relative_choice(
     Returns int64 [b, tq, hq, top_k].
     """
     batch, num_queries, num_heads, _ = q.shape
-    num_keys, num_groups = k.shape[1:3]
-    bounds = None if cu_seqlens is None else document_bounds(cu_seqlens, batch, num_keys)
-    table = chunk_table(Layout(batch, num_queries, num_keys, query_offset, chunk_size), bounds, q.device).long()
-    first_slot_n = torch.repeat_interleave(table[:, 5], table[:, 3], output_size=batch * num_queries)
-    chosen_mgnr = chosen_mgr.long().unflatten(2, (batch * num_queries, num_heads // num_groups))
+    table = chunk_table(*_layout_and_bounds(q, k, cu_seqlens, chunk_size, query_offset), q.device).long()
+    num_tokens = batch * num_queries
+    first_slot_n = torch.repeat_interleave(table[:, FIRST_SLOT], table[:, QUERY_COUNT], output_size=num_tokens)
+    chosen_mgnr = chosen_mgr.long().unflatten(2, (num_tokens, num_heads // k.shape[2]))
     relative_mgnr = torch.where(chosen_mgnr >= 0, chosen_mgnr - first_slot_n[:, None], -1)
     return relative_mgnr.permute(2, 1, 3, 0).reshape(batch, num_queries, num_heads, -1)

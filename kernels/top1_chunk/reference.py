@@ -4,13 +4,10 @@ Chunk c is the keys c * chunk_size .. (c + 1) * chunk_size - 1. Suffixes as in a
 choice.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kernels.attention_math import causal_mask, query_key_products, query_positions, upcast
-from kernels.documents import concatenate, spans
 from kernels.softmax_attention.reference import attend
 
 
@@ -126,21 +123,3 @@ def top1_chunk_reference(
         chosen_bthm, q_bthd, k_bshd, chunk_size=chunk_size, local=local, query_offset=query_offset
     )
     return attend(q_bthd, k_bshd, v_bshe, visible_bhts, scale), chosen_bthm
-
-
-def top1_chunk_of_documents(
-    q_bthd: Tensor, k_bshd: Tensor, v_bshe: Tensor, bounds: list[int], *, query_offset: int, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """Compute the op document by document. `bounds` as from `document_bounds`; results as of `top1_chunk_reference`."""
-    return concatenate(
-        [
-            top1_chunk_reference(
-                q_bthd[:, span.query_start : span.query_end],
-                k_bshd[:, span.key_start : span.key_end],
-                v_bshe[:, span.key_start : span.key_end],
-                query_offset=span.query_offset,
-                **options,
-            )
-            for span in spans(bounds, query_offset, q_bthd.shape[1])
-        ]
-    )

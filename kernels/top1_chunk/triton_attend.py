@@ -66,3 +66,14 @@ def attend(
         mixed = mixed * decay[:, None] + product(weights.to(values.dtype), values)
         highest = top
     return mixed / tl.where(total > 0, total, 1.0)[:, None], highest + tl.log2(total)
+
+
+@triton.jit
+def join(a, level_a, b, level_b):
+    """One softmax of two parts, each an output [M, BLOCK_D] and its logsumexp [M]; -inf and -inf give 0 and -inf."""
+    top = tl.maximum(level_a, level_b)
+    level = tl.where(top == -float("inf"), 0.0, top)
+    weight_a, weight_b = tl.exp2(level_a - level), tl.exp2(level_b - level)
+    total = weight_a + weight_b
+    mixed = (a * weight_a[:, None] + b * weight_b[:, None]) / tl.where(total > 0, total, 1.0)[:, None]
+    return mixed, level + tl.log2(total)

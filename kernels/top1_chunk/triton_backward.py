@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.top1_chunk.triton_attend import COLUMNS, head_rows
+from kernels.top1_chunk.triton_group import ITEM_COLUMNS
 from kernels.triton_math import LOG2E, load_rows, product, store_rows
 
 
@@ -26,7 +27,7 @@ def _tile_gradients(queries, grads, keys, values, visible, lse, delta, scale_log
 
 @triton.jit
 def differentiate_local(
-    q, k, v, out, grad, lse, delta, dq, dk, dv, table, rows, slots, scale,
+    q, k, v, out, grad, lse, delta, dq, dk, dv, table, rows, scale,
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FIRST_KEY: tl.constexpr, LOCAL: tl.constexpr,
@@ -92,9 +93,9 @@ def differentiate_chosen(
 
     Args:
         parts: fp32 [parts, 2, BLOCK_N, d], out: dk and dv of the segments of chunks that have several.
-        items: int32 [items, 6] as from `cut_segments`.
+        items: int32 [items, ITEM_COLUMNS] as from `cut_segments`.
     """
-    item = items + tl.program_id(0) * 6
+    item = items + tl.program_id(0) * ITEM_COLUMNS
     begin, end, g = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     if begin < end:
         part = tl.load(item + 4)

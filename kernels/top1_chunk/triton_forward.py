@@ -1,7 +1,8 @@
-"""Attention to the own chunk and to a chosen one, joined through the logsumexp, in Triton.
+"""Attention to the chosen chunks and to the own one, joined through the logsumexp, in Triton.
 
-The local pass writes every row's output and logsumexp; each pass over a choice reads both, joins its part and writes
-them again. A row is in one place of an order, so nothing is written twice and nothing is atomic.
+The pass over the first choice writes output and logsumexp of its rows; each further one, and the local pass at the end,
+reads both, joins its part and writes them again. The last is the local one because it goes through the rows in their
+order: there the reading is cheap. A row is in one place of an order, so nothing is written twice and nothing is atomic.
 """
 
 # mypy: ignore-errors
@@ -10,53 +11,28 @@ them again. A row is in one place of an order, so nothing is written twice and n
 import triton
 import triton.language as tl
 
-from kernels.top1_chunk.triton_attend import COLUMNS, attend, head_rows, own_rows
+from kernels.top1_chunk.triton_attend import COLUMNS, attend, head_rows, join, own_rows
+from kernels.top1_chunk.triton_group import ITEM_COLUMNS
 from kernels.triton_math import load_rows, store_rows
-
-
-@triton.jit
-def attend_local(
-    q, k, v, out, lse, table, rows, slots, scale_log2,
-    G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, TILES: tl.constexpr, LOCAL: tl.constexpr,
-):  # fmt: skip
-    """Attend to the own chunk up to oneself; without LOCAL only in a document's first chunk. Grid (slots * TILES, G).
-
-    Args:
-        q: queries [tokens, G * R, d].
-        k, v: keys and values [tokens, G, d].
-        out: [tokens, G * R, d], out; 0 where nothing is attended to.
-        lse: fp32 [G, rows], out; -inf there.
-    """
-    program, g = tl.program_id(0), tl.program_id(1)
-    slot = program // TILES
-    row, position, valid, seen = own_rows(table, slot, program % TILES, R, BLOCK_M)
-    if not LOCAL:
-        seen = tl.where(slot == tl.load(table + slot * COLUMNS + 5), seen, 0)
-    heads = head_rows(row, g, G, R)
-    queries = load_rows(q, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
-    mixed, level = attend(
-        queries, k + g * HEAD_DIM, v + g * HEAD_DIM, tl.load(table + slot * COLUMNS), position, seen, scale_log2,
-        True, G * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N,
-    )  # fmt: skip
-    store_rows(out, heads, valid, HEAD_DIM, mixed, HEAD_DIM, BLOCK_D)
-    tl.store(lse + g.to(tl.int64) * rows + row, level, mask=valid)
 
 
 @triton.jit
 def attend_chosen(
     q, k, v, out, lse, order, items, rows, scale_log2,
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, JOINS: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the chosen chunk, up to BLOCK_M rows that chose the same one together, and join. Grid (items,).
+    """Attend to the chosen chunk, up to BLOCK_M rows that chose the same one together. Grid (items,).
 
     Args:
-        out, lse: as `attend_local` wrote them; read and written.
+        q: queries [tokens, G * R, d].
+        k, v: keys and values [tokens, G, d].
+        out: [tokens, G * R, d], out; with JOINS what is there is joined to.
+        lse: fp32 [G, rows]; likewise.
         order: rows grouped by choice, int32.
-        items: int32 [items, 6] as from `cut_segments`, of at most BLOCK_M rows.
+        items: int32 [items, ITEM_COLUMNS] as from `cut_segments`, of at most BLOCK_M rows.
     """
-    item = items + tl.program_id(0) * 6
+    item = items + tl.program_id(0) * ITEM_COLUMNS
     begin, end, g, key_start = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     if begin < end:
         m = begin + tl.arange(0, BLOCK_M)
@@ -64,16 +40,47 @@ def attend_chosen(
         row = tl.load(order + m, mask=valid, other=0)
         heads = head_rows(row, g, G, R)
         queries = load_rows(q, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
-        # Read here, long before it is needed.
-        lse_g = lse + g.to(tl.int64) * rows + row
-        before = tl.load(lse_g, mask=valid, other=0.0)
-        local = load_rows(out, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
-        mixed, here = attend(
+        mixed, level = attend(
             queries, k + g * HEAD_DIM, v + g * HEAD_DIM, key_start, m, CHUNK, scale_log2,
             False, G * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N,
         )  # fmt: skip
-        top = tl.maximum(before, here)
-        old, new = tl.exp2(before - top), tl.exp2(here - top)
-        mixed = (mixed * new[:, None] + local * old[:, None]) / (old + new)[:, None]
+        lse_g = lse + g.to(tl.int64) * rows + row
+        if JOINS:
+            before = load_rows(out, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+            mixed, level = join(before, tl.load(lse_g, mask=valid, other=0.0), mixed, level)
         store_rows(out, heads, valid, HEAD_DIM, mixed, HEAD_DIM, BLOCK_D)
-        tl.store(lse_g, top + tl.log2(old + new), mask=valid)
+        tl.store(lse_g, level, mask=valid)
+
+
+@triton.jit
+def attend_local(
+    q, k, v, out, lse, chosen, table, rows, scale_log2,
+    G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, TILES: tl.constexpr, LOCAL: tl.constexpr,
+):  # fmt: skip
+    """Attend to the own chunk up to oneself and join; without LOCAL only in a document's first chunk.
+
+    Grid (slots * TILES, G).
+
+    Args:
+        q, k, v: as in `attend_chosen`.
+        out, lse: as `attend_chosen` wrote them; out: 0 and -inf where nothing is attended to.
+        chosen: int32 [G, rows], a row's first choice; -1: nothing was written for it yet.
+    """
+    program, g = tl.program_id(0), tl.program_id(1)
+    slot = program // TILES
+    row, position, valid, seen = own_rows(table, slot, program % TILES, R, BLOCK_M)
+    if not LOCAL:
+        seen = tl.where(slot == tl.load(table + slot * COLUMNS + 5), seen, 0)
+    heads = head_rows(row, g, G, R)
+    at = g.to(tl.int64) * rows + row
+    queries = load_rows(q, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+    mixed, level = attend(
+        queries, k + g * HEAD_DIM, v + g * HEAD_DIM, tl.load(table + slot * COLUMNS), position, seen, scale_log2,
+        True, G * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N,
+    )  # fmt: skip
+    there = tl.load(chosen + at, mask=valid, other=-1) >= 0
+    before = load_rows(out, heads, there, HEAD_DIM, HEAD_DIM, BLOCK_D)
+    mixed, level = join(before, tl.load(lse + at, mask=there, other=-float("inf")), mixed, level)
+    store_rows(out, heads, valid, HEAD_DIM, mixed, HEAD_DIM, BLOCK_D)
+    tl.store(lse + at, level, mask=valid)

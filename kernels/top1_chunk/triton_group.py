@@ -14,6 +14,7 @@ from kernels.top1_chunk.triton_attend import COLUMNS
 from kernels.triton_math import MAX_INT32
 
 ORDER_BLOCK = 1024
+ITEM_COLUMNS = tl.constexpr(6)
 
 
 @triton.jit
@@ -93,8 +94,8 @@ def cut_segments(
         part_ends: int32 [bins], running sum of `parts`.
         parts: int32 [bins], `segments` of the bins that have several, else 0.
         table: chunk table, see `chunks`.
-        items: int32 [num_items, 6], out: begin and end in the order, key head, the chunk's first token, number of the
-            part or -1: the only segment; then nothing. Beyond the last item, begin = end.
+        items: int32 [num_items, ITEM_COLUMNS], out: begin and end in the order, key head, the chunk's first token,
+            number of the part or -1: the only segment, the chunk's slot. Beyond the last item, begin = end.
     """
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # The first bin whose items end beyond this one, by bisection.
@@ -111,10 +112,12 @@ def cut_segments(
     begin = end - tl.load(counts + low, mask=there, other=0) + segment * SEGMENT
     part_count = tl.load(parts + low, mask=there, other=0)
     part = tl.load(part_ends + low, mask=there, other=0) - part_count + segment
-    out = items + item * 6
+    slot = low % (slots + 1)
+    out = items + item * ITEM_COLUMNS
     inside = item < num_items
     tl.store(out, tl.where(there, begin, 0), mask=inside)
     tl.store(out + 1, tl.where(there, tl.minimum(begin + SEGMENT, end), 0), mask=inside)
     tl.store(out + 2, low // (slots + 1), mask=inside)
-    tl.store(out + 3, tl.load(table + low % (slots + 1) * COLUMNS, mask=there, other=0), mask=inside)
+    tl.store(out + 3, tl.load(table + slot * COLUMNS, mask=there, other=0), mask=inside)
     tl.store(out + 4, tl.where(part_count > 0, part, -1), mask=inside)
+    tl.store(out + 5, slot, mask=inside)

@@ -78,6 +78,14 @@ def _store_list(chosen, values, slots, row, valid, stride, TOP_K: tl.constexpr):
 
 
 @triton.jit
+def _store_best(choice, row, valid, is_best, slots, first, slot):
+    """Write the lowest slot among the best ones [M, N]; the first if scores are no numbers, -1 if there is none."""
+    index = tl.min(tl.where(is_best, slots, MAX_INT32), 1)
+    index = tl.where(index == MAX_INT32, first, index)
+    tl.store(choice + row, tl.where(slot > first, index, -1), mask=valid)
+
+
+@triton.jit
 def select_by_mean(
     q, means, chosen, table, rows, slots,
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -115,8 +123,7 @@ def select_by_mean(
         at = tl.where(scores > best, whole, at)
         best = tl.maximum(best, scores)
         highest = tl.max(best, 1)
-        index = tl.min(tl.where(best == highest[:, None], at + n[None, :], MAX_INT32), 1)
-        tl.store(choice + row, tl.where(slot > first, index, -1), mask=valid)
+        _store_best(choice, row, valid, best == highest[:, None], at + n[None, :], first, slot)
     else:
         values = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
         taken = tl.full([BLOCK_M, LIST], -1, tl.int32)
@@ -214,7 +221,6 @@ def select_by_keys(
                 values, taken = _insert_tile(values, taken, scores, c)
         if TOP_K == 1:
             highest = tl.max(best, 1)
-            index = tl.min(tl.where(best == highest[:, None], at + p[None, :], MAX_INT32), 1)
-            tl.store(choice + row, tl.where(slot > first, index, -1), mask=valid)
+            _store_best(choice, row, valid, best == highest[:, None], at + p[None, :], first, slot)
         else:
             _store_list(choice, values, taken, row, valid, tl.full((), G, tl.int64) * rows, TOP_K)

@@ -1,26 +1,24 @@
 """The public form of Top-1 Element selection: checks, and the choice of an implementation."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from kernels.dispatch import (
-    automatic_triton,
     check_attention,
     check_option,
-    choose,
+    choose_triton_or_reference,
     full_precision,
     resolve_scale,
     triton_obstacle,
 )
-from kernels.documents import document_bounds
+from kernels.documents import by_document, document_bounds
 from kernels.top1_element.op import relative_choice, top1_element
-from kernels.top1_element.reference import top1_element_of_documents, top1_element_reference
+from kernels.top1_element.reference import top1_element_reference
 
 Estimator = Literal["straight_through", "selected"]
 Implementation = Literal["auto", "reference", "triton"]
-_IMPLEMENTATIONS = ("reference", "triton")
 
 MAX_TOKENS = 2**31 - 2**16
 """Keys in all, for the Triton form: a token, and the end of the block that begins there, is an int32."""
@@ -95,23 +93,17 @@ def top1_element_attention(
     check_option("estimator", estimator, ("straight_through", "selected"))
     scale = resolve_scale(scale, q.shape[3])
     obstacle = _obstacle(q, k, v)
-    chosen = choose("top1_element_attention", implementation, _IMPLEMENTATIONS, automatic_triton(q, obstacle))
-    if chosen.name == "triton":
-        if obstacle is not None:
-            raise ValueError(f"implementation is 'triton', but {obstacle}")
+    if choose_triton_or_reference("top1_element_attention", implementation, q, obstacle).name == "triton":
         training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         out, _, _, keys = top1_element(q, k, v, cu_seqlens, estimator, training, scale, query_offset)
         return (out, relative_choice(keys, q, k, cu_seqlens)) if return_selection else out
+    options: dict[str, Any] = {"estimator": estimator, "scale": scale}
     with full_precision(q):
         if cu_seqlens is None:
-            out, selection = top1_element_reference(
-                q, k, v, estimator=estimator, scale=scale, query_offset=query_offset
-            )
+            out, selection = top1_element_reference(q, k, v, query_offset=query_offset, **options)
         else:
             bounds = document_bounds(cu_seqlens, k.shape[0], k.shape[1])
-            out, selection = top1_element_of_documents(
-                q, k, v, bounds, estimator=estimator, scale=scale, query_offset=query_offset
-            )
+            out, selection = by_document(top1_element_reference, q, k, v, bounds, query_offset=query_offset, **options)
     return (out, selection) if return_selection else out
 
 

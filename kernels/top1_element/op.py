@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.documents import document_bounds
+from kernels.documents import document_bounds, flat_tokens
 from kernels.top1_element.ranges import Shape, visible_ranges
 
 
@@ -20,11 +20,6 @@ def _problem(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, estimator: str, sc
     bounds = None if cu_seqlens is None else tuple(document_bounds(cu_seqlens, batch, num_keys))
     ranges = visible_ranges(shape, bounds, q.device)
     return Problem(ranges, shape, num_heads, num_groups, head_dim, q.dtype, scale, estimator)
-
-
-def _flat(x_bthd: Tensor) -> Tensor:
-    """[tokens, heads, d], contiguous."""
-    return x_bthd.flatten(0, 1).contiguous()
 
 
 @torch.library.custom_op("selectron::top1_element", mutates_args=())
@@ -49,7 +44,7 @@ def top1_element(
     from kernels.top1_element import triton_launch
 
     problem = _problem(q, k, cu_seqlens, estimator, scale, query_offset)
-    out, soft, lse, chosen = triton_launch.forward(problem, _flat(q), _flat(k), _flat(v), training)
+    out, soft, lse, chosen = triton_launch.forward(problem, flat_tokens(q), flat_tokens(k), flat_tokens(v), training)
     return out.view(q.shape), soft.view(q.shape) if soft.numel() else soft, lse, chosen
 
 
@@ -95,7 +90,7 @@ def top1_element_backward(
     from kernels.top1_element import triton_launch
 
     problem = _problem(q, k, cu_seqlens, estimator, scale, query_offset)
-    flat = [_flat(x) for x in (grad, q, k, v, mixed)]
+    flat = [flat_tokens(x) for x in (grad, q, k, v, mixed)]
     dq, dk, dv = triton_launch.backward(problem, lse, chosen, *flat)
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from kernels.attention_math import causal_mask, mix_values, query_key_products, visible_softmax
-from kernels.documents import concatenate, spans
 
 
 def select_elements(products_bhts: Tensor, visible_ts: Tensor) -> Tensor:
@@ -54,32 +53,3 @@ def top1_element_reference(
         weights_bhts = selected_weights(scores_bhts, visible_ts, best_bht)
     # One 1 and otherwise 0 in value, so this sum is v_j* to the last bit.
     return mix_values(weights_bhts, v_bshe), best_bht.transpose(1, 2)
-
-
-def top1_element_of_documents(
-    q_bthd: Tensor,
-    k_bshd: Tensor,
-    v_bshe: Tensor,
-    bounds: list[int],
-    *,
-    estimator: str,
-    scale: float,
-    query_offset: int,
-) -> tuple[Tensor, Tensor]:
-    """Compute the op document by document. `bounds` as from `document_bounds`; results as of `top1_element_reference`.
-
-    j* counts from the document's start.
-    """
-    return concatenate(
-        [
-            top1_element_reference(
-                q_bthd[:, span.query_start : span.query_end],
-                k_bshd[:, span.key_start : span.key_end],
-                v_bshe[:, span.key_start : span.key_end],
-                estimator=estimator,
-                scale=scale,
-                query_offset=span.query_offset,
-            )
-            for span in spans(bounds, query_offset, q_bthd.shape[1])
-        ]
-    )

@@ -1,0 +1,57 @@
+"""Launches that choose chunks."""
+
+import torch
+from torch import Tensor
+
+from kernels.top1_chunk import triton_select
+from kernels.top1_chunk.triton_problem import LN2, Problem
+from kernels.top1_chunk.triton_screened import screening_pays, select_screened
+from kernels.triton_math import next_power_of_two
+
+
+def choose(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, score: str, scratch: Tensor) -> None:
+    """Write `chosen`, int32 [top_k, hkv, rows]: slots, best first; -1 where there is none.
+
+    `scratch`, contiguous and not smaller than q, is written to: memory that nothing needs yet.
+    """
+    if score == "approx":
+        select_by_mean(problem, q, k, chosen)
+    elif score == "exact" and screening_pays(problem, len(chosen)):
+        select_screened(problem, q, k, chosen, scratch)
+    else:
+        select_by_keys(problem, q, k, chosen, lse=score == "exact_lse")
+
+
+def select_by_mean(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor) -> None:
+    """Write `chosen`."""
+    means = mean_keys(problem, k)
+    tiles = problem.tiles("select_mean")
+    row_tiles = problem.row_tiles(tiles.block_m)
+    triton_select.select_by_mean[problem.slots * row_tiles, problem.num_groups](
+        q, means, chosen, problem.table, problem.rows, problem.slots,
+        R=problem.heads_per_group, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, TILES=row_tiles, TOP_K=len(chosen),
+        LIST=next_power_of_two(len(chosen)), **tiles.launch(), **problem.shape,
+    )  # fmt: skip
+
+
+def select_by_keys(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, *, lse: bool) -> None:
+    """Write `chosen`."""
+    tiles = problem.tiles("select_keys")
+    row_tiles = problem.row_tiles(tiles.block_m)
+    triton_select.select_by_keys[problem.slots * row_tiles, problem.num_groups](
+        q, k, chosen, problem.table, problem.rows, problem.slots, problem.scale / LN2,
+        R=problem.heads_per_group, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, CHUNK=problem.layout.chunk_size,
+        TILES=row_tiles, TOP_K=len(chosen), LIST=next_power_of_two(len(chosen)), LSE=lse,
+        **tiles.launch(), **problem.shape,
+    )  # fmt: skip
+
+
+def mean_keys(problem: Problem, k: Tensor) -> Tensor:
+    """Mean key of every slot: [slots, hkv, d] in k's dtype."""
+    means = torch.empty(problem.slots, problem.num_groups, problem.head_dim, dtype=k.dtype, device=k.device)
+    tiles, size = problem.tiles("mean"), problem.layout.chunk_size
+    triton_select.mean_keys[problem.slots, problem.num_groups](
+        k, means, problem.table, CHUNK=size, BLOCK_N=min(size, tiles.block_n),
+        num_warps=tiles.num_warps, **problem.shape,
+    )  # fmt: skip
+    return means

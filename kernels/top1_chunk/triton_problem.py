@@ -1,0 +1,124 @@
+"""What all launches of one call share: shapes and tile sizes."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.top1_chunk.chunks import Layout
+from kernels.triton_math import next_power_of_two
+
+LN2 = 0.6931471805599453
+
+
+class Tiles(NamedTuple):
+    """Sizes of one kernel's tiles and its launch."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+    def launch(self) -> dict[str, int | None]:
+        """Triton's options."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
+
+
+class Problem(NamedTuple):
+    """What all kernels of one call share. Tensors are flat: q [tokens, hq, d], k and v [tokens, hkv, d]."""
+
+    table: Tensor
+    layout: Layout
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    dtype: torch.dtype
+    scale: float
+    local: bool
+    longest: int
+    """Keys of the longest row or document."""
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads of one key head."""
+        return self.num_heads // self.num_groups
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one key head."""
+        return self.layout.batch * self.layout.num_queries * self.heads_per_group
+
+    @property
+    def rows_per_chunk(self) -> int:
+        """Rows of one key head that a whole chunk has."""
+        return self.layout.chunk_size * self.heads_per_group
+
+    @property
+    def slots(self) -> int:
+        """Chunks of all rows or documents."""
+        return len(self.table)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Constants of every kernel."""
+        return {"G": self.num_groups, "HEAD_DIM": self.head_dim, "BLOCK_D": max(16, next_power_of_two(self.head_dim))}
+
+    def tiles(self, kernel: str) -> Tiles:
+        """Tile sizes of a kernel for this dtype and head dim; keys within a chunk, rows within its rows."""
+        width = "small" if self.head_dim <= 64 else "narrow" if self.head_dim <= 128 else "wide"
+        chosen = TILES[kernel, "fp32" if self.dtype == torch.float32 else width]
+        block_m = min(chosen.block_m, max(16, next_power_of_two(self.rows_per_chunk)))
+        return chosen._replace(block_m=block_m)
+
+    def row_tiles(self, block_m: int) -> int:
+        """Tiles of a slot's own rows."""
+        return -(-self.rows_per_chunk // block_m)
+
+    def keys_and_launch(self, tiles: Tiles) -> dict[str, Any]:
+        """Constants of a kernel that goes through a chunk's keys."""
+        block_n = min(tiles.block_n, self.layout.chunk_size)
+        return {"BLOCK_M": tiles.block_m, "BLOCK_N": block_n, **tiles.launch()}
+
+    def of_heads(self, count: int) -> "Problem":
+        """The same with only so many key heads."""
+        return self._replace(num_heads=count * self.heads_per_group, num_groups=count)
+
+
+TILES = {
+    ("mean", "small"): Tiles(16, 128, 4, 1),
+    ("mean", "narrow"): Tiles(16, 128, 4, 1),
+    ("mean", "wide"): Tiles(16, 128, 4, 1),
+    ("mean", "fp32"): Tiles(16, 64, 4, 1),
+    ("select_mean", "small"): Tiles(128, 32, 4, 3),
+    ("select_mean", "narrow"): Tiles(128, 32, 8, 3),
+    ("select_mean", "wide"): Tiles(128, 32, 8, 2),
+    ("select_mean", "fp32"): Tiles(32, 32, 4, 1),
+    ("select_keys", "small"): Tiles(128, 128, 8, 3),
+    ("select_keys", "narrow"): Tiles(128, 128, 8, 2),
+    ("select_keys", "wide"): Tiles(128, 64, 8, 2),
+    ("select_keys", "fp32"): Tiles(32, 32, 4, 1),
+    ("screen", "small"): Tiles(128, 128, 4, 3),
+    ("screen", "narrow"): Tiles(128, 128, 4, 3, 168),
+    ("screen", "wide"): Tiles(128, 128, 8, 2),
+    ("recheck", "small"): Tiles(128, 128, 8, 2),
+    ("recheck", "narrow"): Tiles(128, 128, 8, 2),
+    ("recheck", "wide"): Tiles(64, 64, 4, 1),
+    ("local", "small"): Tiles(64, 32, 4, 4),
+    ("local", "narrow"): Tiles(64, 32, 4, 3, 144),
+    ("local", "wide"): Tiles(64, 32, 4, 2),
+    ("local", "fp32"): Tiles(32, 32, 4, 1),
+    ("chosen", "small"): Tiles(64, 128, 4, 1, 128),
+    ("chosen", "narrow"): Tiles(64, 32, 4, 2, 128),
+    ("chosen", "wide"): Tiles(64, 32, 4, 2),
+    ("chosen", "fp32"): Tiles(32, 32, 4, 1),
+    ("local_backward", "small"): Tiles(64, 128, 8, 2),
+    ("local_backward", "narrow"): Tiles(64, 128, 8, 2),
+    ("local_backward", "wide"): Tiles(32, 64, 8, 1),
+    ("local_backward", "fp32"): Tiles(16, 32, 4, 1),
+    ("chosen_backward", "small"): Tiles(32, 128, 4, 2),
+    ("chosen_backward", "narrow"): Tiles(32, 128, 8, 3),
+    ("chosen_backward", "wide"): Tiles(32, 64, 8, 1),
+    ("chosen_backward", "fp32"): Tiles(16, 32, 4, 1),
+}
+"""Measured on an H200; docs/benchmarks/kernels.md tells what else was tried."""

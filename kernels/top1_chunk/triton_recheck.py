@@ -1,0 +1,204 @@
+"""From candidates to the choice: their scores in the inputs' own precision, in Triton.
+
+The rows of each chunk's candidates are brought together, so that the tensor cores do this work, too. Places in that
+order come from atomic counters and differ from run to run; the choice does not, as a maximum knows no order.
+"""
+
+# mypy: ignore-errors
+# Triton compiles what is below; pointers and tiles have no type in Python.
+
+import triton
+import triton.language as tl
+
+from kernels.top1_chunk.triton_attend import COLUMNS, head_rows, own_rows
+from kernels.top1_chunk.triton_group import ITEM_COLUMNS
+from kernels.top1_chunk.triton_screen import chunk_number, upper_bound
+from kernels.triton_math import MAX_INT32, load_rows, product
+
+NONE_YET = tl.constexpr(-(2**63))
+
+COUNTERS = tl.constexpr(32)
+"""Of each chunk: atomic additions to one place, or to neighbours, wait for each other."""
+
+
+@triton.jit
+def _counter(counts, g, slots, slot, program):
+    """Which of a chunk's counters a program takes."""
+    return counts + (g * (slots + 1) + slot) * COUNTERS + program % COUNTERS
+
+
+@triton.jit
+def _list_missed(missed_rows, missed_slots, num_missed, g, row, slot, missed, rows):
+    at = g.to(tl.int64) * rows + tl.atomic_add(num_missed + g + tl.zeros_like(row), 1, mask=missed)
+    tl.store(missed_rows + at, row, mask=missed)
+    tl.store(missed_slots + at, slot + tl.zeros_like(row), mask=missed)
+
+
+@triton.jit
+def count_survivors(
+    candidates, counts, floors, chosen, chunk_counts, missed_rows, missed_slots, num_missed, table, rows, slots,
+    R: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Choose where one candidate is left, count the others by chunk, list rows with too many.
+
+    Grid (slots * TILES, heads).
+
+    Args:
+        candidates: as from `screen`; out: the slots of those that are left, at the front.
+        counts: as from `screen`; out: how many are left to be scored again, never 1.
+        floors: as from `screen`.
+        chosen: int32 [heads, rows], out where nothing is left to decide.
+        chunk_counts: int32 [heads, slots + 1, COUNTERS], zero before; out: rows to score against a chunk.
+        missed_rows, missed_slots: int32 [heads, rows], out: rows with more than CAPACITY candidates, and their slot.
+        num_missed: int32 [heads], zero before; out.
+    """
+    program, g = tl.program_id(0), tl.program_id(1)
+    slot = program // TILES
+    row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)
+    first = tl.load(table + slot * COLUMNS + 5)
+    at = g.to(tl.int64) * rows + row
+    count = tl.load(counts + at, mask=valid, other=0)
+    floor = tl.load(floors + at, mask=valid, other=0.0)
+    place = candidates + g.to(tl.int64) * CAPACITY * rows + row
+    missed = count > CAPACITY
+    count = tl.where(missed, 0, count)
+    left = tl.zeros([BLOCK_M], tl.int32)
+    last = tl.full([BLOCK_M], -1, tl.int32)
+    for i in range(tl.max(count)):
+        entry = tl.load(place + i * rows, mask=i < count, other=0)
+        survives = (i < count) & ((upper_bound(entry) < floor) == 0)
+        last = tl.where(survives, first + chunk_number(entry), last)
+        tl.store(place + left * rows, last, mask=survives)
+        left += survives.to(tl.int32)
+    tl.store(chosen + at, last, mask=valid & (left < 2) & (missed == 0))
+    left = tl.where(left < 2, 0, left)
+    tl.store(counts + at, left, mask=valid)
+    for i in range(tl.max(left)):
+        survivor = tl.load(place + i * rows, mask=i < left, other=0)
+        tl.atomic_add(_counter(chunk_counts, g, slots, survivor, program), 1, mask=i < left)
+    _list_missed(missed_rows, missed_slots, num_missed, g, row, slot, missed, rows)
+
+
+@triton.jit
+def place_survivors(
+    candidates, counts, cursors, order, capacity, missed_rows, missed_slots, num_missed, table, rows, slots,
+    R: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Write the rows that `count_survivors` counted, chunk by chunk. Grid (slots * TILES, heads).
+
+    Args:
+        candidates, counts: as `count_survivors` left them.
+        cursors: int32 [heads, slots + 1, COUNTERS], where each count's rows begin in the order; out: where they end.
+        order: int32 [capacity], out: rows by head, then chunk.
+        missed_rows, missed_slots, num_missed: as in `count_survivors`; out: also rows that the order has no place for.
+    """
+    program, g = tl.program_id(0), tl.program_id(1)
+    slot = program // TILES
+    row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)
+    left = tl.load(counts + g.to(tl.int64) * rows + row, mask=valid, other=0)
+    place = candidates + g.to(tl.int64) * CAPACITY * rows + row
+    misses = left < 0
+    for i in range(tl.max(left)):
+        survivor = tl.load(place + i * rows, mask=i < left, other=0)
+        to = tl.atomic_add(_counter(cursors, g, slots, survivor, program), 1, mask=i < left)
+        tl.store(order + to, row, mask=(i < left) & (to < capacity))
+        misses = misses | ((i < left) & (to >= capacity))
+    _list_missed(missed_rows, missed_slots, num_missed, g, row, slot, misses, rows)
+
+
+@triton.jit
+def _highest_product(
+    queries, k, start, count,
+    STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Score of one chunk for a tile of queries: the same products as `select_by_keys`, to the bit."""
+    n = tl.arange(0, BLOCK_N)
+    keys = load_rows(k, start + n, n < count, STRIDE, HEAD_DIM, BLOCK_D)
+    highest = tl.max(product(queries, keys.T), 1)
+    if CHUNK > BLOCK_N:  # not an empty loop: the caller's would be no innermost one then, and not be pipelined
+        for j in range(BLOCK_N, CHUNK, BLOCK_N):
+            keys = load_rows(k, start + j + n, j + n < count, STRIDE, HEAD_DIM, BLOCK_D)
+            highest = tl.maximum(highest, tl.max(product(queries, keys.T), 1))
+    return highest
+
+
+@triton.jit
+def _rank(score, slot):
+    """One int64 for both: the highest is the highest score's, and of equal scores the lowest slot's."""
+    # -0 and 0 are equal scores; of what is no number nothing is known.
+    score = tl.where(score == score, score + 0.0, -float("inf"))
+    bits = score.to(tl.int32, bitcast=True)
+    rising = bits ^ ((bits >> 31) & MAX_INT32)
+    return (rising.to(tl.int64) << 32) | (tl.full((), MAX_INT32, tl.int64) - slot)
+
+
+@triton.jit
+def recheck(
+    q, k, best, order, items, num_items, rows,
+    G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Score the candidates, up to BLOCK_M rows of one chunk together. Any grid (programs,).
+
+    Args:
+        q, k: queries and keys of the first head.
+        best: int64 [heads, rows], NONE_YET before; out: the highest `_rank`.
+        order: as from `place_survivors`.
+        items: as from `cut_segments`, of at most BLOCK_M rows.
+        num_items: int32 [1], how many there are.
+    """
+    for i in range(tl.program_id(0), tl.load(num_items), tl.num_programs(0)):
+        item = items + i * ITEM_COLUMNS
+        begin, end, g = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+        start, slot = tl.load(item + 3), tl.load(item + 5)
+        m = begin + tl.arange(0, BLOCK_M)
+        valid = m < end
+        row = tl.load(order + m, mask=valid, other=0)
+        queries = load_rows(q, head_rows(row, g, G, R), valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+        score = _highest_product(
+            queries, k + g * HEAD_DIM, start, CHUNK, G * HEAD_DIM, HEAD_DIM, BLOCK_D, CHUNK, BLOCK_N
+        )
+        tl.atomic_max(best + g.to(tl.int64) * rows + row, _rank(score, slot), mask=valid)
+
+
+@triton.jit
+def score_missed(
+    q, k, best, missed_rows, missed_slots, num_missed, table, rows,
+    G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
+    """Score all earlier chunks of the rows whose candidates are not complete. Any grid (programs, heads).
+
+    The chunks of a tile of rows are shared out among SHARES programs: otherwise a few rows would take long.
+
+    Args:
+        best: as in `recheck`.
+        missed_rows, missed_slots, num_missed: as from `count_survivors`.
+    """
+    g = tl.program_id(1)
+    total = tl.load(num_missed + g)
+    for i in range(tl.program_id(0), tl.cdiv(total, BLOCK_M) * SHARES, tl.num_programs(0)):
+        m = i // SHARES * BLOCK_M + tl.arange(0, BLOCK_M)
+        valid = m < total
+        at = g.to(tl.int64) * rows + m
+        row = tl.load(missed_rows + at, mask=valid, other=0)
+        slot = tl.load(missed_slots + at, mask=valid, other=0)
+        first = tl.load(table + slot * COLUMNS + 5)
+        queries = load_rows(q, head_rows(row, g, G, R), valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+        highest = tl.full([BLOCK_M], NONE_YET, tl.int64)
+        begin, end = tl.min(tl.where(valid, first, MAX_INT32)), tl.max(tl.where(valid, slot, 0))
+        for c in range(begin + i % SHARES, end, SHARES):
+            start, count = tl.load(table + c * COLUMNS), tl.load(table + c * COLUMNS + 1)
+            score = _highest_product(
+                queries, k + g * HEAD_DIM, start, count, G * HEAD_DIM, HEAD_DIM, BLOCK_D, CHUNK, BLOCK_N
+            )
+            highest = tl.where((c >= first) & (c < slot), tl.maximum(highest, _rank(score, c)), highest)
+        tl.atomic_max(best + g.to(tl.int64) * rows + row, highest, mask=valid)
+
+
+@triton.jit
+def take_best(best, chosen, total, BLOCK: tl.constexpr):
+    """Write the choice of the rows that were scored. Grid (total / BLOCK,)."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.load(best + i, mask=i < total, other=NONE_YET)
+    tl.store(chosen + i, -(number & MAX_INT32).to(tl.int32) + MAX_INT32, mask=number > NONE_YET)

@@ -1,0 +1,166 @@
+"""Launches that choose chunks for "exact" by way of int8: the same bits as from all keys, in half the time."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.top1_chunk import triton_recheck, triton_screen
+from kernels.top1_chunk.triton_order import cut
+from kernels.top1_chunk.triton_problem import Problem
+from kernels.triton_math import multiprocessors
+
+LEAST_CHUNKS = 256
+"""Complete chunks of the longest document from which on this pays; docs/benchmarks/kernels.md."""
+
+CANDIDATES = 64
+"""Places for a row's candidates; a row that needs more is scored against all its chunks."""
+
+SURVIVORS = 16
+"""Candidates a row, on average, that can be scored again; the rows beyond, likewise."""
+
+HELD_SHARE = 0.12
+"""Of the bytes of q, k, v and o: about what may be held at a time, one key head's worth at least."""
+
+SHARES = 32
+"""Programs that share the chunks of a tile of missed rows."""
+
+
+def screening_pays(problem: Problem, top_k: int) -> bool:
+    """Whether "exact" is worth the way through candidates, and can go it."""
+    chunks = problem.longest // problem.layout.chunk_size
+    return (
+        top_k == 1
+        and problem.dtype != torch.float32
+        and LEAST_CHUNKS <= chunks <= triton_screen.MAX_CHUNKS
+        and problem.rows * CANDIDATES < 2**31
+    )
+
+
+class Heads(NamedTuple):
+    """Some neighbouring key heads of a problem."""
+
+    problem: Problem
+    """With these heads only."""
+    num_groups: int
+    """Key heads that k has in memory."""
+    q: Tensor
+    """[tokens, hq, d], from the first of the heads on; so is k."""
+    k: Tensor
+    centre_gd: Tensor
+    """fp32, any vector of each head; near the mean of its keys is best."""
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Constants of kernels that read q or k."""
+        return {**self.problem.shape, "G": self.num_groups}
+
+    def own_rows(self) -> tuple[tuple[int, int], dict[str, int]]:
+        """Grid and constants of the kernels that take the candidates of each slot's own rows."""
+        block_m = self.problem.tiles("screen").block_m
+        row_tiles = self.problem.row_tiles(block_m)
+        constants = {"R": self.problem.heads_per_group, "BLOCK_M": block_m, "TILES": row_tiles, "CAPACITY": CANDIDATES}
+        return (self.problem.slots * row_tiles, self.problem.num_groups), constants
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """A tensor with anything in it."""
+        return torch.empty(shape, dtype=dtype, device=self.q.device)
+
+
+class Missed(NamedTuple):
+    """Rows whose candidates are not complete; see `triton_recheck.count_survivors`."""
+
+    rows: Tensor
+    slots: Tensor
+    number: Tensor
+
+
+def select_screened(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, scratch: Tensor) -> None:
+    """Write `chosen`, int32 [1, hkv, rows], as `select_by_keys` does. `scratch` as in `choose`."""
+    centre_gd = k.mean(0, dtype=torch.float32)
+    ratio = problem.heads_per_group
+    places = scratch.view(-1).view(torch.int32)
+    if len(places) < problem.rows * CANDIDATES:
+        places = scratch.new_empty(problem.rows * CANDIDATES, dtype=torch.int32)
+    count = heads_at_once(problem, len(places))
+    for start in range(0, problem.num_groups, count):
+        part = problem.of_heads(min(count, problem.num_groups - start))
+        own = slice(start, start + part.num_groups)
+        heads = Heads(part, problem.num_groups, q[:, start * ratio :], k[:, start:], centre_gd[own])
+        counts, floors = collect_candidates(heads, places)
+        score_candidates(heads, places, counts, floors, chosen[0, own])
+
+
+def heads_at_once(problem: Problem, places: int) -> int:
+    """Key heads that are screened together; `places` is what there is for candidates."""
+    width = problem.shape["BLOCK_D"]
+    held = (2 * problem.heads_per_group + 2) * problem.head_dim * problem.dtype.itemsize * problem.num_groups
+    # q8 or the order, and bounds, counts and the best of each row; k8.
+    new = (max(width, 4 * SURVIVORS) + 32) * problem.heads_per_group + width
+    most = min(places, 2**31 - 1) // (problem.rows * CANDIDATES)
+    fits = max(1, min(int(HELD_SHARE * held / new), most))
+    return -(-problem.num_groups // -(-problem.num_groups // fits))
+
+
+def collect_candidates(heads: Heads, candidates: Tensor) -> tuple[Tensor, Tensor]:
+    """Write `candidates`, int32 [at least heads * CANDIDATES * rows]; give counts and floors as from `screen`."""
+    problem, q, k, shape = heads.problem, heads.q, heads.k, heads.shape
+    count, rows, slots, size = problem.num_groups, problem.rows, problem.slots, problem.layout.chunk_size
+    width, tokens, block_m = shape["BLOCK_D"], len(k), 32
+    q8, query_bounds = heads.new(count, rows, width, dtype=torch.int8), heads.new(count, 2, rows, dtype=torch.float32)
+    k8, chunk_bounds = (
+        heads.new(count, tokens, width, dtype=torch.int8),
+        heads.new(3, count, slots, dtype=torch.float32),
+    )
+    triton_screen.quantise_queries[-(-rows // block_m), count](
+        q, q8, query_bounds, rows, R=problem.heads_per_group, BLOCK_M=block_m, **shape
+    )
+    triton_screen.quantise_keys[slots, count](
+        k, heads.centre_gd, k8, chunk_bounds, problem.table, tokens, slots, CHUNK=size, BLOCK_N=32, **shape
+    )
+    counts, floors = heads.new(count, rows), heads.new(count, rows, dtype=torch.float32)
+    tiles = problem.tiles("screen")
+    grid, own_rows = heads.own_rows()
+    triton_screen.screen[grid](
+        q8, query_bounds, k8, chunk_bounds, candidates, counts, floors, problem.table, rows, slots, tokens,
+        CHUNK=size, BLOCK_D=width, BLOCK_N=min(tiles.block_n, size), **own_rows, **tiles.launch(),
+    )  # fmt: skip
+    return counts, floors
+
+
+def score_candidates(heads: Heads, candidates: Tensor, counts: Tensor, floors: Tensor, chosen_gr: Tensor) -> None:
+    """Write `chosen_gr`, int32 [heads, rows]. What `collect_candidates` gave is overwritten."""
+    problem, q, k = heads.problem, heads.q, heads.k
+    rows = problem.rows
+    missed = Missed(heads.new(*counts.shape), heads.new(*counts.shape), torch.zeros_like(counts[:, 0]))
+    order, ends = _order_by_chunk(heads, candidates, counts, floors, chosen_gr, missed)
+    tiles = problem.tiles("recheck")
+    segments = cut(problem, ends, tiles.block_m, len(order))
+    best = torch.full(counts.shape, triton_recheck.NONE_YET.value, dtype=torch.int64, device=q.device)
+    programs = 4 * multiprocessors(q)
+    options: dict[str, Any] = {"R": problem.heads_per_group, "CHUNK": problem.layout.chunk_size}
+    options |= problem.keys_and_launch(tiles) | heads.shape
+    triton_recheck.recheck[(programs,)](q, k, best, order, segments.items, segments.num_items, rows, **options)
+    triton_recheck.score_missed[programs, problem.num_groups](
+        q, k, best, *missed, problem.table, rows, SHARES=SHARES, **options
+    )
+    block = 1024
+    triton_recheck.take_best[(-(-best.numel() // block),)](best, chosen_gr, best.numel(), BLOCK=block)
+
+
+def _order_by_chunk(
+    heads: Heads, candidates: Tensor, counts: Tensor, floors: Tensor, chosen_gr: Tensor, missed: Missed
+) -> tuple[Tensor, Tensor]:
+    """Give the rows to score again, by head and chunk, and where each of these bins ends; see `triton_order.group`."""
+    table, rows, slots, num_heads = heads.problem.table, heads.problem.rows, heads.problem.slots, len(counts)
+    grid, own_rows = heads.own_rows()
+    chunk_counts = counts.new_zeros(num_heads, slots + 1, triton_recheck.COUNTERS.value)
+    triton_recheck.count_survivors[grid](
+        candidates, counts, floors, chosen_gr, chunk_counts, *missed, table, rows, slots, **own_rows
+    )
+    ends = chunk_counts.view(-1).cumsum(0, dtype=torch.int32).view_as(chunk_counts)
+    order = heads.new(SURVIVORS * counts.numel())
+    triton_recheck.place_survivors[grid](
+        candidates, counts, ends - chunk_counts, order, len(order), *missed, table, rows, slots, **own_rows
+    )
+    return order, ends[..., -1].flatten().clamp(max=len(order))

@@ -1,0 +1,32 @@
+"""The choice between Triton and the reference, as far as the ops' own tests do not meet it."""
+
+import logging
+
+import pytest
+import torch
+
+from kernels.dispatch import choose_triton_or_reference
+
+Q = torch.zeros(1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("obstacle", [None, "it rains: wait"])
+def test_on_a_cpu_auto_means_the_reference(obstacle, caplog):
+    caplog.set_level(logging.DEBUG, logger="kernels.dispatch")
+    assert choose_triton_or_reference("walk", "auto", Q, obstacle).name == "reference"
+    assert "walk: reference (Triton's kernels need a GPU, and q is on cpu)" in caplog.text
+
+
+def test_what_is_asked_for_is_taken():
+    assert choose_triton_or_reference("walk", "triton", Q, None).name == "triton"
+    assert choose_triton_or_reference("walk", "reference", Q, "it rains: wait").name == "reference"
+
+
+def test_triton_is_refused_with_the_obstacle():
+    with pytest.raises(ValueError, match=r"^implementation is 'triton', but it rains: wait$"):
+        choose_triton_or_reference("walk", "triton", Q, "it rains: wait")
+
+
+def test_another_implementation_is_refused():
+    with pytest.raises(ValueError, match=r"but walk has: use one of .'auto', 'reference', 'triton'.$"):
+        choose_triton_or_reference("walk", "cuda", Q, None)

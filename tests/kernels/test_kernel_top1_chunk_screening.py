@@ -1,0 +1,94 @@
+"""Screening in int8 against the choice by all keys in the inputs' precision, bit for bit: on a GPU or interpreted."""
+
+import pytest
+import torch
+from triton_cases import BF16, DEVICE, FP16, ON_GPU, needs_gpu
+
+pytest.importorskip("triton")
+
+from kernels.top1_chunk import triton_choose, triton_screened
+from kernels.top1_chunk.op import _problem
+
+# In the interpreter masked lanes compute infinities and NaN with numpy, which says so.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+if ON_GPU:
+    CASES = [(t, d, size, dtype) for t in (129, 5001, 20_000) for d in (64, 128) for size, dtype in [(128, BF16)]]
+    CASES += [(6000, d, 128, FP16) for d in (32, 80, 96, 192, 256)]
+    CASES += [(6000, 128, size, BF16) for size in (32, 64, 256, 512)]
+else:
+    CASES = [(150, 20, 32, BF16), (200, 32, 64, FP16)]
+
+
+def draw(t, heads, d, dtype, batch=1):
+    gen = torch.Generator().manual_seed(t + d)
+    shapes = [(batch, t, heads[0], d), (batch, t, heads[1], d)]
+    return [torch.randn(*shape, generator=gen).to(DEVICE, dtype) for shape in shapes]
+
+
+def both(q, k, size, cu_seqlens=None):
+    """Give the choice by screening and the one by all keys."""
+    problem = _problem(q, k, cu_seqlens, size, True, 1.0, 0)
+    flat = [x.flatten(0, 1).contiguous() for x in (q, k)]
+    screened, plain = (q.new_full((1, problem.num_groups, problem.rows), -7, dtype=torch.int32) for _ in range(2))
+    triton_screened.select_screened(problem, *flat, screened, q.new_empty(problem.num_heads * problem.rows * 128))
+    triton_choose.select_by_keys(problem, *flat, plain, lse=False)
+    return screened, plain
+
+
+@pytest.mark.parametrize(("t", "d", "size", "dtype"), CASES)
+def test_random_keys(t, d, size, dtype):
+    screened, plain = both(*draw(t, (2, 1), d, dtype), size)
+    assert torch.equal(screened, plain)
+    assert (plain >= 0).any() == (t > size)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_few_or_all_heads_at_a_time(monkeypatch, share):
+    monkeypatch.setattr(triton_screened, "HELD_SHARE", share)
+    q, k = draw(100, (4, 2), 16, BF16, batch=2)
+    screened, plain = both(q, k, 32)
+    assert torch.equal(screened, plain)
+
+
+def test_packed_documents():
+    q, k = draw(230, (2, 1), 16, BF16)
+    screened, plain = both(q, k, 32, torch.tensor([0, 1, 40, 40, 41, 230]))
+    assert torch.equal(screened, plain)
+
+
+@pytest.mark.parametrize(("places", "survivors"), [(1, 16), (3, 16), (64, 0), (64, 1), (64, 16)])
+def test_rows_with_more_candidates_than_places(monkeypatch, places, survivors):
+    monkeypatch.setattr(triton_screened, "CANDIDATES", places)
+    monkeypatch.setattr(triton_screened, "SURVIVORS", survivors)
+    q, k = draw(230, (2, 1), 16, BF16)
+    k[:, 100:150] = k[:, :50]  # ties across chunks
+    q[:, 170:180] = 0  # every chunk ties
+    screened, plain = both(q, k, 32, torch.tensor([0, 60, 230]))
+    assert torch.equal(screened, plain)
+
+
+def test_keys_far_from_zero_and_of_unlike_sizes():
+    q, k = draw(200, (1, 1), 16, BF16)
+    k = k * torch.logspace(-2, 2, 200, device=DEVICE).to(BF16)[None, :, None, None]
+    k[..., 3] += 40
+    screened, plain = both(q, k, 32)
+    assert torch.equal(screened, plain)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38, 1e-40])
+def test_numbers_that_int8_cannot_hold(value):
+    q, k = draw(200, (2, 1), 16, BF16)
+    q[0, 150, 0, 3] = value
+    k[0, 70, 0, 5] = value
+    screened, plain = both(q, k, 32)
+    assert torch.equal(screened, plain)
+
+
+@needs_gpu
+def test_the_op_screens_long_sequences():
+    q, k = draw(128 * 260, (2, 1), 64, BF16)
+    problem = _problem(q, k, None, 128, True, 1.0, 0)
+    assert triton_screened.screening_pays(problem, 1)
+    assert not triton_screened.screening_pays(problem, 2)
+    assert not triton_screened.screening_pays(problem._replace(longest=128 * 20), 1)
