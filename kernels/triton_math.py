@@ -8,6 +8,7 @@ Only modules named `triton_*` import Triton, and only they import this: without 
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 import triton
@@ -65,6 +66,20 @@ def store_rows(base, index, valid, stride, x, HEAD_DIM: tl.constexpr, BLOCK_D: t
         tl.store(pointers, x.to(base.dtype.element_ty), mask=valid[:, None])
     else:
         tl.store(pointers, x.to(base.dtype.element_ty), mask=valid[:, None] & (d < HEAD_DIM)[None, :])
+
+
+class Tiles(NamedTuple):
+    """Sizes of one kernel's tiles and its launch."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+    def launch(self) -> dict[str, int | None]:
+        """Triton's options."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
 
 
 def next_power_of_two(n: int) -> int:

@@ -38,11 +38,13 @@ def select_by_keys(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, *, ls
     """Write `chosen`."""
     tiles = problem.tiles("select_keys")
     row_tiles = problem.row_tiles(tiles.block_m)
-    triton_select.select_by_keys[problem.slots * row_tiles, problem.num_groups](
+    size = problem.layout.chunk_size
+    short = size < tiles.block_n
+    kernel = triton_select.select_by_keys_of_short_chunks if short else triton_select.select_by_keys
+    kernel[problem.slots * row_tiles, problem.num_groups](
         q, k, chosen, problem.table, problem.rows, problem.slots, problem.scale / LN2,
-        R=problem.heads_per_group, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, CHUNK=problem.layout.chunk_size,
-        TILES=row_tiles, TOP_K=len(chosen), LIST=next_power_of_two(len(chosen)), LSE=lse,
-        **tiles.launch(), **problem.shape,
+        R=problem.heads_per_group, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, CHUNK=size, TILES=row_tiles,
+        TOP_K=len(chosen), LIST=next_power_of_two(len(chosen)), LSE=lse, **tiles.launch(), **problem.shape,
     )  # fmt: skip
 
 

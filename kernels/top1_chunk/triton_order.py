@@ -35,7 +35,7 @@ def group(problem: Problem, chosen_gr: Tensor) -> tuple[Tensor, Tensor]:
     keys = torch.empty(num_groups, blocks, size, dtype=torch.int32, device=device)
     counts = torch.zeros(bins, blocks, dtype=torch.int32, device=device)
     order = torch.empty(keys.numel(), dtype=torch.int32, device=device)
-    triton_group.sort_blocks[grid](chosen_gr, keys, rows, slots, blocks, BLOCK=size)
+    triton_group.sort_blocks[grid](chosen_gr, keys, rows, slots, blocks, BLOCK=size, num_warps=8)
     triton_group.count_runs[grid](keys, counts, slots, blocks, BLOCK=size)
     ends = counts.view(-1).cumsum(0, dtype=torch.int32).view(bins, blocks)
     triton_group.place_rows[grid](keys, ends, counts, order, slots, blocks, BLOCK=size)

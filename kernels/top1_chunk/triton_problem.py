@@ -6,23 +6,9 @@ import torch
 from torch import Tensor
 
 from kernels.top1_chunk.chunks import Layout
-from kernels.triton_math import next_power_of_two
+from kernels.triton_math import Tiles, next_power_of_two
 
 LN2 = 0.6931471805599453
-
-
-class Tiles(NamedTuple):
-    """Sizes of one kernel's tiles and its launch."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None
-
-    def launch(self) -> dict[str, int | None]:
-        """Triton's options."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
 
 
 class Problem(NamedTuple):
@@ -86,8 +72,8 @@ class Problem(NamedTuple):
 
 
 TILES = {
-    ("mean", "small"): Tiles(16, 128, 4, 1),
-    ("mean", "narrow"): Tiles(16, 128, 4, 1),
+    ("mean", "small"): Tiles(16, 128, 2, 1),
+    ("mean", "narrow"): Tiles(16, 128, 2, 1),
     ("mean", "wide"): Tiles(16, 128, 4, 1),
     ("mean", "fp32"): Tiles(16, 64, 4, 1),
     ("select_mean", "small"): Tiles(128, 32, 4, 3),
@@ -101,8 +87,8 @@ TILES = {
     ("screen", "small"): Tiles(128, 128, 4, 3),
     ("screen", "narrow"): Tiles(128, 128, 4, 3, 168),
     ("screen", "wide"): Tiles(128, 128, 8, 2),
-    ("recheck", "small"): Tiles(128, 128, 8, 2),
-    ("recheck", "narrow"): Tiles(128, 128, 8, 2),
+    ("recheck", "small"): Tiles(64, 128, 4, 3),
+    ("recheck", "narrow"): Tiles(64, 128, 4, 3),
     ("recheck", "wide"): Tiles(64, 64, 4, 1),
     ("local", "small"): Tiles(64, 32, 4, 4),
     ("local", "narrow"): Tiles(64, 32, 4, 3, 144),

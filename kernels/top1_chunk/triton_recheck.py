@@ -134,31 +134,32 @@ def _rank(score, slot):
 
 @triton.jit
 def recheck(
-    q, k, best, order, items, num_items, rows,
+    q, k, best, order, items, rows,
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Score the candidates, up to BLOCK_M rows of one chunk together. Any grid (programs,).
+    """Score the candidates. Grid (items,).
 
     Args:
         q, k: queries and keys of the first head.
         best: int64 [heads, rows], NONE_YET before; out: the highest `_rank`.
         order: as from `place_survivors`.
-        items: as from `cut_segments`, of at most BLOCK_M rows.
-        num_items: int32 [1], how many there are.
+        items: as from `cut_segments`.
     """
-    for i in range(tl.program_id(0), tl.load(num_items), tl.num_programs(0)):
-        item = items + i * ITEM_COLUMNS
-        begin, end, g = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    item = items + tl.program_id(0) * ITEM_COLUMNS
+    begin, end, g = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    if begin < end:
         start, slot = tl.load(item + 3), tl.load(item + 5)
-        m = begin + tl.arange(0, BLOCK_M)
-        valid = m < end
-        row = tl.load(order + m, mask=valid, other=0)
-        queries = load_rows(q, head_rows(row, g, G, R), valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
-        score = _highest_product(
-            queries, k + g * HEAD_DIM, start, CHUNK, G * HEAD_DIM, HEAD_DIM, BLOCK_D, CHUNK, BLOCK_N
-        )
-        tl.atomic_max(best + g.to(tl.int64) * rows + row, _rank(score, slot), mask=valid)
+        n = tl.arange(0, BLOCK_N)
+        for j in tl.static_range(0, CHUNK, BLOCK_N):
+            keys = load_rows(k + g * HEAD_DIM, start + j + n, n >= 0, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+            for i in range(begin, end, BLOCK_M):
+                m = i + tl.arange(0, BLOCK_M)
+                valid = m < end
+                row = tl.load(order + m, mask=valid, other=0)
+                queries = load_rows(q, head_rows(row, g, G, R), valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+                score = tl.max(product(queries, keys.T), 1)
+                tl.atomic_max(best + g.to(tl.int64) * rows + row, _rank(score, slot), mask=valid)
 
 
 @triton.jit

@@ -22,6 +22,9 @@ SURVIVORS = 16
 HELD_SHARE = 0.12
 """Of the bytes of q, k, v and o: about what may be held at a time, one key head's worth at least."""
 
+RECHECK_SEGMENT = 1024
+"""Rows that one program scores against a chunk."""
+
 SHARES = 32
 """Programs that share the chunks of a tile of missed rows."""
 
@@ -35,6 +38,11 @@ def screening_pays(problem: Problem, top_k: int) -> bool:
         and LEAST_CHUNKS <= chunks <= triton_screen.MAX_CHUNKS
         and problem.rows * CANDIDATES < 2**31
     )
+
+
+def int8_width(problem: Problem) -> int:
+    """Columns of the int8 tiles: int8 products want 32 at least."""
+    return max(32, problem.shape["BLOCK_D"])
 
 
 class Heads(NamedTuple):
@@ -53,7 +61,7 @@ class Heads(NamedTuple):
     @property
     def shape(self) -> dict[str, int]:
         """Constants of kernels that read q or k."""
-        return {**self.problem.shape, "G": self.num_groups}
+        return {"G": self.num_groups, "HEAD_DIM": self.problem.head_dim, "BLOCK_D": int8_width(self.problem)}
 
     def own_rows(self) -> tuple[tuple[int, int], dict[str, int]]:
         """Grid and constants of the kernels that take the candidates of each slot's own rows."""
@@ -93,7 +101,7 @@ def select_screened(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, scra
 
 def heads_at_once(problem: Problem, places: int) -> int:
     """Key heads that are screened together; `places` is what there is for candidates."""
-    width = problem.shape["BLOCK_D"]
+    width = int8_width(problem)
     held = (2 * problem.heads_per_group + 2) * problem.head_dim * problem.dtype.itemsize * problem.num_groups
     # q8 or the order, and bounds, counts and the best of each row; k8.
     new = (max(width, 4 * SURVIVORS) + 32) * problem.heads_per_group + width
@@ -135,12 +143,12 @@ def score_candidates(heads: Heads, candidates: Tensor, counts: Tensor, floors: T
     missed = Missed(heads.new(*counts.shape), heads.new(*counts.shape), torch.zeros_like(counts[:, 0]))
     order, ends = _order_by_chunk(heads, candidates, counts, floors, chosen_gr, missed)
     tiles = problem.tiles("recheck")
-    segments = cut(problem, ends, tiles.block_m, len(order))
+    items = cut(problem, ends, RECHECK_SEGMENT, len(order)).items
     best = torch.full(counts.shape, triton_recheck.NONE_YET.value, dtype=torch.int64, device=q.device)
     programs = 4 * multiprocessors(q)
     options: dict[str, Any] = {"R": problem.heads_per_group, "CHUNK": problem.layout.chunk_size}
     options |= problem.keys_and_launch(tiles) | heads.shape
-    triton_recheck.recheck[(programs,)](q, k, best, order, segments.items, segments.num_items, rows, **options)
+    triton_recheck.recheck[(len(items),)](q, k, best, order, items, rows, **options)
     triton_recheck.score_missed[programs, problem.num_groups](
         q, k, best, *missed, problem.table, rows, SHARES=SHARES, **options
     )

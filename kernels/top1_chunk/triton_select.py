@@ -155,6 +155,8 @@ def select_by_keys(
 ):  # fmt: skip
     """Choose by the highest q . key of a chunk, or by the logsumexp of scale * q . key. Grid (slots * TILES, G).
 
+    A chunk is one tile of keys or several: its score grows in `highest` and `total` until it ends.
+
     Args:
         q: queries [tokens, G * R, d].
         k: keys [tokens, G, d].
@@ -167,60 +169,73 @@ def select_by_keys(
     queries = load_rows(q, head_rows(row, g, G, R), valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
     first = tl.load(table + slot * COLUMNS + 5)
     first_key = tl.load(table + first * COLUMNS)
-    keys_of_head = k + g * HEAD_DIM
     choice = chosen + g.to(tl.int64) * rows
     n = tl.arange(0, BLOCK_N)
-    earlier_keys = (slot - first) * CHUNK
-    PER_TILE: tl.constexpr = BLOCK_N // CHUNK
     values = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
     taken = tl.full([BLOCK_M, LIST], -1, tl.int32)
-    if PER_TILE <= 1:
-        # One chunk a tile, or several tiles a chunk: scores grow in `highest` and `total` until the chunk ends.
-        best = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        at = tl.zeros([BLOCK_M], tl.int32) + first
-        highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        for j in range(0, earlier_keys, BLOCK_N):
-            keys = load_rows(keys_of_head, first_key + j + n, n >= 0, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
-            products = product(queries, keys.T)
-            before = tl.where(j % CHUNK == 0, -float("inf"), highest)
-            highest = tl.maximum(before, tl.max(products, 1))
-            score = highest
-            if LSE:
-                level = tl.where(highest == -float("inf"), 0.0, highest)
-                total = tl.where(j % CHUNK == 0, 0.0, total * tl.exp2((before - level) * scale_log2))
-                total += tl.sum(tl.exp2((products - level[:, None]) * scale_log2), 1)
-                score = highest * scale_log2 + tl.log2(total)
-            ends = (j + BLOCK_N) % CHUNK == 0
-            c = first + j // CHUNK
-            if TOP_K == 1:
-                better = ends & (score > best)
-                best = tl.where(better, score, best)
-                at = tl.where(better, c, at)
-            else:
-                values, taken = _insert(values, taken, score, tl.where(ends, c, -1) + tl.zeros([BLOCK_M], tl.int32))
+    best = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    at = tl.zeros([BLOCK_M], tl.int32) + first
+    highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for j in range(0, (slot - first) * CHUNK, BLOCK_N):
+        keys = load_rows(k + g * HEAD_DIM, first_key + j + n, n >= 0, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+        products = product(queries, keys.T)
+        before = tl.where(j % CHUNK == 0, -float("inf"), highest)
+        highest = tl.maximum(before, tl.max(products, 1))
+        score = highest
+        if LSE:
+            level = tl.where(highest == -float("inf"), 0.0, highest)
+            total = tl.where(j % CHUNK == 0, 0.0, total * tl.exp2((before - level) * scale_log2))
+            total += tl.sum(tl.exp2((products - level[:, None]) * scale_log2), 1)
+            score = highest * scale_log2 + tl.log2(total)
+        ends = (j + BLOCK_N) % CHUNK == 0
+        c = first + j // CHUNK
         if TOP_K == 1:
-            tl.store(choice + row, tl.where(slot > first, at, -1), mask=valid)
+            better = ends & (score > best)
+            best = tl.where(better, score, best)
+            at = tl.where(better, c, at)
         else:
-            _store_list(choice, values, taken, row, valid, tl.full((), G, tl.int64) * rows, TOP_K)
+            values, taken = _insert(values, taken, score, tl.where(ends, c, -1) + tl.zeros([BLOCK_M], tl.int32))
+    if TOP_K == 1:
+        tl.store(choice + row, tl.where(slot > first, at, -1), mask=valid)
     else:
-        # Several chunks a tile.
-        p = tl.arange(0, PER_TILE)
-        best = tl.full([BLOCK_M, PER_TILE], -float("inf"), tl.float32)
-        at = tl.zeros([BLOCK_M, PER_TILE], tl.int32) + first
-        for c in range(first, slot, PER_TILE):
-            inside = n < (slot - c) * CHUNK
-            token = first_key + (c - first) * CHUNK + n
-            keys = load_rows(keys_of_head, token, inside, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
-            scores = _chunk_scores(product(queries, keys.T), scale_log2, CHUNK, LSE)
-            scores = tl.where((c + p < slot)[None, :], scores, -float("inf"))
-            if TOP_K == 1:
-                at = tl.where(scores > best, c, at)
-                best = tl.maximum(best, scores)
-            else:
-                values, taken = _insert_tile(values, taken, scores, c)
+        _store_list(choice, values, taken, row, valid, tl.full((), G, tl.int64) * rows, TOP_K)
+
+
+@triton.jit
+def select_by_keys_of_short_chunks(
+    q, k, chosen, table, rows, slots, scale_log2,
+    G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
+    LSE: tl.constexpr,
+):  # fmt: skip
+    """The same where a tile of keys is several chunks."""
+    program, g = tl.program_id(0), tl.program_id(1)
+    slot = slots - 1 - program // TILES
+    row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)
+    queries = load_rows(q, head_rows(row, g, G, R), valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+    first = tl.load(table + slot * COLUMNS + 5)
+    first_key = tl.load(table + first * COLUMNS)
+    choice = chosen + g.to(tl.int64) * rows
+    PER_TILE: tl.constexpr = BLOCK_N // CHUNK
+    n, p = tl.arange(0, BLOCK_N), tl.arange(0, PER_TILE)
+    values = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
+    taken = tl.full([BLOCK_M, LIST], -1, tl.int32)
+    best = tl.full([BLOCK_M, PER_TILE], -float("inf"), tl.float32)
+    at = tl.zeros([BLOCK_M, PER_TILE], tl.int32) + first
+    for c in range(first, slot, PER_TILE):
+        inside = n < (slot - c) * CHUNK
+        token = first_key + (c - first) * CHUNK + n
+        keys = load_rows(k + g * HEAD_DIM, token, inside, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+        scores = _chunk_scores(product(queries, keys.T), scale_log2, CHUNK, LSE)
+        scores = tl.where((c + p < slot)[None, :], scores, -float("inf"))
         if TOP_K == 1:
-            highest = tl.max(best, 1)
-            _store_best(choice, row, valid, best == highest[:, None], at + p[None, :], first, slot)
+            at = tl.where(scores > best, c, at)
+            best = tl.maximum(best, scores)
         else:
-            _store_list(choice, values, taken, row, valid, tl.full((), G, tl.int64) * rows, TOP_K)
+            values, taken = _insert_tile(values, taken, scores, c)
+    if TOP_K == 1:
+        highest = tl.max(best, 1)
+        _store_best(choice, row, valid, best == highest[:, None], at + p[None, :], first, slot)
+    else:
+        _store_list(choice, values, taken, row, valid, tl.full((), G, tl.int64) * rows, TOP_K)
