@@ -19,11 +19,14 @@ from kernels.top1_chunk.triton_attend import COLUMNS, head_rows, own_rows
 from kernels.triton_math import load_rows, product_int8, store_rows
 
 LEVELS = tl.constexpr(127)
+SMALLEST, LARGEST = tl.constexpr(1e-30), tl.constexpr(1e30)
+"""Of the highest number of a query or a chunk: beyond, it gets no bound, as fp32 may not hold its parts."""
+
 MARGIN = tl.constexpr(1 + 2**-10)
 """On norms, whose sums of at most 256 squares are rounded to fp32."""
 
 PRODUCT_ERROR = tl.constexpr(2**-13)
-"""Of q.k over |q| |k|, at least: products summed in fp32 in any order, even cut off, and the scales' own rounding."""
+"""Over |q| |k|, at least: of products summed in fp32 in any order, even cut off, and of what is computed here."""
 
 NUMBER_BITS = tl.constexpr(16)
 MAX_CHUNKS = 2**16
@@ -32,14 +35,19 @@ MAX_CHUNKS = 2**16
 
 @triton.jit
 def _round(x, highest):
-    """Integers x / scale of a tile, as fp32, and the scale; `highest` is max |x|, of a row or of all."""
-    scale = tl.where(highest > 0, highest / LEVELS, 1.0)
-    return tl.floor(x / scale + 0.5), scale
+    """(x / scale, the integers next to it as fp32, the scale); `highest` is max |x|, of a row or of all."""
+    scale = tl.where((highest > SMALLEST) & (highest < LARGEST), highest / LEVELS, 1.0)
+    scaled = x / scale
+    return scaled, tl.floor(scaled + 0.5), scale
 
 
 @triton.jit
-def _norms(x):
-    return tl.sqrt(tl.sum(x * x, 1)) * MARGIN
+def _norms(x, highest):
+    """Norm of each row, at least; infinite where there is no bound. `highest` as in `_round`."""
+    norm = tl.sqrt(tl.sum(x * x, 1)) * MARGIN
+    norm = tl.where(((highest > SMALLEST) & (highest < LARGEST)) | (highest == 0), norm, float("inf"))
+    # A maximum passes over what is no number, so that must not stay.
+    return tl.where(norm == norm, norm, float("inf"))
 
 
 @triton.jit
@@ -58,14 +66,13 @@ def quantise_queries(
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = row < rows
     x = load_rows(q, head_rows(row, g, G, R), valid, HEAD_DIM, HEAD_DIM, BLOCK_D).to(tl.float32)
-    rounded, scale = _round(x, tl.max(tl.abs(x), 1)[:, None])
-    error = _norms(x - rounded * scale)
-    size = _norms(x) + error
+    highest = tl.max(tl.abs(x), 1)
+    scaled, rounded, _ = _round(x, highest[:, None])
+    error = _norms(scaled - rounded, highest)
     store_rows(q8, g.to(tl.int64) * rows + row, valid, BLOCK_D, rounded, BLOCK_D, BLOCK_D)
     bound = query_bounds + g.to(tl.int64) * 2 * rows + row
-    one_scale = tl.max(scale, 1)
-    tl.store(bound, error / one_scale, mask=valid)
-    tl.store(bound + rows, size / one_scale, mask=valid)
+    tl.store(bound, error, mask=valid)
+    tl.store(bound + rows, _norms(scaled, highest) + error, mask=valid)
 
 
 @triton.jit
@@ -93,40 +100,43 @@ def quantise_keys(
     slot, g = tl.program_id(0), tl.program_id(1)
     start, count = tl.load(table + slot * COLUMNS), tl.load(table + slot * COLUMNS + 1)
     keys_of_head, centre_of_head = k + g * HEAD_DIM, centre + g * HEAD_DIM
-    highest, size, error, product_error = 0.0, 0.0, 0.0, 0.0
-    for j in tl.static_range(0, CHUNK, BLOCK_N):
-        n = j + tl.arange(0, BLOCK_N)
-        keys, x = _centred(keys_of_head, centre_of_head, start, n, count, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
-        highest = tl.maximum(highest, tl.max(tl.abs(x)))
-        size_n = _norms(x)
-        size = tl.maximum(size, tl.max(size_n))
-        product_error = tl.maximum(product_error, tl.max(size_n + _norms(keys)) * PRODUCT_ERROR)
-    scale = 1.0
+    highest = 0.0
     for j in tl.static_range(0, CHUNK, BLOCK_N):
         n = j + tl.arange(0, BLOCK_N)
         _, x = _centred(keys_of_head, centre_of_head, start, n, count, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
-        rounded, scale = _round(x, highest)
-        error = tl.maximum(error, tl.max(_norms(x - rounded * scale)))
+        highest = tl.maximum(highest, tl.max(tl.abs(x)))
+    # In units of the scale: squares of small numbers would vanish.
+    scale, size, error, product_error = 1.0, 0.0, 0.0, 0.0
+    for j in tl.static_range(0, CHUNK, BLOCK_N):
+        n = j + tl.arange(0, BLOCK_N)
+        keys, x = _centred(keys_of_head, centre_of_head, start, n, count, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+        scaled, rounded, scale = _round(x, highest)
+        size_n = _norms(scaled, highest)
+        size = tl.maximum(size, tl.max(size_n))
+        error = tl.maximum(error, tl.max(_norms(scaled - rounded, highest)))
+        product_error = tl.maximum(product_error, tl.max(size_n + _norms(keys / scale, highest)) * PRODUCT_ERROR)
         store_rows(k8, g.to(tl.int64) * tokens + start + n, n < count, BLOCK_D, rounded, BLOCK_D, BLOCK_D)
     bound = chunk_bounds + g * slots + slot
     heads = tl.num_programs(1)
     tl.store(bound, scale)
-    tl.store(bound + heads * slots, size)
-    tl.store(bound + 2 * heads * slots, error + product_error)
+    tl.store(bound + heads * slots, size * scale)
+    tl.store(bound + 2 * heads * slots, (error + product_error) * scale)
 
 
 @triton.jit
 def _entry(upper, number):
-    """A bound, rounded up to 16 bits, and a chunk's number. A bound that is no number stays none, or gets infinite."""
-    bits = upper.to(tl.int32, bitcast=True)
-    bits = tl.where(bits >= 0, bits + (2**NUMBER_BITS - 1), bits) & -(2**NUMBER_BITS)
-    return bits | number
+    """The upper half of a bound's bits, and a chunk's number."""
+    return (upper.to(tl.int32, bitcast=True) & -(2**NUMBER_BITS)) | number
 
 
 @triton.jit
 def upper_bound(entry):
-    """The bound of `_entry`."""
-    return (entry & -(2**NUMBER_BITS)).to(tl.float32, bitcast=True)
+    """At least the bound of `_entry`: what was cut off is taken as ones, and for a negative number as zeros.
+
+    Infinity and what is no number become no number.
+    """
+    bits = entry & -(2**NUMBER_BITS)
+    return tl.where(bits >= 0, bits | (2**NUMBER_BITS - 1), bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit

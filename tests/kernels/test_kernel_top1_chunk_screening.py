@@ -76,13 +76,21 @@ def test_keys_far_from_zero_and_of_unlike_sizes():
     assert torch.equal(screened, plain)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38, 1e-40])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38, 1e25, 1e-40])
 def test_numbers_that_int8_cannot_hold(value):
     q, k = draw(200, (2, 1), 16, BF16)
     q[0, 150, 0, 3] = value
     k[0, 70, 0, 5] = value
     screened, plain = both(q, k, 32)
     assert torch.equal(screened, plain)
+
+
+@pytest.mark.parametrize(("of_q", "of_k"), [(1, 2.0**-80), (2.0**-90, 1), (2.0**50, 2.0**50), (2.0**-60, 2.0**66)])
+def test_inputs_whose_squares_fp32_cannot_hold(of_q, of_k):
+    q, k = draw(200, (2, 1), 16, BF16)
+    screened, plain = both(q * of_q, k * of_k, 32)
+    assert torch.equal(screened, plain)
+    assert torch.equal(plain, both(q, k, 32)[1])
 
 
 @needs_gpu
