@@ -101,13 +101,13 @@ def quantise_keys(
     start, count = tl.load(table + slot * COLUMNS), tl.load(table + slot * COLUMNS + 1)
     keys_of_head, centre_of_head = k + g * HEAD_DIM, centre + g * HEAD_DIM
     highest = 0.0
-    for j in tl.static_range(0, CHUNK, BLOCK_N):
+    for j in range(0, CHUNK, BLOCK_N):
         n = j + tl.arange(0, BLOCK_N)
         _, x = _centred(keys_of_head, centre_of_head, start, n, count, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
         highest = tl.maximum(highest, tl.max(tl.abs(x)))
     # In units of the scale: squares of small numbers would vanish.
     scale, size, error, product_error = 1.0, 0.0, 0.0, 0.0
-    for j in tl.static_range(0, CHUNK, BLOCK_N):
+    for j in range(0, CHUNK, BLOCK_N):
         n = j + tl.arange(0, BLOCK_N)
         keys, x = _centred(keys_of_head, centre_of_head, start, n, count, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
         scaled, rounded, scale = _round(x, highest)

@@ -209,7 +209,7 @@ def select_by_keys_of_short_chunks(
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
     LSE: tl.constexpr,
 ):  # fmt: skip
-    """The same where a tile of keys is several chunks."""
+    """The same where a tile of keys is several chunks. Grid (slots * TILES, G)."""
     program, g = tl.program_id(0), tl.program_id(1)
     slot = slots - 1 - program // TILES
     row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)

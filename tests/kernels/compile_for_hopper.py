@@ -1,0 +1,84 @@
+"""Compiles the kernels that calls of our ops launch, for a Hopper GPU, where there is none; prints their names.
+
+A program of its own, as the tests' process interprets Triton. It runs the ops' real launches on CPU tensors with a
+driver that knows its target only; a launch compiles and ends there. What it finds: what the interpreter lets pass and
+the compiler does not, and kernels that want more shared memory than there is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from kernels.top1_chunk import triton_screened
+from kernels.top1_chunk.op import top1_chunk, top1_chunk_backward
+from kernels.top1_element.op import top1_element, top1_element_backward
+
+SHARED_MEMORY = 227 * 1024
+"""Bytes that one block can have on a H100 or H200."""
+
+compiled: set[str] = set()
+
+
+class Target:
+    """A driver without a device."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only(function: JITFunction, grid: Any) -> Callable[..., None]:
+    def launch(*args: Any, **options: Any) -> None:
+        kernel = function.run(*args, grid=grid, warmup=True, **options)
+        name = function.fn.__name__
+        if kernel.metadata.shared > SHARED_MEMORY:
+            sys.exit(f"{name} wants {kernel.metadata.shared} bytes of shared memory: {options}")
+        compiled.add(name)
+
+    return launch
+
+
+def chunk(tokens: int, d: int, size: int, score: str, top_k: int = 1, backward: bool = True) -> None:
+    q, k, v = (torch.zeros(1, tokens, heads, d, dtype=torch.bfloat16) for heads in (2, 1, 1))
+    out, lse, chosen = top1_chunk(q, k, v, None, size, top_k, score, True, 1.0, 0)
+    if backward:
+        top1_chunk_backward(out, q, k, v, out, lse, chosen, None, size, True, 1.0, 0)
+
+
+def element(tokens: int, d: int) -> None:
+    q, k, v = (torch.zeros(1, tokens, heads, d, dtype=torch.bfloat16) for heads in (2, 1, 1))
+    for estimator in ("straight_through", "selected"):
+        for training in (False, True):
+            out, soft, lse, chosen = top1_element(q, k, v, None, estimator, training, 1.0, 0)
+            if training:
+                mixed = out if estimator == "selected" else soft
+                top1_element_backward(out, q, k, v, mixed, lse, chosen, None, estimator, 1.0, 0)
+
+
+def main() -> None:
+    driver.set_active(Target())
+    JITFunction.__getitem__ = compile_only
+    chunk(1100, 128, 128, "approx")
+    chunk(300, 16, 32, "exact_lse", top_k=2)
+    chunk(300, 128, 128, "exact", backward=False)
+    triton_screened.LEAST_CHUNKS = 1
+    for d, size in ((16, 32), (80, 512), (256, 128)):
+        chunk(1100, d, size, "exact", backward=False)
+    element(300, 128)
+    print(*sorted(compiled))
+
+
+if __name__ == "__main__":
+    main()
