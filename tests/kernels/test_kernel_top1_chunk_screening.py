@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from triton_cases import BF16, DEVICE, FP16, ON_GPU, needs_gpu
+from triton_cases import BF16, DEVICE, FP16, ON_GPU
 
 pytest.importorskip("triton")
 
-from kernels.top1_chunk import triton_choose, triton_screened
+from kernels.top1_chunk import top1_chunk_attention, triton_choose, triton_screened
 from kernels.top1_chunk.op import _problem
+from kernels.top1_chunk.triton_screened import select_screened
 
 # In the interpreter masked lanes compute infinities and NaN with numpy, which says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -93,10 +94,21 @@ def test_inputs_whose_squares_fp32_cannot_hold(of_q, of_k):
     assert torch.equal(plain, both(q, k, 32)[1])
 
 
-@needs_gpu
-def test_the_op_screens_long_sequences():
-    q, k = draw(128 * 260, (2, 1), 64, BF16)
-    problem = _problem(q, k, None, 128, True, 1.0, 0)
+def test_long_sequences_are_screened():
+    problem = _problem(*draw(128 * 256, (1, 1), 16, BF16), None, 128, True, 1.0, 0)
     assert triton_screened.screening_pays(problem, 1)
     assert not triton_screened.screening_pays(problem, 2)
-    assert not triton_screened.screening_pays(problem._replace(longest=128 * 20), 1)
+    assert not triton_screened.screening_pays(problem._replace(longest=128 * 255), 1)
+    assert not triton_screened.screening_pays(problem._replace(dtype=torch.float32), 1)
+
+
+def test_the_op_gives_the_same_bits(monkeypatch):
+    q, k = draw(170, (2, 1), 16, BF16)
+    options = {"chunk_size": 32, "score": "exact", "implementation": "triton", "return_selection": True}
+    plain = top1_chunk_attention(q, k, k, **options)
+    called = []
+    monkeypatch.setattr(triton_screened, "LEAST_CHUNKS", 1)
+    monkeypatch.setattr(triton_choose, "select_screened", lambda *args: called.append(1) or select_screened(*args))
+    screened = top1_chunk_attention(q, k, k, **options)
+    assert called
+    assert all(map(torch.equal, screened, plain))
