@@ -87,7 +87,8 @@ def select_screened(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, scra
     """Write `chosen`, int32 [1, hkv, rows], as `select_by_keys` does. `scratch` as in `choose`."""
     centre_gd = k.mean(0, dtype=torch.float32)
     ratio = problem.heads_per_group
-    places = scratch.view(-1).view(torch.int32)
+    flat = scratch.view(-1)
+    places = flat[: flat.numel() // 2 * 2].view(torch.int32)
     if len(places) < problem.rows * CANDIDATES:
         places = scratch.new_empty(problem.rows * CANDIDATES, dtype=torch.int32)
     count = heads_at_once(problem, len(places))
@@ -115,11 +116,10 @@ def collect_candidates(heads: Heads, candidates: Tensor) -> tuple[Tensor, Tensor
     problem, q, k, shape = heads.problem, heads.q, heads.k, heads.shape
     count, rows, slots, size = problem.num_groups, problem.rows, problem.slots, problem.layout.chunk_size
     width, tokens, block_m = shape["BLOCK_D"], len(k), 32
-    q8, query_bounds = heads.new(count, rows, width, dtype=torch.int8), heads.new(count, 2, rows, dtype=torch.float32)
-    k8, chunk_bounds = (
-        heads.new(count, tokens, width, dtype=torch.int8),
-        heads.new(3, count, slots, dtype=torch.float32),
-    )
+    q8 = heads.new(count, rows, width, dtype=torch.int8)
+    k8 = heads.new(count, tokens, width, dtype=torch.int8)
+    query_bounds = heads.new(count, 2, rows, dtype=torch.float32)
+    chunk_bounds = heads.new(3, count, slots, dtype=torch.float32)
     triton_screen.quantise_queries[-(-rows // block_m), count](
         q, q8, query_bounds, rows, R=problem.heads_per_group, BLOCK_M=block_m, **shape
     )
