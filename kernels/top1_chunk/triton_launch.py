@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from kernels.top1_chunk import triton_backward, triton_forward
-from kernels.top1_chunk.triton_choose import choose
-from kernels.top1_chunk.triton_order import cut, group
+from kernels.top1_chunk.triton_launch_choice import choose
+from kernels.top1_chunk.triton_launch_order import cut, group
 from kernels.top1_chunk.triton_problem import LN2, Problem
 from kernels.triton_math import on_device
 

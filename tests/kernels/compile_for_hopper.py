@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.top1_chunk import triton_screened
+from kernels.top1_chunk import triton_launch_screening
 from kernels.top1_chunk.op import top1_chunk, top1_chunk_backward
 from kernels.top1_element.op import top1_element, top1_element_backward
 
@@ -73,7 +73,7 @@ def main() -> None:
     chunk(1100, 128, 128, "approx")
     chunk(300, 16, 32, "exact_lse", top_k=2)
     chunk(300, 128, 128, "exact", backward=False)
-    triton_screened.LEAST_CHUNKS = 1
+    triton_launch_screening.LEAST_CHUNKS = 1
     for d, size in ((16, 32), (80, 512), (256, 128)):
         chunk(1100, d, size, "exact", backward=False)
     element(300, 128)

@@ -6,9 +6,9 @@ from triton_cases import BF16, DEVICE, FP16, ON_GPU
 
 pytest.importorskip("triton")
 
-from kernels.top1_chunk import top1_chunk_attention, triton_choose, triton_screened
+from kernels.top1_chunk import top1_chunk_attention, triton_launch_choice, triton_launch_screening
 from kernels.top1_chunk.op import _problem
-from kernels.top1_chunk.triton_screened import select_screened
+from kernels.top1_chunk.triton_launch_screening import select_screened
 
 # In the interpreter masked lanes compute infinities and NaN with numpy, which says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -32,8 +32,10 @@ def both(q, k, size, cu_seqlens=None):
     problem = _problem(q, k, cu_seqlens, size, True, 1.0, 0)
     flat = [x.flatten(0, 1).contiguous() for x in (q, k)]
     screened, plain = (q.new_full((1, problem.num_groups, problem.rows), -7, dtype=torch.int32) for _ in range(2))
-    triton_screened.select_screened(problem, *flat, screened, q.new_empty(problem.num_heads * problem.rows * 128))
-    triton_choose.select_by_keys(problem, *flat, plain, lse=False)
+    triton_launch_screening.select_screened(
+        problem, *flat, screened, q.new_empty(problem.num_heads * problem.rows * 128)
+    )
+    triton_launch_choice.select_by_keys(problem, *flat, plain, lse=False)
     return screened, plain
 
 
@@ -46,7 +48,7 @@ def test_random_keys(t, d, size, dtype):
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_few_or_all_heads_at_a_time(monkeypatch, share):
-    monkeypatch.setattr(triton_screened, "HELD_SHARE", share)
+    monkeypatch.setattr(triton_launch_screening, "HELD_SHARE", share)
     q, k = draw(100, (4, 2), 16, BF16, batch=2)
     screened, plain = both(q, k, 32)
     assert torch.equal(screened, plain)
@@ -60,8 +62,8 @@ def test_packed_documents():
 
 @pytest.mark.parametrize(("places", "survivors"), [(1, 16), (3, 16), (64, 0), (64, 1), (64, 16)])
 def test_rows_with_more_candidates_than_places(monkeypatch, places, survivors):
-    monkeypatch.setattr(triton_screened, "CANDIDATES", places)
-    monkeypatch.setattr(triton_screened, "SURVIVORS", survivors)
+    monkeypatch.setattr(triton_launch_screening, "CANDIDATES", places)
+    monkeypatch.setattr(triton_launch_screening, "SURVIVORS", survivors)
     q, k = draw(230, (2, 1), 16, BF16)
     k[:, 100:150] = k[:, :50]  # ties across chunks
     q[:, 170:180] = 0  # every chunk ties
@@ -96,10 +98,10 @@ def test_inputs_whose_squares_fp32_cannot_hold(of_q, of_k):
 
 def test_long_sequences_are_screened():
     problem = _problem(*draw(128 * 256, (1, 1), 16, BF16), None, 128, True, 1.0, 0)
-    assert triton_screened.screening_pays(problem, 1)
-    assert not triton_screened.screening_pays(problem, 2)
-    assert not triton_screened.screening_pays(problem._replace(longest=128 * 255), 1)
-    assert not triton_screened.screening_pays(problem._replace(dtype=torch.float32), 1)
+    assert triton_launch_screening.screening_pays(problem, 1)
+    assert not triton_launch_screening.screening_pays(problem, 2)
+    assert not triton_launch_screening.screening_pays(problem._replace(longest=128 * 255), 1)
+    assert not triton_launch_screening.screening_pays(problem._replace(dtype=torch.float32), 1)
 
 
 @pytest.mark.parametrize(("t", "heads", "d"), [(170, (2, 1), 16), (171, (1, 1), 17)])
@@ -108,8 +110,10 @@ def test_the_op_gives_the_same_bits(monkeypatch, t, heads, d):
     options = {"chunk_size": 32, "score": "exact", "implementation": "triton", "return_selection": True}
     plain = top1_chunk_attention(q, k, k, **options)
     called = []
-    monkeypatch.setattr(triton_screened, "LEAST_CHUNKS", 1)
-    monkeypatch.setattr(triton_choose, "select_screened", lambda *args: called.append(1) or select_screened(*args))
+    monkeypatch.setattr(triton_launch_screening, "LEAST_CHUNKS", 1)
+    monkeypatch.setattr(
+        triton_launch_choice, "select_screened", lambda *args: called.append(1) or select_screened(*args)
+    )
     screened = top1_chunk_attention(q, k, k, **options)
     assert called
     assert all(map(torch.equal, screened, plain))

@@ -12,7 +12,7 @@ from triton_cases import BF16, DEVICE, FP16, FP32, ON_GPU, TOLERANCE, draw, need
 
 pytest.importorskip("triton")
 
-from kernels.top1_chunk import top1_chunk_attention, triton_group, triton_launch, triton_order
+from kernels.top1_chunk import top1_chunk_attention, triton_group, triton_launch, triton_launch_order
 from kernels.top1_chunk.chunks import Layout, chunk_table
 from kernels.top1_chunk.op import top1_chunk, top1_chunk_backward
 from kernels.top1_chunk.reference import chunk_scores
@@ -278,7 +278,7 @@ def test_rows_are_grouped_by_their_choice():
     chosen = torch.randint(-1, slots, (num_groups, rows), generator=gen, dtype=torch.int32).to(DEVICE)
     table = torch.zeros(slots, 6, dtype=torch.int32, device=DEVICE)
     problem = Problem(table, Layout(1, rows, 160, 0, 32), num_groups, num_groups, 16, FP32, 1.0, True, 160)
-    order, ends = triton_order.group(problem, chosen)
+    order, ends = triton_launch_order.group(problem, chosen)
     expected = [
         [r for r in range(rows) if chosen[g, r] == slot] for g in range(num_groups) for slot in [*range(slots), -1]
     ]
@@ -287,7 +287,7 @@ def test_rows_are_grouped_by_their_choice():
         if i % (slots + 1) < slots:  # the order of those that chose none does not matter
             assert order[begin:end].tolist() == wanted
         begin = end
-    segments = triton_order.cut(problem, ends, 8, chosen.numel())
+    segments = triton_launch_order.cut(problem, ends, 8, chosen.numel())
     items = [item[:3] for item in segments.items.tolist() if item[0] < item[1]]
     assert len(items) == segments.num_items.item()
     pieces = [order[begin:end].tolist() for begin, end, _ in items]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.top1_chunk import triton_recheck, triton_screen
-from kernels.top1_chunk.triton_order import cut
+from kernels.top1_chunk.triton_launch_order import cut
 from kernels.top1_chunk.triton_problem import Problem
 from kernels.triton_math import multiprocessors
 
@@ -159,10 +159,10 @@ def score_candidates(heads: Heads, candidates: Tensor, counts: Tensor, floors: T
 def _order_by_chunk(
     heads: Heads, candidates: Tensor, counts: Tensor, floors: Tensor, chosen_gr: Tensor, missed: Missed
 ) -> tuple[Tensor, Tensor]:
-    """Give the rows to score again, by head and chunk, and where each of these bins ends; see `triton_order.group`."""
-    table, rows, slots, num_heads = heads.problem.table, heads.problem.rows, heads.problem.slots, len(counts)
+    """Give the rows to score again, by head and chunk, and where each of these bins ends: the form that `cut` takes."""
+    table, rows, slots = heads.problem.table, heads.problem.rows, heads.problem.slots
     grid, own_rows = heads.own_rows()
-    chunk_counts = counts.new_zeros(num_heads, slots + 1, triton_recheck.COUNTERS.value)
+    chunk_counts = counts.new_zeros(len(counts), slots + 1, triton_recheck.COUNTERS.value)
     triton_recheck.count_survivors[grid](
         candidates, counts, floors, chosen_gr, chunk_counts, *missed, table, rows, slots, **own_rows
     )

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from kernels.top1_chunk import triton_select
+from kernels.top1_chunk.triton_launch_screening import screening_pays, select_screened
 from kernels.top1_chunk.triton_problem import LN2, Problem
-from kernels.top1_chunk.triton_screened import screening_pays, select_screened
 from kernels.triton_math import next_power_of_two
 
 
