@@ -81,37 +81,52 @@ def place_rows(keys, ends, counts, order, slots, blocks, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def cut_segments(
-    item_ends, segments, ends, counts, part_ends, parts, table, items, num_items, bins, slots,
-    SEGMENT: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write the work items: each bin's rows in segments of SEGMENT. Grid (items / BLOCK).
+def count_segments(ends, counts, bins, slots, SEGMENT: tl.constexpr, BLOCK: tl.constexpr):
+    """Count the segments of SEGMENT rows of each bin; of those that chose none there are none. Grid (bins / BLOCK,).
 
     Args:
-        item_ends: int32 [bins], running sum of `segments`.
-        segments: int32 [bins], segments of a bin.
-        ends, counts: int32 [bins], where a bin ends in the order, and its rows.
-        part_ends: int32 [bins], running sum of `parts`.
-        parts: int32 [bins], `segments` of the bins that have several, else 0.
+        ends: int32 [bins], where a bin ends in the order.
+        counts: int32 [2, bins], out: parts, which are the segments of a bin that has several, and segments.
+    """
+    bin = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = bin < bins
+    rows = tl.load(ends + bin, mask=inside, other=0) - tl.load(ends + bin - 1, mask=inside & (bin > 0), other=0)
+    segments = tl.where(bin % (slots + 1) < slots, (rows + SEGMENT - 1) // SEGMENT, 0)
+    tl.store(counts + bin, tl.where(segments > 1, segments, 0), mask=inside)
+    tl.store(counts + bins + bin, segments, mask=inside)
+
+
+@triton.jit
+def cut_segments(
+    running, counts, ends, table, items, num_items, bins, slots,
+    SEGMENT: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the work items: each bin's rows in segments of SEGMENT. Grid (items / BLOCK,).
+
+    Args:
+        running: int32 [2, bins], running sum of `counts` over both rows.
+        counts, ends: as in `count_segments`.
         table: chunk table, see `chunks`.
         items: int32 [num_items, ITEM_COLUMNS], out: begin and end in the order, key head, the chunk's first token,
             number of the part or -1: the only segment, the chunk's slot. Beyond the last item, begin = end.
     """
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = item + tl.load(running + bins - 1)  # in the running sum, where segments come after all parts
     # The first bin whose items end beyond this one, by bisection.
     low = tl.zeros([BLOCK], tl.int32)
     high = tl.zeros([BLOCK], tl.int32) + bins
     for _ in tl.static_range(STEPS):
         middle = (low + high) // 2
-        beyond = tl.load(item_ends + middle, mask=middle < bins, other=MAX_INT32) > item
+        beyond = tl.load(running + bins + middle, mask=middle < bins, other=MAX_INT32) > place
         high = tl.where(beyond, middle, high)
         low = tl.where(beyond, low, tl.minimum(middle + 1, bins))
     there = low < bins
-    segment = item - tl.load(item_ends + low, mask=there, other=0) + tl.load(segments + low, mask=there, other=0)
+    last = tl.load(running + bins + low, mask=there, other=0)
+    segment = place - last + tl.load(counts + bins + low, mask=there, other=0)
     end = tl.load(ends + low, mask=there, other=0)
-    begin = end - tl.load(counts + low, mask=there, other=0) + segment * SEGMENT
-    part_count = tl.load(parts + low, mask=there, other=0)
-    part = tl.load(part_ends + low, mask=there, other=0) - part_count + segment
+    begin = tl.load(ends + low - 1, mask=there & (low > 0), other=0) + segment * SEGMENT
+    part_count = tl.load(counts + low, mask=there, other=0)
+    part = tl.load(running + low, mask=there, other=0) - part_count + segment
     slot = low % (slots + 1)
     out = items + item * ITEM_COLUMNS
     inside = item < num_items

@@ -13,8 +13,6 @@ class Segments(NamedTuple):
     """Rows of an order, cut into work items; see `triton_group.cut_segments`."""
 
     items: Tensor
-    num_items: Tensor
-    """int32 [1], how many of `items` there are."""
     part_ends: Tensor
     part_counts: Tensor
     num_parts: int
@@ -51,18 +49,15 @@ def cut(problem: Problem, ends: Tensor, size: int, most: int) -> Segments:
         size: rows of a segment.
         most: rows of the order, at most.
     """
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    counts.view(problem.num_groups, -1)[:, -1] = 0
-    segments = (counts + (size - 1)) // size
-    parts = segments * (segments > 1)
-    item_ends = segments.cumsum(0, dtype=torch.int32)
-    part_ends = parts.cumsum(0, dtype=torch.int32)
+    bins, block = len(ends), 128
+    # One running sum for both: parts first, as their numbers begin at 0.
+    counts = torch.empty(2, bins, dtype=torch.int32, device=ends.device)
+    triton_group.count_segments[(-(-bins // block),)](ends, counts, bins, problem.slots, SEGMENT=size, BLOCK=block)
+    running = counts.view(-1).cumsum(0, dtype=torch.int32).view_as(counts)
     num_items = problem.num_groups * problem.slots + most // size
     items = torch.empty(num_items, triton_group.ITEM_COLUMNS.value, dtype=torch.int32, device=ends.device)
-    block = 128
     triton_group.cut_segments[(-(-num_items // block),)](
-        item_ends, segments, ends, counts, part_ends, parts, problem.table, items, num_items, len(ends),
-        problem.slots,
-        SEGMENT=size, STEPS=len(ends).bit_length(), BLOCK=block,
+        running, counts, ends, problem.table, items, num_items, bins, problem.slots,
+        SEGMENT=size, STEPS=bins.bit_length(), BLOCK=block,
     )  # fmt: skip
-    return Segments(items, item_ends[-1:], part_ends, parts, 2 * (most // size))
+    return Segments(items, running[0], counts[0], 2 * (most // size))

@@ -288,7 +288,14 @@ def test_rows_are_grouped_by_their_choice():
             assert order[begin:end].tolist() == wanted
         begin = end
     segments = triton_launch_order.cut(problem, ends, 8, chosen.numel())
-    items = [item[:3] for item in segments.items.tolist() if item[0] < item[1]]
-    assert len(items) == segments.num_items.item()
-    pieces = [order[begin:end].tolist() for begin, end, _ in items]
-    assert pieces == [w[i : i + 8] for j, w in enumerate(expected) if j % 6 < 5 for i in range(0, len(w), 8)]
+    items = [item for item in segments.items.tolist() if item[0] < item[1]]
+    pieces, parts = [], 0
+    for i, wanted in enumerate(expected):
+        slot = i % (slots + 1)
+        for first in range(0, len(wanted) if slot < slots else 0, 8):
+            several = len(wanted) > 8
+            pieces.append((wanted[first : first + 8], i // (slots + 1), parts if several else -1, slot))
+            parts += several
+    assert [(order[begin:end].tolist(), g, part, slot) for begin, end, g, _, part, slot in items] == pieces
+    assert 0 < parts <= segments.num_parts
+    assert segments.part_ends[-1] == parts
