@@ -149,11 +149,12 @@ def choose_triton_or_reference(op: str, requested: str, q_bthd: Tensor, obstacle
     Raises:
         ValueError: the requested implementation does not exist, or it is Triton and there is an obstacle.
     """
-    # Looked at for "auto" only: its warning is for those who did not choose.
-    automatic = _automatic_triton(q_bthd, obstacle) if requested == "auto" else Choice("", "")
-    chosen = choose(op, requested, ("reference", "triton"), automatic)
+    chosen = choose(op, requested, ("reference", "triton"), _automatic_triton(q_bthd, obstacle))
     if chosen.name == "triton" and obstacle is not None:
         raise ValueError(f"implementation is 'triton', but {obstacle}")
+    # For those who did not choose the reference.
+    if requested == "auto" and q_bthd.is_cuda and obstacle is not None and not torch.compiler.is_compiling():
+        logger.warning("the slow reference is used on %s, because %s", q_bthd.device, obstacle)
     return chosen
 
 
@@ -161,8 +162,6 @@ def _automatic_triton(q_bthd: Tensor, obstacle: str | None) -> Choice:
     if not q_bthd.is_cuda:
         return Choice("reference", f"Triton's kernels need a GPU, and q is on {q_bthd.device}")
     if obstacle is not None:
-        if not torch.compiler.is_compiling():
-            logger.warning("the slow reference is used on %s, because %s", q_bthd.device, obstacle)
         return Choice("reference", obstacle)
     return Choice("triton", "fused on CUDA")
 

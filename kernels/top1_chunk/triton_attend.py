@@ -22,6 +22,12 @@ def head_rows(row, g, G: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
+def first_slot(table, slot):
+    """The first slot of the document that a slot lies in; of one slot or several."""
+    return tl.load(table + slot * COLUMNS + 5)
+
+
+@triton.jit
 def own_rows(table, slot, tile, R: tl.constexpr, BLOCK_M: tl.constexpr):
     """One tile of a slot's own rows: (row [M], position in the chunk [M], valid [M], how many keys it may see)."""
     entry = table + slot * COLUMNS

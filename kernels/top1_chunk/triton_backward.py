@@ -12,7 +12,7 @@ transposition of p and ds.
 import triton
 import triton.language as tl
 
-from kernels.top1_chunk.triton_attend import COLUMNS, head_rows
+from kernels.top1_chunk.triton_attend import COLUMNS, first_slot, head_rows
 from kernels.top1_chunk.triton_group import ITEM_COLUMNS
 from kernels.triton_math import LOG2E, load_rows, product, store_rows
 
@@ -44,7 +44,7 @@ def differentiate_local(
     entry = table + slot * COLUMNS
     key_start, key_count = tl.load(entry), tl.load(entry + 1)
     query_start, query_count, shift = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
-    attends = LOCAL or slot == tl.load(entry + 5)
+    attends = LOCAL or slot == first_slot(table, slot)
     n = FIRST_KEY + tl.arange(0, BLOCK_N)
     exists = n < key_count
     keys = load_rows(k + g * HEAD_DIM, key_start + n, exists, G * HEAD_DIM, HEAD_DIM, BLOCK_D)

@@ -11,7 +11,7 @@ order: there the reading is cheap. A row is in one place of an order, so nothing
 import triton
 import triton.language as tl
 
-from kernels.top1_chunk.triton_attend import COLUMNS, attend, head_rows, join, own_rows
+from kernels.top1_chunk.triton_attend import COLUMNS, attend, first_slot, head_rows, join, own_rows
 from kernels.top1_chunk.triton_group import ITEM_COLUMNS
 from kernels.triton_math import load_rows, store_rows
 
@@ -71,7 +71,7 @@ def attend_local(
     slot = program // TILES
     row, position, valid, seen = own_rows(table, slot, program % TILES, R, BLOCK_M)
     if not LOCAL:
-        seen = tl.where(slot == tl.load(table + slot * COLUMNS + 5), seen, 0)
+        seen = tl.where(slot == first_slot(table, slot), seen, 0)
     heads = head_rows(row, g, G, R)
     at = g.to(tl.int64) * rows + row
     queries = load_rows(q, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)

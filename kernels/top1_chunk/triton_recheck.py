@@ -1,7 +1,8 @@
 """From candidates to the choice: their scores in the inputs' own precision, in Triton.
 
-The rows of each chunk's candidates are brought together, so that the tensor cores do this work, too. Places in that
-order come from atomic counters and differ from run to run; the choice does not, as a maximum knows no order.
+The products are those of `select_by_keys`, to the bit. The rows of each chunk's candidates are brought together, so
+that the tensor cores do this work, too. Places in that order come from atomic counters and differ from run to run; the
+choice does not, as a maximum knows no order.
 """
 
 # mypy: ignore-errors
@@ -10,7 +11,7 @@ order come from atomic counters and differ from run to run; the choice does not,
 import triton
 import triton.language as tl
 
-from kernels.top1_chunk.triton_attend import COLUMNS, head_rows, own_rows
+from kernels.top1_chunk.triton_attend import COLUMNS, first_slot, head_rows, own_rows
 from kernels.top1_chunk.triton_group import ITEM_COLUMNS
 from kernels.top1_chunk.triton_screen import chunk_number, upper_bound
 from kernels.triton_math import MAX_INT32, load_rows, product
@@ -55,7 +56,7 @@ def count_survivors(
     program, g = tl.program_id(0), tl.program_id(1)
     slot = program // TILES
     row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)
-    first = tl.load(table + slot * COLUMNS + 5)
+    first = first_slot(table, slot)
     at = g.to(tl.int64) * rows + row
     count = tl.load(counts + at, mask=valid, other=0)
     floor = tl.load(floors + at, mask=valid, other=0.0)
@@ -104,22 +105,6 @@ def place_survivors(
         tl.store(order + to, row, mask=(i < left) & (to < capacity))
         misses = misses | ((i < left) & (to >= capacity))
     _list_missed(missed_rows, missed_slots, num_missed, g, row, slot, misses, rows)
-
-
-@triton.jit
-def _highest_product(
-    queries, k, start, count,
-    STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Score of one chunk for a tile of queries: the same products as `select_by_keys`, to the bit."""
-    n = tl.arange(0, BLOCK_N)
-    keys = load_rows(k, start + n, n < count, STRIDE, HEAD_DIM, BLOCK_D)
-    highest = tl.max(product(queries, keys.T), 1)
-    if CHUNK > BLOCK_N:  # not an empty loop: the caller's would be no innermost one then, and not be pipelined
-        for j in range(BLOCK_N, CHUNK, BLOCK_N):
-            keys = load_rows(k, start + j + n, j + n < count, STRIDE, HEAD_DIM, BLOCK_D)
-            highest = tl.maximum(highest, tl.max(product(queries, keys.T), 1))
-    return highest
 
 
 @triton.jit
@@ -177,6 +162,7 @@ def score_missed(
         missed_rows, missed_slots, num_missed: as from `count_survivors`.
     """
     g = tl.program_id(1)
+    PER_CHUNK: tl.constexpr = CHUNK // BLOCK_N
     total = tl.load(num_missed + g)
     for i in range(tl.program_id(0), tl.cdiv(total, BLOCK_M) * SHARES, tl.num_programs(0)):
         m = i // SHARES * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -184,16 +170,19 @@ def score_missed(
         at = g.to(tl.int64) * rows + m
         row = tl.load(missed_rows + at, mask=valid, other=0)
         slot = tl.load(missed_slots + at, mask=valid, other=0)
-        first = tl.load(table + slot * COLUMNS + 5)
+        first = first_slot(table, slot)
         queries = load_rows(q, head_rows(row, g, G, R), valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
         highest = tl.full([BLOCK_M], NONE_YET, tl.int64)
         begin, end = tl.min(tl.where(valid, first, MAX_INT32)), tl.max(tl.where(valid, slot, 0))
-        for c in range(begin + i % SHARES, end, SHARES):
+        mine = begin + i % SHARES
+        # Tiles of all chunks in one loop: an inner one would keep Triton from loading ahead.
+        for j in range(tl.cdiv(end - mine, SHARES) * PER_CHUNK):
+            c = mine + j // PER_CHUNK * SHARES
             start, count = tl.load(table + c * COLUMNS), tl.load(table + c * COLUMNS + 1)
-            score = _highest_product(
-                queries, k + g * HEAD_DIM, start, count, G * HEAD_DIM, HEAD_DIM, BLOCK_D, CHUNK, BLOCK_N
-            )
-            highest = tl.where((c >= first) & (c < slot), tl.maximum(highest, _rank(score, c)), highest)
+            n = j % PER_CHUNK * BLOCK_N + tl.arange(0, BLOCK_N)
+            keys = load_rows(k + g * HEAD_DIM, start + n, n < count, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
+            rank = _rank(tl.max(product(queries, keys.T), 1), c)
+            highest = tl.where((c >= first) & (c < slot), tl.maximum(highest, rank), highest)
         tl.atomic_max(best + g.to(tl.int64) * rows + row, highest, mask=valid)
 
 

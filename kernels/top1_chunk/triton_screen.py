@@ -15,7 +15,7 @@ products that decide in the end (`PRODUCT_ERROR`).
 import triton
 import triton.language as tl
 
-from kernels.top1_chunk.triton_attend import COLUMNS, head_rows, own_rows
+from kernels.top1_chunk.triton_attend import COLUMNS, first_slot, head_rows, own_rows
 from kernels.triton_math import load_rows, product_int8, store_rows
 
 LEVELS = tl.constexpr(127)
@@ -165,7 +165,7 @@ def screen(
     program, g, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     slot = slots - 1 - program // TILES
     row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)
-    first = tl.load(table + slot * COLUMNS + 5)
+    first = first_slot(table, slot)
     first_key = tl.load(table + first * COLUMNS)
     at = g.to(tl.int64) * rows + row
     queries = load_rows(q8, at, valid, BLOCK_D, BLOCK_D, BLOCK_D)

@@ -9,7 +9,7 @@ Nothing of [rows, chunks] reaches memory. Rows and the table's columns as in `tr
 import triton
 import triton.language as tl
 
-from kernels.top1_chunk.triton_attend import COLUMNS, head_rows, own_rows
+from kernels.top1_chunk.triton_attend import COLUMNS, first_slot, head_rows, own_rows
 from kernels.triton_math import MAX_INT32, load_rows, product
 
 
@@ -78,9 +78,23 @@ def _store_list(chosen, values, slots, row, valid, stride, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def _store_best(choice, row, valid, is_best, slots, first, slot):
-    """Write the lowest slot among the best ones [M, N]; the first if scores are no numbers, -1 if there is none."""
-    index = tl.min(tl.where(is_best, slots, MAX_INT32), 1)
+def _own_queries(
+    q, table, slots,
+    G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """A program's tile of rows: (slot, its document's first slot, row [M], valid [M], queries [M, BLOCK_D])."""
+    program = tl.program_id(0)
+    slot = slots - 1 - program // TILES
+    row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)
+    queries = load_rows(q, head_rows(row, tl.program_id(1), G, R), valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
+    return slot, first_slot(table, slot), row, valid, queries
+
+
+@triton.jit
+def _store_best(choice, row, valid, scores, slots, first, slot):
+    """Write the slot of the best score [M, N], the lowest of several; the first if all are no numbers, -1 for none."""
+    index = tl.min(tl.where(scores == tl.max(scores, 1)[:, None], slots, MAX_INT32), 1)
     index = tl.where(index == MAX_INT32, first, index)
     tl.store(choice + row, tl.where(slot > first, index, -1), mask=valid)
 
@@ -98,12 +112,8 @@ def select_by_mean(
         means: [slots, G, d].
         chosen: int32 [TOP_K, G, rows], slots, -1 where there is none.
     """
-    program, g = tl.program_id(0), tl.program_id(1)
-    slot = slots - 1 - program // TILES
-    row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)
-    heads = head_rows(row, g, G, R)
-    queries = load_rows(q, heads, valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
-    first = tl.load(table + slot * COLUMNS + 5)
+    g = tl.program_id(1)
+    slot, first, row, valid, queries = _own_queries(q, table, slots, G, R, HEAD_DIM, BLOCK_D, BLOCK_M, TILES)
     n = tl.arange(0, BLOCK_N)
     choice = chosen + g.to(tl.int64) * rows
     stride = tl.full((), G, tl.int64) * rows
@@ -122,8 +132,7 @@ def select_by_mean(
         scores = tl.where(inside[None, :], product(queries, tile.T), -float("inf"))
         at = tl.where(scores > best, whole, at)
         best = tl.maximum(best, scores)
-        highest = tl.max(best, 1)
-        _store_best(choice, row, valid, best == highest[:, None], at + n[None, :], first, slot)
+        _store_best(choice, row, valid, best, at + n[None, :], first, slot)
     else:
         values = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
         taken = tl.full([BLOCK_M, LIST], -1, tl.int32)
@@ -163,11 +172,8 @@ def select_by_keys(
         chosen: int32 [TOP_K, G, rows], slots, -1 where there is none.
         scale_log2: scale / ln 2; only LSE needs it.
     """
-    program, g = tl.program_id(0), tl.program_id(1)
-    slot = slots - 1 - program // TILES
-    row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)
-    queries = load_rows(q, head_rows(row, g, G, R), valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
-    first = tl.load(table + slot * COLUMNS + 5)
+    g = tl.program_id(1)
+    slot, first, row, valid, queries = _own_queries(q, table, slots, G, R, HEAD_DIM, BLOCK_D, BLOCK_M, TILES)
     first_key = tl.load(table + first * COLUMNS)
     choice = chosen + g.to(tl.int64) * rows
     n = tl.arange(0, BLOCK_N)
@@ -210,11 +216,8 @@ def select_by_keys_of_short_chunks(
     LSE: tl.constexpr,
 ):  # fmt: skip
     """The same where a tile of keys is several chunks. Grid (slots * TILES, G)."""
-    program, g = tl.program_id(0), tl.program_id(1)
-    slot = slots - 1 - program // TILES
-    row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)
-    queries = load_rows(q, head_rows(row, g, G, R), valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
-    first = tl.load(table + slot * COLUMNS + 5)
+    g = tl.program_id(1)
+    slot, first, row, valid, queries = _own_queries(q, table, slots, G, R, HEAD_DIM, BLOCK_D, BLOCK_M, TILES)
     first_key = tl.load(table + first * COLUMNS)
     choice = chosen + g.to(tl.int64) * rows
     PER_TILE: tl.constexpr = BLOCK_N // CHUNK
@@ -235,7 +238,6 @@ def select_by_keys_of_short_chunks(
         else:
             values, taken = _insert_tile(values, taken, scores, c)
     if TOP_K == 1:
-        highest = tl.max(best, 1)
-        _store_best(choice, row, valid, best == highest[:, None], at + p[None, :], first, slot)
+        _store_best(choice, row, valid, best, at + p[None, :], first, slot)
     else:
         _store_list(choice, values, taken, row, valid, tl.full((), G, tl.int64) * rows, TOP_K)

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 from kernels.top1_chunk import top1_chunk_attention, triton_launch_choice, triton_launch_screening
 from kernels.top1_chunk.op import _problem
 from kernels.top1_chunk.triton_launch_screening import select_screened
+from kernels.top1_chunk.triton_problem import TILES
 
 # In the interpreter masked lanes compute infinities and NaN with numpy, which says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -68,6 +69,15 @@ def test_rows_with_more_candidates_than_places(monkeypatch, places, survivors):
     k[:, 100:150] = k[:, :50]  # ties across chunks
     q[:, 170:180] = 0  # every chunk ties
     screened, plain = both(q, k, 32, torch.tensor([0, 60, 230]))
+    assert torch.equal(screened, plain)
+
+
+@pytest.mark.parametrize("places", [1, 64])
+def test_chunks_of_several_tiles_of_keys(monkeypatch, places):
+    monkeypatch.setattr(triton_launch_screening, "CANDIDATES", places)
+    for kernel in ("screen", "recheck"):
+        monkeypatch.setitem(TILES, (kernel, "small"), TILES[kernel, "small"]._replace(block_n=32))
+    screened, plain = both(*draw(300, (2, 1), 16, BF16), 64)
     assert torch.equal(screened, plain)
 
 
