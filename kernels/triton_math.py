@@ -92,6 +92,11 @@ def multiprocessors(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 
 
+def on_hopper(x: Tensor) -> bool:
+    """Whether the tensor's GPU has Hopper's matrix instructions, which no other generation has."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
+
+
 def on_device(x: Tensor) -> AbstractContextManager[object]:
     """Launch on the tensor's GPU, which need not be the current one."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.top1_chunk import triton_recheck, triton_screen
+from kernels.top1_chunk import triton_recheck, triton_screen, triton_screen_hopper
 from kernels.top1_chunk.triton_launch_order import cut
 from kernels.top1_chunk.triton_problem import Problem
-from kernels.triton_math import multiprocessors
+from kernels.triton_math import multiprocessors, on_hopper
 
 LEAST_CHUNKS = 256
 """Complete chunks of the longest document from which on this pays; docs/benchmarks/kernels.md."""
@@ -127,6 +127,12 @@ def collect_candidates(heads: Heads, candidates: Tensor) -> tuple[Tensor, Tensor
         k, heads.centre_gd, k8, chunk_bounds, problem.table, tokens, slots, CHUNK=size, BLOCK_N=32, **shape
     )
     counts, floors = heads.new(count, rows), heads.new(count, rows, dtype=torch.float32)
+    if on_hopper(q):
+        triton_screen_hopper.launch(
+            q8, query_bounds, k8, chunk_bounds, candidates, counts, floors, problem.table,
+            heads_per_group=problem.heads_per_group, chunk_size=size, capacity=CANDIDATES,
+        )  # fmt: skip
+        return counts, floors
     tiles = problem.tiles("screen")
     grid, own_rows = heads.own_rows()
     triton_screen.screen[grid](

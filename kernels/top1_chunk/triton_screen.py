@@ -146,6 +146,28 @@ def chunk_number(entry):
 
 
 @triton.jit
+def collect(place, rows, count, floor, highest, scale, reach, number, ends, CAPACITY: tl.constexpr):
+    """Take a chunk into the rows' candidates if it may beat the best so far: (count, floor), both as they are then.
+
+    Args:
+        place: pointers to each row's candidates, `rows` apart.
+        count: int32, how many a row has.
+        floor: fp32, the best so far, at least: the highest bound from below.
+        highest: int32, highest int8 product of the chunk.
+        scale: what it is multiplied with, less sq.
+        reach: fp32, how far the product itself can be off.
+        number: of the chunk.
+        ends: rows that it is there for.
+    """
+    score = highest.to(tl.float32) * scale
+    upper = score + reach
+    # What is no number must pass, too.
+    passes = ends & ((upper < floor) == 0)
+    tl.store(place + count * rows, _entry(upper, number), mask=passes & (count < CAPACITY))
+    return count + passes.to(tl.int32), tl.where(ends, tl.maximum(floor, score - reach), floor)
+
+
+@triton.jit
 def screen(
     q8, query_bounds, k8, chunk_bounds, candidates, counts, floors, table, rows, slots, tokens,
     R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
@@ -191,14 +213,8 @@ def screen(
             highest = tl.where(j % PER_CHUNK == 0, products, tl.maximum(highest, products))
             ends = valid & (j % PER_CHUNK == PER_CHUNK - 1)
         chunk = first + j // PER_CHUNK
-        score = highest.to(tl.float32) * tl.load(scales + chunk)
         reach = query_error * tl.load(sizes + chunk) + query_size * tl.load(errors + chunk)
-        upper = score + reach
-        # What is no number must pass, too.
-        passes = ends & ((upper < floor) == 0)
-        tl.store(place + count * rows, _entry(upper, chunk - first), mask=passes & (count < CAPACITY))
-        count += passes.to(tl.int32)
-        lower = tl.maximum(floor, score - reach)
-        floor = lower if PER_CHUNK == 1 else tl.where(ends, lower, floor)
+        scale = tl.load(scales + chunk)
+        count, floor = collect(place, rows, count, floor, highest, scale, reach, chunk - first, ends, CAPACITY)
     tl.store(counts + at, count, mask=valid)
     tl.store(floors + at, floor, mask=valid)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -69,13 +70,15 @@ def element(tokens: int, d: int) -> None:
 
 def main() -> None:
     driver.set_active(Target())
-    JITFunction.__getitem__ = compile_only
+    JITFunction.__getitem__ = GluonJITFunction.__getitem__ = compile_only
     chunk(1100, 128, 128, "approx")
     chunk(300, 16, 32, "exact_lse", top_k=2)
     chunk(300, 128, 128, "exact", backward=False)
     triton_launch_screening.LEAST_CHUNKS = 1
-    for d, size in ((16, 32), (80, 512), (256, 128)):
-        chunk(1100, d, size, "exact", backward=False)
+    for hopper in (False, True):
+        triton_launch_screening.on_hopper = lambda x: hopper
+        for d, size in ((16, 32), (80, 512), (256, 128)):
+            chunk(1100, d, size, "exact", backward=False)
     element(300, 128)
     print(*sorted(compiled))
 

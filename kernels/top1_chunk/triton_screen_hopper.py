@@ -1,0 +1,191 @@
+"""`triton_screen.screen` for Hopper, in Gluon, Triton's language of explicit layouts and warps.
+
+One warp loads tiles of keys into a ring in shared memory with the bulk copy engine; four groups of four warps take 64
+rows each through the same tiles. So a tile is loaded once for 256 rows, while one group takes its maxima the products
+of another keep the tensor cores busy, and what a row needs stays in the registers that its products are in.
+"""
+
+# mypy: ignore-errors
+# Triton compiles what is below; pointers and tiles have no type in Python.
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.top1_chunk import triton_screen
+
+COLUMNS = gl.constexpr(6)
+GROUPS = gl.constexpr(4)
+"""Of warps that take rows."""
+
+BLOCK_M = gl.constexpr(64)
+"""Rows of a group: those of one instruction."""
+
+REGISTERS = gl.constexpr(112)
+"""Of a thread that takes rows."""
+
+RING_BYTES, MAX_STAGES, MAX_BLOCK_N = 96 * 1024, 6, 128
+
+collect = gluon.jit(triton_screen.collect.fn)
+
+
+@gluon.jit
+def _tiles(table, slots, TILES: gl.constexpr):
+    """Of a program: its first and last tile of rows, and the first slot that they are scored against."""
+    last = slots * TILES - 1 - gl.program_id(0) * GROUPS
+    lowest = gl.maximum(last - GROUPS + 1, 0)
+    return lowest, last, gl.load(table + lowest // TILES * COLUMNS + 5)
+
+
+@gluon.jit
+def _load(
+    q_tiles, k_tiles, shared, table, rows, slots, tokens,
+    R: gl.constexpr, CHUNK: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Load the tiles of queries, then those of keys, each when all groups have done with what was in its place."""
+    queries, queries_ready, ring, ready, free = shared
+    g = gl.program_id(1)
+    lowest, last, first = _tiles(table, slots, TILES)
+    BLOCK_N: gl.constexpr = k_tiles.block_type.shape[0]
+    PER_CHUNK: gl.constexpr = CHUNK // BLOCK_N
+    mbarrier.expect(queries_ready, GROUPS * q_tiles.block_type.nbytes)
+    for group in gl.static_range(GROUPS):
+        tile = gl.minimum(lowest + group, last)
+        row = gl.load(table + tile // TILES * COLUMNS + 2) * R + tile % TILES * BLOCK_M
+        tma.async_copy_global_to_shared(q_tiles, [g * rows + row, 0], queries_ready, queries.index(group))
+    for j in range((last // TILES - first) * PER_CHUNK):
+        stage = j % STAGES
+        key = gl.load(table + (first + j // PER_CHUNK) * COLUMNS) + j % PER_CHUNK * BLOCK_N
+        mbarrier.wait(free.index(stage), (j // STAGES & 1) ^ 1)
+        mbarrier.expect(ready.index(stage), k_tiles.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_tiles, [g * tokens + key, 0], ready.index(stage), ring.index(stage))
+
+
+@gluon.jit
+def _skip(ready, free, begin, end, STAGES: gl.constexpr):
+    """Let tiles pass that other groups' rows are scored against."""
+    for j in range(begin, end):
+        mbarrier.wait(ready.index(j % STAGES), j // STAGES & 1)
+        mbarrier.arrive(free.index(j % STAGES), count=1)
+
+
+@gluon.jit
+def _screen_rows(
+    group: gl.constexpr, shared, bounds, found, table, rows, slots,
+    R: gl.constexpr, CHUNK: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, CAPACITY: gl.constexpr,
+):  # fmt: skip
+    """Collect the candidates of one group's rows."""
+    queries, queries_ready, ring, ready, free = shared
+    query_bounds, chunk_bounds = bounds
+    candidates, counts, floors = found
+    BLOCK_N: gl.constexpr = ring.shape[1]
+    PER_CHUNK: gl.constexpr = CHUNK // BLOCK_N
+    products_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    rows_layout: gl.constexpr = gl.SliceLayout(1, products_layout)
+    g, heads = gl.program_id(1), gl.num_programs(1)
+    lowest, last, begin = _tiles(table, slots, TILES)
+    tile = gl.minimum(lowest + group, last)
+    slot = tile // TILES
+    entry = table + slot * COLUMNS
+    m = tile % TILES * BLOCK_M + gl.arange(0, BLOCK_M, layout=rows_layout)
+    row = gl.load(entry + 2) * R + m
+    valid = (m < gl.load(entry + 3) * R) & (lowest + group <= last)
+    first = gl.load(entry + 5)
+    at = g.to(gl.int64) * rows + row
+    bound = query_bounds + g.to(gl.int64) * 2 * rows + row
+    query_error = gl.load(bound, mask=valid, other=0.0)
+    query_size = gl.load(bound + rows, mask=valid, other=0.0)
+    scales = chunk_bounds + g * slots
+    sizes, errors = scales + heads * slots, scales + 2 * heads * slots
+    place = candidates + g.to(gl.int64) * CAPACITY * rows + row
+    floor = gl.full([BLOCK_M], -float("inf"), gl.float32, layout=rows_layout)
+    highest = gl.zeros([BLOCK_M], gl.int32, layout=rows_layout)
+    count = gl.zeros([BLOCK_M], gl.int32, layout=rows_layout)
+    nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.int32, layout=products_layout)
+    mbarrier.wait(queries_ready, 0)
+    _skip(ready, free, 0, (first - begin) * PER_CHUNK, STAGES)
+    for j in range((first - begin) * PER_CHUNK, (slot - begin) * PER_CHUNK):
+        stage = j % STAGES
+        mbarrier.wait(ready.index(stage), j // STAGES & 1)
+        keys = ring.index(stage).permute((1, 0))
+        products = warpgroup_mma(queries.index(group), keys, nothing, use_acc=False, is_async=True)
+        # Meanwhile:
+        chunk = begin + j // PER_CHUNK
+        scale = gl.load(scales + chunk)
+        reach = query_error * gl.load(sizes + chunk) + query_size * gl.load(errors + chunk)
+        products = warpgroup_mma_wait(0, deps=[products])
+        mbarrier.arrive(free.index(stage), count=1)
+        ends = valid
+        if PER_CHUNK == 1:
+            highest = gl.max(products, 1)
+        else:
+            highest = gl.maximum(gl.where(j % PER_CHUNK == 0, -(2**31), highest), gl.max(products, 1))
+            ends = valid & (j % PER_CHUNK == PER_CHUNK - 1)
+        count, floor = collect(place, rows, count, floor, highest, scale, reach, chunk - first, ends, CAPACITY)
+    _skip(ready, free, (slot - begin) * PER_CHUNK, (last // TILES - begin) * PER_CHUNK, STAGES)
+    gl.store(counts + at, count, mask=valid)
+    gl.store(floors + at, floor, mask=valid)
+
+
+@gluon.jit
+def screen_hopper(
+    q_tiles, query_bounds, k_tiles, chunk_bounds, candidates, counts, floors, table, rows, slots, tokens,
+    R: gl.constexpr, CHUNK: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, CAPACITY: gl.constexpr,
+):  # fmt: skip
+    """As `screen`. Grid (slots * TILES / GROUPS, heads): the last slots first.
+
+    Args:
+        q_tiles, k_tiles: descriptors of q8 [heads * rows, BLOCK_D] and k8 [heads * tokens, BLOCK_D] in tiles of
+            BLOCK_M and of at most CHUNK rows.
+    """
+    queries = gl.allocate_shared_memory(gl.int8, [GROUPS] + q_tiles.block_type.shape, q_tiles.layout)
+    ring = gl.allocate_shared_memory(gl.int8, [STAGES] + k_tiles.block_type.shape, k_tiles.layout)
+    queries_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(queries_ready, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=GROUPS)
+    fence_async_shared()
+    shared = (queries, queries_ready, ring, ready, free)
+    bounds = (query_bounds, chunk_bounds)
+    found = (candidates, counts, floors)
+    gl.warp_specialize(
+        [
+            (_screen_rows, (0, shared, bounds, found, table, rows, slots, R, CHUNK, TILES, STAGES, CAPACITY)),
+            (_screen_rows, (1, shared, bounds, found, table, rows, slots, R, CHUNK, TILES, STAGES, CAPACITY)),
+            (_screen_rows, (2, shared, bounds, found, table, rows, slots, R, CHUNK, TILES, STAGES, CAPACITY)),
+            (_screen_rows, (3, shared, bounds, found, table, rows, slots, R, CHUNK, TILES, STAGES, CAPACITY)),
+            (_load, (q_tiles, k_tiles, shared, table, rows, slots, tokens, R, CHUNK, TILES, STAGES)),
+        ],
+        [4, 4, 4, 1],
+        [REGISTERS, REGISTERS, REGISTERS, 24],
+    )
+
+
+def launch(
+    q8: Tensor, query_bounds: Tensor, k8: Tensor, chunk_bounds: Tensor, candidates: Tensor, counts: Tensor,
+    floors: Tensor, table: Tensor, *, heads_per_group: int, chunk_size: int, capacity: int,
+) -> None:  # fmt: skip
+    """Launch it: q8 [heads, rows, BLOCK_D], k8 [heads, tokens, BLOCK_D], the rest as in `screen`."""
+    (heads, rows, width), tokens, slots = q8.shape, k8.shape[1], len(table)
+    q_tiles, k_tiles = ([size, width] for size in (BLOCK_M.value, min(MAX_BLOCK_N, chunk_size)))
+    q_tiles, k_tiles = (
+        TensorDescriptor.from_tensor(x.view(-1, width), shape, gl.NVMMASharedLayout.get_default_for(shape, gl.int8))
+        for x, shape in ((q8, q_tiles), (k8, k_tiles))
+    )
+    tiles = -(-chunk_size * heads_per_group // BLOCK_M.value)
+    stages = min(MAX_STAGES, RING_BYTES // (k_tiles.block_shape[0] * width))
+    screen_hopper[-(-slots * tiles // GROUPS.value), heads](
+        q_tiles, query_bounds, k_tiles, chunk_bounds, candidates, counts, floors, table, rows, slots, tokens,
+        R=heads_per_group, CHUNK=chunk_size, TILES=tiles, STAGES=stages, CAPACITY=capacity, num_warps=4,
+    )  # fmt: skip
