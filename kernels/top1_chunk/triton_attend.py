@@ -71,15 +71,26 @@ def attend(
         total = total * decay + tl.sum(weights, 1)
         mixed = mixed * decay[:, None] + product(weights.to(values.dtype), values)
         highest = top
-    return mixed / tl.where(total > 0, total, 1.0)[:, None], highest + tl.log2(total)
+    # Per row, not per element: a division is some ten instructions.
+    return mixed * (1.0 / tl.where(total > 0, total, 1.0))[:, None], highest + tl.log2(total)
 
 
 @triton.jit
-def join(a, level_a, b, level_b):
-    """One softmax of two parts, each an output [M, BLOCK_D] and its logsumexp [M]; -inf and -inf give 0 and -inf."""
+def shares(level_a, level_b):
+    """Of two parts in their common softmax, by their logsumexps [M]: (share of a, share of b, logsumexp of both).
+
+    -inf and -inf give 0, 0 and -inf.
+    """
     top = tl.maximum(level_a, level_b)
     level = tl.where(top == -float("inf"), 0.0, top)
     weight_a, weight_b = tl.exp2(level_a - level), tl.exp2(level_b - level)
     total = weight_a + weight_b
-    mixed = (a * weight_a[:, None] + b * weight_b[:, None]) / tl.where(total > 0, total, 1.0)[:, None]
-    return mixed, level + tl.log2(total)
+    inverse = 1.0 / tl.where(total > 0, total, 1.0)
+    return weight_a * inverse, weight_b * inverse, level + tl.log2(total)
+
+
+@triton.jit
+def join(a, level_a, b, level_b):
+    """One softmax of two parts, each an output [M, BLOCK_D] and its logsumexp [M]."""
+    share_a, share_b, level = shares(level_a, level_b)
+    return a * share_a[:, None] + b * share_b[:, None], level

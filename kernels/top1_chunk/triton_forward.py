@@ -60,16 +60,16 @@ def attend_local(
 ):  # fmt: skip
     """Attend to the own chunk up to oneself and join; without LOCAL only in a document's first chunk.
 
-    Grid (slots * TILES, G).
+    Grid (slots * TILES * G,): heads of one chunk are neighbours, as in memory.
 
     Args:
         q, k, v: as in `attend_chosen`.
         out, lse: as `attend_chosen` wrote them; out: 0 and -inf where nothing is attended to.
         chosen: int32 [G, rows], a row's first choice; -1: nothing was written for it yet.
     """
-    program, g = tl.program_id(0), tl.program_id(1)
-    slot = program // TILES
-    row, position, valid, seen = own_rows(table, slot, program % TILES, R, BLOCK_M)
+    g, tile = tl.program_id(0) % G, tl.program_id(0) // G
+    slot = tile // TILES
+    row, position, valid, seen = own_rows(table, slot, tile % TILES, R, BLOCK_M)
     if not LOCAL:
         seen = tl.where(slot == first_slot(table, slot), seen, 0)
     heads = head_rows(row, g, G, R)

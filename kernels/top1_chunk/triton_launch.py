@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from kernels.top1_chunk import triton_backward, triton_forward
+from kernels.top1_chunk import triton_attend_hopper, triton_backward, triton_forward
 from kernels.top1_chunk.triton_launch_choice import choose
 from kernels.top1_chunk.triton_launch_order import cut, group
 from kernels.top1_chunk.triton_problem import LN2, Problem
-from kernels.triton_math import on_device
+from kernels.triton_math import on_device, on_hopper
 
 
 def backward_segment(problem: Problem) -> int:
@@ -41,12 +41,21 @@ def forward(
     return out.to(v.dtype), lse, chosen
 
 
+def _hopper_kernels_fit(problem: Problem, q: Tensor, out: Tensor) -> bool:
+    # fp32 outputs, of several choices, would be rounded on their way through shared memory.
+    return on_hopper(q) and triton_attend_hopper.fits(problem) and out.dtype == q.dtype
+
+
 def attend_chosen(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, chosen_gr: Tensor, out: Tensor, lse: Tensor, *, joins: bool
 ) -> None:
     """Write the part of one choice, int32 [hkv, rows], or join it to what `out` and `lse` hold."""
-    tiles = problem.tiles("chosen")
     order, ends = group(problem, chosen_gr)
+    if _hopper_kernels_fit(problem, q, out) and not joins:
+        items = cut(problem, ends, triton_attend_hopper.BLOCK_M.value, chosen_gr.numel()).items
+        triton_attend_hopper.attend_chosen(problem, q, k, v, out, lse, order, items)
+        return
+    tiles = problem.tiles("chosen")
     items = cut(problem, ends, tiles.block_m, chosen_gr.numel()).items
     triton_forward.attend_chosen[(len(items),)](
         q, k, v, out, lse, order, items, problem.rows, problem.scale / LN2,
@@ -59,9 +68,12 @@ def attend_local(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, chosen_gr: Tensor, out: Tensor, lse: Tensor
 ) -> None:
     """Join the own chunk's part to `out` and `lse`, which rows without a choice have nothing in."""
+    if _hopper_kernels_fit(problem, q, out) and problem.local and problem.whole_chunks:
+        triton_attend_hopper.attend_local(problem, q, k, v, out, lse, chosen_gr)
+        return
     tiles = problem.tiles("local")
     row_tiles = problem.row_tiles(tiles.block_m)
-    triton_forward.attend_local[problem.slots * row_tiles, problem.num_groups](
+    triton_forward.attend_local[(problem.num_groups * problem.slots * row_tiles,)](
         q, k, v, out, lse, chosen_gr, problem.table, problem.rows, problem.scale / LN2,
         R=problem.heads_per_group, TILES=row_tiles, LOCAL=problem.local,
         **problem.keys_and_launch(tiles), **problem.shape,

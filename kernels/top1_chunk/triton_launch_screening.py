@@ -127,7 +127,7 @@ def collect_candidates(heads: Heads, candidates: Tensor) -> tuple[Tensor, Tensor
         k, heads.centre_gd, k8, chunk_bounds, problem.table, tokens, slots, CHUNK=size, BLOCK_N=32, **shape
     )
     counts, floors = heads.new(count, rows), heads.new(count, rows, dtype=torch.float32)
-    if on_hopper(q):
+    if on_hopper(q) and width >= triton_screen_hopper.LEAST_WIDTH:
         triton_screen_hopper.launch(
             q8, query_bounds, k8, chunk_bounds, candidates, counts, floors, problem.table,
             heads_per_group=problem.heads_per_group, chunk_size=size, capacity=CANDIDATES,

@@ -46,6 +46,11 @@ class Problem(NamedTuple):
         return len(self.table)
 
     @property
+    def whole_chunks(self) -> bool:
+        """Whether every chunk has all its keys; of several packed documents nothing is known."""
+        return self.longest == self.layout.num_keys and self.longest % self.layout.chunk_size == 0
+
+    @property
     def shape(self) -> dict[str, int]:
         """Constants of every kernel."""
         return {"G": self.num_groups, "HEAD_DIM": self.head_dim, "BLOCK_D": max(16, next_power_of_two(self.head_dim))}

@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.top1_chunk import triton_screen
+from kernels.top1_chunk.triton_attend import COLUMNS
 
-COLUMNS = gl.constexpr(6)
 GROUPS = gl.constexpr(4)
 """Of warps that take rows."""
 
@@ -31,6 +31,9 @@ BLOCK_M = gl.constexpr(64)
 
 REGISTERS = gl.constexpr(112)
 """Of a thread that takes rows."""
+
+LEAST_WIDTH = 128
+"""Of the int8 tiles: with fewer columns the maxima are the work, and `screen`'s many warps are better at it."""
 
 RING_BYTES, MAX_STAGES, MAX_BLOCK_N = 96 * 1024, 6, 128
 
@@ -146,8 +149,9 @@ def screen_hopper(
         q_tiles, k_tiles: descriptors of q8 [heads * rows, BLOCK_D] and k8 [heads * tokens, BLOCK_D] in tiles of
             BLOCK_M and of at most CHUNK rows.
     """
-    queries = gl.allocate_shared_memory(gl.int8, [GROUPS] + q_tiles.block_type.shape, q_tiles.layout)
-    ring = gl.allocate_shared_memory(gl.int8, [STAGES] + k_tiles.block_type.shape, k_tiles.layout)
+    BLOCK_N: gl.constexpr = k_tiles.block_type.shape[0]
+    queries = gl.allocate_shared_memory(gl.int8, [GROUPS, BLOCK_M, q_tiles.block_type.shape[1]], q_tiles.layout)
+    ring = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, k_tiles.block_type.shape[1]], k_tiles.layout)
     queries_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

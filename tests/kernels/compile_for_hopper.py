@@ -17,7 +17,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.top1_chunk import triton_launch_screening
+from kernels.top1_chunk import triton_launch, triton_launch_screening
 from kernels.top1_chunk.op import top1_chunk, top1_chunk_backward
 from kernels.top1_element.op import top1_element, top1_element_backward
 
@@ -51,6 +51,10 @@ def compile_only(function: JITFunction, grid: Any) -> Callable[..., None]:
     return launch
 
 
+def use_hopper_kernels(use: bool) -> None:
+    triton_launch.on_hopper = triton_launch_screening.on_hopper = lambda x: use
+
+
 def chunk(tokens: int, d: int, size: int, score: str, top_k: int = 1, backward: bool = True) -> None:
     q, k, v = (torch.zeros(1, tokens, heads, d, dtype=torch.bfloat16) for heads in (2, 1, 1))
     out, lse, chosen = top1_chunk(q, k, v, None, size, top_k, score, True, 1.0, 0)
@@ -76,8 +80,10 @@ def main() -> None:
     chunk(300, 128, 128, "exact", backward=False)
     triton_launch_screening.LEAST_CHUNKS = 1
     for hopper in (False, True):
-        triton_launch_screening.on_hopper = lambda x: hopper
-        for d, size in ((16, 32), (80, 512), (256, 128)):
+        use_hopper_kernels(hopper)
+        chunk(1024, 128, 128, "approx", backward=False)
+        chunk(1024, 64, 64, "approx", backward=False)
+        for d, size in ((16, 32), (128, 512), (256, 128)):
             chunk(1100, d, size, "exact", backward=False)
     element(300, 128)
     print(*sorted(compiled))

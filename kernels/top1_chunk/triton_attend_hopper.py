@@ -1,0 +1,261 @@
+"""`triton_forward`'s two kernels for Hopper, in Gluon, Triton's language of explicit layouts and warps.
+
+Each multiprocessor has one block that goes from tile to tile: four warps load the queries, keys and values of the next
+tile while two groups of four warps attend, so that memory is never left waiting for products and exponents. A chunk's
+keys are one tile, so its softmax takes one pass.
+"""
+
+# mypy: ignore-errors
+# Triton compiles what is below; pointers and tiles have no type in Python.
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.top1_chunk import triton_attend
+from kernels.top1_chunk.triton_attend import COLUMNS
+from kernels.top1_chunk.triton_group import ITEM_COLUMNS
+from kernels.top1_chunk.triton_problem import LN2, Problem
+from kernels.triton_math import multiprocessors
+
+BLOCK_M = gl.constexpr(128)
+"""Rows of a tile."""
+
+GROUP_M = gl.constexpr(64)
+"""Rows that a group of four warps takes: those of one instruction."""
+
+GROUP_REGISTERS, LOADER_REGISTERS = gl.constexpr(224), gl.constexpr(56)
+"""Of a thread. Together they must not be more than the multiprocessor has."""
+
+SHARED_BYTES = 192 * 1024
+"""For queries, keys and values."""
+
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+head_rows = gluon.jit(triton_attend.head_rows.fn)
+shares = gluon.jit(triton_attend.shares.fn)
+
+
+@gluon.jit
+def _tile(i, work, num_tiles, G: gl.constexpr, R: gl.constexpr, TILES: gl.constexpr, LOCAL: gl.constexpr):
+    """Tile i: (whether there is one, its first row or place in the order, the end of these, key head, the chunk's first
+    key, what would be its first row).
+
+    With LOCAL heads of one chunk are neighbours, as in memory.
+    """
+    if LOCAL:
+        slot = i // G // TILES
+        entry = work + slot * COLUMNS
+        there = i < num_tiles
+        start = gl.load(entry + 2, mask=there, other=0) * R
+        begin = start + i // G % TILES * BLOCK_M
+        end = start + gl.load(entry + 3, mask=there, other=0) * R
+        key = gl.load(entry, mask=there, other=0)
+        return there, begin, end, i % G, key, start - gl.load(entry + 4, mask=there, other=0) * R
+    else:
+        item = work + i * ITEM_COLUMNS
+        inside = i < num_tiles
+        begin, end = gl.load(item, mask=inside, other=0), gl.load(item + 1, mask=inside, other=0)
+        g, key = gl.load(item + 2, mask=inside, other=0), gl.load(item + 3, mask=inside, other=0)
+        return begin < end, begin, end, g, key, 0
+
+
+@gluon.jit
+def _rows(m, end, order, LOCAL: gl.constexpr):
+    if LOCAL:
+        return m
+    else:
+        return gl.load(order + m, mask=m < end, other=0)
+
+
+@gluon.jit
+def _load(
+    k_tiles, v_tiles, q, shared, order, work, num_tiles,
+    G: gl.constexpr, R: gl.constexpr, HEAD_DIM: gl.constexpr, TILES: gl.constexpr, LOCAL: gl.constexpr,
+    ROWS_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Load each tile's queries, keys and values when the groups have done with what was in their place."""
+    queries, keys, values, queries_ready, keys_ready, values_ready, free = shared
+    STAGES: gl.constexpr = keys.shape[0]
+    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, ROWS_LAYOUT))
+    d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, ROWS_LAYOUT))
+    i, n = gl.program_id(0), 0
+    there, begin, end, g, key, _ = _tile(i, work, num_tiles, G, R, TILES, LOCAL)
+    row = _rows(begin + m, end, order, LOCAL)
+    while there:
+        stage = n % STAGES
+        mbarrier.wait(free.index(stage), (n // STAGES & 1) ^ 1)
+        mbarrier.expect(keys_ready.index(stage), k_tiles.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_tiles, [key, g * HEAD_DIM], keys_ready.index(stage), keys.index(stage))
+        pointers = q + head_rows(row, g, G, R)[:, None] * HEAD_DIM + d[None, :]
+        async_copy.async_copy_global_to_shared(queries.index(stage), pointers, mask=(begin + m < end)[:, None])
+        async_copy.mbarrier_arrive(queries_ready.index(stage), increment_count=False)
+        mbarrier.expect(values_ready.index(stage), v_tiles.block_type.nbytes)
+        tma.async_copy_global_to_shared(v_tiles, [key, g * HEAD_DIM], values_ready.index(stage), values.index(stage))
+        i += gl.num_programs(0)
+        n += 1
+        there, begin, end, g, key, _ = _tile(i, work, num_tiles, G, R, TILES, LOCAL)
+        row = _rows(begin + m, end, order, LOCAL)
+
+
+@gluon.jit
+def _attend(
+    group: gl.constexpr, inputs,
+    G: gl.constexpr, R: gl.constexpr, HEAD_DIM: gl.constexpr, TILES: gl.constexpr, LOCAL: gl.constexpr,
+    ROWS_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Attend for one group's rows of each tile."""
+    out, lse, chosen, shared, order, work, num_tiles, rows, scale_log2 = inputs
+    queries, keys, values, queries_ready, keys_ready, values_ready, free = shared
+    STAGES: gl.constexpr = keys.shape[0]
+    CHUNK: gl.constexpr = keys.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(CHUNK, HEAD_DIM), 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    m = group * GROUP_M + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout))
+    m_whole = group * GROUP_M + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, ROWS_LAYOUT))
+    d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
+    d_whole = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, ROWS_LAYOUT))
+    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
+    no_scores = gl.zeros([GROUP_M, CHUNK], gl.float32, layout=layout)
+    no_output = gl.zeros([GROUP_M, HEAD_DIM], gl.float32, layout=layout)
+    i, n = gl.program_id(0), 0
+    there, begin, end, g, _, first_row = _tile(i, work, num_tiles, G, R, TILES, LOCAL)
+    while there:
+        stage, phase = n % STAGES, n // STAGES & 1
+        valid = begin + m < end
+        row = _rows(begin + m, end, order, LOCAL)
+        row_whole = _rows(begin + m_whole, end, order, LOCAL)
+        at = g.to(gl.int64) * rows + row
+        if LOCAL:
+            # Loaded now, needed at the end.
+            written = gl.load(chosen + at, mask=valid, other=-1) >= 0
+            level_before = gl.load(lse + at, mask=written, other=-float("inf"))
+            pointers = out + head_rows(row, g, G, R)[:, None] * HEAD_DIM + d[None, :]
+            before = gl.load(pointers, mask=written[:, None], other=0.0)
+        own = queries.index(stage).slice(group * GROUP_M, GROUP_M)
+        mbarrier.wait(queries_ready.index(stage), phase)
+        own_queries = own.load(left)
+        mbarrier.wait(keys_ready.index(stage), phase)
+        keys_dn = keys.index(stage).permute((1, 0))
+        scores = warpgroup_mma(own_queries, keys_dn, no_scores, use_acc=False, is_async=True)
+        i += gl.num_programs(0)
+        there, next_begin, next_end, next_g, _, next_first = _tile(i, work, num_tiles, G, R, TILES, LOCAL)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        if LOCAL:
+            position = (begin + m - first_row) // R
+            scores = gl.where(column[None, :] <= position[:, None], scores, -float("inf"))
+        level = gl.max(scores, 1) * scale_log2
+        # Products may be -inf, all of them; -inf - -inf would be NaN.
+        weights = gl.exp2(scores * scale_log2 - gl.where(level == -float("inf"), 0.0, level)[:, None])
+        total = gl.sum(weights, 1)
+        level += gl.log2(total)
+        share = 1.0 / gl.where(total > 0, total, 1.0)
+        weights = gl.convert_layout(weights.to(values.dtype), left)
+        mbarrier.wait(values_ready.index(stage), phase)
+        mixed = warpgroup_mma(weights, values.index(stage), no_output, use_acc=False, is_async=True)
+        if LOCAL:
+            share_before, share_own, level = shares(level_before, level)
+            share *= share_own
+        gl.store(lse + at, level, mask=valid)
+        mixed = warpgroup_mma_wait(0, deps=[mixed]) * share[:, None]
+        if LOCAL:
+            mixed += before * share_before[:, None]
+        # By way of the queries' place, to write whole rows.
+        own.store(mixed.to(values.dtype))
+        mixed_whole = own.load(ROWS_LAYOUT)
+        mbarrier.arrive(free.index(stage), count=1)
+        pointers = out + head_rows(row_whole, g, G, R)[:, None] * HEAD_DIM + d_whole[None, :]
+        gl.store(pointers, mixed_whole, mask=(begin + m_whole < end)[:, None])
+        n += 1
+        begin, end, g, first_row = next_begin, next_end, next_g, next_first
+
+
+@gluon.jit
+def attend_hopper(
+    k_tiles, v_tiles, q, out, lse, chosen, order, work, num_tiles, rows, scale_log2,
+    G: gl.constexpr, R: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+    LOCAL: gl.constexpr, QUERIES_LAYOUT: gl.constexpr, ROWS_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """As `attend_chosen` without JOINS, or as `attend_local` with LOCAL. Any grid (programs,).
+
+    Args:
+        k_tiles, v_tiles: descriptors of k and v [tokens, G * HEAD_DIM] in tiles [CHUNK, HEAD_DIM].
+        q, out, lse, chosen, order: as in these; `chosen` is the local kernel's, `order` the other's.
+        work: items of at most BLOCK_M rows as from `cut_segments`, empty ones last, or the chunk table.
+        num_tiles: how many items there are, or slots * TILES * G.
+    """
+    CHUNK: gl.constexpr = k_tiles.block_type.shape[0]
+    queries = gl.allocate_shared_memory(k_tiles.dtype, [STAGES, BLOCK_M, HEAD_DIM], QUERIES_LAYOUT)
+    keys = gl.allocate_shared_memory(k_tiles.dtype, [STAGES, CHUNK, HEAD_DIM], k_tiles.layout)
+    values = gl.allocate_shared_memory(k_tiles.dtype, [STAGES, CHUNK, HEAD_DIM], v_tiles.layout)
+    queries_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(queries_ready.index(stage), count=128)  # every thread of the loader tells of its own copies
+        mbarrier.init(keys_ready.index(stage), count=1)
+        mbarrier.init(values_ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=BLOCK_M // GROUP_M)
+    fence_async_shared()
+    shared = (queries, keys, values, queries_ready, keys_ready, values_ready, free)
+    inputs = (out, lse, chosen, shared, order, work, num_tiles, rows, scale_log2)
+    gl.warp_specialize(
+        [
+            (_attend, (0, inputs, G, R, HEAD_DIM, TILES, LOCAL, ROWS_LAYOUT)),
+            (_attend, (1, inputs, G, R, HEAD_DIM, TILES, LOCAL, ROWS_LAYOUT)),
+            (_load, (k_tiles, v_tiles, q, shared, order, work, num_tiles, G, R, HEAD_DIM, TILES, LOCAL, ROWS_LAYOUT)),
+        ],
+        [4, 4],
+        [GROUP_REGISTERS, LOADER_REGISTERS],
+    )
+
+
+def fits(problem: Problem) -> bool:
+    """Whether the problem has the shapes that these kernels are for."""
+    size = problem.layout.chunk_size
+    return problem.head_dim in (64, 128) and size in (64, 128) and problem.dtype in DTYPES and problem.scale > 0
+
+
+def attend_chosen(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, order: Tensor, items: Tensor
+) -> None:
+    """Write the part of one choice."""
+    _launch(problem, q, k, v, out, lse, lse, order, items, len(items), local=False)
+
+
+def attend_local(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, chosen_gr: Tensor
+) -> None:
+    """Join the own chunk's part. All chunks must be whole: what lies behind a short one would be loaded, too."""
+    tiles = problem.row_tiles(BLOCK_M.value)
+    num_tiles = problem.slots * tiles * problem.num_groups
+    _launch(problem, q, k, v, out, lse, chosen_gr, chosen_gr, problem.table, num_tiles, local=True)
+
+
+def _launch(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, chosen: Tensor, order: Tensor,
+    work: Tensor, num_tiles: int, *, local: bool,
+) -> None:  # fmt: skip
+    size, width, dtype = problem.layout.chunk_size, problem.head_dim, DTYPES[q.dtype]
+    keys_layout, queries_layout = (
+        gl.NVMMASharedLayout.get_default_for([rows, width], dtype) for rows in (size, BLOCK_M.value)
+    )
+    k_tiles, v_tiles = (TensorDescriptor.from_tensor(x.flatten(1), [size, width], keys_layout) for x in (k, v))
+    stages = SHARED_BYTES // ((BLOCK_M.value + 2 * size) * width * q.element_size())
+    attend_hopper[(min(multiprocessors(q), num_tiles),)](
+        k_tiles, v_tiles, q, out, lse, chosen, order, work, num_tiles, problem.rows, problem.scale / LN2,
+        G=problem.num_groups, R=problem.heads_per_group, HEAD_DIM=width, STAGES=stages,
+        TILES=problem.row_tiles(BLOCK_M.value), LOCAL=local, QUERIES_LAYOUT=queries_layout,
+        ROWS_LAYOUT=gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0]), num_warps=4,
+    )  # fmt: skip
