@@ -2,8 +2,10 @@
 
     python tools/compare_layouts.py examples/quickstart.yaml --output out --steps 20 --devices cpu,cuda --jobs 6
 
-Every run is a `selectron train` of its own. Differences are against the first case of the same pattern and precision.
-Writes losses.json and losses.md into the output folder.
+Every run is a `selectron train` of its own. Writes losses.json and losses.md into the output folder. What was run on
+another machine joins the table by its losses.json; with `--devices ""` nothing else is run:
+
+    python tools/compare_layouts.py examples/quickstart.yaml --output out --devices "" --others cpu.json,gpu.json
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -100,19 +102,36 @@ def run_case(case: Case, number: int, config: Path, output: Path, overrides: Seq
     return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
 
+def read_results(path: Path) -> dict[Case, list[float]]:
+    """The cases of a losses.json."""
+    rows = json.loads(path.read_text())["cases"]
+    return {Case(**{key: row[key] for key in row if key != "losses"}): row["losses"] for row in rows}
+
+
+def largest_difference(losses: Sequence[float], reference: Sequence[float] | None) -> str:
+    """Of any two losses of a step; empty without two curves."""
+    if not losses or not reference:
+        return ""
+    return f"{max(abs(a - b) for a, b in zip(losses, reference, strict=True)):.1e}"
+
+
 def table(results: dict[Case, list[float]]) -> str:
-    """Markdown: first and last loss, and the largest difference from the first case of the same kind."""
+    """Markdown: first and last loss, and the largest differences from one CPU process and from one GPU."""
     lines = [
-        "| pattern | precision | device | back-end | layout | first loss | last loss | largest difference |",
-        "|---|---|---|---|---|---|---|---|",
+        "| pattern | precision | device | back-end | layout | first loss | last loss | from the CPU | from one GPU |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    references: dict[tuple[str, str], list[float]] = {}
-    for case, losses in results.items():
+    # Neighbours in the table are to be compared, whichever machine they were run on.
+    patterns = list(dict.fromkeys(case.pattern for case in results))
+    for case in sorted(results, key=lambda case: (patterns.index(case.pattern), case.device)):
+        losses = results[case]
+        cpu = None if case.device == "cpu" else results.get(replace(case, device="cpu", backend="local", layout="1"))
+        gpu = None if case.device == "cpu" or case.layout == "1" else results.get(replace(case, layout="1"))
         fields = [case.pattern, case.precision, case.device, case.backend, case.layout]
-        reference = references.setdefault((case.pattern, case.precision), losses)
-        difference = max((abs(a - b) for a, b in zip(losses, reference, strict=False)), default=float("nan"))
-        told = [f"{losses[0]:.6f}", f"{losses[-1]:.6f}", f"{difference:.1e}"] if losses else ["failed", "", ""]
-        lines.append("| " + " | ".join(fields + told) + " |")
+        fields += [f"{losses[0]:.6f}", f"{losses[-1]:.6f}"] if losses else ["failed", ""]
+        lines.append(
+            "| " + " | ".join([*fields, largest_difference(losses, cpu), largest_difference(losses, gpu)]) + " |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -127,6 +146,7 @@ def main() -> int:
     parser.add_argument("--backends", default="local")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--others", default="", help="losses.json of other machines, comma-separated")
     args = parser.parse_intermixed_args()
     args.output.mkdir(parents=True, exist_ok=True)
     chosen = cases(args.patterns.split(","), args.devices.split(","), args.backends.split(","))
@@ -140,7 +160,10 @@ def main() -> int:
         losses = pool.map(
             lambda item: run_case(item[1], item[0], args.config, args.output, overrides), enumerate(chosen)
         )
-    results = dict(zip(chosen, losses, strict=True))
+    results: dict[Case, list[float]] = {}
+    for path in filter(None, args.others.split(",")):
+        results |= read_results(Path(path))
+    results |= dict(zip(chosen, losses, strict=True))
     rows = [{**asdict(case), "losses": values} for case, values in results.items()]
     (args.output / "losses.json").write_text(json.dumps({"torch": torch.__version__, "cases": rows}, indent=1))
     (args.output / "losses.md").write_text(table(results))

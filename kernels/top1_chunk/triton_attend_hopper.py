@@ -8,6 +8,9 @@ keys are one tile, so its softmax takes one pass.
 # mypy: ignore-errors
 # Triton compiles what is below; pointers and tiles have no type in Python.
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -243,19 +246,25 @@ def attend_local(
     _launch(problem, q, k, v, out, lse, chosen_gr, chosen_gr, problem.table, num_tiles, local=True)
 
 
+@lru_cache
+def _layouts(chunk_size: int, width: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Of queries and of keys in shared memory, and of rows in registers: 16 bytes a thread, whole rows side by side."""
+    tiles = [BLOCK_M.value, width], [chunk_size, width]
+    queries, keys = (gl.NVMMASharedLayout.get_default_for(tile, DTYPES[dtype]) for tile in tiles)
+    return queries, keys, gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
+
+
 def _launch(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, chosen: Tensor, order: Tensor,
     work: Tensor, num_tiles: int, *, local: bool,
 ) -> None:  # fmt: skip
-    size, width, dtype = problem.layout.chunk_size, problem.head_dim, DTYPES[q.dtype]
-    keys_layout, queries_layout = (
-        gl.NVMMASharedLayout.get_default_for([rows, width], dtype) for rows in (size, BLOCK_M.value)
-    )
+    size, width = problem.layout.chunk_size, problem.head_dim
+    queries_layout, keys_layout, rows_layout = _layouts(size, width, q.dtype)
     k_tiles, v_tiles = (TensorDescriptor.from_tensor(x.flatten(1), [size, width], keys_layout) for x in (k, v))
     stages = SHARED_BYTES // ((BLOCK_M.value + 2 * size) * width * q.element_size())
     attend_hopper[(min(multiprocessors(q), num_tiles),)](
         k_tiles, v_tiles, q, out, lse, chosen, order, work, num_tiles, problem.rows, problem.scale / LN2,
         G=problem.num_groups, R=problem.heads_per_group, HEAD_DIM=width, STAGES=stages,
         TILES=problem.row_tiles(BLOCK_M.value), LOCAL=local, QUERIES_LAYOUT=queries_layout,
-        ROWS_LAYOUT=gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0]), num_warps=4,
+        ROWS_LAYOUT=rows_layout, num_warps=4,
     )  # fmt: skip

@@ -6,12 +6,16 @@ import torch
 from torch import Tensor
 
 from kernels.top1_chunk import triton_recheck, triton_screen, triton_screen_hopper
+from kernels.top1_chunk.triton_launch_means import mean_keys
 from kernels.top1_chunk.triton_launch_order import cut
 from kernels.top1_chunk.triton_problem import Problem
 from kernels.triton_math import multiprocessors, on_hopper
 
 LEAST_CHUNKS = 256
 """Complete chunks of the longest document from which on this pays; docs/benchmarks/kernels.md."""
+
+LEAST_OPERATIONS = 2e12
+"""Of scoring all keys, likewise: with less work the launches on the way take longer than it."""
 
 CANDIDATES = 64
 """Places for a row's candidates; a row that needs more is scored against all its chunks."""
@@ -32,10 +36,13 @@ SHARES = 32
 def screening_pays(problem: Problem, top_k: int) -> bool:
     """Whether "exact" is worth the way through candidates, and can go it."""
     chunks = problem.longest // problem.layout.chunk_size
+    # Each query is scored against half of its document's keys, on average.
+    operations = problem.num_groups * problem.rows * problem.longest * problem.head_dim
     return (
         top_k == 1
         and problem.dtype != torch.float32
         and LEAST_CHUNKS <= chunks <= triton_screen.MAX_CHUNKS
+        and operations >= LEAST_OPERATIONS
         and problem.rows * CANDIDATES < 2**31
     )
 
@@ -85,7 +92,8 @@ class Missed(NamedTuple):
 
 def select_screened(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, scratch: Tensor) -> None:
     """Write `chosen`, int32 [1, hkv, rows], as `select_by_keys` does. `scratch` as in `choose`."""
-    centre_gd = k.mean(0, dtype=torch.float32)
+    # By way of the chunks: the mean of many tokens at once takes torch 128 MiB.
+    centre_gd = mean_keys(problem, k).mean(0, dtype=torch.float32)
     ratio = problem.heads_per_group
     flat = scratch.view(-1)
     places = flat[: flat.numel() // 2 * 2].view(torch.int32)

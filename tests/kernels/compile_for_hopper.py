@@ -78,7 +78,7 @@ def main() -> None:
     chunk(1100, 128, 128, "approx")
     chunk(300, 16, 32, "exact_lse", top_k=2)
     chunk(300, 128, 128, "exact", backward=False)
-    triton_launch_screening.LEAST_CHUNKS = 1
+    triton_launch_screening.LEAST_CHUNKS, triton_launch_screening.LEAST_OPERATIONS = 1, 0
     for hopper in (False, True):
         use_hopper_kernels(hopper)
         chunk(1024, 128, 128, "approx", backward=False)

@@ -108,7 +108,10 @@ def test_inputs_whose_squares_fp32_cannot_hold(of_q, of_k):
 
 def test_long_sequences_are_screened():
     problem = _problem(*draw(128 * 256, (1, 1), 16, BF16), None, 128, True, 1.0, 0)
+    # Shapes alone are looked at. 15 heads x 128 of 32,768 tokens are 2.06e12 operations.
+    problem = problem._replace(num_heads=15, num_groups=15, head_dim=128)
     assert triton_launch_screening.screening_pays(problem, 1)
+    assert not triton_launch_screening.screening_pays(problem.of_heads(14), 1)
     assert not triton_launch_screening.screening_pays(problem, 2)
     assert not triton_launch_screening.screening_pays(problem._replace(longest=128 * 255), 1)
     assert not triton_launch_screening.screening_pays(problem._replace(dtype=torch.float32), 1)
@@ -121,6 +124,7 @@ def test_the_op_gives_the_same_bits(monkeypatch, t, heads, d):
     plain = top1_chunk_attention(q, k, k, **options)
     called = []
     monkeypatch.setattr(triton_launch_screening, "LEAST_CHUNKS", 1)
+    monkeypatch.setattr(triton_launch_screening, "LEAST_OPERATIONS", 0)
     monkeypatch.setattr(
         triton_launch_choice, "select_screened", lambda *args: called.append(1) or select_screened(*args)
     )

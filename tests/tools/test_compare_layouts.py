@@ -1,0 +1,44 @@
+"""The table of losses by layout: what is compared with what, and cases of several machines in one."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+PATH = Path(__file__).parents[2] / "tools" / "compare_layouts.py"
+SPEC = importlib.util.spec_from_file_location("compare_layouts", PATH)
+compare_layouts = importlib.util.module_from_spec(SPEC)
+sys.modules["compare_layouts"] = compare_layouts
+SPEC.loader.exec_module(compare_layouts)
+
+
+def write(path, cases):
+    fields = ("pattern", "precision", "device", "backend", "layout", "losses")
+    path.write_text(json.dumps({"torch": "2", "cases": [dict(zip(fields, case, strict=True)) for case in cases]}))
+    return str(path)
+
+
+def test_differences_are_from_one_cpu_process_and_from_one_gpu(tmp_path, monkeypatch, capsys):
+    gpu = write(
+        tmp_path / "gpu.json",
+        [
+            ("a*2", "bf16", "cuda", "local", "1", [3.0, 2.0]),
+            ("a*2", "bf16", "cuda", "local", "TP2+SP", [3.0, 2.25]),
+            ("a*2", "bf16", "cuda", "transformer_engine", "1", []),
+            ("a*2", "bf16", "cuda", "transformer_engine", "PP2", [3.0, 2.0]),
+        ],
+    )
+    cpu = write(tmp_path / "cpu.json", [("a*2", "bf16", "cpu", "local", "1", [3.5, 2.0])])
+    arguments = ["config.yaml", "--output", str(tmp_path / "out"), "--devices", "", "--others", f"{gpu},{cpu}"]
+    monkeypatch.setattr(sys, "argv", ["compare_layouts.py", *arguments])
+    assert compare_layouts.main() == 1, "a case has no losses"
+    rows = [[cell.strip() for cell in line.split("|")[3:-1]] for line in capsys.readouterr().out.splitlines()[2:-1]]
+    assert rows == [
+        ["cpu", "local", "1", "3.500000", "2.000000", "", ""],
+        ["cuda", "local", "1", "3.000000", "2.000000", "5.0e-01", ""],
+        ["cuda", "local", "TP2+SP", "3.000000", "2.250000", "5.0e-01", "2.5e-01"],
+        ["cuda", "transformer_engine", "1", "failed", "", "", ""],
+        ["cuda", "transformer_engine", "PP2", "3.000000", "2.000000", "5.0e-01", ""],
+    ]
+    written = json.loads((tmp_path / "out" / "losses.json").read_text())
+    assert [case["device"] for case in written["cases"]].count("cuda") == 4
