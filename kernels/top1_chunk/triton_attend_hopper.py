@@ -8,9 +8,6 @@ keys are one tile, so its softmax takes one pass.
 # mypy: ignore-errors
 # Triton compiles what is below; pointers and tiles have no type in Python.
 
-from functools import lru_cache
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -23,12 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.top1_chunk import triton_attend
 from kernels.top1_chunk.triton_attend import COLUMNS
 from kernels.top1_chunk.triton_group import ITEM_COLUMNS
 from kernels.top1_chunk.triton_problem import LN2, Problem
+from kernels.triton_hopper import shared_layout, tiles_of
 from kernels.triton_math import multiprocessors
 
 BLOCK_M = gl.constexpr(128)
@@ -42,8 +39,6 @@ GROUP_REGISTERS, LOADER_REGISTERS = gl.constexpr(224), gl.constexpr(56)
 
 SHARED_BYTES = 192 * 1024
 """For queries, keys and values."""
-
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 head_rows = gluon.jit(triton_attend.head_rows.fn)
 shares = gluon.jit(triton_attend.shares.fn)
@@ -227,7 +222,7 @@ def attend_hopper(
 def fits(problem: Problem) -> bool:
     """Whether the problem has the shapes that these kernels are for."""
     size = problem.layout.chunk_size
-    return problem.head_dim in (64, 128) and size in (64, 128) and problem.dtype in DTYPES and problem.scale > 0
+    return problem.head_dim in (64, 128) and size in (64, 128) and problem.dtype != torch.float32 and problem.scale > 0
 
 
 def attend_chosen(
@@ -246,25 +241,18 @@ def attend_local(
     _launch(problem, q, k, v, out, lse, chosen_gr, chosen_gr, problem.table, num_tiles, local=True)
 
 
-@lru_cache
-def _layouts(chunk_size: int, width: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Of queries and of keys in shared memory, and of rows in registers: 16 bytes a thread, whole rows side by side."""
-    tiles = [BLOCK_M.value, width], [chunk_size, width]
-    queries, keys = (gl.NVMMASharedLayout.get_default_for(tile, DTYPES[dtype]) for tile in tiles)
-    return queries, keys, gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
-
-
 def _launch(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, chosen: Tensor, order: Tensor,
     work: Tensor, num_tiles: int, *, local: bool,
 ) -> None:  # fmt: skip
     size, width = problem.layout.chunk_size, problem.head_dim
-    queries_layout, keys_layout, rows_layout = _layouts(size, width, q.dtype)
-    k_tiles, v_tiles = (TensorDescriptor.from_tensor(x.flatten(1), [size, width], keys_layout) for x in (k, v))
+    # In registers: 16 bytes a thread, whole rows side by side.
+    rows_layout = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
     stages = SHARED_BYTES // ((BLOCK_M.value + 2 * size) * width * q.element_size())
     attend_hopper[(min(multiprocessors(q), num_tiles),)](
-        k_tiles, v_tiles, q, out, lse, chosen, order, work, num_tiles, problem.rows, problem.scale / LN2,
+        tiles_of(k.flatten(1), size, width), tiles_of(v.flatten(1), size, width), q, out, lse, chosen, order, work,
+        num_tiles, problem.rows, problem.scale / LN2,
         G=problem.num_groups, R=problem.heads_per_group, HEAD_DIM=width, STAGES=stages,
-        TILES=problem.row_tiles(BLOCK_M.value), LOCAL=local, QUERIES_LAYOUT=queries_layout,
-        ROWS_LAYOUT=rows_layout, num_warps=4,
+        TILES=problem.row_tiles(BLOCK_M.value), LOCAL=local, ROWS_LAYOUT=rows_layout,
+        QUERIES_LAYOUT=shared_layout(BLOCK_M.value, width, q.dtype), num_warps=4,
     )  # fmt: skip

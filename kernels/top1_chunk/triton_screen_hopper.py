@@ -18,10 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.top1_chunk import triton_screen
 from kernels.top1_chunk.triton_attend import COLUMNS
+from kernels.triton_hopper import tiles_of
 
 GROUPS = gl.constexpr(4)
 """Of warps that take rows."""
@@ -182,13 +182,11 @@ def launch(
 ) -> None:  # fmt: skip
     """Launch it: q8 [heads, rows, BLOCK_D], k8 [heads, tokens, BLOCK_D], the rest as in `screen`."""
     (heads, rows, width), tokens, slots = q8.shape, k8.shape[1], len(table)
-    q_tiles, k_tiles = ([size, width] for size in (BLOCK_M.value, min(MAX_BLOCK_N, chunk_size)))
-    q_tiles, k_tiles = (
-        TensorDescriptor.from_tensor(x.view(-1, width), shape, gl.NVMMASharedLayout.get_default_for(shape, gl.int8))
-        for x, shape in ((q8, q_tiles), (k8, k_tiles))
-    )
+    block_n = min(MAX_BLOCK_N, chunk_size)
+    q_tiles = tiles_of(q8.view(-1, width), BLOCK_M.value, width)
+    k_tiles = tiles_of(k8.view(-1, width), block_n, width)
     tiles = -(-chunk_size * heads_per_group // BLOCK_M.value)
-    stages = min(MAX_STAGES, RING_BYTES // (k_tiles.block_shape[0] * width))
+    stages = min(MAX_STAGES, RING_BYTES // (block_n * width))
     screen_hopper[-(-slots * tiles // GROUPS.value), heads](
         q_tiles, query_bounds, k_tiles, chunk_bounds, candidates, counts, floors, table, rows, slots, tokens,
         R=heads_per_group, CHUNK=chunk_size, TILES=tiles, STAGES=stages, CAPACITY=capacity, num_warps=4,

@@ -1,0 +1,24 @@
+"""What the kernels in Gluon, Triton's language of explicit layouts and warps, share. They are for Hopper."""
+
+# mypy: ignore-errors
+# Gluon has no types.
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int8: gl.int8}
+
+
+@lru_cache
+def shared_layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Of a tile in shared memory that products read."""
+    return gl.NVMMASharedLayout.get_default_for([rows, width], DTYPES[dtype])
+
+
+def tiles_of(matrix: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """What the bulk copy engine loads tiles [rows, width] of a contiguous matrix by."""
+    return TensorDescriptor.from_tensor(matrix, [rows, width], shared_layout(rows, width, matrix.dtype))
