@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention_math import compute_dtype
-from kernels.dispatch import Choice, check_floating, choose, full_precision, resolve_scale
+from kernels.dispatch import Choice, check_shapes, check_state_op, choose, full_precision, resolve_scale
 from kernels.gated_delta_rule.reference import chunked, recurrent
 
 Implementation = Literal["auto", "recurrent", "chunked"]
@@ -93,19 +93,8 @@ def gated_delta_rule(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None) -> None:
-    for name, x in (("q", q), ("v", v)):
-        if x.dim() != 4 or x.numel() == 0:
-            raise ValueError(f"{name} has shape {list(x.shape)}: give [batch, length, heads, head_dim], none of them 0")
-    check_floating(q=q, k=k, v=v)
-    expected = {"k": (k, q.shape), "v": (v, (*q.shape[:3], v.shape[3])), "g": (g, q.shape[:3])}
-    expected["beta"] = (beta, q.shape[:3])
-    if initial_state is not None:
-        expected["initial_state"] = (initial_state, (q.shape[0], *q.shape[2:], v.shape[3]))
-    for name, (x, shape) in expected.items():
-        if tuple(x.shape) != tuple(shape):
-            raise ValueError(f"{name} has shape {list(x.shape)}: give {list(shape)}, to go with q {list(q.shape)}")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} but q is on {q.device}: move one of them")
+    check_state_op(q, k, v, initial_state)
+    check_shapes(q, {"g": (g, q.shape[:3]), "beta": (beta, q.shape[:3])})
     if g.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"g has dtype {g.dtype}: give the log decay in torch.float32")
     if not beta.is_floating_point():

@@ -9,7 +9,8 @@ Suffixes: b batch, h head, t position, n chunk, c and i, j position in a chunk, 
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+
+from kernels.chunked_state import pair_decay, to_chunks
 
 CHUNK_SIZE = 64
 
@@ -64,30 +65,16 @@ def chunked(
     """
     length = q_bthd.shape[1]
     size = min(CHUNK_SIZE, length)
-    q, k, v, g, beta = (_to_chunks(x, size) for x in (q_bthd, k_bthd, v_bthe, g_bth[..., None], beta_bth[..., None]))
+    q, k, v, g, beta = (to_chunks(x, size) for x in (q_bthd, k_bthd, v_bthe, g_bth[..., None], beta_bth[..., None]))
     total = g.cumsum(dim=-2)
     kept = total.exp()
-    decay = _pair_decay(total)
+    decay = pair_decay(total).squeeze(-1)
     own, reads = _solve_chunks(k, v, beta, kept, decay)
     to_end = (total[..., -1:, :] - total).exp() * k
     state_bhde, states, updates = _walk(own, reads, to_end, kept[..., -1:, :], state_bhde)
     q = q * scale
     out_bhnce = (q * kept) @ states + (q @ k.mT * decay) @ updates
     return out_bhnce.flatten(2, 3)[:, :, :length].transpose(1, 2), state_bhde
-
-
-def _to_chunks(x_bthd: Tensor, size: int) -> Tensor:
-    """Cut [b, t, h, d] into [b, h, n, size, d]; the zeros at the end neither decay nor write."""
-    missing = -x_bthd.shape[1] % size
-    return pad(x_bthd, (0, 0, 0, 0, 0, missing)).transpose(1, 2).unflatten(2, (-1, size))
-
-
-def _pair_decay(total_bhnc1: Tensor) -> Tensor:
-    """Give e^(G_i - G_j) for j <= i, zero above: [b, h, n, i, j]."""
-    size = total_bhnc1.shape[-2]
-    above = torch.ones(size, size, dtype=torch.bool, device=total_bhnc1.device).triu(1)
-    # Masked before exp: above the diagonal the exponent is positive, and inf * 0 in the backward pass would be nan.
-    return (total_bhnc1 - total_bhnc1.mT).masked_fill(above, -torch.inf).exp()
 
 
 def _solve_chunks(k: Tensor, v: Tensor, beta: Tensor, kept: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,86 @@
+"""Gated linear attention in plain torch: token by token (the meaning), and by chunks (the same function, fast).
+
+Yang, Wang, Shen, Panda, Kim 2023, "Gated Linear Attention Transformers" (arXiv 2312.06635). The state S is [dk, dv] per
+head, the log decay g one number a token or one a token and key feature:
+
+    S <- diag(exp(g_t)) S + k_t v_t^T;  o_t = scale * S^T q_t
+
+Suffixes: b batch, h head, t position, n chunk, c and i, j position in a chunk, d key dim, e value dim, f d or 1.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.chunked_state import pair_decay, to_chunks
+
+CHUNK_SIZE = 64
+CHUNK_SIZE_OF_VECTORS = 16
+"""A decay a key feature makes a number for each pair of positions and feature."""
+
+
+def recurrent(
+    q_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, g_bthf: Tensor, *, scale: float, state_bhde: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Walk over the tokens.
+
+    Args:
+        q_bthd: queries [b, t, h, dk]. All arguments are of one dtype, fp32 or float64.
+        k_bthd: keys [b, t, h, dk].
+        v_bthe: values [b, t, h, dv].
+        g_bthf: log decay [b, t, h, dk or 1], at most 0.
+        scale: factor on q.
+        state_bhde: state before the first token [b, h, dk, dv].
+
+    Returns:
+        o [b, t, h, dv] and the state after the last token.
+    """
+    outputs = []
+    for t in range(q_bthd.shape[1]):
+        written = k_bthd[:, t, :, :, None] * v_bthe[:, t, :, None, :]
+        state_bhde = state_bhde * g_bthf[:, t, :, :, None].exp() + written
+        outputs.append(torch.einsum("bhd,bhde->bhe", q_bthd[:, t] * scale, state_bhde))
+    return torch.stack(outputs, dim=1), state_bhde
+
+
+def chunked(
+    q_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, g_bthf: Tensor, *, scale: float, state_bhde: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Walk over chunks; all that a chunk does inside itself is batched over chunks.
+
+    With G the sum of g from the chunk's start and S its first state,
+    o_i = scale * (S^T (e^(G_i) q_i) + sum_{j<=i} (q_i . (e^(G_i-G_j) k_j)) v_j). Every exponent is at most 0.
+
+    Args:
+        q_bthd: as in `recurrent`, like all the others.
+        k_bthd: keys.
+        v_bthe: values.
+        g_bthf: log decay.
+        scale: factor on q.
+        state_bhde: state before the first token.
+
+    Returns:
+        o [b, t, h, dv] and the state after the last token.
+    """
+    length = q_bthd.shape[1]
+    size = min(CHUNK_SIZE if g_bthf.shape[-1] == 1 else CHUNK_SIZE_OF_VECTORS, length)
+    q, k, v, g = (to_chunks(x, size) for x in (q_bthd * scale, k_bthd, v_bthe, g_bthf))
+    total = g.cumsum(dim=-2)
+    decay = pair_decay(total)
+    if decay.shape[-1] == 1:
+        weights = q @ k.mT * decay.squeeze(-1)
+    else:
+        weights = torch.einsum("bhnid,bhnjd,bhnijd->bhnij", q, k, decay)
+    last = total[..., -1:, :]
+    written = ((last - total).exp() * k).mT @ v
+    state_bhde, states = _walk(written, last.exp().mT, state_bhde)
+    out_bhnce = (q * total.exp()) @ states + weights @ v
+    return out_bhnce.flatten(2, 3)[:, :, :length].transpose(1, 2), state_bhde
+
+
+def _walk(written_bhnde: Tensor, kept_bhnf1: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Hand the state from chunk to chunk. Returns the last state and each chunk's first state."""
+    states = []
+    for n in range(written_bhnde.shape[2]):
+        states.append(state)
+        state = kept_bhnf1[:, :, n] * state + written_bhnde[:, :, n]
+    return state, torch.stack(states, dim=2)
