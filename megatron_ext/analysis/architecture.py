@@ -21,6 +21,8 @@ PLAIN: dict[str, dict[str, Any]] = {
     "top1_element": {"estimator": "straight_through", "position_encoding": "rope"},
     "top1_chunk": {"score": "exact", "chunk_size": 128, "top_k": 1, "local": True, "position_encoding": "rope"},
     "gated_deltanet": {"conv_kernel_size": 4, "expand_v": 1, "output_gate": True},
+    "linear_attention": {"feature_map": "elu", "expand_v": 1, "output_gate": False},
+    "retnet": {"expand_v": 2, "output_gate": True},
 }
 """Mixers as the study defines them, by field: what a configuration leaves out, and what a label need not say."""
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from kernels.gated_delta_rule import gated_delta_rule
 from megatron_ext.config.schema import STRICT
-from megatron_ext.mixers.base import Mixer, Part, batch_first
+from megatron_ext.mixers.base import Part, batch_first
 from megatron_ext.mixers.registry import register
-from megatron_ext.parallel.parameters import new_parameter, ones
+from megatron_ext.mixers.stateful import StatefulMixer
+from megatron_ext.parallel.parameters import new_parameter
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -45,7 +46,7 @@ def _inverse_softplus_step(whole: Tensor, generator: torch.Generator) -> None:
 
 
 @register("gated_deltanet", GatedDeltaNetConfig)
-class GatedDeltaNet(Mixer):
+class GatedDeltaNet(StatefulMixer):
     """Gated DeltaNet; its unit is a head with its own query, key, value, gate, step and decay.
 
     Rows of the input projection, per head: [query | key | value | output gate | beta | alpha].
@@ -66,33 +67,18 @@ class GatedDeltaNet(Mixer):
         self.conv_weight = new_parameter((heads, self._conv_width(), kernel), uniform, dtype=dtype, split_over=split)
         self.log_decay = new_parameter((heads,), _log_uniform_decay, dtype=dtype, split_over=split)
         self.step_bias = new_parameter((heads,), _inverse_softplus_step, dtype=dtype, split_over=split)
-        self.norm_weight = new_parameter((self.value_dim,), ones, dtype=dtype)
-
-    @property
-    def value_dim(self) -> int:
-        """Width of a value head."""
-        return self.head_dim * self.mixer_config.expand_v
 
     def _conv_width(self) -> int:
         return 2 * self.head_dim + self.value_dim
 
-    def num_units(self) -> int:
-        """Heads."""
-        return self.config.num_attention_heads
-
     def unit_width(self) -> int:
         """Query, key, value, output gate, beta and alpha of a head."""
-        return self._conv_width() + (self.value_dim if self.mixer_config.output_gate else 0) + 2
-
-    def output_width(self) -> int:
-        """A head's output."""
-        return self.value_dim
+        return super().unit_width() + 2
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """See `Mixer.mix`: short convolution, gated delta rule, gated norm. Needs the whole sequence."""
         assert part.gather is None, "a state needs the whole sequence"
-        gate_width = self.value_dim if self.mixer_config.output_gate else 0
-        qkv, gate, beta, alpha = x_tbuw.split([self._conv_width(), gate_width, 1, 1], -1)
+        qkv, gate, beta, alpha = x_tbuw.split([self._conv_width(), self.gate_width, 1, 1], -1)
         qkv = F.silu(causal_convolution(qkv, self.own_units(self.conv_weight, part)))
         q, k, v = qkv.split([self.head_dim, self.head_dim, self.value_dim], -1)
         q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).to(v.dtype) for x in (q, k))
@@ -103,19 +89,12 @@ class GatedDeltaNet(Mixer):
             batch_first(self._log_forgetting(alpha.squeeze(-1), part)),
             batch_first(beta.squeeze(-1).float().sigmoid()),
         )
-        return self._gated_norm(batch_first(o_bthd), gate)
+        return self.gated_norm(batch_first(o_bthd), gate)
 
     def _log_forgetting(self, alpha_tbu: Tensor, part: Part) -> Tensor:
         """Log decay of the state, <= 0, fp32: -A softplus(alpha + bias)."""
         bias, log_decay = (self.own_units(p, part).float() for p in (self.step_bias, self.log_decay))
         return -log_decay.exp() * F.softplus(alpha_tbu.float() + bias)
-
-    def _gated_norm(self, o_tbud: Tensor, gate_tbud: Tensor) -> Tensor:
-        weight = self.replicated(self.norm_weight)
-        normed = F.rms_norm(o_tbud.float(), (self.value_dim,), weight.float(), self.config.layernorm_epsilon)
-        if self.mixer_config.output_gate:
-            normed = normed * F.silu(gate_tbud.float())
-        return normed.to(o_tbud.dtype)
 
     def mixing_flops(self, seq_length: int) -> float:
         """State update and read-out (three products of key and value width) and the convolution."""

@@ -46,6 +46,8 @@ MODELS = {
     "top1_chunk_exact_lse": Model("top1_chunk*4", _chunks("exact_lse")),
     "top1_chunk_top2_gqa": Model("top1_chunk*4", _chunks("exact", top_k=2), {"num_query_groups": 2}),
     "gated_deltanet": Model("gated_deltanet*4"),
+    "linear_attention": Model("linear_attention*4"),
+    "retnet": Model("retnet*4"),
     "hybrid": Model("top1_chunk,gated_deltanet,attention,gated_deltanet", _chunks("exact")),
 }
 
@@ -132,7 +134,8 @@ def test_a_layout_gives_the_numbers_of_one_process(pool: WorkerPool, model: str,
         assert ("sequence_to_heads" in outcome.exchanges) == (not gathers)
 
 
-GATHERING = [name for name in MODELS if name not in ("gated_deltanet", "hybrid")]
+STATEFUL = {"gated_deltanet", "linear_attention", "retnet", "hybrid"}
+GATHERING = [name for name in MODELS if name not in STATEFUL]
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
@@ -185,7 +188,7 @@ def test_tied_embeddings_are_one_weight_on_two_stages(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2", "cp2", "pp2"])
-@pytest.mark.parametrize("name", ["attention", "top1_chunk_exact", "gated_deltanet"])
+@pytest.mark.parametrize("name", ["attention", "top1_chunk_exact", "gated_deltanet", "linear_attention", "retnet"])
 def test_layouts_in_bf16_are_as_close_as_its_rounding_lets_them(pool: WorkerPool, name: str, layout: str) -> None:
     reference = _reference(pool, MODELS[name], precision="bf16")
     outcome = _train(pool, MODELS[name], *LAYOUTS[layout], precision="bf16")

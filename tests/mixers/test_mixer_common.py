@@ -26,6 +26,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("top1_chunk", {"chunk_size": 4, "score": "exact"}),
     ("top1_chunk", {"chunk_size": 4, "score": "exact_lse", "top_k": 2}),
     ("gated_deltanet", {}),
+    ("linear_attention", {}),
+    ("retnet", {}),
 ]
 
 
@@ -91,7 +93,7 @@ def test_scores_of_rotated_vectors_depend_on_distance_alone() -> None:
 
 
 def test_every_file_registers_a_mixer() -> None:
-    shared = {"__init__", "base", "key_value", "registry"}
+    shared = {"__init__", "base", "key_value", "registry", "stateful"}
     files = {path.stem for path in Path(megatron_ext.mixers.__path__[0]).glob("*.py")} - shared
     modules = {entry.module.__module__.rpartition(".")[2] for entry in load_all().values()}
     assert files == modules
@@ -138,6 +140,14 @@ def test_operations_of_gated_deltanet(make_mixer: MakeMixer, expand_v: int) -> N
     # Read with the key, write, read with the query.
     assert mixer.mixing_flops(LENGTH) == pytest.approx(HEADS * (3 * 2 * entries + 2 * taps * channels))
     assert mixer.mixing_flops(10 * LENGTH) == mixer.mixing_flops(LENGTH)
+
+
+@pytest.mark.parametrize("expand_v", [1, 3])
+@pytest.mark.parametrize("name", ["linear_attention", "retnet"])
+def test_operations_of_a_state_that_adds(make_mixer: MakeMixer, name: str, expand_v: int) -> None:
+    """Write, read."""
+    mixer = make_mixer(name, expand_v=expand_v)
+    assert mixer.mixing_flops(LENGTH) == pytest.approx(HEADS * 2 * 2 * WIDTH * WIDTH * expand_v)
 
 
 @pytest.mark.parametrize("score", ["approx", "exact", "exact_lse"])

@@ -1,0 +1,59 @@
+"""Linear attention: a state that only adds (Katharopoulos et al. 2020, arXiv 2006.16236)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch.nn.functional as F
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from kernels.gated_linear_attention import gated_linear_attention
+from megatron_ext.config.schema import STRICT
+from megatron_ext.mixers.base import Part, batch_first
+from megatron_ext.mixers.registry import register
+from megatron_ext.mixers.stateful import StatefulMixer
+
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "elu": lambda x: F.elu(x) + 1,
+    "relu": F.relu,
+    "identity": lambda x: x,
+}
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LinearAttentionConfig:
+    """Linear attention.
+
+    The sum of weights that the paper divides by is left out: the norm of each head's output would undo it.
+
+    Attributes:
+        feature_map: of queries and keys: elu(x) + 1 (the paper's), relu, or none.
+        expand_v: width of a value head over that of a key head.
+        output_gate: whether a SiLU gate follows the output norm.
+    """
+
+    feature_map: Literal["elu", "relu", "identity"] = "elu"
+    expand_v: PositiveInt = 1
+    output_gate: bool = False
+
+
+@register("linear_attention", LinearAttentionConfig)
+class LinearAttention(StatefulMixer):
+    """Linear attention; see `StatefulMixer` for the rows of its projection."""
+
+    mixer_config: LinearAttentionConfig
+
+    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+        """See `Mixer.mix`: features, sum of all products so far, norm. Needs the whole sequence."""
+        assert part.gather is None, "a state needs the whole sequence"
+        q, k, v, gate = x_tbuw.split([self.head_dim, self.head_dim, self.value_dim, self.gate_width], -1)
+        q, k = (FEATURE_MAPS[self.mixer_config.feature_map](x) for x in (q, k))
+        o_bthd = gated_linear_attention(batch_first(q), batch_first(k), batch_first(v))
+        return self.gated_norm(batch_first(o_bthd), gate)
+
+    def mixing_flops(self, seq_length: int) -> float:
+        """Writing to the state and reading from it."""
+        return self.num_units() * 4 * self.head_dim * self.value_dim

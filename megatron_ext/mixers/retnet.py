@@ -1,0 +1,57 @@
+"""RetNet: a state a head that fades at a fixed rate of its own (Sun et al. 2023, arXiv 2307.08621)."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from kernels.gated_linear_attention import gated_linear_attention
+from megatron_ext.config.schema import STRICT
+from megatron_ext.mixers.base import Part, batch_first, rotate
+from megatron_ext.mixers.registry import register
+from megatron_ext.mixers.stateful import StatefulMixer
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RetNetConfig:
+    """RetNet.
+
+    Attributes:
+        expand_v: width of a value head over that of a key head; the paper has 2.
+        output_gate: whether a SiLU gate follows the output norm.
+    """
+
+    expand_v: PositiveInt = 2
+    output_gate: bool = True
+
+
+@register("retnet", RetNetConfig)
+class RetNet(StatefulMixer):
+    """Multi-scale retention; see `StatefulMixer` for the rows of its projection.
+
+    Head h of the whole layer keeps 1 - 2^(-5-h) of its state from token to token; queries and keys are rotated by
+    position. The paper's norm of a head's output has no weight; this one has.
+    """
+
+    mixer_config: RetNetConfig
+
+    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+        """See `Mixer.mix`: rotate, fade and add, norm. Needs the whole sequence."""
+        assert part.gather is None, "a state needs the whole sequence"
+        q, k, v, gate = x_tbuw.split([self.head_dim, self.head_dim, self.value_dim, self.gate_width], -1)
+        q, k = (rotate(x, self.config.rotary_base, part.first_position) for x in (q, k))
+        o_bthd = gated_linear_attention(batch_first(q), batch_first(k), batch_first(v), self._log_fading(q, part))
+        return self.gated_norm(batch_first(o_bthd), gate)
+
+    def _log_fading(self, q_tbud: Tensor, part: Part) -> Tensor:
+        """Log decay [b, t, u], fp32: the same for every token."""
+        t, b, _, _ = q_tbud.shape
+        heads = torch.arange(part.first_unit, part.first_unit + part.num_units, device=q_tbud.device)
+        # log(1 - x) for small x: fp32 would round 1 - x first.
+        return torch.log1p(-torch.exp2(-5.0 - heads.float())).expand(b, t, -1)
+
+    def mixing_flops(self, seq_length: int) -> float:
+        """Writing to the state and reading from it."""
+        return self.num_units() * 4 * self.head_dim * self.value_dim

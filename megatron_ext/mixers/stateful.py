@@ -1,0 +1,53 @@
+"""What the mixers with a state a head have in common: heads as units, the norm and the gate of a head's output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext.mixers.base import Mixer
+from megatron_ext.parallel.parameters import new_parameter, ones
+
+
+class StatefulMixer(Mixer):
+    """Base of mixers whose unit is a head with its own query, key, value and state.
+
+    Rows of the input projection begin with [query | key | value | output gate], the gate only where the mixer's
+    configuration has `output_gate`; what a mixer adds comes behind. Its configuration also has `expand_v`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.norm_weight = new_parameter((self.value_dim,), ones, dtype=self.config.params_dtype)
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value head."""
+        return self.head_dim * self.mixer_config.expand_v
+
+    @property
+    def gate_width(self) -> int:
+        """Features of a head's output gate."""
+        return self.value_dim if self.mixer_config.output_gate else 0
+
+    def num_units(self) -> int:
+        """Heads."""
+        return self.config.num_attention_heads
+
+    def unit_width(self) -> int:
+        """Query, key, value and output gate of a head."""
+        return 2 * self.head_dim + self.value_dim + self.gate_width
+
+    def output_width(self) -> int:
+        """A head's output."""
+        return self.value_dim
+
+    def gated_norm(self, o_tbud: Tensor, gate_tbud: Tensor) -> Tensor:
+        """RMSNorm of each head's output [t, b, u, value_dim], times SiLU of its gate where there is one."""
+        weight = self.replicated(self.norm_weight)
+        normed = F.rms_norm(o_tbud.float(), (self.value_dim,), weight.float(), self.config.layernorm_epsilon)
+        if self.mixer_config.output_gate:
+            normed = normed * F.silu(gate_tbud.float())
+        return normed.to(o_tbud.dtype)

@@ -1,0 +1,70 @@
+"""Linear attention and RetNet, from input to output, against a weighted sum over all pairs in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+MakeMixer = Callable[..., Any]
+
+
+def _elu_plus_one(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x + 1, x.exp())
+
+
+def _turned(x_td: Tensor, base: float) -> Tensor:
+    half = x_td.shape[1] // 2
+    angles = torch.arange(len(x_td))[:, None] / base ** (torch.arange(half, dtype=torch.float64) / half)
+    turned = torch.complex(x_td[:, :half], x_td[:, half:]) * torch.exp(1j * angles)
+    return torch.cat([turned.real, turned.imag], 1)
+
+
+def _head(mixer: Any, rows_tw: Tensor, keep: float, of_q_and_k: Callable[[Tensor], Tensor]) -> Tensor:
+    """One head's output [t, dv]: pair (t, s) weighs keep**(t - s) times the product of query t and key s."""
+    d, dv = mixer.head_dim, mixer.value_dim
+    q, k, v, gate = rows_tw.split([d, d, dv, rows_tw.shape[1] - 2 * d - dv], 1)
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    weights = (of_q_and_k(q) @ of_q_and_k(k).T / math.sqrt(d)) * torch.where(
+        distance < 0, 0.0, keep ** distance.clamp(min=0).double()
+    )
+    out = weights @ v
+    out = out / (out.square().mean(1, keepdim=True) + mixer.config.layernorm_epsilon).sqrt()
+    out = out * mixer.norm_weight.double()
+    return out * gate / (1 + (-gate).exp()) if mixer.mixer_config.output_gate else out
+
+
+def _check(mixer: Any, hidden_states: Tensor, keep: list[float], of_q_and_k: Callable[[Tensor], Tensor]) -> None:
+    rows = (hidden_states.double() @ mixer.in_proj.weight.double().T).view(13, 2, 4, -1)
+    mixed = torch.stack(
+        [torch.cat([_head(mixer, rows[:, b, h], keep[h], of_q_and_k) for h in range(4)], -1) for b in range(2)], 1
+    )
+    out, _ = mixer(hidden_states)
+    torch.testing.assert_close(out.double(), mixed @ mixer.out_proj.weight.double().T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("feature_map", "features"), [("elu", _elu_plus_one), ("relu", lambda x: x.clamp(min=0)), ("identity", lambda x: x)]
+)
+@pytest.mark.parametrize("fields", [{}, {"expand_v": 2, "output_gate": True}])
+def test_linear_attention_is_the_sum_over_pairs(
+    make_mixer: MakeMixer,
+    hidden_states: Tensor,
+    feature_map: str,
+    features: Callable[[Tensor], Tensor],
+    fields: dict[str, Any],
+) -> None:
+    _check(make_mixer("linear_attention", feature_map=feature_map, **fields), hidden_states, [1.0] * 4, features)
+
+
+@pytest.mark.parametrize("fields", [{}, {"expand_v": 1, "output_gate": False}])
+def test_retnet_is_the_fading_sum_over_pairs(
+    make_mixer: MakeMixer, hidden_states: Tensor, fields: dict[str, Any]
+) -> None:
+    mixer = make_mixer("retnet", **fields)
+    keep = [1 - 2.0 ** (-5 - head) for head in range(4)]
+    _check(mixer, hidden_states, keep, lambda x: _turned(x, mixer.config.rotary_base))
