@@ -14,9 +14,9 @@ def to_chunks(x_bthd: Tensor, size: int) -> Tensor:
     return pad(x_bthd, (0, 0, 0, 0, 0, missing)).transpose(1, 2).unflatten(2, (-1, size))
 
 
-def pair_decay(total_bhncd: Tensor) -> Tensor:
-    """Give e^(G_i - G_j) for j <= i, zero above, of running sums G of log decay: [b, h, n, i, j, d]."""
-    size = total_bhncd.shape[-2]
-    above = torch.ones(size, size, dtype=torch.bool, device=total_bhncd.device).triu(1)
+def pair_decay(total_c1: Tensor) -> Tensor:
+    """Give e^(G_i - G_j) for j <= i, zero above, G a chunk's running sums of log decay: [..., c, 1] to [..., i, j]."""
+    size = total_c1.shape[-2]
+    above = torch.ones(size, size, dtype=torch.bool, device=total_c1.device).triu(1)
     # Masked before exp: above the diagonal the exponent is positive, and inf * 0 in the backward pass would be nan.
-    return (total_bhncd[..., :, None, :] - total_bhncd[..., None, :, :]).masked_fill(above[..., None], -torch.inf).exp()
+    return (total_c1 - total_c1.mT).masked_fill(above, -torch.inf).exp()

@@ -97,9 +97,11 @@ def run_case(case: Case, number: int, config: Path, output: Path, overrides: Seq
     command = [sys.executable, "-m", "megatron_ext.cli", "train", str(config), *case.overrides(), *overrides]
     command += [f"run.dir={output / 'runs'}", "--processes", str(case.processes)]
     with (output / f"{case.name}.log").open("w") as log:
-        subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
+        done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
+    if done.returncode:  # there may be metrics of an earlier run
+        return []
     metrics = output / "runs" / case.name / "metrics.jsonl"
-    return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
 
 
 def read_results(path: Path) -> dict[Case, list[float]]:

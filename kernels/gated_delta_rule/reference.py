@@ -68,7 +68,7 @@ def chunked(
     q, k, v, g, beta = (to_chunks(x, size) for x in (q_bthd, k_bthd, v_bthe, g_bth[..., None], beta_bth[..., None]))
     total = g.cumsum(dim=-2)
     kept = total.exp()
-    decay = pair_decay(total).squeeze(-1)
+    decay = pair_decay(total)
     own, reads = _solve_chunks(k, v, beta, kept, decay)
     to_end = (total[..., -1:, :] - total).exp() * k
     state_bhde, states, updates = _walk(own, reads, to_end, kept[..., -1:, :], state_bhde)

@@ -65,11 +65,10 @@ def chunked(
     size = min(CHUNK_SIZE if g_bthf.shape[-1] == 1 else CHUNK_SIZE_OF_VECTORS, length)
     q, k, v, g = (to_chunks(x, size) for x in (q_bthd * scale, k_bthd, v_bthe, g_bthf))
     total = g.cumsum(dim=-2)
-    decay = pair_decay(total)
-    if decay.shape[-1] == 1:
-        weights = q @ k.mT * decay.squeeze(-1)
+    if total.shape[-1] == 1:
+        weights = q @ k.mT * pair_decay(total)
     else:
-        weights = torch.einsum("bhnid,bhnjd,bhnijd->bhnij", q, k, decay)
+        weights = torch.einsum("bhnid,bhnjd,bhndij->bhnij", q, k, pair_decay(total.mT[..., None]))
     last = total[..., -1:, :]
     written = ((last - total).exp() * k).mT @ v
     state_bhde, states = _walk(written, last.exp().mT, state_bhde)

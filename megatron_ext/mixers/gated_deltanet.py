@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,8 +53,8 @@ class GatedDeltaNet(StatefulMixer):
 
     mixer_config: GatedDeltaNetConfig
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def add_parameters(self) -> None:
+        """Convolution, decay and step of each head."""
         heads, split = self.num_units_per_rank, self.tp_group
         kernel = self.mixer_config.conv_kernel_size
 

@@ -20,7 +20,11 @@ class StatefulMixer(Mixer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.add_parameters()
         self.norm_weight = new_parameter((self.value_dim,), ones, dtype=self.config.params_dtype)
+
+    def add_parameters(self) -> None:
+        """Add the parameters that a mixer has beside its projections and its norm."""
 
     @property
     def value_dim(self) -> int:
