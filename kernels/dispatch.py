@@ -88,28 +88,6 @@ def check_shapes(q: Tensor, expected: Mapping[str, tuple[Tensor, Sequence[int]]]
             raise ValueError(f"{name} is on {x.device} but q is on {q.device}: move one of them")
 
 
-def check_state_op(q_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, initial_state: Tensor | None) -> None:
-    """Check the arguments that all stateful ops share.
-
-    Args:
-        q_bthd: queries [b, t, h, dk].
-        k_bthd: keys [b, t, h, dk].
-        v_bthe: values [b, t, h, dv].
-        initial_state: [b, h, dk, dv] or None.
-
-    Raises:
-        ValueError: a shape, dtype or device does not fit; the message names it.
-    """
-    for name, x in (("q", q_bthd), ("v", v_bthe)):
-        if x.dim() != 4 or x.numel() == 0:
-            raise ValueError(f"{name} has shape {list(x.shape)}: give [batch, length, heads, head_dim], none of them 0")
-    check_floating(q=q_bthd, k=k_bthd, v=v_bthe)
-    expected = {"k": (k_bthd, q_bthd.shape), "v": (v_bthe, (*q_bthd.shape[:3], v_bthe.shape[3]))}
-    if initial_state is not None:
-        expected["initial_state"] = (initial_state, (q_bthd.shape[0], *q_bthd.shape[2:], v_bthe.shape[3]))
-    check_shapes(q_bthd, expected)
-
-
 def check_attention(q_bthd: Tensor, k_bshd: Tensor, v_bshe: Tensor, query_offset: int) -> None:
     """Check the arguments that all attention-like ops share.
 

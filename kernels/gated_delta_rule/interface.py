@@ -2,12 +2,11 @@
 
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
-from kernels.attention_math import compute_dtype
-from kernels.dispatch import Choice, check_shapes, check_state_op, choose, full_precision, resolve_scale
+from kernels.dispatch import Choice, check_shapes, choose
 from kernels.gated_delta_rule.reference import chunked, recurrent
+from kernels.stateful import check_log_decay, check_state_op, run_form
 
 Implementation = Literal["auto", "recurrent", "chunked"]
 _IMPLEMENTATIONS = {"recurrent": recurrent, "chunked": chunked}
@@ -78,24 +77,12 @@ def gated_delta_rule(
     _check(q, k, v, g, beta, initial_state)
     automatic = Choice("chunked", "the faster of the plain torch forms")
     chosen = choose("gated_delta_rule", implementation, _IMPLEMENTATIONS, automatic)
-    dtype = compute_dtype(q)
-    batch, _, heads, key_dim = q.shape
-    if initial_state is None:
-        initial_state = torch.zeros(batch, heads, key_dim, v.shape[-1], dtype=dtype, device=q.device)
-    with full_precision(q):
-        out, state = _IMPLEMENTATIONS[chosen.name](
-            *(x.to(dtype) for x in (q, k, v, g, beta)),
-            scale=resolve_scale(scale, key_dim),
-            state_bhde=initial_state.to(dtype),
-        )
-    out = out.to(v.dtype)
-    return (out, state) if return_final_state else out
+    return run_form(_IMPLEMENTATIONS[chosen.name], (q, k, v, g, beta), scale, initial_state, return_final_state)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None) -> None:
     check_state_op(q, k, v, initial_state)
     check_shapes(q, {"g": (g, q.shape[:3]), "beta": (beta, q.shape[:3])})
-    if g.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"g has dtype {g.dtype}: give the log decay in torch.float32")
+    check_log_decay(g)
     if not beta.is_floating_point():
         raise ValueError(f"beta has dtype {beta.dtype}: convert it to a floating-point dtype")

@@ -5,9 +5,9 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from kernels.attention_math import compute_dtype
-from kernels.dispatch import Choice, check_shapes, check_state_op, choose, full_precision, resolve_scale
+from kernels.dispatch import Choice, check_shapes, choose
 from kernels.gated_linear_attention.reference import chunked, recurrent
+from kernels.stateful import check_log_decay, check_state_op, run_form
 
 Implementation = Literal["auto", "recurrent", "chunked"]
 _IMPLEMENTATIONS = {"recurrent": recurrent, "chunked": chunked}
@@ -75,20 +75,10 @@ def gated_linear_attention(
     _check(q, k, v, g, initial_state)
     automatic = Choice("chunked", "the faster of the plain torch forms")
     chosen = choose("gated_linear_attention", implementation, _IMPLEMENTATIONS, automatic)
-    dtype = compute_dtype(q)
-    batch, _, heads, key_dim = q.shape
     if g is None:
-        g = torch.zeros(q.shape[:3], dtype=dtype, device=q.device)
-    if initial_state is None:
-        initial_state = torch.zeros(batch, heads, key_dim, v.shape[-1], dtype=dtype, device=q.device)
-    with full_precision(q):
-        out, state = _IMPLEMENTATIONS[chosen.name](
-            *(x.to(dtype) for x in (q, k, v, g if g.dim() == 4 else g[..., None])),
-            scale=resolve_scale(scale, key_dim),
-            state_bhde=initial_state.to(dtype),
-        )
-    out = out.to(v.dtype)
-    return (out, state) if return_final_state else out
+        g = torch.zeros(q.shape[:3], device=q.device)
+    inputs = (q, k, v, g if g.dim() == 4 else g[..., None])
+    return run_form(_IMPLEMENTATIONS[chosen.name], inputs, scale, initial_state, return_final_state)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial_state: Tensor | None) -> None:
@@ -96,5 +86,4 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial_state: Ten
     if g is None:
         return
     check_shapes(q, {"g": (g, q.shape if g.dim() == 4 else q.shape[:3])})
-    if g.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"g has dtype {g.dtype}: give the log decay in torch.float32")
+    check_log_decay(g)
