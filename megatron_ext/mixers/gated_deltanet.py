@@ -63,23 +63,18 @@ class GatedDeltaNet(StatefulMixer):
             whole.uniform_(-bound, bound, generator=generator)
 
         dtype = self.config.params_dtype
-        self.conv_weight = new_parameter((heads, self._conv_width(), kernel), uniform, dtype=dtype, split_over=split)
+        self.conv_weight = new_parameter((heads, self.qkv_width, kernel), uniform, dtype=dtype, split_over=split)
         self.log_decay = new_parameter((heads,), _log_uniform_decay, dtype=dtype, split_over=split)
         self.step_bias = new_parameter((heads,), _inverse_softplus_step, dtype=dtype, split_over=split)
-
-    def _conv_width(self) -> int:
-        return 2 * self.head_dim + self.value_dim
 
     def unit_width(self) -> int:
         """Query, key, value, output gate, beta and alpha of a head."""
         return super().unit_width() + 2
 
-    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
-        """See `Mixer.mix`: short convolution, gated delta rule, gated norm. Needs the whole sequence."""
-        assert part.gather is None, "a state needs the whole sequence"
-        qkv, gate, beta, alpha = x_tbuw.split([self._conv_width(), self.gate_width, 1, 1], -1)
-        qkv = F.silu(causal_convolution(qkv, self.own_units(self.conv_weight, part)))
-        q, k, v = qkv.split([self.head_dim, self.head_dim, self.value_dim], -1)
+    def read_states(self, qkv_tbuw: Tensor, rest_tbuw: Tensor, part: Part) -> Tensor:
+        """See `StatefulMixer.read_states`: short convolution, gated delta rule."""
+        beta, alpha = rest_tbuw.split([1, 1], -1)
+        q, k, v = self.split_heads(F.silu(causal_convolution(qkv_tbuw, self.own_units(self.conv_weight, part))))
         q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).to(v.dtype) for x in (q, k))
         o_bthd = gated_delta_rule(
             batch_first(q),
@@ -88,7 +83,7 @@ class GatedDeltaNet(StatefulMixer):
             batch_first(self._log_forgetting(alpha.squeeze(-1), part)),
             batch_first(beta.squeeze(-1).float().sigmoid()),
         )
-        return self.gated_norm(batch_first(o_bthd), gate)
+        return batch_first(o_bthd)
 
     def _log_forgetting(self, alpha_tbu: Tensor, part: Part) -> Tensor:
         """Log decay of the state, <= 0, fp32: -A softplus(alpha + bias)."""
@@ -98,7 +93,7 @@ class GatedDeltaNet(StatefulMixer):
     def mixing_flops(self, seq_length: int) -> float:
         """State update and read-out (three products of key and value width) and the convolution."""
         state = 6 * self.head_dim * self.value_dim
-        convolution = 2 * self.mixer_config.conv_kernel_size * self._conv_width()
+        convolution = 2 * self.mixer_config.conv_kernel_size * self.qkv_width
         return self.num_units() * (state + convolution)
 
 

@@ -46,14 +46,8 @@ class LinearAttention(StatefulMixer):
 
     mixer_config: LinearAttentionConfig
 
-    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
-        """See `Mixer.mix`: features, sum of all products so far, norm. Needs the whole sequence."""
-        assert part.gather is None, "a state needs the whole sequence"
-        q, k, v, gate = x_tbuw.split([self.head_dim, self.head_dim, self.value_dim, self.gate_width], -1)
+    def read_states(self, qkv_tbuw: Tensor, rest_tbuw: Tensor, part: Part) -> Tensor:
+        """See `StatefulMixer.read_states`: the sum of all products of features so far."""
+        q, k, v = self.split_heads(qkv_tbuw)
         q, k = (FEATURE_MAPS[self.mixer_config.feature_map](x) for x in (q, k))
-        o_bthd = gated_linear_attention(batch_first(q), batch_first(k), batch_first(v))
-        return self.gated_norm(batch_first(o_bthd), gate)
-
-    def mixing_flops(self, seq_length: int) -> float:
-        """Writing to the state and reading from it."""
-        return self.num_units() * 4 * self.head_dim * self.value_dim
+        return batch_first(gated_linear_attention(batch_first(q), batch_first(k), batch_first(v)))

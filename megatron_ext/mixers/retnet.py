@@ -37,13 +37,12 @@ class RetNet(StatefulMixer):
 
     mixer_config: RetNetConfig
 
-    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
-        """See `Mixer.mix`: rotate, fade and add, norm. Needs the whole sequence."""
-        assert part.gather is None, "a state needs the whole sequence"
-        q, k, v, gate = x_tbuw.split([self.head_dim, self.head_dim, self.value_dim, self.gate_width], -1)
+    def read_states(self, qkv_tbuw: Tensor, rest_tbuw: Tensor, part: Part) -> Tensor:
+        """See `StatefulMixer.read_states`: rotate, fade and add."""
+        q, k, v = self.split_heads(qkv_tbuw)
         q, k = (rotate(x, self.config.rotary_base, part.first_position) for x in (q, k))
-        o_bthd = gated_linear_attention(batch_first(q), batch_first(k), batch_first(v), self._log_fading(q, part))
-        return self.gated_norm(batch_first(o_bthd), gate)
+        g_bth = self._log_fading(q, part)
+        return batch_first(gated_linear_attention(batch_first(q), batch_first(k), batch_first(v), g_bth))
 
     def _log_fading(self, q_tbud: Tensor, part: Part) -> Tensor:
         """Log decay [b, t, u], fp32: the same for every token."""
@@ -51,7 +50,3 @@ class RetNet(StatefulMixer):
         heads = torch.arange(part.first_unit, part.first_unit + part.num_units, device=q_tbud.device)
         # log(1 - x) for small x: fp32 would round 1 - x first.
         return torch.log1p(-torch.exp2(-5.0 - heads.float())).expand(b, t, -1)
-
-    def mixing_flops(self, seq_length: int) -> float:
-        """Writing to the state and reading from it."""
-        return self.num_units() * 4 * self.head_dim * self.value_dim

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.mixers.base import Mixer
+from megatron_ext.mixers.base import Mixer, Part
 from megatron_ext.parallel.parameters import new_parameter, ones
 
 
@@ -32,6 +33,11 @@ class StatefulMixer(Mixer):
         return self.head_dim * self.mixer_config.expand_v
 
     @property
+    def qkv_width(self) -> int:
+        """Features of a head's query, key and value."""
+        return 2 * self.head_dim + self.value_dim
+
+    @property
     def gate_width(self) -> int:
         """Features of a head's output gate."""
         return self.value_dim if self.mixer_config.output_gate else 0
@@ -42,13 +48,41 @@ class StatefulMixer(Mixer):
 
     def unit_width(self) -> int:
         """Query, key, value and output gate of a head."""
-        return 2 * self.head_dim + self.value_dim + self.gate_width
+        return self.qkv_width + self.gate_width
 
     def output_width(self) -> int:
         """A head's output."""
         return self.value_dim
 
-    def gated_norm(self, o_tbud: Tensor, gate_tbud: Tensor) -> Tensor:
+    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+        """See `Mixer.mix`: walk over the states, gated norm. Needs the whole sequence."""
+        assert part.gather is None, "a state needs the whole sequence"
+        widths = [self.qkv_width, self.gate_width]
+        qkv, gate, rest = x_tbuw.split([*widths, x_tbuw.shape[-1] - sum(widths)], -1)
+        return self._gated_norm(self.read_states(qkv, rest, part), gate)
+
+    @abstractmethod
+    def read_states(self, qkv_tbuw: Tensor, rest_tbuw: Tensor, part: Part) -> Tensor:
+        """What each token reads from its head's state.
+
+        Args:
+            qkv_tbuw: [t, b, units, qkv_width], the whole sequence; see `split_heads`.
+            rest_tbuw: what a mixer adds to the rows, [t, b, units, width].
+            part: which units these are.
+
+        Returns:
+            [t, b, units, value_dim].
+        """
+
+    def split_heads(self, qkv_tbuw: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values."""
+        return qkv_tbuw.split([self.head_dim, self.head_dim, self.value_dim], -1)
+
+    def mixing_flops(self, seq_length: int) -> float:
+        """Writing to the state and reading from it."""
+        return self.num_units() * 4 * self.head_dim * self.value_dim
+
+    def _gated_norm(self, o_tbud: Tensor, gate_tbud: Tensor) -> Tensor:
         """RMSNorm of each head's output [t, b, u, value_dim], times SiLU of its gate where there is one."""
         weight = self.replicated(self.norm_weight)
         normed = F.rms_norm(o_tbud.float(), (self.value_dim,), weight.float(), self.config.layernorm_epsilon)
