@@ -14,6 +14,9 @@ import pytest
 from parity import Outcome
 from pool import WorkerPool
 
+from megatron_ext.config.pattern import parse_pattern
+from megatron_ext.mixers.registry import load_all
+
 LOSS, NORM, PARAMETER = 2e-6, 1e-6, 2e-5
 # Five times what two layouts were measured to differ by; a parameter by one rounding of a weight near 1 (2**-7).
 BF16 = 2e-3, 5e-3, 1e-2
@@ -134,8 +137,11 @@ def test_a_layout_gives_the_numbers_of_one_process(pool: WorkerPool, model: str,
         assert ("sequence_to_heads" in outcome.exchanges) == (not gathers)
 
 
-STATEFUL = {"gated_deltanet", "linear_attention", "retnet", "hybrid"}
-GATHERING = [name for name in MODELS if name not in STATEFUL]
+GATHERING = [
+    name
+    for name, model in MODELS.items()
+    if all(load_all()[mixer].gathers_keys_and_values for mixer in parse_pattern(model.pattern))
+]
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
