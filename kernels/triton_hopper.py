@@ -10,6 +10,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+GROUP_M = gl.constexpr(64)
+"""Rows that a group of four warps takes: those of one instruction."""
+
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int8: gl.int8}
 
 

@@ -25,14 +25,11 @@ from kernels.top1_chunk import triton_attend
 from kernels.top1_chunk.triton_attend import COLUMNS
 from kernels.top1_chunk.triton_group import ITEM_COLUMNS
 from kernels.top1_chunk.triton_problem import LN2, Problem
-from kernels.triton_hopper import shared_layout, tiles_of
+from kernels.triton_hopper import GROUP_M, shared_layout, tiles_of
 from kernels.triton_math import multiprocessors
 
 BLOCK_M = gl.constexpr(128)
 """Rows of a tile."""
-
-GROUP_M = gl.constexpr(64)
-"""Rows that a group of four warps takes: those of one instruction."""
 
 GROUP_REGISTERS, LOADER_REGISTERS = gl.constexpr(224), gl.constexpr(56)
 """Of a thread. Together they must not be more than the multiprocessor has."""

@@ -21,13 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.top1_chunk import triton_screen
 from kernels.top1_chunk.triton_attend import COLUMNS
-from kernels.triton_hopper import tiles_of
+from kernels.triton_hopper import GROUP_M, tiles_of
 
 GROUPS = gl.constexpr(4)
 """Of warps that take rows."""
-
-BLOCK_M = gl.constexpr(64)
-"""Rows of a group: those of one instruction."""
 
 REGISTERS = gl.constexpr(112)
 """Of a thread that takes rows."""
@@ -62,7 +59,7 @@ def _load(
     mbarrier.expect(queries_ready, GROUPS * q_tiles.block_type.nbytes)
     for group in gl.static_range(GROUPS):
         tile = gl.minimum(lowest + group, last)
-        row = gl.load(table + tile // TILES * COLUMNS + 2) * R + tile % TILES * BLOCK_M
+        row = gl.load(table + tile // TILES * COLUMNS + 2) * R + tile % TILES * GROUP_M
         tma.async_copy_global_to_shared(q_tiles, [g * rows + row, 0], queries_ready, queries.index(group))
     for j in range((last // TILES - first) * PER_CHUNK):
         stage = j % STAGES
@@ -98,7 +95,7 @@ def _screen_rows(
     tile = gl.minimum(lowest + group, last)
     slot = tile // TILES
     entry = table + slot * COLUMNS
-    m = tile % TILES * BLOCK_M + gl.arange(0, BLOCK_M, layout=rows_layout)
+    m = tile % TILES * GROUP_M + gl.arange(0, GROUP_M, layout=rows_layout)
     row = gl.load(entry + 2) * R + m
     valid = (m < gl.load(entry + 3) * R) & (lowest + group <= last)
     first = gl.load(entry + 5)
@@ -109,10 +106,10 @@ def _screen_rows(
     scales = chunk_bounds + g * slots
     sizes, errors = scales + heads * slots, scales + 2 * heads * slots
     place = candidates + g.to(gl.int64) * CAPACITY * rows + row
-    floor = gl.full([BLOCK_M], -float("inf"), gl.float32, layout=rows_layout)
-    highest = gl.zeros([BLOCK_M], gl.int32, layout=rows_layout)
-    count = gl.zeros([BLOCK_M], gl.int32, layout=rows_layout)
-    nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.int32, layout=products_layout)
+    floor = gl.full([GROUP_M], -float("inf"), gl.float32, layout=rows_layout)
+    highest = gl.zeros([GROUP_M], gl.int32, layout=rows_layout)
+    count = gl.zeros([GROUP_M], gl.int32, layout=rows_layout)
+    nothing = gl.zeros([GROUP_M, BLOCK_N], gl.int32, layout=products_layout)
     mbarrier.wait(queries_ready, 0)
     _skip(ready, free, 0, (first - begin) * PER_CHUNK, STAGES)
     for j in range((first - begin) * PER_CHUNK, (slot - begin) * PER_CHUNK):
@@ -147,10 +144,10 @@ def screen_hopper(
 
     Args:
         q_tiles, k_tiles: descriptors of q8 [heads * rows, BLOCK_D] and k8 [heads * tokens, BLOCK_D] in tiles of
-            BLOCK_M and of at most CHUNK rows.
+            GROUP_M and of at most CHUNK rows.
     """
     BLOCK_N: gl.constexpr = k_tiles.block_type.shape[0]
-    queries = gl.allocate_shared_memory(gl.int8, [GROUPS, BLOCK_M, q_tiles.block_type.shape[1]], q_tiles.layout)
+    queries = gl.allocate_shared_memory(gl.int8, [GROUPS, GROUP_M, q_tiles.block_type.shape[1]], q_tiles.layout)
     ring = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, k_tiles.block_type.shape[1]], k_tiles.layout)
     queries_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -183,9 +180,9 @@ def launch(
     """Launch it: q8 [heads, rows, BLOCK_D], k8 [heads, tokens, BLOCK_D], the rest as in `screen`."""
     (heads, rows, width), tokens, slots = q8.shape, k8.shape[1], len(table)
     block_n = min(MAX_BLOCK_N, chunk_size)
-    q_tiles = tiles_of(q8.view(-1, width), BLOCK_M.value, width)
+    q_tiles = tiles_of(q8.view(-1, width), GROUP_M.value, width)
     k_tiles = tiles_of(k8.view(-1, width), block_n, width)
-    tiles = -(-chunk_size * heads_per_group // BLOCK_M.value)
+    tiles = -(-chunk_size * heads_per_group // GROUP_M.value)
     stages = min(MAX_STAGES, RING_BYTES // (block_n * width))
     screen_hopper[-(-slots * tiles // GROUPS.value), heads](
         q_tiles, query_bounds, k_tiles, chunk_bounds, candidates, counts, floors, table, rows, slots, tokens,
