@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kernels.top1_chunk import triton_recheck, triton_screen, triton_screen_hopper
-from kernels.top1_chunk.triton_launch_means import mean_keys
 from kernels.top1_chunk.triton_launch_order import cut
 from kernels.top1_chunk.triton_problem import Problem
 from kernels.triton_math import multiprocessors, on_hopper
@@ -29,8 +28,11 @@ HELD_SHARE = 0.12
 RECHECK_SEGMENT = 1024
 """Rows that one program scores against a chunk."""
 
-SHARES = 32
+SHARES = 64
 """Programs that share the chunks of a tile of missed rows."""
+
+CENTRE_STRIDE = 16
+"""Of the keys whose mean is taken: fewer cost less."""
 
 
 def screening_pays(problem: Problem, top_k: int) -> bool:
@@ -82,8 +84,16 @@ class Heads(NamedTuple):
         return torch.empty(shape, dtype=dtype, device=self.q.device)
 
 
+class Found(NamedTuple):
+    """What screening tells of each row, beside its candidates; see `triton_screen`."""
+
+    counts: Tensor
+    floors: Tensor
+    query_scales: Tensor
+
+
 class Missed(NamedTuple):
-    """Rows whose candidates are not complete; see `triton_recheck.count_survivors`."""
+    """Rows whose candidates are not complete; see `triton_recheck.count_first`."""
 
     rows: Tensor
     slots: Tensor
@@ -92,8 +102,8 @@ class Missed(NamedTuple):
 
 def select_screened(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, scratch: Tensor) -> None:
     """Write `chosen`, int32 [1, hkv, rows], as `select_by_keys` does. `scratch` as in `choose`."""
-    # By way of the chunks: the mean of many tokens at once takes torch 128 MiB.
-    centre_gd = mean_keys(problem, k).mean(0, dtype=torch.float32)
+    # Near the mean of all, and any will do.
+    centre_gd = k[::CENTRE_STRIDE].mean(0, dtype=torch.float32)
     ratio = problem.heads_per_group
     flat = scratch.view(-1)
     places = flat[: flat.numel() // 2 * 2].view(torch.int32)
@@ -104,85 +114,94 @@ def select_screened(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, scra
         part = problem.of_heads(min(count, problem.num_groups - start))
         own = slice(start, start + part.num_groups)
         heads = Heads(part, problem.num_groups, q[:, start * ratio :], k[:, start:], centre_gd[own])
-        counts, floors = collect_candidates(heads, places)
-        score_candidates(heads, places, counts, floors, chosen[0, own])
+        score_candidates(heads, places, collect_candidates(heads, places), chosen[0, own])
 
 
 def heads_at_once(problem: Problem, places: int) -> int:
     """Key heads that are screened together; `places` is what there is for candidates."""
     width = int8_width(problem)
     held = (2 * problem.heads_per_group + 2) * problem.head_dim * problem.dtype.itemsize * problem.num_groups
-    # q8 or the order, and bounds, counts and the best of each row; k8.
-    new = (max(width, 4 * SURVIVORS) + 32) * problem.heads_per_group + width
+    # q8 or the order, and bounds, scales, counts and the best of each row; k8.
+    new = (max(width, 4 * SURVIVORS) + 40) * problem.heads_per_group + width
     most = min(places, 2**31 - 1) // (problem.rows * CANDIDATES)
     fits = max(1, min(int(HELD_SHARE * held / new), most))
     return -(-problem.num_groups // -(-problem.num_groups // fits))
 
 
-def collect_candidates(heads: Heads, candidates: Tensor) -> tuple[Tensor, Tensor]:
-    """Write `candidates`, int32 [at least heads * CANDIDATES * rows]; give counts and floors as from `screen`."""
+def collect_candidates(heads: Heads, candidates: Tensor) -> Found:
+    """Write `candidates`, int32 [at least heads * CANDIDATES * rows], as `screen` does."""
     problem, q, k, shape = heads.problem, heads.q, heads.k, heads.shape
     count, rows, slots, size = problem.num_groups, problem.rows, problem.slots, problem.layout.chunk_size
     width, tokens, block_m = shape["BLOCK_D"], len(k), 32
     q8 = heads.new(count, rows, width, dtype=torch.int8)
     k8 = heads.new(count, tokens, width, dtype=torch.int8)
-    query_bounds = heads.new(count, 2, rows, dtype=torch.float32)
+    query_bounds, query_scales = (heads.new(count, 2, rows, dtype=torch.float32) for _ in range(2))
     chunk_bounds = heads.new(3, count, slots, dtype=torch.float32)
     triton_screen.quantise_queries[-(-rows // block_m), count](
-        q, q8, query_bounds, rows, R=problem.heads_per_group, BLOCK_M=block_m, **shape
+        q, heads.centre_gd, q8, query_bounds, query_scales, rows, R=problem.heads_per_group, BLOCK_M=block_m, **shape
     )
     triton_screen.quantise_keys[slots, count](
         k, heads.centre_gd, k8, chunk_bounds, problem.table, tokens, slots, CHUNK=size, BLOCK_N=32, **shape
     )
-    counts, floors = heads.new(count, rows), heads.new(count, rows, dtype=torch.float32)
+    found = Found(heads.new(count, rows), heads.new(count, rows, dtype=torch.float32), query_scales)
     if on_hopper(q) and width >= triton_screen_hopper.LEAST_WIDTH:
         triton_screen_hopper.launch(
-            q8, query_bounds, k8, chunk_bounds, candidates, counts, floors, problem.table,
+            q8, query_bounds, k8, chunk_bounds, candidates, found.counts, found.floors, problem.table,
             heads_per_group=problem.heads_per_group, chunk_size=size, capacity=CANDIDATES,
         )  # fmt: skip
-        return counts, floors
+        return found
     tiles = problem.tiles("screen")
     grid, own_rows = heads.own_rows()
     triton_screen.screen[grid](
-        q8, query_bounds, k8, chunk_bounds, candidates, counts, floors, problem.table, rows, slots, tokens,
+        q8, query_bounds, k8, chunk_bounds, candidates, found.counts, found.floors, problem.table, rows, slots, tokens,
         CHUNK=size, BLOCK_D=width, BLOCK_N=min(tiles.block_n, size), **own_rows, **tiles.launch(),
     )  # fmt: skip
-    return counts, floors
+    return found
 
 
-def score_candidates(heads: Heads, candidates: Tensor, counts: Tensor, floors: Tensor, chosen_gr: Tensor) -> None:
+def score_candidates(heads: Heads, candidates: Tensor, found: Found, chosen_gr: Tensor) -> None:
     """Write `chosen_gr`, int32 [heads, rows]. What `collect_candidates` gave is overwritten."""
     problem, q, k = heads.problem, heads.q, heads.k
-    rows = problem.rows
+    counts = found.counts
     missed = Missed(heads.new(*counts.shape), heads.new(*counts.shape), torch.zeros_like(counts[:, 0]))
-    order, ends = _order_by_chunk(heads, candidates, counts, floors, chosen_gr, missed)
-    tiles = problem.tiles("recheck")
-    items = cut(problem, ends, RECHECK_SEGMENT, len(order)).items
     best = torch.full(counts.shape, triton_recheck.NONE_YET.value, dtype=torch.int64, device=q.device)
-    programs = 4 * multiprocessors(q)
     options: dict[str, Any] = {"R": problem.heads_per_group, "CHUNK": problem.layout.chunk_size}
-    options |= problem.keys_and_launch(tiles) | heads.shape
-    triton_recheck.recheck[(len(items),)](q, k, best, order, items, rows, **options)
+    options |= problem.keys_and_launch(problem.tiles("recheck")) | heads.shape
+    for first in (True, False):
+        order, ends = _order_by_chunk(heads, candidates, found, best, chosen_gr, missed, first)
+        items = cut(problem, ends, RECHECK_SEGMENT, len(order)).items
+        triton_recheck.recheck[(len(items),)](q, k, best, order, items, problem.rows, **options)
+    # There are few, and what a program without any costs is its start.
+    programs = -(-4 * multiprocessors(q) // problem.num_groups)
     triton_recheck.score_missed[programs, problem.num_groups](
-        q, k, best, *missed, problem.table, rows, SHARES=SHARES, **options
+        q, k, best, *missed, problem.table, problem.rows, SHARES=SHARES, **options
     )
     block = 1024
     triton_recheck.take_best[(-(-best.numel() // block),)](best, chosen_gr, best.numel(), BLOCK=block)
 
 
 def _order_by_chunk(
-    heads: Heads, candidates: Tensor, counts: Tensor, floors: Tensor, chosen_gr: Tensor, missed: Missed
+    heads: Heads, candidates: Tensor, found: Found, best: Tensor, chosen_gr: Tensor, missed: Missed, first: bool
 ) -> tuple[Tensor, Tensor]:
-    """Give the rows to score again, by head and chunk, and where each of these bins ends: the form that `cut` takes."""
+    """Give the rows to score, by head and chunk, and where each of these bins ends: the form that `cut` takes.
+
+    They are those of each row's first candidate, and then, with its score in `best`, those of the others.
+    """
+    counts, floors, query_scales = found
     table, rows, slots = heads.problem.table, heads.problem.rows, heads.problem.slots
     grid, own_rows = heads.own_rows()
     chunk_counts = counts.new_zeros(len(counts), slots + 1, triton_recheck.COUNTERS.value)
-    triton_recheck.count_survivors[grid](
-        candidates, counts, floors, chosen_gr, chunk_counts, *missed, table, rows, slots, **own_rows
-    )
+    if first:
+        triton_recheck.count_first[grid](
+            candidates, counts, floors, chosen_gr, chunk_counts, *missed, table, rows, slots, **own_rows
+        )
+    else:
+        triton_recheck.count_others[grid](
+            candidates, counts, floors, query_scales, best, chunk_counts, table, rows, slots, **own_rows
+        )
     ends = chunk_counts.view(-1).cumsum(0, dtype=torch.int32).view_as(chunk_counts)
-    order = heads.new(SURVIVORS * counts.numel())
-    triton_recheck.place_survivors[grid](
-        candidates, counts, ends - chunk_counts, order, len(order), *missed, table, rows, slots, **own_rows
+    order = heads.new((1 if first else SURVIVORS) * counts.numel())
+    triton_recheck.place_counted[grid](
+        candidates, counts, ends - chunk_counts, order, len(order), *missed, table, rows, slots, FIRST=first, **own_rows
     )
     return order, ends[..., -1].flatten().clamp(max=len(order))

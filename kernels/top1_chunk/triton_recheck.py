@@ -1,8 +1,9 @@
 """From candidates to the choice: their scores in the inputs' own precision, in Triton.
 
 The products are those of `select_by_keys`, to the bit. The rows of each chunk's candidates are brought together, so
-that the tensor cores do this work, too. Places in that order come from atomic counters and differ from run to run; the
-choice does not, as a maximum knows no order.
+that the tensor cores do this work, too. Of each row the candidate with the highest bound comes first; its score rules
+most of the others out, and those that it does not come after. Places in these orders come from atomic counters and
+differ from run to run; the choice does not, as a maximum knows no order.
 """
 
 # mypy: ignore-errors
@@ -13,13 +14,16 @@ import triton.language as tl
 
 from kernels.top1_chunk.triton_attend import COLUMNS, first_slot, head_rows, own_rows
 from kernels.top1_chunk.triton_group import ITEM_COLUMNS
-from kernels.top1_chunk.triton_screen import chunk_number, upper_bound
+from kernels.top1_chunk.triton_screen import LARGEST, SMALLEST, chunk_number, upper_bound
 from kernels.triton_math import MAX_INT32, load_rows, product
 
 NONE_YET = tl.constexpr(-(2**63))
 
 COUNTERS = tl.constexpr(32)
 """Of each chunk: atomic additions to one place, or to neighbours, wait for each other."""
+
+ROUNDING = tl.constexpr(2**-20)
+"""Relative, at least: of a few operations in fp32."""
 
 
 @triton.jit
@@ -36,17 +40,34 @@ def _list_missed(missed_rows, missed_slots, num_missed, g, row, slot, missed, ro
 
 
 @triton.jit
-def count_survivors(
+def _rank(score, slot):
+    """One int64 for both: the highest is the highest score's, and of equal scores the lowest slot's."""
+    # -0 and 0 are equal scores; of what is no number nothing is known.
+    score = tl.where(score == score, score + 0.0, -float("inf"))
+    bits = score.to(tl.int32, bitcast=True)
+    rising = bits ^ ((bits >> 31) & MAX_INT32)
+    return (rising.to(tl.int64) << 32) | (tl.full((), MAX_INT32, tl.int64) - slot)
+
+
+@triton.jit
+def _score(rank):
+    """The score of `_rank`; no number of NONE_YET."""
+    rising = (rank >> 32).to(tl.int32)
+    return (rising ^ ((rising >> 31) & MAX_INT32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def count_first(
     candidates, counts, floors, chosen, chunk_counts, missed_rows, missed_slots, num_missed, table, rows, slots,
     R: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Choose where one candidate is left, count the others by chunk, list rows with too many.
+    """Choose where one candidate is left, else count the first of them by chunk; list rows with too many.
 
     Grid (slots * TILES, heads).
 
     Args:
-        candidates: as from `screen`; out: the slots of those that are left, at the front.
-        counts: as from `screen`; out: how many are left to be scored again, never 1.
+        candidates: as from `screen`; out: those that are left, the one with the highest bound at the front.
+        counts: as from `screen`; out: how many are left, 0 where there is nothing to score.
         floors: as from `screen`.
         chosen: int32 [heads, rows], out where nothing is left to decide.
         chunk_counts: int32 [heads, slots + 1, COUNTERS], zero before; out: rows to score against a chunk.
@@ -64,57 +85,95 @@ def count_survivors(
     missed = count > CAPACITY
     count = tl.where(missed, 0, count)
     left = tl.zeros([BLOCK_M], tl.int32)
-    last = tl.full([BLOCK_M], -1, tl.int32)
+    front = tl.zeros([BLOCK_M], tl.int32)
     for i in range(tl.max(count)):
         entry = tl.load(place + i * rows, mask=i < count, other=0)
         survives = (i < count) & ((upper_bound(entry) < floor) == 0)
-        last = tl.where(survives, first + chunk_number(entry), last)
-        tl.store(place + left * rows, last, mask=survives)
+        leads = survives & ((left == 0) | (upper_bound(entry) > upper_bound(front)))
+        # Never behind what was read.
+        tl.store(place + left * rows, tl.where(leads, front, entry), mask=survives & (left > 0))
+        front = tl.where(leads, entry, front)
         left += survives.to(tl.int32)
-    tl.store(chosen + at, last, mask=valid & (left < 2) & (missed == 0))
+    leader = first + chunk_number(front)
+    tl.store(chosen + at, tl.where(left == 1, leader, -1), mask=valid & (left < 2) & (missed == 0))
     left = tl.where(left < 2, 0, left)
     tl.store(counts + at, left, mask=valid)
-    for i in range(tl.max(left)):
-        survivor = tl.load(place + i * rows, mask=i < left, other=0)
-        tl.atomic_add(_counter(chunk_counts, g, slots, survivor, program), 1, mask=i < left)
+    tl.store(place, front, mask=left > 0)
+    tl.atomic_add(_counter(chunk_counts, g, slots, leader, program), 1, mask=left > 0)
     _list_missed(missed_rows, missed_slots, num_missed, g, row, slot, missed, rows)
 
 
 @triton.jit
-def place_survivors(
-    candidates, counts, cursors, order, capacity, missed_rows, missed_slots, num_missed, table, rows, slots,
+def count_others(
+    candidates, counts, floors, query_scales, best, chunk_counts, table, rows, slots,
     R: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows that `count_survivors` counted, chunk by chunk. Grid (slots * TILES, heads).
+    """Count the candidates that may beat the first one's score, by chunk. Grid (slots * TILES, heads).
 
     Args:
-        candidates, counts: as `count_survivors` left them.
-        cursors: int32 [heads, slots + 1, COUNTERS], where each count's rows begin in the order; out: where they end.
-        order: int32 [capacity], out: rows by head, then chunk.
-        missed_rows, missed_slots, num_missed: as in `count_survivors`; out: also rows that the order has no place for.
+        candidates, counts: as `count_first` left them; out: the same, less those that cannot.
+        floors: as from `screen`.
+        query_scales: as from `quantise_queries`.
+        best: int64 [heads, rows], the `_rank` of each row's first candidate.
+        chunk_counts: as in `count_first`; out: rows to score against a chunk.
     """
     program, g = tl.program_id(0), tl.program_id(1)
     slot = program // TILES
     row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)
-    left = tl.load(counts + g.to(tl.int64) * rows + row, mask=valid, other=0)
+    first = first_slot(table, slot)
+    at = g.to(tl.int64) * rows + row
+    count = tl.load(counts + at, mask=valid, other=0)
+    scored = count > 0
+    score = _score(tl.load(best + at, mask=scored, other=NONE_YET))
+    scale = query_scales + g.to(tl.int64) * 2 * rows + row
+    offset = tl.load(scale + rows, mask=scored, other=0.0)
+    # Bounds are of (q.k - q.c) / sq.
+    slack = (tl.abs(score) + tl.abs(offset) + SMALLEST) * ROUNDING
+    raised = (score - offset - slack) / tl.load(scale, mask=scored, other=1.0)
+    floor = tl.load(floors + at, mask=scored, other=0.0)
+    floor = tl.where((raised > floor) & (raised < LARGEST), raised, floor)
     place = candidates + g.to(tl.int64) * CAPACITY * rows + row
-    misses = left < 0
-    for i in range(tl.max(left)):
-        survivor = tl.load(place + i * rows, mask=i < left, other=0)
-        to = tl.atomic_add(_counter(cursors, g, slots, survivor, program), 1, mask=i < left)
-        tl.store(order + to, row, mask=(i < left) & (to < capacity))
-        misses = misses | ((i < left) & (to >= capacity))
-    _list_missed(missed_rows, missed_slots, num_missed, g, row, slot, misses, rows)
+    left = scored.to(tl.int32)
+    for i in range(1, tl.max(count)):
+        entry = tl.load(place + i * rows, mask=i < count, other=0)
+        survives = (i < count) & ((upper_bound(entry) < floor) == 0)
+        tl.store(place + left * rows, entry, mask=survives)
+        tl.atomic_add(_counter(chunk_counts, g, slots, first + chunk_number(entry), program), 1, mask=survives)
+        left += survives.to(tl.int32)
+    tl.store(counts + at, left, mask=valid)
 
 
 @triton.jit
-def _rank(score, slot):
-    """One int64 for both: the highest is the highest score's, and of equal scores the lowest slot's."""
-    # -0 and 0 are equal scores; of what is no number nothing is known.
-    score = tl.where(score == score, score + 0.0, -float("inf"))
-    bits = score.to(tl.int32, bitcast=True)
-    rising = bits ^ ((bits >> 31) & MAX_INT32)
-    return (rising.to(tl.int64) << 32) | (tl.full((), MAX_INT32, tl.int64) - slot)
+def place_counted(
+    candidates, counts, cursors, order, capacity, missed_rows, missed_slots, num_missed, table, rows, slots,
+    R: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr, CAPACITY: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """Write the rows that `count_first` or else `count_others` counted, chunk by chunk. Grid (slots * TILES, heads).
+
+    Args:
+        candidates, counts: as they left them.
+        cursors: int32 [heads, slots + 1, COUNTERS], where each count's rows begin in the order; out: where they end.
+        order: int32 [capacity], out: rows by head, then chunk.
+        missed_rows, missed_slots, num_missed: as in `count_first`; out: also rows that the order has no place for.
+    """
+    program, g = tl.program_id(0), tl.program_id(1)
+    slot = program // TILES
+    row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)
+    first = first_slot(table, slot)
+    at = g.to(tl.int64) * rows + row
+    count = tl.load(counts + at, mask=valid, other=0)
+    place = candidates + g.to(tl.int64) * CAPACITY * rows + row
+    misses = count < 0
+    begin, end = 1, count
+    if FIRST:
+        begin, end = 0, tl.minimum(count, 1)
+    for i in range(begin, tl.max(end)):
+        placed = i < end
+        chunk = first + chunk_number(tl.load(place + i * rows, mask=placed, other=0))
+        to = tl.atomic_add(_counter(cursors, g, slots, chunk, program), 1, mask=placed)
+        tl.store(order + to, row, mask=placed & (to < capacity))
+        misses = misses | (placed & (to >= capacity))
+    _list_missed(missed_rows, missed_slots, num_missed, g, row, slot, misses, rows)
 
 
 @triton.jit
@@ -127,8 +186,8 @@ def recheck(
 
     Args:
         q, k: queries and keys of the first head.
-        best: int64 [heads, rows], NONE_YET before; out: the highest `_rank`.
-        order: as from `place_survivors`.
+        best: int64 [heads, rows], NONE_YET before the first; out: the highest `_rank`.
+        order: as from `place_counted`.
         items: as from `cut_segments`.
     """
     item = items + tl.program_id(0) * ITEM_COLUMNS
@@ -159,7 +218,7 @@ def score_missed(
 
     Args:
         best: as in `recheck`.
-        missed_rows, missed_slots, num_missed: as from `count_survivors`.
+        missed_rows, missed_slots, num_missed: as from `count_first` and `place_counted`.
     """
     g = tl.program_id(1)
     PER_CHUNK: tl.constexpr = CHUNK // BLOCK_N

@@ -52,27 +52,37 @@ def _norms(x, highest):
 
 @triton.jit
 def quantise_queries(
-    q, q8, query_bounds, rows,
+    q, centre, q8, query_bounds, query_scales, rows,
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Round each query to int8. Grid (rows / BLOCK_M, heads).
 
     Args:
         q: queries [tokens, G * R, d] of the first head.
+        centre: fp32 [heads, d], c.
         q8: int8 [heads, rows, BLOCK_D], out.
         query_bounds: fp32 [heads, 2, rows], out: |dq| / sq and at least |q8|.
+        query_scales: fp32 [heads, 2, rows], out: sq and at least q.c.
     """
     g = tl.program_id(1)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = row < rows
     x = load_rows(q, head_rows(row, g, G, R), valid, HEAD_DIM, HEAD_DIM, BLOCK_D).to(tl.float32)
     highest = tl.max(tl.abs(x), 1)
-    scaled, rounded, _ = _round(x, highest[:, None])
+    scaled, rounded, scale = _round(x, highest[:, None])
     error = _norms(scaled - rounded, highest)
+    size = _norms(scaled, highest)
     store_rows(q8, g.to(tl.int64) * rows + row, valid, BLOCK_D, rounded, BLOCK_D, BLOCK_D)
-    bound = query_bounds + g.to(tl.int64) * 2 * rows + row
-    tl.store(bound, error, mask=valid)
-    tl.store(bound + rows, _norms(scaled, highest) + error, mask=valid)
+    at = g.to(tl.int64) * 2 * rows + row
+    tl.store(query_bounds + at, error, mask=valid)
+    tl.store(query_bounds + at + rows, size + error, mask=valid)
+    scale = tl.max(scale, 1)
+    d = tl.arange(0, BLOCK_D)
+    middle = tl.load(centre + g * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+    middle_size = tl.sqrt(tl.sum(middle * middle, 0)) * MARGIN
+    tl.store(query_scales + at, scale, mask=valid)
+    offset = tl.sum(x * middle[None, :], 1) + size * scale * middle_size * PRODUCT_ERROR
+    tl.store(query_scales + at + rows, offset, mask=valid)
 
 
 @triton.jit

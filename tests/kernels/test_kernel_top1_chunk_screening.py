@@ -89,6 +89,18 @@ def test_keys_far_from_zero_and_of_unlike_sizes():
     assert torch.equal(screened, plain)
 
 
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter's products differ in the last bit with the tile they are in")
+@pytest.mark.parametrize("apart", [2**-6, 2**-8])
+@pytest.mark.parametrize("centre", [0, 40])
+def test_chunks_that_nearly_tie(apart, centre):
+    q, k = draw(8000, (2, 1), 128, BF16)
+    gen = torch.Generator().manual_seed(1)
+    k[:, 4096:7168] = k[:, :3072] * (1 + apart * torch.randn(1, 3072, 1, 1, generator=gen).to(DEVICE, BF16))
+    k += centre
+    screened, plain = both(q, k, 128)
+    assert torch.equal(screened, plain)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38, 1e25, 1e-40])
 def test_numbers_that_int8_cannot_hold(value):
     q, k = draw(200, (2, 1), 16, BF16)
