@@ -26,6 +26,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from megatron_ext.parallel.exchange import gather_sequence, heads_to_sequence, sequence_to_heads
+from megatron_ext.parallel.parameters import Initializer, new_parameter
 
 
 @dataclass
@@ -157,6 +158,11 @@ class Mixer(MegatronModule, ABC):
         offset = self.cp_group.rank() * x_tbuw.shape[0]
         part = Part(first, units, offset, lambda y_tbnw: gather_sequence(y_tbnw, self.cp_group))
         return self.mix(x_tbuw, part)
+
+    def new_parameter_of_units(self, initializer: Initializer, *shape: int) -> torch.nn.Parameter:
+        """A parameter [units of this tensor-parallel rank, *shape]; see `own_units`."""
+        whole = (self.num_units_per_rank, *shape)
+        return new_parameter(whole, initializer, dtype=self.config.params_dtype, split_over=self.tp_group)
 
     def replicated(self, parameter: Tensor) -> Tensor:
         """A parameter that all tensor-parallel ranks hold whole but use for their own heads: its gradient is summed."""

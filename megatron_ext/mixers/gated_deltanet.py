@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
 import torch.nn.functional as F
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
@@ -13,9 +10,10 @@ from torch import Tensor
 from kernels.gated_delta_rule import gated_delta_rule
 from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Part, batch_first
+from megatron_ext.mixers.convolution import causal_convolution, uniform_taps
+from megatron_ext.mixers.decay import inverse_softplus_step, log_uniform_decay
 from megatron_ext.mixers.registry import register
 from megatron_ext.mixers.stateful import StatefulMixer
-from megatron_ext.parallel.parameters import new_parameter
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -33,17 +31,6 @@ class GatedDeltaNetConfig:
     output_gate: bool = True
 
 
-def _log_uniform_decay(whole: Tensor, generator: torch.Generator) -> None:
-    """log(A), A uniform in [1, 16), as Mamba-2 and the paper's code start."""
-    whole.uniform_(1.0, 16.0, generator=generator).log_()
-
-
-def _inverse_softplus_step(whole: Tensor, generator: torch.Generator) -> None:
-    """softplus^-1 of step sizes log-uniform in [0.001, 0.1)."""
-    whole.uniform_(math.log(0.001), math.log(0.1), generator=generator).exp_()
-    whole.add_(torch.log(-torch.expm1(-whole)))
-
-
 @register("gated_deltanet", GatedDeltaNetConfig)
 class GatedDeltaNet(StatefulMixer):
     """Gated DeltaNet; its unit is a head with its own query, key, value, gate, step and decay.
@@ -55,17 +42,10 @@ class GatedDeltaNet(StatefulMixer):
 
     def add_parameters(self) -> None:
         """Convolution, decay and step of each head."""
-        heads, split = self.num_units_per_rank, self.tp_group
         kernel = self.mixer_config.conv_kernel_size
-
-        def uniform(whole: Tensor, generator: torch.Generator) -> None:
-            bound = kernel**-0.5
-            whole.uniform_(-bound, bound, generator=generator)
-
-        dtype = self.config.params_dtype
-        self.conv_weight = new_parameter((heads, self.qkv_width, kernel), uniform, dtype=dtype, split_over=split)
-        self.log_decay = new_parameter((heads,), _log_uniform_decay, dtype=dtype, split_over=split)
-        self.step_bias = new_parameter((heads,), _inverse_softplus_step, dtype=dtype, split_over=split)
+        self.conv_weight = self.new_parameter_of_units(uniform_taps, self.qkv_width, kernel)
+        self.log_decay = self.new_parameter_of_units(log_uniform_decay)
+        self.step_bias = self.new_parameter_of_units(inverse_softplus_step)
 
     def unit_width(self) -> int:
         """Query, key, value, output gate, beta and alpha of a head."""
@@ -95,21 +75,3 @@ class GatedDeltaNet(StatefulMixer):
         state = 6 * self.head_dim * self.value_dim
         convolution = 2 * self.mixer_config.conv_kernel_size * self.qkv_width
         return self.num_units() * (state + convolution)
-
-
-def causal_convolution(x_tbuw: Tensor, weight_uwk: Tensor) -> Tensor:
-    """Depthwise causal convolution over the first dimension.
-
-    Args:
-        x_tbuw: [t, b, u, w].
-        weight_uwk: [u, w, kernel]; the last tap meets the own position.
-
-    Returns:
-        [t, b, u, w]: at t the sum over j of weight[..., kernel-1-j] * x[t-j], with zeros before the sequence.
-    """
-    t, kernel = x_tbuw.shape[0], weight_uwk.shape[-1]
-    padded = F.pad(x_tbuw, (0, 0, 0, 0, 0, 0, kernel - 1, 0))
-    out = padded[:t] * weight_uwk[..., 0]
-    for tap in range(1, kernel):
-        out = out + padded[tap : tap + t] * weight_uwk[..., tap]
-    return out

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mixers.base import Part
-from megatron_ext.mixers.gated_deltanet import causal_convolution
+from megatron_ext.mixers.convolution import causal_convolution
 
 MakeMixer = Callable[..., Any]
 

@@ -1,0 +1,31 @@
+"""The short causal convolution that many stateful mixers begin with."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def uniform_taps(whole: Tensor, generator: torch.Generator) -> None:
+    """As torch starts a depthwise convolution: uniform within 1 / sqrt(kernel); the kernel is the last dimension."""
+    bound = whole.shape[-1] ** -0.5
+    whole.uniform_(-bound, bound, generator=generator)
+
+
+def causal_convolution(x_tbuw: Tensor, weight_uwk: Tensor) -> Tensor:
+    """Depthwise causal convolution over the first dimension.
+
+    Args:
+        x_tbuw: [t, b, u, w].
+        weight_uwk: [u, w, kernel]; the last tap meets the own position.
+
+    Returns:
+        [t, b, u, w]: at t the sum over j of weight[..., kernel-1-j] * x[t-j], with zeros before the sequence.
+    """
+    t, kernel = x_tbuw.shape[0], weight_uwk.shape[-1]
+    padded = F.pad(x_tbuw, (0, 0, 0, 0, 0, 0, kernel - 1, 0))
+    out = padded[:t] * weight_uwk[..., 0]
+    for tap in range(1, kernel):
+        out = out + padded[tap : tap + t] * weight_uwk[..., tap]
+    return out
