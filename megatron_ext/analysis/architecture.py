@@ -20,9 +20,13 @@ PLAIN: dict[str, dict[str, Any]] = {
     "attention": {"window": None, "temperature": 1.0, "random_keys": False, "position_encoding": "rope"},
     "top1_element": {"estimator": "straight_through", "position_encoding": "rope"},
     "top1_chunk": {"score": "exact", "chunk_size": 128, "top_k": 1, "local": True, "position_encoding": "rope"},
+    "moba": {"block_size": 512, "top_k": 3, "position_encoding": "rope"},
+    "deltanet": {"conv_kernel_size": 4, "expand_v": 1, "output_gate": False},
     "gated_deltanet": {"conv_kernel_size": 4, "expand_v": 1, "output_gate": True},
     "linear_attention": {"feature_map": "elu", "expand_v": 1, "output_gate": False},
+    "based": {"feature_dim": 16},
     "retnet": {"expand_v": 2, "output_gate": True},
+    "gla": {"expand_v": 2, "output_gate": True, "decay_rank": 16, "decay_temperature": 16.0},
 }
 """Mixers as the study defines them, by field: what a configuration leaves out, and what a label need not say."""
 

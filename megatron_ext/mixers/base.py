@@ -13,8 +13,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -126,7 +130,7 @@ class Mixer(MegatronModule, ABC):
         """Mix the sequence.
 
         Args:
-            x_tbuw: projected features, [t, b, units, unit_width].
+            x_tbuw: projected features, [t, b, units, unit_width]; behind them, of each unit, the shared ones.
             part: which units and positions these are.
 
         Returns:
@@ -143,8 +147,25 @@ class Mixer(MegatronModule, ABC):
         projected, _bias = self.in_proj(hidden_states)
         t, b, _width = projected.shape
         x_tbuw = projected.view(t, b, self.num_units_per_rank, self.unit_width())
+        shared_tbw = self.shared_features(hidden_states)
+        if shared_tbw is not None:
+            x_tbuw = torch.cat([x_tbuw, shared_tbw[:, :, None].expand(-1, -1, self.num_units_per_rank, -1)], -1)
         o_tbuw = self._mix_over_context(x_tbuw)
         return self.out_proj(o_tbuw.reshape(t, b, -1))
+
+    def shared_features(self, hidden_states: Tensor) -> Tensor | None:
+        """Features that every unit is given beside its own, [t, b, width], of this rank's part of the context."""
+        return None
+
+    def project_for_all_units(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
+        """Hidden states times a weight [width, hidden] that all tensor-parallel ranks hold whole: [t, b, width].
+
+        What the ranks' units send back is summed.
+        """
+        if self.config.sequence_parallel:
+            part = F.linear(hidden_states, self.replicated(weight))
+            return gather_from_sequence_parallel_region(part, group=self.tp_group)
+        return copy_to_tensor_model_parallel_region(F.linear(hidden_states, weight), group=self.tp_group)
 
     def _mix_over_context(self, x_tbuw: Tensor) -> Tensor:
         cp, first = self.cp_group.size(), self.tp_group.rank() * self.num_units_per_rank

@@ -39,11 +39,14 @@ class Top1ChunkConfig:
 class Top1Chunk(KeyValueMixer):
     """Top-1 Chunk attention with grouped queries."""
 
-    mixer_config: Top1ChunkConfig
+    @property
+    def selection(self) -> Top1ChunkConfig:
+        """What is chosen, and how."""
+        return self.mixer_config
 
     def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, part: Part) -> Tensor:
         """See `KeyValueMixer.attend`."""
-        chosen = self.mixer_config
+        chosen = self.selection
         return top1_chunk_attention(
             q_bthd,
             k_bshd,
@@ -57,8 +60,8 @@ class Top1Chunk(KeyValueMixer):
 
     def mixing_flops(self, seq_length: int) -> float:
         """Attention to the own and the chosen chunks, and the scores that the choice needs."""
-        c, k = self.mixer_config.chunk_size, self.mixer_config.top_k
-        before = max(seq_length - c, 0) / 2
-        scored = before / c if self.mixer_config.score == "approx" else before
-        attended = min(k * c, before) + (c / 2 if self.mixer_config.local else 0)
+        chosen = self.selection
+        c, before = chosen.chunk_size, max(seq_length - chosen.chunk_size, 0) / 2
+        scored = before / c if chosen.score == "approx" else before
+        attended = min(chosen.top_k * c, before) + (c / 2 if chosen.local else 0)
         return self.config.num_attention_heads * self.head_dim * (4 * attended + 2 * scored)

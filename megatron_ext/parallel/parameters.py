@@ -105,6 +105,11 @@ def ones(whole: Tensor, _: torch.Generator) -> None:
     whole.fill_(1.0)
 
 
+def zeros(whole: Tensor, _: torch.Generator) -> None:
+    """All zeros."""
+    whole.zero_()
+
+
 def normal(std: float) -> Initializer:
     """Normal values of mean 0."""
 

@@ -50,6 +50,8 @@ SPLIT = {
     "conv_weight": 0,
     "log_decay": 0,
     "step_bias": 0,
+    "decay_up": 0,
+    "decay_bias": 0,
 }
 
 

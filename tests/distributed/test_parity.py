@@ -48,9 +48,15 @@ MODELS = {
     "top1_chunk_exact": Model("top1_chunk*4", _chunks("exact")),
     "top1_chunk_exact_lse": Model("top1_chunk*4", _chunks("exact_lse")),
     "top1_chunk_top2_gqa": Model("top1_chunk*4", _chunks("exact", top_k=2), {"num_query_groups": 2}),
+    # With its gate: without, the norm turns a first token's output, (q.k) v, over with the sign of q.k, and five steps
+    # let rounding grow to 1e-5. Rows without a gate are linear_attention's, too.
+    "deltanet": Model("deltanet*4", {"deltanet": {"output_gate": True}}),
     "gated_deltanet": Model("gated_deltanet*4"),
+    "gla": Model("gla*4"),
     "linear_attention": Model("linear_attention*4"),
     "retnet": Model("retnet*4"),
+    "based": Model("based*4"),
+    "moba": Model("moba*4", {"moba": {"block_size": 8, "top_k": 2}}),
     "hybrid": Model("top1_chunk,gated_deltanet,attention,gated_deltanet", _chunks("exact")),
 }
 

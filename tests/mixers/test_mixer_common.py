@@ -25,8 +25,12 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("top1_chunk", {"chunk_size": 4, "score": "approx"}),
     ("top1_chunk", {"chunk_size": 4, "score": "exact"}),
     ("top1_chunk", {"chunk_size": 4, "score": "exact_lse", "top_k": 2}),
+    ("based", {}),
+    ("deltanet", {}),
     ("gated_deltanet", {}),
+    ("gla", {}),
     ("linear_attention", {}),
+    ("moba", {"block_size": 4, "top_k": 2}),
     ("retnet", {}),
 ]
 
@@ -112,7 +116,7 @@ def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
         MIXERS["no such mixer"]
 
 
-LENGTH, HEADS, WIDTH = 12, 4, 6
+LENGTH, HEADS, WIDTH, HIDDEN = 12, 4, 6, 24
 
 
 def _pairs(seen: Callable[[int, int], bool]) -> float:
@@ -134,8 +138,9 @@ def test_operations_of_top1_element(make_mixer: MakeMixer) -> None:
 
 
 @pytest.mark.parametrize("expand_v", [1, 2])
-def test_operations_of_gated_deltanet(make_mixer: MakeMixer, expand_v: int) -> None:
-    mixer = make_mixer("gated_deltanet", expand_v=expand_v)
+@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet"])
+def test_operations_of_the_delta_rule(make_mixer: MakeMixer, name: str, expand_v: int) -> None:
+    mixer = make_mixer(name, expand_v=expand_v)
     entries, channels, taps = WIDTH * WIDTH * expand_v, WIDTH * (2 + expand_v), 4
     # Read with the key, write, read with the query.
     assert mixer.mixing_flops(LENGTH) == pytest.approx(HEADS * (3 * 2 * entries + 2 * taps * channels))
@@ -148,6 +153,26 @@ def test_operations_of_a_state_that_adds(make_mixer: MakeMixer, name: str, expan
     """Write, read."""
     mixer = make_mixer(name, expand_v=expand_v)
     assert mixer.mixing_flops(LENGTH) == pytest.approx(HEADS * 2 * 2 * WIDTH * WIDTH * expand_v)
+
+
+@pytest.mark.parametrize("width", [3, 16])
+def test_operations_of_based(make_mixer: MakeMixer, width: int) -> None:
+    """Write, read, a state of all products of at most two features; the weights are summed like one more value."""
+    products = sum(1 for i in range(width + 1) for j in range(i + 1))
+    mixer = make_mixer("based", feature_dim=width)
+    assert mixer.mixing_flops(LENGTH) == pytest.approx(HEADS * 2 * 2 * products * (WIDTH + 1))
+
+
+def test_operations_of_gla(make_mixer: MakeMixer) -> None:
+    """Write, read; one narrow vector a token from the hidden state, and from that the decays of all heads."""
+    mixer = make_mixer("gla", expand_v=2, decay_rank=5)
+    decays = 2 * 5 * HIDDEN + HEADS * 2 * 5 * WIDTH
+    assert mixer.mixing_flops(LENGTH) == pytest.approx(HEADS * 2 * 2 * WIDTH * 2 * WIDTH + decays)
+
+
+def test_operations_of_moba_are_those_of_chunks_by_their_mean(make_mixer: MakeMixer) -> None:
+    chunks = make_mixer("top1_chunk", chunk_size=8, top_k=2, score="approx").mixing_flops(4096)
+    assert make_mixer("moba", block_size=8, top_k=3).mixing_flops(4096) == chunks
 
 
 @pytest.mark.parametrize("score", ["approx", "exact", "exact_lse"])

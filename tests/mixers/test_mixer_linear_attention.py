@@ -1,4 +1,4 @@
-"""Linear attention and RetNet, from input to output, against a weighted sum over all pairs in float64."""
+"""Linear attention, RetNet, GLA and Based, from input to output, in float64."""
 
 from __future__ import annotations
 
@@ -68,3 +68,39 @@ def test_retnet_is_the_fading_sum_over_pairs(
     mixer = make_mixer("retnet", **fields)
     keep = [1 - 2.0 ** (-5 - head) for head in range(4)]
     _check(mixer, hidden_states, keep, lambda x: _turned(x, mixer.config.rotary_base))
+
+
+@pytest.mark.parametrize("fields", [{}, {"expand_v": 1, "output_gate": False, "decay_rank": 3, "decay_temperature": 2}])
+def test_gla_is_the_loop_over_tokens(make_mixer: MakeMixer, hidden_states: Tensor, fields: dict[str, Any]) -> None:
+    mixer = make_mixer("gla", **fields)
+    d, dv, hidden = mixer.head_dim, mixer.value_dim, hidden_states.double()
+    rows = (hidden @ mixer.in_proj.weight.double().T).view(13, 2, 4, -1)
+    low = hidden @ mixer.decay_down.double().T
+    mixed = torch.empty(13, 2, 4, dv, dtype=torch.float64)
+    for b in range(2):
+        for head in range(4):
+            state = torch.zeros(d, dv, dtype=torch.float64)
+            for t in range(13):
+                q, k, v, gate = rows[t, b, head].split([d, d, dv, dv if mixer.mixer_config.output_gate else 0])
+                logits = mixer.decay_up[head].double() @ low[t, b] + mixer.decay_bias[head].double()
+                keep = (1 / (1 + (-logits).exp())) ** (1 / mixer.mixer_config.decay_temperature)
+                state = keep[:, None] * state + torch.outer(k, v)
+                out = q @ state / math.sqrt(d)
+                out = out / (out.square().mean() + mixer.config.layernorm_epsilon).sqrt() * mixer.norm_weight.double()
+                mixed[t, b, head] = out * gate / (1 + (-gate).exp()) if len(gate) else out
+    out, _ = mixer(hidden_states)
+    torch.testing.assert_close(out.double(), mixed.flatten(2) @ mixer.out_proj.weight.double().T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [1, 5])
+def test_based_weighs_keys_with_the_first_terms_of_the_exponential(
+    make_mixer: MakeMixer, hidden_states: Tensor, width: int
+) -> None:
+    mixer = make_mixer("based", feature_dim=width)
+    rows = (hidden_states.double() @ mixer.in_proj.weight.double().T).view(13, 2, 4, -1)
+    q, k, v = rows.split([width, width, 6], -1)
+    scores = torch.einsum("tbhf,sbhf->bhts", q, k) / math.sqrt(width)
+    weights = (1 + scores + scores**2 / 2).tril()
+    mixed = torch.einsum("bhts,sbhd->tbhd", weights / weights.sum(-1, keepdim=True), v)
+    out, _ = mixer(hidden_states)
+    torch.testing.assert_close(out.double(), mixed.flatten(2) @ mixer.out_proj.weight.double().T, rtol=1e-4, atol=1e-5)

@@ -83,3 +83,18 @@ def test_chunk_attends_to_the_best_chunks(
     mixer = make_mixer("top1_chunk", groups=groups, chunk_size=4, score=score, top_k=top_k, local=local)
     expected = _mix(mixer, hidden_states, True, _chunk_weights(score, 4, top_k, local))
     torch.testing.assert_close(mixer(hidden_states)[0].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("top_k", "groups", "encoding"), [(2, 4, "rope"), (3, 2, "none")])
+def test_moba_attends_to_the_own_block_and_those_with_the_best_means(
+    make_mixer: MakeMixer, hidden_states: Tensor, top_k: int, groups: int, encoding: str
+) -> None:
+    mixer = make_mixer("moba", groups=groups, block_size=4, top_k=top_k, position_encoding=encoding)
+    expected = _mix(mixer, hidden_states, encoding == "rope", _chunk_weights("approx", 4, top_k - 1, True))
+    torch.testing.assert_close(mixer(hidden_states)[0].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_moba_with_all_blocks_is_attention(make_mixer: MakeMixer, hidden_states: Tensor, block_size: int) -> None:
+    moba = make_mixer("moba", block_size=block_size, top_k=13)
+    torch.testing.assert_close(moba(hidden_states)[0], make_mixer("attention")(hidden_states)[0], rtol=1e-5, atol=1e-5)

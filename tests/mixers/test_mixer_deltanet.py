@@ -1,4 +1,4 @@
-"""Gated DeltaNet, from its input to its output, against a loop over tokens in float64."""
+"""DeltaNet, gated and not, from its input to its output, against a loop over tokens in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _head(mixer: Any, rows_tw: Tensor, head: int, gated: bool) -> Tensor:
     """One head's output [t, dv] from its rows of the projection."""
     d, dv = mixer.head_dim, mixer.value_dim
     taps = mixer.conv_weight[head].double()
-    decay, bias = float(mixer.log_decay[head].double().exp()), float(mixer.step_bias[head])
+    gate_end = 2 * d + dv + (dv if gated else 0)
     state = torch.zeros(d, dv, dtype=torch.float64)
     outputs = []
     for t in range(len(rows_tw)):
@@ -34,21 +34,29 @@ def _head(mixer: Any, rows_tw: Tensor, head: int, gated: bool) -> Tensor:
                 mixed += taps[:, -1 - back] * rows_tw[t - back, : 2 * d + dv]
         q, k, v = _silu(mixed).split([d, d, dv])
         q, k = q / q.norm() / math.sqrt(d), k / k.norm()
-        beta = 1 / (1 + math.exp(-rows_tw[t, -2]))
-        alpha = math.exp(-decay * math.log1p(math.exp(float(rows_tw[t, -1]) + bias)))
+        beta = 1 / (1 + math.exp(-rows_tw[t, gate_end]))
+        alpha = 1.0
+        if hasattr(mixer, "log_decay"):
+            decay, bias = float(mixer.log_decay[head].double().exp()), float(mixer.step_bias[head])
+            alpha = math.exp(-decay * math.log1p(math.exp(float(rows_tw[t, gate_end + 1]) + bias)))
         # S_t = S_{t-1} alpha (1 - beta k k^T) + beta v k^T, in the paper's words, here transposed.
         state = alpha * (state - beta * torch.outer(k, k @ state)) + beta * torch.outer(k, v)
         out = q @ state
         out = out / (out.square().mean() + mixer.config.layernorm_epsilon).sqrt() * mixer.norm_weight.double()
-        outputs.append(out * _silu(rows_tw[t, 2 * d + dv : 2 * d + 2 * dv]) if gated else out)
+        outputs.append(out * _silu(rows_tw[t, 2 * d + dv : gate_end]) if gated else out)
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize("fields", [{}, {"expand_v": 2}, {"output_gate": False}, {"conv_kernel_size": 1}])
-def test_it_is_the_loop_over_tokens(make_mixer: MakeMixer, hidden_states: Tensor, fields: dict[str, Any]) -> None:
-    mixer = make_mixer("gated_deltanet", **fields)
+@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"expand_v": 2}, {"output_gate": False}, {"output_gate": True}, {"conv_kernel_size": 1}]
+)
+def test_it_is_the_loop_over_tokens(
+    make_mixer: MakeMixer, hidden_states: Tensor, name: str, fields: dict[str, Any]
+) -> None:
+    mixer = make_mixer(name, **fields)
     rows = (hidden_states.double() @ mixer.in_proj.weight.double().T).view(13, 2, 4, -1)
-    gated = fields.get("output_gate", True)
+    gated = fields.get("output_gate", name == "gated_deltanet")
     mixed = torch.stack(
         [torch.cat([_head(mixer, rows[:, b, head], head, gated) for head in range(4)], -1) for b in range(2)], 1
     )
@@ -77,7 +85,7 @@ def test_the_convolution_is_torchs(kernel: int, length: int) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("name", ["gated_deltanet", "linear_attention", "retnet"])
+@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet", "linear_attention", "retnet"])
 def test_a_state_is_not_handed_a_part_of_the_sequence(make_mixer: MakeMixer, name: str) -> None:
     mixer = make_mixer(name)
     with pytest.raises(AssertionError, match="whole sequence"):

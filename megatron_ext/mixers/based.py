@@ -1,0 +1,79 @@
+"""Based: linear attention with the first terms of the exponential (Arora et al. 2024, arXiv 2402.18668).
+
+The paper's models take turns with attention over a short window: `based,attention`, with `mixers.attention.window`.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from kernels.gated_linear_attention import gated_linear_attention
+from megatron_ext.config.schema import STRICT
+from megatron_ext.mixers.base import Mixer, Part, batch_first
+from megatron_ext.mixers.registry import register
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class BasedConfig:
+    """Based.
+
+    Attributes:
+        feature_dim: width of a head's queries and keys, from which the features are made.
+    """
+
+    feature_dim: PositiveInt = 16
+
+
+@register("based", BasedConfig)
+class Based(Mixer):
+    """Based's linear attention; its unit is a head.
+
+    A key weighs 1 + s + s^2 / 2, s = q.k / sqrt(feature_dim), over the sum of all weights so far. Rows of the input
+    projection, per head: [query | key | value].
+    """
+
+    mixer_config: BasedConfig
+
+    def num_units(self) -> int:
+        """Heads."""
+        return self.config.num_attention_heads
+
+    def unit_width(self) -> int:
+        """Query, key and value of a head."""
+        return 2 * self.mixer_config.feature_dim + self.head_dim
+
+    def output_width(self) -> int:
+        """A head's output."""
+        return self.head_dim
+
+    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+        """See `Mixer.mix`: features, linear attention. Needs the whole sequence."""
+        assert part.gather is None, "a state needs the whole sequence"
+        width = self.mixer_config.feature_dim
+        q, k, v = x_tbuw.float().split([width, width, self.head_dim], -1)
+        # A value of 1 sums the weights.
+        values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        q, k, values = (batch_first(x) for x in (taylor_features(q), taylor_features(k), values))
+        sums = batch_first(gated_linear_attention(q, k, values, scale=1.0))
+        return (sums[..., :-1] / sums[..., -1:]).to(x_tbuw.dtype)
+
+    def mixing_flops(self, seq_length: int) -> float:
+        """Writing to the state, reading from it, and the sum of weights."""
+        width = self.mixer_config.feature_dim
+        features = 1 + width + width * (width + 1) // 2
+        return self.num_units() * 4 * features * (self.head_dim + 1)
+
+
+def taylor_features(x_tbuf: Tensor) -> Tensor:
+    """Features whose products are 1 + s + s^2 / 2, s = x.y / sqrt(f): [..., f] to [..., 1 + f + f (f + 1) / 2].
+
+    Each pair of features once, as x_i x_j and x_j x_i are the same.
+    """
+    width = x_tbuf.shape[-1]
+    i, j = torch.triu_indices(width, width, device=x_tbuf.device)
+    weights = torch.where(i == j, 0.5**0.5, 1.0)
+    x_tbuf = x_tbuf * width**-0.25
+    return torch.cat([torch.ones_like(x_tbuf[..., :1]), x_tbuf, x_tbuf[..., i] * x_tbuf[..., j] * weights], -1)

@@ -1,0 +1,111 @@
+"""The delta rule: a state that is corrected towards each value.
+
+DeltaNet: Yang, Wang, Zhang, Shen, Kim 2024 (arXiv 2406.06484). With a decay, gated DeltaNet: Yang, Kautz, Hatamizadeh
+2024 (arXiv 2412.06464).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from kernels.gated_delta_rule import gated_delta_rule
+from megatron_ext.config.schema import STRICT
+from megatron_ext.mixers.base import Part, batch_first
+from megatron_ext.mixers.convolution import causal_convolution, uniform_taps
+from megatron_ext.mixers.decay import inverse_softplus_step, log_uniform_decay
+from megatron_ext.mixers.registry import register
+from megatron_ext.mixers.stateful import StatefulMixer
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DeltaNetConfig:
+    """DeltaNet.
+
+    Attributes:
+        conv_kernel_size: positions, the own one included, that the short causal convolution over q, k and v sees.
+        expand_v: width of a value head over that of a key head.
+        output_gate: whether a SiLU gate follows the output norm.
+    """
+
+    conv_kernel_size: PositiveInt = 4
+    expand_v: PositiveInt = 1
+    output_gate: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GatedDeltaNetConfig(DeltaNetConfig):
+    """Gated DeltaNet: the fields of DeltaNet."""
+
+    output_gate: bool = True
+
+
+@register("deltanet", DeltaNetConfig)
+class DeltaNet(StatefulMixer):
+    """DeltaNet; its unit is a head with its own query, key, value, gate and step.
+
+    Rows of the input projection, per head: [query | key | value | output gate | beta].
+    """
+
+    mixer_config: DeltaNetConfig
+
+    def add_parameters(self) -> None:
+        """Convolution of each head."""
+        kernel = self.mixer_config.conv_kernel_size
+        self.conv_weight = self.new_parameter_of_units(uniform_taps, self.qkv_width, kernel)
+
+    def unit_width(self) -> int:
+        """Query, key, value, output gate and beta of a head."""
+        return super().unit_width() + 1
+
+    def read_states(self, qkv_tbuw: Tensor, rest_tbuw: Tensor, part: Part) -> Tensor:
+        """See `StatefulMixer.read_states`: short convolution, delta rule."""
+        beta, rest = rest_tbuw[..., 0], rest_tbuw[..., 1:]
+        q, k, v = self.split_heads(F.silu(causal_convolution(qkv_tbuw, self.own_units(self.conv_weight, part))))
+        q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).to(v.dtype) for x in (q, k))
+        o_bthd = gated_delta_rule(
+            batch_first(q),
+            batch_first(k),
+            batch_first(v),
+            batch_first(self.log_forgetting(rest, part)),
+            batch_first(beta.float().sigmoid()),
+        )
+        return batch_first(o_bthd)
+
+    def log_forgetting(self, rest_tbuw: Tensor, part: Part) -> Tensor:
+        """Log decay of the state [t, b, units], <= 0, fp32, from what is left of the rows: there is none."""
+        return torch.zeros(rest_tbuw.shape[:3], dtype=torch.float32, device=rest_tbuw.device)
+
+    def mixing_flops(self, seq_length: int) -> float:
+        """State update and read-out (three products of key and value width) and the convolution."""
+        state = 6 * self.head_dim * self.value_dim
+        convolution = 2 * self.mixer_config.conv_kernel_size * self.qkv_width
+        return self.num_units() * (state + convolution)
+
+
+@register("gated_deltanet", GatedDeltaNetConfig)
+class GatedDeltaNet(DeltaNet):
+    """Gated DeltaNet: a head has a decay, too.
+
+    Rows of the input projection, per head: [query | key | value | output gate | beta | alpha].
+    """
+
+    mixer_config: GatedDeltaNetConfig
+
+    def add_parameters(self) -> None:
+        """Convolution, decay and step of each head."""
+        super().add_parameters()
+        self.log_decay = self.new_parameter_of_units(log_uniform_decay)
+        self.step_bias = self.new_parameter_of_units(inverse_softplus_step)
+
+    def unit_width(self) -> int:
+        """Query, key, value, output gate, beta and alpha of a head."""
+        return super().unit_width() + 1
+
+    def log_forgetting(self, rest_tbuw: Tensor, part: Part) -> Tensor:
+        """-A softplus(alpha + bias)."""
+        bias, log_decay = (self.own_units(p, part).float() for p in (self.step_bias, self.log_decay))
+        return -log_decay.exp() * F.softplus(rest_tbuw.squeeze(-1).float() + bias)

@@ -1,0 +1,73 @@
+"""GLA: a state whose key features fade each by itself (Yang, Wang, Shen, Panda, Kim 2023, arXiv 2312.06635)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from kernels.gated_linear_attention import gated_linear_attention
+from megatron_ext.config.schema import STRICT
+from megatron_ext.mixers.base import Part, batch_first
+from megatron_ext.mixers.registry import register
+from megatron_ext.mixers.stateful import StatefulMixer
+from megatron_ext.parallel.parameters import new_parameter, normal, zeros
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GLAConfig:
+    """GLA.
+
+    Attributes:
+        expand_v: width of a value head over that of a key head; the paper has 2.
+        output_gate: whether a SiLU gate follows the output norm.
+        decay_rank: width of what all decays of a token are made from.
+        decay_temperature: what the logarithm of a decay is divided by.
+    """
+
+    expand_v: PositiveInt = 2
+    output_gate: bool = True
+    decay_rank: PositiveInt = 16
+    decay_temperature: PositiveFloat = 16.0
+
+
+@register("gla", GLAConfig)
+class GLA(StatefulMixer):
+    """Gated linear attention; see `StatefulMixer` for the rows of its projection.
+
+    A token's decays, one a key feature of each head, are sigmoid(up(down(hidden)) + bias)^(1 / temperature); all heads
+    share `down`.
+    """
+
+    mixer_config: GLAConfig
+
+    def add_parameters(self) -> None:
+        """The two matrices that decays are made with."""
+        rank, start = self.mixer_config.decay_rank, normal(self.config.init_method_std)
+        self.decay_down = new_parameter((rank, self.config.hidden_size), start, dtype=self.config.params_dtype)
+        self.decay_up = self.new_parameter_of_units(start, self.head_dim, rank)
+        self.decay_bias = self.new_parameter_of_units(zeros, self.head_dim)
+
+    def shared_features(self, hidden_states: Tensor) -> Tensor:
+        """See `Mixer.shared_features`: what decays are made from."""
+        return self.project_for_all_units(hidden_states, self.decay_down)
+
+    def read_states(self, qkv_tbuw: Tensor, rest_tbuw: Tensor, part: Part) -> Tensor:
+        """See `StatefulMixer.read_states`: fade each key feature, add."""
+        q, k, v = (batch_first(x) for x in self.split_heads(qkv_tbuw))
+        g_bthd = batch_first(self._log_decay(rest_tbuw, part))
+        return batch_first(gated_linear_attention(q, k, v, g_bthd))
+
+    def _log_decay(self, low_tbur: Tensor, part: Part) -> Tensor:
+        """Log decay [t, b, units, head_dim], <= 0, fp32."""
+        up, bias = (self.own_units(p, part).float() for p in (self.decay_up, self.decay_bias))
+        logits = torch.einsum("tbur,udr->tbud", low_tbur.float(), up) + bias
+        return F.logsigmoid(logits) / self.mixer_config.decay_temperature
+
+    def mixing_flops(self, seq_length: int) -> float:
+        """Writing to the state, reading from it, and making the decays."""
+        rank = self.mixer_config.decay_rank
+        decays = 2 * rank * (self.config.hidden_size + self.num_units() * self.head_dim)
+        return super().mixing_flops(seq_length) + decays
