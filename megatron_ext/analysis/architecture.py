@@ -21,6 +21,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "top1_element": {"estimator": "straight_through", "position_encoding": "rope"},
     "top1_chunk": {"score": "exact", "chunk_size": 128, "top_k": 1, "local": True, "position_encoding": "rope"},
     "moba": {"block_size": 512, "top_k": 3, "position_encoding": "rope"},
+    "nsa": {"block_size": 64, "num_selected": 16, "window": 512, "position_encoding": "rope"},
     "deltanet": {"conv_kernel_size": 4, "expand_v": 1, "output_gate": False},
     "gated_deltanet": {"conv_kernel_size": 4, "expand_v": 1, "output_gate": True},
     "linear_attention": {"feature_map": "elu", "expand_v": 1, "output_gate": False},

@@ -31,6 +31,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gla", {}),
     ("linear_attention", {}),
     ("moba", {"block_size": 4, "top_k": 2}),
+    ("nsa", {"block_size": 2, "num_selected": 3, "window": 2}),
+    ("nsa", {"block_size": 4, "num_selected": 2, "window": 3, "position_encoding": "none"}),
     ("retnet", {}),
 ]
 

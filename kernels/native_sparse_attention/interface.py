@@ -1,0 +1,90 @@
+"""The public form of Native Sparse Attention: checks, and the choice of an implementation."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from kernels.dispatch import (
+    Choice,
+    check_attention,
+    check_positive_int,
+    check_shapes,
+    choose,
+    full_precision,
+    resolve_scale,
+)
+from kernels.native_sparse_attention.reference import native_sparse_attention_reference
+
+Implementation = Literal["auto", "reference"]
+_IMPLEMENTATIONS = {"reference": native_sparse_attention_reference}
+
+
+def native_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    *,
+    block_size: int = 64,
+    num_selected: int = 16,
+    window: int = 512,
+    scale: float | None = None,
+    query_offset: int = 0,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """Native Sparse Attention: a gated sum of attention to compressed blocks, to selected blocks and to a window.
+
+    Block c is the keys c * block_size .. (c + 1) * block_size - 1; a query's own block is the one it stands in. All in
+    fp32 (float64 for float64).
+
+    Compressed: softmax attention to the mean key and mean value of every whole block that ends at or before the query;
+    0 for a query that has none. A block's importance is its probability here, summed over the group's query heads.
+    Selected: one softmax over the keys, up to the query, of num_selected blocks: the own one, block 0, and the most
+    important of the whole blocks before; the lower block wins a tie. A query with fewer blocks takes them all.
+    Window: softmax attention to the last `window` keys up to the query.
+
+    The selection is a constant for the gradient; q, k, v and the gates learn through the three softmaxes.
+
+    Args:
+        q: queries [b, tq, hq, d]; fp32, bf16, fp16 or float64.
+        k: keys [b, tk, hkv, d], hq a multiple of hkv; query head h uses key head h // (hq // hkv), and the heads that
+            share a key head, a group, share their selection.
+        v: values [b, tk, hkv, dv].
+        gates: factors of compressed, selected, window [b, tq, hq, 3], in (0, 1); any floating dtype.
+        block_size: keys per block; tk need not be a multiple.
+        num_selected: blocks a query attends to, the own one and block 0 included: 1 is taken as 2.
+        window: query t sees keys t - window + 1 .. t in the window branch.
+        scale: factor on q.k, not negative; None means d**-0.5.
+        query_offset: global position of the first query; keys are at 0 .. tk-1.
+        implementation: "reference", or "auto".
+
+    Returns:
+        [b, tq, hq, dv] in v's dtype.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+
+    Source: Yuan et al. 2025 (arXiv 2502.11089), equations 5 and 7 to 12, with blocks of one size for compression and
+    selection. The paper compresses by a learned map, has keys and values for each branch, and always selects the block
+    before the own one too; here a block's mean stands for it, and the branches share keys and values.
+    """
+    check_attention(q, k, v, query_offset)
+    check_shapes(q, {"gates": (gates, (*q.shape[:3], 3))})
+    if not gates.is_floating_point():
+        raise ValueError(f"gates has dtype {gates.dtype}: convert it to a floating-point dtype")
+    for name, value in (("block_size", block_size), ("num_selected", num_selected), ("window", window)):
+        check_positive_int(name, value)
+    automatic = Choice("reference", "the only form so far")
+    chosen = choose("native_sparse_attention", implementation, _IMPLEMENTATIONS, automatic)
+    with full_precision(q):
+        return _IMPLEMENTATIONS[chosen.name](
+            q,
+            k,
+            v,
+            gates,
+            block_size=block_size,
+            num_selected=num_selected,
+            window=window,
+            scale=resolve_scale(scale, q.shape[3]),
+            query_offset=query_offset,
+        )

@@ -1,0 +1,97 @@
+"""Native Sparse Attention: compressed blocks, selected blocks and a window, gated (arXiv 2502.11089)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass as plain_dataclass
+from typing import Literal
+
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from kernels.native_sparse_attention import native_sparse_attention
+from megatron_ext.config.schema import STRICT, PowerOfTwo
+from megatron_ext.mixers.base import Part, batch_first
+from megatron_ext.mixers.key_value import KeyValueMixer
+from megatron_ext.mixers.registry import register
+
+NUM_BRANCHES = 3
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class NSAConfig:
+    """Native Sparse Attention.
+
+    Attributes:
+        block_size: keys a block, a power of two; of compression and of selection.
+        num_selected: blocks each query attends to in full, its own and the first one included; 1 is taken as 2.
+        window: keys a query sees in the window branch, itself included.
+        position_encoding: rotary or none.
+    """
+
+    block_size: PowerOfTwo = 64
+    num_selected: PositiveInt = 16
+    window: PositiveInt = 512
+    position_encoding: Literal["rope", "none"] = "rope"
+
+
+@plain_dataclass(frozen=True, kw_only=True)
+class GatedPart(Part):
+    """A part with the gates of its queries.
+
+    Attributes:
+        gates_bthx: [b, t, hq, branches], fp32, in (0, 1).
+    """
+
+    gates_bthx: Tensor
+
+
+@register("nsa", NSAConfig)
+class NSA(KeyValueMixer):
+    """Native Sparse Attention with grouped queries, which share their selection.
+
+    Rows of the input projection, per group: [queries | key | value | gates], three gates a query head: compressed,
+    selected, window.
+    """
+
+    mixer_config: NSAConfig
+
+    def unit_width(self) -> int:
+        """The group's queries, its key, its value and its queries' gates."""
+        return super().unit_width() + self._num_gates
+
+    @property
+    def _num_gates(self) -> int:
+        """Gates of a group."""
+        return NUM_BRANCHES * self.queries_per_group
+
+    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+        """See `Mixer.mix`: the gates stay with this part's queries; the other rows go the way of `KeyValueMixer`."""
+        t, b, u, _ = x_tbuw.shape
+        rows, gates = x_tbuw.split([super().unit_width(), self._num_gates], -1)
+        gates_tbhx = gates.float().sigmoid().reshape(t, b, u * self.queries_per_group, NUM_BRANCHES)
+        return super().mix(rows, GatedPart(**vars(part), gates_bthx=batch_first(gates_tbhx)))
+
+    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, part: Part) -> Tensor:
+        """See `KeyValueMixer.attend`."""
+        assert isinstance(part, GatedPart), "mix gives the gates along"
+        chosen = self.mixer_config
+        return native_sparse_attention(
+            q_bthd,
+            k_bshd,
+            v_bshd,
+            part.gates_bthx,
+            block_size=chosen.block_size,
+            num_selected=chosen.num_selected,
+            window=chosen.window,
+            query_offset=part.first_position,
+        )
+
+    def mixing_flops(self, seq_length: int) -> float:
+        """Scores and weighted values in the three branches; the selected blocks count in full, the own one too."""
+        chosen = self.mixer_config
+        compressed = seq_length / chosen.block_size / 2
+        selected = min(chosen.num_selected * chosen.block_size, seq_length / 2)
+        window = min(chosen.window, seq_length)
+        in_window = window - window * (window - 1) / (2 * seq_length)
+        return 4 * self.config.num_attention_heads * self.head_dim * (compressed + selected + in_window)
