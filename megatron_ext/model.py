@@ -28,9 +28,11 @@ class MixerTransformerConfig(TransformerConfig):
 
     Attributes:
         rotary_base: base of the rotary frequencies, which mixers apply themselves.
+        context_exchange: what mixers with a state exchange under context parallelism: heads, states or auto.
     """
 
     rotary_base: float = 10000.0
+    context_exchange: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransforme
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
         context_parallel_size=parallel.context,
+        context_exchange=parallel.context_exchange,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

@@ -32,6 +32,8 @@ class FakeConfig:
 class FakeMixer:
     config_type: type = FakeConfig
     gathers_keys_and_values: bool = True
+    hands_on_states: bool = False
+    units_are_groups: bool = False
 
 
 MIXERS = {name: FakeMixer() for name in ("attention", "top1_chunk")}

@@ -27,6 +27,14 @@ PLAIN: dict[str, dict[str, Any]] = {
     "linear_attention": {"feature_map": "elu", "expand_v": 1, "output_gate": False},
     "based": {"feature_dim": 16},
     "retnet": {"expand_v": 2, "output_gate": True},
+    "mamba2": {
+        "state_size": 128,
+        "expand": 2,
+        "conv_kernel_size": 4,
+        "convolution": True,
+        "decay": "data_dependent",
+        "group_norm": True,
+    },
     "gla": {"expand_v": 2, "output_gate": True, "decay_rank": 16, "decay_temperature": 16.0},
 }
 """Mixers as the study defines them, by field: what a configuration leaves out, and what a label need not say."""

@@ -219,18 +219,21 @@ def sequence_divides_by_ranks(f: Facts) -> Broken:
 
 @rule("parallel.context")
 def heads_divide_by_context(f: Facts) -> Broken:
-    """A mixer that cannot gather keys and values exchanges sequence shards for whole heads."""
-    p, heads = f.config.parallel, f.config.model.num_attention_heads
-    local_heads = heads // p.tensor
-    if local_heads % p.context == 0:
-        return None
+    """A mixer that neither gathers keys and values nor hands states on exchanges parts of the sequence for heads."""
+    p, m = f.config.parallel, f.config.model
     for name in dict.fromkeys(f.layers):
-        if not f.mixers[name].gathers_keys_and_values:
-            return (
-                f"{name} splits its heads, and num_attention_heads {heads} / tensor {p.tensor} = {local_heads} heads "
-                f"do not divide by context {p.context}",
-                f"choose a context that divides {local_heads}, or change model.num_attention_heads",
-            )
+        mixer = f.mixers[name]
+        field = "num_query_groups" if mixer.units_are_groups else "num_attention_heads"
+        units = getattr(m, field) or m.num_attention_heads
+        local, hands_on = units // p.tensor, mixer.hands_on_states and p.context_exchange != "heads"
+        if local % p.context == 0 or mixer.gathers_keys_and_values or hands_on:
+            continue
+        more = ", or set parallel.context_exchange=auto" if mixer.hands_on_states else ""
+        return (
+            f"{name} splits its heads, and {field} {units} / tensor {p.tensor} = {local} heads "
+            f"do not divide by context {p.context}",
+            f"choose a context that divides {local}, or change model.{field}{more}",
+        )
     return None
 
 

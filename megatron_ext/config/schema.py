@@ -70,6 +70,8 @@ class ParallelConfig:
         pipeline: pipeline stages (PP).
         virtual_pipeline: model chunks a stage holds; above 1 the schedule is interleaved 1F1B.
         context: context-parallel size (CP): the sequence split in contiguous parts.
+        context_exchange: what mixers with a state exchange under CP: whole heads for parts of the sequence, or states,
+            handed on from part to part, which needs no heads that divide; auto: whichever is fewer bytes.
     """
 
     tensor: PositiveInt = 1
@@ -77,6 +79,7 @@ class ParallelConfig:
     pipeline: PositiveInt = 1
     virtual_pipeline: PositiveInt = 1
     context: PositiveInt = 1
+    context_exchange: Literal["auto", "heads", "states"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -13,6 +13,8 @@ class MixerTraits(Protocol):
         config_type: a pydantic dataclass made with `schema.STRICT`: the fields of `mixers.<name>`.
         gathers_keys_and_values: True: under context parallelism the mixer can all-gather keys and values where its
             heads do not divide by the context-parallel size; False: its heads must divide.
+        hands_on_states: True: it can hand states on instead, from part to part of the sequence.
+        units_are_groups: True: what is handed to another rank is a query group; False: a head.
     """
 
     @property
@@ -23,6 +25,16 @@ class MixerTraits(Protocol):
     @property
     def gathers_keys_and_values(self) -> bool:
         """Whether keys and values can be gathered over the context-parallel ranks."""
+        ...
+
+    @property
+    def hands_on_states(self) -> bool:
+        """Whether states can be handed on along the context-parallel ranks."""
+        ...
+
+    @property
+    def units_are_groups(self) -> bool:
+        """Whether a unit is a query group."""
         ...
 
 

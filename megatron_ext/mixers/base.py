@@ -28,6 +28,7 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_ext.parallel.exchange import gather_sequence, heads_to_sequence, sequence_to_heads
 from megatron_ext.parallel.parameters import Initializer, new_parameter
@@ -50,13 +51,15 @@ class Part:
         num_units: units given.
         first_position: position in the sequence of the first row given.
         gather: turns this rank's part of the sequence into the whole of it ([t/cp, b, n, w] to [t, b, n, w]); None
-            where the whole sequence is given already.
+            where the whole sequence is given already, or states are handed on.
+        group: ranks that hold the other parts of the sequence, in order, where states are handed on; else None.
     """
 
     first_unit: int
     num_units: int
     first_position: int = 0
     gather: Callable[[Tensor], Tensor] | None = None
+    group: ProcessGroup | None = None
 
 
 class Mixer(MegatronModule, ABC):
@@ -75,6 +78,12 @@ class Mixer(MegatronModule, ABC):
 
     gathers_keys_and_values: ClassVar[bool] = False
     """Whether context parallelism may gather the sequence of keys and values where units do not divide."""
+
+    hands_on_states: ClassVar[bool] = False
+    """Whether context parallelism may leave the sequence in parts and hand a state on from one to the next."""
+
+    units_are_groups: ClassVar[bool] = False
+    """Whether a unit is a query group, not a head."""
 
     def __init__(
         self,
@@ -172,18 +181,39 @@ class Mixer(MegatronModule, ABC):
         units = self.num_units_per_rank
         if cp == 1:
             return self.mix(x_tbuw, Part(first, units))
-        if units % cp == 0:
+        if self._exchanges_heads(x_tbuw):
             part = Part(first + self.cp_group.rank() * (units // cp), units // cp)
             return heads_to_sequence(self.mix(sequence_to_heads(x_tbuw, self.cp_group), part), self.cp_group)
-        assert self.gathers_keys_and_values, "the configuration's rules refuse this layout"
         offset = self.cp_group.rank() * x_tbuw.shape[0]
+        if self.hands_on_states:
+            return self.mix(x_tbuw, Part(first, units, offset, group=self.cp_group))
+        assert self.gathers_keys_and_values, "the configuration's rules refuse this layout"
         part = Part(first, units, offset, lambda y_tbnw: gather_sequence(y_tbnw, self.cp_group))
         return self.mix(x_tbuw, part)
 
+    def _exchanges_heads(self, x_tbuw: Tensor) -> bool:
+        """Whether whole units change places with parts of the sequence; see `ParallelConfig.context_exchange`."""
+        cp, chosen = self.cp_group.size(), self.config.context_exchange
+        divide = self.num_units_per_rank % cp == 0
+        if not self.hands_on_states or chosen == "heads":
+            return divide
+        # Bytes that a rank receives forward, of a unit and sample.
+        heads = x_tbuw.shape[0] * (x_tbuw.shape[-1] + self.output_width()) * x_tbuw.element_size() / cp
+        states = self.summary_size() * torch.float32.itemsize
+        return chosen == "auto" and divide and heads <= states
+
+    def summary_size(self) -> int:
+        """Numbers of a unit that a rank tells the others when states are handed on; see `states.state_before`."""
+        raise AssertionError(f"{type(self).__name__} hands no states on")
+
     def new_parameter_of_units(self, initializer: Initializer, *shape: int) -> torch.nn.Parameter:
-        """A parameter [units of this tensor-parallel rank, *shape]; see `own_units`."""
-        whole = (self.num_units_per_rank, *shape)
-        return new_parameter(whole, initializer, dtype=self.config.params_dtype, split_over=self.tp_group)
+        """A parameter [units of this tensor-parallel rank, *shape]; see `own_units`.
+
+        Weight decay is for what is a matrix in each unit.
+        """
+        whole, matrix = (self.num_units_per_rank, *shape), len(shape) > 1
+        dtype = self.config.params_dtype
+        return new_parameter(whole, initializer, dtype=dtype, split_over=self.tp_group, weight_decay=matrix)
 
     def replicated(self, parameter: Tensor) -> Tensor:
         """A parameter that all tensor-parallel ranks hold whole but use for their own heads: its gradient is summed."""

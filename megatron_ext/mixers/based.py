@@ -5,6 +5,8 @@ The paper's models take turns with attention over a short window: `based,attenti
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
@@ -12,8 +14,9 @@ from torch import Tensor
 
 from kernels.gated_linear_attention import gated_linear_attention
 from megatron_ext.config.schema import STRICT
-from megatron_ext.mixers.base import Mixer, Part, batch_first
+from megatron_ext.mixers.base import Mixer, Part
 from megatron_ext.mixers.registry import register
+from megatron_ext.mixers.stateful import walk
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -35,6 +38,7 @@ class Based(Mixer):
     projection, per head: [query | key | value].
     """
 
+    hands_on_states: ClassVar[bool] = True
     mixer_config: BasedConfig
 
     def num_units(self) -> int:
@@ -50,21 +54,28 @@ class Based(Mixer):
         return self.head_dim
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
-        """See `Mixer.mix`: features, linear attention. Needs the whole sequence."""
-        assert part.gather is None, "a state needs the whole sequence"
+        """See `Mixer.mix`: features, linear attention."""
+        assert part.gather is None, "a state is handed on"
         width = self.mixer_config.feature_dim
         q, k, v = x_tbuw.float().split([width, width, self.head_dim], -1)
         # A value of 1 sums the weights.
         values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-        q, k, values = (batch_first(x) for x in (taylor_features(q), taylor_features(k), values))
-        sums = batch_first(gated_linear_attention(q, k, values, scale=1.0))
+        sums = walk(gated_linear_attention, taylor_features(q), taylor_features(k), values, part=part, scale=1.0)
         return (sums[..., :-1] / sums[..., -1:]).to(x_tbuw.dtype)
+
+    @property
+    def num_features(self) -> int:
+        """Features that `taylor_features` makes."""
+        width = self.mixer_config.feature_dim
+        return 1 + width + width * (width + 1) // 2
+
+    def summary_size(self) -> int:
+        """See `Mixer.summary_size`."""
+        return self.num_features * (self.num_features + self.head_dim + 1)
 
     def mixing_flops(self, seq_length: int) -> float:
         """Writing to the state, reading from it, and the sum of weights."""
-        width = self.mixer_config.feature_dim
-        features = 1 + width + width * (width + 1) // 2
-        return self.num_units() * 4 * features * (self.head_dim + 1)
+        return self.num_units() * 4 * self.num_features * (self.head_dim + 1)
 
 
 def taylor_features(x_tbuf: Tensor) -> Tensor:

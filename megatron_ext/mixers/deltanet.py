@@ -14,11 +14,11 @@ from torch import Tensor
 
 from kernels.gated_delta_rule import gated_delta_rule
 from megatron_ext.config.schema import STRICT
-from megatron_ext.mixers.base import Part, batch_first
+from megatron_ext.mixers.base import Part
 from megatron_ext.mixers.convolution import causal_convolution, uniform_taps
 from megatron_ext.mixers.decay import inverse_softplus_step, log_uniform_decay
 from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.stateful import StatefulMixer
+from megatron_ext.mixers.stateful import StatefulMixer, walk
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -64,16 +64,10 @@ class DeltaNet(StatefulMixer):
     def read_states(self, qkv_tbuw: Tensor, rest_tbuw: Tensor, part: Part) -> Tensor:
         """See `StatefulMixer.read_states`: short convolution, delta rule."""
         beta, rest = rest_tbuw[..., 0], rest_tbuw[..., 1:]
-        q, k, v = self.split_heads(F.silu(causal_convolution(qkv_tbuw, self.own_units(self.conv_weight, part))))
+        convolved = causal_convolution(qkv_tbuw, self.own_units(self.conv_weight, part), part.group)
+        q, k, v = self.split_heads(F.silu(convolved))
         q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).to(v.dtype) for x in (q, k))
-        o_bthd = gated_delta_rule(
-            batch_first(q),
-            batch_first(k),
-            batch_first(v),
-            batch_first(self.log_forgetting(rest, part)),
-            batch_first(beta.float().sigmoid()),
-        )
-        return batch_first(o_bthd)
+        return walk(gated_delta_rule, q, k, v, self.log_forgetting(rest, part), beta.float().sigmoid(), part=part)
 
     def log_forgetting(self, rest_tbuw: Tensor, part: Part) -> Tensor:
         """Log decay of the state [t, b, units], <= 0, fp32, from what is left of the rows: there is none."""

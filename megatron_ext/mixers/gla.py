@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kernels.gated_linear_attention import gated_linear_attention
 from megatron_ext.config.schema import STRICT
-from megatron_ext.mixers.base import Part, batch_first
+from megatron_ext.mixers.base import Part
 from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.stateful import StatefulMixer
+from megatron_ext.mixers.stateful import StatefulMixer, walk
 from megatron_ext.parallel.parameters import new_parameter, normal, zeros
 
 
@@ -56,9 +56,8 @@ class GLA(StatefulMixer):
 
     def read_states(self, qkv_tbuw: Tensor, rest_tbuw: Tensor, part: Part) -> Tensor:
         """See `StatefulMixer.read_states`: fade each key feature, add."""
-        q, k, v = (batch_first(x) for x in self.split_heads(qkv_tbuw))
-        g_bthd = batch_first(self._log_decay(rest_tbuw, part))
-        return batch_first(gated_linear_attention(q, k, v, g_bthd))
+        q, k, v = self.split_heads(qkv_tbuw)
+        return walk(gated_linear_attention, q, k, v, self._log_decay(rest_tbuw, part), part=part)
 
     def _log_decay(self, low_tbur: Tensor, part: Part) -> Tensor:
         """Log decay [t, b, units, head_dim], <= 0, fp32."""

@@ -17,6 +17,7 @@ class KeyValueMixer(Mixer):
     """
 
     gathers_keys_and_values: ClassVar[bool] = True
+    units_are_groups: ClassVar[bool] = True
 
     @property
     def projects_keys(self) -> bool:

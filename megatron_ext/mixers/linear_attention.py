@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kernels.gated_linear_attention import gated_linear_attention
 from megatron_ext.config.schema import STRICT
-from megatron_ext.mixers.base import Part, batch_first
+from megatron_ext.mixers.base import Part
 from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.stateful import StatefulMixer
+from megatron_ext.mixers.stateful import StatefulMixer, walk
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": lambda x: F.elu(x) + 1,
@@ -50,4 +50,4 @@ class LinearAttention(StatefulMixer):
         """See `StatefulMixer.read_states`: the sum of all products of features so far."""
         q, k, v = self.split_heads(qkv_tbuw)
         q, k = (FEATURE_MAPS[self.mixer_config.feature_map](x) for x in (q, k))
-        return batch_first(gated_linear_attention(batch_first(q), batch_first(k), batch_first(v)))
+        return walk(gated_linear_attention, q, k, v, part=part)

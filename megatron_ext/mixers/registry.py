@@ -30,6 +30,16 @@ class MixerEntry:
         """Whether context parallelism can do without heads that divide."""
         return self.module.gathers_keys_and_values
 
+    @property
+    def hands_on_states(self) -> bool:
+        """Whether context parallelism can hand states on."""
+        return self.module.hands_on_states
+
+    @property
+    def units_are_groups(self) -> bool:
+        """Whether a unit is a query group."""
+        return self.module.units_are_groups
+
 
 MIXERS: dict[str, MixerEntry] = {}
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kernels.gated_linear_attention import gated_linear_attention
 from megatron_ext.config.schema import STRICT
-from megatron_ext.mixers.base import Part, batch_first, rotate
+from megatron_ext.mixers.base import Part, rotate
 from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.stateful import StatefulMixer
+from megatron_ext.mixers.stateful import StatefulMixer, walk
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -41,12 +41,11 @@ class RetNet(StatefulMixer):
         """See `StatefulMixer.read_states`: rotate, fade and add."""
         q, k, v = self.split_heads(qkv_tbuw)
         q, k = (rotate(x, self.config.rotary_base, part.first_position) for x in (q, k))
-        g_bth = self._log_fading(q, part)
-        return batch_first(gated_linear_attention(batch_first(q), batch_first(k), batch_first(v), g_bth))
+        return walk(gated_linear_attention, q, k, v, self._log_fading(q, part), part=part)
 
     def _log_fading(self, q_tbud: Tensor, part: Part) -> Tensor:
-        """Log decay [b, t, u], fp32: the same for every token."""
+        """Log decay [t, b, u], fp32: the same for every token."""
         t, b, _, _ = q_tbud.shape
         heads = torch.arange(part.first_unit, part.first_unit + part.num_units, device=q_tbud.device)
         # log(1 - x) for small x: fp32 would round 1 - x first.
-        return torch.log1p(-torch.exp2(-5.0 - heads.float())).expand(b, t, -1)
+        return torch.log1p(-torch.exp2(-5.0 - heads.float())).expand(t, b, -1)

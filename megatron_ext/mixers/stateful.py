@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.mixers.base import Mixer, Part
+from megatron_ext.mixers.base import Mixer, Part, batch_first
 from megatron_ext.parallel.parameters import new_parameter, ones
+from megatron_ext.parallel.states import state_before
+
+
+def walk(op: Callable[..., Any], *inputs_tbud: Tensor, part: Part, scale: float | None = None) -> Tensor:
+    """What each token reads from its head's state, [t, b, heads, e].
+
+    Args:
+        op: a stateful op of `kernels`.
+        inputs_tbud: its inputs, sequence first: queries [t, b, heads, d], keys, values [t, b, heads, e], and more.
+        part: which part these are; the state before it comes from the other ranks where they hold some of the sequence.
+        scale: of the op.
+    """
+    q, k, v, *rest = (batch_first(x) for x in inputs_tbud)
+    if part.group is None:
+        return batch_first(op(q, k, v, *rest, scale=scale))
+
+    def from_state(values: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return op(q, k, values, *rest, scale=scale, initial_state=state, return_final_state=True)
+
+    state = state_before(from_state, v, q.shape[-1], part.group)
+    return batch_first(op(q, k, v, *rest, scale=scale, initial_state=state))
 
 
 class StatefulMixer(Mixer):
@@ -18,6 +40,8 @@ class StatefulMixer(Mixer):
     Rows of the input projection begin with [query | key | value | output gate], the gate only where the mixer's
     configuration has `output_gate`; what a mixer adds comes behind. Its configuration also has `expand_v`.
     """
+
+    hands_on_states: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -55,8 +79,8 @@ class StatefulMixer(Mixer):
         return self.value_dim
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
-        """See `Mixer.mix`: walk over the states, gated norm. Needs the whole sequence."""
-        assert part.gather is None, "a state needs the whole sequence"
+        """See `Mixer.mix`: walk over the states, gated norm."""
+        assert part.gather is None, "a state is handed on"
         widths = [self.qkv_width, self.gate_width]
         qkv, gate, rest = x_tbuw.split([*widths, x_tbuw.shape[-1] - sum(widths)], -1)
         return self._gated_norm(self.read_states(qkv, rest, part), gate)
@@ -66,7 +90,7 @@ class StatefulMixer(Mixer):
         """What each token reads from its head's state.
 
         Args:
-            qkv_tbuw: [t, b, units, qkv_width], the whole sequence; see `split_heads`.
+            qkv_tbuw: [t, b, units, qkv_width]; see `split_heads`.
             rest_tbuw: what a mixer adds to the rows, [t, b, units, width].
             part: which units these are.
 
@@ -77,6 +101,10 @@ class StatefulMixer(Mixer):
     def split_heads(self, qkv_tbuw: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values."""
         return qkv_tbuw.split([self.head_dim, self.head_dim, self.value_dim], -1)
+
+    def summary_size(self) -> int:
+        """See `Mixer.summary_size`."""
+        return self.head_dim * (self.head_dim + self.value_dim)
 
     def mixing_flops(self, seq_length: int) -> float:
         """Writing to the state and reading from it."""

@@ -17,6 +17,8 @@ from megatron.core.optimizer import (
     OptimizerConfig as MegatronOptimizerConfig,
 )
 from megatron.core.optimizer import (
+    ParamGroupOverride,
+    ParamKey,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
@@ -59,9 +61,9 @@ class MegatronRunOptimizer:
         self._chunks = [self._wrap(chunk, groups) for chunk in chunks]
         with platform.optimizer_context():
             megatron_config = _megatron_config(config, precision)
-            self._optimizer = get_megatron_optimizer(
-                megatron_config, self._chunks, config_overrides=get_standard_config_overrides(megatron_config)
-            )
+            overrides = get_standard_config_overrides(megatron_config)  # vectors have no weight decay
+            overrides[ParamKey(attr="no_weight_decay")] = ParamGroupOverride(wd_mult=0.0)
+            self._optimizer = get_megatron_optimizer(megatron_config, self._chunks, config_overrides=overrides)
         self._scheduler = _schedule(self._optimizer, config, steps)
         transformer_config = get_model_config(self._chunks[0])
         transformer_config.finalize_model_grads_func = finalize_model_grads

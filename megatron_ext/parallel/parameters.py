@@ -26,6 +26,7 @@ def new_parameter(
     *,
     dtype: torch.dtype,
     split_over: ProcessGroup | None = None,
+    weight_decay: bool = True,
 ) -> torch.nn.Parameter:
     """An uninitialised parameter of a mixer, on the current device.
 
@@ -35,10 +36,12 @@ def new_parameter(
         dtype: of the parameter.
         split_over: tensor-parallel group over which dim 0 is split; None: every rank has the whole parameter, and its
             gradient must be summed over tensor-parallel ranks where they see different heads (see `Mixer.replicated`).
+        weight_decay: False: the optimizer leaves it out, as it does every vector.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
     parameter.initializer = initializer  # type: ignore[attr-defined]
+    parameter.no_weight_decay = not weight_decay  # type: ignore[attr-defined]
     if split_over is not None:
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     return parameter

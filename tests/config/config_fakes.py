@@ -37,6 +37,8 @@ class StatefulConfig:
 class FakeMixer:
     config_type: type
     gathers_keys_and_values: bool = True
+    hands_on_states: bool = False
+    units_are_groups: bool = False
 
 
 MIXERS = {
@@ -44,6 +46,7 @@ MIXERS = {
     "top1_chunk": FakeMixer(Top1ChunkConfig),
     "top1_element": FakeMixer(AttentionConfig),
     "gated_deltanet": FakeMixer(StatefulConfig, gathers_keys_and_values=False),
+    "retnet": FakeMixer(StatefulConfig, gathers_keys_and_values=False, hands_on_states=True, units_are_groups=True),
 }
 
 

@@ -192,6 +192,14 @@ def test_second_halves_of_rules() -> None:
     late = {"optimizer": {"schedule": "wsd", "decay_steps": 6, "warmup_steps": 5}, "training": {"steps": 10}}
     assert "warm-up 5 + decay_steps 6 is more than training.steps 10" in line_of(sections(late), 1)
     assert "do not divide by that" in line_of(sections({"parallel": {"tensor": 8}}), 1)
+    groups = {"num_attention_heads": 8, "num_query_groups": 4, "pattern": "retnet"}
+    heads = {"tensor": 2, "context": 4, "context_exchange": "heads"}
+    assert line_of(sections({"parallel": heads, "model": groups}), 8) == (
+        "parallel.context: retnet splits its heads, and num_query_groups 4 / tensor 2 = 2 heads do not divide by "
+        "context 4; choose a context that divides 2, or change model.num_query_groups, or set "
+        "parallel.context_exchange=auto"
+    )
+    check(sections({"parallel": heads | {"context_exchange": "auto"}, "model": groups}), 8, MIXERS)
 
 
 def test_unknown_mixer_of_a_configuration_built_in_python() -> None:

@@ -30,7 +30,7 @@ from megatron_ext.config.schema import (
 )
 from megatron_ext.data.batches import Batch, micro_batch_indices, training_batch
 from megatron_ext.data.samples import TrainingSamples
-from megatron_ext.mixers import base
+from megatron_ext.mixers import base, stateful
 from megatron_ext.mixers.registry import load_all
 from megatron_ext.model import build_model
 from megatron_ext.parallel.groups import make_process_groups
@@ -52,6 +52,9 @@ SPLIT = {
     "step_bias": 0,
     "decay_up": 0,
     "decay_bias": 0,
+    "conv_bias": 0,
+    "skip": 0,
+    "group_norm_weight": 0,
 }
 
 
@@ -88,7 +91,7 @@ def run_config(
     return derive(
         RunConfig(
             data=DataConfig(path="in memory", seq_length=LENGTH),
-            model=ModelConfig(pattern=pattern, hidden_size=64, num_attention_heads=4, **model),
+            model=ModelConfig(pattern=pattern, hidden_size=64, **{"num_attention_heads": 4, **model}),
             mixers=mixers,
             parallel=ParallelConfig(**parallel),
             training=TrainingConfig(
@@ -239,7 +242,8 @@ def _join(name: str, parts: list[Tensor]) -> Tensor:
 def counted_exchanges() -> Iterator[Counter[str]]:
     """Count which context-parallel exchange the mixers use."""
     calls: Counter[str] = Counter()
-    originals = {name: getattr(base, name) for name in ("gather_sequence", "sequence_to_heads", "heads_to_sequence")}
+    places = {"gather_sequence": base, "sequence_to_heads": base, "heads_to_sequence": base, "state_before": stateful}
+    originals = {name: getattr(module, name) for name, module in places.items()}
 
     def counting(name: str) -> Any:
         def call(*args: Any) -> Tensor:
@@ -248,10 +252,10 @@ def counted_exchanges() -> Iterator[Counter[str]]:
 
         return call
 
-    for name in originals:
-        setattr(base, name, counting(name))
+    for name, module in places.items():
+        setattr(module, name, counting(name))
     try:
         yield calls
     finally:
-        for name, original in originals.items():
-            setattr(base, name, original)
+        for name, module in places.items():
+            setattr(module, name, originals[name])

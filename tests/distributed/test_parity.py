@@ -58,6 +58,10 @@ MODELS = {
     "based": Model("based*4"),
     "moba": Model("moba*4", {"moba": {"block_size": 8, "top_k": 2}}),
     "nsa_gqa": Model("nsa*4", {"nsa": {"block_size": 4, "num_selected": 3, "window": 5}}, {"num_query_groups": 2}),
+    "mamba2": Model("mamba2*4", {"mamba2": {"state_size": 16}}),
+    "mamba2_fixed_gqa": Model(
+        "mamba2*4", {"mamba2": {"state_size": 16, "decay": "fixed"}}, {"num_attention_heads": 8, "num_query_groups": 4}
+    ),
     "hybrid": Model("top1_chunk,gated_deltanet,attention,gated_deltanet", _chunks("exact")),
 }
 
@@ -66,13 +70,14 @@ TWO = {
     "tp2_sp": {"tensor": 2, "sequence": True},
     "pp2": {"pipeline": 2},
     "pp2_interleaved": {"pipeline": 2, "virtual_pipeline": 2},
-    "cp2": {"context": 2},
+    "cp2": {"context": 2, "context_exchange": "heads"},
+    "cp2_states": {"context": 2, "context_exchange": "states"},
     "dp2": {},
 }
 FOUR = {
     "tp2_pp2_sp": {"tensor": 2, "pipeline": 2, "sequence": True},
-    "tp2_cp2": {"tensor": 2, "context": 2},
-    "pp2_cp2": {"pipeline": 2, "context": 2},
+    "tp2_cp2": {"tensor": 2, "context": 2, "context_exchange": "heads"},
+    "pp2_cp2": {"pipeline": 2, "context": 2, "context_exchange": "states"},
 }
 LAYOUTS = {name: (2, parallel) for name, parallel in TWO.items()} | {n: (4, parallel) for n, parallel in FOUR.items()}
 
@@ -115,6 +120,24 @@ def _check(outcome: Outcome, reference: Outcome, loss: float = LOSS, norm: float
     assert far == {}
 
 
+def _exchanges(model: Model, parallel: dict[str, Any]) -> set[str]:
+    """What a model's mixers have to exchange under a layout with context parallelism."""
+    # Four heads divide by every context-parallel size here, the groups of some models under tp2_cp2 do not.
+    groups_divide = model.model.get("num_query_groups", 4) // parallel.get("tensor", 1) % parallel["context"] == 0
+    names = set()
+    for mixer in parse_pattern(model.pattern):
+        entry = load_all()[mixer]
+        if entry.hands_on_states and (parallel["context_exchange"] == "states" or not _divide(entry, groups_divide)):
+            names.add("state_before")
+        else:
+            names.add("sequence_to_heads" if _divide(entry, groups_divide) else "gather_sequence")
+    return names
+
+
+def _divide(entry: Any, groups_divide: bool) -> bool:
+    return groups_divide or not entry.units_are_groups
+
+
 def _cases() -> list[Any]:
     return [
         pytest.param(
@@ -128,6 +151,8 @@ def _cases() -> list[Any]:
         for layout in LAYOUTS
         for recompute in ("none", "full")
         if recompute == "none" or LAYOUTS[layout][0] == 2 or model in BOTH
+        if layout != "cp2_states"
+        or any(load_all()[mixer].hands_on_states for mixer in parse_pattern(MODELS[model].pattern))
     ]
 
 
@@ -136,12 +161,10 @@ def test_a_layout_gives_the_numbers_of_one_process(pool: WorkerPool, model: str,
     world_size, parallel = LAYOUTS[layout]
     outcome = _train(pool, MODELS[model], world_size, parallel, recompute=recompute)
     _check(outcome, _reference(pool, MODELS[model]))
-    # Four heads divide by every context-parallel size here, the groups of some models under tp2_cp2 do not.
-    units = MODELS[model].model.get("num_query_groups", 4) // parallel.get("tensor", 1)
     if parallel.get("context", 1) > 1:
-        gathers = units % parallel["context"] != 0
-        assert ("gather_sequence" in outcome.exchanges) == gathers
-        assert ("sequence_to_heads" in outcome.exchanges) == (not gathers)
+        assert {name for name in outcome.exchanges if name != "heads_to_sequence"} == _exchanges(
+            MODELS[model], parallel
+        )
 
 
 GATHERING = [

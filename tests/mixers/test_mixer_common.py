@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gated_deltanet", {}),
     ("gla", {}),
     ("linear_attention", {}),
+    ("mamba2", {}),
+    ("mamba2", {"groups": 2, "decay": "fixed"}),
+    ("mamba2", {"decay": "none", "convolution": False, "group_norm": False}),
     ("moba", {"block_size": 4, "top_k": 2}),
     ("nsa", {"block_size": 2, "num_selected": 3, "window": 2}),
     ("nsa", {"block_size": 4, "num_selected": 2, "window": 3, "position_encoding": "none"}),
@@ -116,6 +120,26 @@ def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MIXERS["attention"] is entry
     with pytest.raises(KeyError):
         MIXERS["no such mixer"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "length", "size", "heads"),
+    [
+        ("heads", 5, 2, True),
+        ("states", 4, 2, False),
+        ("auto", 4, 2, True),
+        ("auto", 5, 2, False),
+        ("auto", 4, 3, False),
+    ],
+)
+def test_what_is_exchanged_under_context_parallelism(
+    make_mixer: MakeMixer, monkeypatch: pytest.MonkeyPatch, chosen: str, length: int, size: int, heads: bool
+) -> None:
+    """Of 2 ranks each receives half of a unit's 24 + 6 features, or a summary of 6 * (6 + 6): 15 length against 72."""
+    mixer = make_mixer("retnet", expand_v=1)
+    monkeypatch.setattr(mixer, "cp_group", SimpleNamespace(size=lambda: size))
+    monkeypatch.setattr(mixer.config, "context_exchange", chosen)
+    assert mixer._exchanges_heads(torch.empty(length, 1, 4, 24)) == heads
 
 
 LENGTH, HEADS, WIDTH, HIDDEN = 12, 4, 6, 24

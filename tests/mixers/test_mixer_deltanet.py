@@ -85,8 +85,8 @@ def test_the_convolution_is_torchs(kernel: int, length: int) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet", "linear_attention", "retnet"])
-def test_a_state_is_not_handed_a_part_of_the_sequence(make_mixer: MakeMixer, name: str) -> None:
+@pytest.mark.parametrize("name", ["based", "deltanet", "gated_deltanet", "gla", "linear_attention", "retnet"])
+def test_a_state_is_not_gathered(make_mixer: MakeMixer, name: str) -> None:
     mixer = make_mixer(name)
-    with pytest.raises(AssertionError, match="whole sequence"):
+    with pytest.raises(AssertionError, match="handed on"):
         mixer.mix(torch.zeros(4, 1, 4, mixer.unit_width()), Part(0, 4, 4, lambda x: x))

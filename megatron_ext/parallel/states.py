@@ -1,0 +1,65 @@
+"""Handing on along the context-parallel ranks, each of which holds a contiguous part of the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.parallel.exchange import gather_sequence
+
+Walk = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From values [b, t, h, e] and the state before them [b, h, d, e] to outputs and the state after them."""
+
+
+def state_before(walk: Walk, v_bthe: Tensor, key_dim: int, group: ProcessGroup) -> Tensor:
+    """The state that the parts before this rank's leave behind, zeros on the first rank.
+
+    What a walk makes of the state S before it is M S + W, each column of values by itself. So one walk over the values
+    [v | 0] from the state [0 | I] ends in [W | M]; every rank tells the others these two, and puts together what lies
+    before it. The gradient goes the same way back.
+
+    Args:
+        walk: over this rank's part, an op with keys of its own; linear in the values and affine in the state.
+        v_bthe: values of this rank's part [b, t, h, e].
+        key_dim: d.
+        group: context-parallel group; rank r holds part r.
+
+    Returns:
+        [b, h, d, e] in the state's dtype.
+    """
+    b, t, h, e = v_bthe.shape
+    identity = torch.eye(key_dim, device=v_bthe.device).expand(b, h, -1, -1)
+    _, last = walk(
+        torch.cat([v_bthe, v_bthe.new_zeros(b, t, h, key_dim)], -1),
+        torch.cat([identity.new_zeros(b, h, key_dim, e), identity], -1),
+    )
+    state = torch.zeros_like(last[..., :e])
+    # All of them on every rank: backward, all ranks must take part in the exchange.
+    before = [state]
+    for summary in gather_sequence(last[None], group)[:-1]:
+        state = summary[..., e:] @ state + summary[..., :e]
+        before.append(state)
+    return torch.stack(before)[group.rank()]
+
+
+def rows_before(x_tbuw: Tensor, count: int, group: ProcessGroup) -> Tensor:
+    """The last rows of the part before this rank's, zeros on the first rank: [count, b, u, w].
+
+    Args:
+        x_tbuw: this rank's part of the sequence [t, b, u, w].
+        count: how many.
+        group: context-parallel group; rank r holds part r.
+
+    Raises:
+        ValueError: the parts are shorter than that.
+    """
+    if len(x_tbuw) < count:
+        raise ValueError(
+            f"a part of the sequence has {len(x_tbuw)} positions, and the convolution looks back {count}: "
+            "lower parallel.context, or set parallel.context_exchange=heads"
+        )
+    tails = gather_sequence(x_tbuw[len(x_tbuw) - count :], group)
+    return torch.cat([torch.zeros_like(tails[:count]), tails]).narrow(0, group.rank() * count, count)

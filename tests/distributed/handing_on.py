@@ -1,0 +1,48 @@
+"""What one rank does in the tests of states that are handed on."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kernels.gated_delta_rule import gated_delta_rule
+from megatron_ext.parallel.states import rows_before, state_before
+
+
+def delta_inputs(length: int) -> list[Tensor]:
+    """q, k, v, log decay and beta of the gated delta rule, [1, length, 2, ...], float64."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, length, 2, d, generator=generator, dtype=torch.float64) for d in (4, 4, 3))
+    g, beta = (torch.rand(1, length, 2, generator=generator, dtype=torch.float64) for _ in range(2))
+    return [q, k / k.norm(dim=-1, keepdim=True), v, -0.1 * g, beta]
+
+
+def delta_rule_by_parts(rank: int, world_size: int, length: int) -> tuple[Tensor, list[Tensor]]:
+    """This rank's output, and the gradients of its inputs where every rank's outputs are summed with weights."""
+    group = dist.group.WORLD
+    assert group is not None
+    parts = [x.chunk(world_size, 1)[rank].clone().requires_grad_() for x in delta_inputs(length)]
+    q, k, v, g, beta = parts
+
+    def walk(values: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return gated_delta_rule(q, k, values, g, beta, initial_state=state, return_final_state=True)
+
+    out = gated_delta_rule(q, k, v, g, beta, initial_state=state_before(walk, v, 4, group))
+    gradients = torch.autograd.grad(out, parts, weights(length).chunk(world_size, 1)[rank])
+    return out.detach(), list(gradients)
+
+
+def weights(length: int) -> Tensor:
+    """What the outputs are weighed with, [1, length, 2, 3]."""
+    return torch.randn(1, length, 2, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+def rows(rank: int, world_size: int, x_tbuw: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Rows before this rank's part, and the gradient of that part where rank r weighs them with r + 1."""
+    group = dist.group.WORLD
+    assert group is not None
+    part = x_tbuw.chunk(world_size)[rank].clone().requires_grad_()
+    found = rows_before(part, count, group)
+    (gradient,) = torch.autograd.grad(found, part, torch.full_like(found, rank + 1.0))
+    return found.detach(), gradient
