@@ -12,10 +12,10 @@ sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Any]:
-    """Two processes that work together as the ranks of a group."""
+def workers() -> Iterator[Any]:
+    """Four processes that work together as the ranks of a group."""
     from pool import WorkerPool
 
-    workers = WorkerPool(2)
+    workers = WorkerPool(4)
     yield workers
     workers.stop()

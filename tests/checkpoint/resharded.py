@@ -19,14 +19,15 @@ from megatron_ext.training.trainer import Trainer
 STEPS = 2
 
 
-def _config(parallel: dict[str, Any], seed: int) -> Any:
-    mixers = {"top1_chunk": {"chunk_size": 8}}
-    config = parity.run_config("top1_chunk,gated_deltanet,attention,top1_element", mixers, {}, parallel)
+def _config(pattern: str, parallel: dict[str, Any], seed: int) -> Any:
+    settings: dict[str, dict[str, Any]] = {"top1_chunk": {"chunk_size": 8}, "mamba2": {"state_size": 16}}
+    used = {name: fields for name, fields in settings.items() if name in pattern.split(",")}
+    config = parity.run_config(pattern, used, {}, parallel)
     return replace(config, training=replace(config.training, seed=seed))
 
 
-def _parts(root: Path, parallel: dict[str, Any], seed: int) -> tuple[Any, Trainer, CheckpointStore]:
-    config, platform = _config(parallel, seed), select_platform("cpu")
+def _parts(root: Path, pattern: str, parallel: dict[str, Any], seed: int) -> tuple[Any, Trainer, CheckpointStore]:
+    config, platform = _config(pattern, parallel, seed), select_platform("cpu")
     groups = make_process_groups(config.parallel, seed)
     trainer = build_trainer(config, model_shape(config, platform, parity.VOCABULARY), groups, platform)
     return config, trainer, CheckpointStore(root, {}, groups, platform, keep=0)
@@ -36,10 +37,13 @@ def _whole(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     """Parameters and Adam's moments of the whole model; on rank 0. The model is of no use afterwards.
 
     Where one data-parallel rank holds all, a moment has as many elements as its parameter. Each is put in the
-    parameter's place, so that one function puts all of them together.
+    parameter's place, so that one function puts all of them together. Context-parallel ranks share the moments out:
+    there they are left out.
     """
     chunks, tp_rank = trainer.optimizer.chunks, trainer.groups.tp.rank()
     found = {"parameters": parity.whole_parameters(chunks, tp_rank)}
+    if trainer.groups.cp.size() > 1:
+        return found
     for moment in ("exp_avg", "exp_avg_sq"):
         for part in trainer.optimizer._parts():  # type: ignore[attr-defined]
             for parameter, (group, order) in part.model_param_group_index_map.items():
@@ -49,18 +53,22 @@ def _whole(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def save(rank: int, world_size: int, root: Path, parallel: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+def save(
+    rank: int, world_size: int, root: Path, pattern: str, parallel: dict[str, Any]
+) -> dict[str, dict[str, Tensor]]:
     """Train a little, save, and return the whole state."""
-    config, trainer, store = _parts(root, parallel, seed=1)
+    config, trainer, store = _parts(root, pattern, parallel, seed=1)
     for step in range(STEPS):
         trainer.train_step(parity.step_batches(config, trainer.groups, step))
     store.save(trainer.optimizer, Progress(step=STEPS, samples=8 * STEPS, tokens=256 * STEPS))
     return _whole(trainer)
 
 
-def load(rank: int, world_size: int, root: Path, parallel: dict[str, Any]) -> tuple[dict[str, dict[str, Tensor]], int]:
+def load(
+    rank: int, world_size: int, root: Path, pattern: str, parallel: dict[str, Any]
+) -> tuple[dict[str, dict[str, Tensor]], int]:
     """Load into a model of other initial weights; the whole state, and the steps that the schedule counts."""
-    _, trainer, store = _parts(root, parallel, seed=2)
+    _, trainer, store = _parts(root, pattern, parallel, seed=2)
     store.load(trainer.optimizer, store.check(STEPS))
     counted = trainer.optimizer._scheduler.num_steps  # type: ignore[attr-defined]
     return _whole(trainer), counted

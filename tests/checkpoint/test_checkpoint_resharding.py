@@ -8,18 +8,44 @@ from typing import Any
 import pytest
 import resharded
 import torch
-from torch import Tensor
+
+from megatron_ext.mixers.registry import load_all
 
 pytestmark = pytest.mark.slow
 
+State = dict[str, dict[str, torch.Tensor]]
 TP2_SP = {"tensor": 2, "sequence": True}
+TP2_PP2 = {"tensor": 2, "pipeline": 2}
+HYBRID = "top1_chunk,gated_deltanet,attention,top1_element"
+
+
+def _models_of_all_mixers() -> list[str]:
+    """Every mixer in a model of four layers."""
+    names = sorted(load_all())
+    names += ["attention"] * (-len(names) % 4)
+    return [",".join(names[i : i + 4]) for i in range(0, len(names), 4)]
 
 
 @pytest.fixture(scope="module")
-def saved(pair: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Tensor]]]:
-    """A checkpoint of two tensor-parallel ranks, and the whole state that they held."""
-    root = tmp_path_factory.mktemp("resharded") / "checkpoints"
-    return root, pair.run(resharded.save, 2, root, TP2_SP)[0]
+def saved(workers: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Save a model under a layout, once: (folder, the whole state that its ranks held)."""
+    known: dict[str, tuple[Path, State]] = {}
+
+    def save(pattern: str, world_size: int, parallel: dict[str, Any]) -> tuple[Path, State]:
+        if pattern + repr(parallel) not in known:
+            root = tmp_path_factory.mktemp("resharded") / "checkpoints"
+            state = workers.run(resharded.save, world_size, root, pattern, parallel)[0]
+            known[pattern + repr(parallel)] = root, state
+        return known[pattern + repr(parallel)]
+
+    return save
+
+
+def _check(found: State, expected: State) -> None:
+    assert found.keys() <= expected.keys()
+    for kind, tensors in found.items():
+        assert expected[kind].keys() == tensors.keys()
+        assert [name for name, tensor in tensors.items() if not torch.equal(expected[kind][name], tensor)] == []
 
 
 @pytest.mark.parametrize(
@@ -28,16 +54,26 @@ def saved(pair: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, di
     ids=["one process", "tp2_sp", "pp2", "pp2_interleaved"],
 )
 def test_parameters_and_moments_are_the_same_on_another_layout(
-    world_size: int, parallel: dict[str, Any], saved: Any, pair: Any
+    world_size: int, parallel: dict[str, Any], saved: Any, workers: Any
 ) -> None:
-    root, expected = saved
-    found, steps = pair.run(resharded.load, world_size, root, parallel)[0]
+    root, expected = saved(HYBRID, 2, TP2_SP)
+    found, steps = workers.run(resharded.load, world_size, root, HYBRID, parallel)[0]
     assert steps == resharded.STEPS
-    for kind, tensors in expected.items():
-        assert found[kind].keys() == tensors.keys()
-        assert [name for name, tensor in tensors.items() if not torch.equal(found[kind][name], tensor)] == []
+    assert len(found) == 3
+    _check(found, expected)
     # The moments are there, and no kind of state is a copy of another.
     assert all(float(tensor.abs().max()) > 0 for tensor in expected["exp_avg_sq"].values())
     name = "embedding.word_embeddings.weight"
     assert not torch.equal(expected["exp_avg"][name], expected["parameters"][name])
     assert not torch.equal(expected["exp_avg"][name], expected["exp_avg_sq"][name])
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), [(1, {}), (2, {"context": 2})], ids=["one process", "cp2"])
+@pytest.mark.parametrize("pattern", _models_of_all_mixers())
+def test_every_mixer_moves_from_tp2_pp2(
+    pattern: str, world_size: int, parallel: dict[str, Any], saved: Any, workers: Any
+) -> None:
+    root, expected = saved(pattern, 4, TP2_PP2)
+    found, _ = workers.run(resharded.load, world_size, root, pattern, parallel)[0]
+    assert found["parameters"]
+    _check(found, expected)

@@ -1,0 +1,5 @@
+"""The state update of RWKV-6 (Finch)."""
+
+from kernels.rwkv6.interface import rwkv6
+
+__all__ = ["rwkv6"]

@@ -1,0 +1,95 @@
+"""The public form of RWKV-6's state update: checks, and the choice of an implementation."""
+
+from typing import Literal, overload
+
+from torch import Tensor
+
+from kernels.dispatch import Choice, check_floating, check_shapes, choose
+from kernels.rwkv6.reference import chunked, recurrent
+from kernels.stateful import check_log_decay, check_state_op, run_form
+
+Implementation = Literal["auto", "recurrent", "chunked"]
+_IMPLEMENTATIONS = {"recurrent": recurrent, "chunked": chunked}
+
+
+@overload
+def rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    u: Tensor,
+    *,
+    scale: float | None = ...,
+    initial_state: Tensor | None = ...,
+    return_final_state: Literal[False] = ...,
+    implementation: Implementation = ...,
+) -> Tensor: ...
+@overload
+def rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    u: Tensor,
+    *,
+    scale: float | None = ...,
+    initial_state: Tensor | None = ...,
+    return_final_state: Literal[True],
+    implementation: Implementation = ...,
+) -> tuple[Tensor, Tensor]: ...
+def rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    u: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+    implementation: Implementation = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """RWKV-6's state update: o_t = scale * (S + diag(u) k_t v_t^T)^T r_t;  S <- diag(exp(g_t)) S + k_t v_t^T.
+
+    In fp32 (float64 for float64). Token t is read from the state before it decays by g_t. The state's last value is an
+    affine function of its first, each value column by itself.
+
+    Args:
+        r: receptances [b, t, h, dk], which read the state as queries do; fp32, bf16, fp16 or float64.
+        k: keys [b, t, h, dk].
+        v: values [b, t, h, dv].
+        g: log decay, finite and at most 0, [b, t, h, dk]; fp32 (or float64), as 16 bits round the decay of long spans.
+            In the model -exp of the decay's logits.
+        u: bonus of the present token [h, dk]; any floating dtype.
+        scale: positive factor on r; None means 1.0, as RWKV has none.
+        initial_state: [b, h, dk, dv] before the first token; None for zeros.
+        return_final_state: also return the state after the last token.
+        implementation: "recurrent", "chunked", or "auto".
+
+    Returns:
+        o [b, t, h, dv] in v's dtype; with return_final_state also the state [b, h, dk, dv] in fp32 (or float64).
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+
+    Source: Peng et al. 2024, "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence" (arXiv
+    2404.05892), the recurrent form of Finch's wkv, wkv_t = s_{t-1} + diag(u) k_t^T v_t (its vectors are rows).
+    """
+    _check(r, k, v, g, u, initial_state)
+    automatic = Choice("chunked", "the faster of the plain torch forms")
+    chosen = choose("rwkv6", implementation, _IMPLEMENTATIONS, automatic)
+    scale = 1.0 if scale is None else scale
+    return run_form(_IMPLEMENTATIONS[chosen.name], (r, k, v, g, u), scale, initial_state, return_final_state)
+
+
+def _check(r: Tensor, k: Tensor, v: Tensor, g: Tensor, u: Tensor, initial_state: Tensor | None) -> None:
+    # What is asked of r comes first: check_state_op would name it q.
+    if r.dim() != 4 or r.numel() == 0:
+        raise ValueError(f"r has shape {list(r.shape)}: give [batch, length, heads, head_dim], none of them 0")
+    check_floating(r=r, k=k, v=v)
+    check_state_op(r, k, v, initial_state)
+    check_shapes(r, {"g": (g, r.shape), "u": (u, r.shape[2:])})
+    check_log_decay(g)
+    if not u.is_floating_point():
+        raise ValueError(f"u has dtype {u.dtype}: convert it to a floating-point dtype")

@@ -1,0 +1,136 @@
+"""The state update of RWKV-7 in plain torch: token by token (the meaning), and by chunks (the same function, fast).
+
+Peng et al. 2025, "RWKV-7 Goose" (arXiv 2503.14456), the generalised delta rule S_t = S_{t-1} (diag(w_t) + z_t^T b_t)
++ v_t^T k_t of row vectors. Here the state S is its transpose, [dk, dv] per head, and a stands for z:
+
+    u_t = S^T a_t;  S <- diag(exp(w_t)) S + b_t u_t^T + k_t v_t^T;  o_t = scale * S^T r_t
+
+Suffixes: b batch, h head, t position, n chunk, c and i, j position in a chunk, d key dim, e value dim.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels.chunked_state import pair_decay, to_chunks
+
+CHUNK_SIZE = 16
+"""A decay a key feature makes a number for each pair of positions and feature."""
+
+
+def recurrent(
+    r_bthd: Tensor,
+    k_bthd: Tensor,
+    v_bthe: Tensor,
+    w_bthd: Tensor,
+    a_bthd: Tensor,
+    b_bthd: Tensor,
+    *,
+    scale: float,
+    state_bhde: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Walk over the tokens.
+
+    Args:
+        r_bthd: receptances [b, t, h, dk]. All arguments are of one dtype, fp32 or float64.
+        k_bthd: keys [b, t, h, dk].
+        v_bthe: values [b, t, h, dv].
+        w_bthd: log decay [b, t, h, dk], at most 0.
+        a_bthd: what is read from the old state [b, t, h, dk].
+        b_bthd: where the read is added [b, t, h, dk].
+        scale: factor on r.
+        state_bhde: state before the first token [b, h, dk, dv].
+
+    Returns:
+        o [b, t, h, dv] and the state after the last token.
+    """
+    outputs = []
+    for t in range(r_bthd.shape[1]):
+        u_bhe = torch.einsum("bhd,bhde->bhe", a_bthd[:, t], state_bhde)
+        moved = b_bthd[:, t, :, :, None] * u_bhe[:, :, None, :]
+        written = k_bthd[:, t, :, :, None] * v_bthe[:, t, :, None, :]
+        state_bhde = state_bhde * w_bthd[:, t, :, :, None].exp() + moved + written
+        outputs.append(torch.einsum("bhd,bhde->bhe", r_bthd[:, t] * scale, state_bhde))
+    return torch.stack(outputs, dim=1), state_bhde
+
+
+def chunked(
+    r_bthd: Tensor,
+    k_bthd: Tensor,
+    v_bthe: Tensor,
+    w_bthd: Tensor,
+    a_bthd: Tensor,
+    b_bthd: Tensor,
+    *,
+    scale: float,
+    state_bhde: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Walk over chunks of 16 tokens; all that a chunk does inside itself is batched over chunks.
+
+    With G the sum of w from the chunk's start, S its first state and <x_i, y_j> = x_i . (e^(G_i-G_j) y_j), the u of a
+    chunk solve the triangular system (the WY form)
+
+        u_i - sum_{j<i} <a'_i, b_j> u_j = S^T (e^(G_{i-1}) a_i) + sum_{j<i} <a'_i, k_j> v_j,
+
+    where <a'_i, y_j> fades to G_{i-1}, as u_i is read before the decay of token i; and
+    o_i = scale * (S^T (e^(G_i) r_i) + sum_{j<=i} <r_i, b_j> u_j + <r_i, k_j> v_j). Every exponent is at most 0.
+
+    Args:
+        r_bthd: as in `recurrent`, like all the others.
+        k_bthd: keys.
+        v_bthe: values.
+        w_bthd: log decay.
+        a_bthd: what is read.
+        b_bthd: where the read is added.
+        scale: factor on r.
+        state_bhde: state before the first token.
+
+    Returns:
+        o [b, t, h, dv] and the state after the last token.
+    """
+    length = r_bthd.shape[1]
+    size = min(CHUNK_SIZE, length)
+    r, k, v, w, a, b = (to_chunks(x, size) for x in (r_bthd * scale, k_bthd, v_bthe, w_bthd, a_bthd, b_bthd))
+    total = w.cumsum(dim=-2)
+    (ab, ak), (rb, rk) = _products(a, r, b, k, total)
+    own, reads = _solve_chunks(ab, ak @ v, _down(total).exp() * a)
+    fade = (total[..., -1:, :] - total).exp()
+    written = (fade * k).mT @ v
+    state_bhde, states, updates = _walk(own, reads, fade * b, written, total[..., -1:, :].exp().mT, state_bhde)
+    out_bhnce = (r * total.exp()) @ states + rb @ updates + rk @ v
+    return out_bhnce.flatten(2, 3)[:, :, :length].transpose(1, 2), state_bhde
+
+
+def _down(x_c1: Tensor) -> Tensor:
+    """Move a chunk's rows down by one, [..., c, any]; the first becomes zero."""
+    return pad(x_c1[..., :-1, :], (0, 0, 1, 0))
+
+
+def _products(a: Tensor, r: Tensor, b: Tensor, k: Tensor, total: Tensor) -> Tensor:
+    """Give ((<a'_i, b_j>, <a'_i, k_j>), (<r_i, b_j>, <r_i, k_j>)): [2, 2, b, h, n, i, j], zero where j is too late."""
+    # a moves up by one, so that both rows fade to G_i, and its products move back down.
+    left = torch.stack([pad(a[..., 1:, :], (0, 0, 0, 1)), r])
+    faded = left.mT[..., None] * pair_decay(total.mT[..., None])
+    of_a, of_r = torch.einsum("xbhndij,ybhnjd->xybhnij", faded, torch.stack([b, k]))
+    return torch.stack([_down(of_a), of_r])
+
+
+def _solve_chunks(ab: Tensor, own: Tensor, reads: Tensor) -> tuple[Tensor, Tensor]:
+    """Solve the chunks' triangular systems, so that u = own + reads @ S: [b, h, n, c, dv] and [b, h, n, c, dk]."""
+    right = torch.cat([own, reads], dim=-1)
+    solved = torch.linalg.solve_triangular(-ab, right, upper=False, unitriangular=True)
+    own, reads = solved.split([own.shape[-1], reads.shape[-1]], dim=-1)
+    return own, reads
+
+
+def _walk(
+    own: Tensor, reads: Tensor, to_end: Tensor, written: Tensor, kept_bhnd1: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hand the state from chunk to chunk. Returns the last state, each chunk's first state, and each chunk's u."""
+    states, updates = [], []
+    for n in range(own.shape[2]):
+        u = own[:, :, n] + reads[:, :, n] @ state
+        states.append(state)
+        updates.append(u)
+        state = kept_bhnd1[:, :, n] * state + to_end[:, :, n].mT @ u + written[:, :, n]
+    return state, torch.stack(states, dim=2), torch.stack(updates, dim=2)
