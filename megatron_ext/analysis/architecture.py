@@ -27,6 +27,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "linear_attention": {"feature_map": "elu", "expand_v": 1, "output_gate": False},
     "based": {"feature_dim": 16},
     "retnet": {"expand_v": 2, "output_gate": True},
+    "mamba": {"state_size": 16, "expand": 2, "conv_kernel_size": 4, "dt_rank": None},
     "mamba2": {
         "state_size": 128,
         "expand": 2,

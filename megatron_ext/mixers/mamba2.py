@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-import torch
 import torch.nn.functional as F
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
@@ -17,7 +16,7 @@ from megatron_ext.mixers.convolution import causal_convolution, uniform_taps
 from megatron_ext.mixers.decay import inverse_softplus_step, log_uniform_decay
 from megatron_ext.mixers.registry import register
 from megatron_ext.mixers.stateful import walk
-from megatron_ext.parallel.parameters import Initializer, ones
+from megatron_ext.parallel.parameters import ones, uniform_within
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -61,7 +60,7 @@ class Mamba2(Mixer):
         heads, kernel = self.heads_per_group, self.mixer_config.conv_kernel_size
         if self.mixer_config.convolution:
             self.conv_weight = self.new_parameter_of_units(uniform_taps, self.conv_width, kernel)
-            self.conv_bias = self.new_parameter_of_units(uniform_bias(kernel), self.conv_width)
+            self.conv_bias = self.new_parameter_of_units(uniform_within(kernel**-0.5), self.conv_width)
         if self.mixer_config.decay != "none":
             self.log_decay = self.new_parameter_of_units(log_uniform_decay, heads)
             self.step_bias = self.new_parameter_of_units(inverse_softplus_step, heads)
@@ -153,12 +152,3 @@ class Mamba2(Mixer):
         state = self.heads_per_group * 4 * self.mixer_config.state_size * self.value_dim
         taps = self.mixer_config.conv_kernel_size if self.mixer_config.convolution else 0
         return self.num_units() * (state + 2 * taps * self.conv_width)
-
-
-def uniform_bias(kernel: int) -> Initializer:
-    """As torch starts the bias of a depthwise convolution: uniform within 1 / sqrt(kernel), as its taps."""
-
-    def fill(whole: Tensor, generator: torch.Generator) -> None:
-        whole.uniform_(-(kernel**-0.5), kernel**-0.5, generator=generator)
-
-    return fill

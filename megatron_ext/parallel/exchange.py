@@ -85,3 +85,35 @@ def heads_to_sequence(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
 def gather_sequence(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
     """All parts of the sequence, in order: [t/cp, b, n, w] to [t, b, n, w]; gradients are summed back to their part."""
     return _Exchange.apply(x_tbnw, _gather_sequence, _sum_to_parts, group)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum forward and backward: every rank uses the total for its own channels, and so has a part of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_reduced(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_reduced(grad, ctx.group), None
+
+
+def _all_reduced(x: Tensor, group: ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum of what the ranks of a group hold, for ranks that each go on with the total in a way of their own.
+
+    Args:
+        x: of one shape on all ranks.
+        group: whose ranks sum.
+
+    Returns:
+        The total, of x's shape. Its gradient is the sum of the ranks' gradients.
+    """
+    return x if group.size() == 1 else _SumOverRanks.apply(x, group)

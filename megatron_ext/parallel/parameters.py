@@ -122,6 +122,15 @@ def normal(std: float) -> Initializer:
     return fill
 
 
+def uniform_within(bound: float) -> Initializer:
+    """Uniform values of mean 0, at most `bound` in size."""
+
+    def fill(whole: Tensor, generator: torch.Generator) -> None:
+        whole.uniform_(-bound, bound, generator=generator)
+
+    return fill
+
+
 def _own_part(name: str, whole: Tensor, dim: int, tp_group: ProcessGroup) -> Tensor:
     """This tensor-parallel rank's part of a whole parameter.
 

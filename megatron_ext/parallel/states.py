@@ -36,12 +36,36 @@ def state_before(walk: Walk, v_bthe: Tensor, key_dim: int, group: ProcessGroup) 
         torch.cat([v_bthe, v_bthe.new_zeros(b, t, h, key_dim)], -1),
         torch.cat([identity.new_zeros(b, h, key_dim, e), identity], -1),
     )
-    state = torch.zeros_like(last[..., :e])
+
+    def after(summary: Tensor, state: Tensor) -> Tensor:
+        return summary[..., e:] @ state + summary[..., :e]
+
+    return _put_together(last, after, torch.zeros_like(last[..., :e]), group)
+
+
+def diagonal_state_before(kept: Tensor, written: Tensor, group: ProcessGroup) -> Tensor:
+    """As `state_before`, where each number of a state goes by itself: what this rank's part makes of S is kept S + W.
+
+    Args:
+        kept: how much of each number this part keeps, of any shape.
+        written: W, the state after this part from zeros.
+        group: context-parallel group; rank r holds part r.
+    """
+
+    def after(summary: Tensor, state: Tensor) -> Tensor:
+        return summary[0] * state + summary[1]
+
+    return _put_together(torch.stack([kept, written]), after, torch.zeros_like(written), group)
+
+
+def _put_together(
+    summary: Tensor, after: Callable[[Tensor, Tensor], Tensor], state: Tensor, group: ProcessGroup
+) -> Tensor:
+    """The state before this rank's part, from every rank's summary and the state before the first."""
     # All of them on every rank: backward, all ranks must take part in the exchange.
     before = [state]
-    for summary in gather_sequence(last[None], group)[:-1]:
-        state = summary[..., e:] @ state + summary[..., :e]
-        before.append(state)
+    for of_part in gather_sequence(summary[None], group)[:-1]:
+        before.append(after(of_part, before[-1]))
     return torch.stack(before)[group.rank()]
 
 

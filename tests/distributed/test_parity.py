@@ -58,6 +58,7 @@ MODELS = {
     "based": Model("based*4"),
     "moba": Model("moba*4", {"moba": {"block_size": 8, "top_k": 2}}),
     "nsa_gqa": Model("nsa*4", {"nsa": {"block_size": 4, "num_selected": 3, "window": 5}}, {"num_query_groups": 2}),
+    "mamba": Model("mamba*4"),
     "mamba2": Model("mamba2*4", {"mamba2": {"state_size": 16}}),
     "mamba2_fixed_gqa": Model(
         "mamba2*4", {"mamba2": {"state_size": 16, "decay": "fixed"}}, {"num_attention_heads": 8, "num_query_groups": 4}
@@ -128,7 +129,7 @@ def _exchanges(model: Model, parallel: dict[str, Any]) -> set[str]:
     for mixer in parse_pattern(model.pattern):
         entry = load_all()[mixer]
         if entry.hands_on_states and (parallel["context_exchange"] == "states" or not _divide(entry, groups_divide)):
-            names.add("state_before")
+            names.add("diagonal_state_before" if mixer == "mamba" else "state_before")
         else:
             names.add("sequence_to_heads" if _divide(entry, groups_divide) else "gather_sequence")
     return names

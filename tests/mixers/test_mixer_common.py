@@ -31,6 +31,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gated_deltanet", {}),
     ("gla", {}),
     ("linear_attention", {}),
+    ("mamba", {}),
+    ("mamba", {"state_size": 3, "expand": 1, "conv_kernel_size": 2, "dt_rank": 1}),
     ("mamba2", {}),
     ("mamba2", {"groups": 2, "decay": "fixed"}),
     ("mamba2", {"decay": "none", "convolution": False, "group_norm": False}),

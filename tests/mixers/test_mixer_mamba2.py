@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mixers.base import Part
-from megatron_ext.mixers.mamba2 import uniform_bias
+from megatron_ext.parallel.parameters import uniform_within
 
 MakeMixer = Callable[..., Any]
 LENGTH, BATCH, HIDDEN, HEADS, STATE = 13, 2, 24, 4, 5
@@ -257,7 +257,7 @@ def test_sixteen_bits_stay_sixteen_bits(make: MakeMixer) -> None:
 
 def test_the_bias_of_the_convolution_begins_as_torchs() -> None:
     whole = torch.empty(50, 40)
-    uniform_bias(4)(whole, torch.Generator().manual_seed(1))
+    uniform_within(0.5)(whole, torch.Generator().manual_seed(1))
     assert float(whole.abs().max()) <= 0.5
     assert float(whole.std()) == pytest.approx(1 / math.sqrt(12), rel=0.05)
     assert abs(float(whole.mean())) < 0.03

@@ -1,0 +1,125 @@
+"""The public form of the selective scan: checks, and the choice of an implementation."""
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from kernels.attention_math import compute_dtype
+from kernels.dispatch import Choice, choose, full_precision
+from kernels.selective_scan.reference import chunked, recurrent
+
+Implementation = Literal["auto", "recurrent", "chunked"]
+_IMPLEMENTATIONS = {"recurrent": recurrent, "chunked": chunked}
+
+
+@overload
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = ...,
+    initial_state: Tensor | None = ...,
+    return_final_state: Literal[False] = ...,
+    implementation: Implementation = ...,
+) -> Tensor: ...
+@overload
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = ...,
+    initial_state: Tensor | None = ...,
+    return_final_state: Literal[True],
+    implementation: Implementation = ...,
+) -> tuple[Tensor, Tensor]: ...
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+    implementation: Implementation = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A diagonal state a channel, of each token's choice: h <- exp(dt_t A) h + dt_t B_t x_t;  y_t = C_t . h + D x_t.
+
+    In fp32 (float64 for float64). Channel i reads and writes with B and C of group i // (c // g).
+
+    Args:
+        x: channels [b, t, c]; fp32, bf16, fp16 or float64.
+        dt: step sizes, finite and not negative, [b, t, c]; fp32 (or float64), as 16 bits round the decay of long spans.
+        A: rates, at most 0, [c, n]; fp32 (or float64).
+        B: what writes to the state, [b, t, n], or of groups [b, t, g, n] with c a multiple of g; any floating dtype.
+        C: what reads from it, of B's shape; any floating dtype.
+        D: skip [c], any floating dtype; None for none.
+        initial_state: [b, c, n] before the first token; None for zeros.
+        return_final_state: also return the state after the last token.
+        implementation: "recurrent", "chunked", or "auto".
+
+    Returns:
+        y [b, t, c] in x's dtype; with return_final_state also the state [b, c, n] in fp32 (or float64).
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+
+    Source: Gu, Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (arXiv 2312.00752).
+    """
+    _check(x, dt, A, B, C, D, initial_state)
+    automatic = Choice("chunked", "the faster of the plain torch forms")
+    form = _IMPLEMENTATIONS[choose("selective_scan", implementation, _IMPLEMENTATIONS, automatic).name]
+    dtype, groups = compute_dtype(x), B.shape[2] if B.dim() == 4 else 1
+    if initial_state is None:
+        initial_state = torch.zeros(x.shape[0], *A.shape, dtype=dtype, device=x.device)
+    with full_precision(x):
+        x_btge, dt_btge = (y.to(dtype).unflatten(2, (groups, -1)) for y in (x, dt))
+        B_btgn, C_btgn = ((y if y.dim() == 4 else y[:, :, None]).to(dtype) for y in (B, C))
+        A_gen, state_bgen = A.to(dtype).unflatten(0, (groups, -1)), initial_state.to(dtype).unflatten(1, (groups, -1))
+        y_btge, state_bgen = form(x_btge, dt_btge, A_gen, B_btgn, C_btgn, state_bgen=state_bgen)
+        y = y_btge.flatten(2)
+        if D is not None:
+            y = y + D.to(dtype) * x.to(dtype)
+    y = y.to(x.dtype)
+    return (y, state_bgen.flatten(1, 2)) if return_final_state else y
+
+
+def _check(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial_state: Tensor | None
+) -> None:
+    for name, tensor, dims in (("x", x, "[batch, length, channels]"), ("A", A, "[channels, state size]")):
+        if tensor.dim() != dims.count(",") + 1 or tensor.numel() == 0:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}: give {dims}, none of them 0")
+    (batch, length, channels), size = x.shape, A.shape[1]
+    groups = [B.shape[2]] if B.dim() == 4 else []
+    if groups and (groups[0] == 0 or channels % groups[0]):
+        raise ValueError(f"B has {groups[0]} groups: give a number that divides the {channels} channels of x")
+    inner = (batch, length, *groups, size)
+    expected = {"dt": (dt, x.shape), "A": (A, (channels, size)), "B": (B, inner), "C": (C, inner)}
+    if D is not None:
+        expected["D"] = (D, (channels,))
+    if initial_state is not None:
+        expected["initial_state"] = (initial_state, (batch, channels, size))
+    for name, (tensor, shape) in {"x": (x, x.shape), **expected}.items():
+        _check_tensor(name, tensor, shape, x)
+    for name, tensor in (("dt", dt), ("A", A)):
+        if tensor.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{name} has dtype {tensor.dtype}: give what the decay is made from in torch.float32")
+
+
+def _check_tensor(name: str, tensor: Tensor, shape: Sequence[int], x: Tensor) -> None:
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {list(tensor.shape)}: give {list(shape)}, to go with x and A")
+    if tensor.device != x.device:
+        raise ValueError(f"{name} is on {tensor.device} but x is on {x.device}: move one of them")
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name} has dtype {tensor.dtype}: convert it to a floating-point dtype")

@@ -1,0 +1,91 @@
+"""The selective scan in plain torch: token by token (the meaning), and by chunks (the same function, fast).
+
+Gu, Dao 2023, "Mamba" (arXiv 2312.00752). Each channel has a state h of n numbers, each with a rate in A:
+
+    h <- exp(dt_t A) h + dt_t x_t B_t;  y_t = C_t . h
+
+Suffixes: b batch, t position, s position in a chunk, g group, e channel of a group, n state.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_SIZE = 16
+
+
+def recurrent(
+    x_btge: Tensor, dt_btge: Tensor, A_gen: Tensor, B_btgn: Tensor, C_btgn: Tensor, *, state_bgen: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Walk over the tokens.
+
+    Args:
+        x_btge: channels [b, t, g, c / g]. All arguments are of one dtype, fp32 or float64.
+        dt_btge: step sizes, not negative.
+        A_gen: rates [g, c / g, n], at most 0.
+        B_btgn: what writes, [b, t, g, n].
+        C_btgn: what reads.
+        state_bgen: state before the first token [b, g, c / g, n].
+
+    Returns:
+        y [b, t, g, c / g] and the state after the last token.
+    """
+    outputs = []
+    for t in range(x_btge.shape[1]):
+        kept = (dt_btge[:, t, ..., None] * A_gen).exp()
+        written = (dt_btge[:, t] * x_btge[:, t])[..., None] * B_btgn[:, t, :, None]
+        state_bgen = kept * state_bgen + written
+        outputs.append((state_bgen * C_btgn[:, t, :, None]).sum(-1))
+    return torch.stack(outputs, dim=1), state_bgen
+
+
+def chunked(
+    x_btge: Tensor, dt_btge: Tensor, A_gen: Tensor, B_btgn: Tensor, C_btgn: Tensor, *, state_bgen: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Walk over chunks; all states of a chunk are found together.
+
+    The backward pass finds them again: between chunks only the state is kept, [b, c, n] a chunk instead of a token.
+
+    Args:
+        x_btge: as in `recurrent`, like all the others.
+        dt_btge: step sizes.
+        A_gen: rates.
+        B_btgn: what writes.
+        C_btgn: what reads.
+        state_bgen: state before the first token.
+
+    Returns:
+        y [b, t, g, c / g] and the state after the last token.
+    """
+    outputs = []
+    for parts in zip(*(y.split(CHUNK_SIZE, dim=1) for y in (x_btge, dt_btge, B_btgn, C_btgn)), strict=True):
+        y_bsge, state_bgen = checkpoint(
+            _chunk, *parts, A_gen, state_bgen, use_reentrant=False, preserve_rng_state=False
+        )
+        outputs.append(y_bsge)
+    return torch.cat(outputs, dim=1), state_bgen
+
+
+def _chunk(
+    x_bsge: Tensor, dt_bsge: Tensor, B_bsgn: Tensor, C_bsgn: Tensor, A_gen: Tensor, state_bgen: Tensor
+) -> tuple[Tensor, Tensor]:
+    kept_bsgen = (dt_bsge[..., None] * A_gen).exp()
+    written_bsgen = (dt_bsge * x_bsge)[..., None] * B_bsgn[..., None, :]
+    first = written_bsgen[:, :1] + kept_bsgen[:, :1] * state_bgen[:, None]
+    states_bsgen = _all_states(kept_bsgen, torch.cat([first, written_bsgen[:, 1:]], dim=1))
+    # A view of the last state would hold the chunk's others, too.
+    return torch.einsum("bsgen,bsgn->bsge", states_bsgen, C_bsgn), states_bsgen[:, -1].clone()
+
+
+def _all_states(kept_bsgen: Tensor, written_bsgen: Tensor) -> Tensor:
+    """h_i = kept_i h_{i-1} + written_i from h = 0, by doubling the span that each position has summed up.
+
+    Hillis, Steele 1986, "Data parallel algorithms". Only products of numbers in [0, 1] are made: nothing overflows.
+    """
+    span, size = 1, kept_bsgen.shape[1]
+    while span < size:
+        joined = written_bsgen[:, span:] + kept_bsgen[:, span:] * written_bsgen[:, :-span]
+        written_bsgen = torch.cat([written_bsgen[:, :span], joined], dim=1)
+        kept_bsgen = torch.cat([kept_bsgen[:, :span], kept_bsgen[:, span:] * kept_bsgen[:, :-span]], dim=1)
+        span *= 2
+    return written_bsgen

@@ -1,0 +1,132 @@
+"""Mamba: a diagonal state a channel, with a step, an input and an output of each token's choice.
+
+Gu, Dao 2023 (arXiv 2312.00752).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from kernels.selective_scan import selective_scan
+from megatron_ext.config.schema import STRICT
+from megatron_ext.mixers.base import Mixer, Part, batch_first
+from megatron_ext.mixers.convolution import causal_convolution, uniform_taps
+from megatron_ext.mixers.decay import inverse_softplus_step
+from megatron_ext.mixers.registry import register
+from megatron_ext.parallel.exchange import sum_over_ranks
+from megatron_ext.parallel.parameters import normal, ones, uniform_within
+from megatron_ext.parallel.states import diagonal_state_before
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MambaConfig:
+    """Mamba.
+
+    Attributes:
+        state_size: numbers in a channel's state.
+        expand: channels of a head over head_dim.
+        conv_kernel_size: positions, the own one included, that the short causal convolution over the channels sees.
+        dt_rank: width of what all step sizes of a token are made from; None: a 16th of the hidden size, rounded up.
+    """
+
+    state_size: PositiveInt = 16
+    expand: PositiveInt = 2
+    conv_kernel_size: PositiveInt = 4
+    dt_rank: PositiveInt | None = None
+
+
+@register("mamba", MambaConfig)
+class Mamba(Mixer):
+    """Mamba; its unit is a head, which is no more than head_dim * expand of the layer's channels.
+
+    Rows of the input projection, per head: [x | gate z]. A token's B and C, and what its step sizes are made from, are
+    a projection of the channels of all heads: ranks that hold different heads sum their parts of it.
+
+    Suffixes: u head, w channel of a head, n state, r what a token's projection has: rank of the steps, B and C.
+    """
+
+    hands_on_states: ClassVar[bool] = True
+    mixer_config: MambaConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        width, kernel, size = self.output_width(), self.mixer_config.conv_kernel_size, self.mixer_config.state_size
+        self.conv_weight = self.new_parameter_of_units(uniform_taps, width, kernel)
+        self.conv_bias = self.new_parameter_of_units(uniform_within(kernel**-0.5), width)
+        start = normal(self.config.init_method_std)
+        self.x_proj = self.new_parameter_of_units(start, self.dt_rank + 2 * size, width)
+        self.dt_proj = self.new_parameter_of_units(uniform_within(self.dt_rank**-0.5), width, self.dt_rank)
+        self.dt_bias = self.new_parameter_of_units(inverse_softplus_step, width)
+        self.A_log = self.new_parameter_of_units(log_of_one_to_size, width, size)
+        self.A_log.no_weight_decay = True  # type: ignore[attr-defined]  # as in the authors' code
+        self.D = self.new_parameter_of_units(ones, width)
+
+    @property
+    def dt_rank(self) -> int:
+        """Width of what all step sizes of a token are made from."""
+        return self.mixer_config.dt_rank or -(-self.config.hidden_size // 16)
+
+    def num_units(self) -> int:
+        """Heads."""
+        return self.config.num_attention_heads
+
+    def unit_width(self) -> int:
+        """A head's channels and their gate."""
+        return 2 * self.output_width()
+
+    def output_width(self) -> int:
+        """A head's channels."""
+        return self.head_dim * self.mixer_config.expand
+
+    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+        """See `Mixer.mix`: short convolution, selective scan, gate."""
+        assert part.gather is None, "a state is handed on"
+        x, z = x_tbuw.chunk(2, -1)
+        weight, bias = (self.own_units(p, part) for p in (self.conv_weight, self.conv_bias))
+        x = F.silu(causal_convolution(x, weight, part.group) + bias)
+        size = self.mixer_config.state_size
+        low_tbr, B_tbn, C_tbn = self._project_all_channels(x, part).split([self.dt_rank, size, size], -1)
+        A_log, D = (self.own_units(p, part).float().flatten(0, 1) for p in (self.A_log, self.D))
+        x_btc, dt_btc = (batch_first(y).flatten(2) for y in (x, self._steps(low_tbr, part)))
+        inputs, state = (x_btc, dt_btc, -A_log.exp(), batch_first(B_tbn), batch_first(C_tbn)), None
+        if part.group is not None:
+            _, written = selective_scan(*inputs, return_final_state=True)
+            kept = (dt_btc.sum(1)[..., None] * inputs[2]).exp()
+            state = diagonal_state_before(kept, written, part.group)
+        y_btc = selective_scan(*inputs, D=D, initial_state=state)
+        y_tbuw = batch_first(y_btc).unflatten(2, (part.num_units, -1))
+        return (y_tbuw.float() * F.silu(z.float())).to(x_tbuw.dtype)
+
+    def _project_all_channels(self, x_tbuw: Tensor, part: Part) -> Tensor:
+        """The projection of the layer's channels [t, b, dt_rank + 2n], fp32, the same on all ranks of the layer."""
+        # In fp32, so that what 16 bits would round off the ranks' parts does not depend on how many ranks there are.
+        own = torch.einsum("tbuw,urw->tbr", x_tbuw.float(), self.own_units(self.x_proj, part).float())
+        total = sum_over_ranks(own, self.tp_group)
+        # Context-parallel ranks that have exchanged sequence for heads hold different heads, too.
+        return total if part.num_units == self.num_units_per_rank else sum_over_ranks(total, self.cp_group)
+
+    def _steps(self, low_tbr: Tensor, part: Part) -> Tensor:
+        """Step sizes [t, b, u, w], fp32."""
+        up, bias = (self.own_units(p, part).float() for p in (self.dt_proj, self.dt_bias))
+        return F.softplus(torch.einsum("tbr,uwr->tbuw", low_tbr, up) + bias)
+
+    def summary_size(self) -> int:
+        """See `Mixer.summary_size`."""
+        return 2 * self.output_width() * self.mixer_config.state_size
+
+    def mixing_flops(self, seq_length: int) -> float:
+        """Convolution, the state (decay, write, read), and the projections down to B, C and steps and up to steps."""
+        size, rank = self.mixer_config.state_size, self.dt_rank
+        of_channel = 2 * self.mixer_config.conv_kernel_size + 6 * size + 2 * (rank + 2 * size) + 2 * rank
+        return self.num_units() * self.output_width() * of_channel
+
+
+def log_of_one_to_size(whole: Tensor, _: torch.Generator) -> None:
+    """log(1), ..., log(n) for every channel, n the last dimension: S4D-real (Gu et al. 2022, arXiv 2206.11893)."""
+    whole.copy_(torch.arange(1.0, whole.shape[-1] + 1).log().expand_as(whole))

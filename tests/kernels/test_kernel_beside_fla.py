@@ -1,0 +1,110 @@
+"""Stateful ops against the plain torch forms of flash-linear-attention, outputs and gradients, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.gated_delta_rule import gated_delta_rule
+from kernels.gated_linear_attention import gated_linear_attention
+from kernels.rwkv6 import rwkv6
+from kernels.rwkv7 import rwkv7
+
+pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+
+BATCH, LENGTH, HEADS, KEY, VALUE = 2, 70, 3, 16, 24
+Op = Callable[..., Tensor]
+
+
+def fla(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(f"fla.ops.{module}"), name)
+
+
+def first(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _inputs() -> dict[str, Tensor]:
+    gen = torch.Generator().manual_seed(17)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(BATCH, LENGTH, HEADS, *shape, generator=gen)
+
+    key, a = randn(KEY), randn(KEY)
+    rate = torch.rand(BATCH, LENGTH, HEADS, KEY, generator=gen)
+    return {
+        "q": randn(KEY),
+        "k": key / key.norm(dim=-1, keepdim=True),
+        "v": randn(VALUE),
+        "g": -0.3 * torch.rand(BATCH, LENGTH, HEADS, generator=gen),
+        "gk": -0.3 * torch.rand(BATCH, LENGTH, HEADS, KEY, generator=gen),
+        "beta": torch.rand(BATCH, LENGTH, HEADS, generator=gen),
+        "a": -a / a.norm(dim=-1, keepdim=True),
+        "b": rate * a / a.norm(dim=-1, keepdim=True),
+        "u": torch.randn(HEADS, KEY, generator=gen),
+    }
+
+
+def _retention_decay(v: Tensor) -> Tensor:
+    """RetNet's: head h keeps 1 - 2^(-5-h)."""
+    return torch.log1p(-torch.exp2(-5.0 - torch.arange(HEADS))).expand(*v.shape[:2], -1)
+
+
+CASES: dict[str, tuple[str, Op, Op]] = {
+    "gated delta rule": (
+        "q k v g beta",
+        gated_delta_rule,
+        lambda q, k, v, g, beta: fla("gated_delta_rule.naive.naive_recurrent_gated_delta_rule")(q, k, v, beta, g),
+    ),
+    "delta rule": (
+        "q k v beta",
+        lambda q, k, v, beta: gated_delta_rule(q, k, v, torch.zeros_like(beta), beta),
+        lambda *x: _heads_first(fla("delta_rule.naive.delta_rule_recurrence"), *x),
+    ),
+    "gated linear attention": ("q k v gk", gated_linear_attention, fla("gla.naive.naive_recurrent_gla")),
+    "linear attention": (
+        "q k v",
+        gated_linear_attention,
+        fla("linear_attn.naive.naive_recurrent_linear_attn"),
+    ),
+    "retention": (
+        "q k v",
+        lambda q, k, v: gated_linear_attention(q, k, v, _retention_decay(v)),
+        lambda *x: _heads_first(fla("retention.naive.naive_retention"), *x),
+    ),
+    "rwkv6": (
+        "q k v gk u",
+        rwkv6,
+        lambda *x: _heads_first(fla("rwkv6.recurrent_naive.naive_recurrent_rwkv6"), *x[:4], u=x[4], scale=1.0),
+    ),
+    "rwkv7": (
+        "q gk k v a b",
+        rwkv7,
+        lambda r, w, k, v, a, b: _heads_first(
+            fla("generalized_delta_rule.dplr.naive.dplr_recurrence"), r * KEY**0.5, k, v, a, b, w
+        ),
+    ),
+}
+
+
+def _heads_first(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> Tensor:
+    return first(function(*(x.transpose(1, 2) for x in inputs), **options)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_that_of_flash_linear_attention(name: str) -> None:
+    arguments, ours, theirs = CASES[name]
+    inputs = [_inputs()[argument].requires_grad_() for argument in arguments.split()]
+    expected = first(theirs(*inputs))
+    found = ours(*inputs)
+    upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(18))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    wanted = torch.autograd.grad(expected, inputs, upstream)
+    for argument, a, b in zip(arguments.split(), torch.autograd.grad(found, inputs, upstream), wanted, strict=True):
+        assert float((a - b).norm() / b.norm()) < 1e-5, argument
