@@ -108,7 +108,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file, see examples/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. training.steps=200")
+    override = "e.g. training.steps=200; or another YAML file, laid over the first"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=override)
     parser.add_argument("--processes", type=int, metavar="N", help="processes to start on this machine (default 1)")
     parser.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
     parser.add_argument("--from-step", type=int, metavar="N", help="continue from the checkpoint of this step")

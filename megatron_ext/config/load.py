@@ -36,7 +36,8 @@ def load_config(path: Path, overrides: Sequence[str], mixer_configs: Mixers) -> 
 
     Args:
         path: the YAML file.
-        overrides: `section.field=value`; the value is read as YAML, so `[a, b]`, `1e-3`, `true` and `null` are meant.
+        overrides: in the order in which they count: `section.field=value`, the value read as YAML, so `[a, b]`, `1e-3`,
+            `true` and `null` are meant; or another YAML file, whose fields take the place of those there are.
         mixer_configs: the registered mixers, by name.
 
     Returns:
@@ -48,7 +49,10 @@ def load_config(path: Path, overrides: Sequence[str], mixer_configs: Mixers) -> 
     """
     tree = read_tree(path)
     for override in overrides:
-        apply_override(tree, override, mixer_configs)
+        if "=" not in override and override.endswith((".yaml", ".yml")):
+            lay_over(tree, read_tree(Path(override)))
+        else:
+            apply_override(tree, override, mixer_configs)
     # A section that is absent, or whose fields are all commented out, is an empty one: then what is missing is named
     # by its field (data.path), not by its section.
     for name in sections(RunConfig):
@@ -106,6 +110,16 @@ def read_tree(path: Path) -> Tree:
     return tree
 
 
+def lay_over(tree: Tree, upper: Tree) -> None:
+    """Put the fields of `upper` in the place of those of `tree`; sections are joined. In place."""
+    for key, value in upper.items():
+        below = tree.get(key)
+        if isinstance(below, dict) and isinstance(value, dict):
+            lay_over(below, value)
+        elif value is not None or not isinstance(below, dict):  # a section with no fields changes none
+            tree[key] = value
+
+
 def apply_override(tree: Tree, override: str, mixer_configs: Mixers) -> None:
     """Set one field of a tree in place.
 
@@ -119,7 +133,8 @@ def apply_override(tree: Tree, override: str, mixer_configs: Mixers) -> None:
     """
     key, equals, text = override.partition("=")
     if not equals:
-        raise UserError(override, "is not an override", "write it like training.steps=200")
+        mend = "write it like training.steps=200, or give a .yaml file"
+        raise UserError(override, "is not an override", mend)
     known = known_keys(mixer_configs)
     if key not in known:
         inside = [name for name in known if name.startswith(key + ".")]

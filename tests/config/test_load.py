@@ -74,6 +74,36 @@ def test_override(tmp_path: Path, override: str, value: object) -> None:
     assert type(node) is type(value)
 
 
+def test_a_file_laid_over_another_takes_the_place_of_its_fields_alone(tmp_path: Path) -> None:
+    upper = tmp_path / "upper.yaml"
+    upper.write_text("training: {steps: 7}\nmixers:\n  top1_chunk: {score: approx}\ndata:\nrun: {name: laid-over}\n")
+    text = BASE + "training: {steps: 5, seed: 9}\nmixers:\n  top1_chunk: {chunk_size: 64}\n"
+    config = load(text, tmp_path, str(upper))
+    assert (config.training.steps, config.training.seed, config.run.name) == (7, 9, "laid-over")
+    assert config.mixers["top1_chunk"] == {"chunk_size": 64, "score": "approx"}
+    assert config.data == load(text, tmp_path).data
+    assert load(text, tmp_path, "training.steps=8", str(upper)).training.steps == 7
+    assert load(text, tmp_path, str(upper), "training.steps=8").training.steps == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, "no such file; give the path of a configuration, see examples/"),
+        ("- a list", "is not a mapping of sections; begin with a section like `data:`, see examples/"),
+        ("training: {stps: 7}", "training.stps: no such field; did you mean steps?"),
+        ("training: 7", "training: 7 is not a section of fields; write its fields below it, indented"),
+    ],
+)
+def test_a_bad_file_laid_over_another(tmp_path: Path, text: str | None, expected: str) -> None:
+    upper = tmp_path / "upper.yml"
+    if text is not None:
+        upper.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load(BASE, tmp_path, str(upper))
+    assert str(caught.value).removeprefix(f"{upper}: ") == expected
+
+
 def test_a_later_override_wins_and_empty_sections_are_absent(tmp_path: Path) -> None:
     text = BASE + "training:\nmixers:\n  top1_chunk:\n"
     config = load(text, tmp_path, "training.steps=5", "training.steps=6", "mixers.top1_chunk.chunk_size=7")
@@ -92,7 +122,8 @@ def test_a_later_override_wins_and_empty_sections_are_absent(tmp_path: Path) -> 
             "mixers.top1_chunk.chunk_siz: no such field; did you mean mixers.top1_chunk.chunk_size?",
         ),
         ("training=3", "training: is a section, not a field; set one of its fields, e.g. training.steps=..."),
-        ("training.steps", "training.steps: is not an override; write it like training.steps=200"),
+        ("training.steps",
+         "training.steps: is not an override; write it like training.steps=200, or give a .yaml file"),
         ("training.steps=1.5",
          "training.steps: 1.5 is not a whole number; give a whole number, without point or exponent"),
         ("training.steps=0", "training.steps: 0 is out of range; give a value greater than 0"),
