@@ -33,13 +33,29 @@ def choose(op: str, requested: str, available: Collection[str], automatic: Choic
     Raises:
         ValueError: the requested implementation does not exist.
     """
-    if requested == "auto":
-        if not torch.compiler.is_compiling():  # a log line would break the graph
-            logger.debug("%s: %s (%s)", op, automatic.name, automatic.reason)
-        return automatic
-    if requested not in available:
+    if requested not in ("auto", *available):
         raise ValueError(f"implementation is {requested!r}, but {op} has: use one of {['auto', *available]}")
-    return Choice(requested, "asked for")
+    chosen = automatic if requested == "auto" else Choice(requested, "asked for")
+    if not torch.compiler.is_compiling():  # a log line would break the graph
+        logger.debug("%s: %s (%s)", op, chosen.name, chosen.reason)
+        for record in _records:
+            record.append((op, chosen))
+    return chosen
+
+
+_records: list[list[tuple[str, Choice]]] = []
+
+
+@contextmanager
+def recorded_choices() -> Iterator[list[tuple[str, Choice]]]:
+    """Give a list that grows by (op, choice) with each call of an op."""
+    record: list[tuple[str, Choice]] = []
+    _records.append(record)
+    try:
+        yield record
+    finally:
+        # By identity: two records may hold the same.
+        del _records[next(i for i, known in enumerate(_records) if known is record)]
 
 
 def check_option(argument: str, value: str, allowed: Collection[str]) -> None:

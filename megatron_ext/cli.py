@@ -233,15 +233,32 @@ def _doctor(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     from megatron_ext.platform import choose_backend, select_platform
 
-    for name in ("selectron", "torch", "megatron-core", "transformer-engine", "apex", "triton"):
+    for name in (
+        "selectron",
+        "torch",
+        "megatron-core",
+        "transformer-engine",
+        "apex",
+        "triton",
+        "flash-linear-attention",
+    ):
         try:
-            print(f"{name:<20}{metadata.version(name)}")
+            print(f"{name:<24}{metadata.version(name)}")
         except metadata.PackageNotFoundError:
-            print(f"{name:<20}not installed")
+            print(f"{name:<24}not installed")
     platform = select_platform()
-    print(f"{'device':<20}{platform.device} ({platform.communication})")
-    print(f"{'back-end':<20}{choose_backend('auto', platform)}")
-    print(f"{'import kernels':<20}{_kernels_complaint() or 'ours'}")
+    print(f"{'device':<24}{platform.device} ({platform.communication})")
+    print(f"{'back-end':<24}{choose_backend('auto', platform)}")
+    complaint = _kernels_complaint()
+    print(f"{'import kernels':<24}{complaint or 'ours'}")
+    if complaint:  # nothing below would run
+        return 0
+    from megatron_ext.diagnosis import implementations
+
+    print("\nWhat each mixer uses here, in bf16 and with its default settings:")
+    for name, choices in implementations(platform):
+        for op, choice in choices:
+            print(f"{name:<24}{op}: {choice.name} ({choice.reason})")
     return 0
 
 

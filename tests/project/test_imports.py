@@ -47,8 +47,9 @@ ALLOWED: dict[str, set[str]] = {
     "planning": MODEL | {"checkpoint", "evaluation"},
     "analysis": {"config"},
     "launch": {"config"},
+    "diagnosis": MODEL,
     # The command calls everything.
-    "cli": MODEL | {"training", "planning", "launch", "analysis", "checkpoint", "evaluation", "data_prep"},
+    "cli": MODEL | {"training", "planning", "launch", "analysis", "checkpoint", "evaluation", "data_prep", "diagnosis"},
 }
 
 WHOLE_CONFIGURATION = "RunConfig"

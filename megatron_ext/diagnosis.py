@@ -1,0 +1,70 @@
+"""What each mixer would use on this machine, found out by running it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from kernels.dispatch import Choice, recorded_choices
+from megatron_ext.config.schema import ModelConfig, ParallelConfig
+from megatron_ext.mixers.base import MixerSubmodules
+from megatron_ext.mixers.registry import MixerEntry, load_all
+from megatron_ext.model import ModelShape, transformer_config
+from megatron_ext.parallel.groups import destroy_process_groups, make_process_groups
+from megatron_ext.platform import DTYPES, Platform
+from megatron_ext.specs import provider
+
+LENGTH, HIDDEN, HEADS, PRECISION = 256, 128, 2, "bf16"
+
+
+def implementations(platform: Platform) -> Iterator[tuple[str, list[tuple[str, Choice]]]]:
+    """Each mixer with its default settings, and which implementation each of its ops took and why.
+
+    In bf16, two heads of 64, 256 tokens, in a process group of this process alone.
+    """
+    store = dist.HashStore()  # type: ignore[attr-defined]  # it is there, and not in its list of names
+    dist.init_process_group(platform.communication, store=store, rank=0, world_size=1)
+    try:
+        groups = make_process_groups(ParallelConfig(), seed=1)
+        for name, entry in sorted(load_all().items()):
+            yield name, _choices(entry, platform, groups)
+    finally:
+        destroy_process_groups()
+        dist.destroy_process_group()
+
+
+@torch.no_grad()
+def _choices(entry: MixerEntry, platform: Platform, groups: object) -> list[tuple[str, Choice]]:
+    shape = ModelShape(
+        model=ModelConfig(
+            pattern=entry.name,
+            hidden_size=HIDDEN,
+            num_attention_heads=HEADS,
+            num_query_groups=HEADS,
+            head_dim=HIDDEN // HEADS,
+            ffn_hidden_size=HIDDEN,
+            max_position_embeddings=LENGTH,
+        ),
+        mixers=[entry.name],
+        mixer_configs={entry.name: entry.config_type()},
+        parallel=ParallelConfig(),
+        vocab_size=1,
+        precision=PRECISION,
+        recompute="none",
+        backend="local",
+    )
+    linears = provider("local")
+    mixer = entry.module(
+        config=transformer_config(shape, platform),
+        submodules=MixerSubmodules(linears.column_parallel_linear(), linears.row_parallel_linear()),
+        mixer_config=shape.mixer_configs[entry.name],
+        layer_number=1,
+        pg_collection=groups,
+    ).to(platform.device)
+    for parameter in mixer.parameters():
+        parameter.zero_()
+    with recorded_choices() as found:
+        mixer(torch.zeros(LENGTH, 1, HIDDEN, dtype=DTYPES[PRECISION], device=platform.device))
+    return found
