@@ -6,12 +6,12 @@ difference between layouts; the seed in parity.py is one with which no two score
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import parity
 import pytest
 from parity import Outcome
+from parity_cases import LAYOUTS, MODELS, Model, chunks, compared
 from pool import WorkerPool
 
 from megatron_ext.config.pattern import parse_pattern
@@ -21,66 +21,6 @@ LOSS, NORM, PARAMETER = 2e-6, 1e-6, 2e-5
 # Five times what two layouts were measured to differ by; a parameter by one rounding of a weight near 1 (2**-7).
 BF16 = 2e-3, 5e-3, 1e-2
 
-
-@dataclass(frozen=True)
-class Model:
-    """A model to train: layer pattern, mixer configurations, further fields of `model`."""
-
-    pattern: str
-    mixers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
-
-
-def _chunks(score: str, **more: Any) -> dict[str, dict[str, Any]]:
-    return {"top1_chunk": {"chunk_size": 8, "score": score, **more}}
-
-
-# A new mixer adds its line here, and is then held to every layout below.
-MODELS = {
-    "attention": Model("attention*4"),
-    "attention_window_gqa": Model("attention*4", {"attention": {"window": 5}}, {"num_query_groups": 2}),
-    "attention_alibi": Model("attention*4", {"attention": {"position_encoding": "alibi"}}),
-    "attention_learned": Model("attention*4", {"attention": {"position_encoding": "learned"}}),
-    "attention_random_keys": Model("attention*4", {"attention": {"random_keys": True, "temperature": 0.5}}),
-    "top1_element": Model("top1_element*4"),
-    "top1_element_selected": Model("top1_element*4", {"top1_element": {"estimator": "selected"}}),
-    "top1_chunk_approx": Model("top1_chunk*4", _chunks("approx")),
-    "top1_chunk_exact": Model("top1_chunk*4", _chunks("exact")),
-    "top1_chunk_exact_lse": Model("top1_chunk*4", _chunks("exact_lse")),
-    "top1_chunk_top2_gqa": Model("top1_chunk*4", _chunks("exact", top_k=2), {"num_query_groups": 2}),
-    # With its gate: without, the norm turns a first token's output, (q.k) v, over with the sign of q.k, and five steps
-    # let rounding grow to 1e-5. Rows without a gate are linear_attention's, too.
-    "deltanet": Model("deltanet*4", {"deltanet": {"output_gate": True}}),
-    "gated_deltanet": Model("gated_deltanet*4"),
-    "gla": Model("gla*4"),
-    "linear_attention": Model("linear_attention*4"),
-    "retnet": Model("retnet*4"),
-    "based": Model("based*4"),
-    "moba": Model("moba*4", {"moba": {"block_size": 8, "top_k": 2}}),
-    "nsa_gqa": Model("nsa*4", {"nsa": {"block_size": 4, "num_selected": 3, "window": 5}}, {"num_query_groups": 2}),
-    "mamba": Model("mamba*4"),
-    "mamba2": Model("mamba2*4", {"mamba2": {"state_size": 16}}),
-    "mamba2_fixed_gqa": Model(
-        "mamba2*4", {"mamba2": {"state_size": 16, "decay": "fixed"}}, {"num_attention_heads": 8, "num_query_groups": 4}
-    ),
-    "hybrid": Model("top1_chunk,gated_deltanet,attention,gated_deltanet", _chunks("exact")),
-}
-
-TWO = {
-    "tp2": {"tensor": 2},
-    "tp2_sp": {"tensor": 2, "sequence": True},
-    "pp2": {"pipeline": 2},
-    "pp2_interleaved": {"pipeline": 2, "virtual_pipeline": 2},
-    "cp2": {"context": 2, "context_exchange": "heads"},
-    "cp2_states": {"context": 2, "context_exchange": "states"},
-    "dp2": {},
-}
-FOUR = {
-    "tp2_pp2_sp": {"tensor": 2, "pipeline": 2, "sequence": True},
-    "tp2_cp2": {"tensor": 2, "context": 2, "context_exchange": "heads"},
-    "pp2_cp2": {"pipeline": 2, "context": 2, "context_exchange": "states"},
-}
-LAYOUTS = {name: (2, parallel) for name, parallel in TWO.items()} | {n: (4, parallel) for n, parallel in FOUR.items()}
 
 # What a quick run takes; the rest of the cross product is marked slow.
 QUICK = {"tp2_cp2": {"attention", "hybrid"}, "tp2_pp2_sp": {"top1_chunk_exact", "gated_deltanet"}}
@@ -148,12 +88,9 @@ def _cases() -> list[Any]:
             id=f"{model}-{layout}-{recompute}",
             marks=() if recompute == "full" and model in QUICK[layout] else pytest.mark.slow,
         )
-        for model in MODELS
-        for layout in LAYOUTS
+        for model, layout in compared()
         for recompute in ("none", "full")
         if recompute == "none" or LAYOUTS[layout][0] == 2 or model in BOTH
-        if layout != "cp2_states"
-        or any(load_all()[mixer].hands_on_states for mixer in parse_pattern(MODELS[model].pattern))
     ]
 
 
@@ -217,7 +154,7 @@ def test_unsharded_optimizer_under_model_parallelism(pool: WorkerPool, layout: s
 def test_tied_embeddings_are_one_weight_on_two_stages(
     pool: WorkerPool, world_size: int, parallel: dict[str, Any]
 ) -> None:
-    model = Model("top1_chunk,gated_deltanet,attention*2", _chunks("exact"), {"tie_embeddings": True})
+    model = Model("top1_chunk,gated_deltanet,attention*2", chunks("exact"), {"tie_embeddings": True})
     reference = _reference(pool, model)
     assert not [name for name in reference.parameters if "output_layer" in name]
     _check(_train(pool, model, world_size, parallel), reference)

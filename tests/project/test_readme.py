@@ -35,3 +35,13 @@ def test_the_readmes_mixer_computes_a_moving_average(entry):
     assert mixed.shape == x.shape
     for t in range(7):
         torch.testing.assert_close(mixed[t], x[max(0, t - 2) : t + 1].sum(0) / 3)
+
+
+def test_the_readmes_table_of_layouts_is_what_is_compared(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "distributed"))
+    import parity_cases
+
+    assert set(parity_cases.COLUMNS) == set(parity_cases.LAYOUTS)
+    assert parity_cases.table() in parity_cases.README.read_text(encoding="utf-8"), (
+        "run: python tests/distributed/parity_cases.py"
+    )

@@ -1,0 +1,120 @@
+"""The models and layouts that `test_parity.py` compares, and the table of them in the README.
+
+python tests/distributed/parity_cases.py      writes the table anew
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config.pattern import parse_pattern
+from megatron_ext.mixers.registry import load_all
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to train: layer pattern, mixer configurations, further fields of `model`."""
+
+    pattern: str
+    mixers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+def chunks(score: str, **more: Any) -> dict[str, dict[str, Any]]:
+    """Top-1 Chunk's settings for a sequence of 32."""
+    return {"top1_chunk": {"chunk_size": 8, "score": score, **more}}
+
+
+# A new mixer adds its line here, and is then held to every layout below.
+MODELS = {
+    "attention": Model("attention*4"),
+    "attention_window_gqa": Model("attention*4", {"attention": {"window": 5}}, {"num_query_groups": 2}),
+    "attention_alibi": Model("attention*4", {"attention": {"position_encoding": "alibi"}}),
+    "attention_learned": Model("attention*4", {"attention": {"position_encoding": "learned"}}),
+    "attention_random_keys": Model("attention*4", {"attention": {"random_keys": True, "temperature": 0.5}}),
+    "top1_element": Model("top1_element*4"),
+    "top1_element_selected": Model("top1_element*4", {"top1_element": {"estimator": "selected"}}),
+    "top1_chunk_approx": Model("top1_chunk*4", chunks("approx")),
+    "top1_chunk_exact": Model("top1_chunk*4", chunks("exact")),
+    "top1_chunk_exact_lse": Model("top1_chunk*4", chunks("exact_lse")),
+    "top1_chunk_top2_gqa": Model("top1_chunk*4", chunks("exact", top_k=2), {"num_query_groups": 2}),
+    # With its gate: without, the norm turns a first token's output, (q.k) v, over with the sign of q.k, and five steps
+    # let rounding grow to 1e-5. Rows without a gate are linear_attention's, too.
+    "deltanet": Model("deltanet*4", {"deltanet": {"output_gate": True}}),
+    "gated_deltanet": Model("gated_deltanet*4"),
+    "gla": Model("gla*4"),
+    "linear_attention": Model("linear_attention*4"),
+    "retnet": Model("retnet*4"),
+    "based": Model("based*4"),
+    "moba": Model("moba*4", {"moba": {"block_size": 8, "top_k": 2}}),
+    "nsa_gqa": Model("nsa*4", {"nsa": {"block_size": 4, "num_selected": 3, "window": 5}}, {"num_query_groups": 2}),
+    "mamba": Model("mamba*4"),
+    "mamba2": Model("mamba2*4", {"mamba2": {"state_size": 16}}),
+    "mamba2_fixed_gqa": Model(
+        "mamba2*4", {"mamba2": {"state_size": 16, "decay": "fixed"}}, {"num_attention_heads": 8, "num_query_groups": 4}
+    ),
+    "hybrid": Model("top1_chunk,gated_deltanet,attention,gated_deltanet", chunks("exact")),
+}
+
+TWO = {
+    "tp2": {"tensor": 2},
+    "tp2_sp": {"tensor": 2, "sequence": True},
+    "pp2": {"pipeline": 2},
+    "pp2_interleaved": {"pipeline": 2, "virtual_pipeline": 2},
+    "cp2": {"context": 2, "context_exchange": "heads"},
+    "cp2_states": {"context": 2, "context_exchange": "states"},
+    "dp2": {},
+}
+FOUR = {
+    "tp2_pp2_sp": {"tensor": 2, "pipeline": 2, "sequence": True},
+    "tp2_cp2": {"tensor": 2, "context": 2, "context_exchange": "heads"},
+    "pp2_cp2": {"pipeline": 2, "context": 2, "context_exchange": "states"},
+}
+LAYOUTS = {name: (2, parallel) for name, parallel in TWO.items()} | {n: (4, parallel) for n, parallel in FOUR.items()}
+
+
+def compared() -> Iterator[tuple[str, str]]:
+    """Each model and layout that are compared with one process."""
+    for name, model in MODELS.items():
+        hands_on = any(load_all()[mixer].hands_on_states for mixer in parse_pattern(model.pattern))
+        yield from ((name, layout) for layout in LAYOUTS if hands_on or layout != "cp2_states")
+
+
+COLUMNS = {
+    "tp2": "TP2",
+    "tp2_sp": "TP2 + SP",
+    "pp2": "PP2",
+    "pp2_interleaved": "PP2 interleaved",
+    "cp2": "CP2",
+    "cp2_states": "CP2, states handed on",
+    "dp2": "DP2",
+    "tp2_pp2_sp": "TP2 x PP2 + SP",
+    "tp2_cp2": "TP2 x CP2",
+    "pp2_cp2": "PP2 x CP2",
+}
+
+
+def table() -> str:
+    """For each mixer the layouts under which it is compared, as Markdown; models of one mixer alone count."""
+    held = {(MODELS[model].pattern.partition("*")[0], layout) for model, layout in compared()}
+    lines = ["| | " + " | ".join(COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for mixer in sorted(load_all()):
+        cells = ["yes" if (mixer, layout) in held else "" for layout in COLUMNS]
+        lines.append(f"| `{mixer}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def readme_with_table() -> str:
+    """The README with the table as it is now."""
+    text = README.read_text(encoding="utf-8")
+    return re.sub(r"(?<=<!-- parity -->\n\n).*?\n(?=\n<!-- end -->)", table(), text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    README.write_text(readme_with_table(), encoding="utf-8")
