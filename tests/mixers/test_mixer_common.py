@@ -216,3 +216,39 @@ def test_operations_of_top1_chunk(make_mixer: MakeMixer, score: str, local: bool
         scored += before if score == "approx" else before * size
     by_hand = HEADS * (attended * 2 * 2 * WIDTH + scored * 2 * WIDTH) / length
     assert mixer.mixing_flops(length) == pytest.approx(by_hand, rel=0.03)
+
+
+SQUARE = HIDDEN * HEADS * WIDTH  # a projection of the hidden state to all heads, or back
+PARAMETERS = {
+    "attention": 4 * SQUARE,
+    "top1_element": 4 * SQUARE,
+    "top1_chunk": 4 * SQUARE,
+    "moba": 4 * SQUARE,
+    "nsa": 4 * SQUARE + 3 * HEADS * HIDDEN,
+    # q, k, v, o; beta; four taps a channel; one norm for all heads.
+    "deltanet": 4 * SQUARE + HEADS * HIDDEN + 4 * 3 * HEADS * WIDTH + WIDTH,
+    # A gate; beta and alpha; a decay and a bias a head.
+    "gated_deltanet": 5 * SQUARE + 2 * HEADS * HIDDEN + 4 * 3 * HEADS * WIDTH + 2 * HEADS + WIDTH,
+    "linear_attention": 4 * SQUARE + WIDTH,
+    "based": 2 * SQUARE + 2 * 16 * HEADS * HIDDEN,
+    # Values, gate and output are twice as wide.
+    "retnet": 8 * SQUARE + 2 * WIDTH,
+    "gla": 8 * SQUARE + 2 * WIDTH + 16 * HIDDEN + 16 * HEADS * WIDTH + HEADS * WIDTH,
+    # Channels twice as wide: x, z, o; taps and bias; steps from 2 numbers, B and C of 16; A of 16, D and a bias.
+    "mamba": 6 * SQUARE + 2 * HEADS * WIDTH * (4 + 1 + (2 + 2 * 16) + 2 + 16 + 1 + 1),
+    # x, z, o; B and C of 128 a group; steps; taps and bias; decay, bias and skip a head; a norm for each channel.
+    "mamba2": 6 * SQUARE
+    + 2 * 128 * HEADS * HIDDEN
+    + HEADS * HIDDEN
+    + (2 * HEADS * WIDTH + 2 * 128 * HEADS) * (4 + 1)
+    + 3 * HEADS
+    + 2 * HEADS * WIDTH,
+}
+
+
+def test_parameters(make_mixer: MakeMixer) -> None:
+    """With default settings, counted by hand."""
+    assert set(PARAMETERS) == set(load_all())
+    found = {name: make_mixer(name) for name in PARAMETERS}
+    assert {name: mixer.num_parameters() for name, mixer in found.items()} == PARAMETERS
+    assert {name: sum(p.numel() for p in mixer.parameters()) for name, mixer in found.items()} == PARAMETERS
