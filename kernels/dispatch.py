@@ -95,13 +95,15 @@ def check_floating(**tensors: Tensor) -> None:
             raise ValueError(f"{name} is on {x.device} but {first_name} is on {first.device}: move one of them")
 
 
-def check_shapes(q: Tensor, expected: Mapping[str, tuple[Tensor, Sequence[int]]]) -> None:
-    """Raise ValueError unless each named tensor has its shape and is where q is."""
+def check_shapes(q: Tensor, expected: Mapping[str, tuple[Tensor, Sequence[int]]], reader: str = "q") -> None:
+    """Raise ValueError unless each named tensor has its shape and is where q is, which the op may call otherwise."""
     for name, (x, shape) in expected.items():
         if tuple(x.shape) != tuple(shape):
-            raise ValueError(f"{name} has shape {list(x.shape)}: give {list(shape)}, to go with q {list(q.shape)}")
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}: give {list(shape)}, to go with {reader} {list(q.shape)}"
+            )
         if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} but q is on {q.device}: move one of them")
+            raise ValueError(f"{name} is on {x.device} but {reader} is on {q.device}: move one of them")
 
 
 def check_attention(q_bthd: Tensor, k_bshd: Tensor, v_bshe: Tensor, query_offset: int) -> None:

@@ -9,7 +9,9 @@ from kernels.attention_math import compute_dtype
 from kernels.dispatch import check_floating, check_shapes, full_precision, resolve_scale
 
 
-def check_state_op(q_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, initial_state: Tensor | None) -> None:
+def check_state_op(
+    q_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, initial_state: Tensor | None, *, reader: str = "q"
+) -> None:
     """Check the arguments that all stateful ops share.
 
     Args:
@@ -17,24 +19,25 @@ def check_state_op(q_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, initial_state
         k_bthd: keys [b, t, h, dk].
         v_bthe: values [b, t, h, dv].
         initial_state: [b, h, dk, dv] or None.
+        reader: the name that the op has for its queries.
 
     Raises:
         ValueError: a shape, dtype or device does not fit; the message names it.
     """
-    for name, x in (("q", q_bthd), ("v", v_bthe)):
+    for name, x in ((reader, q_bthd), ("v", v_bthe)):
         if x.dim() != 4 or x.numel() == 0:
             raise ValueError(f"{name} has shape {list(x.shape)}: give [batch, length, heads, head_dim], none of them 0")
-    check_floating(q=q_bthd, k=k_bthd, v=v_bthe)
+    check_floating(**{reader: q_bthd}, k=k_bthd, v=v_bthe)
     expected = {"k": (k_bthd, q_bthd.shape), "v": (v_bthe, (*q_bthd.shape[:3], v_bthe.shape[3]))}
     if initial_state is not None:
         expected["initial_state"] = (initial_state, (q_bthd.shape[0], *q_bthd.shape[2:], v_bthe.shape[3]))
-    check_shapes(q_bthd, expected)
+    check_shapes(q_bthd, expected, reader)
 
 
-def check_log_decay(g: Tensor) -> None:
+def check_log_decay(g: Tensor, name: str = "g") -> None:
     """Raise ValueError unless the log decay is in fp32 or float64."""
     if g.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"g has dtype {g.dtype}: give the log decay in torch.float32")
+        raise ValueError(f"{name} has dtype {g.dtype}: give the log decay in torch.float32")
 
 
 def run_form(

@@ -4,7 +4,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from kernels.dispatch import Choice, check_floating, check_shapes, choose
+from kernels.dispatch import Choice, check_shapes, choose
 from kernels.rwkv6.reference import chunked, recurrent
 from kernels.stateful import check_log_decay, check_state_op, run_form
 
@@ -84,12 +84,8 @@ def rwkv6(
 
 
 def _check(r: Tensor, k: Tensor, v: Tensor, g: Tensor, u: Tensor, initial_state: Tensor | None) -> None:
-    # What is asked of r comes first: check_state_op would name it q.
-    if r.dim() != 4 or r.numel() == 0:
-        raise ValueError(f"r has shape {list(r.shape)}: give [batch, length, heads, head_dim], none of them 0")
-    check_floating(r=r, k=k, v=v)
-    check_state_op(r, k, v, initial_state)
-    check_shapes(r, {"g": (g, r.shape), "u": (u, r.shape[2:])})
+    check_state_op(r, k, v, initial_state, reader="r")
+    check_shapes(r, {"g": (g, r.shape), "u": (u, r.shape[2:])}, "r")
     check_log_decay(g)
     if not u.is_floating_point():
         raise ValueError(f"u has dtype {u.dtype}: convert it to a floating-point dtype")

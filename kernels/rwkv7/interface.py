@@ -2,12 +2,11 @@
 
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
-from kernels.dispatch import Choice, check_floating, check_shapes, choose
+from kernels.dispatch import Choice, check_shapes, choose
 from kernels.rwkv7.reference import chunked, recurrent
-from kernels.stateful import check_state_op, run_form
+from kernels.stateful import check_log_decay, check_state_op, run_form
 
 Implementation = Literal["auto", "recurrent", "chunked"]
 _IMPLEMENTATIONS = {"recurrent": recurrent, "chunked": chunked}
@@ -91,14 +90,9 @@ def rwkv7(
 
 
 def _check(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, initial_state: Tensor | None) -> None:
-    # What is asked of r comes first: check_state_op would name it q.
-    if r.dim() != 4 or r.numel() == 0:
-        raise ValueError(f"r has shape {list(r.shape)}: give [batch, length, heads, head_dim], none of them 0")
-    check_floating(r=r, k=k, v=v)
-    check_state_op(r, k, v, initial_state)
-    check_shapes(r, {"w": (w, r.shape), "a": (a, r.shape), "b": (b, r.shape)})
-    if w.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"w has dtype {w.dtype}: give the log decay in torch.float32")
+    check_state_op(r, k, v, initial_state, reader="r")
+    check_shapes(r, {"w": (w, r.shape), "a": (a, r.shape), "b": (b, r.shape)}, "r")
+    check_log_decay(w, "w")
     for name, x in (("a", a), ("b", b)):
         if not x.is_floating_point():
             raise ValueError(f"{name} has dtype {x.dtype}: convert it to a floating-point dtype")
