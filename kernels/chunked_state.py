@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+CHUNK_SIZE_OF_VECTORS = 16
+"""A decay a key feature makes a number for each pair of positions and feature."""
+
 
 def to_chunks(x_bthd: Tensor, size: int) -> Tensor:
     """Cut [b, t, h, d] into [b, h, n, size, d]; the zeros at the end neither decay nor write."""

@@ -54,8 +54,7 @@ def recorded_choices() -> Iterator[list[tuple[str, Choice]]]:
     try:
         yield record
     finally:
-        # By identity: two records may hold the same.
-        del _records[next(i for i, known in enumerate(_records) if known is record)]
+        _records.pop()
 
 
 def check_option(argument: str, value: str, allowed: Collection[str]) -> None:
@@ -83,11 +82,17 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
+def check_any_floating(**tensors: Tensor) -> None:
+    """Raise ValueError unless each tensor has a floating-point dtype, whichever."""
+    for name, x in tensors.items():
+        if not x.is_floating_point():
+            raise ValueError(f"{name} has dtype {x.dtype}: convert it to a floating-point dtype")
+
+
 def check_floating(**tensors: Tensor) -> None:
     """Raise ValueError unless all tensors share the first one's device and floating-point dtype."""
     (first_name, first), *rest = tensors.items()
-    if not first.is_floating_point():
-        raise ValueError(f"{first_name} has dtype {first.dtype}: convert it to a floating-point dtype")
+    check_any_floating(**{first_name: first})
     for name, x in rest:
         if x.dtype != first.dtype:
             raise ValueError(f"{name} has dtype {x.dtype} but {first_name} has {first.dtype}: convert one of them")

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.spec_utils import build_module
 
 from kernels.dispatch import Choice, recorded_choices
 from megatron_ext.config.schema import ModelConfig, ParallelConfig
-from megatron_ext.mixers.base import MixerSubmodules
 from megatron_ext.mixers.registry import MixerEntry, load_all
 from megatron_ext.model import ModelShape, transformer_config
 from megatron_ext.parallel.groups import destroy_process_groups, make_process_groups
 from megatron_ext.platform import DTYPES, Platform
-from megatron_ext.specs import provider
+from megatron_ext.specs import mixer_spec
 
 LENGTH, HIDDEN, HEADS, PRECISION = 256, 128, 2, "bf16"
 
@@ -55,14 +55,9 @@ def _choices(entry: MixerEntry, platform: Platform, groups: object) -> list[tupl
         recompute="none",
         backend="local",
     )
-    linears = provider("local")
-    mixer = entry.module(
-        config=transformer_config(shape, platform),
-        submodules=MixerSubmodules(linears.column_parallel_linear(), linears.row_parallel_linear()),
-        mixer_config=shape.mixer_configs[entry.name],
-        layer_number=1,
-        pg_collection=groups,
-    ).to(platform.device)
+    spec = mixer_spec(entry.name, shape.mixer_configs[entry.name], shape.backend)
+    mixer = build_module(spec, config=transformer_config(shape, platform), layer_number=1, pg_collection=groups)
+    mixer.to(platform.device)
     for parameter in mixer.parameters():
         parameter.zero_()
     with recorded_choices() as found:

@@ -60,6 +60,13 @@ def layer_specs(mixers: Sequence[str], mixer_configs: Mapping[str, Any], backend
     return [layer_spec(name, mixer_configs[name], backend) for name in mixers]
 
 
+def mixer_spec(mixer: str, mixer_config: Any, backend: Backend) -> ModuleSpec:
+    """The spec of the named mixer alone."""
+    modules = provider(backend)
+    linears = MixerSubmodules(in_proj=modules.column_parallel_linear(), out_proj=modules.row_parallel_linear())
+    return ModuleSpec(load_all()[mixer].module, params={"mixer_config": mixer_config}, submodules=linears)
+
+
 def layer_spec(mixer: str, mixer_config: Any, backend: Backend) -> ModuleSpec:
     """The spec of one layer with the named mixer."""
     modules = provider(backend)
@@ -69,11 +76,7 @@ def layer_spec(mixer: str, mixer_config: Any, backend: Backend) -> ModuleSpec:
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=load_all()[mixer].module,
-                params={"mixer_config": mixer_config},
-                submodules=MixerSubmodules(in_proj=column, out_proj=row),
-            ),
+            self_attention=mixer_spec(mixer, mixer_config, backend),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
             mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),

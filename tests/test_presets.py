@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.spec_utils import build_module
 
 from megatron_ext.config.load import load_config
 from megatron_ext.config.rules import check
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.mixers.base import MixerSubmodules
 from megatron_ext.mixers.registry import load_all
 from megatron_ext.model import transformer_config
 from megatron_ext.platform import Platform
-from megatron_ext.specs import provider
+from megatron_ext.specs import mixer_spec
 from megatron_ext.training.build import model_shape
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -32,15 +32,10 @@ def _load(size: str, name: str, *overrides: str) -> RunConfig:
 def _parameters(config: RunConfig, groups: Any) -> int:
     """Of all layers; of the mixer those of a real one. Embeddings are the same for all."""
     cpu = Platform(torch.device("cpu"), "gloo")
-    shape, linears = model_shape(config, cpu, 50_000), provider("local")
-    (name,) = set(shape.mixers)
-    mixer = load_all()[name].module(
-        config=transformer_config(shape, cpu),
-        submodules=MixerSubmodules(linears.column_parallel_linear(), linears.row_parallel_linear()),
-        mixer_config=shape.mixer_configs[name],
-        layer_number=1,
-        pg_collection=groups,
-    )
+    shape = model_shape(config, cpu, 50_000)
+    ((name, mixer_config),) = shape.mixer_configs.items()
+    spec = mixer_spec(name, mixer_config, "local")
+    mixer = build_module(spec, config=transformer_config(shape, cpu), layer_number=1, pg_collection=groups)
     hidden, ffn = config.model.hidden_size, config.model.ffn_hidden_size
     assert ffn is not None
     return len(shape.mixers) * (mixer.num_parameters() + 3 * hidden * ffn + 2 * hidden)

@@ -4,7 +4,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from kernels.dispatch import Choice, check_shapes, choose
+from kernels.dispatch import Choice, check_any_floating, check_shapes, choose
 from kernels.gated_delta_rule.reference import chunked, recurrent
 from kernels.stateful import check_log_decay, check_state_op, run_form
 
@@ -84,5 +84,4 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_sta
     check_state_op(q, k, v, initial_state)
     check_shapes(q, {"g": (g, q.shape[:3]), "beta": (beta, q.shape[:3])})
     check_log_decay(g)
-    if not beta.is_floating_point():
-        raise ValueError(f"beta has dtype {beta.dtype}: convert it to a floating-point dtype")
+    check_any_floating(beta=beta)

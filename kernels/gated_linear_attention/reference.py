@@ -11,11 +11,9 @@ Suffixes: b batch, h head, t position, n chunk, c and i, j position in a chunk, 
 import torch
 from torch import Tensor
 
-from kernels.chunked_state import pair_decay, to_chunks
+from kernels.chunked_state import CHUNK_SIZE_OF_VECTORS, pair_decay, to_chunks
 
 CHUNK_SIZE = 64
-CHUNK_SIZE_OF_VECTORS = 16
-"""A decay a key feature makes a number for each pair of positions and feature."""
 
 
 def recurrent(

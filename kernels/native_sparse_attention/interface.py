@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kernels.dispatch import (
     Choice,
+    check_any_floating,
     check_attention,
     check_positive_int,
     check_shapes,
@@ -70,8 +71,7 @@ def native_sparse_attention(
     """
     check_attention(q, k, v, query_offset)
     check_shapes(q, {"gates": (gates, (*q.shape[:3], 3))})
-    if not gates.is_floating_point():
-        raise ValueError(f"gates has dtype {gates.dtype}: convert it to a floating-point dtype")
+    check_any_floating(gates=gates)
     for name, value in (("block_size", block_size), ("num_selected", num_selected), ("window", window)):
         check_positive_int(name, value)
     automatic = Choice("reference", "the only form so far")

@@ -4,7 +4,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from kernels.dispatch import Choice, check_shapes, choose
+from kernels.dispatch import Choice, check_any_floating, check_shapes, choose
 from kernels.rwkv6.reference import chunked, recurrent
 from kernels.stateful import check_log_decay, check_state_op, run_form
 
@@ -87,5 +87,4 @@ def _check(r: Tensor, k: Tensor, v: Tensor, g: Tensor, u: Tensor, initial_state:
     check_state_op(r, k, v, initial_state, reader="r")
     check_shapes(r, {"g": (g, r.shape), "u": (u, r.shape[2:])}, "r")
     check_log_decay(g)
-    if not u.is_floating_point():
-        raise ValueError(f"u has dtype {u.dtype}: convert it to a floating-point dtype")
+    check_any_floating(u=u)

@@ -4,7 +4,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from kernels.dispatch import Choice, check_shapes, choose
+from kernels.dispatch import Choice, check_any_floating, check_shapes, choose
 from kernels.rwkv7.reference import chunked, recurrent
 from kernels.stateful import check_log_decay, check_state_op, run_form
 
@@ -93,6 +93,4 @@ def _check(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, ini
     check_state_op(r, k, v, initial_state, reader="r")
     check_shapes(r, {"w": (w, r.shape), "a": (a, r.shape), "b": (b, r.shape)}, "r")
     check_log_decay(w, "w")
-    for name, x in (("a", a), ("b", b)):
-        if not x.is_floating_point():
-            raise ValueError(f"{name} has dtype {x.dtype}: convert it to a floating-point dtype")
+    check_any_floating(a=a, b=b)

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.chunked_state import pair_decay, to_chunks
-
-CHUNK_SIZE = 16
-"""A decay a key feature makes a number for each pair of positions and feature."""
+from kernels.chunked_state import CHUNK_SIZE_OF_VECTORS, pair_decay, to_chunks
 
 
 def recurrent(
@@ -89,7 +86,7 @@ def chunked(
         o [b, t, h, dv] and the state after the last token.
     """
     length = r_bthd.shape[1]
-    size = min(CHUNK_SIZE, length)
+    size = min(CHUNK_SIZE_OF_VECTORS, length)
     r, k, v, w, a, b = (to_chunks(x, size) for x in (r_bthd * scale, k_bthd, v_bthe, w_bthd, a_bthd, b_bthd))
     total = w.cumsum(dim=-2)
     (ab, ak), (rb, rk) = _products(a, r, b, k, total)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention_math import compute_dtype
-from kernels.dispatch import Choice, choose, full_precision
+from kernels.dispatch import Choice, check_any_floating, choose, full_precision
 from kernels.selective_scan.reference import chunked, recurrent
 
 Implementation = Literal["auto", "recurrent", "chunked"]
@@ -121,5 +121,4 @@ def _check_tensor(name: str, tensor: Tensor, shape: Sequence[int], x: Tensor) ->
         raise ValueError(f"{name} has shape {list(tensor.shape)}: give {list(shape)}, to go with x and A")
     if tensor.device != x.device:
         raise ValueError(f"{name} is on {tensor.device} but x is on {x.device}: move one of them")
-    if not tensor.is_floating_point():
-        raise ValueError(f"{name} has dtype {tensor.dtype}: convert it to a floating-point dtype")
+    check_any_floating(**{name: tensor})

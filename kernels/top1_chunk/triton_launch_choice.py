@@ -1,9 +1,9 @@
 """Launches that choose chunks."""
 
+import torch
 from torch import Tensor
 
 from kernels.top1_chunk import triton_select
-from kernels.top1_chunk.triton_launch_means import mean_keys
 from kernels.top1_chunk.triton_launch_screening import screening_pays, select_screened
 from kernels.top1_chunk.triton_problem import LN2, Problem
 from kernels.triton_math import next_power_of_two
@@ -32,6 +32,17 @@ def select_by_mean(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor) -> No
         R=problem.heads_per_group, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, TILES=row_tiles, TOP_K=len(chosen),
         LIST=next_power_of_two(len(chosen)), **tiles.launch(), **problem.shape,
     )  # fmt: skip
+
+
+def mean_keys(problem: Problem, k: Tensor) -> Tensor:
+    """Mean key of every slot: [slots, hkv, d] in k's dtype."""
+    means = torch.empty(problem.slots, problem.num_groups, problem.head_dim, dtype=k.dtype, device=k.device)
+    tiles, size = problem.tiles("mean"), problem.layout.chunk_size
+    triton_select.mean_keys[problem.slots, problem.num_groups](
+        k, means, problem.table, CHUNK=size, BLOCK_N=min(size, tiles.block_n),
+        num_warps=tiles.num_warps, **problem.shape,
+    )  # fmt: skip
+    return means
 
 
 def select_by_keys(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, *, lse: bool) -> None:

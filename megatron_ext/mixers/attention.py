@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.softmax_attention import alibi_slopes, softmax_attention
 from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Part
-from megatron_ext.mixers.key_value import KeyValueMixer
+from megatron_ext.mixers.key_value import KeyValueMixer, keys_in_window
 from megatron_ext.mixers.registry import register
 from megatron_ext.parallel.parameters import generator_for
 
@@ -83,8 +83,7 @@ class SoftmaxAttention(KeyValueMixer):
 
     def mixing_flops(self, seq_length: int) -> float:
         """Scores and weighted values over the keys a query sees on average."""
-        window = min(self.mixer_config.window or seq_length, seq_length)
-        seen = window - window * (window - 1) / (2 * seq_length)
+        seen = keys_in_window(self.mixer_config.window, seq_length)
         return 4 * self.config.num_attention_heads * self.head_dim * seen
 
 

@@ -10,12 +10,6 @@ from torch.distributed import ProcessGroup
 from megatron_ext.parallel.states import rows_before
 
 
-def uniform_taps(whole: Tensor, generator: torch.Generator) -> None:
-    """As torch starts a depthwise convolution: uniform within 1 / sqrt(kernel); the kernel is the last dimension."""
-    bound = whole.shape[-1] ** -0.5
-    whole.uniform_(-bound, bound, generator=generator)
-
-
 def causal_convolution(x_tbuw: Tensor, weight_uwk: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Depthwise causal convolution over the first dimension.
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from kernels.gated_delta_rule import gated_delta_rule
 from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Part
-from megatron_ext.mixers.convolution import causal_convolution, uniform_taps
+from megatron_ext.mixers.convolution import causal_convolution
 from megatron_ext.mixers.decay import inverse_softplus_step, log_uniform_decay
 from megatron_ext.mixers.registry import register
 from megatron_ext.mixers.stateful import StatefulMixer, walk
+from megatron_ext.parallel.parameters import uniform_within
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -53,9 +54,9 @@ class DeltaNet(StatefulMixer):
     mixer_config: DeltaNetConfig
 
     def add_parameters(self) -> None:
-        """Convolution of each head."""
+        """Convolution of each head, begun as torch's."""
         kernel = self.mixer_config.conv_kernel_size
-        self.conv_weight = self.new_parameter_of_units(uniform_taps, self.qkv_width, kernel)
+        self.conv_weight = self.new_parameter_of_units(uniform_within(kernel**-0.5), self.qkv_width, kernel)
 
     def unit_width(self) -> int:
         """Query, key, value, output gate and beta of a head."""

@@ -10,6 +10,12 @@ from torch import Tensor
 from megatron_ext.mixers.base import Mixer, Part, batch_first, rotate
 
 
+def keys_in_window(window: int | None, seq_length: int) -> float:
+    """Keys that a query sees on average in a causal window, its own included; None: all up to it."""
+    window = min(window or seq_length, seq_length)
+    return window - window * (window - 1) / (2 * seq_length)
+
+
 class KeyValueMixer(Mixer):
     """A mixer whose unit is a query group: the queries that share one key and value head.
 

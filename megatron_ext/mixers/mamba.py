@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.selective_scan import selective_scan
 from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Mixer, Part, batch_first
-from megatron_ext.mixers.convolution import causal_convolution, uniform_taps
+from megatron_ext.mixers.convolution import causal_convolution
 from megatron_ext.mixers.decay import inverse_softplus_step
 from megatron_ext.mixers.registry import register
 from megatron_ext.parallel.exchange import sum_over_ranks
@@ -57,7 +57,7 @@ class Mamba(Mixer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         width, kernel, size = self.output_width(), self.mixer_config.conv_kernel_size, self.mixer_config.state_size
-        self.conv_weight = self.new_parameter_of_units(uniform_taps, width, kernel)
+        self.conv_weight = self.new_parameter_of_units(uniform_within(kernel**-0.5), width, kernel)
         self.conv_bias = self.new_parameter_of_units(uniform_within(kernel**-0.5), width)
         start = normal(self.config.init_method_std)
         self.x_proj = self.new_parameter_of_units(start, self.dt_rank + 2 * size, width)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.gated_linear_attention import gated_linear_attention
 from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Mixer, Part
-from megatron_ext.mixers.convolution import causal_convolution, uniform_taps
+from megatron_ext.mixers.convolution import causal_convolution
 from megatron_ext.mixers.decay import inverse_softplus_step, log_uniform_decay
 from megatron_ext.mixers.registry import register
 from megatron_ext.mixers.stateful import walk
@@ -59,7 +59,7 @@ class Mamba2(Mixer):
         super().__init__(*args, **kwargs)
         heads, kernel = self.heads_per_group, self.mixer_config.conv_kernel_size
         if self.mixer_config.convolution:
-            self.conv_weight = self.new_parameter_of_units(uniform_taps, self.conv_width, kernel)
+            self.conv_weight = self.new_parameter_of_units(uniform_within(kernel**-0.5), self.conv_width, kernel)
             self.conv_bias = self.new_parameter_of_units(uniform_within(kernel**-0.5), self.conv_width)
         if self.mixer_config.decay != "none":
             self.log_decay = self.new_parameter_of_units(log_uniform_decay, heads)

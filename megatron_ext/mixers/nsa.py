@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.native_sparse_attention import native_sparse_attention
 from megatron_ext.config.schema import STRICT, PowerOfTwo
 from megatron_ext.mixers.base import Part, batch_first
-from megatron_ext.mixers.key_value import KeyValueMixer
+from megatron_ext.mixers.key_value import KeyValueMixer, keys_in_window
 from megatron_ext.mixers.registry import register
 
 NUM_BRANCHES = 3
@@ -92,6 +92,5 @@ class NSA(KeyValueMixer):
         chosen = self.mixer_config
         compressed = seq_length / chosen.block_size / 2
         selected = min(chosen.num_selected * chosen.block_size, seq_length / 2)
-        window = min(chosen.window, seq_length)
-        in_window = window - window * (window - 1) / (2 * seq_length)
-        return 4 * self.config.num_attention_heads * self.head_dim * (compressed + selected + in_window)
+        seen = compressed + selected + keys_in_window(chosen.window, seq_length)
+        return 4 * self.config.num_attention_heads * self.head_dim * seen

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from stateful_cases import first_state
 from torch.nn.functional import logsigmoid, normalize
 
 from kernels.gated_delta_rule import gated_delta_rule
@@ -39,10 +40,6 @@ def inputs(length, heads=3, dk=6, dv=5, dtype=torch.float64, forget=1.0, seed=0)
     g, beta = forget * logsigmoid(draw()), draw().sigmoid()
     gate = torch.float64 if dtype == torch.float64 else torch.float32
     return q.to(dtype), k.to(dtype), v.to(dtype), g.to(gate), beta.to(dtype)
-
-
-def first_state(heads=3, dk=6, dv=5):
-    return torch.randn(2, heads, dk, dv, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from stateful_cases import first_state
 from torch.nn.functional import logsigmoid
 
 from kernels.gated_linear_attention import gated_linear_attention
@@ -37,10 +38,6 @@ def inputs(length, decay, heads=3, dk=6, dv=5, dtype=torch.float64, forget=1.0, 
     gate = torch.float64 if dtype == torch.float64 else torch.float32
     g = None if decay is None else (forget * logsigmoid(draw(*([dk] if decay == "feature" else [])))).to(gate)
     return draw(dk).to(dtype), draw(dk).to(dtype), draw(dv).to(dtype), g
-
-
-def first_state(heads=3, dk=6, dv=5):
-    return torch.randn(2, heads, dk, dv, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.spec_utils import build_module
 
 from megatron_ext.config.derive import derive
 from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
-from megatron_ext.mixers.base import Mixer, MixerSubmodules
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.mixers.base import Mixer
 from megatron_ext.model import transformer_config
 from megatron_ext.platform import Platform
-from megatron_ext.specs import provider
+from megatron_ext.specs import mixer_spec
 from megatron_ext.training.build import model_shape
 
 HIDDEN, HEADS = 24, 4
@@ -30,11 +30,9 @@ def make_mixer(one_process: Any) -> Callable[..., Mixer]:
         config = derive(RunConfig(data=data, model=model, mixers={name: fields}, training=training))
         cpu = Platform(torch.device("cpu"), "gloo")
         shape = model_shape(config, cpu, 100)
-        linears = provider("local")
-        mixer = load_all()[name].module(
+        mixer: Mixer = build_module(
+            mixer_spec(name, shape.mixer_configs[name], "local"),
             config=transformer_config(shape, cpu),
-            submodules=MixerSubmodules(linears.column_parallel_linear(), linears.row_parallel_linear()),
-            mixer_config=shape.mixer_configs[name],
             layer_number=layer_number,
             pg_collection=one_process,
         )
