@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -169,33 +170,43 @@ def triton_obstacle(q_bthd: Tensor, v_bshe: Tensor) -> str | None:
     return None
 
 
-def choose_triton_or_reference(op: str, requested: str, q_bthd: Tensor, obstacle: str | None) -> Choice:
-    """Turn the caller's `implementation` into "triton" or "reference", for an op that has these two.
+def choose_fast_or_plain(
+    op: str, requested: str, x: Tensor, obstacle: str | None, fast: Choice, plain: Sequence[str]
+) -> Choice:
+    """Turn the caller's `implementation` into the fast one of an op, or a plain torch one.
 
     Args:
         op: the op's name, for messages.
-        requested: what the caller asked for; "auto" takes Triton on a GPU, unless there is an obstacle.
-        q_bthd: queries [b, tq, hq, d]; only their device counts.
-        obstacle: why the Triton kernels cannot take these inputs, with the mend; None when they can.
+        requested: what the caller asked for; "auto" takes the fast one on a GPU, unless there is an obstacle.
+        x: an input of the op; only its device counts.
+        obstacle: why the fast one cannot take these inputs, with the mend; None when it can.
+        fast: the fast implementation, and why "auto" takes it.
+        plain: the others; "auto" takes the first of them where it does not take the fast one.
 
     Raises:
-        ValueError: the requested implementation does not exist, or it is Triton and there is an obstacle.
+        ValueError: the requested implementation does not exist, or it is the fast one and there is an obstacle.
     """
-    chosen = choose(op, requested, ("reference", "triton"), _automatic_triton(q_bthd, obstacle))
-    if chosen.name == "triton" and obstacle is not None:
-        raise ValueError(f"implementation is 'triton', but {obstacle}")
-    # For those who did not choose the reference.
-    if requested == "auto" and q_bthd.is_cuda and obstacle is not None and not torch.compiler.is_compiling():
-        logger.warning("the slow reference is used on %s, because %s", q_bthd.device, obstacle)
+    if not x.is_cuda:
+        automatic = Choice(plain[0], f"{fast.name}'s kernels need a GPU, and the inputs are on {x.device}")
+    else:
+        automatic = fast if obstacle is None else Choice(plain[0], obstacle)
+    chosen = choose(op, requested, (*plain, fast.name), automatic)
+    if chosen.name == fast.name and obstacle is not None:
+        raise ValueError(f"implementation is {fast.name!r}, but {obstacle}")
+    # For those who did not choose the plain one.
+    if requested == "auto" and x.is_cuda and obstacle is not None and not torch.compiler.is_compiling():
+        _warn_once(f"{op} takes its slow plain form on {x.device}, because {obstacle}")
     return chosen
 
 
-def _automatic_triton(q_bthd: Tensor, obstacle: str | None) -> Choice:
-    if not q_bthd.is_cuda:
-        return Choice("reference", f"Triton's kernels need a GPU, and q is on {q_bthd.device}")
-    if obstacle is not None:
-        return Choice("reference", obstacle)
-    return Choice("triton", "fused on CUDA")
+def choose_triton_or_reference(op: str, requested: str, q_bthd: Tensor, obstacle: str | None) -> Choice:
+    """As `choose_fast_or_plain`, for an op that has "triton" and "reference"."""
+    return choose_fast_or_plain(op, requested, q_bthd, obstacle, Choice("triton", "fused on CUDA"), ["reference"])
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 @contextmanager

@@ -1,15 +1,17 @@
 """The public form of gated linear attention: checks, and the choice of an implementation."""
 
+from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from kernels.dispatch import Choice, check_shapes, choose
+from kernels.dispatch import check_shapes, resolve_scale
+from kernels.fla import choose_fla_or_plain, fla_obstacle, refused_on_hopper, run_fla
 from kernels.gated_linear_attention.reference import chunked, recurrent
 from kernels.stateful import check_log_decay, check_state_op, run_form
 
-Implementation = Literal["auto", "recurrent", "chunked"]
+Implementation = Literal["auto", "fla", "recurrent", "chunked"]
 _IMPLEMENTATIONS = {"recurrent": recurrent, "chunked": chunked}
 
 
@@ -61,7 +63,7 @@ def gated_linear_attention(
         scale: positive factor on q; None means dk**-0.5.
         initial_state: [b, h, dk, dv] before the first token; None for zeros.
         return_final_state: also return the state after the last token.
-        implementation: "recurrent", "chunked", or "auto".
+        implementation: "fla" (a GPU, bf16 or fp16), "recurrent", "chunked", or "auto".
 
     Returns:
         o [b, t, h, dv] in v's dtype; with return_final_state also the state [b, h, dk, dv] in fp32 (or float64).
@@ -73,12 +75,30 @@ def gated_linear_attention(
     with g [b, t, h], Sun et al. 2023, "Retentive Network" (arXiv 2307.08621).
     """
     _check(q, k, v, g, initial_state)
-    automatic = Choice("chunked", "the faster of the plain torch forms")
-    chosen = choose("gated_linear_attention", implementation, _IMPLEMENTATIONS, automatic)
+    obstacle = fla_obstacle(q, lambda: refused_on_hopper(tilelang_helps=False) if _decays_by_head(g) else None)
+    chosen = choose_fla_or_plain("gated_linear_attention", implementation, obstacle, q, _IMPLEMENTATIONS)
+    if chosen == "fla":
+        scale = resolve_scale(scale, q.shape[-1])
+        inputs = {"q": q, "k": k, "v": v} | ({} if g is None else {"g": g})
+        return run_fla(_of_fla(g), inputs, scale, initial_state, return_final_state)
     if g is None:
         g = torch.zeros(q.shape[:3], device=q.device)
-    inputs = (q, k, v, g if g.dim() == 4 else g[..., None])
-    return run_form(_IMPLEMENTATIONS[chosen.name], inputs, scale, initial_state, return_final_state)
+    decay = g if g.dim() == 4 else g[..., None]
+    return run_form(_IMPLEMENTATIONS[chosen], (q, k, v, decay), scale, initial_state, return_final_state)
+
+
+def _decays_by_head(g: Tensor | None) -> bool:
+    return g is not None and g.dim() == 3
+
+
+def _of_fla(g: Tensor | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    if g is not None and g.dim() == 4:
+        from fla.ops.gla import chunk_gla
+
+        return chunk_gla
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    return chunk_simple_gla
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial_state: Tensor | None) -> None:

@@ -4,11 +4,12 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from kernels.dispatch import Choice, check_any_floating, check_shapes, choose
+from kernels.dispatch import check_any_floating, check_shapes
+from kernels.fla import choose_fla_or_plain, fla_obstacle, run_fla
 from kernels.rwkv6.reference import chunked, recurrent
 from kernels.stateful import check_log_decay, check_state_op, run_form
 
-Implementation = Literal["auto", "recurrent", "chunked"]
+Implementation = Literal["auto", "fla", "recurrent", "chunked"]
 _IMPLEMENTATIONS = {"recurrent": recurrent, "chunked": chunked}
 
 
@@ -65,7 +66,7 @@ def rwkv6(
         scale: positive factor on r; None means 1.0, as RWKV has none.
         initial_state: [b, h, dk, dv] before the first token; None for zeros.
         return_final_state: also return the state after the last token.
-        implementation: "recurrent", "chunked", or "auto".
+        implementation: "fla" (a GPU, bf16 or fp16), "recurrent", "chunked", or "auto".
 
     Returns:
         o [b, t, h, dv] in v's dtype; with return_final_state also the state [b, h, dk, dv] in fp32 (or float64).
@@ -77,10 +78,14 @@ def rwkv6(
     2404.05892), the recurrent form of Finch's wkv, wkv_t = s_{t-1} + diag(u) k_t^T v_t (its vectors are rows).
     """
     _check(r, k, v, g, u, initial_state)
-    automatic = Choice("chunked", "the faster of the plain torch forms")
-    chosen = choose("rwkv6", implementation, _IMPLEMENTATIONS, automatic)
+    chosen = choose_fla_or_plain("rwkv6", implementation, fla_obstacle(r), r, _IMPLEMENTATIONS)
     scale = 1.0 if scale is None else scale
-    return run_form(_IMPLEMENTATIONS[chosen.name], (r, k, v, g, u), scale, initial_state, return_final_state)
+    if chosen == "fla":
+        from fla.ops.rwkv6 import chunk_rwkv6
+
+        inputs = {"r": r, "k": k, "v": v, "w": g, "u": u.to(r.dtype)}
+        return run_fla(chunk_rwkv6, inputs, scale, initial_state, return_final_state)
+    return run_form(_IMPLEMENTATIONS[chosen], (r, k, v, g, u), scale, initial_state, return_final_state)
 
 
 def _check(r: Tensor, k: Tensor, v: Tensor, g: Tensor, u: Tensor, initial_state: Tensor | None) -> None:

@@ -6,7 +6,6 @@ DeltaNet: Yang, Wang, Zhang, Shen, Kim 2024 (arXiv 2406.06484). With a decay, ga
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
@@ -70,9 +69,9 @@ class DeltaNet(StatefulMixer):
         q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).to(v.dtype) for x in (q, k))
         return walk(gated_delta_rule, q, k, v, self.log_forgetting(rest, part), beta.float().sigmoid(), part=part)
 
-    def log_forgetting(self, rest_tbuw: Tensor, part: Part) -> Tensor:
-        """Log decay of the state [t, b, units], <= 0, fp32, from what is left of the rows: there is none."""
-        return torch.zeros(rest_tbuw.shape[:3], dtype=torch.float32, device=rest_tbuw.device)
+    def log_forgetting(self, rest_tbuw: Tensor, part: Part) -> Tensor | None:
+        """Log decay of the state [t, b, units], <= 0, fp32, from what is left of the rows; None: it does not decay."""
+        return None
 
     def mixing_flops(self, seq_length: int) -> float:
         """State update and read-out (three products of key and value width) and the convolution."""

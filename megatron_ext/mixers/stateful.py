@@ -14,24 +14,36 @@ from megatron_ext.parallel.parameters import new_parameter, ones
 from megatron_ext.parallel.states import state_before
 
 
-def walk(op: Callable[..., Any], *inputs_tbud: Tensor, part: Part, scale: float | None = None) -> Tensor:
+def walk(
+    op: Callable[..., Any],
+    q_tbud: Tensor,
+    k_tbud: Tensor,
+    v_tbue: Tensor,
+    *more_tbu: Tensor | None,
+    part: Part,
+    scale: float | None = None,
+) -> Tensor:
     """What each token reads from its head's state, [t, b, heads, e].
 
     Args:
-        op: a stateful op of `kernels`.
-        inputs_tbud: its inputs, sequence first: queries [t, b, heads, d], keys, values [t, b, heads, e], and more.
+        op: a stateful op of `kernels`; its inputs follow, sequence first.
+        q_tbud: queries [t, b, heads, d].
+        k_tbud: keys.
+        v_tbue: values [t, b, heads, e].
+        more_tbu: what else it takes, such as decays.
         part: which part these are; the state before it comes from the other ranks where they hold some of the sequence.
         scale: of the op.
     """
-    q, k, v, *rest = (batch_first(x) for x in inputs_tbud)
+    q, k, v = (batch_first(x) for x in (q_tbud, k_tbud, v_tbue))
+    more = [x if x is None else batch_first(x) for x in more_tbu]
     if part.group is None:
-        return batch_first(op(q, k, v, *rest, scale=scale))
+        return batch_first(op(q, k, v, *more, scale=scale))
 
     def from_state(values: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return op(q, k, values, *rest, scale=scale, initial_state=state, return_final_state=True)
+        return op(q, k, values, *more, scale=scale, initial_state=state, return_final_state=True)
 
     state = state_before(from_state, v, q.shape[-1], part.group)
-    return batch_first(op(q, k, v, *rest, scale=scale, initial_state=state))
+    return batch_first(op(q, k, v, *more, scale=scale, initial_state=state))
 
 
 class StatefulMixer(Mixer):

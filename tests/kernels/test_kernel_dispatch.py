@@ -14,7 +14,7 @@ Q = torch.zeros(1, 1, 1, 1)
 def test_on_a_cpu_auto_means_the_reference(obstacle, caplog):
     caplog.set_level(logging.DEBUG, logger="kernels.dispatch")
     assert choose_triton_or_reference("walk", "auto", Q, obstacle).name == "reference"
-    assert "walk: reference (Triton's kernels need a GPU, and q is on cpu)" in caplog.text
+    assert "walk: reference (triton's kernels need a GPU, and the inputs are on cpu)" in caplog.text
 
 
 def test_what_is_asked_for_is_taken():

@@ -1,0 +1,122 @@
+"""The stateful ops on flash-linear-attention's kernels: what stands in their way, and on a GPU the values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from kernels import fla
+from kernels.gated_delta_rule import gated_delta_rule
+from kernels.gated_linear_attention import gated_linear_attention
+from kernels.rwkv6 import rwkv6
+from kernels.rwkv7 import rwkv7
+
+OPS: dict[str, tuple[Callable[..., Any], str]] = {
+    "linear attention": (gated_linear_attention, "q k v"),
+    "decay a head": (gated_linear_attention, "q k v g"),
+    "decay a feature": (gated_linear_attention, "q k v gk"),
+    "delta rule": (gated_delta_rule, "q k v none beta"),
+    "gated delta rule": (gated_delta_rule, "q k v g beta"),
+    "rwkv6": (rwkv6, "q k v gk u"),
+    "rwkv7": (rwkv7, "q gk k v a b"),
+}
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Pretend to be on a Hopper GPU, with this Triton and these packages beside fla."""
+
+    def pretend(triton: str, *packages: str) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        monkeypatch.setattr(fla, "_version", lambda _: Version(triton))
+        monkeypatch.setattr(fla, "find_spec", lambda name: name if name in ("fla", *packages) else None)
+        fla.refused_on_hopper.cache_clear()
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("triton", "packages", "refused", "refused_with_tilelang"),
+    [
+        ("3.3.1", [], False, False),
+        ("3.6.0", [], True, True),
+        ("3.6.0", ["tilelang"], True, False),
+        ("3.7.1", [], False, False),
+    ],
+)
+def test_fla_is_left_alone_where_it_refuses(
+    hopper: Any, triton: str, packages: list[str], refused: bool, refused_with_tilelang: bool
+) -> None:
+    hopper(triton, *packages)
+    assert (fla.refused_on_hopper(tilelang_helps=False) is not None) == refused
+    assert (fla.refused_on_hopper(tilelang_helps=True) is not None) == refused_with_tilelang
+
+
+def test_a_refusal_says_what_is_missing(hopper: Any) -> None:
+    hopper("3.6.0")
+    said = fla.refused_on_hopper(tilelang_helps=True)
+    assert said is not None and said.startswith("flash-linear-attention refuses decays of whole heads on a Hopper GPU")
+    assert said.endswith(
+        "under Triton 3.6.0, which gets their gradients wrong: pip install 'triton>=3.7.1', or tilelang"
+    )
+
+
+def test_obstacles_name_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.zeros(1, 1, 1, 4)
+    with pytest.raises(ValueError, match=r"^implementation is 'fla', but the inputs are on cpu: move them to a GPU$"):
+        gated_linear_attention(q, q, q, implementation="fla")
+    monkeypatch.setattr(fla, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="is not installed: pip install flash-linear-attention$"):
+        gated_linear_attention(q, q, q, implementation="fla")
+
+
+def _inputs(length: int, key: int, value: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Random inputs of all ops [2, length, 3, ...], on the GPU."""
+    gen = torch.Generator(device="cuda").manual_seed(length)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(2, length, 3, *shape, generator=gen, device="cuda")
+
+    k, a = (torch.nn.functional.normalize(randn(key), dim=-1) for _ in range(2))
+    rate = randn(key).sigmoid()
+    inputs = {"q": randn(key), "k": k, "v": randn(value), "beta": randn().sigmoid(), "a": -a, "b": a * rate}
+    inputs = {name: x.to(dtype) for name, x in inputs.items()}
+    decays = {"g": randn(), "gk": randn(key)}
+    inputs |= {name: 0.6 * torch.nn.functional.logsigmoid(x) for name, x in decays.items()}
+    return inputs | {"u": torch.randn(3, key, generator=gen, device="cuda").to(dtype)}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="fla's kernels need a GPU")
+@pytest.mark.parametrize("length", [1, 63, 200, 1000])
+@pytest.mark.parametrize(("key", "value"), [(64, 64), (64, 128), (128, 128)])
+@pytest.mark.parametrize("name", OPS)
+def test_on_a_gpu_it_is_the_plain_form(name: str, key: int, value: int, length: int) -> None:
+    op, arguments = OPS[name]
+    if "g" in arguments.split():
+        refused = fla.refused_on_hopper(tilelang_helps=op is gated_delta_rule)
+        if refused is not None:
+            pytest.skip(refused)
+    drawn = _inputs(length, key, value, torch.bfloat16)
+    state = torch.randn(2, 3, key, value, device="cuda")
+    upstream = torch.randn(2, length, 3, value, device="cuda").bfloat16(), torch.randn_like(state)
+
+    def run(implementation: str, dtype: torch.dtype) -> list[Tensor]:
+        def cast(x: Tensor) -> Tensor:
+            return (x if dtype == torch.bfloat16 else x.to(dtype)).detach().requires_grad_()
+
+        inputs = [None if n == "none" else cast(drawn[n]) for n in arguments.split()]
+        first = cast(state)
+        results = op(*inputs, initial_state=first, return_final_state=True, implementation=implementation)
+        wanted = [x for x in (*inputs, first) if x is not None]
+        grads = torch.autograd.grad(results, wanted, [g.to(r.dtype) for g, r in zip(upstream, results, strict=True)])
+        return [x.double() for x in (*results, *grads)]
+
+    names = ["output", "state", *(f"d{n}" for n in arguments.split() if n != "none"), "dstate"]
+    for what, found, expected in zip(names, run("fla", torch.bfloat16), run("chunked", torch.float64), strict=True):
+        error = float((found - expected).norm() / expected.norm().clamp_min(1e-12))
+        assert error < 5e-3, f"{what}: {error:.1e}"
