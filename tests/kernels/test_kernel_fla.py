@@ -60,7 +60,8 @@ def test_fla_is_left_alone_where_it_refuses(
 def test_a_refusal_says_what_is_missing(hopper: Any) -> None:
     hopper("3.6.0")
     said = fla.refused_on_hopper(tilelang_helps=True)
-    assert said is not None and said.startswith("flash-linear-attention refuses decays of whole heads on a Hopper GPU")
+    assert said is not None
+    assert said.startswith("flash-linear-attention refuses decays of whole heads on a Hopper GPU")
     assert said.endswith(
         "under Triton 3.6.0, which gets their gradients wrong: pip install 'triton>=3.7.1', or tilelang"
     )
@@ -71,7 +72,7 @@ def test_obstacles_name_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^implementation is 'fla', but the inputs are on cpu: move them to a GPU$"):
         gated_linear_attention(q, q, q, implementation="fla")
     monkeypatch.setattr(fla, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match="is not installed: pip install flash-linear-attention$"):
+    with pytest.raises(ValueError, match=r"is not installed: pip install flash-linear-attention$"):
         gated_linear_attention(q, q, q, implementation="fla")
 
 
