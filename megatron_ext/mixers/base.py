@@ -8,7 +8,6 @@ a plain split along dim 0 is a split by units, over tensor-parallel ranks as ove
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,9 +27,10 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from megatron_ext.parallel.exchange import gather_sequence, heads_to_sequence, sequence_to_heads
+from megatron_ext.mixers.memory import Memory
+from megatron_ext.mixers.past import BEGINNING, OtherRanks, Past
+from megatron_ext.parallel.exchange import heads_to_sequence, sequence_to_heads
 from megatron_ext.parallel.parameters import Initializer, new_parameter
 
 
@@ -50,16 +50,13 @@ class Part:
         first_unit: global index of the first unit.
         num_units: units given.
         first_position: position in the sequence of the first row given.
-        gather: turns this rank's part of the sequence into the whole of it ([t/cp, b, n, w] to [t, b, n, w]); None
-            where the whole sequence is given already, or states are handed on.
-        group: ranks that hold the other parts of the sequence, in order, where states are handed on; else None.
+        past: what lies before that row.
     """
 
     first_unit: int
     num_units: int
     first_position: int = 0
-    gather: Callable[[Tensor], Tensor] | None = None
-    group: ProcessGroup | None = None
+    past: Past = BEGINNING
 
 
 class Mixer(MegatronModule, ABC):
@@ -74,6 +71,9 @@ class Mixer(MegatronModule, ABC):
         layer_number: 1 for the first layer of the whole model.
         pg_collection: process groups; `tp` and `cp` are used.
         cp_comm_type: Megatron's own choice of exchange for its own attention; not used.
+
+    Attributes:
+        memory: what the layer has seen, while it decodes; see `evaluation.decoding`.
     """
 
     gathers_keys_and_values: ClassVar[bool] = False
@@ -95,6 +95,7 @@ class Mixer(MegatronModule, ABC):
         cp_comm_type: str | None = None,
     ) -> None:
         super().__init__(config)
+        self.memory: Memory | None = None
         self.mixer_config = mixer_config
         self.layer_number = layer_number
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
@@ -179,17 +180,18 @@ class Mixer(MegatronModule, ABC):
     def _mix_over_context(self, x_tbuw: Tensor) -> Tensor:
         cp, first = self.cp_group.size(), self.tp_group.rank() * self.num_units_per_rank
         units = self.num_units_per_rank
+        if self.memory is not None:
+            o_tbuw = self.mix(x_tbuw, Part(first, units, self.memory.num_positions, self.memory))
+            self.memory.advance(len(x_tbuw))
+            return o_tbuw
         if cp == 1:
             return self.mix(x_tbuw, Part(first, units))
         if self._exchanges_heads(x_tbuw):
             part = Part(first + self.cp_group.rank() * (units // cp), units // cp)
             return heads_to_sequence(self.mix(sequence_to_heads(x_tbuw, self.cp_group), part), self.cp_group)
-        offset = self.cp_group.rank() * x_tbuw.shape[0]
-        if self.hands_on_states:
-            return self.mix(x_tbuw, Part(first, units, offset, group=self.cp_group))
-        assert self.gathers_keys_and_values, "the configuration's rules refuse this layout"
-        part = Part(first, units, offset, lambda y_tbnw: gather_sequence(y_tbnw, self.cp_group))
-        return self.mix(x_tbuw, part)
+        assert self.hands_on_states or self.gathers_keys_and_values, "the configuration's rules refuse this layout"
+        first_position = self.cp_group.rank() * x_tbuw.shape[0]
+        return self.mix(x_tbuw, Part(first, units, first_position, OtherRanks(self.cp_group)))
 
     def _exchanges_heads(self, x_tbuw: Tensor) -> bool:
         """Whether whole units change places with parts of the sequence; see `ParallelConfig.context_exchange`."""

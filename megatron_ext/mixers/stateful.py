@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron_ext.mixers.base import Mixer, Part, batch_first
 from megatron_ext.parallel.parameters import new_parameter, ones
-from megatron_ext.parallel.states import state_before
 
 
 def walk(op: Callable[..., Any], *inputs_tbud: Tensor, part: Part, scale: float | None = None) -> Tensor:
@@ -20,18 +19,15 @@ def walk(op: Callable[..., Any], *inputs_tbud: Tensor, part: Part, scale: float 
     Args:
         op: a stateful op of `kernels`.
         inputs_tbud: its inputs, sequence first: queries [t, b, heads, d], keys, values [t, b, heads, e], and more.
-        part: which part these are; the state before it comes from the other ranks where they hold some of the sequence.
+        part: which part these are, and the past that the state before them comes from.
         scale: of the op.
     """
     q, k, v, *rest = (batch_first(x) for x in inputs_tbud)
-    if part.group is None:
-        return batch_first(op(q, k, v, *rest, scale=scale))
 
-    def from_state(values: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def from_state(values: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         return op(q, k, values, *rest, scale=scale, initial_state=state, return_final_state=True)
 
-    state = state_before(from_state, v, q.shape[-1], part.group)
-    return batch_first(op(q, k, v, *rest, scale=scale, initial_state=state))
+    return batch_first(part.past.walk("state", from_state, v, q.shape[-1]))
 
 
 class StatefulMixer(Mixer):
@@ -80,7 +76,6 @@ class StatefulMixer(Mixer):
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """See `Mixer.mix`: walk over the states, gated norm."""
-        assert part.gather is None, "a state is handed on"
         widths = [self.qkv_width, self.gate_width]
         qkv, gate, rest = x_tbuw.split([*widths, x_tbuw.shape[-1] - sum(widths)], -1)
         return self._gated_norm(self.read_states(qkv, rest, part), gate)
