@@ -73,6 +73,7 @@ def _hush_libraries() -> None:
         r"full scope is deprecated",  # a default of megatron-core's own
         r"The \.grad attribute of a Tensor that is not a leaf",  # Megatron looks at shards of parameters
         r"`torch\.distributed\.\w+` is deprecated",
+        r"`load_state_dict` is deprecated",  # Megatron loads checkpoints with it
         r"When using sequence parallelism it is recommended to set",  # on the CPU there are no connections to limit
     ):
         warnings.filterwarnings("ignore", message=message)
@@ -201,6 +202,29 @@ def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
+# --- generate --------------------------------------------------------------------------------------------------------
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="file with the text to continue, UTF-8")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens to add, at most (default 64)")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="divides the logits (default 1.0)")
+    nucleus = "draw from the fewest likeliest tokens that sum up to P (default 1.0: from all)"
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=nucleus)
+    parser.add_argument("--greedy", action="store_true", help="take the likeliest token, draw nothing")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the draws (default 1)")
+    parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
+
+
+def _generate(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from megatron_ext import generate
+
+    return generate.run(args)
+
+
 # --- bench -----------------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +304,7 @@ VERBS = {
     "train": _Verb(help="train a model from a configuration", add_arguments=_add_train, run=_train),
     "prepare": _Verb(help="turn documents into tokenised shards", add_arguments=_add_prepare, run=_prepare),
     "report": _Verb(help="compare runs at equal training loss", add_arguments=_add_report, run=_report),
+    "generate": _Verb(help="let a trained model continue a text", add_arguments=_add_generate, run=_generate),
     "bench": _Verb(help="time kernels on a GPU, each checked first", add_arguments=_add_bench, run=_bench),
     "doctor": _Verb(help="say what is installed and what would be used", add_arguments=_add_doctor, run=_doctor),
 }

@@ -1,4 +1,4 @@
-"""Decoding: a model that remembers what it has seen, given a sequence piece by piece."""
+"""Decoding: a model that remembers what it has seen, given sequences piece by piece."""
 
 from __future__ import annotations
 
@@ -6,35 +6,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from megatron_ext.mixers.base import Mixer
 from megatron_ext.mixers.memory import Memory
 
 
 @contextmanager
-def decoding(model: torch.nn.Module) -> Iterator[None]:
+def remembering(module: torch.nn.Module) -> Iterator[None]:
     """Within it, each forward pass continues the sequences of the one before; without gradients.
 
-    Any number of positions may be given at a time: the prompt, then token by token. Learned position tables are given
-    their positions by the caller, as ever. What was seen is forgotten at the end.
+    What was seen is forgotten at the end.
 
     Args:
-        model: whose mixers remember; whole on its tensor-parallel ranks.
+        module: whose mixers remember: a model or a mixer.
 
     Raises:
-        ValueError: the layout of the model cuts the sequence or the layers in parts.
+        ValueError: its layout cuts the sequence or the layers in parts.
     """
-    mixers = [module for module in model.modules() if isinstance(module, Mixer)]
+    mixers = [part for part in module.modules() if isinstance(part, Mixer)]
     for mixer in mixers:
         _check_layout(mixer)
-        mixer.memory = Memory()
-    training = model.training
-    model.eval()
+    training = module.training
+    module.eval()
     try:
+        for mixer in mixers:
+            mixer.memory = Memory()
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        module.train(training)
         for mixer in mixers:
             mixer.memory = None
 
@@ -49,3 +50,37 @@ def _check_layout(mixer: Mixer) -> None:
     for field, is_cut in cut.items():
         if is_cut:
             raise ValueError(f"decoding needs the whole sequence and all layers: build the model without {field}")
+
+
+class Decoder:
+    """A language model in the middle of a batch of sequences; made by `decoding`.
+
+    Args:
+        model: maps tokens [b, t] and their positions [b, t] to logits [b, t, vocabulary].
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._num_positions = 0
+
+    def __call__(self, tokens_bt: Tensor) -> Tensor:
+        """Continue the sequences by one token or several.
+
+        Args:
+            tokens_bt: int64 [b, t], on the model's device.
+
+        Returns:
+            Logits of what follows each of them, [b, t, vocabulary].
+        """
+        b, t = tokens_bt.shape
+        positions_t = torch.arange(self._num_positions, self._num_positions + t, device=tokens_bt.device)
+        self._num_positions += t
+        logits_btv: Tensor = self._model(tokens_bt, positions_t.expand(b, -1), attention_mask=None)
+        return logits_btv
+
+
+@contextmanager
+def decoding(model: torch.nn.Module) -> Iterator[Decoder]:
+    """Begin new sequences with a language model, as built by `model.build_model`; see `remembering`."""
+    with remembering(model):
+        yield Decoder(model)

@@ -10,7 +10,7 @@ import torch
 from test_mixer_common import VARIANTS
 from torch import Tensor
 
-from megatron_ext.evaluation.decoding import decoding
+from megatron_ext.evaluation.decoding import remembering
 from megatron_ext.mixers.base import Mixer
 from megatron_ext.mixers.registry import load_all
 
@@ -21,7 +21,7 @@ CONSTANT = [(name, fields) for name, fields in VARIANTS if load_all()[name].hand
 
 
 def _by_pieces(mixer: Mixer, x_tbh: Tensor, lengths: Sequence[int]) -> Tensor:
-    with decoding(mixer):
+    with remembering(mixer):
         return torch.cat([mixer(piece)[0] for piece in x_tbh.split(list(lengths))])
 
 
@@ -48,7 +48,7 @@ def test_pieces_give_what_the_whole_gives(
 def test_what_is_kept_does_not_grow(make_mixer: MakeMixer, name: str, fields: dict[str, Any]) -> None:
     mixer = make_mixer(name, **fields)
     x = torch.randn(40, 2, mixer.config.hidden_size, generator=torch.Generator().manual_seed(5))
-    with decoding(mixer):
+    with remembering(mixer):
         mixer(x[:9])
         mixer(x[9:10])
         after_ten = _numbers_kept(mixer)
@@ -69,7 +69,7 @@ def test_what_is_kept_of_states_windows_and_keys(make_mixer: MakeMixer) -> None:
     }
     for (name, window), numbers in expected.items():
         mixer = make_mixer(name, **({"window": window} if window else {}))
-        with decoding(mixer):
+        with remembering(mixer):
             mixer(x[:6])
             mixer(x[6:])
             assert _numbers_kept(mixer) == numbers, name
@@ -88,7 +88,7 @@ def test_a_sequence_is_forgotten_at_the_end(make_mixer: MakeMixer, hidden_states
 def test_a_mixer_that_never_looks_back_is_caught(make_mixer: MakeMixer, hidden_states: Tensor) -> None:
     mixer = make_mixer("attention")
     mixer.mix = lambda x_tbuw, part: x_tbuw[..., :6]
-    with pytest.raises(AssertionError, match="this one cannot decode"), decoding(mixer):
+    with pytest.raises(AssertionError, match="this one cannot decode"), remembering(mixer):
         mixer(hidden_states)
 
 
@@ -105,6 +105,6 @@ def test_parts_of_a_sequence_or_of_the_layers_are_refused(
 ) -> None:
     mixer = make_mixer("attention")
     monkeypatch.setattr(mixer.config, field, value)
-    with pytest.raises(ValueError, match=named), decoding(mixer):
+    with pytest.raises(ValueError, match=named), remembering(mixer):
         pass
     assert mixer.memory is None
