@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.mixers.base import Mixer
-from megatron_ext.mixers.memory import Memory
+from megatron_ext.mixers.memory import LooksBack, Memory
 
 
 @contextmanager
@@ -19,29 +19,28 @@ def remembering(module: torch.nn.Module) -> Iterator[None]:
     What was seen is forgotten at the end.
 
     Args:
-        module: whose mixers remember: a model or a mixer.
+        module: all parts of it that look back remember: a model or a mixer.
 
     Raises:
         ValueError: its layout cuts the sequence or the layers in parts.
     """
-    mixers = [part for part in module.modules() if isinstance(part, Mixer)]
-    for mixer in mixers:
-        _check_layout(mixer)
+    parts = [part for part in module.modules() if isinstance(part, LooksBack)]
+    for part in parts:
+        _check_layout(part.config)
     training = module.training
     module.eval()
     try:
-        for mixer in mixers:
-            mixer.memory = Memory()
+        for part in parts:
+            part.memory = Memory()
         with torch.no_grad():
             yield
     finally:
         module.train(training)
-        for mixer in mixers:
-            mixer.memory = None
+        for part in parts:
+            part.memory = None
 
 
-def _check_layout(mixer: Mixer) -> None:
-    config = mixer.config
+def _check_layout(config: TransformerConfig) -> None:
     cut = {
         "parallel.context": config.context_parallel_size > 1,
         "parallel.pipeline": config.pipeline_model_parallel_size > 1,

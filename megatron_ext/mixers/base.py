@@ -18,7 +18,6 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
@@ -28,8 +27,8 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from megatron_ext.mixers.memory import Memory
-from megatron_ext.mixers.past import BEGINNING, OtherRanks, Past
+from megatron_ext.mixers.memory import LooksBack
+from megatron_ext.mixers.past import BEGINNING, Past
 from megatron_ext.parallel.exchange import heads_to_sequence, sequence_to_heads
 from megatron_ext.parallel.parameters import Initializer, new_parameter
 
@@ -59,7 +58,7 @@ class Part:
     past: Past = BEGINNING
 
 
-class Mixer(MegatronModule, ABC):
+class Mixer(LooksBack, ABC):
     """Base of every mixer; takes the place of self-attention in a Megatron `TransformerLayer`.
 
     A subclass says how many units it has and how wide each is, and writes `mix`. Everything between processes is here.
@@ -71,9 +70,6 @@ class Mixer(MegatronModule, ABC):
         layer_number: 1 for the first layer of the whole model.
         pg_collection: process groups; `tp` and `cp` are used.
         cp_comm_type: Megatron's own choice of exchange for its own attention; not used.
-
-    Attributes:
-        memory: what the layer has seen, while it decodes; see `evaluation.decoding`.
     """
 
     gathers_keys_and_values: ClassVar[bool] = False
@@ -94,8 +90,7 @@ class Mixer(MegatronModule, ABC):
         pg_collection: ProcessGroupCollection,
         cp_comm_type: str | None = None,
     ) -> None:
-        super().__init__(config)
-        self.memory: Memory | None = None
+        super().__init__(config, pg_collection.cp)
         self.mixer_config = mixer_config
         self.layer_number = layer_number
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
@@ -180,18 +175,12 @@ class Mixer(MegatronModule, ABC):
     def _mix_over_context(self, x_tbuw: Tensor) -> Tensor:
         cp, first = self.cp_group.size(), self.tp_group.rank() * self.num_units_per_rank
         units = self.num_units_per_rank
-        if self.memory is not None:
-            o_tbuw = self.mix(x_tbuw, Part(first, units, self.memory.num_positions, self.memory))
-            self.memory.advance(len(x_tbuw))
-            return o_tbuw
-        if cp == 1:
-            return self.mix(x_tbuw, Part(first, units))
-        if self._exchanges_heads(x_tbuw):
+        if cp > 1 and self._exchanges_heads(x_tbuw):
             part = Part(first + self.cp_group.rank() * (units // cp), units // cp)
             return heads_to_sequence(self.mix(sequence_to_heads(x_tbuw, self.cp_group), part), self.cp_group)
-        assert self.hands_on_states or self.gathers_keys_and_values, "the configuration's rules refuse this layout"
-        first_position = self.cp_group.rank() * x_tbuw.shape[0]
-        return self.mix(x_tbuw, Part(first, units, first_position, OtherRanks(self.cp_group)))
+        assert cp == 1 or self.hands_on_states or self.gathers_keys_and_values, "the rules refuse this layout"
+        first_position = self.cp_group.rank() * len(x_tbuw) if self.memory is None else self.memory.advance(len(x_tbuw))
+        return self.mix(x_tbuw, Part(first, units, first_position, self.past))
 
     def _exchanges_heads(self, x_tbuw: Tensor) -> bool:
         """Whether whole units change places with parts of the sequence; see `ParallelConfig.context_exchange`."""

@@ -19,12 +19,12 @@ class Past(ABC):
     """
 
     @abstractmethod
-    def rows_before(self, name: str, x_tbuw: Tensor, count: int) -> Tensor:
-        """The last rows before x, with zeros before the sequence: [count, b, u, w].
+    def rows_before(self, name: str, x: Tensor, count: int) -> Tensor:
+        """The last rows before x, with zeros before the sequence: [count, ...].
 
         Args:
             name: of these rows in the layer.
-            x_tbuw: the rows given, [t, b, u, w].
+            x: the rows given, [t, ...].
             count: how many.
         """
 
@@ -66,9 +66,9 @@ class Past(ABC):
 class Beginning(Past):
     """Nothing: the sequence begins with the rows given."""
 
-    def rows_before(self, name: str, x_tbuw: Tensor, count: int) -> Tensor:
+    def rows_before(self, name: str, x: Tensor, count: int) -> Tensor:
         """See `Past.rows_before`."""
-        return x_tbuw.new_zeros(count, *x_tbuw.shape[1:])
+        return x.new_zeros(count, *x.shape[1:])
 
     def rows_so_far(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
         """See `Past.rows_so_far`."""
@@ -96,9 +96,9 @@ class OtherRanks(Past):
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
-    def rows_before(self, name: str, x_tbuw: Tensor, count: int) -> Tensor:
+    def rows_before(self, name: str, x: Tensor, count: int) -> Tensor:
         """See `Past.rows_before`."""
-        return rows_before(x_tbuw, count, self._group)
+        return rows_before(x, count, self._group)
 
     def rows_so_far(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
         """See `Past.rows_so_far`."""
