@@ -206,17 +206,9 @@ def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="file with the text to continue, UTF-8")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens to add, at most (default 64)")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="divides the logits (default 1.0)")
-    nucleus = "draw from the fewest likeliest tokens that sum up to P (default 1.0: from all)"
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=nucleus)
-    parser.add_argument("--greedy", action="store_true", help="take the likeliest token, draw nothing")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the draws (default 1)")
-    parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
+    from megatron_ext import generate
+
+    generate.add_arguments(parser)
 
 
 def _generate(args: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -47,7 +47,8 @@ class Sampler:
         """Draw one token from the logits [v] of any floating dtype."""
         # On the CPU, so that the same probabilities are the same draw on every machine.
         logits_v = logits_v.detach().to("cpu", torch.float64)
-        p_v, tokens_v = (logits_v / self._temperature).softmax(-1).sort(descending=True, stable=True)
+        below_best_v = logits_v - logits_v.max()  # so that no temperature, however low, makes an infinity of it
+        p_v, tokens_v = (below_best_v / self._temperature).softmax(-1).sort(descending=True, stable=True)
         in_nucleus_v = p_v.cumsum(-1) - p_v < self._top_p
         drawn = torch.multinomial(p_v * in_nucleus_v, 1, generator=self._generator)
         return int(tokens_v[drawn])

@@ -101,9 +101,9 @@ def test_a_seed_gives_the_same_text(capsys: pytest.CaptureFixture[str], run: Pat
         (["--prompt-file", "{run}/latin"], "--prompt-file: {run}/latin is not UTF-8; "),
         (
             ["--prompt", "a", "--temperature", "0"],
-            "--temperature: 0.0 is not above 0; give a number above 0, or --greedy",
+            "--temperature: 0.0 is not above 0 and finite; give a finite number above 0, or --greedy",
         ),
-        (["--prompt", "a", "--temperature", "nan"], "--temperature: nan is not above 0; "),
+        (["--prompt", "a", "--temperature", "nan"], "--temperature: nan is not above 0 and finite; "),
         (["--prompt", "a", "--top-p", "0"], "--top-p: 0.0 is not in (0, 1]; "),
         (["--prompt", "a", "--top-p", "1.01"], "--top-p: 1.01 is not in (0, 1]; "),
         (["--prompt", "a", "--seed", "-1"], "--seed: -1 is not in 0 .. "),
