@@ -73,6 +73,7 @@ def _hush_libraries() -> None:
         r"full scope is deprecated",  # a default of megatron-core's own
         r"The \.grad attribute of a Tensor that is not a leaf",  # Megatron looks at shards of parameters
         r"`torch\.distributed\.\w+` is deprecated",
+        r"`load_state_dict` is deprecated",  # Megatron loads checkpoints with it
         r"When using sequence parallelism it is recommended to set",  # on the CPU there are no connections to limit
     ):
         warnings.filterwarnings("ignore", message=message)
@@ -201,6 +202,21 @@ def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
+# --- generate --------------------------------------------------------------------------------------------------------
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    from megatron_ext import generate
+
+    generate.add_arguments(parser)
+
+
+def _generate(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from megatron_ext import generate
+
+    return generate.run(args)
+
+
 # --- bench -----------------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +296,7 @@ VERBS = {
     "train": _Verb(help="train a model from a configuration", add_arguments=_add_train, run=_train),
     "prepare": _Verb(help="turn documents into tokenised shards", add_arguments=_add_prepare, run=_prepare),
     "report": _Verb(help="compare runs at equal training loss", add_arguments=_add_report, run=_report),
+    "generate": _Verb(help="let a trained model continue a text", add_arguments=_add_generate, run=_generate),
     "bench": _Verb(help="time kernels on a GPU, each checked first", add_arguments=_add_bench, run=_bench),
     "doctor": _Verb(help="say what is installed and what would be used", add_arguments=_add_doctor, run=_doctor),
 }

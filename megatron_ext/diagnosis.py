@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.spec_utils import build_module
 
 from kernels.dispatch import Choice, recorded_choices
 from megatron_ext.config.schema import ModelConfig, ParallelConfig
 from megatron_ext.mixers.registry import MixerEntry, load_all
 from megatron_ext.model import ModelShape, transformer_config
-from megatron_ext.parallel.groups import destroy_process_groups, make_process_groups
+from megatron_ext.parallel.groups import groups_of_one_process
 from megatron_ext.platform import DTYPES, Platform
 from megatron_ext.specs import mixer_spec
 
@@ -24,15 +23,9 @@ def implementations(platform: Platform) -> Iterator[tuple[str, list[tuple[str, C
 
     In bf16, two heads of 64, 256 tokens, in a process group of this process alone.
     """
-    store = dist.HashStore()  # type: ignore[attr-defined]  # it is there, and not in its list of names
-    dist.init_process_group(platform.communication, store=store, rank=0, world_size=1)
-    try:
-        groups = make_process_groups(ParallelConfig(), seed=1)
+    with groups_of_one_process(platform.communication) as groups:
         for name, entry in sorted(load_all().items()):
             yield name, _choices(entry, platform, groups)
-    finally:
-        destroy_process_groups()
-        dist.destroy_process_group()
 
 
 @torch.no_grad()

@@ -124,7 +124,7 @@ class CheckpointFolder:
             UserError: the checkpoint is not there or not whole; the line names the file and the way on.
         """
         folder = self.path(step)
-        mend = f"continue from another with --from-step ({self._others(step)})"
+        mend = f"name another step, with --from-step to train, --step to generate ({self._others(step)})"
         if not (folder / RECORD).is_file():
             raise UserError(str(folder / RECORD), "is not there, so the checkpoint is not whole", mend)
         try:

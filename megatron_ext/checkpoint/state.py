@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,25 +38,36 @@ def run_state(
         loading: whether the state is to be filled from a checkpoint.
         with_generators: whether the states of the random generators belong to it: they are of one layout.
     """
-    metadata = {"dp_cp_group": groups.dp_cp, "singleton_local_shards": False}
-    model: dict[str, Any] = {}
-    for number, chunk in enumerate(optimizer.chunks):
-        sharded = unwrap(chunk).sharded_state_dict(metadata=metadata)
-        # Transformer Engine's extra state belongs to FP8; without it a checkpoint fits either back-end.
-        model[f"chunk{number}"] = {key: value for key, value in sharded.items() if not key.endswith("_extra_state")}
+    model = model_state(optimizer.chunks, groups)
     state = {"model": model, "optimizer": optimizer.sharded_state_dict(model, loading=loading)}
     if with_generators:
         state["generators"] = _generators(groups, platform)
     return state
 
 
+def model_state(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> dict[str, Any]:
+    """The part of `run_state` that is the model's, by chunk."""
+    metadata = {"dp_cp_group": groups.dp_cp, "singleton_local_shards": False}
+    model: dict[str, Any] = {}
+    for number, chunk in enumerate(chunks):
+        sharded = unwrap(chunk).sharded_state_dict(metadata=metadata)
+        # Transformer Engine's extra state belongs to FP8; without it a checkpoint fits either back-end.
+        model[f"chunk{number}"] = {key: value for key, value in sharded.items() if not key.endswith("_extra_state")}
+    return model
+
+
 def restore(state: dict[str, Any], optimizer: RunOptimizer, platform: Platform) -> None:
     """Take a filled state into the model, the optimizer and the generators."""
-    for number, chunk in enumerate(optimizer.chunks):
-        _load_model(unwrap(chunk), state["model"][f"chunk{number}"])
+    restore_model(state["model"], optimizer.chunks)
     optimizer.load_state_dict(state["optimizer"])
     if "generators" in state:
         _set_generators(state["generators"][0], platform)
+
+
+def restore_model(model: dict[str, Any], chunks: Sequence[torch.nn.Module]) -> None:
+    """Take the filled state of a model into its chunks."""
+    for number, chunk in enumerate(chunks):
+        _load_model(unwrap(chunk), model[f"chunk{number}"])
 
 
 def _load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:

@@ -6,9 +6,11 @@ import errno
 import os
 import queue
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -16,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Record
-from megatron_ext.checkpoint.state import layout_of_generators, restore, run_state
+from megatron_ext.checkpoint.state import layout_of_generators, model_state, restore, restore_model, run_state
 from megatron_ext.errors import UserError
 from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.platform import Platform
@@ -111,6 +113,13 @@ class CheckpointStore:
             state = run_state(optimizer, self._groups, self._platform, loading=True, with_generators=same_layout)
             state = dist_checkpointing.load(state, str(self.folder.path(record.progress.step)))
         restore(state, optimizer, self._platform)
+
+    def load_model(self, chunks: Sequence[torch.nn.Module], record: Record) -> None:
+        """Fill the model alone from a checked checkpoint, nothing of its optimizer being read; a collective call."""
+        with self._platform.optimizer_context():
+            state = {"model": model_state(chunks, self._groups)}
+            state = dist_checkpointing.load(state, str(self.folder.path(record.progress.step)))
+        restore_model(state["model"], chunks)
 
 
 def _write(state: dict[str, Any], folder: Path) -> None:

@@ -45,9 +45,9 @@ class SoftmaxAttention(KeyValueMixer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._frozen_keys: dict[tuple[int, int, int], Tensor] = {}
+        self._frozen_keys: dict[tuple[int, int], Tensor] = {}
 
-    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, part: Part) -> Tensor:
+    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: Part) -> Tensor:
         """See `KeyValueMixer.attend`."""
         factors = self.mixer_config
         slopes = None
@@ -61,25 +61,32 @@ class SoftmaxAttention(KeyValueMixer):
             scale=self.head_dim**-0.5 / factors.temperature,
             window=factors.window,
             alibi_slopes=slopes,
-            query_offset=part.first_position,
+            query_offset=query_offset,
         )
+
+    @property
+    def window(self) -> int | None:
+        """See `KeyValueMixer.window`."""
+        return self.mixer_config.window
 
     @property
     def projects_keys(self) -> bool:
         """Random keys are not projected."""
         return not self.mixer_config.random_keys
 
-    def frozen_keys(self, v_bshd: Tensor, part: Part) -> Tensor:
+    def frozen_keys(self, v_bshd: Tensor, first_position: int, part: Part) -> Tensor:
         """Frozen keys [b, s, groups, d]: a function of (seed, layer, global head, position), alike in every layout."""
         b, s, groups, d = v_bshd.shape
-        known = (part.first_unit, groups, s)
-        if known not in self._frozen_keys:
+        units, end = (part.first_unit, groups), first_position + s
+        if units not in self._frozen_keys or len(self._frozen_keys[units]) < end:
+            # A power of two: a sequence that grows by a token a call has new ones drawn seldom.
+            count = 1 << (end - 1).bit_length()
             keys = [
-                _random_vectors(s, d, (self.mixer_config.random_keys_seed, self.layer_number, part.first_unit + i))
+                _random_vectors(count, d, (self.mixer_config.random_keys_seed, self.layer_number, part.first_unit + i))
                 for i in range(groups)
             ]
-            self._frozen_keys[known] = torch.stack(keys, 1).to(v_bshd)
-        return self._frozen_keys[known].expand(b, -1, -1, -1)
+            self._frozen_keys[units] = torch.stack(keys, 1).to(v_bshd)
+        return self._frozen_keys[units][first_position:end].expand(b, -1, -1, -1)
 
     def mixing_flops(self, seq_length: int) -> float:
         """Scores and weighted values over the keys a query sees on average."""

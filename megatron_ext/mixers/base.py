@@ -8,7 +8,6 @@ a plain split along dim 0 is a split by units, over tensor-parallel ranks as ove
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,7 +18,6 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
@@ -28,9 +26,10 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from megatron_ext.parallel.exchange import gather_sequence, heads_to_sequence, sequence_to_heads
+from megatron_ext.mixers.memory import LooksBack
+from megatron_ext.mixers.past import BEGINNING, Past
+from megatron_ext.parallel.exchange import heads_to_sequence, sequence_to_heads
 from megatron_ext.parallel.parameters import Initializer, new_parameter
 
 
@@ -50,19 +49,16 @@ class Part:
         first_unit: global index of the first unit.
         num_units: units given.
         first_position: position in the sequence of the first row given.
-        gather: turns this rank's part of the sequence into the whole of it ([t/cp, b, n, w] to [t, b, n, w]); None
-            where the whole sequence is given already, or states are handed on.
-        group: ranks that hold the other parts of the sequence, in order, where states are handed on; else None.
+        past: what lies before that row.
     """
 
     first_unit: int
     num_units: int
     first_position: int = 0
-    gather: Callable[[Tensor], Tensor] | None = None
-    group: ProcessGroup | None = None
+    past: Past = BEGINNING
 
 
-class Mixer(MegatronModule, ABC):
+class Mixer(LooksBack, ABC):
     """Base of every mixer; takes the place of self-attention in a Megatron `TransformerLayer`.
 
     A subclass says how many units it has and how wide each is, and writes `mix`. Everything between processes is here.
@@ -94,7 +90,7 @@ class Mixer(MegatronModule, ABC):
         pg_collection: ProcessGroupCollection,
         cp_comm_type: str | None = None,
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, pg_collection.cp)
         self.mixer_config = mixer_config
         self.layer_number = layer_number
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
@@ -179,17 +175,12 @@ class Mixer(MegatronModule, ABC):
     def _mix_over_context(self, x_tbuw: Tensor) -> Tensor:
         cp, first = self.cp_group.size(), self.tp_group.rank() * self.num_units_per_rank
         units = self.num_units_per_rank
-        if cp == 1:
-            return self.mix(x_tbuw, Part(first, units))
-        if self._exchanges_heads(x_tbuw):
+        if cp > 1 and self._exchanges_heads(x_tbuw):
             part = Part(first + self.cp_group.rank() * (units // cp), units // cp)
             return heads_to_sequence(self.mix(sequence_to_heads(x_tbuw, self.cp_group), part), self.cp_group)
-        offset = self.cp_group.rank() * x_tbuw.shape[0]
-        if self.hands_on_states:
-            return self.mix(x_tbuw, Part(first, units, offset, group=self.cp_group))
-        assert self.gathers_keys_and_values, "the configuration's rules refuse this layout"
-        part = Part(first, units, offset, lambda y_tbnw: gather_sequence(y_tbnw, self.cp_group))
-        return self.mix(x_tbuw, part)
+        assert cp == 1 or self.hands_on_states or self.gathers_keys_and_values, "the rules refuse this layout"
+        first_position = self.cp_group.rank() * len(x_tbuw) if self.memory is None else self.memory.advance(len(x_tbuw))
+        return self.mix(x_tbuw, Part(first, units, first_position, self.past))
 
     def _exchanges_heads(self, x_tbuw: Tensor) -> bool:
         """Whether whole units change places with parts of the sequence; see `ParallelConfig.context_exchange`."""

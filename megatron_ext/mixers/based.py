@@ -55,7 +55,6 @@ class Based(Mixer):
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """See `Mixer.mix`: features, linear attention."""
-        assert part.gather is None, "a state is handed on"
         width = self.mixer_config.feature_dim
         q, k, v = x_tbuw.float().split([width, width, self.head_dim], -1)
         # A value of 1 sums the weights.

@@ -64,7 +64,7 @@ class DeltaNet(StatefulMixer):
     def read_states(self, qkv_tbuw: Tensor, rest_tbuw: Tensor, part: Part) -> Tensor:
         """See `StatefulMixer.read_states`: short convolution, delta rule."""
         beta, rest = rest_tbuw[..., 0], rest_tbuw[..., 1:]
-        convolved = causal_convolution(qkv_tbuw, self.own_units(self.conv_weight, part), part.group)
+        convolved = causal_convolution(qkv_tbuw, self.own_units(self.conv_weight, part), part.past)
         q, k, v = self.split_heads(F.silu(convolved))
         q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).to(v.dtype) for x in (q, k))
         return walk(gated_delta_rule, q, k, v, self.log_forgetting(rest, part), beta.float().sigmoid(), part=part)

@@ -31,6 +31,11 @@ class KeyValueMixer(Mixer):
         return True
 
     @property
+    def window(self) -> int | None:
+        """Keys that a query can see, its own the last of them; None: all up to it."""
+        return None
+
+    @property
     def queries_per_group(self) -> int:
         """Query heads that share a key and value head (GQA)."""
         return self.config.num_attention_heads // self.config.num_query_groups
@@ -47,34 +52,37 @@ class KeyValueMixer(Mixer):
         """One output for each query of the group."""
         return self.queries_per_group * self.head_dim
 
-    def frozen_keys(self, v_bshd: Tensor, part: Part) -> Tensor:
-        """Keys [b, s, groups, d] of a mixer that projects none."""
+    def frozen_keys(self, v_bshd: Tensor, first_position: int, part: Part) -> Tensor:
+        """Keys [b, s, groups, d] of a mixer that projects none, from a position on."""
         raise AssertionError(f"{type(self).__name__} projects its keys")
 
     @abstractmethod
-    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, part: Part) -> Tensor:
-        """Outputs [b, t, hq, d] of queries that begin at `part.first_position`, over the whole sequence of keys.
+    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: Part) -> Tensor:
+        """Outputs [b, t, hq, d] of queries over the keys up to the last of them.
 
         Args:
             q_bthd: queries of the groups of `part`, group after group.
             k_bshd: keys, one head a group.
             v_bshd: values, one head a group.
+            query_offset: place of the first query among the keys, s - t.
             part: which groups and positions these are.
         """
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
-        """See `Mixer.mix`: cut the rows, rotate, gather keys and values where asked, attend."""
+        """See `Mixer.mix`: cut the rows, rotate, add the keys and values of the past, attend."""
         t, b, u, _ = x_tbuw.shape
         widths = [self.queries_per_group * self.head_dim, *([self.head_dim] * (self.projects_keys + 1))]
         q, *keys, v = x_tbuw.split(widths, -1)
         q = q.reshape(t, b, u * self.queries_per_group, self.head_dim)
         if self.mixer_config.position_encoding == "rope" and self.projects_keys:
             q, keys = self._rotate(q, part), [self._rotate(keys[0], part)]
-        if part.gather is not None:
-            *keys, v = (part.gather(x) for x in (*keys, v))
-        v_bshd = batch_first(v)
-        k_bshd = batch_first(keys[0]) if keys else self.frozen_keys(v_bshd, part)
-        o_bthd = self.attend(batch_first(q), k_bshd, v_bshd, part)
+        v_bshd = batch_first(part.past.rows_so_far("values", v, self.window))
+        query_offset = v_bshd.shape[1] - t
+        if keys:
+            k_bshd = batch_first(part.past.rows_so_far("keys", keys[0], self.window))
+        else:
+            k_bshd = self.frozen_keys(v_bshd, part.first_position - query_offset, part)
+        o_bthd = self.attend(batch_first(q), k_bshd, v_bshd, query_offset, part)
         return batch_first(o_bthd).reshape(t, b, u, self.output_width())
 
     def _rotate(self, x_tbnd: Tensor, part: Part) -> Tensor:

@@ -21,7 +21,6 @@ from megatron_ext.mixers.decay import inverse_softplus_step
 from megatron_ext.mixers.registry import register
 from megatron_ext.parallel.exchange import sum_over_ranks
 from megatron_ext.parallel.parameters import normal, ones, uniform_within
-from megatron_ext.parallel.states import diagonal_state_before
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -86,22 +85,26 @@ class Mamba(Mixer):
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """See `Mixer.mix`: short convolution, selective scan, gate."""
-        assert part.gather is None, "a state is handed on"
         x, z = x_tbuw.chunk(2, -1)
         weight, bias = (self.own_units(p, part) for p in (self.conv_weight, self.conv_bias))
-        x = F.silu(causal_convolution(x, weight, part.group) + bias)
+        x = F.silu(causal_convolution(x, weight, part.past) + bias)
         size = self.mixer_config.state_size
         low_tbr, B_tbn, C_tbn = self._project_all_channels(x, part).split([self.dt_rank, size, size], -1)
-        A_log, D = (self.own_units(p, part).float().flatten(0, 1) for p in (self.A_log, self.D))
-        x_btc, dt_btc = (batch_first(y).flatten(2) for y in (x, self._steps(low_tbr, part)))
-        inputs, state = (x_btc, dt_btc, -A_log.exp(), batch_first(B_tbn), batch_first(C_tbn)), None
-        if part.group is not None:
-            _, written = selective_scan(*inputs, return_final_state=True)
-            kept = (dt_btc.sum(1)[..., None] * inputs[2]).exp()
-            state = diagonal_state_before(kept, written, part.group)
-        y_btc = selective_scan(*inputs, D=D, initial_state=state)
-        y_tbuw = batch_first(y_btc).unflatten(2, (part.num_units, -1))
+        y_tbuw = self._scan(x, self._steps(low_tbr, part), B_tbn, C_tbn, part)
         return (y_tbuw.float() * F.silu(z.float())).to(x_tbuw.dtype)
+
+    def _scan(self, x_tbuw: Tensor, dt_tbuw: Tensor, B_tbn: Tensor, C_tbn: Tensor, part: Part) -> Tensor:
+        """What each token reads from its channels' states, [t, b, u, w]."""
+        A_log, D = (self.own_units(p, part).float().flatten(0, 1) for p in (self.A_log, self.D))
+        x_btc, dt_btc = (batch_first(y).flatten(2) for y in (x_tbuw, dt_tbuw))
+        inputs = (x_btc, dt_btc, -A_log.exp(), batch_first(B_tbn), batch_first(C_tbn))
+
+        def from_state(state: Tensor | None) -> tuple[Tensor, Tensor]:
+            return selective_scan(*inputs, D=D, initial_state=state, return_final_state=True)
+
+        kept = (dt_btc.sum(1)[..., None] * inputs[2]).exp()
+        y_btc = part.past.walk_diagonal("state", from_state, kept)
+        return batch_first(y_btc).unflatten(2, (part.num_units, -1))
 
     def _project_all_channels(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """The projection of the layer's channels [t, b, dt_rank + 2n], fp32, the same on all ranks of the layer."""

@@ -102,7 +102,6 @@ class Mamba2(Mixer):
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """See `Mixer.mix`: short convolution, walk over the states, skip, gate, norm."""
-        assert part.gather is None, "a state is handed on"
         width, state = self.output_width(), self.mixer_config.state_size
         xbc, gate, step = x_tbuw.split([self.conv_width, width, self.step_width], -1)
         x, b_tbun, c_tbun = F.silu(self._convolved(xbc, part)).split([width, state, state], -1)
@@ -115,7 +114,7 @@ class Mamba2(Mixer):
         if not self.mixer_config.convolution:
             return xbc_tbuw
         weight, bias = (self.own_units(p, part) for p in (self.conv_weight, self.conv_bias))
-        return causal_convolution(xbc_tbuw, weight, part.group) + bias
+        return causal_convolution(xbc_tbuw, weight, part.past) + bias
 
     def _read_states(self, x_tbuhd: Tensor, b_tbun: Tensor, c_tbun: Tensor, step_tbuh: Tensor, part: Part) -> Tensor:
         """What each token reads from its head's state, [t, b, u, h, d]: S <- e^g S + B (step x)^T;  S^T C."""

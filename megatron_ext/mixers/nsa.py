@@ -72,7 +72,7 @@ class NSA(KeyValueMixer):
         gates_tbhx = gates.float().sigmoid().reshape(t, b, u * self.queries_per_group, NUM_BRANCHES)
         return super().mix(rows, GatedPart(**vars(part), gates_bthx=batch_first(gates_tbhx)))
 
-    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, part: Part) -> Tensor:
+    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: Part) -> Tensor:
         """See `KeyValueMixer.attend`."""
         assert isinstance(part, GatedPart), "mix gives the gates along"
         chosen = self.mixer_config
@@ -84,7 +84,7 @@ class NSA(KeyValueMixer):
             block_size=chosen.block_size,
             num_selected=chosen.num_selected,
             window=chosen.window,
-            query_offset=part.first_position,
+            query_offset=query_offset,
         )
 
     def mixing_flops(self, seq_length: int) -> float:

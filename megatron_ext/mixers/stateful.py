@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron_ext.mixers.base import Mixer, Part, batch_first
 from megatron_ext.parallel.parameters import new_parameter, ones
-from megatron_ext.parallel.states import state_before
 
 
 def walk(
@@ -31,19 +30,16 @@ def walk(
         k_tbud: keys.
         v_tbue: values [t, b, heads, e].
         more_tbu: what else it takes, such as decays.
-        part: which part these are; the state before it comes from the other ranks where they hold some of the sequence.
+        part: which part these are, and the past that the state before them comes from.
         scale: of the op.
     """
     q, k, v = (batch_first(x) for x in (q_tbud, k_tbud, v_tbue))
     more = [x if x is None else batch_first(x) for x in more_tbu]
-    if part.group is None:
-        return batch_first(op(q, k, v, *more, scale=scale))
 
-    def from_state(values: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def from_state(values: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         return op(q, k, values, *more, scale=scale, initial_state=state, return_final_state=True)
 
-    state = state_before(from_state, v, q.shape[-1], part.group)
-    return batch_first(op(q, k, v, *more, scale=scale, initial_state=state))
+    return batch_first(part.past.walk("state", from_state, v, q.shape[-1]))
 
 
 class StatefulMixer(Mixer):
@@ -92,7 +88,6 @@ class StatefulMixer(Mixer):
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """See `Mixer.mix`: walk over the states, gated norm."""
-        assert part.gather is None, "a state is handed on"
         widths = [self.qkv_width, self.gate_width]
         qkv, gate, rest = x_tbuw.split([*widths, x_tbuw.shape[-1] - sum(widths)], -1)
         return self._gated_norm(self.read_states(qkv, rest, part), gate)

@@ -44,7 +44,7 @@ class Top1Chunk(KeyValueMixer):
         """What is chosen, and how."""
         return self.mixer_config
 
-    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, part: Part) -> Tensor:
+    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: Part) -> Tensor:
         """See `KeyValueMixer.attend`."""
         chosen = self.selection
         return top1_chunk_attention(
@@ -55,7 +55,7 @@ class Top1Chunk(KeyValueMixer):
             top_k=chosen.top_k,
             score=chosen.score,
             local=chosen.local,
-            query_offset=part.first_position,
+            query_offset=query_offset,
         )
 
     def mixing_flops(self, seq_length: int) -> float:

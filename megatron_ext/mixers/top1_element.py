@@ -33,10 +33,10 @@ class Top1Element(KeyValueMixer):
 
     mixer_config: Top1ElementConfig
 
-    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, part: Part) -> Tensor:
+    def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: Part) -> Tensor:
         """See `KeyValueMixer.attend`."""
         return top1_element_attention(
-            q_bthd, k_bshd, v_bshd, estimator=self.mixer_config.estimator, query_offset=part.first_position
+            q_bthd, k_bshd, v_bshd, estimator=self.mixer_config.estimator, query_offset=query_offset
         )
 
     def mixing_flops(self, seq_length: int) -> float:

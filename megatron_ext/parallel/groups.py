@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -26,6 +30,22 @@ def make_process_groups(parallel: ParallelConfig, seed: int) -> ProcessGroupColl
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+@contextmanager
+def groups_of_one_process(communication: str) -> Iterator[ProcessGroupCollection]:
+    """The groups of this process alone, with no launcher and no port.
+
+    Args:
+        communication: torch.distributed's backend.
+    """
+    store = dist.HashStore()  # type: ignore[attr-defined]  # it is there, and not in its list of names
+    dist.init_process_group(communication, store=store, rank=0, world_size=1)
+    try:
+        yield make_process_groups(ParallelConfig(), seed=1)
+    finally:
+        destroy_process_groups()
+        dist.destroy_process_group()
 
 
 def destroy_process_groups() -> None:

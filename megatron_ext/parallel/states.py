@@ -10,8 +10,11 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.parallel.exchange import gather_sequence
 
-Walk = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From values [b, t, h, e] and the state before them [b, h, d, e] to outputs and the state after them."""
+Walk = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""From values [b, t, h, e] and the state before them [b, h, d, e], None for zeros, to outputs and the state after."""
+
+DiagonalWalk = Callable[[Tensor | None], tuple[Tensor, Tensor]]
+"""From the state before, None for zeros, to outputs and the state after them."""
 
 
 def state_before(walk: Walk, v_bthe: Tensor, key_dim: int, group: ProcessGroup) -> Tensor:
@@ -74,12 +77,14 @@ def rows_before(x_tbuw: Tensor, count: int, group: ProcessGroup) -> Tensor:
 
     Args:
         x_tbuw: this rank's part of the sequence [t, b, u, w].
-        count: how many.
+        count: how many; nothing is exchanged for 0.
         group: context-parallel group; rank r holds part r.
 
     Raises:
         ValueError: the parts are shorter than that.
     """
+    if count == 0:
+        return x_tbuw[:0]
     if len(x_tbuw) < count:
         raise ValueError(
             f"a part of the sequence has {len(x_tbuw)} positions, and the convolution looks back {count}: "

@@ -163,7 +163,7 @@ def test_damage_is_named_with_the_way_on(folder: CheckpointFolder, damage) -> No
     with pytest.raises(UserError) as raised:
         folder.read_record(6)
     assert f"{folder.path(6)}/{said}" in str(raised.value)
-    assert "--from-step (there are: 3, 9)" in str(raised.value)
+    assert "--step to generate (there are: 3, 9)" in str(raised.value)
     assert "\n" not in str(raised.value)
     assert folder.read_record(3).progress.step == 3
 

@@ -26,7 +26,7 @@ def test_the_delta_rule_by_parts_is_that_of_the_whole(pool: WorkerPool, world_si
 
 
 @WORLDS
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [0, 1, 3])
 def test_rows_before_are_the_end_of_the_part_before(pool: WorkerPool, world_size: int, count: int) -> None:
     x = torch.arange(3 * world_size * 2, dtype=torch.float32).view(-1, 1, 2, 1) + 1
     for rank, (found, gradient) in enumerate(pool.run(handing_on.rows, world_size, x, count)):

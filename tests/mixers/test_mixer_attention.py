@@ -115,7 +115,7 @@ def test_random_keys_are_not_projected_and_nothing_is_rotated(make_mixer: MakeMi
 def _keys_of(mixer: Any, length: int = 13) -> Tensor:
     """The frozen keys [s, groups, d]."""
     groups = mixer.config.num_query_groups
-    return mixer.frozen_keys(torch.zeros(1, length, groups, mixer.head_dim), Part(0, groups))[0]
+    return mixer.frozen_keys(torch.zeros(1, length, groups, mixer.head_dim), 0, Part(0, groups))[0]
 
 
 def test_random_keys_know_position_head_layer_and_seed_but_no_token(make_mixer: MakeMixer) -> None:

@@ -105,7 +105,7 @@ def test_scores_of_rotated_vectors_depend_on_distance_alone() -> None:
 
 
 def test_every_file_registers_a_mixer() -> None:
-    shared = {"__init__", "base", "convolution", "decay", "key_value", "registry", "stateful"}
+    shared = {"__init__", "base", "convolution", "decay", "key_value", "memory", "past", "registry", "stateful"}
     files = {path.stem for path in Path(megatron_ext.mixers.__path__[0]).glob("*.py")} - shared
     modules = {entry.module.__module__.rpartition(".")[2] for entry in load_all().values()}
     assert files == modules

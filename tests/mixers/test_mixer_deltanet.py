@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.mixers.base import Part
 from megatron_ext.mixers.convolution import causal_convolution
+from megatron_ext.mixers.past import BEGINNING
 
 MakeMixer = Callable[..., Any]
 
@@ -74,7 +74,7 @@ def test_the_convolution_is_torchs(kernel: int, length: int) -> None:
     padded = torch.nn.functional.pad(channels, (kernel - 1, 0))
     expected = torch.nn.functional.conv1d(padded, weight.reshape(15, 1, kernel), groups=15)
     expected = expected.view(2, 3, 5, length).permute(3, 0, 1, 2)
-    found = causal_convolution(x, weight)
+    found = causal_convolution(x, weight, BEGINNING)
     torch.testing.assert_close(found, expected)
     upstream = torch.randn(found.shape, dtype=torch.float64, generator=generator)
     for a, b in zip(
@@ -83,10 +83,3 @@ def test_the_convolution_is_torchs(kernel: int, length: int) -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("name", ["based", "deltanet", "gated_deltanet", "gla", "linear_attention", "retnet"])
-def test_a_state_is_not_gathered(make_mixer: MakeMixer, name: str) -> None:
-    mixer = make_mixer(name)
-    with pytest.raises(AssertionError, match="handed on"):
-        mixer.mix(torch.zeros(4, 1, 4, mixer.unit_width()), Part(0, 4, 4, lambda x: x))

@@ -140,12 +140,6 @@ def test_ranks_with_a_part_of_the_heads_sum_their_projections(
     _assert_close(torch.cat(of_parts, 2), whole)
 
 
-def test_a_state_is_not_handed_a_part_of_the_sequence(make: MakeMixer) -> None:
-    mixer = make()
-    with pytest.raises(AssertionError, match="handed on"):
-        mixer.mix(torch.zeros(4, 1, HEADS, mixer.unit_width()), Part(0, HEADS, 4, lambda x: x))
-
-
 @pytest.mark.parametrize(("expand", "state", "kernel", "rank"), [(2, 16, 4, None), (1, 3, 2, 7)])
 def test_operations_of_mamba(make: MakeMixer, expand: int, state: int, kernel: int, rank: int | None) -> None:
     """A channel's taps; decay, write, read of each number of its state; its share of B, C and the steps; its step."""

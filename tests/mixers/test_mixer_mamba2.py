@@ -272,9 +272,3 @@ def test_operations(make: MakeMixer, groups: int, expand: int) -> None:
     assert make(groups, expand=expand).mixing_flops(12) == pytest.approx(state + 2 * 4 * channels)
     assert make(groups, expand=expand).mixing_flops(120) == pytest.approx(state + 2 * 4 * channels)
     assert make(groups, expand=expand, convolution=False).mixing_flops(12) == pytest.approx(state)
-
-
-def test_a_state_is_not_handed_a_part_of_the_sequence(make: MakeMixer) -> None:
-    mixer = make()
-    with pytest.raises(AssertionError, match="handed on"):
-        mixer.mix(torch.zeros(4, 1, 2, mixer.unit_width()), Part(0, 2, 4, lambda x: x))

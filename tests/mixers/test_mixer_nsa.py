@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.native_sparse_attention import native_sparse_attention
 from megatron_ext.mixers.base import Part
 from megatron_ext.mixers.nsa import NSAConfig
+from megatron_ext.mixers.past import Beginning
 
 MakeMixer = Callable[..., Any]
 HEADS, WIDTH = 4, 6
@@ -61,28 +62,40 @@ def test_every_weight_learns(make_mixer: MakeMixer, hidden_states: Tensor) -> No
     assert bool(mixer.out_proj.weight.grad.isfinite().all())
 
 
+class Seen(Beginning):
+    """Notes what a mixer asks for."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Tensor] = {}
+
+    def rows_so_far(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
+        self.rows[name] = x_tbnw
+        return x_tbnw
+
+
+class Given(Beginning):
+    """Gives the part's own rows with those before them."""
+
+    def __init__(self, rows: dict[str, Tensor], own: slice) -> None:
+        self._rows, self._own = rows, own
+
+    def rows_so_far(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
+        torch.testing.assert_close(x_tbnw, self._rows[name][self._own], rtol=0, atol=0)
+        return self._rows[name][: self._own.stop]
+
+
 @pytest.mark.parametrize("start", [0, 4, 7])
 def test_a_part_of_the_sequence_gives_that_part_of_the_result(make_mixer: MakeMixer, start: int) -> None:
-    """Context parallelism that gathers: the part's own queries and gates, everyone's keys and values."""
+    """Context parallelism that gathers: the part's own queries and gates, keys and values of all parts up to it."""
     mixer = make_mixer("nsa", groups=2, **SMALL)
     x_tbuw = torch.randn(13, 2, 2, mixer.unit_width(), generator=torch.Generator().manual_seed(3))
-    seen: list[Tensor] = []
-
-    def remember(y_tbnw: Tensor) -> Tensor:
-        seen.append(y_tbnw)
-        return y_tbnw
-
-    whole = mixer.mix(x_tbuw, Part(0, 2, gather=remember))
-    assert [x.shape for x in seen] == [(13, 2, 2, WIDTH)] * 2
+    seen = Seen()
+    whole = mixer.mix(x_tbuw, Part(0, 2, past=seen))
+    assert {name: rows.shape for name, rows in seen.rows.items()} == dict.fromkeys(
+        ("keys", "values"), (13, 2, 2, WIDTH)
+    )
     own = slice(start, start + 6)
-    everyone = iter(seen)
-
-    def gather(y_tbnw: Tensor) -> Tensor:
-        gathered = next(everyone)
-        torch.testing.assert_close(y_tbnw, gathered[own], rtol=0, atol=0)
-        return gathered
-
-    part = mixer.mix(x_tbuw[own], Part(0, 2, first_position=start, gather=gather))
+    part = mixer.mix(x_tbuw[own], Part(0, 2, first_position=start, past=Given(seen.rows, own)))
     torch.testing.assert_close(part, whole[own], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(whole, mixer.mix(x_tbuw, Part(0, 2)), rtol=0, atol=0)
 

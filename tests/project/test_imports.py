@@ -48,8 +48,10 @@ ALLOWED: dict[str, set[str]] = {
     "analysis": {"config"},
     "launch": {"config"},
     "diagnosis": MODEL,
+    "generate": MODEL | {"training", "evaluation", "data_prep.tokenizer"},
     # The command calls everything.
-    "cli": MODEL | {"training", "planning", "launch", "analysis", "checkpoint", "evaluation", "data_prep", "diagnosis"},
+    "cli": MODEL
+    | {"training", "planning", "launch", "analysis", "checkpoint", "evaluation", "data_prep", "diagnosis", "generate"},
 }
 
 WHOLE_CONFIGURATION = "RunConfig"

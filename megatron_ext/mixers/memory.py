@@ -1,0 +1,85 @@
+"""Modules that look back in the sequence, and what they remember of it while a model decodes token by token."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.mixers.past import BEGINNING, OtherRanks, Past
+from megatron_ext.parallel.states import DiagonalWalk, Walk
+
+
+class Memory(Past):
+    """What one module has seen so far, in this process.
+
+    It keeps states, the last rows of convolutions, and keys and values: all of them, or those in a window.
+
+    Attributes:
+        num_positions: positions seen.
+    """
+
+    def __init__(self) -> None:
+        self.num_positions = 0
+        self._kept: dict[str, Tensor] = {}
+
+    def advance(self, count: int) -> int:
+        """Count positions that are given now. Returns the first of them."""
+        assert self._kept or not self.num_positions, "a mixer asks `Part.past` for what came before; this one does not"
+        self.num_positions += count
+        return self.num_positions - count
+
+    def rows_before(self, name: str, x: Tensor, count: int) -> Tensor:
+        """See `Past.rows_before`."""
+        before = self._kept.get(name)
+        if before is None:
+            before = x.new_zeros(count, *x.shape[1:])
+        self._keep_last(name, torch.cat([before, x]), count)
+        return before
+
+    def rows_so_far(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
+        """See `Past.rows_so_far`."""
+        rows = torch.cat([self._kept[name], x_tbnw]) if name in self._kept else x_tbnw
+        self._keep_last(name, rows, len(rows) if window is None else window - 1)
+        return rows
+
+    def walk(self, name: str, walk: Walk, v_bthe: Tensor, key_dim: int) -> Tensor:
+        """See `Past.walk`."""
+        out, self._kept[name] = walk(v_bthe, self._kept.get(name))
+        return out
+
+    def walk_diagonal(self, name: str, walk: DiagonalWalk, kept: Tensor) -> Tensor:
+        """See `Past.walk_diagonal`."""
+        out, self._kept[name] = walk(self._kept.get(name))
+        return out
+
+    def _keep_last(self, name: str, rows: Tensor, count: int) -> None:
+        last = rows[max(len(rows) - count, 0) :]
+        # A view would hold all rows in memory, and what else the layer has projected beside them.
+        self._kept[name] = last.clone() if last.untyped_storage().nbytes() > last.nbytes else last
+
+
+class LooksBack(MegatronModule):
+    """A module of a layer that needs something of earlier positions.
+
+    Args:
+        config: Megatron's configuration of the model.
+        sequence_group: ranks that hold the parts of the sequence, in order.
+
+    Attributes:
+        memory: what the module has seen, while it decodes; see `evaluation.decoding`.
+    """
+
+    def __init__(self, config: TransformerConfig, sequence_group: ProcessGroup) -> None:
+        super().__init__(config)
+        self._sequence_group = sequence_group
+        self.memory: Memory | None = None
+
+    @property
+    def past(self) -> Past:
+        """What lies before this rank's part of the sequence."""
+        if self.memory is not None:
+            return self.memory
+        return BEGINNING if self._sequence_group.size() == 1 else OtherRanks(self._sequence_group)

@@ -1,0 +1,119 @@
+"""Every mixer token by token, with what it remembers, against all tokens at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from test_mixer_common import VARIANTS
+from torch import Tensor
+
+from megatron_ext.evaluation.decoding import remembering
+from megatron_ext.mixers.base import Mixer
+from megatron_ext.mixers.registry import load_all
+
+MakeMixer = Callable[..., Any]
+
+CASES = [
+    *VARIANTS,
+    ("attention", {"window": 3, "random_keys": True}),
+    ("attention", {"window": 3, "position_encoding": "alibi", "groups": 2}),
+    ("attention", {"window": 1}),
+    ("gated_deltanet", {"conv_kernel_size": 1}),
+]
+
+CONSTANT = [(name, fields) for name, fields in VARIANTS if load_all()[name].hands_on_states or fields == {"window": 3}]
+"""Those whose memory does not grow: mixers with a state, and attention over a window."""
+
+
+def _by_pieces(mixer: Mixer, x_tbh: Tensor, lengths: Sequence[int]) -> Tensor:
+    with remembering(mixer):
+        return torch.cat([mixer(piece)[0] for piece in x_tbh.split(list(lengths))])
+
+
+def _numbers_kept(mixer: Mixer) -> int:
+    """Numbers in memory, those of a tensor of which only a part is looked at included."""
+    assert mixer.memory is not None
+    return sum(x.untyped_storage().nbytes() // x.element_size() for x in mixer.memory._kept.values())
+
+
+@pytest.mark.parametrize("lengths", [[5, *[1] * 8], [1] * 13, [1, 6, 2, 4]], ids=["prompt", "alone", "pieces"])
+@pytest.mark.parametrize(("name", "fields"), CASES)
+def test_pieces_give_what_the_whole_gives(
+    make_mixer: MakeMixer, hidden_states: Tensor, name: str, fields: dict[str, Any], lengths: list[int]
+) -> None:
+    """Exact for the mixers that choose, too: no two of these scores are so near that rounding could turn a choice."""
+    mixer = make_mixer(name, **fields)
+    whole = mixer(hidden_states)[0]
+    near = 1e-5 * float(whole.detach().abs().max())
+    torch.testing.assert_close(_by_pieces(mixer, hidden_states, lengths), whole, rtol=1e-5, atol=near)
+
+
+@pytest.mark.parametrize(("name", "fields"), CONSTANT)
+def test_what_is_kept_does_not_grow(make_mixer: MakeMixer, name: str, fields: dict[str, Any]) -> None:
+    mixer = make_mixer(name, **fields)
+    x = torch.randn(40, 2, mixer.config.hidden_size, generator=torch.Generator().manual_seed(5))
+    with remembering(mixer):
+        mixer(x[:9])
+        mixer(x[9:10])
+        after_ten = _numbers_kept(mixer)
+        for token in x[10:].split(1):
+            mixer(token)
+        assert _numbers_kept(mixer) == after_ten > 0
+
+
+def test_what_is_kept_of_states_windows_and_keys(make_mixer: MakeMixer) -> None:
+    """Counted by hand, for two samples of 4 heads x 6 after seven positions, the last one alone."""
+    x = torch.randn(7, 2, 24, generator=torch.Generator().manual_seed(5))
+    expected = {
+        ("retnet", None): 2 * 4 * 6 * 12,
+        ("gated_deltanet", None): 2 * 4 * (6 * 6 + 3 * 3 * 6),  # the state, and three rows of query, key and value
+        ("attention", 3): 2 * 2 * 4 * 6 * 2,  # two keys and two values
+        ("attention", None): 7 * 2 * 4 * 6 * 2,
+        ("top1_chunk", None): 7 * 2 * 4 * 6 * 2,
+    }
+    for (name, window), numbers in expected.items():
+        mixer = make_mixer(name, **({"window": window} if window else {}))
+        with remembering(mixer):
+            mixer(x[:6])
+            mixer(x[6:])
+            assert _numbers_kept(mixer) == numbers, name
+
+
+def test_a_sequence_is_forgotten_at_the_end(make_mixer: MakeMixer, hidden_states: Tensor) -> None:
+    mixer = make_mixer("gated_deltanet")
+    first = _by_pieces(mixer, hidden_states, [6, 7])
+    assert mixer.memory is None
+    assert mixer.training
+    assert not first.requires_grad
+    torch.testing.assert_close(_by_pieces(mixer, hidden_states, [6, 7]), first, rtol=0, atol=0)
+    assert mixer(hidden_states)[0].requires_grad
+
+
+def test_a_mixer_that_never_looks_back_is_caught(make_mixer: MakeMixer, hidden_states: Tensor) -> None:
+    mixer = make_mixer("attention")
+    mixer.mix = lambda x_tbuw, part: x_tbuw[..., :6]
+    with remembering(mixer):
+        mixer(hidden_states)
+        with pytest.raises(AssertionError, match="this one does not"):
+            mixer(hidden_states)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("context_parallel_size", 2, r"parallel\.context"),
+        ("pipeline_model_parallel_size", 2, r"parallel\.pipeline"),
+        ("sequence_parallel", True, r"parallel\.sequence"),
+    ],
+)
+def test_parts_of_a_sequence_or_of_the_layers_are_refused(
+    make_mixer: MakeMixer, monkeypatch: pytest.MonkeyPatch, field: str, value: Any, named: str
+) -> None:
+    mixer = make_mixer("attention")
+    monkeypatch.setattr(mixer.config, field, value)
+    with pytest.raises(ValueError, match=named), remembering(mixer):
+        pass
+    assert mixer.memory is None
