@@ -60,6 +60,18 @@ SPLIT = {
     "dt_bias": 0,
     ".A_log": 0,
     ".D": 0,
+    ".r_proj": 0,
+    ".k_proj": 0,
+    ".v_proj": 0,
+    ".g_proj": 0,
+    "rate_up": 0,
+    "gate_up": 0,
+    "decay_base": 0,
+    "rate_base": 0,
+    "removal_scale": 0,
+    "key_rate": 0,
+    "bonus": 0,
+    "group_norm_bias": 0,
 }
 
 
