@@ -61,6 +61,8 @@ MODELS = {
     ),
     "rwkv6": Model("rwkv6*4"),
     "rwkv7": Model("rwkv7*4"),
+    # Of a mixer whose tokens the block shifts, and of one that does it itself.
+    "rwkv7_block": Model("(top1_chunk,rwkv7)*2", chunks("exact"), {"block": "rwkv7"}),
     "hybrid": Model("top1_chunk,gated_deltanet,attention,gated_deltanet", chunks("exact")),
 }
 
