@@ -44,7 +44,7 @@ class ModelConfig:
         max_position_embeddings: size of a learned position table; None: data.seq_length.
         tie_embeddings: output layer shares the input embedding's weight.
         rotary_base: base of the rotary frequencies.
-        norm_epsilon: epsilon of every RMSNorm.
+        norm_epsilon: epsilon of every RMSNorm; RWKV's norm of a head's output has head_dim times that.
         init_std: standard deviation of normal initial weights; output projections divide it by sqrt(2 * layers).
         vocab_size_multiple: the vocabulary is padded up to a multiple of this, whatever the layout.
     """

@@ -27,7 +27,7 @@ from megatron_ext.parallel.parameters import by_channel, constant, normal, zeros
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RWKV7Config:
-    """RWKV-7. A rank left at None is c * sqrt(hidden size), to the next multiple of 32, at least 32.
+    """RWKV-7. A rank left at None is c * sqrt(hidden size), rounded to a multiple of 32, at least 32.
 
     Attributes:
         decay_rank: width of what all decays of a token are made from; c is 2.5 * head_dim / 64.
@@ -74,7 +74,7 @@ class RWKV7(RWKVMixer):
 
         Entries of `up` spread as those of the authors' orthogonal matrix, whose columns are of length 0.1.
         """
-        rank = rank or max(32, round(factor * math.sqrt(self.config.hidden_size) / 32) * 32)
+        rank = rank or default_rank(factor, self.config.hidden_size)
         down = self.new_of_all_ranks(zeros, rank, self.config.hidden_size)
         return down, self.new_parameter_of_units(normal(0.1 / math.sqrt(self.channels)), self.head_dim, rank)
 
@@ -124,6 +124,11 @@ class RWKV7(RWKVMixer):
     def mixing_flops(self, seq_length: int) -> float:
         """Reading what is removed, removing it, writing, reading; the bonus of the present token."""
         return self.num_units() * (8 * self.head_dim**2 + 5 * self.head_dim)
+
+
+def default_rank(factor: float, hidden_size: int) -> int:
+    """Width of the middle of a pair of matrices, where none is given: as in the authors' code."""
+    return max(32, round(factor * math.sqrt(hidden_size) / 32) * 32)
 
 
 def _receptance_key_value_first(r: Tensor, k: Tensor, v: Tensor, w: Tensor, a: Tensor, b: Tensor, **more: Any) -> Any:

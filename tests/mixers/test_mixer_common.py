@@ -202,6 +202,18 @@ def test_operations_of_gla(make_mixer: MakeMixer) -> None:
     assert mixer.mixing_flops(LENGTH) == pytest.approx(HEADS * 2 * 2 * WIDTH * 2 * WIDTH + decays)
 
 
+def test_operations_of_rwkv6(make_mixer: MakeMixer) -> None:
+    """Write, read; the present token's weight, r * u * k summed, and its value times that, added."""
+    by_hand = HEADS * (2 * 2 * WIDTH * WIDTH + 3 * WIDTH + 2 * WIDTH)
+    assert make_mixer("rwkv6").mixing_flops(LENGTH) == pytest.approx(by_hand)
+
+
+def test_operations_of_rwkv7(make_mixer: MakeMixer) -> None:
+    """Read what is removed, remove it, write, read; the present token as in RWKV-6."""
+    by_hand = HEADS * (4 * 2 * WIDTH * WIDTH + 3 * WIDTH + 2 * WIDTH)
+    assert make_mixer("rwkv7").mixing_flops(LENGTH) == pytest.approx(by_hand)
+
+
 def test_operations_of_moba_are_those_of_chunks_by_their_mean(make_mixer: MakeMixer) -> None:
     chunks = make_mixer("top1_chunk", chunk_size=8, top_k=2, score="approx").mixing_flops(4096)
     assert make_mixer("moba", block_size=8, top_k=3).mixing_flops(4096) == chunks

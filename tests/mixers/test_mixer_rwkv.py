@@ -10,14 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+from megatron_ext.mixers.rwkv7 import default_rank
+from megatron_ext.parallel.parameters import generator_for
 
 MakeMixer = Callable[..., Any]
-HIDDEN, HEADS, HEAD_DIM, LAYERS = 24, 4, 6, 1
-
-
-def _first(values: list[Tensor]) -> Tensor:
-    return torch.stack(values, 1)
+HIDDEN, HEADS, HEAD_DIM = 24, 4, 6
 
 
 def _wkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **_: Any) -> tuple[Tensor, None]:
@@ -27,7 +24,7 @@ def _wkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **_: Any) -> tu
         written = k[:, t, :, :, None] * v[:, t, :, None]
         outputs.append(torch.einsum("bhd,bhde->bhe", r[:, t], state + u[..., None] * written))
         state = w[:, t, ..., None].exp() * state + written
-    return _first(outputs), None
+    return torch.stack(outputs, 1), None
 
 
 def _wkv7(
@@ -41,17 +38,19 @@ def _wkv7(
 
 
 @pytest.fixture
-def theirs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], torch.nn.Module]:
+def theirs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.nn.Module]:
     """fla's layer on the CPU: what runs as Triton kernels there is replaced by fla's references or a loop."""
+
+    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
 
     def shift(x: Tensor, _: Any = None, output_cache: bool = False, **__: Any) -> Any:
         found = import_module("fla.modules.token_shift").token_shift_ref(x)
         return (found, None) if output_cache else found
 
-    def make(name: str, layer_idx: int = 0, layers: int = 2) -> torch.nn.Module:
+    def make(name: str, layer_idx: int = 0, layers: int = 2, hidden: int = HIDDEN) -> torch.nn.Module:
         module, ops = import_module(f"fla.layers.{name}"), import_module(f"fla.ops.{name}")
         monkeypatch.setattr(module, "token_shift", shift)
-        sizes = {"hidden_size": HIDDEN, "num_heads": HEADS, "layer_idx": layer_idx}
+        sizes = {"hidden_size": hidden, "num_heads": HEADS, "layer_idx": layer_idx}
         if name == "rwkv6":
             monkeypatch.setattr(module, "fused_recurrent_rwkv6", _wkv6)
             layer = module.RWKV6Attention(expand_k=1.0, **sizes)
@@ -140,3 +139,61 @@ def test_outputs_and_gradients_are_those_of_flash_linear_attention(
     expected_grads = torch.autograd.grad(expected, list(leaves.values()), upstream)
     for leaf, a, b in zip(leaves, found_grads, expected_grads, strict=True):
         _assert_close(a, b, leaf)
+
+
+def _begin(mixer: Any) -> Any:
+    """The mixer with its own initial values."""
+    for name, parameter in mixer.named_parameters(recurse=False):
+        parameter.data = torch.empty(parameter.shape)
+        parameter.initializer(parameter.data, generator_for(1, name))
+    return mixer
+
+
+@pytest.mark.parametrize(("layer_idx", "layers"), [(0, 2), (1, 2), (3, 12), (11, 12)])
+def test_rwkv7_begins_as_flash_linear_attention_does(
+    make_mixer: MakeMixer, theirs: Any, layer_idx: int, layers: int
+) -> None:
+    mixer = _begin(make_mixer("rwkv7", layer_number=layer_idx + 1, layers=layers))
+    expected = dict(theirs("rwkv7", layer_idx, layers).named_parameters())
+    for name, found in _rwkv7_weights(mixer).items():
+        if name.endswith("_proj.weight"):
+            continue  # ours are normal, as everywhere in the model
+        if name.endswith("lora.2.weight"):
+            assert float(found.std()) == pytest.approx(float(expected[name].std()), rel=0.15), name
+        else:
+            torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("hidden", [24, 768])
+def test_ranks_of_rwkv7_are_those_of_flash_linear_attention(theirs: Any, hidden: int) -> None:
+    layer = theirs("rwkv7", hidden=hidden)
+    found = [default_rank(2.5 * hidden / HEADS / 64, hidden), default_rank(5, hidden)]
+    assert found == [layer.decay_low_rank_dim, layer.gate_low_rank_dim]
+    assert layer.a_low_rank_dim == layer.decay_low_rank_dim
+
+
+@pytest.mark.parametrize(("layer", "layers"), [(0, 1), (0, 12), (5, 12), (11, 12)])
+def test_rwkv6_begins_as_the_authors_code(make_mixer: MakeMixer, layer: int, layers: int) -> None:
+    """Channel by channel, as RWKV-LM's RWKV_Tmix_x060 writes it."""
+    mixer = _begin(make_mixer("rwkv6", layer_number=layer + 1, layers=layers))
+    ratio, left = layer / max(layers - 1, 1), 1 - layer / layers
+    for n in range(HIDDEN):
+        plain, steep = 1 - (n / HIDDEN) ** left, 1 - (n / HIDDEN) ** (0.5 * left)
+        decay = -6 + 5 * (n / (HIDDEN - 1)) ** (0.7 + 1.3 * ratio)
+        bonus = ratio * (1 - n / (HIDDEN - 1)) + ((n + 1) % 3 - 1) * 0.1
+        found = [mixer.mu_of_mixing[n], *mixer.mu[:, n], mixer.decay_base.flatten()[n], mixer.bonus.flatten()[n]]
+        expected = [plain, plain, plain, plain - 0.3 * ratio, steep, steep, decay, bonus]
+        assert [float(x) for x in found] == pytest.approx(expected, abs=1e-5)
+    assert mixer.group_norm_weight.unique().tolist() == pytest.approx([((layer + 1) / layers) ** 0.7])
+    assert float(mixer.mix_up.abs().max()) <= 0.01
+    assert not mixer.mix_down.any()
+    assert not mixer.decay_down.any()
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_vectors_have_no_weight_decay(make_mixer: MakeMixer, name: str) -> None:
+    mixer = make_mixer(name)
+    undecayed = {n for n, p in mixer.named_parameters(recurse=False) if p.no_weight_decay}
+    of_heads = {"bonus", "decay_base", "group_norm_weight", "group_norm_bias", "mu"}
+    own = {"rwkv6": {"mu_of_mixing"}, "rwkv7": {"rate_base", "removal_scale", "key_rate"}}
+    assert undecayed == of_heads | own[name]
