@@ -105,6 +105,7 @@ class RWKVMixer(Mixer):
         """Each head's output over its own mean and spread, fp32, [t, b, u, d].
 
         Its epsilon is head_dim times that of the model's norms: 64e-5 for heads of 64, as the authors' code has it.
+        (flash-linear-attention has the factor in RWKV-7 and not in RWKV-6.)
         """
         weight, bias = (self.own_units(p, part).float() for p in (self.group_norm_weight, self.group_norm_bias))
         epsilon = self.head_dim * self.config.layernorm_epsilon

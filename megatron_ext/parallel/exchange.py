@@ -1,7 +1,7 @@
-"""Differentiable exchanges over the context-parallel group.
+"""Differentiable exchanges between the ranks of a group.
 
-Each rank holds a contiguous part of the sequence. Tensors are sequence-first, as Megatron's: [t, b, n, w], with n heads
-(or query groups) of width w.
+Those of the sequence: each rank holds a contiguous part of it. Tensors are sequence-first, as Megatron's: [t, b, n, w],
+with n heads (or query groups) of width w.
 """
 
 from __future__ import annotations
