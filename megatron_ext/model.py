@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.activations import squared_relu
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -66,6 +67,13 @@ class ModelShape:
         return -(-self.vocab_size // multiple) * multiple
 
     @property
+    def feed_forward_parameters(self) -> int:
+        """Weights of a layer's feed-forward: three matrices of SwiGLU, two of RWKV-7's channel mix."""
+        assert self.model.ffn_hidden_size is not None
+        matrices = {"transformer": 3, "rwkv7": 2}[self.model.block]
+        return matrices * self.model.hidden_size * self.model.ffn_hidden_size
+
+    @property
     def learns_positions(self) -> bool:
         """Whether a learned position table is added at the input: some layer's mixer asks for it."""
         used = {name: self.mixer_configs[name] for name in self.mixers}
@@ -73,9 +81,9 @@ class ModelShape:
 
 
 def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransformerConfig:
-    """Megatron's configuration of the Transformer++ block: RMSNorm, SwiGLU, no biases, no dropout."""
+    """Megatron's configuration of the block: RMSNorm, SwiGLU or squared ReLU, no biases, no dropout."""
     model, parallel, dtype = shape.model, shape.parallel, DTYPES[shape.precision]
-    interleaved = parallel.virtual_pipeline > 1
+    interleaved, swiglu = parallel.virtual_pipeline > 1, model.block == "transformer"
     recompute = (
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         if shape.recompute == "full"
@@ -91,8 +99,8 @@ def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransforme
         rotary_base=model.rotary_base,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_epsilon,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=swiglu,
+        activation_func=torch.nn.functional.silu if swiglu else squared_relu,
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -158,7 +166,7 @@ def _build_chunk(
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     own = shape.mixers[first : first + get_num_layers_to_build(config, vp_stage, pp_rank)]
     block = TransformerBlockSubmodules(
-        layer_specs=layer_specs(own, shape.mixer_configs, shape.backend),
+        layer_specs=layer_specs(own, shape.mixer_configs, shape.backend, shape.model.block),
         layer_norm=provider(shape.backend).layer_norm(rms_norm=True),
     )
     chunk = GPTModel(
@@ -183,14 +191,12 @@ def training_flops_per_token(shape: ModelShape, chunks: Sequence[torch.nn.Module
     Six operations a weight of every matrix and token (PaLM, appendix B), three times each mixer's own forward
     operations; nothing for recomputation. The embedding is a look-up and not counted.
     """
-    model = shape.model
-    assert model.ffn_hidden_size is not None
     total = 0.0
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, Mixer):
-                swiglu = 3 * model.hidden_size * model.ffn_hidden_size
-                total += 6 * (module.num_parameters() + swiglu) + 3 * module.mixing_flops(seq_length)
+                weights = module.num_parameters() + shape.feed_forward_parameters
+                total += 6 * weights + 3 * module.mixing_flops(seq_length)
             elif isinstance(module, GPTModel) and module.post_process:
-                total += 6 * model.hidden_size * shape.padded_vocab_size
+                total += 6 * shape.model.hidden_size * shape.padded_vocab_size
     return total

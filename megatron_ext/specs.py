@@ -15,8 +15,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_ext.mixers.base import MixerSubmodules
 from megatron_ext.mixers.registry import load_all
+from megatron_ext.rwkv7_block import RWKV7Layer
 
 Backend = Literal["local", "transformer_engine"]
+
+LAYERS: dict[str, type[TransformerLayer]] = {"transformer": TransformerLayer, "rwkv7": RWKV7Layer}
+"""What stands around a mixer, by `model.block`."""
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -49,15 +53,18 @@ def provider(backend: Backend) -> BackendSpecProvider:
     return TESpecProvider()
 
 
-def layer_specs(mixers: Sequence[str], mixer_configs: Mapping[str, Any], backend: Backend) -> list[ModuleSpec]:
-    """One spec a layer: norm, mixer, residual, norm, SwiGLU, residual.
+def layer_specs(
+    mixers: Sequence[str], mixer_configs: Mapping[str, Any], backend: Backend, block: str = "transformer"
+) -> list[ModuleSpec]:
+    """One spec a layer: norm, mixer, residual, norm, feed-forward, residual.
 
     Args:
         mixers: the mixer's name for each layer.
         mixer_configs: by mixer name, its typed configuration.
         backend: whose linears and norms.
+        block: what stands around the mixers, a key of `LAYERS`.
     """
-    return [layer_spec(name, mixer_configs[name], backend) for name in mixers]
+    return [layer_spec(name, mixer_configs[name], backend, block) for name in mixers]
 
 
 def mixer_spec(mixer: str, mixer_config: Any, backend: Backend) -> ModuleSpec:
@@ -67,13 +74,13 @@ def mixer_spec(mixer: str, mixer_config: Any, backend: Backend) -> ModuleSpec:
     return ModuleSpec(load_all()[mixer].module, params={"mixer_config": mixer_config}, submodules=linears)
 
 
-def layer_spec(mixer: str, mixer_config: Any, backend: Backend) -> ModuleSpec:
+def layer_spec(mixer: str, mixer_config: Any, backend: Backend, block: str = "transformer") -> ModuleSpec:
     """The spec of one layer with the named mixer."""
     modules = provider(backend)
     column, row = modules.column_parallel_linear(), modules.row_parallel_linear()
     norm = modules.layer_norm(rms_norm=True)
     return ModuleSpec(
-        module=TransformerLayer,
+        module=LAYERS[block],
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=mixer_spec(mixer, mixer_config, backend),

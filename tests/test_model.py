@@ -115,6 +115,15 @@ def test_flops_of_a_token_by_hand(one_process: Any) -> None:
     assert training_flops_per_token(shape, chunks, LENGTH) == pytest.approx(expected, rel=1e-12)
 
 
+def test_flops_of_a_channel_mix_are_those_of_two_matrices(one_process: Any) -> None:
+    plain = replace(_shape("attention*2"), precision="fp32")
+    shape = replace(plain, model=replace(plain.model, block="rwkv7"))
+    of_plain, of_block = (
+        training_flops_per_token(one, build_model(one, CPU, one_process, seed=1), LENGTH) for one in (plain, shape)
+    )
+    assert of_plain - of_block == pytest.approx(2 * 6 * HIDDEN * FFN, rel=1e-12)
+
+
 def test_flops_of_a_stage_leave_out_what_it_does_not_hold(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = replace(_shape("attention*2"), precision="fp32")
     (whole,) = build_model(shape, CPU, one_process, seed=1)

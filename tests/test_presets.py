@@ -36,9 +36,7 @@ def _parameters(config: RunConfig, groups: Any) -> int:
     ((name, mixer_config),) = shape.mixer_configs.items()
     spec = mixer_spec(name, mixer_config, "local")
     mixer = build_module(spec, config=transformer_config(shape, cpu), layer_number=1, pg_collection=groups)
-    hidden, ffn = config.model.hidden_size, config.model.ffn_hidden_size
-    assert ffn is not None
-    return len(shape.mixers) * (mixer.num_parameters() + 3 * hidden * ffn + 2 * hidden)
+    return len(shape.mixers) * (mixer.num_parameters() + shape.feed_forward_parameters + 2 * config.model.hidden_size)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -13,6 +13,9 @@ from megatron_ext.errors import UserError
 
 BASELINE = "attention"
 
+BLOCK = "transformer"
+"""What stands around the mixers where a configuration, written before there was a choice, does not say."""
+
 TRAINING_FIELDS = ("steps", "global_batch_size", "precision")
 """Of the training section what changes the result; seed, rhythm and recompute do not make another architecture."""
 
@@ -36,6 +39,8 @@ PLAIN: dict[str, dict[str, Any]] = {
         "decay": "data_dependent",
         "group_norm": True,
     },
+    "rwkv6": {"mix_rank": 32, "decay_rank": 64},
+    "rwkv7": {"decay_rank": None, "rate_rank": None, "gate_rank": None},
     "gla": {"expand_v": 2, "output_gate": True, "decay_rank": 16, "decay_temperature": 16.0},
 }
 """Mixers as the study defines them, by field: what a configuration leaves out, and what a label need not say."""
@@ -82,7 +87,7 @@ def recipe(run: Run) -> dict[str, Any]:
     mixers = {name: PLAIN.get(name, {}) | (given.get(name) or {}) for name in used}
     training = config["training"]
     kept = {
-        "model": {**config["model"], "pattern": run.pattern},
+        "model": {"block": BLOCK, **config["model"], "pattern": run.pattern},
         "mixers": mixers,
         "optimizer": {k: v for k, v in (config.get("optimizer") or {}).items() if k != "sharding"},
         "training": {key: training[key] for key in TRAINING_FIELDS if key in training},
@@ -132,8 +137,9 @@ def _base_name(pattern: str) -> str:
 
 
 def _settings(fields: Mapping[str, Any]) -> list[str]:
-    """What of the mixers' settings belongs in the name."""
-    always, departures = [], []
+    """What of the block and the mixers' settings belongs in the name."""
+    always: list[str] = []
+    departures = [_setting("model.block", fields["model.block"])] if fields["model.block"] != BLOCK else []
     for key, value in fields.items():
         section, _, rest = key.partition(".")
         mixer, _, field = rest.partition(".")

@@ -27,7 +27,7 @@ def derive(config: RunConfig) -> RunConfig:
         model,
         num_query_groups=model.num_query_groups or model.num_attention_heads,
         head_dim=model.head_dim or _head_dim(model),
-        ffn_hidden_size=model.ffn_hidden_size or _ffn_hidden_size(model.hidden_size),
+        ffn_hidden_size=model.ffn_hidden_size or _ffn_hidden_size(model),
         max_position_embeddings=model.max_position_embeddings or config.data.seq_length,
     )
     return replace(config, model=whole)
@@ -43,6 +43,8 @@ def _head_dim(model: ModelConfig) -> int:
     return model.hidden_size // model.num_attention_heads
 
 
-def _ffn_hidden_size(hidden_size: int) -> int:
+def _ffn_hidden_size(model: ModelConfig) -> int:
+    if model.block == "rwkv7":
+        return 4 * model.hidden_size
     # 8/3 keeps the parameters of the three SwiGLU matrices at those of two matrices of 4 * hidden_size.
-    return -(-8 * hidden_size // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+    return -(-8 * model.hidden_size // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE

@@ -14,10 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
@@ -29,7 +26,7 @@ from torch import Tensor
 
 from megatron_ext.mixers.memory import LooksBack
 from megatron_ext.mixers.past import BEGINNING, Past
-from megatron_ext.parallel.exchange import heads_to_sequence, sequence_to_heads
+from megatron_ext.parallel.exchange import heads_to_sequence, same_on_ranks, sequence_to_heads
 from megatron_ext.parallel.parameters import Initializer, new_parameter
 
 
@@ -81,6 +78,9 @@ class Mixer(LooksBack, ABC):
     units_are_groups: ClassVar[bool] = False
     """Whether a unit is a query group, not a head."""
 
+    shifts_tokens: ClassVar[bool] = False
+    """Whether the mixer mixes each token's hidden state with the one before by itself; see `rwkv7_block`."""
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -96,17 +96,7 @@ class Mixer(LooksBack, ABC):
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.head_dim: int = config.kv_channels
         self.num_units_per_rank = self.num_units() // self.tp_group.size()
-        linear = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": False}
-        self.in_proj = build_module(
-            submodules.in_proj,
-            config.hidden_size,
-            self.num_units() * self.unit_width(),
-            init_method=config.init_method,
-            gather_output=False,
-            tp_comm_buffer_name="qkv",
-            tp_group=self.tp_group,
-            **linear,
-        )
+        self.build_input_projection(submodules.in_proj)
         self.out_proj = build_module(
             submodules.out_proj,
             self.num_units() * self.output_width(),
@@ -114,9 +104,24 @@ class Mixer(LooksBack, ABC):
             init_method=config.output_layer_init_method,
             input_is_parallel=True,
             tp_comm_buffer_name="proj",
-            tp_group=self.tp_group,
-            **linear,
+            **self._of_both_linears(),
         )
+
+    def build_input_projection(self, linear: type) -> None:
+        """Build what `features` projects with: the back-end's column-parallel linear, which a mixer may do without."""
+        self.in_proj = build_module(
+            linear,
+            self.config.hidden_size,
+            self.num_units() * self.unit_width(),
+            init_method=self.config.init_method,
+            gather_output=False,
+            tp_comm_buffer_name="qkv",
+            **self._of_both_linears(),
+        )
+
+    def _of_both_linears(self) -> dict[str, Any]:
+        plain = {"bias": False, "skip_bias_add": False, "is_expert": False}
+        return {"config": self.config, "tp_group": self.tp_group, **plain}
 
     @abstractmethod
     def num_units(self) -> int:
@@ -149,14 +154,17 @@ class Mixer(LooksBack, ABC):
 
         Megatron passes every kind of attention input by keyword; a mixer is causal by itself and needs none of them.
         """
+        o_tbuw = self._mix_over_context(self.features(hidden_states))
+        return self.out_proj(o_tbuw.flatten(2))
+
+    def features(self, hidden_states: Tensor) -> Tensor:
+        """What `mix` is given, of this rank's units and its part of the context: [t, b, units, width]."""
         projected, _bias = self.in_proj(hidden_states)
-        t, b, _width = projected.shape
-        x_tbuw = projected.view(t, b, self.num_units_per_rank, self.unit_width())
+        x_tbuw = projected.unflatten(-1, (self.num_units_per_rank, self.unit_width()))
         shared_tbw = self.shared_features(hidden_states)
-        if shared_tbw is not None:
-            x_tbuw = torch.cat([x_tbuw, shared_tbw[:, :, None].expand(-1, -1, self.num_units_per_rank, -1)], -1)
-        o_tbuw = self._mix_over_context(x_tbuw)
-        return self.out_proj(o_tbuw.reshape(t, b, -1))
+        if shared_tbw is None:
+            return x_tbuw
+        return torch.cat([x_tbuw, shared_tbw[:, :, None].expand(-1, -1, self.num_units_per_rank, -1)], -1)
 
     def shared_features(self, hidden_states: Tensor) -> Tensor | None:
         """Features that every unit is given beside its own, [t, b, width], of this rank's part of the context."""
@@ -170,7 +178,7 @@ class Mixer(LooksBack, ABC):
         if self.config.sequence_parallel:
             part = F.linear(hidden_states, self.replicated(weight))
             return gather_from_sequence_parallel_region(part, group=self.tp_group)
-        return copy_to_tensor_model_parallel_region(F.linear(hidden_states, weight), group=self.tp_group)
+        return same_on_ranks(F.linear(hidden_states, weight), self.tp_group)
 
     def _mix_over_context(self, x_tbuw: Tensor) -> Tensor:
         cp, first = self.cp_group.size(), self.tp_group.rank() * self.num_units_per_rank
@@ -208,7 +216,7 @@ class Mixer(LooksBack, ABC):
 
     def replicated(self, parameter: Tensor) -> Tensor:
         """A parameter that all tensor-parallel ranks hold whole but use for their own heads: its gradient is summed."""
-        return copy_to_tensor_model_parallel_region(parameter, group=self.tp_group)
+        return same_on_ranks(parameter, self.tp_group)
 
     def own_units(self, parameter: Tensor, part: Part) -> Tensor:
         """The rows of a parameter that belong to the units of `part`; dim 0 is this tensor-parallel rank's units."""

@@ -1,7 +1,7 @@
-"""Differentiable exchanges over the context-parallel group.
+"""Differentiable exchanges between the ranks of a group.
 
-Each rank holds a contiguous part of the sequence. Tensors are sequence-first, as Megatron's: [t, b, n, w], with n heads
-(or query groups) of width w.
+Those of the sequence: each rank holds a contiguous part of it. Tensors are sequence-first, as Megatron's: [t, b, n, w],
+with n heads (or query groups) of width w.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def heads_to_sequence(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
 
 def gather_sequence(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
     """All parts of the sequence, in order: [t/cp, b, n, w] to [t, b, n, w]; gradients are summed back to their part."""
-    return _Exchange.apply(x_tbnw, _gather_sequence, _sum_to_parts, group)
+    return x_tbnw if group.size() == 1 else _Exchange.apply(x_tbnw, _gather_sequence, _sum_to_parts, group)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -94,6 +94,19 @@ class _SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return _all_reduced(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_reduced(grad, ctx.group), None
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """Nothing forward; backward the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -117,3 +130,12 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
         The total, of x's shape. Its gradient is the sum of the ranks' gradients.
     """
     return x if group.size() == 1 else _SumOverRanks.apply(x, group)
+
+
+def same_on_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return x, which the ranks of a group hold alike and each use in a way of their own: its gradient is summed.
+
+    Megatron's `copy_to_tensor_model_parallel_region` (0.16.1) leaves a gradient as it is, without a word, where that
+    does not lie contiguous in memory, as those of einsum do not.
+    """
+    return x if group.size() == 1 else _SumOfGradients.apply(x, group)

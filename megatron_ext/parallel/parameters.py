@@ -82,7 +82,12 @@ def _initialize(name: str, parameter: Tensor, model: GPTModel, seed: int, tp_gro
     whole = torch.empty(shape, dtype=torch.float32)
     initializer = getattr(parameter, "initializer", None) or _default_initializer(name, model)
     initializer(whole, generator_for(seed, name))
-    part = _own_part(name, whole, parameter.partition_dim, tp_group) if split else whole  # type: ignore[attr-defined]
+    if not split:
+        part = whole
+    elif model.config.gated_linear_unit and name.endswith("linear_fc1.weight"):
+        part = _own_part_of_halves(whole, tp_group)
+    else:
+        part = whole.chunk(tp_group.size(), parameter.partition_dim)[tp_group.rank()]  # type: ignore[attr-defined]
     with torch.no_grad():
         parameter.copy_(part)
 
@@ -113,6 +118,28 @@ def zeros(whole: Tensor, _: torch.Generator) -> None:
     whole.zero_()
 
 
+def constant(value: float) -> Initializer:
+    """One value everywhere."""
+
+    def fill(whole: Tensor, _: torch.Generator) -> None:
+        whole.fill_(value)
+
+    return fill
+
+
+def by_channel(values: Callable[[Tensor], Tensor]) -> Initializer:
+    """A formula of the channel.
+
+    Args:
+        values: from 0, 1, ... (float64), the numbers of the whole tensor's elements, to what these begin with.
+    """
+
+    def fill(whole: Tensor, _: torch.Generator) -> None:
+        whole.copy_(values(torch.arange(whole.numel(), dtype=torch.float64)).view_as(whole))
+
+    return fill
+
+
 def normal(std: float) -> Initializer:
     """Normal values of mean 0."""
 
@@ -131,12 +158,6 @@ def uniform_within(bound: float) -> Initializer:
     return fill
 
 
-def _own_part(name: str, whole: Tensor, dim: int, tp_group: ProcessGroup) -> Tensor:
-    """This tensor-parallel rank's part of a whole parameter.
-
-    SwiGLU's first matrix is [gate; value], and Megatron gives each rank a part of both halves.
-    """
-    rank, size = tp_group.rank(), tp_group.size()
-    if name.endswith("linear_fc1.weight"):
-        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
-    return whole.chunk(size, dim)[rank]
+def _own_part_of_halves(whole: Tensor, tp_group: ProcessGroup) -> Tensor:
+    """SwiGLU's first matrix is [gate; value], and Megatron gives each tensor-parallel rank a part of both."""
+    return torch.cat([half.chunk(tp_group.size())[tp_group.rank()] for half in whole.chunk(2)])

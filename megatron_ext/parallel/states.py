@@ -1,4 +1,4 @@
-"""Handing on along the context-parallel ranks, each of which holds a contiguous part of the sequence."""
+"""Handing on along ranks each of which holds a contiguous part of the sequence."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def rows_before(x_tbuw: Tensor, count: int, group: ProcessGroup) -> Tensor:
     Args:
         x_tbuw: this rank's part of the sequence [t, b, u, w].
         count: how many; nothing is exchanged for 0.
-        group: context-parallel group; rank r holds part r.
+        group: ranks that hold the parts, in order.
 
     Raises:
         ValueError: the parts are shorter than that.

@@ -42,6 +42,17 @@ def test_label(pattern, mixers, label):
     assert labels(make_run(pattern, mixers)) == [label]
 
 
+def test_another_block_is_named_and_one_not_said_is_the_transformers():
+    of_old_run = make_run("attention*4")
+    assert labels(make_run("attention*4", model={"block": "rwkv7"}), of_old_run) == [
+        "attention",
+        "attention (block rwkv7)",
+    ]
+    in_block = make_run("top1_chunk*4", {"top1_chunk": {"score": "approx"}}, model={"block": "rwkv7"})
+    assert labels(in_block) == ["top1_chunk (approx, block rwkv7)"]
+    assert len(group_runs([of_old_run, make_run("attention*4", model={"block": "transformer"}, seed=2)])) == 1
+
+
 def test_settings_elsewhere_tell_namesakes_apart():
     wide = make_run("attention*4", model={"hidden_size": 128})
     narrow = make_run("attention*4", model={"hidden_size": 64})

@@ -77,3 +77,14 @@ def test_every_mixer_moves_from_tp2_pp2(
     found, _ = workers.run(resharded.load, world_size, root, pattern, parallel)[0]
     assert found["parameters"]
     _check(found, expected)
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), [(1, {}), (2, TP2_SP)], ids=["one process", "tp2_sp"])
+def test_rwkv7s_block_moves_from_tp2_pp2(
+    world_size: int, parallel: dict[str, Any], workers: Any, tmp_path: Path
+) -> None:
+    pattern = "attention,rwkv7"
+    expected = workers.run(resharded.save, 4, tmp_path, pattern, TP2_PP2, "rwkv7")[0]
+    assert "layer 1 input_layernorm.mu" in expected["parameters"]
+    found, _ = workers.run(resharded.load, world_size, tmp_path, pattern, parallel, "rwkv7")[0]
+    _check(found, expected)

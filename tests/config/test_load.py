@@ -33,6 +33,10 @@ def test_ffn_is_the_next_multiple_of_64(hidden: int, ffn: int) -> None:
     assert config_of(model={"hidden_size": hidden}).model.ffn_hidden_size == ffn
 
 
+def test_ffn_of_rwkv7s_block_is_four_times_as_wide_as_the_model() -> None:
+    assert config_of(model={"hidden_size": 108, "block": "rwkv7"}).model.ffn_hidden_size == 432
+
+
 def test_given_fields_are_kept() -> None:
     model = config_of(model={"num_query_groups": 4, "head_dim": 32, "ffn_hidden_size": 100}).model
     assert (model.num_query_groups, model.head_dim, model.ffn_hidden_size) == (4, 32, 100)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.model import build_model
-from megatron_ext.parallel.exchange import gather_sequence, heads_to_sequence, sequence_to_heads
+from megatron_ext.parallel.exchange import gather_sequence, heads_to_sequence, same_on_ranks, sequence_to_heads
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform import select_platform
 from megatron_ext.training.build import model_shape
@@ -41,6 +41,16 @@ def move(rank: int, world_size: int, name: str, x_tbnw: Tensor) -> Moved:
     moved.backward(upstream)
     assert part.grad is not None
     return moved.detach().clone(), part.grad.clone()
+
+
+def transposed_gradient(rank: int, world_size: int, x: Tensor) -> Tensor:
+    """The gradient of x where rank r weighs it with r + 1; it does not lie contiguous in memory."""
+    group = dist.group.WORLD
+    assert group is not None
+    leaf = x.clone().requires_grad_()
+    same_on_ranks(leaf, group).backward((x.mT.contiguous() * (rank + 1)).mT)
+    assert leaf.grad is not None
+    return leaf.grad
 
 
 def initial_weights(rank: int, world_size: int, config: RunConfig) -> dict[str, Tensor]:

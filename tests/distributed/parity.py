@@ -60,6 +60,18 @@ SPLIT = {
     "dt_bias": 0,
     ".A_log": 0,
     ".D": 0,
+    ".r_proj": 0,
+    ".k_proj": 0,
+    ".v_proj": 0,
+    ".g_proj": 0,
+    "rate_up": 0,
+    "gate_up": 0,
+    "decay_base": 0,
+    "rate_base": 0,
+    "removal_scale": 0,
+    "key_rate": 0,
+    "bonus": 0,
+    "group_norm_bias": 0,
 }
 
 
@@ -199,6 +211,7 @@ def whole_parameters(chunks: Any, tp_rank: int) -> dict[str, Tensor]:
     Raises:
         AssertionError: ranks that should hold the same values do not, to the last bit.
     """
+    gated = chunks[0].config.gated_linear_unit
     own = {name: p.detach().float().clone() for chunk in chunks for name, p in _named_globally(chunk)}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (tp_rank, own))
@@ -210,7 +223,7 @@ def whole_parameters(chunks: Any, tp_rank: int) -> dict[str, Tensor]:
             key = rank if _split_dimension(name) is not None else 0
             known = parts.setdefault(name, {}).setdefault(key, tensor)
             assert torch.equal(known, tensor), f"replicas of {name} differ by {(known - tensor).abs().max():.3g}"
-    return {name: _join(name, [held[rank] for rank in sorted(held)]) for name, held in sorted(parts.items())}
+    return {name: _join(name, [held[rank] for rank in sorted(held)], gated) for name, held in sorted(parts.items())}
 
 
 def _named_globally(chunk: Any) -> Iterator[tuple[str, Tensor]]:
@@ -233,10 +246,10 @@ def _split_dimension(name: str) -> int | None:
     return next((dim for end, dim in SPLIT.items() if name.endswith(end)), None)
 
 
-def _join(name: str, parts: list[Tensor]) -> Tensor:
+def _join(name: str, parts: list[Tensor], gated: bool) -> Tensor:
     if len(parts) == 1:
         return parts[0]
-    if name.endswith("linear_fc1.weight"):  # each rank holds its rows of the gate above its rows of the value
+    if gated and name.endswith("linear_fc1.weight"):  # each rank holds its rows of the gate above its rows of the value
         return torch.cat([torch.cat([part.chunk(2)[half] for part in parts]) for half in range(2)])
     dim = _split_dimension(name)
     assert dim is not None

@@ -59,6 +59,10 @@ MODELS = {
     "mamba2_fixed_gqa": Model(
         "mamba2*4", {"mamba2": {"state_size": 16, "decay": "fixed"}}, {"num_attention_heads": 8, "num_query_groups": 4}
     ),
+    "rwkv6": Model("rwkv6*4"),
+    "rwkv7": Model("rwkv7*4"),
+    # Of a mixer whose tokens the block shifts, and of one that does it itself.
+    "rwkv7_block": Model("(top1_chunk,rwkv7)*2", chunks("exact"), {"block": "rwkv7"}),
     "hybrid": Model("top1_chunk,gated_deltanet,attention,gated_deltanet", chunks("exact")),
 }
 

@@ -1,4 +1,4 @@
-"""Exchanges over the context-parallel group against plain indexing of the whole tensor, forward and backward."""
+"""Exchanges over a group of ranks against plain indexing of the whole tensor, forward and backward."""
 
 from __future__ import annotations
 
@@ -44,3 +44,12 @@ def test_gather_sequence_sums_the_gradients_of_all_ranks(
         factor = sum(range(1, world_size + 1))
         expected = (x[5 * rank : 5 * rank + 5].float() * factor).to(dtype)
         torch.testing.assert_close(grad, expected, rtol=0 if dtype == torch.float32 else 2**-7, atol=0)
+
+
+@WORLDS
+def test_gradients_of_what_ranks_hold_alike_are_summed_however_they_lie_in_memory(
+    pool: WorkerPool, world_size: int
+) -> None:
+    x = torch.arange(6.0).view(2, 3)
+    for gradient in pool.run(exchanges.transposed_gradient, world_size, x):
+        assert torch.equal(gradient, x * sum(range(1, world_size + 1)))

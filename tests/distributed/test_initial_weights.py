@@ -40,6 +40,13 @@ def test_every_layout_starts_from_the_same_bits(
         assert torch.equal(several[name], value), name
 
 
+def test_two_matrices_of_a_channel_mix_start_from_the_same_bits(pool: WorkerPool) -> None:
+    """The first has no gate, whose half would be split by itself."""
+    one, two = (_initial(pool, size, {"tensor": size}, block="rwkv7") for size in (1, 2))
+    assert one["layer 1 mlp.linear_fc1.weight"].shape == (256, 64)
+    assert [name for name, value in one.items() if not torch.equal(two[name], value)] == []
+
+
 def test_no_two_weights_begin_alike_and_each_has_its_spread(pool: WorkerPool) -> None:
     weights = _initial(pool, 1, {})
     matrices = {name: value for name, value in weights.items() if name.endswith("weight") and value.dim() == 2}

@@ -105,6 +105,15 @@ def test_a_layout_gives_the_numbers_of_one_process(pool: WorkerPool, model: str,
         )
 
 
+@pytest.mark.parametrize(
+    "name", ["rwkv7_block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rwkv6", "rwkv7"))]
+)
+def test_tokens_are_shifted_over_sequence_and_context_parallel_ranks(pool: WorkerPool, name: str) -> None:
+    """The row before a rank's first is a tensor-parallel neighbour's, or the last one's of the context before."""
+    parallel = {"tensor": 2, "sequence": True, "context": 2}
+    _check(_train(pool, MODELS[name], 4, parallel), _reference(pool, MODELS[name]))
+
+
 GATHERING = [
     name
     for name, model in MODELS.items()
@@ -162,7 +171,7 @@ def test_tied_embeddings_are_one_weight_on_two_stages(
 
 IN_BF16 = ["attention", "top1_chunk_exact", "gated_deltanet", "linear_attention", "retnet"]
 # Not Top-1 Element: rounding turns its choices over, each a finite step.
-OTHERS_IN_BF16 = ["moba", "nsa_gqa", "deltanet", "gla", "based", "mamba", "mamba2"]
+OTHERS_IN_BF16 = ["moba", "nsa_gqa", "deltanet", "gla", "based", "mamba", "mamba2", "rwkv6", "rwkv7_block"]
 
 
 @pytest.mark.slow

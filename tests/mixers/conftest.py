@@ -22,9 +22,15 @@ HIDDEN, HEADS = 24, 4
 def make_mixer(one_process: Any) -> Callable[..., Mixer]:
     """Build one mixer of one process, with every weight drawn from a seed; fp32."""
 
-    def make(name: str, *, groups: int = HEADS, heads: int = HEADS, layer_number: int = 1, **fields: Any) -> Mixer:
+    def make(
+        name: str, *, groups: int = HEADS, heads: int = HEADS, layer_number: int = 1, layers: int = 1, **fields: Any
+    ) -> Mixer:
         model = ModelConfig(
-            pattern=name, hidden_size=HIDDEN, num_attention_heads=heads, num_query_groups=groups, head_dim=6
+            pattern=f"{name}*{layers}",
+            hidden_size=HIDDEN,
+            num_attention_heads=heads,
+            num_query_groups=groups,
+            head_dim=6,
         )
         data, training = DataConfig(path="none", seq_length=16), TrainingConfig(precision="fp32")
         config = derive(RunConfig(data=data, model=model, mixers={name: fields}, training=training))

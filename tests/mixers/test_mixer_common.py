@@ -40,6 +40,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("nsa", {"block_size": 2, "num_selected": 3, "window": 2}),
     ("nsa", {"block_size": 4, "num_selected": 2, "window": 3, "position_encoding": "none"}),
     ("retnet", {}),
+    ("rwkv6", {}),
+    ("rwkv6", {"mix_rank": 2, "decay_rank": 3}),
+    ("rwkv7", {}),
+    ("rwkv7", {"decay_rank": 2, "rate_rank": 3, "gate_rank": 4}),
 ]
 
 
@@ -105,7 +109,8 @@ def test_scores_of_rotated_vectors_depend_on_distance_alone() -> None:
 
 
 def test_every_file_registers_a_mixer() -> None:
-    shared = {"__init__", "base", "convolution", "decay", "key_value", "memory", "past", "registry", "stateful"}
+    shared = {"__init__", "base", "convolution", "decay", "key_value", "memory", "past", "registry", "rwkv", "stateful"}
+    shared |= {"token_shift"}
     files = {path.stem for path in Path(megatron_ext.mixers.__path__[0]).glob("*.py")} - shared
     modules = {entry.module.__module__.rpartition(".")[2] for entry in load_all().values()}
     assert files == modules
@@ -198,6 +203,18 @@ def test_operations_of_gla(make_mixer: MakeMixer) -> None:
     assert mixer.mixing_flops(LENGTH) == pytest.approx(HEADS * 2 * 2 * WIDTH * 2 * WIDTH + decays)
 
 
+def test_operations_of_rwkv6(make_mixer: MakeMixer) -> None:
+    """Write, read; the present token's weight, r * u * k summed, and its value times that, added."""
+    by_hand = HEADS * (2 * 2 * WIDTH * WIDTH + 3 * WIDTH + 2 * WIDTH)
+    assert make_mixer("rwkv6").mixing_flops(LENGTH) == pytest.approx(by_hand)
+
+
+def test_operations_of_rwkv7(make_mixer: MakeMixer) -> None:
+    """Read what is removed, remove it, write, read; the present token as in RWKV-6."""
+    by_hand = HEADS * (4 * 2 * WIDTH * WIDTH + 3 * WIDTH + 2 * WIDTH)
+    assert make_mixer("rwkv7").mixing_flops(LENGTH) == pytest.approx(by_hand)
+
+
 def test_operations_of_moba_are_those_of_chunks_by_their_mean(make_mixer: MakeMixer) -> None:
     chunks = make_mixer("top1_chunk", chunk_size=8, top_k=2, score="approx").mixing_flops(4096)
     assert make_mixer("moba", block_size=8, top_k=3).mixing_flops(4096) == chunks
@@ -236,6 +253,10 @@ PARAMETERS = {
     "gla": 8 * SQUARE + 2 * WIDTH + 16 * HIDDEN + 16 * HEADS * WIDTH + HEADS * WIDTH,
     # Channels twice as wide: x, z, o; taps and bias; steps from 2 numbers, B and C of 16; A of 16, D and a bias.
     "mamba": 6 * SQUARE + 2 * HEADS * WIDTH * (4 + 1 + (2 + 2 * 16) + 2 + 16 + 1 + 1),
+    # Bonus, decay, norm; the mixtures' own weights, in and out of 32; the decays', in and out of 64.
+    "rwkv6": 5 * SQUARE + 4 * HEADS * WIDTH + 6 * HIDDEN + 5 * 32 * 2 * HIDDEN + 64 * (HIDDEN + HEADS * WIDTH),
+    # Seven vectors; three narrow projections of 32.
+    "rwkv7": 4 * SQUARE + 7 * HEADS * WIDTH + 6 * HIDDEN + 3 * 32 * (HIDDEN + HEADS * WIDTH),
     # x, z, o; B and C of 128 a group; steps; taps and bias; decay, bias and skip a head; a norm for each channel.
     "mamba2": 6 * SQUARE
     + 2 * 128 * HEADS * HIDDEN

@@ -32,7 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "platform": {"megatron_cpu"},
     "parallel": {"platform"},
     "mixers": LOW,
-    "specs": LOW | {"mixers"},
+    "rwkv7_block": LOW | {"mixers"},
+    "specs": LOW | {"mixers", "rwkv7_block"},
     "model": LOW | {"mixers", "specs"},
     # Leaves: they serve the rooms above and know none of them.
     "config": set(),

@@ -1,0 +1,96 @@
+"""RWKV-6, Finch: a state whose key features fade by the token (Peng et al. 2024, arXiv 2404.05892)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from kernels.rwkv6 import rwkv6
+from megatron_ext.config.schema import STRICT
+from megatron_ext.mixers.base import Part
+from megatron_ext.mixers.registry import register
+from megatron_ext.mixers.rwkv import RWKVMixer
+from megatron_ext.mixers.stateful import walk
+from megatron_ext.mixers.token_shift import ramp, ramps
+from megatron_ext.parallel.parameters import by_channel, uniform_within, zeros
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RWKV6Config:
+    """RWKV-6.
+
+    Attributes:
+        mix_rank: width of what each of a token's five mixtures is made from.
+        decay_rank: width of what all decays of a token are made from.
+    """
+
+    mix_rank: PositiveInt = 32
+    decay_rank: PositiveInt = 64
+
+
+@register("rwkv6", RWKV6Config)
+class RWKV6(RWKVMixer):
+    """RWKV-6's time mixing; see `RWKVMixer`.
+
+    The token chooses how much of the one before it is mixed in, for decay, key, value, receptance and gate (`mu`, in
+    this order) each by itself. Features of a head: [receptance | key | value | decay's logits | gate].
+    """
+
+    num_features: ClassVar[int] = 5
+    mixer_config: RWKV6Config
+
+    def add_parameters(self) -> None:
+        """What mixtures, gate and decays are made with, and the bonus of the present token."""
+        hidden, mix_rank, decay_rank = self.config.hidden_size, self.mixer_config.mix_rank, self.mixer_config.decay_rank
+        plain, steep = ramp(self.layers_left), ramp(0.5 * self.layers_left)
+        of_values = ramp(self.layers_left, lowered=0.3 * self.depth)
+        self.mu_of_mixing = self.new_of_all_ranks(plain, hidden, weight_decay=False)
+        starts = ramps(plain, plain, of_values, steep, steep)
+        self.mu = self.new_of_all_ranks(starts, 5, hidden, weight_decay=False)
+        self.mix_down = self.new_of_all_ranks(zeros, 5, mix_rank, hidden)
+        self.mix_up = self.new_of_all_ranks(uniform_within(0.01), 5, hidden, mix_rank)
+        self.g_proj = self.new_projection()
+        self.decay_down = self.new_of_all_ranks(zeros, decay_rank, hidden)
+        self.decay_up = self.new_parameter_of_units(uniform_within(0.01), self.head_dim, decay_rank)
+        self.decay_base = self.new_parameter_of_units(by_channel(self._initial_decay), self.head_dim)
+        self.bonus = self.new_parameter_of_units(by_channel(self._initial_bonus), self.head_dim)
+
+    def project(self, x_tbh: Tensor, to_previous_tbh: Tensor) -> Sequence[Tensor]:
+        """See `RWKVMixer.project`."""
+        w, k, v, r, g = self._inputs(x_tbh, to_previous_tbh)
+        of_decay = self.to_heads(self.narrow(w, self.decay_down).tanh(), self.decay_up)
+        r, k, v, g = map(self.to_heads, (r, k, v, g), (self.r_proj, self.k_proj, self.v_proj, self.g_proj))
+        return r, k, v, of_decay, g
+
+    def _inputs(self, x_tbh: Tensor, to_previous_tbh: Tensor) -> Tensor:
+        """The five mixtures, [5, t, b, h]."""
+        names = (self.mu_of_mixing, self.mu, self.mix_down, self.mix_up)
+        mu_of_mixing_h, mu_ih, down_irh, up_ihr = (self.replicated(p) for p in names)
+        mixed_tbh = x_tbh + to_previous_tbh * mu_of_mixing_h
+        chosen_itbr = torch.einsum("tbh,irh->itbr", mixed_tbh, down_irh).tanh()
+        more_itbh = torch.einsum("itbr,ihr->itbh", chosen_itbr, up_ihr)
+        return x_tbh + to_previous_tbh * (mu_ih[:, None, None] + more_itbh)
+
+    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+        """See `Mixer.mix`: walk over the states, norm, gate."""
+        r, k, v, of_decay, g = x_tbuw.chunk(self.num_features, -1)
+        base, bonus = (self.own_units(p, part).float() for p in (self.decay_base, self.bonus))
+        o = walk(partial(rwkv6, u=bonus), r, k, v, -(base + of_decay.float()).exp(), part=part)
+        return (self.group_norm(o, part) * F.silu(g.float())).to(x_tbuw.dtype)
+
+    def _initial_decay(self, channel: Tensor) -> Tensor:
+        return -6 + 5 * (channel / (self.channels - 1)) ** (0.7 + 1.3 * self.depth)
+
+    def _initial_bonus(self, channel: Tensor) -> Tensor:
+        return self.depth * (1 - channel / (self.channels - 1)) + 0.1 * ((channel + 1) % 3 - 1)
+
+    def mixing_flops(self, seq_length: int) -> float:
+        """Writing to the state, reading from it, the bonus of the present token."""
+        return self.num_units() * (4 * self.head_dim**2 + 5 * self.head_dim)

@@ -1,0 +1,135 @@
+"""RWKV-7, Goose: a state that is corrected towards each value, and whose key features fade by the token.
+
+Peng et al. 2025 (arXiv 2503.14456).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from kernels.rwkv7 import rwkv7
+from megatron_ext.config.schema import STRICT
+from megatron_ext.mixers.base import Part
+from megatron_ext.mixers.registry import register
+from megatron_ext.mixers.rwkv import RWKVMixer
+from megatron_ext.mixers.stateful import walk
+from megatron_ext.mixers.token_shift import ramp, ramps
+from megatron_ext.parallel.parameters import by_channel, constant, normal, zeros
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RWKV7Config:
+    """RWKV-7. A rank left at None is c * sqrt(hidden size), rounded to a multiple of 32, at least 32.
+
+    Attributes:
+        decay_rank: width of what all decays of a token are made from; c is 2.5 * head_dim / 64.
+        rate_rank: width of what its in-context learning rates are made from; c as of the decays.
+        gate_rank: width of what its gates are made from; c is 5.
+    """
+
+    decay_rank: PositiveInt | None = None
+    rate_rank: PositiveInt | None = None
+    gate_rank: PositiveInt | None = None
+
+
+@register("rwkv7", RWKV7Config)
+class RWKV7(RWKVMixer):
+    """RWKV-7's time mixing; see `RWKVMixer`.
+
+    Every layer is as the paper's first: later ones there mix the first layer's values into their own (the value
+    residual), which would have to travel along the pipeline beside the hidden states, and is left out here.
+
+    Rows of `mu`, as in the authors' code: receptance, decay, key, value, learning rate, gate. Features of a head:
+    [receptance | key | value | decay's logits | learning rate's logits | gate].
+    """
+
+    num_features: ClassVar[int] = 6
+    mixer_config: RWKV7Config
+
+    def add_parameters(self) -> None:
+        """Mixtures; what decays, learning rates and gates are made with; what keys and the bonus are scaled with."""
+        hidden, left = self.config.hidden_size, self.layers_left
+        starts = ramps(*(ramp(share * left) for share in (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)))
+        self.mu = self.new_of_all_ranks(starts, 6, hidden, weight_decay=False)
+        for_head = 2.5 * self.head_dim / 64
+        self.decay_down, self.decay_up = self._new_low_rank(self.mixer_config.decay_rank, for_head)
+        self.rate_down, self.rate_up = self._new_low_rank(self.mixer_config.rate_rank, for_head)
+        self.gate_down, self.gate_up = self._new_low_rank(self.mixer_config.gate_rank, 5)
+        self.decay_base = self.new_parameter_of_units(by_channel(self._initial_decay), self.head_dim)
+        self.rate_base = self.new_parameter_of_units(by_channel(self._initial_rate), self.head_dim)
+        self.removal_scale = self.new_parameter_of_units(by_channel(self._initial_removal), self.head_dim)
+        self.key_rate = self.new_parameter_of_units(constant(1.02), self.head_dim)
+        self.bonus = self.new_parameter_of_units(constant(-0.04), self.head_dim)
+
+    def _new_low_rank(self, rank: int | None, factor: float) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+        """Two matrices through a narrow middle: down [r, h], zeros, and up [u, d, r].
+
+        Entries of `up` spread as those of the authors' orthogonal matrix, whose columns are of length 0.1.
+        """
+        rank = rank or default_rank(factor, self.config.hidden_size)
+        down = self.new_of_all_ranks(zeros, rank, self.config.hidden_size)
+        return down, self.new_parameter_of_units(normal(0.1 / math.sqrt(self.channels)), self.head_dim, rank)
+
+    def project(self, x_tbh: Tensor, to_previous_tbh: Tensor) -> Sequence[Tensor]:
+        """See `RWKVMixer.project`."""
+        r, w, k, v, a, g = (x_tbh + to_previous_tbh * mu_h for mu_h in self.replicated(self.mu))
+        of_decay = self.to_heads(self.narrow(w, self.decay_down).tanh(), self.decay_up)
+        of_rate = self.to_heads(self.narrow(a, self.rate_down), self.rate_up)
+        gate = self.to_heads(self.narrow(g, self.gate_down).sigmoid(), self.gate_up)
+        r, k, v = map(self.to_heads, (r, k, v), (self.r_proj, self.k_proj, self.v_proj))
+        return r, k, v, of_decay, of_rate, gate
+
+    def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
+        """See `Mixer.mix`: walk over the states, norm, bonus of the present token, gate."""
+        r, k, v, of_decay, of_rate, gate = x_tbuw.chunk(self.num_features, -1)
+        names = (self.decay_base, self.rate_base, self.removal_scale, self.key_rate, self.bonus)
+        decay_base, rate_base, removal_scale, key_rate, bonus = (self.own_units(p, part).float() for p in names)
+        log_decay = -math.exp(-0.5) * (decay_base + of_decay.float()).sigmoid()
+        rate = (rate_base + of_rate.float()).sigmoid()
+        removed = F.normalize(k.float() * removal_scale, dim=-1)
+        k = (k.float() * (1 + (rate - 1) * key_rate)).to(v.dtype)
+        o = walk(_receptance_key_value_first, r, k, v, log_decay, -removed, removed * rate, part=part)
+        of_present = (r.float() * k.float() * bonus).sum(-1, keepdim=True) * v.float()
+        return ((self.group_norm(o, part) + of_present) * gate.float()).to(x_tbuw.dtype)
+
+    def _initial_decay(self, channel: Tensor) -> Tensor:
+        spread = -6 + 6 * (channel / (self.channels - 1)) ** (1 + self.depth**0.3)
+        return spread + 0.5 + 2.5 * self._zigzag(channel)
+
+    def _initial_rate(self, channel: Tensor) -> Tensor:
+        return -0.19 + 0.3 * self._zigzag(channel) + 0.4 * self._centred(channel)
+
+    def _initial_removal(self, channel: Tensor) -> Tensor:
+        return 0.71 - 0.1 * self._centred(channel)
+
+    def _zigzag(self, channel: Tensor) -> Tensor:
+        """In each head a signed square from -1 to 1."""
+        half = (self.head_dim - 1) / 2
+        line = (channel % self.head_dim - half) / half
+        return line * line.abs()
+
+    def _centred(self, channel: Tensor) -> Tensor:
+        """Over all heads a line from -1/2 to 1/2."""
+        return channel / (self.channels - 1) - 0.5
+
+    def mixing_flops(self, seq_length: int) -> float:
+        """Reading what is removed, removing it, writing, reading; the bonus of the present token."""
+        return self.num_units() * (8 * self.head_dim**2 + 5 * self.head_dim)
+
+
+def default_rank(factor: float, hidden_size: int) -> int:
+    """Width of the middle of a pair of matrices, where none is given: as in the authors' code."""
+    return max(32, round(factor * math.sqrt(hidden_size) / 32) * 32)
+
+
+def _receptance_key_value_first(r: Tensor, k: Tensor, v: Tensor, w: Tensor, a: Tensor, b: Tensor, **more: Any) -> Any:
+    """`rwkv7` with its inputs in the order of `walk`."""
+    return rwkv7(r, w, k, v, a, b, **more)

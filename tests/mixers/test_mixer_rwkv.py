@@ -1,0 +1,199 @@
+"""RWKV-6 and RWKV-7, from input to output, against the layers of flash-linear-attention with its ops in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.mixers.rwkv7 import default_rank
+from megatron_ext.parallel.parameters import generator_for
+
+MakeMixer = Callable[..., Any]
+HIDDEN, HEADS, HEAD_DIM = 24, 4, 6
+
+
+def _wkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **_: Any) -> tuple[Tensor, None]:
+    """Finch, equation 19: read the state and the present token, then fade and write."""
+    state, outputs = torch.zeros(*v.shape[:1], *v.shape[2:], v.shape[-1]), []
+    for t in range(r.shape[1]):
+        written = k[:, t, :, :, None] * v[:, t, :, None]
+        outputs.append(torch.einsum("bhd,bhde->bhe", r[:, t], state + u[..., None] * written))
+        state = w[:, t, ..., None].exp() * state + written
+    return torch.stack(outputs, 1), None
+
+
+def _wkv7(
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float, **_: Any
+) -> tuple[Tensor, None]:
+    """By fla's own recurrence, which divides the receptance by sqrt(d)."""
+    recurrence = import_module("fla.ops.generalized_delta_rule.dplr.naive").dplr_recurrence
+    assert scale == 1.0
+    q, k, v, a, b, w = (x.transpose(1, 2) for x in (r * r.shape[-1] ** 0.5, k, v, a, b, w))
+    return recurrence(q, k, v, a, b, w)[0].transpose(1, 2), None
+
+
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.nn.Module]:
+    """fla's layer on the CPU: what runs as Triton kernels there is replaced by fla's references or a loop."""
+
+    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+
+    def shift(x: Tensor, _: Any = None, output_cache: bool = False, **__: Any) -> Any:
+        found = import_module("fla.modules.token_shift").token_shift_ref(x)
+        return (found, None) if output_cache else found
+
+    def make(name: str, layer_idx: int = 0, layers: int = 2, hidden: int = HIDDEN) -> torch.nn.Module:
+        module, ops = import_module(f"fla.layers.{name}"), import_module(f"fla.ops.{name}")
+        monkeypatch.setattr(module, "token_shift", shift)
+        sizes = {"hidden_size": hidden, "num_heads": HEADS, "layer_idx": layer_idx}
+        if name == "rwkv6":
+            monkeypatch.setattr(module, "fused_recurrent_rwkv6", _wkv6)
+            layer = module.RWKV6Attention(expand_k=1.0, **sizes)
+            layer.g_norm, layer.gate_fn = _GroupNorm(HEADS, HIDDEN, eps=1e-5 * HEAD_DIM), torch.nn.functional.silu
+            return layer
+        monkeypatch.setattr(module, "chunk_rwkv7", _wkv7)
+        for op, reference in (
+            ("fused_addcmul_rwkv7", ops.fused_addcmul.torch_addcmul_rwkv7),
+            ("fused_k_rwkv7", ops.fused_k_update.k_update_ref),
+            ("gate_output_correction", ops.gate_output_correction.gate_output_correction_ref),
+        ):
+            monkeypatch.setattr(module, op, reference)
+        return module.RWKV7Attention(head_dim=None, num_hidden_layers=layers, **sizes)
+
+    return make
+
+
+class _GroupNorm(torch.nn.GroupNorm):
+    """torch's, over the last dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(0, -2)).view(x.shape)
+
+
+def _rwkv6_weights(mixer: Any) -> dict[str, Tensor]:
+    """The mixer's weights by fla's names, whose mixtures come as r, w, k, v, g."""
+    order = [3, 0, 1, 2, 4]
+    return {
+        "x_bias": mixer.mu[order],
+        "bonus": mixer.bonus,
+        "x_proj.0.mu": mixer.mu_of_mixing,
+        "x_proj.0.linear.weight": mixer.mix_down[order].flatten(0, 1),
+        "x_proj.2.weight": mixer.mix_up[order].transpose(0, 1).flatten(1),
+        "r_proj.linear.weight": mixer.r_proj.flatten(0, 1),
+        "w_proj.linear.lora.0.weight": mixer.decay_down,
+        "w_proj.linear.lora.2.weight": mixer.decay_up.flatten(0, 1),
+        "w_proj.linear.lora.2.bias": mixer.decay_base.flatten(),
+        "k_proj.linear.weight": mixer.k_proj.flatten(0, 1),
+        "v_proj.linear.weight": mixer.v_proj.flatten(0, 1),
+        "g_proj.linear.weight": mixer.g_proj.flatten(0, 1),
+        "g_norm.weight": mixer.group_norm_weight.flatten(),
+        "g_norm.bias": mixer.group_norm_bias.flatten(),
+        "o_proj.weight": mixer.out_proj.weight,
+    }
+
+
+def _rwkv7_weights(mixer: Any) -> dict[str, Tensor]:
+    weights = {f"x_{name}": mixer.mu[i][None, None] for i, name in enumerate("rwkvag")}
+    weights |= {"k_k": mixer.removal_scale.flatten(), "k_a": mixer.key_rate.flatten(), "r_k": mixer.bonus}
+    weights |= {f"{name}_proj.weight": getattr(mixer, f"{name}_proj").flatten(0, 1) for name in "rkv"}
+    for name, ours in (("w", "decay"), ("a", "rate"), ("g", "gate")):
+        weights[f"{name}_lora.lora.0.weight"] = getattr(mixer, f"{ours}_down")
+        weights[f"{name}_lora.lora.2.weight"] = getattr(mixer, f"{ours}_up").flatten(0, 1)
+        if ours != "gate":
+            weights[f"{name}_lora.lora.2.bias"] = getattr(mixer, f"{ours}_base").flatten()
+    norm = {"g_norm.weight": mixer.group_norm_weight.flatten(), "g_norm.bias": mixer.group_norm_bias.flatten()}
+    return weights | norm | {"o_proj.weight": mixer.out_proj.weight}
+
+
+WEIGHTS = {"rwkv6": _rwkv6_weights, "rwkv7": _rwkv7_weights}
+
+
+def _assert_close(found: Tensor, expected: Tensor, name: str = "output") -> None:
+    """Within 1e-5 of the largest number: fp32 sums of terms of that size."""
+    error, largest = (found - expected).abs().max().item(), expected.abs().max().item()
+    assert error <= 1e-5 * largest, f"{name} is off by {error} beside {largest}"
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_outputs_and_gradients_are_those_of_flash_linear_attention(
+    make_mixer: MakeMixer, theirs: Any, hidden_states: Tensor, name: str
+) -> None:
+    mixer, layer = make_mixer(name), theirs(name)
+    with torch.no_grad():  # weights at which an error of rounding in a decay's logit does not grow
+        for parameter in mixer.parameters():
+            parameter.mul_(0.5)
+    weights = WEIGHTS[name](mixer)
+    assert {n: p.shape for n, p in layer.named_parameters()} == {n: w.shape for n, w in weights.items()}
+    x = hidden_states.clone().requires_grad_()
+    leaves = {"input": x, **dict(mixer.named_parameters())}
+    found = mixer(x)[0]
+    expected = torch.func.functional_call(layer, weights, (x.transpose(0, 1),))[0].transpose(0, 1)
+    _assert_close(found, expected)
+    upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(3))
+    found_grads = torch.autograd.grad(found, list(leaves.values()), upstream)
+    expected_grads = torch.autograd.grad(expected, list(leaves.values()), upstream)
+    for leaf, a, b in zip(leaves, found_grads, expected_grads, strict=True):
+        _assert_close(a, b, leaf)
+
+
+def _begin(mixer: Any) -> Any:
+    """The mixer with its own initial values."""
+    for name, parameter in mixer.named_parameters(recurse=False):
+        parameter.data = torch.empty(parameter.shape)
+        parameter.initializer(parameter.data, generator_for(1, name))
+    return mixer
+
+
+@pytest.mark.parametrize(("layer_idx", "layers"), [(0, 2), (1, 2), (3, 12), (11, 12)])
+def test_rwkv7_begins_as_flash_linear_attention_does(
+    make_mixer: MakeMixer, theirs: Any, layer_idx: int, layers: int
+) -> None:
+    mixer = _begin(make_mixer("rwkv7", layer_number=layer_idx + 1, layers=layers))
+    expected = dict(theirs("rwkv7", layer_idx, layers).named_parameters())
+    for name, found in _rwkv7_weights(mixer).items():
+        if name.endswith("_proj.weight"):
+            continue  # ours are normal, as everywhere in the model
+        if name.endswith("lora.2.weight"):
+            assert float(found.std()) == pytest.approx(float(expected[name].std()), rel=0.15), name
+        else:
+            torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("hidden", [24, 768])
+def test_ranks_of_rwkv7_are_those_of_flash_linear_attention(theirs: Any, hidden: int) -> None:
+    layer = theirs("rwkv7", hidden=hidden)
+    found = [default_rank(2.5 * hidden / HEADS / 64, hidden), default_rank(5, hidden)]
+    assert found == [layer.decay_low_rank_dim, layer.gate_low_rank_dim]
+    assert layer.a_low_rank_dim == layer.decay_low_rank_dim
+
+
+@pytest.mark.parametrize(("layer", "layers"), [(0, 1), (0, 12), (5, 12), (11, 12)])
+def test_rwkv6_begins_as_the_authors_code(make_mixer: MakeMixer, layer: int, layers: int) -> None:
+    """Channel by channel, as RWKV-LM's RWKV_Tmix_x060 writes it."""
+    mixer = _begin(make_mixer("rwkv6", layer_number=layer + 1, layers=layers))
+    ratio, left = layer / max(layers - 1, 1), 1 - layer / layers
+    for n in range(HIDDEN):
+        plain, steep = 1 - (n / HIDDEN) ** left, 1 - (n / HIDDEN) ** (0.5 * left)
+        decay = -6 + 5 * (n / (HIDDEN - 1)) ** (0.7 + 1.3 * ratio)
+        bonus = ratio * (1 - n / (HIDDEN - 1)) + ((n + 1) % 3 - 1) * 0.1
+        found = [mixer.mu_of_mixing[n], *mixer.mu[:, n], mixer.decay_base.flatten()[n], mixer.bonus.flatten()[n]]
+        expected = [plain, plain, plain, plain - 0.3 * ratio, steep, steep, decay, bonus]
+        assert [float(x) for x in found] == pytest.approx(expected, abs=1e-5)
+    assert mixer.group_norm_weight.unique().tolist() == pytest.approx([((layer + 1) / layers) ** 0.7])
+    assert float(mixer.mix_up.abs().max()) <= 0.01
+    assert not mixer.mix_down.any()
+    assert not mixer.decay_down.any()
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_vectors_have_no_weight_decay(make_mixer: MakeMixer, name: str) -> None:
+    mixer = make_mixer(name)
+    undecayed = {n for n, p in mixer.named_parameters(recurse=False) if p.no_weight_decay}
+    of_heads = {"bonus", "decay_base", "group_norm_weight", "group_norm_bias", "mu"}
+    own = {"rwkv6": {"mu_of_mixing"}, "rwkv7": {"rate_base", "removal_scale", "key_rate"}}
+    assert undecayed == of_heads | own[name]
