@@ -154,14 +154,23 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_TRITON_HEAD_DIM = 256
 
 
-def triton_obstacle(q_bthd: Tensor, v_bshe: Tensor) -> str | None:
-    """Say why our Triton attention kernels cannot take these tensors, with the mend; None when they can."""
+def triton_obstacle(**tensors: Tensor) -> str | None:
+    """Say why no Triton kernel of ours can take these tensors, by name, with the mend; None when one may."""
     if not HAS_TRITON:
         return "Triton is not installed: pip install triton"
-    if not (q_bthd.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
-        return f"q is on {q_bthd.device}: move it to a GPU"
-    if q_bthd.dtype not in TRITON_DTYPES:
-        return f"q has dtype {q_bthd.dtype}: convert it to one of {[str(dtype) for dtype in TRITON_DTYPES]}"
+    for name, x in tensors.items():
+        if not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+            return f"{name} is on {x.device}: move it to a GPU"
+        if x.dtype not in TRITON_DTYPES:
+            return f"{name} has dtype {x.dtype}: convert it to one of {[str(dtype) for dtype in TRITON_DTYPES]}"
+    return None
+
+
+def triton_attention_obstacle(q_bthd: Tensor, v_bshe: Tensor) -> str | None:
+    """Say why our Triton attention kernels cannot take these tensors, with the mend; None when they can."""
+    obstacle = triton_obstacle(q=q_bthd)
+    if obstacle is not None:
+        return obstacle
     if q_bthd.shape[3] > MAX_TRITON_HEAD_DIM:
         return f"q has head_dim {q_bthd.shape[3]}: give at most {MAX_TRITON_HEAD_DIM}"
     if v_bshe.shape[3] != q_bthd.shape[3]:
@@ -169,32 +178,35 @@ def triton_obstacle(q_bthd: Tensor, v_bshe: Tensor) -> str | None:
     return None
 
 
-def choose_triton_or_reference(op: str, requested: str, q_bthd: Tensor, obstacle: str | None) -> Choice:
-    """Turn the caller's `implementation` into "triton" or "reference", for an op that has these two.
+def choose_triton_or_reference(
+    op: str, requested: str, x: Tensor, obstacle: str | None, plain: Sequence[str] = ("reference",)
+) -> Choice:
+    """Turn the caller's `implementation` into "triton" or a plain torch form, for an op that has these.
 
     Args:
         op: the op's name, for messages.
         requested: what the caller asked for; "auto" takes Triton on a GPU, unless there is an obstacle.
-        q_bthd: queries [b, tq, hq, d]; only their device counts.
+        x: the op's first argument; only its device counts.
         obstacle: why the Triton kernels cannot take these inputs, with the mend; None when they can.
+        plain: the op's plain torch forms, the one that "auto" takes first.
 
     Raises:
         ValueError: the requested implementation does not exist, or it is Triton and there is an obstacle.
     """
-    chosen = choose(op, requested, ("reference", "triton"), _automatic_triton(q_bthd, obstacle))
+    chosen = choose(op, requested, (*plain, "triton"), _automatic_triton(x, obstacle, plain[0]))
     if chosen.name == "triton" and obstacle is not None:
         raise ValueError(f"implementation is 'triton', but {obstacle}")
-    # For those who did not choose the reference.
-    if requested == "auto" and q_bthd.is_cuda and obstacle is not None and not torch.compiler.is_compiling():
-        logger.warning("the slow reference is used on %s, because %s", q_bthd.device, obstacle)
+    # For those who did not choose the plain form.
+    if requested == "auto" and x.is_cuda and obstacle is not None and not torch.compiler.is_compiling():
+        logger.warning("the slow %s form is used on %s, because %s", plain[0], x.device, obstacle)
     return chosen
 
 
-def _automatic_triton(q_bthd: Tensor, obstacle: str | None) -> Choice:
-    if not q_bthd.is_cuda:
-        return Choice("reference", f"Triton's kernels need a GPU, and q is on {q_bthd.device}")
+def _automatic_triton(x: Tensor, obstacle: str | None, plain: str) -> Choice:
+    if not x.is_cuda:
+        return Choice(plain, f"Triton's kernels need a GPU, and the inputs are on {x.device}")
     if obstacle is not None:
-        return Choice("reference", obstacle)
+        return Choice(plain, obstacle)
     return Choice("triton", "fused on CUDA")
 
 

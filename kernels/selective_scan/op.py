@@ -40,17 +40,17 @@ class _Scan(torch.autograd.Function):
         from kernels.selective_scan import triton_launch
 
         *scanned, _ = inputs
-        y, last, kept = triton_launch.forward(rows, *inputs, training=training and any(ctx.needs_input_grad))
+        y, last, kept = triton_launch.forward(rows, training and any(ctx.needs_input_grad), *inputs)
         ctx.save_for_backward(*scanned, kept)
         ctx.rows = rows
         return y, last
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         from kernels.selective_scan import triton_launch
 
-        *inputs, kept = ctx.saved_tensors
-        gradients = triton_launch.backward(ctx.rows, dy.contiguous(), dlast.contiguous(), *inputs, kept)
-        dtypes = [y.dtype for y in (*inputs, dlast)]
-        return None, None, *(y.to(dtype) for y, dtype in zip(gradients, dtypes, strict=True))
+        dy, dlast = (y.contiguous() for y in gradients)
+        found = triton_launch.backward(ctx.rows, dy, dlast, *ctx.saved_tensors)
+        dtypes = [y.dtype for y in (*ctx.saved_tensors[:-1], dlast)]
+        return None, None, *(y.to(dtype) for y, dtype in zip(found, dtypes, strict=True))

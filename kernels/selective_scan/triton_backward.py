@@ -79,7 +79,7 @@ def _states_of_step(
     for i in tl.static_range(STEP):
         x_t, dt_t, B_t = load_token(x, dt, B, row, before + i < count, exists, n, e, channels, B_stride)
         state = tl.exp2(dt_t * rate) * state + (dt_t * x_t) * B_t
-        states = states + (state,)
+        states += (state,)
         row += time_stride
     return states
 

@@ -21,7 +21,7 @@ from kernels.triton_math import LOG2E
 
 @triton.jit
 def place_in_grid(program, chunks, group_blocks, group_channels, G: tl.constexpr, BLOCK: tl.constexpr):
-    """What program of the grid (samples * chunks * G * group_blocks) has.
+    """What a program has, of all samples * chunks * G * group_blocks.
 
     Returns:
         sample, chunk, group: where it is; the group is that of its B and C.
@@ -140,10 +140,9 @@ def walk_forward(
     next_x, next_dt, next_B = load_token(x, dt, B, row, begin < end, exists, n, e, channels, G * N)
     next_C = load_float(C + row * G * N + n, begin < end)
     for t in range(begin, end):
-        if KEEP:
-            if t % SPAN == 0:
-                span = sample * tl.cdiv(length, SPAN) + t // SPAN
-                tl.store(kept + (span * channels + channel + e) * N + n, state, mask=exists)
+        if KEEP and t % SPAN == 0:
+            span = sample * tl.cdiv(length, SPAN) + t // SPAN
+            tl.store(kept + (span * channels + channel + e) * N + n, state, mask=exists)
         x_t, dt_t, B_t, C_t = next_x, next_dt, next_B, next_C
         outputs = y + row * channels + e
         row += time_stride

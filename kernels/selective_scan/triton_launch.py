@@ -17,7 +17,7 @@ class Tuning(NamedTuple):
 
     Attributes:
         span: tokens between the states that the backward pass finds kept.
-        step: of them, those whose states it has in registers; divides span.
+        step: of them, those whose states it has in registers, fewer where a lane has many numbers; divides span.
         forward_numbers, backward_numbers: of the state that a lane has, about.
         backward_registers: a lane's, at most; None: as many as the compiler likes.
         least_chunk: tokens that a chunk has at least, a multiple of span.
@@ -59,6 +59,11 @@ class Blocks(NamedTuple):
     EL: int
     group_blocks: int
 
+    @property
+    def numbers(self) -> int:
+        """Of a state tile that a lane has."""
+        return self.NR * self.ER
+
     def constants(self) -> dict[str, int]:
         """Compile-time arguments and launch of the kernels that have such a tile."""
         return {"NR": self.NR, "ER": self.ER, "NL": self.NL, "EL": self.EL, "num_warps": 1}
@@ -91,12 +96,13 @@ def cut_chunks(x: Tensor, length: int, programs: int) -> Chunks:
 
 
 def forward(
-    rows: Rows, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, first: Tensor, training: bool
+    rows: Rows, training: bool, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, first: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward kernels. All tensors are contiguous; `training` keeps what the gradient needs.
 
     Args:
         rows: where tokens lie.
+        training: whether there will be a backward pass.
         x: [rows, c], as two or more dimensions.
         dt: fp32, of x's shape.
         A: fp32 [c, n], n a power of two.
@@ -104,7 +110,6 @@ def forward(
         C: of B's shape.
         D: fp32 [c].
         first: fp32 [samples, c, n], the state before the first token.
-        training: whether there will be a backward pass.
 
     Returns:
         y: of x's shape and dtype.
@@ -156,6 +161,7 @@ def backward(
     (channels, size), groups = A.shape, B.shape[-2]
     num_rows = rows.samples * rows.length
     blocks = cut_blocks(channels // groups, size, TUNING.backward_numbers)
+    step = max(1, TUNING.step * TUNING.backward_numbers // max(TUNING.backward_numbers, blocks.numbers))
     part_blocks = -(-blocks.group_blocks // max(1, TUNING.parts // groups))
     parts = -(-blocks.group_blocks // part_blocks)
     chunks = cut_chunks(x, rows.length, rows.samples * groups * parts)
@@ -169,7 +175,7 @@ def backward(
         triton_backward.walk_backward[rows.samples * chunks.chunks * groups * parts,](
             dy, x, dt, A, B, C, D, kept, after, dx, ddt, dA, dB, dC, dD, dfirst, rows.length, num_rows, *chunks,
             parts, part_blocks, blocks.group_blocks, channels // groups, rows.sample_stride, rows.time_stride, 1,
-            G=groups, N=size, SPAN=TUNING.span, STEP=TUNING.step, maxnreg=TUNING.backward_registers,
+            G=groups, N=size, SPAN=TUNING.span, STEP=step, maxnreg=TUNING.backward_registers,
             **blocks.constants(),
         )  # fmt: skip
     return dx, ddt, dA.sum(0), dB.sum(0).view(B.shape), dC.sum(0).view(C.shape), dD.sum(0), dfirst

@@ -3,7 +3,7 @@
 Every token asks for sums over the state's numbers and over channels, and what crosses lanes is dear. So a lane holds
 some of both: a tile is [NR, ER, NL, EL], where the last two dimensions are the warp's 32 lanes and the first two what a
 lane has. State number n is at n // NL, n % NL, channel e of the block at e // EL, e % EL. Only sums cross lanes: what
-depends on the channel alone is [1, ER, NL, EL], what depends on n alone [NR, 1, NL, EL], and each lane reads for itself.
+depends on the channel alone is [1, ER, NL, EL], what depends on n alone [NR, 1, NL, EL]; each lane reads its own.
 """
 
 # mypy: ignore-errors

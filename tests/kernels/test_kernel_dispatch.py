@@ -14,12 +14,20 @@ Q = torch.zeros(1, 1, 1, 1)
 def test_on_a_cpu_auto_means_the_reference(obstacle, caplog):
     caplog.set_level(logging.DEBUG, logger="kernels.dispatch")
     assert choose_triton_or_reference("walk", "auto", Q, obstacle).name == "reference"
-    assert "walk: reference (Triton's kernels need a GPU, and q is on cpu)" in caplog.text
+    assert "walk: reference (Triton's kernels need a GPU, and the inputs are on cpu)" in caplog.text
 
 
 def test_what_is_asked_for_is_taken():
     assert choose_triton_or_reference("walk", "triton", Q, None).name == "triton"
     assert choose_triton_or_reference("walk", "reference", Q, "it rains: wait").name == "reference"
+
+
+def test_the_first_plain_form_is_the_automatic_one():
+    forms = ("swift", "slow")
+    assert choose_triton_or_reference("walk", "auto", Q, None, forms).name == "swift"
+    assert choose_triton_or_reference("walk", "slow", Q, None, forms).name == "slow"
+    with pytest.raises(ValueError, match=r"but walk has: use one of .'auto', 'swift', 'slow', 'triton'.$"):
+        choose_triton_or_reference("walk", "reference", Q, None, forms)
 
 
 def test_triton_is_refused_with_the_obstacle():
