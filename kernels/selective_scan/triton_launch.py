@@ -27,10 +27,10 @@ class Tuning(NamedTuple):
     """
 
     span: int = 16
-    step: int = 8
+    step: int = 4
     forward_numbers: int = 16
     backward_numbers: int = 8
-    backward_registers: int | None = 168
+    backward_registers: int | None = 128
     least_chunk: int = 128
     alone: int = 12
     programs: int = 64
@@ -161,7 +161,7 @@ def backward(
     (channels, size), groups = A.shape, B.shape[-2]
     num_rows = rows.samples * rows.length
     blocks = cut_blocks(channels // groups, size, TUNING.backward_numbers)
-    step = max(1, TUNING.step * TUNING.backward_numbers // max(TUNING.backward_numbers, blocks.numbers))
+    step = max(1, TUNING.step // -(-blocks.numbers // TUNING.backward_numbers))
     part_blocks = -(-blocks.group_blocks // max(1, TUNING.parts // groups))
     parts = -(-blocks.group_blocks // part_blocks)
     chunks = cut_chunks(x, rows.length, rows.samples * groups * parts)
