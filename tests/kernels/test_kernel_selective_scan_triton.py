@@ -28,26 +28,27 @@ def short_chunks(monkeypatch):
 
 
 def draw(length, channels=12, size=4, groups=None, batch=1, dtype=FP32, step=1.0):
-    """All tensors of a call, in the order of NAMES."""
+    """All tensors of a call, in the order of NAMES, and gradients of the output and the last state."""
     gen = torch.Generator().manual_seed(0)
 
     def normal(*shape):
         return torch.randn(*shape, generator=gen).to(DEVICE)
 
     inner = (length, size) if groups is None else (length, groups, size)
-    x, B, C = (normal(batch, *shape).to(dtype) for shape in [(length, channels), inner, inner])
+    shapes = [(length, channels), inner, inner, (length, channels)]
+    x, B, C, dy = (normal(batch, *shape).to(dtype) for shape in shapes)
     dt = step * softplus(normal(batch, length, channels))
-    return [x, dt, -normal(channels, size).exp(), B, C, normal(channels), normal(batch, channels, size)]
+    state, dlast = (normal(batch, channels, size) for _ in range(2))
+    return [x, dt, -normal(channels, size).exp(), B, C, normal(channels), state, dy, dlast]
 
 
 def run(tensors, implementation, *, rest=True):
     """Give the output, the last state and the gradients; without `rest` no skip and no first state."""
+    *tensors, dy, dlast = tensors
     inputs = [x.detach().requires_grad_() for x in (tensors if rest else tensors[:5])]
     options = dict(zip(["D", "initial_state"], inputs[5:], strict=False))
     y, last = selective_scan(*inputs[:5], return_final_state=True, implementation=implementation, **options)
-    gen = torch.Generator().manual_seed(1)
-    grads = [torch.randn(z.shape, generator=gen).to(DEVICE).to(z.dtype) for z in (y, last)]
-    return y, last, *torch.autograd.grad((y, last), inputs, grads)
+    return y, last, *torch.autograd.grad((y, last), inputs, (dy, dlast))
 
 
 def check(tensors, **options):
@@ -102,7 +103,7 @@ def test_a_step_of_zero_leaves_the_state():
     tensors = draw(18)
     tensors[1].zero_()
     check(tensors)
-    assert torch.equal(run(tensors, "triton")[1], tensors[-1])
+    assert torch.equal(run(tensors, "triton")[1], tensors[6])
 
 
 def test_strong_decay_forgets_and_stays_finite():
@@ -135,7 +136,7 @@ def test_without_a_gradient_no_states_are_kept():
     assert torch.equal(y, run(tensors, "triton")[0])
     rows = triton_launch.Rows(1, 18, 18, 1)
     B, C = (x[:, :, None] for x in tensors[3:5])
-    assert triton_launch.forward(rows, False, *tensors[:3], B, C, *tensors[5:])[2].numel() == 0
+    assert triton_launch.forward(rows, False, *tensors[:3], B, C, *tensors[5:7])[2].numel() == 0
 
 
 @needs_gpu
