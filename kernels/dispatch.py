@@ -155,14 +155,23 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_TRITON_HEAD_DIM = 256
 
 
-def triton_obstacle(q_bthd: Tensor, v_bshe: Tensor) -> str | None:
-    """Say why our Triton attention kernels cannot take these tensors, with the mend; None when they can."""
+def triton_obstacle(**tensors: Tensor) -> str | None:
+    """Say why no Triton kernel of ours can take these tensors, by name, with the mend; None when one may."""
     if not HAS_TRITON:
         return "Triton is not installed: pip install triton"
-    if not (q_bthd.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
-        return f"q is on {q_bthd.device}: move it to a GPU"
-    if q_bthd.dtype not in TRITON_DTYPES:
-        return f"q has dtype {q_bthd.dtype}: convert it to one of {[str(dtype) for dtype in TRITON_DTYPES]}"
+    for name, x in tensors.items():
+        if not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+            return f"{name} is on {x.device}: move it to a GPU"
+        if x.dtype not in TRITON_DTYPES:
+            return f"{name} has dtype {x.dtype}: convert it to one of {[str(dtype) for dtype in TRITON_DTYPES]}"
+    return None
+
+
+def triton_attention_obstacle(q_bthd: Tensor, v_bshe: Tensor) -> str | None:
+    """Say why our Triton attention kernels cannot take these tensors, with the mend; None when they can."""
+    obstacle = triton_obstacle(q=q_bthd)
+    if obstacle is not None:
+        return obstacle
     if q_bthd.shape[3] > MAX_TRITON_HEAD_DIM:
         return f"q has head_dim {q_bthd.shape[3]}: give at most {MAX_TRITON_HEAD_DIM}"
     if v_bshe.shape[3] != q_bthd.shape[3]:
@@ -199,9 +208,11 @@ def choose_fast_or_plain(
     return chosen
 
 
-def choose_triton_or_reference(op: str, requested: str, q_bthd: Tensor, obstacle: str | None) -> Choice:
-    """As `choose_fast_or_plain`, for an op that has "triton" and "reference"."""
-    return choose_fast_or_plain(op, requested, q_bthd, obstacle, Choice("triton", "fused on CUDA"), ["reference"])
+def choose_triton_or_reference(
+    op: str, requested: str, x: Tensor, obstacle: str | None, plain: Sequence[str] = ("reference",)
+) -> Choice:
+    """As `choose_fast_or_plain`, for an op that has "triton"."""
+    return choose_fast_or_plain(op, requested, x, obstacle, Choice("triton", "fused on CUDA"), plain)
 
 
 @cache

@@ -19,6 +19,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """Whether kernels run in Triton's interpreter, on the CPU."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 
 MAX_INT32 = tl.constexpr(2**31 - 1)
 

@@ -7,11 +7,15 @@ import torch
 from torch import Tensor
 
 from kernels.attention_math import compute_dtype
-from kernels.dispatch import Choice, check_any_floating, choose, full_precision
+from kernels.dispatch import check_any_floating, choose_triton_or_reference, full_precision, triton_obstacle
+from kernels.selective_scan.op import selective_scan_triton
 from kernels.selective_scan.reference import chunked, recurrent
 
-Implementation = Literal["auto", "recurrent", "chunked"]
-_IMPLEMENTATIONS = {"recurrent": recurrent, "chunked": chunked}
+Implementation = Literal["auto", "recurrent", "chunked", "triton"]
+_PLAIN = {"chunked": chunked, "recurrent": recurrent}
+
+MAX_TRITON_STATE = 64
+"""Numbers in a channel's state, for the Triton form: more would not fit in a warp's registers."""
 
 
 @overload
@@ -65,7 +69,8 @@ def selective_scan(
         D: skip [c], any floating dtype; None for none.
         initial_state: [b, c, n] before the first token; None for zeros.
         return_final_state: also return the state after the last token.
-        implementation: "recurrent", "chunked", or "auto".
+        implementation: "recurrent"; "chunked"; "triton", for n a power of two up to 64 and fp32 dt and A; or "auto",
+            triton where it can, else chunked.
 
     Returns:
         y [b, t, c] in x's dtype; with return_final_state also the state [b, c, n] in fp32 (or float64).
@@ -76,8 +81,18 @@ def selective_scan(
     Source: Gu, Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (arXiv 2312.00752).
     """
     _check(x, dt, A, B, C, D, initial_state)
-    automatic = Choice("chunked", "the faster of the plain torch forms")
-    form = _IMPLEMENTATIONS[choose("selective_scan", implementation, _IMPLEMENTATIONS, automatic).name]
+    obstacle = _obstacle(x, dt, A, B, C)
+    form = choose_triton_or_reference("selective_scan", implementation, x, obstacle, tuple(_PLAIN)).name
+    if form == "triton":
+        y, state = selective_scan_triton(x, dt, A, B, C, D, initial_state)
+    else:
+        y, state = _run_plain(form, x, dt, A, B, C, D, initial_state)
+    return (y, state) if return_final_state else y
+
+
+def _run_plain(
+    form: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
     dtype, groups = compute_dtype(x), B.shape[2] if B.dim() == 4 else 1
     if initial_state is None:
         initial_state = torch.zeros(x.shape[0], *A.shape, dtype=dtype, device=x.device)
@@ -85,12 +100,24 @@ def selective_scan(
         x_btge, dt_btge = (y.to(dtype).unflatten(2, (groups, -1)) for y in (x, dt))
         B_btgn, C_btgn = ((y if y.dim() == 4 else y[:, :, None]).to(dtype) for y in (B, C))
         A_gen, state_bgen = A.to(dtype).unflatten(0, (groups, -1)), initial_state.to(dtype).unflatten(1, (groups, -1))
-        y_btge, state_bgen = form(x_btge, dt_btge, A_gen, B_btgn, C_btgn, state_bgen=state_bgen)
+        y_btge, state_bgen = _PLAIN[form](x_btge, dt_btge, A_gen, B_btgn, C_btgn, state_bgen=state_bgen)
         y = y_btge.flatten(2)
         if D is not None:
             y = y + D.to(dtype) * x.to(dtype)
-    y = y.to(x.dtype)
-    return (y, state_bgen.flatten(1, 2)) if return_final_state else y
+    return y.to(x.dtype), state_bgen.flatten(1, 2)
+
+
+def _obstacle(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> str | None:
+    obstacle = triton_obstacle(x=x, B=B, C=C)
+    if obstacle is not None:
+        return obstacle
+    for name, tensor in (("dt", dt), ("A", A)):
+        if tensor.dtype != torch.float32:
+            return f"{name} has dtype {tensor.dtype}: convert it to torch.float32"
+    size = A.shape[1]
+    if size > MAX_TRITON_STATE or size & (size - 1):
+        return f"A has state size {size}: give a power of two up to {MAX_TRITON_STATE}"
+    return None
 
 
 def _check(

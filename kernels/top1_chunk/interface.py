@@ -11,7 +11,7 @@ from kernels.dispatch import (
     choose_triton_or_reference,
     full_precision,
     resolve_scale,
-    triton_obstacle,
+    triton_attention_obstacle,
 )
 from kernels.documents import by_document, document_bounds
 from kernels.top1_chunk.op import relative_choice, top1_chunk
@@ -135,4 +135,4 @@ def _check_options(chunk_size: int, top_k: int, score: str) -> None:
 def _obstacle(q: Tensor, v: Tensor, chunk_size: int) -> str | None:
     if chunk_size not in TRITON_CHUNK_SIZES:
         return f"chunk_size is {chunk_size}: give one of {list(TRITON_CHUNK_SIZES)}"
-    return triton_obstacle(q, v)
+    return triton_attention_obstacle(q, v)

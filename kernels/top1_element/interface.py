@@ -11,7 +11,7 @@ from kernels.dispatch import (
     choose_triton_or_reference,
     full_precision,
     resolve_scale,
-    triton_obstacle,
+    triton_attention_obstacle,
 )
 from kernels.documents import by_document, document_bounds
 from kernels.top1_element.op import relative_choice, top1_element
@@ -110,4 +110,4 @@ def top1_element_attention(
 def _obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if k.shape[0] * k.shape[1] > MAX_TOKENS:
         return f"k has {k.shape[0]} rows of {k.shape[1]} keys: give at most {MAX_TOKENS} in all"
-    return triton_obstacle(q, v)
+    return triton_attention_obstacle(q, v)

@@ -16,7 +16,7 @@ from megatron_ext.platform import Platform
 from megatron_ext.training.build import model_shape
 
 LENGTH, VOCABULARY = 24, 100
-HYBRID = "attention,gated_deltanet,top1_chunk,mamba2,nsa,mamba,retnet,attention"
+HYBRID = "attention,gated_deltanet,top1_chunk,mamba2,nsa,mamba,rwkv7,retnet,attention"
 MIXERS = {
     "attention": {"position_encoding": "learned", "window": 7},
     "top1_chunk": {"chunk_size": 4},
@@ -25,11 +25,14 @@ MIXERS = {
 }
 
 
-@pytest.fixture(params=["fp32", "bf16"])
+@pytest.fixture(params=[("fp32", "transformer"), ("bf16", "transformer"), ("fp32", "rwkv7")], ids="-".join)
 def model(request: pytest.FixtureRequest, one_process: Any) -> torch.nn.Module:
     """A hybrid with a learned position table; large initial weights, so that every layer matters."""
-    sizes = ModelConfig(pattern=HYBRID, hidden_size=32, num_attention_heads=4, num_query_groups=2, init_std=0.2)
-    data, training = DataConfig(path="none", seq_length=LENGTH), TrainingConfig(precision=request.param)
+    precision, block = request.param
+    sizes = ModelConfig(
+        pattern=HYBRID, hidden_size=32, num_attention_heads=4, num_query_groups=2, init_std=0.2, block=block
+    )
+    data, training = DataConfig(path="none", seq_length=LENGTH), TrainingConfig(precision=precision)
     config = derive(RunConfig(data=data, model=sizes, mixers=MIXERS, training=training))
     cpu = Platform(torch.device("cpu"), "gloo")
     shape = model_shape(config, cpu, VOCABULARY)

@@ -17,6 +17,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from kernels.selective_scan.op import selective_scan_triton
 from kernels.top1_chunk import triton_launch, triton_launch_screening
 from kernels.top1_chunk.op import top1_chunk, top1_chunk_backward
 from kernels.top1_element.op import top1_element, top1_element_backward
@@ -72,6 +73,13 @@ def element(tokens: int, d: int) -> None:
                 top1_element_backward(out, q, k, v, mixed, lse, chosen, None, estimator, 1.0, 0)
 
 
+def scan(size: int) -> None:
+    x = torch.zeros(1, 300, 96, dtype=torch.bfloat16, requires_grad=True)
+    B = torch.zeros(1, 300, 1, size, dtype=torch.bfloat16)
+    y, _ = selective_scan_triton(x, torch.zeros(1, 300, 96), torch.zeros(96, size), B, B, None, None)
+    y.sum().backward()
+
+
 def main() -> None:
     driver.set_active(Target())
     JITFunction.__getitem__ = GluonJITFunction.__getitem__ = compile_only
@@ -86,6 +94,8 @@ def main() -> None:
     chunk(1024, 128, 128, "approx", backward=False)
     chunk(1024, 64, 64, "approx", backward=False)
     element(300, 128)
+    for size in (1, 16, 64):
+        scan(size)
     print(*sorted(compiled))
 
 

@@ -22,6 +22,14 @@ def test_what_is_asked_for_is_taken():
     assert choose_triton_or_reference("walk", "reference", Q, "it rains: wait").name == "reference"
 
 
+def test_the_first_plain_form_is_the_automatic_one():
+    forms = ("swift", "slow")
+    assert choose_triton_or_reference("walk", "auto", Q, None, forms).name == "swift"
+    assert choose_triton_or_reference("walk", "slow", Q, None, forms).name == "slow"
+    with pytest.raises(ValueError, match=r"but walk has: use one of .'auto', 'swift', 'slow', 'triton'.$"):
+        choose_triton_or_reference("walk", "reference", Q, None, forms)
+
+
 def test_triton_is_refused_with_the_obstacle():
     with pytest.raises(ValueError, match=r"^implementation is 'triton', but it rains: wait$"):
         choose_triton_or_reference("walk", "triton", Q, "it rains: wait")

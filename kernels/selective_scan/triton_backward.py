@@ -1,0 +1,162 @@
+"""Gradients of the selective scan, in Triton.
+
+The adjoint of the state goes the other way: with dh what reaches the state after token t, own reading included,
+
+    dh = carry + C dy;  carry <- exp2(dt rate) dh
+
+so chunks are joined as in the forward pass: `find_chunk_starts` from a zero adjoint after each, `join_chunks`, and then
+`walk_backward`. States are found again from those that were kept, STEP at a time in registers. With h' the state before
+the token, w = dt x, and sums over n:
+
+    dB = dh w;  dC = dy h;  dw = sum dh B;  dx = dw dt + D dy;  ddt = dw x + sum carry h' A;  dA = carry h' dt
+
+Each program owns what it writes, so nothing is atomic and sums have one order.
+"""
+
+# mypy: ignore-errors
+# Triton compiles what is below; pointers and tiles have no type in Python.
+
+import triton
+import triton.language as tl
+
+from kernels.selective_scan.triton_forward import place_in_grid
+from kernels.selective_scan.triton_tile import load_float, load_token, place_in_tile, sum_over_channels, sum_over_states
+from kernels.triton_math import LN2, LOG2E
+
+
+@triton.jit(do_not_specialize=["unit"])
+def find_chunk_starts(
+    dy, dt, A, C, starts, spent, length, chunk_length, chunks, group_blocks, group_channels, sample_stride, time_stride,
+    unit,
+    G: tl.constexpr, N: tl.constexpr, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr,
+):  # fmt: skip
+    """The adjoint of the state before each chunk if nothing comes after it. Grid (samples * chunks * G * group_blocks).
+
+    Tensors and numbers as in `triton_forward.find_chunk_ends`, and:
+        dy: gradient of the output [rows, channels].
+        C: [rows, G, N].
+        starts: fp32 [samples, chunks, channels, N], out.
+    """
+    sample, chunk, group, channel, count = place_in_grid(
+        tl.program_id(0), chunks, group_blocks, group_channels, G, ER * EL
+    )
+    n, e, _, e_writer = place_in_tile(unit, NR, ER, NL, EL)
+    exists, channels = e < count, G * group_channels
+    begin, end = chunk * chunk_length, tl.minimum((chunk + 1) * chunk_length, length)
+    dy, dt, C = dy + channel, dt + channel, C + group * N
+    rate = load_float(A + (channel + e) * N + n, exists) * LOG2E
+    carry = tl.zeros([NR, ER, NL, EL], tl.float32)
+    total = tl.zeros([1, ER, NL, EL], tl.float32)
+    row = sample.to(tl.int64) * sample_stride + (end - 1).to(tl.int64) * time_stride
+    next_dy, next_dt, next_C = load_token(dy, dt, C, row, begin < end, exists, n, e, channels, G * N)
+    for t in range(begin, end):
+        dy_t, dt_t, C_t = next_dy, next_dt, next_C
+        row -= time_stride
+        next_dy, next_dt, next_C = load_token(dy, dt, C, row, t + 1 < end, exists, n, e, channels, G * N)
+        carry = tl.exp2(dt_t * rate) * (carry + dy_t * C_t)
+        total += dt_t
+    place = (sample.to(tl.int64) * chunks + chunk) * channels + channel + e
+    tl.store(starts + place * N + n, carry, mask=exists)
+    tl.store(spent + place, total, mask=exists & e_writer)
+
+
+@triton.jit
+def _states_of_step(
+    state, rate, x, dt, B, row, time_stride, count, before, exists, n, e, channels, B_stride, STEP: tl.constexpr
+):
+    """The states around the tokens of a step: a tuple of STEP + 1 tiles, the first the one before it.
+
+    Args:
+        state: tile at `row`, the first of the span's.
+        count: tokens of the span that exist.
+        before: of them before the step.
+    """
+    for _ in range(before):
+        x_t, dt_t, B_t = load_token(x, dt, B, row, count > 0, exists, n, e, channels, B_stride)
+        state = tl.exp2(dt_t * rate) * state + (dt_t * x_t) * B_t
+        row += time_stride
+    states = (state,)
+    for i in tl.static_range(STEP):
+        x_t, dt_t, B_t = load_token(x, dt, B, row, before + i < count, exists, n, e, channels, B_stride)
+        state = tl.exp2(dt_t * rate) * state + (dt_t * x_t) * B_t
+        states += (state,)
+        row += time_stride
+    return states
+
+
+@triton.jit(do_not_specialize=["unit"])
+def walk_backward(
+    dy, x, dt, A, B, C, D, kept, after, dx, ddt, dA, dB, dC, dD, dfirst, length, rows, chunk_length, chunks,
+    parts, part_blocks, group_blocks, group_channels, sample_stride, time_stride, unit,
+    G: tl.constexpr, N: tl.constexpr, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr,
+    SPAN: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Write all gradients. Grid (samples * chunks * G * parts).
+
+    A program has part_blocks blocks of channels, one after the other, and adds up their dB and dC.
+
+    Tensors and numbers as in `triton_forward.walk_forward`, and:
+        dy: gradient of the output [rows, channels].
+        kept: fp32 [samples, spans, channels, N], the state before every SPAN tokens.
+        after: fp32 [samples, chunks, channels, N], the adjoint of the state after each chunk, as what follows uses it.
+        dx, ddt: [rows, channels], out; ddt fp32.
+        dA: fp32 [samples * chunks, channels, N], out.
+        dB, dC: fp32 [parts, rows, G, N], out.
+        dD: fp32 [samples * chunks, channels], out.
+        dfirst: fp32 [samples, channels, N], out: gradient of the first state.
+        rows: samples * length.
+        parts: of a group's blocks, part_blocks each; the last one may have fewer.
+    """
+    sample, chunk, group, first_channel, _ = place_in_grid(tl.program_id(0), chunks, parts, group_channels, G, 0)
+    part = tl.program_id(0) % parts
+    n, e, n_writer, e_writer = place_in_tile(unit, NR, ER, NL, EL)
+    channels = G * group_channels
+    begin, end = chunk * chunk_length, tl.minimum((chunk + 1) * chunk_length, length)
+    sample = sample.to(tl.int64)
+    place = sample * chunks + chunk
+    B, C = B + group * N, C + group * N
+    dB, dC = dB + (part.to(tl.int64) * rows * G + group) * N, dC + (part.to(tl.int64) * rows * G + group) * N
+    for block in range(part * part_blocks, tl.minimum((part + 1) * part_blocks, group_blocks)):
+        exists = e < group_channels - block * ER * EL
+        channel = first_channel + block * ER * EL
+        x_c, dt_c, dy_c, dx_c, ddt_c = x + channel, dt + channel, dy + channel, dx + channel, ddt + channel
+        rate = load_float(A + (channel + e) * N + n, exists) * LOG2E
+        skip = load_float(D + channel + e, exists)
+        carry = load_float(after + (place * channels + channel + e) * N + n, exists)
+        dA_e, dD_e = tl.zeros([NR, ER, NL, EL], tl.float32), tl.zeros([1, ER, NL, EL], tl.float32)
+        added = block > part * part_blocks
+        for j in range(tl.cdiv(end - begin, STEP)):
+            step = begin + (tl.cdiv(end - begin, STEP) - 1 - j) * STEP
+            span = sample * tl.cdiv(length, SPAN) + step // SPAN
+            span_row = sample * sample_stride + (step // SPAN * SPAN).to(tl.int64) * time_stride
+            state = load_float(kept + (span * channels + channel + e) * N + n, exists)
+            states = _states_of_step(
+                state, rate, x_c, dt_c, B, span_row, time_stride, end - step // SPAN * SPAN, step % SPAN,
+                exists, n, e, channels, G * N, STEP,
+            )  # fmt: skip
+            for i in tl.static_range(STEP - 1, -1, -1):
+                row = sample * sample_stride + (step + i).to(tl.int64) * time_stride
+                valid = step + i < end
+                x_t, dt_t, B_t = load_token(x_c, dt_c, B, row, valid, exists, n, e, channels, G * N)
+                dy_t = load_float(dy_c + row * channels + e, exists & valid)
+                C_t = load_float(C + row * G * N + n, valid)
+                dB_t = load_float(dB + row * G * N + n, valid & added)
+                dC_t = load_float(dC + row * G * N + n, valid & added)
+                dh = carry + dy_t * C_t
+                carry = tl.exp2(dt_t * rate) * dh
+                through = carry * states[i]
+                dw_t = sum_over_states(dh * B_t)
+                ddt_t = dw_t * x_t + sum_over_states(through * rate) * LN2
+                dx_t = dw_t * dt_t + skip * dy_t
+                dB_t += sum_over_channels(dh * (dt_t * x_t))
+                dC_t += sum_over_channels(dy_t * states[i + 1])
+                dA_e += through * dt_t
+                dD_e += dy_t * x_t
+                tl.store(dx_c + row * channels + e, dx_t.to(dx.dtype.element_ty), mask=exists & e_writer & valid)
+                tl.store(ddt_c + row * channels + e, ddt_t, mask=exists & e_writer & valid)
+                tl.store(dB + row * G * N + n, dB_t, mask=n_writer & valid)
+                tl.store(dC + row * G * N + n, dC_t, mask=n_writer & valid)
+        tl.store(dA + (place * channels + channel + e) * N + n, dA_e, mask=exists)
+        tl.store(dD + place * channels + channel + e, dD_e, mask=exists & e_writer)
+        if chunk == 0:
+            tl.store(dfirst + (sample * channels + channel + e) * N + n, carry, mask=exists)

@@ -1,0 +1,155 @@
+"""The walk over the tokens, in parallel over chunks of them, in Triton.
+
+Each chunk's end is found from a zero state (`find_chunk_ends`), from those the state before each chunk (`join_chunks`),
+and from it the chunk's outputs (`walk_forward`). With rates in units of log2:
+
+    h <- exp2(dt rate) h + (dt x) B;  y = C . h + D x
+
+A program has a chunk of one sample, and a block of ER * EL channels of one group; its tile of states is that of
+`triton_tile`. Token t of sample s is row s * sample_stride + t * time_stride.
+"""
+
+# mypy: ignore-errors
+# Triton compiles what is below; pointers and tiles have no type in Python.
+
+import triton
+import triton.language as tl
+
+from kernels.selective_scan.triton_tile import load_float, load_token, place_in_tile, sum_over_states
+from kernels.triton_math import LOG2E
+
+
+@triton.jit
+def place_in_grid(program, chunks, group_blocks, group_channels, G: tl.constexpr, BLOCK: tl.constexpr):
+    """What a program has, of all samples * chunks * G * group_blocks.
+
+    Returns:
+        sample, chunk, group: where it is; the group is that of its B and C.
+        channel: the block's first.
+        count: channels from there to the group's end.
+    """
+    block, part = program % group_blocks, program // group_blocks
+    group, part = part % G, part // G
+    sample, chunk = part // chunks, part % chunks
+    return sample, chunk, group, group * group_channels + block * BLOCK, group_channels - block * BLOCK
+
+
+@triton.jit(do_not_specialize=["unit"])
+def find_chunk_ends(
+    x, dt, A, B, ends, spent, length, chunk_length, chunks, group_blocks, group_channels, sample_stride, time_stride,
+    unit,
+    G: tl.constexpr, N: tl.constexpr, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr,
+):  # fmt: skip
+    """The state at each chunk's end if it begins with zeros. Grid (samples * chunks * G * group_blocks).
+
+    Tensors:
+        x, dt: [rows, channels], dt fp32.
+        A: fp32 [channels, N].
+        B: [rows, G, N].
+        ends: fp32 [samples, chunks, channels, N], out.
+        spent: fp32 [samples, chunks, channels], out: the chunk's sum of dt.
+
+    Numbers:
+        length: tokens of a sample.
+        chunk_length, chunks: of a sample; the last chunk may be shorter.
+        group_blocks, group_channels: blocks of channels, and channels, of a group.
+        unit: see `triton_tile`.
+    """
+    sample, chunk, group, channel, count = place_in_grid(
+        tl.program_id(0), chunks, group_blocks, group_channels, G, ER * EL
+    )
+    n, e, _, e_writer = place_in_tile(unit, NR, ER, NL, EL)
+    exists, channels = e < count, G * group_channels
+    begin, end = chunk * chunk_length, tl.minimum((chunk + 1) * chunk_length, length)
+    x, dt, B = x + channel, dt + channel, B + group * N
+    rate = load_float(A + (channel + e) * N + n, exists) * LOG2E
+    state = tl.zeros([NR, ER, NL, EL], tl.float32)
+    total = tl.zeros([1, ER, NL, EL], tl.float32)
+    # The first token's numbers, then always the next one's: they arrive while this one is worked on.
+    row = sample.to(tl.int64) * sample_stride + begin.to(tl.int64) * time_stride
+    next_x, next_dt, next_B = load_token(x, dt, B, row, begin < end, exists, n, e, channels, G * N)
+    for t in range(begin, end):
+        x_t, dt_t, B_t = next_x, next_dt, next_B
+        row += time_stride
+        next_x, next_dt, next_B = load_token(x, dt, B, row, t + 1 < end, exists, n, e, channels, G * N)
+        state = tl.exp2(dt_t * rate) * state + (dt_t * x_t) * B_t
+        total += dt_t
+    place = (sample.to(tl.int64) * chunks + chunk) * channels + channel + e
+    tl.store(ends + place * N + n, state, mask=exists)
+    tl.store(spent + place, total, mask=exists & e_writer)
+
+
+@triton.jit
+def join_chunks(
+    ends, spent, A, first, chunks, channels,
+    N: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Put into each chunk's place the state it begins with, from what each ends with. Grid (samples, number blocks).
+
+    REVERSED: from the last chunk to the first, as adjoints go. A program has BLOCK of a sample's channels * N numbers.
+
+    Tensors:
+        ends: fp32 [samples, chunks, channels, N]: the chunk's own part of the state after it; replaced.
+        spent: fp32 [samples, chunks, channels].
+        A: fp32 [channels, N].
+        first: fp32 [samples, channels, N], the state that the first chunk on the way begins with.
+    """
+    sample = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = i < channels * N
+    rate = load_float(A + i, exists) * LOG2E
+    state = load_float(first + sample * channels * N + i, exists)
+    for j in range(chunks):
+        chunk = sample * chunks + (chunks - 1 - j if REVERSED else j)
+        end = load_float(ends + chunk * channels * N + i, exists)
+        dt = load_float(spent + chunk * channels + i // N, exists)
+        tl.store(ends + chunk * channels * N + i, state, mask=exists)
+        state = tl.exp2(dt * rate) * state + end
+
+
+@triton.jit(do_not_specialize=["unit"])
+def walk_forward(
+    x, dt, A, B, C, D, before, y, kept, last, length, chunk_length, chunks, group_blocks, group_channels,
+    sample_stride, time_stride, unit,
+    G: tl.constexpr, N: tl.constexpr, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr,
+    SPAN: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Write the outputs and the last state. Grid (samples * chunks * G * group_blocks).
+
+    Tensors and numbers as in `find_chunk_ends`, and:
+        C: [rows, G, N].
+        D: fp32 [channels].
+        before: fp32 [samples, chunks, channels, N], the state before each chunk.
+        y: [rows, channels], out.
+        kept: fp32 [samples, spans, channels, N], out where KEEP: the state before every SPAN tokens, which divides
+            chunk_length if there are several chunks.
+        last: fp32 [samples, channels, N], out: the state after the last token.
+    """
+    sample, chunk, group, channel, count = place_in_grid(
+        tl.program_id(0), chunks, group_blocks, group_channels, G, ER * EL
+    )
+    n, e, _, e_writer = place_in_tile(unit, NR, ER, NL, EL)
+    exists, channels = e < count, G * group_channels
+    begin, end = chunk * chunk_length, tl.minimum((chunk + 1) * chunk_length, length)
+    sample = sample.to(tl.int64)
+    rate = load_float(A + (channel + e) * N + n, exists) * LOG2E
+    skip = load_float(D + channel + e, exists)
+    state = load_float(before + ((sample * chunks + chunk) * channels + channel + e) * N + n, exists)
+    row = sample * sample_stride + begin.to(tl.int64) * time_stride
+    x, dt, B, C, y = x + channel, dt + channel, B + group * N, C + group * N, y + channel
+    next_x, next_dt, next_B = load_token(x, dt, B, row, begin < end, exists, n, e, channels, G * N)
+    next_C = load_float(C + row * G * N + n, begin < end)
+    for t in range(begin, end):
+        if KEEP and t % SPAN == 0:
+            span = sample * tl.cdiv(length, SPAN) + t // SPAN
+            tl.store(kept + (span * channels + channel + e) * N + n, state, mask=exists)
+        x_t, dt_t, B_t, C_t = next_x, next_dt, next_B, next_C
+        outputs = y + row * channels + e
+        row += time_stride
+        next_x, next_dt, next_B = load_token(x, dt, B, row, t + 1 < end, exists, n, e, channels, G * N)
+        next_C = load_float(C + row * G * N + n, t + 1 < end)
+        state = tl.exp2(dt_t * rate) * state + (dt_t * x_t) * B_t
+        y_t = sum_over_states(state * C_t) + skip * x_t
+        tl.store(outputs, y_t.to(y.dtype.element_ty), mask=exists & e_writer)
+    if chunk == chunks - 1:
+        tl.store(last + (sample * channels + channel + e) * N + n, state, mask=exists)
