@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_ext.mixers.memory import LooksBack
 from megatron_ext.mixers.past import BEGINNING, Past
-from megatron_ext.parallel.exchange import heads_to_sequence, same_on_ranks, sequence_to_heads
+from megatron_ext.parallel.exchange import gather_sequence, heads_to_sequence, same_on_ranks, sequence_to_heads
 from megatron_ext.parallel.parameters import Initializer, new_parameter
 
 
@@ -47,12 +47,14 @@ class Part:
         num_units: units given.
         first_position: position in the sequence of the first row given.
         past: what lies before that row.
+        shared: features that every unit is given beside its own, [t, b, width]; see `Mixer.shared_features`.
     """
 
     first_unit: int
     num_units: int
     first_position: int = 0
     past: Past = BEGINNING
+    shared: Tensor | None = None
 
 
 class Mixer(LooksBack, ABC):
@@ -140,8 +142,8 @@ class Mixer(LooksBack, ABC):
         """Mix the sequence.
 
         Args:
-            x_tbuw: projected features, [t, b, units, unit_width]; behind them, of each unit, the shared ones.
-            part: which units and positions these are.
+            x_tbuw: projected features, [t, b, units, unit_width].
+            part: which units and positions these are, and what all units are given.
 
         Returns:
             [t, b, units, output_width].
@@ -154,17 +156,13 @@ class Mixer(LooksBack, ABC):
 
         Megatron passes every kind of attention input by keyword; a mixer is causal by itself and needs none of them.
         """
-        o_tbuw = self._mix_over_context(self.features(hidden_states))
+        o_tbuw = self._mix_over_context(self.features(hidden_states), self.shared_features(hidden_states))
         return self.out_proj(o_tbuw.flatten(2))
 
     def features(self, hidden_states: Tensor) -> Tensor:
         """What `mix` is given, of this rank's units and its part of the context: [t, b, units, width]."""
         projected, _bias = self.in_proj(hidden_states)
-        x_tbuw = projected.unflatten(-1, (self.num_units_per_rank, self.unit_width()))
-        shared_tbw = self.shared_features(hidden_states)
-        if shared_tbw is None:
-            return x_tbuw
-        return torch.cat([x_tbuw, shared_tbw[:, :, None].expand(-1, -1, self.num_units_per_rank, -1)], -1)
+        return projected.unflatten(-1, (self.num_units_per_rank, self.unit_width()))
 
     def shared_features(self, hidden_states: Tensor) -> Tensor | None:
         """Features that every unit is given beside its own, [t, b, width], of this rank's part of the context."""
@@ -180,15 +178,16 @@ class Mixer(LooksBack, ABC):
             return gather_from_sequence_parallel_region(part, group=self.tp_group)
         return same_on_ranks(F.linear(hidden_states, weight), self.tp_group)
 
-    def _mix_over_context(self, x_tbuw: Tensor) -> Tensor:
+    def _mix_over_context(self, x_tbuw: Tensor, shared_tbw: Tensor | None) -> Tensor:
         cp, first = self.cp_group.size(), self.tp_group.rank() * self.num_units_per_rank
         units = self.num_units_per_rank
         if cp > 1 and self._exchanges_heads(x_tbuw):
-            part = Part(first + self.cp_group.rank() * (units // cp), units // cp)
+            shared = None if shared_tbw is None else gather_sequence(shared_tbw, self.cp_group)
+            part = Part(first + self.cp_group.rank() * (units // cp), units // cp, shared=shared)
             return heads_to_sequence(self.mix(sequence_to_heads(x_tbuw, self.cp_group), part), self.cp_group)
         assert cp == 1 or self.hands_on_states or self.gathers_keys_and_values, "the rules refuse this layout"
         first_position = self.cp_group.rank() * len(x_tbuw) if self.memory is None else self.memory.advance(len(x_tbuw))
-        return self.mix(x_tbuw, Part(first, units, first_position, self.past))
+        return self.mix(x_tbuw, Part(first, units, first_position, self.past, shared_tbw))
 
     def _exchanges_heads(self, x_tbuw: Tensor) -> bool:
         """Whether whole units change places with parts of the sequence; see `ParallelConfig.context_exchange`."""

@@ -12,9 +12,10 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from kernels.fusion import fused
 from kernels.gated_linear_attention import gated_linear_attention
 from megatron_ext.config.schema import STRICT
-from megatron_ext.mixers.base import Mixer, Part
+from megatron_ext.mixers.base import Mixer, Part, batch_first
 from megatron_ext.mixers.registry import register
 from megatron_ext.mixers.stateful import walk
 
@@ -55,12 +56,9 @@ class Based(Mixer):
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """See `Mixer.mix`: features, linear attention."""
-        width = self.mixer_config.feature_dim
-        q, k, v = x_tbuw.float().split([width, width, self.head_dim], -1)
-        # A value of 1 sums the weights.
-        values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-        sums = walk(gated_linear_attention, taylor_features(q), taylor_features(k), values, part=part, scale=1.0)
-        return (sums[..., :-1] / sums[..., -1:]).to(x_tbuw.dtype)
+        heads = featured_heads(x_tbuw, self.mixer_config.feature_dim)
+        sums_btue = walk(gated_linear_attention, *heads, part=part, scale=1.0)
+        return weighed(sums_btue).to(x_tbuw.dtype)
 
     @property
     def num_features(self) -> int:
@@ -75,6 +73,19 @@ class Based(Mixer):
     def mixing_flops(self, seq_length: int) -> float:
         """Writing to the state, reading from it, and the sum of weights."""
         return self.num_units() * 4 * self.num_features * (self.head_dim + 1)
+
+
+@fused
+def featured_heads(x_tbuw: Tensor, feature_dim: int) -> tuple[Tensor, ...]:
+    """Features of queries and keys, and values with a 1 behind them, which sums the weights: [b, t, u, ...] each."""
+    q, k, v = batch_first(x_tbuw).float().split([feature_dim, feature_dim, x_tbuw.shape[-1] - 2 * feature_dim], -1)
+    return taylor_features(q), taylor_features(k), torch.cat([v, torch.ones_like(v[..., :1])], -1)
+
+
+@fused
+def weighed(sums_btue: Tensor) -> Tensor:
+    """Sums over the weights behind them: [b, t, u, e + 1] to [t, b, u, e]."""
+    return batch_first(sums_btue[..., :-1] / sums_btue[..., -1:]).contiguous()
 
 
 def taylor_features(x_tbuf: Tensor) -> Tensor:

@@ -6,15 +6,18 @@ DeltaNet: Yang, Wang, Zhang, Shen, Kim 2024 (arXiv 2406.06484). With a decay, ga
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from kernels.fusion import fused
 from kernels.gated_delta_rule import gated_delta_rule
 from megatron_ext.config.schema import STRICT
-from megatron_ext.mixers.base import Part
-from megatron_ext.mixers.convolution import causal_convolution
+from megatron_ext.mixers.base import Part, batch_first
+from megatron_ext.mixers.convolution import convolve, rows_before
 from megatron_ext.mixers.decay import inverse_softplus_step, log_uniform_decay
 from megatron_ext.mixers.registry import register
 from megatron_ext.mixers.stateful import StatefulMixer, walk
@@ -64,13 +67,13 @@ class DeltaNet(StatefulMixer):
     def read_states(self, qkv_tbuw: Tensor, rest_tbuw: Tensor, part: Part) -> Tensor:
         """See `StatefulMixer.read_states`: short convolution, delta rule."""
         beta, rest = rest_tbuw[..., 0], rest_tbuw[..., 1:]
-        convolved = causal_convolution(qkv_tbuw, self.own_units(self.conv_weight, part), part.past)
-        q, k, v = self.split_heads(F.silu(convolved))
-        q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).to(v.dtype) for x in (q, k))
-        return walk(gated_delta_rule, q, k, v, self.log_forgetting(rest, part), beta.float().sigmoid(), part=part)
+        weight = self.own_units(self.conv_weight, part)
+        before = rows_before(qkv_tbuw, weight, part.past)
+        q, k, v = convolved_heads(qkv_tbuw, before, weight, self.head_widths)
+        return walk(gated_delta_rule, q, k, v, self.log_forgetting(rest, part), strengths(beta), part=part)
 
     def log_forgetting(self, rest_tbuw: Tensor, part: Part) -> Tensor | None:
-        """Log decay of the state [t, b, units], <= 0, fp32, from what is left of the rows; None: it does not decay."""
+        """Log decay of the state [b, t, units], <= 0, fp32, from what is left of the rows; None: it does not decay."""
         return None
 
     def mixing_flops(self, seq_length: int) -> float:
@@ -100,6 +103,28 @@ class GatedDeltaNet(DeltaNet):
         return super().unit_width() + 1
 
     def log_forgetting(self, rest_tbuw: Tensor, part: Part) -> Tensor:
-        """-A softplus(alpha + bias)."""
-        bias, log_decay = (self.own_units(p, part).float() for p in (self.step_bias, self.log_decay))
-        return -log_decay.exp() * F.softplus(rest_tbuw.squeeze(-1).float() + bias)
+        """See `forgetting`."""
+        return forgetting(rest_tbuw[..., 0], self.own_units(self.step_bias, part), self.own_units(self.log_decay, part))
+
+
+@fused
+def convolved_heads(
+    qkv_tbuw: Tensor, before_kbuw: Tensor, weight_uwk: Tensor, widths: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """SiLU of the convolution, cut into queries and keys of length 1, and values: [b, t, u, d] each."""
+    q, k, v = F.silu(convolve(before_kbuw, qkv_tbuw, weight_uwk)).split(list(widths), -1)
+    q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).to(v.dtype) for x in (q, k))
+    return tuple(batch_first(x).contiguous() for x in (q, k, v))
+
+
+@fused
+def strengths(beta_tbu: Tensor) -> Tensor:
+    """How strongly each token writes, [b, t, u], fp32."""
+    return batch_first(beta_tbu).float().sigmoid().contiguous()
+
+
+@fused
+def forgetting(alpha_tbu: Tensor, step_bias_u: Tensor, log_decay_u: Tensor) -> Tensor:
+    """-A softplus(alpha + bias), [b, t, u], fp32."""
+    step = F.softplus(batch_first(alpha_tbu).float() + step_bias_u.float())
+    return (-log_decay_u.float().exp() * step).contiguous()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from kernels.fusion import fused
 from kernels.gated_linear_attention import gated_linear_attention
 from megatron_ext.config.schema import STRICT
-from megatron_ext.mixers.base import Part
+from megatron_ext.mixers.base import Part, batch_first
 from megatron_ext.mixers.registry import register
 from megatron_ext.mixers.stateful import StatefulMixer, walk
 from megatron_ext.parallel.parameters import new_parameter, normal, zeros
@@ -56,17 +59,28 @@ class GLA(StatefulMixer):
 
     def read_states(self, qkv_tbuw: Tensor, rest_tbuw: Tensor, part: Part) -> Tensor:
         """See `StatefulMixer.read_states`: fade each key feature, add."""
-        q, k, v = self.split_heads(qkv_tbuw)
-        return walk(gated_linear_attention, q, k, v, self._log_decay(rest_tbuw, part), part=part)
-
-    def _log_decay(self, low_tbur: Tensor, part: Part) -> Tensor:
-        """Log decay [t, b, units, head_dim], <= 0, fp32."""
-        up, bias = (self.own_units(p, part).float() for p in (self.decay_up, self.decay_bias))
-        logits = torch.einsum("tbur,udr->tbud", low_tbur.float(), up) + bias
-        return F.logsigmoid(logits) / self.mixer_config.decay_temperature
+        assert part.shared is not None
+        up, bias = (self.own_units(p, part) for p in (self.decay_up, self.decay_bias))
+        heads = decaying_heads(qkv_tbuw, part.shared, up, bias, self.mixer_config.decay_temperature, self.head_widths)
+        return walk(gated_linear_attention, *heads, part=part)
 
     def mixing_flops(self, seq_length: int) -> float:
         """Writing to the state, reading from it, and making the decays."""
         rank = self.mixer_config.decay_rank
         decays = 2 * rank * (self.config.hidden_size + self.num_units() * self.head_dim)
         return super().mixing_flops(seq_length) + decays
+
+
+@fused
+def decaying_heads(
+    qkv_tbuw: Tensor,
+    low_tbr: Tensor,
+    up_udr: Tensor,
+    bias_ud: Tensor,
+    temperature: float,
+    widths: Sequence[int],
+) -> tuple[Tensor, ...]:
+    """Queries, keys, values and log decays, <= 0 and fp32: [b, t, u, d] each."""
+    logits = torch.einsum("tbr,udr->tbud", low_tbr.float(), up_udr.float()) + bias_ud.float()
+    q, k, v = qkv_tbuw.split(list(widths), -1)
+    return tuple(batch_first(x).contiguous() for x in (q, k, v, F.logsigmoid(logits) / temperature))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch.nn.functional as F
@@ -10,9 +10,10 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from kernels.fusion import fused
 from kernels.gated_linear_attention import gated_linear_attention
 from megatron_ext.config.schema import STRICT
-from megatron_ext.mixers.base import Part
+from megatron_ext.mixers.base import Part, batch_first
 from megatron_ext.mixers.registry import register
 from megatron_ext.mixers.stateful import StatefulMixer, walk
 
@@ -48,6 +49,13 @@ class LinearAttention(StatefulMixer):
 
     def read_states(self, qkv_tbuw: Tensor, rest_tbuw: Tensor, part: Part) -> Tensor:
         """See `StatefulMixer.read_states`: the sum of all products of features so far."""
-        q, k, v = self.split_heads(qkv_tbuw)
-        q, k = (FEATURE_MAPS[self.mixer_config.feature_map](x) for x in (q, k))
-        return walk(gated_linear_attention, q, k, v, part=part)
+        heads = mapped_heads(qkv_tbuw, self.mixer_config.feature_map, self.head_widths)
+        return walk(gated_linear_attention, *heads, part=part)
+
+
+@fused
+def mapped_heads(qkv_tbuw: Tensor, feature_map: str, widths: Sequence[int]) -> tuple[Tensor, ...]:
+    """Features of queries and keys, and values: [b, t, u, d] each."""
+    q, k, v = qkv_tbuw.split(list(widths), -1)
+    q, k = (FEATURE_MAPS[feature_map](x) for x in (q, k))
+    return tuple(batch_first(x).contiguous() for x in (q, k, v))

@@ -13,10 +13,11 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from kernels.fusion import fused
 from kernels.selective_scan import selective_scan
 from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Mixer, Part, batch_first
-from megatron_ext.mixers.convolution import causal_convolution
+from megatron_ext.mixers.convolution import convolve, rows_before
 from megatron_ext.mixers.decay import inverse_softplus_step
 from megatron_ext.mixers.registry import register
 from megatron_ext.parallel.exchange import sum_over_ranks
@@ -87,11 +88,12 @@ class Mamba(Mixer):
         """See `Mixer.mix`: short convolution, selective scan, gate."""
         x, z = x_tbuw.chunk(2, -1)
         weight, bias = (self.own_units(p, part) for p in (self.conv_weight, self.conv_bias))
-        x = F.silu(causal_convolution(x, weight, part.past) + bias)
+        x = activated(x, rows_before(x, weight, part.past), weight, bias)
         size = self.mixer_config.state_size
         low_tbr, B_tbn, C_tbn = self._project_all_channels(x, part).split([self.dt_rank, size, size], -1)
-        y_tbuw = self._scan(x, self._steps(low_tbr, part), B_tbn, C_tbn, part)
-        return (y_tbuw.float() * F.silu(z.float())).to(x_tbuw.dtype)
+        dt_bias = self.own_units(self.dt_bias, part)
+        dt_tbuw = steps(low_tbr, self.own_units(self.dt_proj, part), dt_bias)
+        return gated(self._scan(x, dt_tbuw, B_tbn, C_tbn, part), z)
 
     def _scan(self, x_tbuw: Tensor, dt_tbuw: Tensor, B_tbn: Tensor, C_tbn: Tensor, part: Part) -> Tensor:
         """What each token reads from its channels' states, [t, b, u, w]."""
@@ -114,11 +116,6 @@ class Mamba(Mixer):
         # Context-parallel ranks that have exchanged sequence for heads hold different heads, too.
         return total if part.num_units == self.num_units_per_rank else sum_over_ranks(total, self.cp_group)
 
-    def _steps(self, low_tbr: Tensor, part: Part) -> Tensor:
-        """Step sizes [t, b, u, w], fp32."""
-        up, bias = (self.own_units(p, part).float() for p in (self.dt_proj, self.dt_bias))
-        return F.softplus(torch.einsum("tbr,uwr->tbuw", low_tbr, up) + bias)
-
     def summary_size(self) -> int:
         """See `Mixer.summary_size`."""
         return 2 * self.output_width() * self.mixer_config.state_size
@@ -128,6 +125,24 @@ class Mamba(Mixer):
         size, rank = self.mixer_config.state_size, self.dt_rank
         of_channel = 2 * self.mixer_config.conv_kernel_size + 6 * size + 2 * (rank + 2 * size) + 2 * rank
         return self.num_units() * self.output_width() * of_channel
+
+
+@fused
+def activated(x_tbuw: Tensor, before_kbuw: Tensor, weight_uwk: Tensor, bias_uw: Tensor) -> Tensor:
+    """SiLU of the convolution."""
+    return F.silu(convolve(before_kbuw, x_tbuw, weight_uwk) + bias_uw)
+
+
+@fused
+def steps(low_tbr: Tensor, up_uwr: Tensor, bias_uw: Tensor) -> Tensor:
+    """Step sizes [t, b, u, w], fp32."""
+    return F.softplus(torch.einsum("tbr,uwr->tbuw", low_tbr, up_uwr.float()) + bias_uw.float())
+
+
+@fused
+def gated(y_tbuw: Tensor, gate_tbuw: Tensor) -> Tensor:
+    """Times SiLU of the gate."""
+    return (y_tbuw.float() * F.silu(gate_tbuw.float())).to(gate_tbuw.dtype).contiguous()
 
 
 def log_of_one_to_size(whole: Tensor, _: torch.Generator) -> None:

@@ -9,10 +9,11 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from kernels.fusion import fused
 from kernels.gated_linear_attention import gated_linear_attention
 from megatron_ext.config.schema import STRICT
-from megatron_ext.mixers.base import Mixer, Part
-from megatron_ext.mixers.convolution import causal_convolution
+from megatron_ext.mixers.base import Mixer, Part, batch_first
+from megatron_ext.mixers.convolution import convolve, rows_before
 from megatron_ext.mixers.decay import inverse_softplus_step, log_uniform_decay
 from megatron_ext.mixers.registry import register
 from megatron_ext.mixers.stateful import walk
@@ -102,44 +103,33 @@ class Mamba2(Mixer):
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """See `Mixer.mix`: short convolution, walk over the states, skip, gate, norm."""
-        width, state = self.output_width(), self.mixer_config.state_size
+        width = self.output_width()
         xbc, gate, step = x_tbuw.split([self.conv_width, width, self.step_width], -1)
-        x, b_tbun, c_tbun = F.silu(self._convolved(xbc, part)).split([width, state, state], -1)
-        x_tbuhd = x.unflatten(-1, (self.heads_per_group, self.value_dim))
-        y = self._read_states(x_tbuhd, b_tbun, c_tbun, step, part).float()
-        y = y + self.own_units(self.skip, part).float()[..., None] * x_tbuhd.float()
-        return self._normed(y.flatten(-2) * F.silu(gate.float()), part).to(x_tbuw.dtype)
+        x_btuw, b_btun, c_btun = self._convolved(xbc, part)
+        x_btuhd = x_btuw.unflatten(-1, (self.heads_per_group, self.value_dim))
+        y_btuhd = self._read_states(x_btuhd, b_btun, c_btun, step, part)
+        norm_weight = self.own_units(self.group_norm_weight, part) if self.mixer_config.group_norm else None
+        skip_uh = self.own_units(self.skip, part)
+        return gated(y_btuhd, x_btuhd, skip_uh, gate, norm_weight, self.config.layernorm_epsilon)
 
-    def _convolved(self, xbc_tbuw: Tensor, part: Part) -> Tensor:
+    def _convolved(self, xbc_tbuw: Tensor, part: Part) -> tuple[Tensor, ...]:
+        widths = [self.output_width(), self.mixer_config.state_size, self.mixer_config.state_size]
         if not self.mixer_config.convolution:
-            return xbc_tbuw
+            return activated(xbc_tbuw, None, None, None, widths)
         weight, bias = (self.own_units(p, part) for p in (self.conv_weight, self.conv_bias))
-        return causal_convolution(xbc_tbuw, weight, part.past) + bias
+        return activated(xbc_tbuw, rows_before(xbc_tbuw, weight, part.past), weight, bias, widths)
 
-    def _read_states(self, x_tbuhd: Tensor, b_tbun: Tensor, c_tbun: Tensor, step_tbuh: Tensor, part: Part) -> Tensor:
-        """What each token reads from its head's state, [t, b, u, h, d]: S <- e^g S + B (step x)^T;  S^T C."""
-        v_tbuhd, decays = x_tbuhd, []
+    def _read_states(self, x_btuhd: Tensor, b_btun: Tensor, c_btun: Tensor, step_tbuh: Tensor, part: Part) -> Tensor:
+        """What each token reads from its head's state, [b, t, u, h, d]: S <- e^g S + B (step x)^T;  S^T C."""
+        k, q = (y.repeat_interleave(self.heads_per_group, 2) for y in (b_btun, c_btun))
+        v, decays = x_btuhd.flatten(2, 3), []
         if self.mixer_config.decay != "none":
-            step = self._steps(step_tbuh, x_tbuhd, part)
-            v_tbuhd = (step[..., None] * x_tbuhd.float()).to(x_tbuhd.dtype)
-            decays = [(-self.own_units(self.log_decay, part).float().exp() * step).flatten(2)]
-        k, q = (y.repeat_interleave(self.heads_per_group, 2) for y in (b_tbun, c_tbun))
-        o = walk(gated_linear_attention, q, k, v_tbuhd.flatten(2, 3), *decays, part=part, scale=1.0)
+            bias_uh, log_decay_uh = (self.own_units(p, part) for p in (self.step_bias, self.log_decay))
+            by_data = self.mixer_config.decay == "data_dependent"
+            v, decay = stepped(x_btuhd, step_tbuh if by_data else None, bias_uh, log_decay_uh)
+            decays = [decay]
+        o = walk(gated_linear_attention, q, k, v, *decays, part=part, scale=1.0)
         return o.unflatten(2, (-1, self.heads_per_group))
-
-    def _steps(self, step_tbuh: Tensor, x_tbuhd: Tensor, part: Part) -> Tensor:
-        """Step sizes [t, b, u, h], fp32; one a head, the same for every token, where the decay is fixed."""
-        bias_uh = self.own_units(self.step_bias, part).float()
-        if self.mixer_config.decay == "fixed":
-            return F.softplus(bias_uh).expand(x_tbuhd.shape[:4])
-        return F.softplus(step_tbuh.float() + bias_uh)
-
-    def _normed(self, y_tbuw: Tensor, part: Part) -> Tensor:
-        """RMSNorm over all heads of a group together, after the gate."""
-        if not self.mixer_config.group_norm:
-            return y_tbuw
-        normed = F.rms_norm(y_tbuw, y_tbuw.shape[-1:], eps=self.config.layernorm_epsilon)
-        return normed * self.own_units(self.group_norm_weight, part).float()
 
     def summary_size(self) -> int:
         """See `Mixer.summary_size`."""
@@ -151,3 +141,38 @@ class Mamba2(Mixer):
         state = self.heads_per_group * 4 * self.mixer_config.state_size * self.value_dim
         taps = self.mixer_config.conv_kernel_size if self.mixer_config.convolution else 0
         return self.num_units() * (state + 2 * taps * self.conv_width)
+
+
+@fused
+def activated(
+    xbc_tbuw: Tensor, before_kbuw: Tensor | None, weight_uwk: Tensor | None, bias_uw: Tensor | None, widths: list[int]
+) -> tuple[Tensor, ...]:
+    """SiLU of the convolution, where there is one, cut into x, B and C: [b, t, u, w] each."""
+    if before_kbuw is not None and weight_uwk is not None and bias_uw is not None:
+        xbc_tbuw = convolve(before_kbuw, xbc_tbuw, weight_uwk) + bias_uw
+    return tuple(batch_first(y).contiguous() for y in F.silu(xbc_tbuw).split(widths, -1))
+
+
+@fused
+def stepped(x_btuhd: Tensor, step_tbuh: Tensor | None, bias_uh: Tensor, log_decay_uh: Tensor) -> tuple[Tensor, Tensor]:
+    """What is written, step x [b, t, u * h, d], and the log decay -A step [b, t, u * h], fp32.
+
+    The step is softplus of what the token says and the head's bias; of the bias alone where the token says nothing.
+    """
+    bias_uh = bias_uh.float()
+    step = F.softplus(bias_uh if step_tbuh is None else batch_first(step_tbuh).float() + bias_uh)
+    written = (step[..., None] * x_btuhd.float()).to(x_btuhd.dtype)
+    decay = (-log_decay_uh.float().exp() * step).expand(x_btuhd.shape[:4])
+    return written.flatten(2, 3).contiguous(), decay.flatten(2).contiguous()
+
+
+@fused
+def gated(
+    y_btuhd: Tensor, x_btuhd: Tensor, skip_uh: Tensor, gate_tbuw: Tensor, norm_weight_uw: Tensor | None, epsilon: float
+) -> Tensor:
+    """What is read and the skip of x, times SiLU of the gate; RMSNorm over all heads of a group: [t, b, u, w]."""
+    y = y_btuhd.float() + skip_uh.float()[..., None] * x_btuhd.float()
+    y_tbuw = batch_first(y.flatten(-2)) * F.silu(gate_tbuw.float())
+    if norm_weight_uw is not None:
+        y_tbuw = F.rms_norm(y_tbuw, y_tbuw.shape[-1:], eps=epsilon) * norm_weight_uw.float()
+    return y_tbuw.to(gate_tbuw.dtype).contiguous()

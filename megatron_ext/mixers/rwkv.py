@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megatron_ext.mixers.base import Mixer, Part
+from megatron_ext.mixers.base import Mixer, Part, batch_first
 from megatron_ext.mixers.token_shift import layers_left, to_previous
 from megatron_ext.parallel.exchange import same_on_ranks
 from megatron_ext.parallel.parameters import Initializer, constant, new_parameter, normal, zeros
@@ -101,16 +101,21 @@ class RWKVMixer(Mixer):
         """From the hidden state, or a few numbers made of it, to the heads of this rank, [t, b, u, d]."""
         return F.linear(x_tbh, weight_udh.flatten(0, 1)).unflatten(-1, weight_udh.shape[:2])
 
-    def group_norm(self, o_tbud: Tensor, part: Part) -> Tensor:
-        """Each head's output over its own mean and spread, fp32, [t, b, u, d].
+    def own_group_norm(self, part: Part) -> tuple[Tensor, Tensor, float]:
+        """Weight and bias of `normed_heads`, and its epsilon.
 
-        Its epsilon is head_dim times that of the model's norms: 64e-5 for heads of 64, as the authors' code has it.
+        That is head_dim times that of the model's norms: 64e-5 for heads of 64, as the authors' code has it.
         (flash-linear-attention has the factor in RWKV-7 and not in RWKV-6.)
         """
-        weight, bias = (self.own_units(p, part).float() for p in (self.group_norm_weight, self.group_norm_bias))
-        epsilon = self.head_dim * self.config.layernorm_epsilon
-        return F.layer_norm(o_tbud.float(), (self.head_dim,), eps=epsilon) * weight + bias
+        weight, bias = (self.own_units(p, part) for p in (self.group_norm_weight, self.group_norm_bias))
+        return weight, bias, self.head_dim * self.config.layernorm_epsilon
 
     def summary_size(self) -> int:
         """See `Mixer.summary_size`."""
         return 2 * self.head_dim**2
+
+
+def normed_heads(o_btud: Tensor, weight_ud: Tensor, bias_ud: Tensor, epsilon: float) -> Tensor:
+    """Each head's output over its own mean and spread, fp32: [b, t, u, d] to [t, b, u, d]."""
+    normed = F.layer_norm(batch_first(o_btud).float(), o_btud.shape[-1:], eps=epsilon)
+    return normed * weight_ud.float() + bias_ud.float()

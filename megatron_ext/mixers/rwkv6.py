@@ -12,11 +12,12 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from kernels.fusion import fused
 from kernels.rwkv6 import rwkv6
 from megatron_ext.config.schema import STRICT
-from megatron_ext.mixers.base import Part
+from megatron_ext.mixers.base import Part, batch_first
 from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.rwkv import RWKVMixer
+from megatron_ext.mixers.rwkv import RWKVMixer, normed_heads
 from megatron_ext.mixers.stateful import walk
 from megatron_ext.mixers.token_shift import ramp, ramps
 from megatron_ext.parallel.parameters import by_channel, uniform_within, zeros
@@ -81,9 +82,10 @@ class RWKV6(RWKVMixer):
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """See `Mixer.mix`: walk over the states, norm, gate."""
         r, k, v, of_decay, g = x_tbuw.chunk(self.num_features, -1)
-        base, bonus = (self.own_units(p, part).float() for p in (self.decay_base, self.bonus))
-        o = walk(partial(rwkv6, u=bonus), r, k, v, -(base + of_decay.float()).exp(), part=part)
-        return (self.group_norm(o, part) * F.silu(g.float())).to(x_tbuw.dtype)
+        base, bonus = (self.own_units(p, part) for p in (self.decay_base, self.bonus))
+        heads = decaying_heads(r, k, v, of_decay, base)
+        o = walk(partial(rwkv6, u=bonus.float()), *heads, part=part)
+        return gated(o, g, *self.own_group_norm(part))
 
     def _initial_decay(self, channel: Tensor) -> Tensor:
         return -6 + 5 * (channel / (self.channels - 1)) ** (0.7 + 1.3 * self.depth)
@@ -94,3 +96,19 @@ class RWKV6(RWKVMixer):
     def mixing_flops(self, seq_length: int) -> float:
         """Writing to the state, reading from it, the bonus of the present token."""
         return self.num_units() * (4 * self.head_dim**2 + 5 * self.head_dim)
+
+
+@fused
+def decaying_heads(
+    r_tbud: Tensor, k_tbud: Tensor, v_tbud: Tensor, of_decay_tbud: Tensor, base_ud: Tensor
+) -> tuple[Tensor, ...]:
+    """Receptances, keys, values and log decays, fp32: [b, t, u, d] each."""
+    log_decay = -(base_ud.float() + of_decay_tbud.float()).exp()
+    return tuple(batch_first(x).contiguous() for x in (r_tbud, k_tbud, v_tbud, log_decay))
+
+
+@fused
+def gated(o_btud: Tensor, gate_tbud: Tensor, weight_ud: Tensor, bias_ud: Tensor, epsilon: float) -> Tensor:
+    """The norm of each head's output, times SiLU of its gate: [t, b, u, d]."""
+    normed = normed_heads(o_btud, weight_ud, bias_ud, epsilon)
+    return (normed * F.silu(gate_tbud.float())).to(gate_tbud.dtype).contiguous()

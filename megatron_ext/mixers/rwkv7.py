@@ -15,11 +15,12 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from kernels.fusion import fused
 from kernels.rwkv7 import rwkv7
 from megatron_ext.config.schema import STRICT
-from megatron_ext.mixers.base import Part
+from megatron_ext.mixers.base import Part, batch_first
 from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.rwkv import RWKVMixer
+from megatron_ext.mixers.rwkv import RWKVMixer, normed_heads
 from megatron_ext.mixers.stateful import walk
 from megatron_ext.mixers.token_shift import ramp, ramps
 from megatron_ext.parallel.parameters import by_channel, constant, normal, zeros
@@ -90,15 +91,11 @@ class RWKV7(RWKVMixer):
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """See `Mixer.mix`: walk over the states, norm, bonus of the present token, gate."""
         r, k, v, of_decay, of_rate, gate = x_tbuw.chunk(self.num_features, -1)
-        names = (self.decay_base, self.rate_base, self.removal_scale, self.key_rate, self.bonus)
-        decay_base, rate_base, removal_scale, key_rate, bonus = (self.own_units(p, part).float() for p in names)
-        log_decay = -math.exp(-0.5) * (decay_base + of_decay.float()).sigmoid()
-        rate = (rate_base + of_rate.float()).sigmoid()
-        removed = F.normalize(k.float() * removal_scale, dim=-1)
-        k = (k.float() * (1 + (rate - 1) * key_rate)).to(v.dtype)
-        o = walk(_receptance_key_value_first, r, k, v, log_decay, -removed, removed * rate, part=part)
-        of_present = (r.float() * k.float() * bonus).sum(-1, keepdim=True) * v.float()
-        return ((self.group_norm(o, part) + of_present) * gate.float()).to(x_tbuw.dtype)
+        names = (self.decay_base, self.rate_base, self.removal_scale, self.key_rate)
+        heads = moving_heads(r, k, v, of_decay, of_rate, *(self.own_units(p, part) for p in names))
+        o = walk(_receptance_key_value_first, *heads, part=part)
+        r, k, v, *_ = heads
+        return gated(o, r, k, v, self.own_units(self.bonus, part), gate, *self.own_group_norm(part))
 
     def _initial_decay(self, channel: Tensor) -> Tensor:
         spread = -6 + 6 * (channel / (self.channels - 1)) ** (1 + self.depth**0.3)
@@ -133,3 +130,41 @@ def default_rank(factor: float, hidden_size: int) -> int:
 def _receptance_key_value_first(r: Tensor, k: Tensor, v: Tensor, w: Tensor, a: Tensor, b: Tensor, **more: Any) -> Any:
     """`rwkv7` with its inputs in the order of `walk`."""
     return rwkv7(r, w, k, v, a, b, **more)
+
+
+@fused
+def moving_heads(
+    r_tbud: Tensor,
+    k_tbud: Tensor,
+    v_tbud: Tensor,
+    of_decay_tbud: Tensor,
+    of_rate_tbud: Tensor,
+    decay_base_ud: Tensor,
+    rate_base_ud: Tensor,
+    removal_scale_ud: Tensor,
+    key_rate_ud: Tensor,
+) -> tuple[Tensor, ...]:
+    """Receptances, keys, values, log decays, what is removed and where it goes: [b, t, u, d] each, the last 3 fp32."""
+    log_decay = -math.exp(-0.5) * (decay_base_ud.float() + of_decay_tbud.float()).sigmoid()
+    rate = (rate_base_ud.float() + of_rate_tbud.float()).sigmoid()
+    removed = F.normalize(k_tbud.float() * removal_scale_ud.float(), dim=-1)
+    k = (k_tbud.float() * (1 + (rate - 1) * key_rate_ud.float())).to(v_tbud.dtype)
+    return tuple(batch_first(x).contiguous() for x in (r_tbud, k, v_tbud, log_decay, -removed, removed * rate))
+
+
+@fused
+def gated(
+    o_btud: Tensor,
+    r_btud: Tensor,
+    k_btud: Tensor,
+    v_btud: Tensor,
+    bonus_ud: Tensor,
+    gate_tbud: Tensor,
+    weight_ud: Tensor,
+    bias_ud: Tensor,
+    epsilon: float,
+) -> Tensor:
+    """The norm of each head's output and the bonus of the present token, times the gate: [t, b, u, d]."""
+    bonus = (r_btud.float() * k_btud.float() * bonus_ud.float()).sum(-1, keepdim=True) * v_btud.float()
+    o_tbud = normed_heads(o_btud, weight_ud, bias_ud, epsilon) + batch_first(bonus)
+    return (o_tbud * gate_tbud.float()).to(gate_tbud.dtype).contiguous()

@@ -9,37 +9,36 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.fusion import fused
 from megatron_ext.mixers.base import Mixer, Part, batch_first
 from megatron_ext.parallel.parameters import new_parameter, ones
 
 
 def walk(
     op: Callable[..., Any],
-    q_tbud: Tensor,
-    k_tbud: Tensor,
-    v_tbue: Tensor,
-    *more_tbu: Tensor | None,
+    q_bthd: Tensor,
+    k_bthd: Tensor,
+    v_bthe: Tensor,
+    *more_bth: Tensor | None,
     part: Part,
     scale: float | None = None,
 ) -> Tensor:
-    """What each token reads from its head's state, [t, b, heads, e].
+    """What each token reads from its head's state, [b, t, heads, e].
 
     Args:
-        op: a stateful op of `kernels`; its inputs follow, sequence first.
-        q_tbud: queries [t, b, heads, d].
-        k_tbud: keys.
-        v_tbue: values [t, b, heads, e].
-        more_tbu: what else it takes, such as decays.
+        op: a stateful op of `kernels`; its inputs follow.
+        q_bthd: queries [b, t, heads, d].
+        k_bthd: keys.
+        v_bthe: values [b, t, heads, e].
+        more_bth: what else it takes, such as decays.
         part: which part these are, and the past that the state before them comes from.
         scale: of the op.
     """
-    q, k, v = (batch_first(x) for x in (q_tbud, k_tbud, v_tbue))
-    more = [x if x is None else batch_first(x) for x in more_tbu]
 
     def from_state(values: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return op(q, k, values, *more, scale=scale, initial_state=state, return_final_state=True)
+        return op(q_bthd, k_bthd, values, *more_bth, scale=scale, initial_state=state, return_final_state=True)
 
-    return batch_first(part.past.walk("state", from_state, v, q.shape[-1]))
+    return part.past.walk("state", from_state, v_bthe, q_bthd.shape[-1])
 
 
 class StatefulMixer(Mixer):
@@ -90,24 +89,29 @@ class StatefulMixer(Mixer):
         """See `Mixer.mix`: walk over the states, gated norm."""
         widths = [self.qkv_width, self.gate_width]
         qkv, gate, rest = x_tbuw.split([*widths, x_tbuw.shape[-1] - sum(widths)], -1)
-        return self._gated_norm(self.read_states(qkv, rest, part), gate)
+        weight = self.replicated(self.norm_weight)
+        read_btue = self.read_states(qkv, rest, part)
+        return gated_norm(
+            read_btue, gate if self.mixer_config.output_gate else None, weight, self.config.layernorm_epsilon
+        )
 
     @abstractmethod
     def read_states(self, qkv_tbuw: Tensor, rest_tbuw: Tensor, part: Part) -> Tensor:
         """What each token reads from its head's state.
 
         Args:
-            qkv_tbuw: [t, b, units, qkv_width]; see `split_heads`.
+            qkv_tbuw: [t, b, units, qkv_width]; see `head_widths`.
             rest_tbuw: what a mixer adds to the rows, [t, b, units, width].
             part: which units these are.
 
         Returns:
-            [t, b, units, value_dim].
+            [b, t, units, value_dim].
         """
 
-    def split_heads(self, qkv_tbuw: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values."""
-        return qkv_tbuw.split([self.head_dim, self.head_dim, self.value_dim], -1)
+    @property
+    def head_widths(self) -> list[int]:
+        """Features of a head's query, key and value, each."""
+        return [self.head_dim, self.head_dim, self.value_dim]
 
     def summary_size(self) -> int:
         """See `Mixer.summary_size`."""
@@ -117,10 +121,21 @@ class StatefulMixer(Mixer):
         """Writing to the state and reading from it."""
         return self.num_units() * 4 * self.head_dim * self.value_dim
 
-    def _gated_norm(self, o_tbud: Tensor, gate_tbud: Tensor) -> Tensor:
-        """RMSNorm of each head's output [t, b, u, value_dim], times SiLU of its gate where there is one."""
-        weight = self.replicated(self.norm_weight)
-        normed = F.rms_norm(o_tbud.float(), (self.value_dim,), weight.float(), self.config.layernorm_epsilon)
-        if self.mixer_config.output_gate:
-            normed = normed * F.silu(gate_tbud.float())
-        return normed.to(o_tbud.dtype)
+
+@fused
+def gated_norm(o_btue: Tensor, gate_tbue: Tensor | None, weight_e: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm of each head's output, times SiLU of its gate where there is one, in fp32.
+
+    Args:
+        o_btue: [b, t, u, e].
+        gate_tbue: [t, b, u, e] or None.
+        weight_e: of the norm.
+        epsilon: of the norm.
+
+    Returns:
+        [t, b, u, e] in the output's dtype.
+    """
+    normed_tbue = F.rms_norm(batch_first(o_btue).float(), weight_e.shape, weight_e.float(), epsilon)
+    if gate_tbue is not None:
+        normed_tbue = normed_tbue * F.silu(gate_tbue.float())
+    return normed_tbue.to(o_btue.dtype).contiguous()

@@ -1,0 +1,64 @@
+"""What mixers do around their ops, compiled as on a GPU: each part is one graph, with the values of the plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import fusion
+
+MIXERS = [
+    "based",
+    "deltanet",
+    "gated_deltanet",
+    "gla",
+    "linear_attention",
+    "mamba",
+    "mamba2",
+    "retnet",
+    "rwkv6",
+    "rwkv7",
+]
+
+
+@pytest.fixture
+def compiled_here(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Any]]:
+    """Compile on the CPU, too, without a code generator; gives the functions that are compiled."""
+    seen: list[Any] = []
+
+    def compile_plainly(function: Any) -> Any:
+        seen.append(function)
+        return torch.compile(function, backend="aot_eager", fullgraph=True)
+
+    def begin() -> list[Any]:
+        monkeypatch.setattr(fusion, "_runs_compiled", lambda _: True)
+        monkeypatch.setattr(fusion, "_compiled", partial(compile_plainly))
+        return seen
+
+    yield begin
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_compiled_it_is_the_same(
+    make_mixer: Callable[..., Any], hidden_states: Tensor, compiled_here: Callable[[], list[Any]], name: str
+) -> None:
+    mixer = make_mixer(name)
+    weights = list(mixer.parameters())
+
+    def run() -> list[Tensor]:
+        x = hidden_states.clone().requires_grad_()
+        out, _ = mixer(x)
+        return [out, *torch.autograd.grad(out.square().sum(), [x, *weights])]
+
+    expected = run()
+    seen = compiled_here()
+    found = run()
+    assert seen
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
