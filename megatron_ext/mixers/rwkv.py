@@ -71,11 +71,6 @@ class RWKVMixer(Mixer):
         return self.head_dim
 
     @property
-    def channels(self) -> int:
-        """Of all heads together."""
-        return self.num_units() * self.head_dim
-
-    @property
     def depth(self) -> float:
         """Where the layer lies, from 0 for the first to 1 for the last."""
         return (self.layer_number - 1) / max(self.config.num_layers - 1, 1)
@@ -114,3 +109,8 @@ class RWKVMixer(Mixer):
     def summary_size(self) -> int:
         """See `Mixer.summary_size`."""
         return 2 * self.head_dim**2
+
+
+def along(channel: Tensor) -> Tensor:
+    """Where each of the channels 0, 1, ... lies, from 0 for the first to 1 for the last."""
+    return channel / (len(channel) - 1)
