@@ -71,11 +71,6 @@ class RWKVMixer(Mixer):
         return self.head_dim
 
     @property
-    def channels(self) -> int:
-        """Of all heads together."""
-        return self.num_units() * self.head_dim
-
-    @property
     def depth(self) -> float:
         """Where the layer lies, from 0 for the first to 1 for the last."""
         return (self.layer_number - 1) / max(self.config.num_layers - 1, 1)
@@ -119,3 +114,8 @@ def normed_heads(o_btud: Tensor, weight_ud: Tensor, bias_ud: Tensor, epsilon: fl
     """Each head's output over its own mean and spread, fp32: [b, t, u, d] to [t, b, u, d]."""
     normed = F.layer_norm(batch_first(o_btud).float(), o_btud.shape[-1:], eps=epsilon)
     return normed * weight_ud.float() + bias_ud.float()
+
+
+def along(channel: Tensor) -> Tensor:
+    """Where each of the channels 0, 1, ... lies, from 0 for the first to 1 for the last."""
+    return channel / (len(channel) - 1)

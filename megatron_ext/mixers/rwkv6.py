@@ -17,10 +17,10 @@ from kernels.rwkv6 import rwkv6
 from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Part, batch_first
 from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.rwkv import RWKVMixer, normed_heads
+from megatron_ext.mixers.rwkv import RWKVMixer, along, normed_heads
 from megatron_ext.mixers.stateful import walk
 from megatron_ext.mixers.token_shift import ramp, ramps
-from megatron_ext.parallel.parameters import by_channel, uniform_within, zeros
+from megatron_ext.parallel.parameters import Initializer, by_channel, uniform_within, zeros
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -60,8 +60,8 @@ class RWKV6(RWKVMixer):
         self.g_proj = self.new_projection()
         self.decay_down = self.new_of_all_ranks(zeros, decay_rank, hidden)
         self.decay_up = self.new_parameter_of_units(uniform_within(0.01), self.head_dim, decay_rank)
-        self.decay_base = self.new_parameter_of_units(by_channel(self._initial_decay), self.head_dim)
-        self.bonus = self.new_parameter_of_units(by_channel(self._initial_bonus), self.head_dim)
+        self.decay_base = self.new_parameter_of_units(_initial_decay(self.depth), self.head_dim)
+        self.bonus = self.new_parameter_of_units(_initial_bonus(self.depth), self.head_dim)
 
     def project(self, x_tbh: Tensor, to_previous_tbh: Tensor) -> Sequence[Tensor]:
         """See `RWKVMixer.project`."""
@@ -87,12 +87,6 @@ class RWKV6(RWKVMixer):
         o = walk(partial(rwkv6, u=bonus.float()), *heads, part=part)
         return gated(o, g, *self.own_group_norm(part))
 
-    def _initial_decay(self, channel: Tensor) -> Tensor:
-        return -6 + 5 * (channel / (self.channels - 1)) ** (0.7 + 1.3 * self.depth)
-
-    def _initial_bonus(self, channel: Tensor) -> Tensor:
-        return self.depth * (1 - channel / (self.channels - 1)) + 0.1 * ((channel + 1) % 3 - 1)
-
     def mixing_flops(self, seq_length: int) -> float:
         """Writing to the state, reading from it, the bonus of the present token."""
         return self.num_units() * (4 * self.head_dim**2 + 5 * self.head_dim)
@@ -112,3 +106,11 @@ def gated(o_btud: Tensor, gate_tbud: Tensor, weight_ud: Tensor, bias_ud: Tensor,
     """The norm of each head's output, times SiLU of its gate: [t, b, u, d]."""
     normed = normed_heads(o_btud, weight_ud, bias_ud, epsilon)
     return (normed * F.silu(gate_tbud.float())).to(gate_tbud.dtype).contiguous()
+
+
+def _initial_decay(depth: float) -> Initializer:
+    return by_channel(lambda channel: -6 + 5 * along(channel) ** (0.7 + 1.3 * depth))
+
+
+def _initial_bonus(depth: float) -> Initializer:
+    return by_channel(lambda channel: depth * (1 - along(channel)) + 0.1 * ((channel + 1) % 3 - 1))

@@ -20,10 +20,10 @@ from kernels.rwkv7 import rwkv7
 from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Part, batch_first
 from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.rwkv import RWKVMixer, normed_heads
+from megatron_ext.mixers.rwkv import RWKVMixer, along, normed_heads
 from megatron_ext.mixers.stateful import walk
 from megatron_ext.mixers.token_shift import ramp, ramps
-from megatron_ext.parallel.parameters import by_channel, constant, normal, zeros
+from megatron_ext.parallel.parameters import Initializer, by_channel, constant, normal, zeros
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -64,9 +64,9 @@ class RWKV7(RWKVMixer):
         self.decay_down, self.decay_up = self._new_low_rank(self.mixer_config.decay_rank, for_head)
         self.rate_down, self.rate_up = self._new_low_rank(self.mixer_config.rate_rank, for_head)
         self.gate_down, self.gate_up = self._new_low_rank(self.mixer_config.gate_rank, 5)
-        self.decay_base = self.new_parameter_of_units(by_channel(self._initial_decay), self.head_dim)
-        self.rate_base = self.new_parameter_of_units(by_channel(self._initial_rate), self.head_dim)
-        self.removal_scale = self.new_parameter_of_units(by_channel(self._initial_removal), self.head_dim)
+        self.decay_base = self.new_parameter_of_units(_initial_decay(self.depth, self.head_dim), self.head_dim)
+        self.rate_base = self.new_parameter_of_units(_initial_rate(self.head_dim), self.head_dim)
+        self.removal_scale = self.new_parameter_of_units(by_channel(_initial_removal), self.head_dim)
         self.key_rate = self.new_parameter_of_units(constant(1.02), self.head_dim)
         self.bonus = self.new_parameter_of_units(constant(-0.04), self.head_dim)
 
@@ -77,7 +77,9 @@ class RWKV7(RWKVMixer):
         """
         rank = rank or default_rank(factor, self.config.hidden_size)
         down = self.new_of_all_ranks(zeros, rank, self.config.hidden_size)
-        return down, self.new_parameter_of_units(normal(0.1 / math.sqrt(self.channels)), self.head_dim, rank)
+        return down, self.new_parameter_of_units(
+            normal(0.1 / math.sqrt(self.num_units() * self.head_dim)), self.head_dim, rank
+        )
 
     def project(self, x_tbh: Tensor, to_previous_tbh: Tensor) -> Sequence[Tensor]:
         """See `RWKVMixer.project`."""
@@ -96,26 +98,6 @@ class RWKV7(RWKVMixer):
         o = walk(_receptance_key_value_first, *heads, part=part)
         r, k, v, *_ = heads
         return gated(o, r, k, v, self.own_units(self.bonus, part), gate, *self.own_group_norm(part))
-
-    def _initial_decay(self, channel: Tensor) -> Tensor:
-        spread = -6 + 6 * (channel / (self.channels - 1)) ** (1 + self.depth**0.3)
-        return spread + 0.5 + 2.5 * self._zigzag(channel)
-
-    def _initial_rate(self, channel: Tensor) -> Tensor:
-        return -0.19 + 0.3 * self._zigzag(channel) + 0.4 * self._centred(channel)
-
-    def _initial_removal(self, channel: Tensor) -> Tensor:
-        return 0.71 - 0.1 * self._centred(channel)
-
-    def _zigzag(self, channel: Tensor) -> Tensor:
-        """In each head a signed square from -1 to 1."""
-        half = (self.head_dim - 1) / 2
-        line = (channel % self.head_dim - half) / half
-        return line * line.abs()
-
-    def _centred(self, channel: Tensor) -> Tensor:
-        """Over all heads a line from -1/2 to 1/2."""
-        return channel / (self.channels - 1) - 0.5
 
     def mixing_flops(self, seq_length: int) -> float:
         """Reading what is removed, removing it, writing, reading; the bonus of the present token."""
@@ -168,3 +150,22 @@ def gated(
     bonus = (r_btud.float() * k_btud.float() * bonus_ud.float()).sum(-1, keepdim=True) * v_btud.float()
     o_tbud = normed_heads(o_btud, weight_ud, bias_ud, epsilon) + batch_first(bonus)
     return (o_tbud * gate_tbud.float()).to(gate_tbud.dtype).contiguous()
+
+
+def _initial_decay(depth: float, head_dim: int) -> Initializer:
+    return by_channel(lambda channel: -5.5 + 6 * along(channel) ** (1 + depth**0.3) + 2.5 * _zigzag(channel, head_dim))
+
+
+def _initial_rate(head_dim: int) -> Initializer:
+    return by_channel(lambda channel: -0.19 + 0.3 * _zigzag(channel, head_dim) + 0.4 * (along(channel) - 0.5))
+
+
+def _initial_removal(channel: Tensor) -> Tensor:
+    return 0.71 - 0.1 * (along(channel) - 0.5)
+
+
+def _zigzag(channel: Tensor, head_dim: int) -> Tensor:
+    """In each head a signed square from -1 to 1."""
+    half = (head_dim - 1) / 2
+    line = (channel % head_dim - half) / half
+    return line * line.abs()

@@ -17,7 +17,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 Initializer = Callable[[Tensor, torch.Generator], None]
-"""Fills a whole, unsplit fp32 CPU tensor in place."""
+"""Fills a whole, unsplit fp32 CPU tensor in place.
+
+It must not know the module: a circle through a parameter, which autograd holds too, is never freed, nor what is in it.
+"""
 
 
 def new_parameter(
