@@ -64,6 +64,11 @@ class Blocks(NamedTuple):
         """Of a state tile that a lane has."""
         return self.NR * self.ER
 
+    @property
+    def channels(self) -> int:
+        """Of a tile."""
+        return self.ER * self.EL
+
     def constants(self) -> dict[str, int]:
         """Compile-time arguments and launch of the kernels that have such a tile."""
         return {"NR": self.NR, "ER": self.ER, "NL": self.NL, "EL": self.EL, "num_warps": 1}
@@ -162,6 +167,7 @@ def backward(
     num_rows = rows.samples * rows.length
     blocks = cut_blocks(channels // groups, size, TUNING.backward_numbers)
     step = max(1, TUNING.step // -(-blocks.numbers // TUNING.backward_numbers))
+    whole = (channels // groups) % blocks.channels == 0 and rows.length % step == 0
     part_blocks = -(-blocks.group_blocks // max(1, TUNING.parts // groups))
     parts = -(-blocks.group_blocks // part_blocks)
     chunks = cut_chunks(x, rows.length, rows.samples * groups * parts)
@@ -175,7 +181,7 @@ def backward(
         triton_backward.walk_backward[rows.samples * chunks.chunks * groups * parts,](
             dy, x, dt, A, B, C, D, kept, after, dx, ddt, dA, dB, dC, dD, dfirst, rows.length, num_rows, *chunks,
             parts, part_blocks, blocks.group_blocks, channels // groups, rows.sample_stride, rows.time_stride, 1,
-            G=groups, N=size, SPAN=TUNING.span, STEP=step, maxnreg=TUNING.backward_registers,
+            G=groups, N=size, SPAN=TUNING.span, STEP=step, WHOLE=whole, maxnreg=TUNING.backward_registers,
             **blocks.constants(),
         )  # fmt: skip
     return dx, ddt, dA.sum(0), dB.sum(0).view(B.shape), dC.sum(0).view(C.shape), dD.sum(0), dfirst
