@@ -20,7 +20,14 @@ import triton
 import triton.language as tl
 
 from kernels.selective_scan.triton_forward import place_in_grid
-from kernels.selective_scan.triton_tile import load_float, load_token, place_in_tile, sum_over_channels, sum_over_states
+from kernels.selective_scan.triton_tile import (
+    has_channel,
+    load_float,
+    load_token,
+    place_in_tile,
+    sum_over_channels,
+    sum_over_states,
+)
 from kernels.triton_math import LN2, LOG2E
 
 
@@ -29,6 +36,7 @@ def find_chunk_starts(
     dy, dt, A, C, starts, spent, length, chunk_length, chunks, group_blocks, group_channels, sample_stride, time_stride,
     unit,
     G: tl.constexpr, N: tl.constexpr, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The adjoint of the state before each chunk if nothing comes after it. Grid (samples * chunks * G * group_blocks).
 
@@ -41,7 +49,7 @@ def find_chunk_starts(
         tl.program_id(0), chunks, group_blocks, group_channels, G, ER * EL
     )
     n, e, _, e_writer = place_in_tile(unit, NR, ER, NL, EL)
-    exists, channels = e < count, G * group_channels
+    exists, channels = has_channel(e, count, WHOLE), G * group_channels
     begin, end = chunk * chunk_length, tl.minimum((chunk + 1) * chunk_length, length)
     dy, dt, C = dy + channel, dt + channel, C + group * N
     rate = load_float(A + (channel + e) * N + n, exists) * LOG2E
@@ -119,7 +127,7 @@ def walk_backward(
     B, C = B + group * N, C + group * N
     dB, dC = dB + (part.to(tl.int64) * rows * G + group) * N, dC + (part.to(tl.int64) * rows * G + group) * N
     for block in range(part * part_blocks, tl.minimum((part + 1) * part_blocks, group_blocks)):
-        exists = tl.full([1, ER, NL, EL], True, tl.int1) if WHOLE else e < group_channels - block * ER * EL
+        exists = has_channel(e, group_channels - block * ER * EL, WHOLE)
         channel = first_channel + block * ER * EL
         x_c, dt_c, dy_c, dx_c, ddt_c = x + channel, dt + channel, dy + channel, dx + channel, ddt + channel
         rate = load_float(A + (channel + e) * N + n, exists) * LOG2E
@@ -166,5 +174,7 @@ def walk_backward(
                 tl.store(dC + row * G * N + n, dC_t, mask=n_writer & valid)
         tl.store(dA + (place * channels + channel + e) * N + n, dA_e, mask=exists)
         tl.store(dD + place * channels + channel + e, dD_e, mask=exists & e_writer)
+        # The next block adds to the dB and dC that this one has written.
+        tl.debug_barrier()
         if chunk == 0:
             tl.store(dfirst + (sample * channels + channel + e) * N + n, carry, mask=exists)

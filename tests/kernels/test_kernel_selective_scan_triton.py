@@ -25,6 +25,7 @@ def short_chunks(monkeypatch):
     if not ON_GPU:
         small = {"span": 4, "step": 2, "least_chunk": 8, "backward_numbers": 4, "parts": 2}
         monkeypatch.setattr(triton_launch, "TUNING", triton_launch.TUNING._replace(**small))
+        monkeypatch.setattr(triton_launch, "JOIN_AHEAD", 2)
 
 
 def draw(length, channels=12, size=4, groups=None, batch=1, dtype=FP32, step=1.0):
