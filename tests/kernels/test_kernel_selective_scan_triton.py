@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from torch.nn.functional import softplus
+from torch.utils.checkpoint import checkpoint
 from triton_cases import BF16, DEVICE, FP16, FP32, ON_GPU, TOLERANCE, needs_gpu, poison, relative_rms
 
 pytest.importorskip("triton")
@@ -122,6 +123,26 @@ def test_only_the_last_state_is_used():
         gradients.append(torch.autograd.grad(last.sin().sum(), tensors, materialize_grads=True))
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_recompute_gives_the_same_gradients():
+    tensors = [x.requires_grad_() for x in draw(18)[:5]]
+
+    def two_calls(*inputs):  # as context parallelism makes them: the state that one leaves is the other's first
+        _, state = selective_scan(*inputs, return_final_state=True, implementation="triton")
+        return selective_scan(*inputs, initial_state=state, implementation="triton")
+
+    plain = torch.autograd.grad(two_calls(*tensors).sum(), tensors)
+    again = torch.autograd.grad(checkpoint(two_calls, *tensors, use_reentrant=False).sum(), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_a_gradient_of_the_gradient_is_refused():
+    tensors = [x.requires_grad_() for x in draw(5)[:5]]
+    y = selective_scan(*tensors, implementation="triton")
+    (dx,) = torch.autograd.grad(y.square().sum(), tensors[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
 
 
 def test_two_runs_give_the_same_bits():
