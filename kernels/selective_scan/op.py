@@ -51,6 +51,7 @@ class _Scan(torch.autograd.Function):
         from kernels.selective_scan import triton_launch
 
         dy, dlast = (y.contiguous() for y in gradients)
-        found = triton_launch.backward(ctx.rows, dy, dlast, *ctx.saved_tensors)
-        dtypes = [y.dtype for y in (*ctx.saved_tensors[:-1], dlast)]
+        saved = ctx.saved_tensors  # under recompute they may be asked for once only
+        found = triton_launch.backward(ctx.rows, dy, dlast, *saved)
+        dtypes = [y.dtype for y in (*saved[:-1], dlast)]
         return None, None, *(y.to(dtype) for y, dtype in zip(found, dtypes, strict=True))

@@ -20,7 +20,14 @@ import triton
 import triton.language as tl
 
 from kernels.selective_scan.triton_forward import place_in_grid
-from kernels.selective_scan.triton_tile import load_float, load_token, place_in_tile, sum_over_channels, sum_over_states
+from kernels.selective_scan.triton_tile import (
+    has_channel,
+    load_float,
+    load_token,
+    place_in_tile,
+    sum_over_channels,
+    sum_over_states,
+)
 from kernels.triton_math import LN2, LOG2E
 
 
@@ -29,6 +36,7 @@ def find_chunk_starts(
     dy, dt, A, C, starts, spent, length, chunk_length, chunks, group_blocks, group_channels, sample_stride, time_stride,
     unit,
     G: tl.constexpr, N: tl.constexpr, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The adjoint of the state before each chunk if nothing comes after it. Grid (samples * chunks * G * group_blocks).
 
@@ -41,7 +49,7 @@ def find_chunk_starts(
         tl.program_id(0), chunks, group_blocks, group_channels, G, ER * EL
     )
     n, e, _, e_writer = place_in_tile(unit, NR, ER, NL, EL)
-    exists, channels = e < count, G * group_channels
+    exists, channels = has_channel(e, count, WHOLE), G * group_channels
     begin, end = chunk * chunk_length, tl.minimum((chunk + 1) * chunk_length, length)
     dy, dt, C = dy + channel, dt + channel, C + group * N
     rate = load_float(A + (channel + e) * N + n, exists) * LOG2E
@@ -62,8 +70,9 @@ def find_chunk_starts(
 
 @triton.jit
 def _states_of_step(
-    state, rate, x, dt, B, row, time_stride, count, before, exists, n, e, channels, B_stride, STEP: tl.constexpr
-):
+    state, rate, x, dt, B, row, time_stride, count, before, exists, n, e, channels, B_stride,
+    STEP: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """The states around the tokens of a step: a tuple of STEP + 1 tiles, the first the one before it.
 
     Args:
@@ -72,12 +81,12 @@ def _states_of_step(
         before: of them before the step.
     """
     for _ in range(before):
-        x_t, dt_t, B_t = load_token(x, dt, B, row, count > 0, exists, n, e, channels, B_stride)
+        x_t, dt_t, B_t = load_token(x, dt, B, row, True, exists, n, e, channels, B_stride)
         state = tl.exp2(dt_t * rate) * state + (dt_t * x_t) * B_t
         row += time_stride
     states = (state,)
     for i in tl.static_range(STEP):
-        x_t, dt_t, B_t = load_token(x, dt, B, row, before + i < count, exists, n, e, channels, B_stride)
+        x_t, dt_t, B_t = load_token(x, dt, B, row, WHOLE or before + i < count, exists, n, e, channels, B_stride)
         state = tl.exp2(dt_t * rate) * state + (dt_t * x_t) * B_t
         states += (state,)
         row += time_stride
@@ -89,7 +98,7 @@ def walk_backward(
     dy, x, dt, A, B, C, D, kept, after, dx, ddt, dA, dB, dC, dD, dfirst, length, rows, chunk_length, chunks,
     parts, part_blocks, group_blocks, group_channels, sample_stride, time_stride, unit,
     G: tl.constexpr, N: tl.constexpr, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr,
-    SPAN: tl.constexpr, STEP: tl.constexpr,
+    SPAN: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Write all gradients. Grid (samples * chunks * G * parts).
 
@@ -106,6 +115,7 @@ def walk_backward(
         dfirst: fp32 [samples, channels, N], out: gradient of the first state.
         rows: samples * length.
         parts: of a group's blocks, part_blocks each; the last one may have fewer.
+        WHOLE: no block lacks a channel and no step a token, and nothing needs a mask for that.
     """
     sample, chunk, group, first_channel, _ = place_in_grid(tl.program_id(0), chunks, parts, group_channels, G, 0)
     part = tl.program_id(0) % parts
@@ -117,7 +127,7 @@ def walk_backward(
     B, C = B + group * N, C + group * N
     dB, dC = dB + (part.to(tl.int64) * rows * G + group) * N, dC + (part.to(tl.int64) * rows * G + group) * N
     for block in range(part * part_blocks, tl.minimum((part + 1) * part_blocks, group_blocks)):
-        exists = e < group_channels - block * ER * EL
+        exists = has_channel(e, group_channels - block * ER * EL, WHOLE)
         channel = first_channel + block * ER * EL
         x_c, dt_c, dy_c, dx_c, ddt_c = x + channel, dt + channel, dy + channel, dx + channel, ddt + channel
         rate = load_float(A + (channel + e) * N + n, exists) * LOG2E
@@ -128,20 +138,26 @@ def walk_backward(
         for j in range(tl.cdiv(end - begin, STEP)):
             step = begin + (tl.cdiv(end - begin, STEP) - 1 - j) * STEP
             span = sample * tl.cdiv(length, SPAN) + step // SPAN
+            step_row = sample * sample_stride + step.to(tl.int64) * time_stride
+            # Asked for before the states are found again, so that memory has time.
+            dys = ()
+            for i in tl.static_range(STEP):
+                valid = WHOLE or step + i < end
+                dys += (load_float(dy_c + (step_row + i * time_stride) * channels + e, exists & valid),)
             span_row = sample * sample_stride + (step // SPAN * SPAN).to(tl.int64) * time_stride
             state = load_float(kept + (span * channels + channel + e) * N + n, exists)
             states = _states_of_step(
                 state, rate, x_c, dt_c, B, span_row, time_stride, end - step // SPAN * SPAN, step % SPAN,
-                exists, n, e, channels, G * N, STEP,
+                exists, n, e, channels, G * N, STEP, WHOLE,
             )  # fmt: skip
             for i in tl.static_range(STEP - 1, -1, -1):
-                row = sample * sample_stride + (step + i).to(tl.int64) * time_stride
-                valid = step + i < end
+                row = step_row + i * time_stride
+                valid = WHOLE or step + i < end
                 x_t, dt_t, B_t = load_token(x_c, dt_c, B, row, valid, exists, n, e, channels, G * N)
-                dy_t = load_float(dy_c + row * channels + e, exists & valid)
                 C_t = load_float(C + row * G * N + n, valid)
                 dB_t = load_float(dB + row * G * N + n, valid & added)
                 dC_t = load_float(dC + row * G * N + n, valid & added)
+                dy_t = dys[i]
                 dh = carry + dy_t * C_t
                 carry = tl.exp2(dt_t * rate) * dh
                 through = carry * states[i]
@@ -158,5 +174,7 @@ def walk_backward(
                 tl.store(dC + row * G * N + n, dC_t, mask=n_writer & valid)
         tl.store(dA + (place * channels + channel + e) * N + n, dA_e, mask=exists)
         tl.store(dD + place * channels + channel + e, dD_e, mask=exists & e_writer)
+        # The next block adds to the dB and dC that this one has written.
+        tl.debug_barrier()
         if chunk == 0:
             tl.store(dfirst + (sample * channels + channel + e) * N + n, carry, mask=exists)

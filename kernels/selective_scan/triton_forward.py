@@ -15,7 +15,7 @@ A program has a chunk of one sample, and a block of ER * EL channels of one grou
 import triton
 import triton.language as tl
 
-from kernels.selective_scan.triton_tile import load_float, load_token, place_in_tile, sum_over_states
+from kernels.selective_scan.triton_tile import has_channel, load_float, load_token, place_in_tile, sum_over_states
 from kernels.triton_math import LOG2E
 
 
@@ -39,6 +39,7 @@ def find_chunk_ends(
     x, dt, A, B, ends, spent, length, chunk_length, chunks, group_blocks, group_channels, sample_stride, time_stride,
     unit,
     G: tl.constexpr, N: tl.constexpr, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The state at each chunk's end if it begins with zeros. Grid (samples * chunks * G * group_blocks).
 
@@ -54,12 +55,14 @@ def find_chunk_ends(
         chunk_length, chunks: of a sample; the last chunk may be shorter.
         group_blocks, group_channels: blocks of channels, and channels, of a group.
         unit: see `triton_tile`.
+
+    WHOLE: every block has ER * EL channels.
     """
     sample, chunk, group, channel, count = place_in_grid(
         tl.program_id(0), chunks, group_blocks, group_channels, G, ER * EL
     )
     n, e, _, e_writer = place_in_tile(unit, NR, ER, NL, EL)
-    exists, channels = e < count, G * group_channels
+    exists, channels = has_channel(e, count, WHOLE), G * group_channels
     begin, end = chunk * chunk_length, tl.minimum((chunk + 1) * chunk_length, length)
     x, dt, B = x + channel, dt + channel, B + group * N
     rate = load_float(A + (channel + e) * N + n, exists) * LOG2E
@@ -82,11 +85,12 @@ def find_chunk_ends(
 @triton.jit
 def join_chunks(
     ends, spent, A, first, chunks, channels,
-    N: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Put into each chunk's place the state it begins with, from what each ends with. Grid (samples, number blocks).
 
-    REVERSED: from the last chunk to the first, as adjoints go. A program has BLOCK of a sample's channels * N numbers.
+    REVERSED: from the last chunk to the first, as adjoints go. A program has BLOCK of a sample's channels * N numbers,
+    and reads AHEAD chunks at a time: it does little else than wait for memory.
 
     Tensors:
         ends: fp32 [samples, chunks, channels, N]: the chunk's own part of the state after it; replaced.
@@ -99,12 +103,18 @@ def join_chunks(
     exists = i < channels * N
     rate = load_float(A + i, exists) * LOG2E
     state = load_float(first + sample * channels * N + i, exists)
-    for j in range(chunks):
-        chunk = sample * chunks + (chunks - 1 - j if REVERSED else j)
-        end = load_float(ends + chunk * channels * N + i, exists)
-        dt = load_float(spent + chunk * channels + i // N, exists)
-        tl.store(ends + chunk * channels * N + i, state, mask=exists)
-        state = tl.exp2(dt * rate) * state + end
+    for start in range(0, chunks, AHEAD):
+        parts = ()
+        for j in tl.static_range(AHEAD):
+            chunk = sample * chunks + (chunks - 1 - start - j if REVERSED else start + j)
+            valid = exists & (start + j < chunks)
+            end = load_float(ends + chunk * channels * N + i, valid)
+            dt = load_float(spent + chunk * channels + i // N, valid)
+            parts += ((chunk, valid, dt, end),)
+        for j in tl.static_range(AHEAD):
+            chunk, valid, dt, end = parts[j]
+            tl.store(ends + chunk * channels * N + i, state, mask=valid)
+            state = tl.exp2(dt * rate) * state + end
 
 
 @triton.jit(do_not_specialize=["unit"])
@@ -112,7 +122,7 @@ def walk_forward(
     x, dt, A, B, C, D, before, y, kept, last, length, chunk_length, chunks, group_blocks, group_channels,
     sample_stride, time_stride, unit,
     G: tl.constexpr, N: tl.constexpr, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr,
-    SPAN: tl.constexpr, KEEP: tl.constexpr,
+    WHOLE: tl.constexpr, SPAN: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs and the last state. Grid (samples * chunks * G * group_blocks).
 
@@ -129,7 +139,7 @@ def walk_forward(
         tl.program_id(0), chunks, group_blocks, group_channels, G, ER * EL
     )
     n, e, _, e_writer = place_in_tile(unit, NR, ER, NL, EL)
-    exists, channels = e < count, G * group_channels
+    exists, channels = has_channel(e, count, WHOLE), G * group_channels
     begin, end = chunk * chunk_length, tl.minimum((chunk + 1) * chunk_length, length)
     sample = sample.to(tl.int64)
     rate = load_float(A + (channel + e) * N + n, exists) * LOG2E

@@ -1,6 +1,6 @@
 """The order of the selective scan's Triton kernels, their sizes and their buffers."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,31 +9,33 @@ from kernels.selective_scan import triton_backward, triton_forward
 from kernels.triton_math import multiprocessors, next_power_of_two, on_device
 
 WARP = 32
-JOIN_BLOCK = 128
+JOIN_BLOCK, JOIN_AHEAD = 128, 8
 
 
 class Tuning(NamedTuple):
-    """What may be chosen freely; powers of two all but the last three.
+    """What may be chosen freely.
 
     Attributes:
         span: tokens between the states that the backward pass finds kept.
         step: of them, those whose states it has in registers, fewer where a lane has many numbers; divides span.
-        forward_numbers, backward_numbers: of the state that a lane has, about.
-        backward_registers: a lane's, at most; None: as many as the compiler likes.
+        forward_numbers, backward_numbers: of the state that a lane has, about; powers of two.
+        forward_registers, backward_registers: a lane's, at most; None: as many as the compiler likes.
         least_chunk: tokens that a chunk has at least, a multiple of span.
         alone: programs a multiprocessor from which on chunks are not cut: their ends cost a pass of their own.
         programs: a multiprocessor, to reach by cutting chunks.
-        parts: sums of dB and dC, each over some of the channels, that are written; each is as large as fp32 B.
+        parts: sums of dB and dC, each over some of the channels, that are written; each is as large as B in fp32.
     """
 
     span: int = 16
     step: int = 4
     forward_numbers: int = 16
     backward_numbers: int = 8
+    forward_registers: int | None = 96
     backward_registers: int | None = 128
     least_chunk: int = 128
     alone: int = 12
-    programs: int = 64
+    # A little below whole rounds: a multiprocessor's registers are enough for 21 programs forward, 16 backward.
+    programs: int = 126
     parts: int = 16
 
 
@@ -50,25 +52,6 @@ class Rows(NamedTuple):
     time_stride: int
 
 
-class Blocks(NamedTuple):
-    """A tile's shape, see `triton_tile`, and how many blocks of its channels make a group."""
-
-    NR: int
-    ER: int
-    NL: int
-    EL: int
-    group_blocks: int
-
-    @property
-    def numbers(self) -> int:
-        """Of a state tile that a lane has."""
-        return self.NR * self.ER
-
-    def constants(self) -> dict[str, int]:
-        """Compile-time arguments and launch of the kernels that have such a tile."""
-        return {"NR": self.NR, "ER": self.ER, "NL": self.NL, "EL": self.EL, "num_warps": 1}
-
-
 class Chunks(NamedTuple):
     """How a sample's tokens are cut."""
 
@@ -76,29 +59,55 @@ class Chunks(NamedTuple):
     chunks: int
 
 
-def cut_blocks(group_channels: int, size: int, numbers: int) -> Blocks:
-    """Tiles of about `numbers` a lane for states of `size`; no more channels than a group has."""
+class Blocks(NamedTuple):
+    """How channels are cut: a tile's shape, see `triton_tile`, groups and their channels."""
+
+    NR: int
+    ER: int
+    NL: int
+    EL: int
+    groups: int
+    group_channels: int
+
+    @property
+    def group_blocks(self) -> int:
+        """Blocks of channels in a group."""
+        return -(-self.group_channels // (self.ER * self.EL))
+
+    @property
+    def whole(self) -> bool:
+        """Whether every block has all its channels."""
+        return self.group_channels % (self.ER * self.EL) == 0
+
+    def constants(self, registers: int | None) -> dict[str, Any]:
+        """Compile-time arguments and launch of the kernels that have such a tile."""
+        tile = {"NR": self.NR, "ER": self.ER, "NL": self.NL, "EL": self.EL}
+        return {"G": self.groups, "N": self.NR * self.NL, **tile, "num_warps": 1, "maxnreg": registers}
+
+
+def cut_channels(A: Tensor, groups: int, numbers: int) -> Blocks:
+    """Tiles of about `numbers` a lane; no more channels than a group has."""
+    channels, size = A.shape
     n_lanes = min(size, 4)
-    lanes = WARP // n_lanes
-    per_lane = size // n_lanes
-    rows = min(max(1, numbers // per_lane), next_power_of_two(-(-group_channels // lanes)))
-    return Blocks(per_lane, rows, n_lanes, lanes, -(-group_channels // (rows * lanes)))
+    e_lanes, n_rows = WARP // n_lanes, size // n_lanes
+    e_rows = min(max(1, numbers // n_rows), next_power_of_two(-(-channels // (groups * e_lanes))))
+    return Blocks(n_rows, e_rows, n_lanes, e_lanes, groups, channels // groups)
 
 
-def cut_chunks(x: Tensor, length: int, programs: int) -> Chunks:
-    """Cut the tokens so that the GPU is busy; `programs`: of a chunk, in all samples."""
-    processors = multiprocessors(x)
-    if programs >= TUNING.alone * processors:
-        return Chunks(length, 1)
-    wanted = -(-TUNING.programs * processors // programs)
-    chunk_length = max(TUNING.least_chunk, -(-length // (wanted * TUNING.span)) * TUNING.span)
-    return Chunks(chunk_length, -(-length // chunk_length)) if chunk_length < length else Chunks(length, 1)
+def cut_tokens(x: Tensor, rows: Rows, programs: int) -> Chunks:
+    """Chunks that keep the GPU busy; `programs`: that a chunk has in each sample."""
+    programs, processors = rows.samples * programs, multiprocessors(x)
+    wanted = 1 if programs >= TUNING.alone * processors else -(-TUNING.programs * processors // programs)
+    chunk_length = max(TUNING.least_chunk, -(-rows.length // (wanted * TUNING.span)) * TUNING.span)
+    if wanted == 1 or chunk_length >= rows.length:
+        return Chunks(rows.length, 1)
+    return Chunks(chunk_length, -(-rows.length // chunk_length))
 
 
 def forward(
     rows: Rows, training: bool, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, first: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the forward kernels. All tensors are contiguous; `training` keeps what the gradient needs.
+    """Run the forward kernels. All tensors are contiguous.
 
     Args:
         rows: where tokens lie.
@@ -116,38 +125,51 @@ def forward(
         last: the state after the last token, fp32 [samples, c, n].
         kept: states between spans, fp32 [samples, spans, c, n]; empty unless training.
     """
-    (channels, size), groups = A.shape, B.shape[-2]
-    blocks = cut_blocks(channels // groups, size, TUNING.forward_numbers)
-    programs = rows.samples * groups * blocks.group_blocks
-    chunks = cut_chunks(x, rows.length, programs)
-    numbers = (rows.length, *chunks, blocks.group_blocks, channels // groups, rows.sample_stride, rows.time_stride, 1)
-    constants = {"G": groups, "N": size, **blocks.constants()}
+    blocks = cut_channels(A, B.shape[-2], TUNING.forward_numbers)
+    chunks = cut_tokens(x, rows, blocks.groups * blocks.group_blocks)
+    before = first
+    if chunks.chunks > 1:
+        before = _joined_chunks(triton_forward.find_chunk_ends, rows, chunks, x, dt, A, B, first, reverse=False)
     spans = -(-rows.length // TUNING.span) if training else 0
-    y, last, kept = torch.empty_like(x), torch.empty_like(first), A.new_empty(rows.samples, spans, channels, size)
-    grid = (programs * chunks.chunks,)
+    y, last, kept = torch.empty_like(x), torch.empty_like(first), A.new_empty(rows.samples, spans, *A.shape)
     with on_device(x):
-        before = first
-        if chunks.chunks > 1:
-            before, spent = _chunk_buffers(rows, chunks, A)
-            triton_forward.find_chunk_ends[grid](x, dt, A, B, before, spent, *numbers, **constants)
-            _join_chunks(before, spent, A, first, reverse=False)
-        triton_forward.walk_forward[grid](
-            x, dt, A, B, C, D, before, y, kept, last, *numbers, SPAN=TUNING.span, KEEP=training, **constants
-        )
+        triton_forward.walk_forward[_programs(rows, chunks, blocks),](
+            x, dt, A, B, C, D, before, y, kept, last, *_numbers(rows, chunks, blocks),
+            WHOLE=blocks.whole, SPAN=TUNING.span, KEEP=training, **blocks.constants(TUNING.forward_registers),
+        )  # fmt: skip
     return y, last, kept
 
 
-def _chunk_buffers(rows: Rows, chunks: Chunks, A: Tensor) -> tuple[Tensor, Tensor]:
-    """A state a chunk, and its channels' sums of dt."""
+def _programs(rows: Rows, chunks: Chunks, blocks: Blocks) -> int:
+    return rows.samples * chunks.chunks * blocks.groups * blocks.group_blocks
+
+
+def _numbers(rows: Rows, chunks: Chunks, blocks: Blocks) -> tuple[int, ...]:
+    """What the kernels with a block a program are told, from `length` to `unit`."""
+    cuts = (*chunks, blocks.group_blocks, blocks.group_channels)
+    return (rows.length, *cuts, rows.sample_stride, rows.time_stride, 1)
+
+
+def _joined_chunks(
+    find: Any, rows: Rows, chunks: Chunks, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, first: Tensor, *, reverse: bool
+) -> Tensor:
+    """The state, or in reverse the adjoint, that each chunk begins with, fp32 [samples, chunks, c, n].
+
+    `find` is the kernel for what a chunk ends with if it begins with zeros: x and B are what it takes for them.
+    """
+    blocks = cut_channels(A, B.shape[-2], TUNING.forward_numbers)
     ends = A.new_empty(rows.samples, chunks.chunks, *A.shape)
-    return ends, A.new_empty(ends.shape[:3])
-
-
-def _join_chunks(ends: Tensor, spent: Tensor, A: Tensor, first: Tensor, *, reverse: bool) -> None:
-    samples, chunks, channels, size = ends.shape
-    triton_forward.join_chunks[samples, -(-channels * size // JOIN_BLOCK)](
-        ends, spent, A, first, chunks, channels, N=size, REVERSED=reverse, BLOCK=JOIN_BLOCK, num_warps=1
-    )
+    spent = A.new_empty(ends.shape[:3])
+    with on_device(x):
+        find[_programs(rows, chunks, blocks),](
+            x, dt, A, B, ends, spent, *_numbers(rows, chunks, blocks),
+            WHOLE=blocks.whole, **blocks.constants(TUNING.forward_registers),
+        )  # fmt: skip
+        triton_forward.join_chunks[rows.samples, -(-A.numel() // JOIN_BLOCK)](
+            ends, spent, A, first, chunks.chunks, A.shape[0],
+            N=A.shape[1], REVERSED=reverse, BLOCK=JOIN_BLOCK, AHEAD=JOIN_AHEAD, num_warps=1,
+        )  # fmt: skip
+    return ends
 
 
 def backward(
@@ -158,40 +180,23 @@ def backward(
 
     Arguments as in `forward`, all contiguous.
     """
-    (channels, size), groups = A.shape, B.shape[-2]
-    num_rows = rows.samples * rows.length
-    blocks = cut_blocks(channels // groups, size, TUNING.backward_numbers)
-    step = max(1, TUNING.step // -(-blocks.numbers // TUNING.backward_numbers))
-    part_blocks = -(-blocks.group_blocks // max(1, TUNING.parts // groups))
+    blocks = cut_channels(A, B.shape[-2], TUNING.backward_numbers)
+    step = max(1, TUNING.step // -(-blocks.NR * blocks.ER // TUNING.backward_numbers))
+    part_blocks = -(-blocks.group_blocks // max(1, TUNING.parts // blocks.groups))
     parts = -(-blocks.group_blocks // part_blocks)
-    chunks = cut_chunks(x, rows.length, rows.samples * groups * parts)
+    chunks = cut_tokens(x, rows, blocks.groups * parts)
     after = dlast
     if chunks.chunks > 1:
-        after = _adjoint_after_chunks(rows, chunks, dy, dlast, dt, A, C)
+        after = _joined_chunks(triton_backward.find_chunk_starts, rows, chunks, dy, dt, A, C, dlast, reverse=True)
+    num_chunks, num_rows = rows.samples * chunks.chunks, rows.samples * rows.length
     dx, ddt, dfirst = torch.empty_like(x), torch.empty_like(dt), torch.empty_like(dlast)
-    dA, dD = A.new_empty(rows.samples * chunks.chunks, *A.shape), D.new_empty(rows.samples * chunks.chunks, channels)
-    dB, dC = (A.new_empty(parts, num_rows, groups, size) for _ in "BC")
+    dA, dD = A.new_empty(num_chunks, *A.shape), A.new_empty(num_chunks, A.shape[0])
+    dB, dC = (A.new_empty(parts, *B.shape) for _ in "BC")
     with on_device(x):
-        triton_backward.walk_backward[rows.samples * chunks.chunks * groups * parts,](
+        triton_backward.walk_backward[num_chunks * blocks.groups * parts,](
             dy, x, dt, A, B, C, D, kept, after, dx, ddt, dA, dB, dC, dD, dfirst, rows.length, num_rows, *chunks,
-            parts, part_blocks, blocks.group_blocks, channels // groups, rows.sample_stride, rows.time_stride, 1,
-            G=groups, N=size, SPAN=TUNING.span, STEP=step, maxnreg=TUNING.backward_registers,
-            **blocks.constants(),
+            parts, part_blocks, blocks.group_blocks, blocks.group_channels, rows.sample_stride, rows.time_stride, 1,
+            WHOLE=blocks.whole and rows.length % step == 0, SPAN=TUNING.span, STEP=step,
+            **blocks.constants(TUNING.backward_registers),
         )  # fmt: skip
-    return dx, ddt, dA.sum(0), dB.sum(0).view(B.shape), dC.sum(0).view(C.shape), dD.sum(0), dfirst
-
-
-def _adjoint_after_chunks(
-    rows: Rows, chunks: Chunks, dy: Tensor, dlast: Tensor, dt: Tensor, A: Tensor, C: Tensor
-) -> Tensor:
-    """The adjoint of the state after each chunk, fp32 [samples, chunks, c, n]."""
-    (channels, size), groups = A.shape, C.shape[-2]
-    blocks = cut_blocks(channels // groups, size, TUNING.forward_numbers)
-    after, spent = _chunk_buffers(rows, chunks, A)
-    with on_device(dy):
-        triton_backward.find_chunk_starts[rows.samples * chunks.chunks * groups * blocks.group_blocks,](
-            dy, dt, A, C, after, spent, rows.length, *chunks, blocks.group_blocks, channels // groups,
-            rows.sample_stride, rows.time_stride, 1, G=groups, N=size, **blocks.constants(),
-        )  # fmt: skip
-        _join_chunks(after, spent, A, dlast, reverse=True)
-    return after
+    return dx, ddt, *(y.sum(0) for y in (dA, dB, dC, dD)), dfirst

@@ -36,6 +36,14 @@ def place_in_tile(unit, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL
 
 
 @triton.jit
+def has_channel(e, count, WHOLE: tl.constexpr):
+    """Which channels of a block exist: the first `count`, or all where WHOLE, and then the compiler needs no masks."""
+    if WHOLE:
+        return tl.full(e.shape, True, tl.int1)
+    return e < count
+
+
+@triton.jit
 def load_float(pointers, valid):
     """In fp32, zero where not valid."""
     return tl.load(pointers, mask=valid, other=0.0).to(tl.float32)

@@ -73,10 +73,10 @@ def element(tokens: int, d: int) -> None:
                 top1_element_backward(out, q, k, v, mixed, lse, chosen, None, estimator, 1.0, 0)
 
 
-def scan(size: int) -> None:
-    x = torch.zeros(1, 300, 96, dtype=torch.bfloat16, requires_grad=True)
-    B = torch.zeros(1, 300, 1, size, dtype=torch.bfloat16)
-    y, _ = selective_scan_triton(x, torch.zeros(1, 300, 96), torch.zeros(96, size), B, B, None, None)
+def scan(tokens: int, size: int) -> None:
+    x = torch.zeros(1, tokens, 96, dtype=torch.bfloat16, requires_grad=True)
+    B = torch.zeros(1, tokens, 1, size, dtype=torch.bfloat16)
+    y, _ = selective_scan_triton(x, torch.zeros(1, tokens, 96), torch.zeros(96, size), B, B, None, None)
     y.sum().backward()
 
 
@@ -94,8 +94,8 @@ def main() -> None:
     chunk(1024, 128, 128, "approx", backward=False)
     chunk(1024, 64, 64, "approx", backward=False)
     element(300, 128)
-    for size in (1, 16, 64):
-        scan(size)
+    for tokens, size in ((300, 1), (300, 16), (301, 16), (300, 64)):
+        scan(tokens, size)
     print(*sorted(compiled))
 
 
