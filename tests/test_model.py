@@ -108,8 +108,8 @@ def test_flops_of_a_token_by_hand(one_process: Any) -> None:
     attention = 6 * attention_weights + 3 * HEADS * pairs * (2 * d + 2 * d)
     # In: query, key, value, gate, and two numbers a head; a convolution tap a channel; decay, bias, norm weight.
     delta_weights = HIDDEN * HEADS * (4 * d + 2) + HIDDEN * HIDDEN + HEADS * 3 * d * 4 + 2 * HEADS + d
-    # Read the state with the key, write it, read it with the query: a multiply-add an entry each; four taps a channel.
-    delta = 6 * delta_weights + 3 * HEADS * (3 * 2 * d * d + 2 * 4 * 3 * d)
+    # Read the state with the key, write it, read it with the query: a multiply-add an entry each.
+    delta = 6 * delta_weights + 3 * HEADS * 3 * 2 * d * d
     feed_forward = 6 * 3 * HIDDEN * FFN
     expected = attention + delta + 2 * feed_forward + 6 * HIDDEN * shape.padded_vocab_size
     assert training_flops_per_token(shape, chunks, LENGTH) == pytest.approx(expected, rel=1e-12)

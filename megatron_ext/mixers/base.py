@@ -245,10 +245,10 @@ class Mixer(LooksBack, ABC):
 
     @abstractmethod
     def mixing_flops(self, seq_length: int) -> float:
-        """Floating-point operations a token and forward pass, beside the projections, over all units.
+        """Floating-point operations a token and forward pass between activations, over all units.
 
-        Operations that the definition needs (causal pairs counted once, a multiply-add as two), whatever an
-        implementation spends.
+        Those with weights (projections, convolutions) are counted by the weights. Operations that the definition needs
+        (causal pairs counted once, a multiply-add as two), whatever an implementation spends.
         """
 
 

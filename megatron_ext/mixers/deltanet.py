@@ -77,10 +77,8 @@ class DeltaNet(StatefulMixer):
         return None
 
     def mixing_flops(self, seq_length: int) -> float:
-        """State update and read-out (three products of key and value width) and the convolution."""
-        state = 6 * self.head_dim * self.value_dim
-        convolution = 2 * self.mixer_config.conv_kernel_size * self.qkv_width
-        return self.num_units() * (state + convolution)
+        """State update and read-out: three products of key and value width."""
+        return self.num_units() * 6 * self.head_dim * self.value_dim
 
 
 @register("gated_deltanet", GatedDeltaNetConfig)

@@ -64,12 +64,6 @@ class GLA(StatefulMixer):
         heads = decaying_heads(qkv_tbuw, part.shared, up, bias, self.mixer_config.decay_temperature, self.head_widths)
         return walk(gated_linear_attention, *heads, part=part)
 
-    def mixing_flops(self, seq_length: int) -> float:
-        """Writing to the state, reading from it, and making the decays."""
-        rank = self.mixer_config.decay_rank
-        decays = 2 * rank * (self.config.hidden_size + self.num_units() * self.head_dim)
-        return super().mixing_flops(seq_length) + decays
-
 
 @fused
 def decaying_heads(

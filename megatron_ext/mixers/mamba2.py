@@ -137,10 +137,8 @@ class Mamba2(Mixer):
         return self.heads_per_group * state * (state + self.value_dim)
 
     def mixing_flops(self, seq_length: int) -> float:
-        """Writing to the state, reading from it, and the convolution."""
-        state = self.heads_per_group * 4 * self.mixer_config.state_size * self.value_dim
-        taps = self.mixer_config.conv_kernel_size if self.mixer_config.convolution else 0
-        return self.num_units() * (state + 2 * taps * self.conv_width)
+        """Writing to the state, reading from it."""
+        return self.num_units() * self.heads_per_group * 4 * self.mixer_config.state_size * self.value_dim
 
 
 @fused
