@@ -14,10 +14,10 @@ from kernels.attention_math import causal_mask, query_positions
 from kernels.bench import costs
 from kernels.bench.cases import Shape
 from kernels.bench.contestant import Contestant, NotRun, Part
+from kernels.softmax_attention.flex import visible_blocks
 from kernels.softmax_attention.reference import attend
 from kernels.top1_chunk.reference import selection_mask
 
-FLEX_BLOCK = 128
 NSA_BLOCK = 64
 NSA_COUNT = 16
 """Blocks a query attends to; the choice of the paper (arXiv 2502.11089) and of fla."""
@@ -48,7 +48,7 @@ def flex_window(shape: Shape, *, window: int, compiled: bool = True) -> Contesta
         compiled: False: FlexAttention's plain form, which forms all scores (for tests).
     """
     device = torch.device("cuda" if compiled else "cpu")
-    mask = window_blocks(shape.length, window, device)
+    mask = visible_blocks(shape.length, shape.length, window, 0, device)
     if compiled:
         # Compiled code is kept by function, and after a few shapes torch would fall back to the plain form.
         torch.compiler.reset()
@@ -61,32 +61,6 @@ def flex_window(shape: Shape, *, window: int, compiled: bool = True) -> Contesta
         return out.transpose(1, 2)
 
     return Contestant(run=run, parts=(_softmax_part(run, window),), operations=costs.window_attention(shape, window))
-
-
-def window_blocks(length: int, window: int, device: torch.device) -> flex_attention.BlockMask:
-    """FlexAttention's mask of a causal window, made without the [length, length] array that torch's own way needs."""
-
-    def visible(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        return (s <= t) & (s > t - window)
-
-    count = -(-length // FLEX_BLOCK)
-    j = torch.arange(count, device=device)
-    i = j[:, None]
-    # First key that the first row, and that the last row, of a block of queries sees.
-    first_of_first = (i * FLEX_BLOCK - window + 1).clamp(min=0)
-    first_of_last = ((i + 1) * FLEX_BLOCK - window).clamp(min=0)
-    touched = (j >= first_of_first // FLEX_BLOCK) & (j <= i)
-    whole = touched & (j * FLEX_BLOCK >= first_of_last) & (j < i)
-    return flex_attention.BlockMask.from_kv_blocks(
-        *_block_lists(touched & ~whole), *_block_lists(whole),
-        BLOCK_SIZE=FLEX_BLOCK, mask_mod=visible, seq_lengths=(length, length),
-    )  # fmt: skip
-
-
-def _block_lists(taken_ij: Tensor) -> tuple[Tensor, Tensor]:
-    """FlexAttention's form of a mask of blocks: how many in each row, and which, first those taken."""
-    order = taken_ij.int().argsort(dim=1, descending=True, stable=True)
-    return taken_ij.sum(1).int()[None, None], order.int()[None, None]
 
 
 def nsa(shape: Shape) -> Contestant:

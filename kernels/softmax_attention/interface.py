@@ -5,11 +5,18 @@ from typing import Literal
 from torch import Tensor
 
 from kernels.dispatch import Choice, check_attention, check_positive_int, choose, full_precision, resolve_scale
+from kernels.softmax_attention.flex import flex_obstacle, softmax_attention_flex
 from kernels.softmax_attention.reference import softmax_attention_reference
 from kernels.softmax_attention.sdpa import softmax_attention_sdpa
 
-Implementation = Literal["auto", "reference", "sdpa"]
-_IMPLEMENTATIONS = {"reference": softmax_attention_reference, "sdpa": softmax_attention_sdpa}
+Implementation = Literal["auto", "reference", "sdpa", "flex"]
+_IMPLEMENTATIONS = {
+    "reference": softmax_attention_reference,
+    "sdpa": softmax_attention_sdpa,
+    "flex": softmax_attention_flex,
+}
+FEW_QUERIES = 128
+"""Fewer than these make a small mask, and may come with another number of keys each time, as in decoding."""
 
 
 def softmax_attention(
@@ -35,7 +42,7 @@ def softmax_attention(
         window: query t sees keys t - window + 1 .. t; None for 0 .. t.
         alibi_slopes: [hq], see `alibi_slopes`; None for no bias. Not differentiated by "sdpa" on every device.
         query_offset: global position of the first query; keys are at 0 .. tk-1.
-        implementation: "reference", "sdpa", or "auto".
+        implementation: "reference", "sdpa", "flex", or "auto".
 
     Returns:
         [b, tq, hq, dv] in v's dtype.
@@ -53,7 +60,10 @@ def softmax_attention(
             f"alibi_slopes has shape {list(alibi_slopes.shape)}: give one slope per query head, {q.shape[2]}"
         )
     plain = window is None and alibi_slopes is None and query_offset == 0
-    chosen = choose("softmax_attention", implementation, _IMPLEMENTATIONS, _automatic(q, plain))
+    obstacle = flex_obstacle(q, v)
+    chosen = choose("softmax_attention", implementation, _IMPLEMENTATIONS, _automatic(q, plain, obstacle))
+    if chosen.name == "flex" and obstacle is not None:
+        raise ValueError(f"implementation is 'flex', but {obstacle}")
     with full_precision(q):
         return _IMPLEMENTATIONS[chosen.name](
             q,
@@ -66,9 +76,13 @@ def softmax_attention(
         )
 
 
-def _automatic(q: Tensor, plain: bool) -> Choice:
-    if q.device.type == "cuda":
-        return Choice("sdpa", "fused on CUDA")
+def _automatic(q: Tensor, plain: bool, flex_obstacle: str | None) -> Choice:
     if plain:
-        return Choice("sdpa", "plain causal: fused here too")
-    return Choice("reference", f"window, slopes or offset on {q.device.type}: a mask is built either way")
+        return Choice("sdpa", "fused on CUDA" if q.is_cuda else "plain causal: fused here too")
+    if not q.is_cuda:
+        return Choice("reference", f"window, slopes or offset on {q.device.type}: a mask is built either way")
+    if q.shape[1] < FEW_QUERIES:
+        return Choice("sdpa", f"a mask of {q.shape[1]} queries is small")
+    if flex_obstacle is not None:
+        return Choice("sdpa", f"with a mask of all pairs, as {flex_obstacle}")
+    return Choice("flex", "window, slopes or offset without a mask of all pairs")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, flex_attention
+from torch.nn.attention import SDPBackend
 
 from kernels.bench import checks, ours, peers
 from kernels.bench.cases import Plan, Shape
@@ -252,19 +252,6 @@ def test_plan_names_make_contestants():
     assert [row.name for row in report.rows] == ["nsa", "top1_chunk:approx", "top1_element:selected"]
     assert report.rows[0].not_run is not None
     assert [row.measured is not None for row in report.rows] == [False, True, True]
-
-
-@pytest.mark.parametrize("length", [64, 128, 300, 512, 900])
-@pytest.mark.parametrize("window", [32, 128, 200, 256])
-def test_the_window_is_that_of_torch(length, window):
-    made = peers.window_blocks(length, window, CPU)
-
-    def visible(b, h, t, s):
-        return (s <= t) & (s > t - window)
-
-    theirs = flex_attention.create_block_mask(visible, None, None, length, length, device="cpu")
-    assert made.to_dense().equal(theirs.to_dense())
-    assert made.shape == theirs.shape
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -1,0 +1,101 @@
+"""Causal softmax attention through torch's FlexAttention: windows, slopes and offsets without a mask of all pairs.
+
+Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention Kernels" (arXiv 2412.05496).
+"""
+
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+BLOCK = 128
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_DIMS = range(16, 257)
+
+
+def flex_obstacle(q_bthd: Tensor, v_bshe: Tensor) -> str | None:
+    """Say why FlexAttention cannot take these inputs, with the mend; None when it can."""
+    if q_bthd.dtype not in DTYPES:
+        return f"q has dtype {q_bthd.dtype}: convert it to one of {[str(dtype) for dtype in DTYPES]}"
+    for name, x in (("q", q_bthd), ("v", v_bshe)):
+        if x.shape[3] not in HEAD_DIMS:
+            return f"{name} has head_dim {x.shape[3]}: give {HEAD_DIMS.start} to {HEAD_DIMS.stop - 1}"
+    return None
+
+
+def softmax_attention_flex(
+    q_bthd: Tensor,
+    k_bshd: Tensor,
+    v_bshe: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    alibi_slopes: Tensor | None,
+    query_offset: int,
+) -> Tensor:
+    """Compute attention with FlexAttention, compiled on a GPU. Arguments as in `softmax_attention`, checked there.
+
+    A new length, window or offset compiles anew. On a CPU it is plain torch, forms all scores and has no gradient.
+    """
+    attention = _compiled() if q_bthd.is_cuda else flex_attention
+    mask = visible_blocks(q_bthd.shape[1], k_bshd.shape[1], window, query_offset, q_bthd.device)
+    slopes = None if alibi_slopes is None else alibi_slopes.float()
+
+    def with_bias(score: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        assert slopes is not None
+        return score - slopes[h] * (t + query_offset - s)
+
+    out_bhte: Tensor = attention(
+        *(x.transpose(1, 2) for x in (q_bthd, k_bshd, v_bshe)),
+        score_mod=None if slopes is None else with_bias,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q_bthd.shape[2] != k_bshd.shape[2],
+    )
+    return out_bhte.transpose(1, 2)
+
+
+@cache
+def _compiled() -> Any:
+    # As one graph or not at all: after many shapes torch would else go over to the plain form, without a word.
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+@lru_cache(maxsize=16)
+def visible_blocks(
+    num_queries: int, num_keys: int, window: int | None, query_offset: int, device: torch.device
+) -> BlockMask:
+    """FlexAttention's mask of a causal window, made without the array of all pairs that torch's own way needs.
+
+    Args:
+        num_queries: tq.
+        num_keys: tk.
+        window: query t sees keys t - window + 1 .. t; None for 0 .. t.
+        query_offset: position of the first query; keys are at 0 .. tk-1.
+        device: of the mask.
+    """
+    reach = query_offset + num_queries if window is None else window
+
+    def visible(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        return (s <= t + query_offset) & (s > t + query_offset - reach)
+
+    first_key = torch.arange(-(-num_keys // BLOCK), device=device) * BLOCK
+    last_key = first_key + BLOCK - 1
+    first_query = query_offset + torch.arange(-(-num_queries // BLOCK), device=device)[:, None] * BLOCK
+    end = query_offset + num_queries
+    last_query = (first_query + BLOCK).clamp(max=end) - 1
+    touched = (first_key <= last_query) & (last_key > first_query - reach)
+    # A block that lacks queries or keys is not whole: torch, too, has the mask keep away what is not there.
+    whole = (last_key <= first_query) & (first_key > last_query - reach) & (first_query + BLOCK <= end)
+    return BlockMask.from_kv_blocks(
+        *_block_lists(touched & ~whole), *_block_lists(whole),
+        BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(num_queries, num_keys),
+    )  # fmt: skip
+
+
+def _block_lists(taken_ij: Tensor) -> tuple[Tensor, Tensor]:
+    """FlexAttention's form of a mask of blocks: how many in each row, and which, first those taken."""
+    order = taken_ij.int().argsort(dim=1, descending=True, stable=True)
+    return taken_ij.sum(1).int()[None, None], order.int()[None, None]
