@@ -66,7 +66,7 @@ class DeltaNet(StatefulMixer):
         beta, rest = rest_tbuw[..., 0], rest_tbuw[..., 1:]
         convolved = causal_convolution(qkv_tbuw, self.own_units(self.conv_weight, part), part.past)
         q, k, v = self.split_heads(F.silu(convolved))
-        q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).to(v.dtype) for x in (q, k))
+        q, k = (of_unit_length(x) for x in (q, k))
         return walk(gated_delta_rule, q, k, v, self.log_forgetting(rest, part), beta.float().sigmoid(), part=part)
 
     def log_forgetting(self, rest_tbuw: Tensor, part: Part) -> Tensor | None:
@@ -103,3 +103,9 @@ class GatedDeltaNet(DeltaNet):
         """-A softplus(alpha + bias)."""
         bias, log_decay = (self.own_units(p, part).float() for p in (self.step_bias, self.log_decay))
         return -log_decay.exp() * F.softplus(rest_tbuw.squeeze(-1).float() + bias)
+
+
+def of_unit_length(x_tbud: Tensor) -> Tensor:
+    """Each head's vector over its length; 1e-6 is added to its square, as in the authors' code. In fp32, then cast."""
+    x_float = x_tbud.float()
+    return (x_float * (x_float.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x_tbud.dtype)
