@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside_fla import MODULES, assert_same_function, causal_conv1d, fla, l2norm, op, replace
+from plain_flash_attention import flash_attn_func, varlen_backward, varlen_forward
 from torch import Tensor
 
 pytest.importorskip("fla", reason="flash-linear-attention is not installed")
@@ -44,6 +45,10 @@ def _based(*, scale: float, use_norm: bool, **given: Any) -> Tensor:
     return op("ops.based.naive.naive_parallel_based", "q k v", heads_first=True)(**given)[0]
 
 
+def _mean_pooling(x: Tensor, block_size: int, cu_seqlens: None) -> Tensor:
+    return torch.stack([block.mean(1) for block in x.split(block_size, 1)], 1)
+
+
 OPS: dict[str, Any] = {
     "layers.gla.fused_recurrent_gla": op("ops.gla.naive.naive_recurrent_gla", "q k v gk"),
     "layers.multiscale_retention.chunk_retention": op("ops.retention.naive.naive_retention", "q k v", heads_first=True),
@@ -53,6 +58,14 @@ OPS: dict[str, Any] = {
     "layers.gated_deltanet.chunk_gated_delta_rule": _gated_delta_rule,
     "layers.gated_deltanet.causal_conv1d": causal_conv1d,
     "layers.based.parallel_based": _based,
+    "layers.attn.flash_attn_func": flash_attn_func,
+    "layers.nsa.parallel_nsa": lambda **given: fla("ops.nsa.naive.naive_nsa")(**given),
+    "ops.nsa.naive.mean_pooling": _mean_pooling,
+    "ops.nsa.naive.flash_attn_func": flash_attn_func,
+    # Its own choice of blocks and its own merging of them; only attention itself is plain.
+    "ops.moba.parallel.flash_attn_varlen_func": varlen_forward,
+    "ops.moba.parallel._flash_attn_varlen_forward": varlen_forward,
+    "ops.moba.parallel._flash_attn_varlen_backward": varlen_backward,
     # These two layers have plain forms of their own, which lack a plain SiLU.
     "layers.mamba.ACT2FN": {"silu": F.silu},
     "layers.mamba2.ACT2FN": {"silu": F.silu},
@@ -102,6 +115,14 @@ def _gated_deltanet(mixer: Any) -> Weights:
 def _based_weights(mixer: Any) -> Weights:
     width = mixer.mixer_config.feature_dim
     return _projections(mixer, q=width, k=width, v=mixer.head_dim)
+
+
+def _key_value(mixer: Any, **more: int) -> Weights:
+    return _projections(mixer, q=mixer.output_width(), k=mixer.head_dim, v=mixer.head_dim, **more)
+
+
+def _nsa(mixer: Any) -> Weights:
+    return _key_value(mixer, g=3 * mixer.queries_per_group)
 
 
 def _mamba(mixer: Any) -> Weights:
@@ -200,6 +221,39 @@ CASES = [
         {"head_dim": HEAD_DIM, "expand_v": 2, "use_gate": False, "conv_size": 3},
     ),
     # fla adds 1e-6 to the sum of weights, which is at least half the number of keys.
+    # Channels are twice as wide as the hidden state, as are ours by default.
+    Case("mamba", "mamba.Mamba", _mamba, {}, {"intermediate_size": 2 * HIDDEN}),
+    Case(
+        "mamba2",
+        "mamba2.Mamba2",
+        _mamba2,
+        {"groups": 1, "state_size": 5},
+        {"head_dim": 2 * HEAD_DIM, "state_size": 5, "n_groups": 1, "chunk_size": 4},
+    ),
+    Case("attention", "attn.Attention", _key_value),
+    Case(
+        "attention",
+        "attn.Attention",
+        _key_value,
+        {"groups": 2, "window": 5},
+        {"num_kv_heads": 2, "window_size": 5},
+    ),
+    Case("moba", "moba.MoBA", _key_value, {"block_size": 2, "top_k": 3}, {"moba_chunk_size": 2, "moba_topk": 3}),
+    # fla takes groups of 16 heads or more.
+    Case(
+        "nsa",
+        "nsa.NativeSparseAttention",
+        _nsa,
+        {"heads": 16, "groups": 1, "block_size": 2, "num_selected": 4, "window": 3},
+        {
+            "num_heads": 16,
+            "num_kv_heads": 1,
+            "head_dim": HEAD_DIM,
+            "block_size": 2,
+            "block_counts": 4,
+            "window_size": 3,
+        },
+    ),
     Case("based", "based.BasedLinearAttention", _based_weights, {}, {"num_key_value_heads": HEADS}),
 ]
 
@@ -210,7 +264,11 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _layer(case: Case) -> torch.nn.Module:
-    return fla(f"layers.{case.layer}")(**{"hidden_size": HIDDEN, "num_heads": HEADS} | case.theirs)
+    sizes = {"hidden_size": HIDDEN} | ({} if case.mixer == "mamba" else {"num_heads": HEADS})
+    layer = fla(f"layers.{case.layer}")(**sizes | case.theirs)
+    if case.mixer == "moba":
+        layer.o_norm = torch.nn.Identity()  # of each head's output: fla's addition, the paper has none
+    return layer
 
 
 # Where inputs are small, so are what norms divide by: an epsilon that is not fla's shows.
