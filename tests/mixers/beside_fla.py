@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from plain_flash_attention import flash_attn_func, varlen_backward, varlen_forward
 from torch import Tensor
 
 
@@ -27,6 +28,11 @@ def replace(monkeypatch: pytest.MonkeyPatch, replacements: Mapping[str, Any]) ->
     for path, replacement in replacements.items():
         module, _, name = path.rpartition(".")
         monkeypatch.setattr(import_module(f"fla.{module}"), name, replacement)
+
+
+def later(path: str) -> Callable[..., Any]:
+    """A function of fla's, imported when it is called."""
+    return lambda **given: fla(path)(**given)
 
 
 def op(path: str, arguments: str, *, heads_first: bool = False) -> Callable[..., Any]:
@@ -51,17 +57,17 @@ def op(path: str, arguments: str, *, heads_first: bool = False) -> Callable[...,
     return call
 
 
-def l2norm(x: Tensor) -> Tensor:
+def _l2norm(x: Tensor) -> Tensor:
     """As fla's l2norm_fwd_kernel."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def causal_conv1d(
+def _causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str, backend: str, **options: Any
 ) -> tuple[Tensor, None]:
     """x [b, t, d], weight [d, taps]."""
     assert activation == "silu"
-    assert not any(option is not None and option is not False for option in options.values()), options
+    assert all(option is None or option is False for option in options.values()), options
     padded = F.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
     return F.silu(F.conv1d(padded, weight[:, None], bias, groups=len(weight))).transpose(1, 2), None
 
@@ -89,16 +95,61 @@ def _rotary_embedding(
     return fla("modules.rotary.ops.rotary_embedding_ref")(x, cos[:length], sin[:length], interleaved)
 
 
-MODULES: dict[str, Callable[..., Any]] = {
+def _delta_rule(*, q: Tensor, k: Tensor, use_qk_l2norm_in_kernel: bool, **given: Any) -> tuple[Tensor, None]:
+    assert use_qk_l2norm_in_kernel
+    plain = op("ops.delta_rule.naive.delta_rule_recurrence", "q k v beta", heads_first=True)
+    return plain(q=_l2norm(q), k=_l2norm(k), **given)
+
+
+def _gated_delta_rule(
+    *, q: Tensor, k: Tensor, beta: Tensor, g: Tensor, A_log: Tensor, dt_bias: Tensor, **given: Any
+) -> tuple[Tensor, None]:
+    for done_here in ("qk_l2norm", "beta_sigmoid", "gate"):
+        assert given.pop(f"use_{done_here}_in_kernel")
+    g = fla("ops.gated_delta_rule.gate.naive_gdn_gate")(g, A_log, dt_bias)
+    plain = op("ops.gated_delta_rule.naive.naive_recurrent_gated_delta_rule", "q k v beta g")
+    return plain(q=_l2norm(q), k=_l2norm(k), beta=beta.sigmoid(), g=g, **given)
+
+
+def _based(*, scale: float, use_norm: bool, **given: Any) -> Tensor:
+    assert use_norm
+    assert scale == given["q"].shape[-1] ** -0.5  # the plain op's own
+    return op("ops.based.naive.naive_parallel_based", "q k v", heads_first=True)(**given)[0]
+
+
+def _mean_pooling(x: Tensor, block_size: int, cu_seqlens: None) -> Tensor:
+    return torch.stack([block.mean(1) for block in x.split(block_size, 1)], 1)
+
+
+PLAIN: dict[str, Any] = {
+    # What many layers are made of.
     "modules.norm.layernorm.rms_norm": _rms_norm,
     "modules.norm.fused_norm_gate.rms_norm_gated": _rms_norm_gated,
-    "modules.norm.layernorm_gated.rmsnorm_fn": lambda **options: fla("modules.norm.layernorm_gated.rms_norm_ref")(
-        **options
-    ),
-    "modules.causal_conv1d.ops.causal_conv1d": causal_conv1d,
+    "modules.norm.layernorm_gated.rmsnorm_fn": later("modules.norm.layernorm_gated.rms_norm_ref"),
+    "modules.causal_conv1d.ops.causal_conv1d": _causal_conv1d,
     "modules.rotary.ops.rotary_embedding": _rotary_embedding,
+    # What one layer calls.
+    "layers.gla.fused_recurrent_gla": op("ops.gla.naive.naive_recurrent_gla", "q k v gk"),
+    "layers.multiscale_retention.chunk_retention": op("ops.retention.naive.naive_retention", "q k v", heads_first=True),
+    "layers.linear_attn.chunk_linear_attn": op("ops.linear_attn.naive.naive_recurrent_linear_attn", "q k v"),
+    "layers.linear_attn.elu_p1": lambda x: F.elu(x) + 1,
+    "layers.delta_net.fused_recurrent_delta_rule": _delta_rule,
+    "layers.gated_deltanet.chunk_gated_delta_rule": _gated_delta_rule,
+    "layers.gated_deltanet.causal_conv1d": _causal_conv1d,
+    "layers.based.parallel_based": _based,
+    "layers.attn.flash_attn_func": flash_attn_func,
+    "layers.nsa.parallel_nsa": later("ops.nsa.naive.naive_nsa"),
+    "ops.nsa.naive.mean_pooling": _mean_pooling,
+    "ops.nsa.naive.flash_attn_func": flash_attn_func,
+    # MoBA's choice of blocks and its merging of them are fla's; only attention itself is plain.
+    "ops.moba.parallel.flash_attn_varlen_func": varlen_forward,
+    "ops.moba.parallel._flash_attn_varlen_forward": varlen_forward,
+    "ops.moba.parallel._flash_attn_varlen_backward": varlen_backward,
+    # These two layers have plain forms of their own, which lack a plain SiLU.
+    "layers.mamba.ACT2FN": {"silu": F.silu},
+    "layers.mamba2.ACT2FN": {"silu": F.silu},
 }
-"""What many of fla's layers are made of, in plain torch."""
+"""What takes the place of what runs as Triton kernels, or in flash-attn, by its path in fla."""
 
 
 def assert_close(found: Tensor, expected: Tensor, name: str = "output") -> None:

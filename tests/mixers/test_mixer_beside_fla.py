@@ -11,65 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from beside_fla import MODULES, assert_same_function, causal_conv1d, fla, l2norm, op, replace
-from plain_flash_attention import flash_attn_func, varlen_backward, varlen_forward
+from beside_fla import PLAIN, assert_same_function, fla, replace
 from torch import Tensor
+
+from megatron_ext.mixers.registry import load_all
 
 pytest.importorskip("fla", reason="flash-linear-attention is not installed")
 
 MakeMixer = Callable[..., Any]
 Weights = dict[str, Tensor]
 HIDDEN, HEADS, HEAD_DIM = 24, 4, 6
-
-
-def _delta_rule(*, q: Tensor, k: Tensor, use_qk_l2norm_in_kernel: bool, **given: Any) -> tuple[Tensor, None]:
-    assert use_qk_l2norm_in_kernel
-    plain = op("ops.delta_rule.naive.delta_rule_recurrence", "q k v beta", heads_first=True)
-    return plain(q=l2norm(q), k=l2norm(k), **given)
-
-
-def _gated_delta_rule(
-    *, q: Tensor, k: Tensor, beta: Tensor, g: Tensor, A_log: Tensor, dt_bias: Tensor, **given: Any
-) -> tuple[Tensor, None]:
-    for done_here in ("qk_l2norm", "beta_sigmoid", "gate"):
-        assert given.pop(f"use_{done_here}_in_kernel")
-    g = fla("ops.gated_delta_rule.gate.naive_gdn_gate")(g, A_log, dt_bias)
-    plain = op("ops.gated_delta_rule.naive.naive_recurrent_gated_delta_rule", "q k v beta g")
-    return plain(q=l2norm(q), k=l2norm(k), beta=beta.sigmoid(), g=g, **given)
-
-
-def _based(*, scale: float, use_norm: bool, **given: Any) -> Tensor:
-    assert use_norm
-    assert scale == given["q"].shape[-1] ** -0.5  # the plain op's own
-    return op("ops.based.naive.naive_parallel_based", "q k v", heads_first=True)(**given)[0]
-
-
-def _mean_pooling(x: Tensor, block_size: int, cu_seqlens: None) -> Tensor:
-    return torch.stack([block.mean(1) for block in x.split(block_size, 1)], 1)
-
-
-OPS: dict[str, Any] = {
-    "layers.gla.fused_recurrent_gla": op("ops.gla.naive.naive_recurrent_gla", "q k v gk"),
-    "layers.multiscale_retention.chunk_retention": op("ops.retention.naive.naive_retention", "q k v", heads_first=True),
-    "layers.linear_attn.chunk_linear_attn": op("ops.linear_attn.naive.naive_recurrent_linear_attn", "q k v"),
-    "layers.linear_attn.elu_p1": lambda x: F.elu(x) + 1,
-    "layers.delta_net.fused_recurrent_delta_rule": _delta_rule,
-    "layers.gated_deltanet.chunk_gated_delta_rule": _gated_delta_rule,
-    "layers.gated_deltanet.causal_conv1d": causal_conv1d,
-    "layers.based.parallel_based": _based,
-    "layers.attn.flash_attn_func": flash_attn_func,
-    "layers.nsa.parallel_nsa": lambda **given: fla("ops.nsa.naive.naive_nsa")(**given),
-    "ops.nsa.naive.mean_pooling": _mean_pooling,
-    "ops.nsa.naive.flash_attn_func": flash_attn_func,
-    # Its own choice of blocks and its own merging of them; only attention itself is plain.
-    "ops.moba.parallel.flash_attn_varlen_func": varlen_forward,
-    "ops.moba.parallel._flash_attn_varlen_forward": varlen_forward,
-    "ops.moba.parallel._flash_attn_varlen_backward": varlen_backward,
-    # These two layers have plain forms of their own, which lack a plain SiLU.
-    "layers.mamba.ACT2FN": {"silu": F.silu},
-    "layers.mamba2.ACT2FN": {"silu": F.silu},
-}
 
 
 def _rows(mixer: Any, **widths: int) -> Weights:
@@ -101,6 +52,10 @@ def _gla(mixer: Any) -> Weights:
     }
 
 
+def _linear_attention(mixer: Any) -> Weights:
+    return _stateful(mixer, "norm")
+
+
 def _deltanet(mixer: Any, **more: int) -> Weights:
     widths = [mixer.head_dim, mixer.head_dim, mixer.value_dim]
     taps = dict(zip("qkv", mixer.conv_weight.split(widths, 1), strict=True))
@@ -112,7 +67,7 @@ def _gated_deltanet(mixer: Any) -> Weights:
     return _deltanet(mixer, a=1) | {"A_log": mixer.log_decay, "dt_bias": mixer.step_bias}
 
 
-def _based_weights(mixer: Any) -> Weights:
+def _based(mixer: Any) -> Weights:
     width = mixer.mixer_config.feature_dim
     return _projections(mixer, q=width, k=width, v=mixer.head_dim)
 
@@ -156,13 +111,27 @@ def _mamba2(mixer: Any) -> Weights:
     }
 
 
+LAYERS: dict[str, tuple[str, Callable[[Any], Weights]]] = {
+    "attention": ("attn.Attention", _key_value),
+    "based": ("based.BasedLinearAttention", _based),
+    "deltanet": ("delta_net.DeltaNet", _deltanet),
+    "gated_deltanet": ("gated_deltanet.GatedDeltaNet", _gated_deltanet),
+    "gla": ("gla.GatedLinearAttention", _gla),
+    "linear_attention": ("linear_attn.LinearAttention", _linear_attention),
+    "mamba": ("mamba.Mamba", _mamba),
+    "mamba2": ("mamba2.Mamba2", _mamba2),
+    "moba": ("moba.MoBA", _key_value),
+    "nsa": ("nsa.NativeSparseAttention", _nsa),
+    "retnet": ("multiscale_retention.MultiScaleRetention", _retnet),
+}
+"""Of each mixer fla's layer, and how the layer's weights are made from the mixer's."""
+
+
 @dataclass(frozen=True)
 class Case:
-    """A mixer's settings, fla's layer with its settings, and the one's weights by the names of the other."""
+    """Settings of a mixer and of fla's layer with which they are to be the same function."""
 
     mixer: str
-    layer: str
-    weights: Callable[[Any], Weights]
     ours: dict[str, Any] = field(default_factory=dict)
     theirs: dict[str, Any] = field(default_factory=dict)
 
@@ -171,104 +140,61 @@ class Case:
 
 
 NARROW = {"expand_v": 1, "output_gate": False}
+WIDE_HEADS = {"head_dim": 2 * HEAD_DIM, "state_size": 5, "chunk_size": 4}
 CASES = [
-    Case("retnet", "multiscale_retention.MultiScaleRetention", _retnet),
-    Case(
-        "retnet",
-        "multiscale_retention.MultiScaleRetention",
-        _retnet,
-        NARROW,
-        {"expand_v": 1.0, "use_output_gate": False},
-    ),
-    Case("gla", "gla.GatedLinearAttention", _gla, {}, {"expand_k": 1.0, "expand_v": 2.0}),
-    Case(
-        "gla",
-        "gla.GatedLinearAttention",
-        _gla,
-        NARROW | {"decay_rank": 3, "decay_temperature": 2},
-        {"expand_k": 1.0, "use_output_gate": False, "gate_low_rank_dim": 3, "gate_logit_normalizer": 2},
-    ),
-    *(
-        Case(
-            "linear_attention",
-            "linear_attn.LinearAttention",
-            lambda mixer: _stateful(mixer, "norm"),
-            {"feature_map": name, "expand_v": expand_v},
-            {"feature_map": name, "expand_v": expand_v},
-        )
-        for name, expand_v in (("elu", 1), ("relu", 2), ("identity", 1))
-    ),
-    Case("deltanet", "delta_net.DeltaNet", _deltanet),
+    Case("attention"),
+    Case("attention", {"groups": 2, "window": 5}, {"num_kv_heads": 2, "window_size": 5}),
+    # fla adds 1e-6 to the sum of weights, which is at least half the number of keys.
+    Case("based", {}, {"num_key_value_heads": HEADS}),
+    Case("based", {"feature_dim": 5}, {"num_key_value_heads": HEADS, "feature_dim": 5}),
+    Case("deltanet"),
     Case(
         "deltanet",
-        "delta_net.DeltaNet",
-        _deltanet,
         {"expand_v": 2, "output_gate": True, "conv_kernel_size": 3},
         {"expand_v": 2, "use_gate": True, "conv_size": 3},
     ),
+    Case("gated_deltanet", {}, {"head_dim": HEAD_DIM, "expand_v": 1}),
     Case(
         "gated_deltanet",
-        "gated_deltanet.GatedDeltaNet",
-        _gated_deltanet,
-        {},
-        {"head_dim": HEAD_DIM, "expand_v": 1},
-    ),
-    Case(
-        "gated_deltanet",
-        "gated_deltanet.GatedDeltaNet",
-        _gated_deltanet,
         {"expand_v": 2, "output_gate": False, "conv_kernel_size": 3},
         {"head_dim": HEAD_DIM, "expand_v": 2, "use_gate": False, "conv_size": 3},
     ),
-    # fla adds 1e-6 to the sum of weights, which is at least half the number of keys.
-    # Channels are twice as wide as the hidden state, as are ours by default.
-    Case("mamba", "mamba.Mamba", _mamba, {}, {"intermediate_size": 2 * HIDDEN}),
+    Case("gla", {}, {"expand_k": 1.0, "expand_v": 2.0}),
     Case(
-        "mamba2",
-        "mamba2.Mamba2",
-        _mamba2,
-        {"groups": 1, "state_size": 5},
-        {"head_dim": 2 * HEAD_DIM, "state_size": 5, "n_groups": 1, "chunk_size": 4},
+        "gla",
+        {**NARROW, "decay_rank": 3, "decay_temperature": 2},
+        {"expand_k": 1.0, "use_output_gate": False, "gate_low_rank_dim": 3, "gate_logit_normalizer": 2},
     ),
-    Case("attention", "attn.Attention", _key_value),
-    Case(
-        "attention",
-        "attn.Attention",
-        _key_value,
-        {"groups": 2, "window": 5},
-        {"num_kv_heads": 2, "window_size": 5},
-    ),
-    Case("moba", "moba.MoBA", _key_value, {"block_size": 2, "top_k": 3}, {"moba_chunk_size": 2, "moba_topk": 3}),
+    Case("linear_attention", {}, {"feature_map": "elu"}),
+    Case("linear_attention", {"feature_map": "identity"}, {"feature_map": "identity"}),
+    Case("linear_attention", {"feature_map": "relu", "expand_v": 2}, {"feature_map": "relu", "expand_v": 2}),
+    Case("mamba", {}, {"intermediate_size": 2 * HIDDEN}),
+    # One group, or one a head: with others fla's plain form gives groups to heads in turns, unlike its kernels and us.
+    Case("mamba2", {"groups": 1, "state_size": 5}, {"n_groups": 1, **WIDE_HEADS}),
+    Case("mamba2", {"groups": HEADS, "state_size": 5}, {"n_groups": HEADS, **WIDE_HEADS}),
+    # One key head a query head: fla's op knows no groups.
+    Case("moba", {"block_size": 2, "top_k": 3}, {"moba_chunk_size": 2, "moba_topk": 3}),
     # fla takes groups of 16 heads or more.
     Case(
         "nsa",
-        "nsa.NativeSparseAttention",
-        _nsa,
         {"heads": 16, "groups": 1, "block_size": 2, "num_selected": 4, "window": 3},
-        {
-            "num_heads": 16,
-            "num_kv_heads": 1,
-            "head_dim": HEAD_DIM,
-            "block_size": 2,
-            "block_counts": 4,
-            "window_size": 3,
-        },
+        {"num_heads": 16, "num_kv_heads": 1, "head_dim": HEAD_DIM}
+        | {"block_size": 2, "block_counts": 4, "window_size": 3},
     ),
-    Case("based", "based.BasedLinearAttention", _based_weights, {}, {"num_key_value_heads": HEADS}),
+    Case("retnet"),
+    Case("retnet", NARROW, {"expand_v": 1.0, "use_output_gate": False}),
 ]
 
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace(monkeypatch, MODULES | OPS)
+    replace(monkeypatch, PLAIN)
 
 
-def _layer(case: Case) -> torch.nn.Module:
-    sizes = {"hidden_size": HIDDEN} | ({} if case.mixer == "mamba" else {"num_heads": HEADS})
-    layer = fla(f"layers.{case.layer}")(**sizes | case.theirs)
-    if case.mixer == "moba":
-        layer.o_norm = torch.nn.Identity()  # of each head's output: fla's addition, the paper has none
-    return layer
+def _layer(case: Case) -> Any:
+    path, _ = LAYERS[case.mixer]
+    heads = {} if case.mixer == "mamba" else {"num_heads": HEADS}
+    return fla(f"layers.{path}")(**{"hidden_size": HIDDEN} | heads | case.theirs)
 
 
 # Where inputs are small, so are what norms divide by: an epsilon that is not fla's shows.
@@ -277,5 +203,20 @@ def _layer(case: Case) -> torch.nn.Module:
 def test_outputs_and_gradients_are_those_of_flash_linear_attention(
     make_mixer: MakeMixer, hidden_states: Tensor, case: Case, size: float
 ) -> None:
-    mixer = make_mixer(case.mixer, **case.ours)
-    assert_same_function(mixer, _layer(case), case.weights(mixer), size * hidden_states)
+    mixer, layer, (_, weights) = make_mixer(case.mixer, **case.ours), _layer(case), LAYERS[case.mixer]
+    if case.mixer == "moba":
+        layer.o_norm = torch.nn.Identity()  # of each head's output: fla's addition, which the paper has not
+    assert_same_function(mixer, layer, weights(mixer), size * hidden_states)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_parameters_are_as_many_as_those_of_flash_linear_attention(make_mixer: MakeMixer, case: Case) -> None:
+    theirs = sum(p.numel() for p in _layer(case).parameters())
+    if case.mixer == "moba":
+        theirs -= HEAD_DIM  # that norm's weight
+    assert make_mixer(case.mixer, **case.ours).num_parameters() == theirs
+
+
+def test_every_mixer_that_flash_linear_attention_has_is_compared() -> None:
+    elsewhere, not_there = {"rwkv6", "rwkv7"}, {"top1_element", "top1_chunk"}
+    assert {case.mixer for case in CASES} == set(LAYERS) == set(load_all()) - elsewhere - not_there
