@@ -40,8 +40,9 @@ def native_sparse_attention(
 
     Compressed: softmax attention to the mean key and mean value of every whole block that ends at or before the query;
     0 for a query that has none. A block's importance is its probability here, summed over the group's query heads.
-    Selected: one softmax over the keys, up to the query, of num_selected blocks: the own one, block 0, and the most
-    important of the whole blocks before; the lower block wins a tie. A query with fewer blocks takes them all.
+    Selected: one softmax over the keys, up to the query, of num_selected blocks: the own one, the one before it, block
+    0, and the most important of the other blocks before; the lower block wins a tie. A query with fewer blocks takes
+    them all.
     Window: softmax attention to the last `window` keys up to the query.
 
     The selection is a constant for the gradient; q, k, v and the gates learn through the three softmaxes.
@@ -53,7 +54,8 @@ def native_sparse_attention(
         v: values [b, tk, hkv, dv].
         gates: factors of compressed, selected, window [b, tq, hq, 3], in (0, 1); any floating dtype.
         block_size: keys per block; tk need not be a multiple.
-        num_selected: blocks a query attends to, the own one and block 0 included: 1 is taken as 2.
+        num_selected: blocks a query attends to, the own one, the one before and block 0 included: less than 3 is
+            taken as 3.
         window: query t sees keys t - window + 1 .. t in the window branch.
         scale: factor on q.k, not negative; None means d**-0.5.
         query_offset: global position of the first query; keys are at 0 .. tk-1.
@@ -66,8 +68,8 @@ def native_sparse_attention(
         ValueError: an argument does not fit; the message names it.
 
     Source: Yuan et al. 2025 (arXiv 2502.11089), equations 5 and 7 to 12, with blocks of one size for compression and
-    selection. The paper compresses by a learned map, has keys and values for each branch, and always selects the block
-    before the own one too; here a block's mean stands for it, and the branches share keys and values.
+    selection. The paper compresses by a learned map and has keys and values for each branch; here a block's mean stands
+    for it, and the branches share keys and values, as in flash-linear-attention.
     """
     check_attention(q, k, v, query_offset)
     check_shapes(q, {"gates": (gates, (*q.shape[:3], 3))})

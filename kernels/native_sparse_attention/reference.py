@@ -57,14 +57,16 @@ def select_blocks(
     num_selected: int,
     query_offset: int,
 ) -> Tensor:
-    """Choose the blocks of every query: its own, block 0, and the most important ones; the lowest index wins a tie.
+    """Choose the blocks of every query: its own, the one before, block 0, and the most important ones.
+
+    The lowest index wins a tie.
 
     Args:
         probabilities_bhtn: as from `compressed_probabilities`; their sum over a group's heads is the importance.
         q_bthd: queries, for tq.
         k_bshd: keys [b, tk, hkv, d], for tk and hkv.
         block_size: keys per block.
-        num_selected: how many blocks in all; 1 is taken as 2.
+        num_selected: how many blocks in all; less than 3 is taken as 3.
         query_offset: global position of the first query.
 
     Returns:
@@ -75,12 +77,13 @@ def select_blocks(
     importance_bgtn = probabilities_bhtn.unflatten(1, (k_bshd.shape[2], -1)).sum(dim=2)
     # The last block has no probability where it is cut short: only its own queries may take it.
     importance_bgtn = F.pad(importance_bgtn, (0, len(n) - importance_bgtn.shape[-1]))
-    importance_bgtn = importance_bgtn.masked_fill((n == own_t1) | (n == 0), torch.inf)
+    always_tn = (n == own_t1) | (n == own_t1 - 1) | (n == 0)
+    importance_bgtn = importance_bgtn.masked_fill(always_tn, torch.inf)
     importance_bgtn = importance_bgtn.masked_fill(n > own_t1, -torch.inf)
     # A stable sort, as topk promises no order among equal numbers.
     order_bgtn = importance_bgtn.sort(dim=-1, descending=True, stable=True).indices
     taken_bgtn = torch.zeros_like(importance_bgtn, dtype=torch.bool)
-    return taken_bgtn.scatter_(-1, order_bgtn[..., : max(num_selected, 2)], True) & (n <= own_t1)
+    return taken_bgtn.scatter_(-1, order_bgtn[..., : max(num_selected, 3)], True) & (n <= own_t1)
 
 
 def native_sparse_attention_reference(

@@ -111,7 +111,7 @@ def convolved_heads(
 ) -> tuple[Tensor, ...]:
     """SiLU of the convolution, cut into queries and keys of length 1, and values: [b, t, u, d] each."""
     q, k, v = F.silu(convolve(before_kbuw, qkv_tbuw, weight_uwk)).split(list(widths), -1)
-    q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).to(v.dtype) for x in (q, k))
+    q, k = (of_unit_length(x) for x in (q, k))
     return tuple(batch_first(x).contiguous() for x in (q, k, v))
 
 
@@ -126,3 +126,9 @@ def forgetting(alpha_tbu: Tensor, step_bias_u: Tensor, log_decay_u: Tensor) -> T
     """-A softplus(alpha + bias), [b, t, u], fp32."""
     step = F.softplus(batch_first(alpha_tbu).float() + step_bias_u.float())
     return (-log_decay_u.float().exp() * step).contiguous()
+
+
+def of_unit_length(x_tbud: Tensor) -> Tensor:
+    """Each head's vector over its length; 1e-6 is added to its square, as in the authors' code. In fp32, then cast."""
+    x_float = x_tbud.float()
+    return (x_float * (x_float.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x_tbud.dtype)

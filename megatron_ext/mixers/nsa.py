@@ -24,7 +24,8 @@ class NSAConfig:
 
     Attributes:
         block_size: keys a block, a power of two; of compression and of selection.
-        num_selected: blocks each query attends to in full, its own and the first one included; 1 is taken as 2.
+        num_selected: blocks each query attends to in full, its own, the one before and the first one included; less
+            than 3 is taken as 3.
         window: keys a query sees in the window branch, itself included.
         position_encoding: rotary or none.
     """

@@ -53,7 +53,7 @@ MODELS = {
     "retnet": Model("retnet*4"),
     "based": Model("based*4"),
     "moba": Model("moba*4", {"moba": {"block_size": 8, "top_k": 2}}),
-    "nsa_gqa": Model("nsa*4", {"nsa": {"block_size": 4, "num_selected": 3, "window": 5}}, {"num_query_groups": 2}),
+    "nsa_gqa": Model("nsa*4", {"nsa": {"block_size": 4, "num_selected": 4, "window": 5}}, {"num_query_groups": 2}),
     "mamba": Model("mamba*4"),
     "mamba2": Model("mamba2*4", {"mamba2": {"state_size": 16}}),
     "mamba2_fixed_gqa": Model(

@@ -20,7 +20,7 @@ HYBRID = "attention,gated_deltanet,top1_chunk,mamba2,nsa,mamba,rwkv7,retnet,atte
 MIXERS = {
     "attention": {"position_encoding": "learned", "window": 7},
     "top1_chunk": {"chunk_size": 4},
-    "nsa": {"block_size": 4, "num_selected": 3, "window": 5},
+    "nsa": {"block_size": 4, "num_selected": 4, "window": 5},
     "mamba2": {"state_size": 8},
 }
 

@@ -53,7 +53,7 @@ def whole_block_means(rows, size):
 
 
 def most_important(weights, own, num_selected):
-    blocks = {0, own}
+    blocks = {0, max(own - 1, 0), own}
     importance = [sum(of_head) for of_head in zip(*weights, strict=True)]
     for c in sorted(range(len(importance)), key=lambda c: (-importance[c], c)):
         if len(blocks) < num_selected:
@@ -75,10 +75,10 @@ def fixed_gates(q, gates):
 @pytest.mark.parametrize(
     ("length", "size", "num_selected", "window"),
     [
-        (13, 4, 2, 3),  # the last block cut short; nothing but the own block and block 0
+        (17, 4, 3, 3),  # the last block cut short; nothing but the own block, the one before and block 0
         (13, 4, 1, 1),
-        (21, 4, 3, 40),  # a window longer than the sequence
-        (16, 4, 3, 5),
+        (21, 4, 4, 40),  # a window longer than the sequence
+        (24, 4, 4, 5),
         (11, 1, 5, 4),
         (9, 3, 16, 2),  # more than there are
         (3, 4, 2, 2),  # no whole block at all
@@ -95,7 +95,7 @@ def test_matches_the_definition(length, size, num_selected, window, heads):
 @pytest.mark.parametrize("offset", [0, 5, 12])
 def test_queries_of_a_later_part(offset):
     q, k, v, gates = inputs(tq=7, tk=19)
-    options = {"num_selected": 3, "window": 6, "scale": 0.8}
+    options = {"num_selected": 4, "window": 6, "scale": 0.8}
     out = native_sparse_attention(q, k, v, gates, block_size=4, query_offset=offset, **options)
     expected, _ = brute_force(q, k, v, gates, 4, offset=offset, **options)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
@@ -122,21 +122,21 @@ def test_ties_go_to_the_lowest_block(hkv):
 
 def test_equal_blocks_are_taken_in_order():
     ones = torch.ones(1, 22, 1, 3)
-    taken = select(ones, ones, 3)[0, 0]
+    taken = select(ones, ones, 4)[0, 0]
     rows = {t: taken[t].nonzero().flatten().tolist() for t in (0, 3, 4, 8, 15, 21)}
-    assert rows == {0: [0], 3: [0], 4: [0, 1], 8: [0, 1, 2], 15: [0, 1, 3], 21: [0, 1, 5]}
-    # Fewer than the two that are always taken.
-    assert torch.equal(select(ones, ones, 1), select(ones, ones, 2))
+    assert rows == {0: [0], 3: [0], 4: [0, 1], 8: [0, 1, 2], 15: [0, 1, 2, 3], 21: [0, 1, 4, 5]}
+    # Fewer than the three that are always taken.
+    assert torch.equal(select(ones, ones, 1), select(ones, ones, 3))
 
 
 def test_heads_of_a_group_choose_together():
     # Each head alone prefers another of blocks 1 and 2; their sum is decided by the surer one.
-    k = torch.zeros(1, 4, 1, 2, dtype=torch.float64)
+    k = torch.zeros(1, 5, 1, 2, dtype=torch.float64)
     k[0, 1, 0, 0] = k[0, 2, 0, 1] = 1.0
-    q = torch.tensor([[1.0, 0.0], [0.0, 5.0]], dtype=torch.float64).expand(1, 4, 2, 2)
-    together = select(q, k, 3, size=1)[0, 0, 3].tolist()
-    assert together == [True, False, True, True]
-    assert select(q[:, :, :1], k, 3, size=1)[0, 0, 3].tolist() == [True, True, False, True]
+    q = torch.tensor([[1.0, 0.0], [0.0, 5.0]], dtype=torch.float64).expand(1, 5, 2, 2)
+    together = select(q, k, 4, size=1)[0, 0, 4].tolist()
+    assert together == [True, False, True, True, True]
+    assert select(q[:, :, :1], k, 4, size=1)[0, 0, 4].tolist() == [True, True, False, True, True]
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
@@ -179,15 +179,15 @@ def test_gradient_by_finite_differences(length, size):
     arguments = [x.requires_grad_() for x in inputs(tq=length - 2, tk=length, hq=2, hkv=1, d=3, dv=2, batch=1)]
 
     def op(q, k, v, gates):
-        return native_sparse_attention(q, k, v, gates, block_size=size, num_selected=3, window=4, query_offset=2)
+        return native_sparse_attention(q, k, v, gates, block_size=size, num_selected=4, window=4, query_offset=2)
 
     assert torch.autograd.gradcheck(op, arguments)
 
 
 def test_the_selection_carries_no_gradient():
     q, k, v, _ = (x.requires_grad_() for x in inputs(tq=20, tk=20))
-    out = native_sparse_attention(q, k, v, fixed_gates(q, SELECTED), block_size=4, num_selected=3)
-    _, blocks = brute_force(q, k, v, fixed_gates(q, SELECTED), 4, 3, 1)
+    out = native_sparse_attention(q, k, v, fixed_gates(q, SELECTED), block_size=4, num_selected=4)
+    _, blocks = brute_force(q, k, v, fixed_gates(q, SELECTED), 4, 4, 1)
     visible = torch.tensor(
         [[[[s <= t and s // 4 in blocks[b, h // 2, t] for s in range(20)] for t in range(20)] for h in range(4)]
          for b in range(2)]
@@ -202,10 +202,10 @@ def test_the_selection_carries_no_gradient():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_is_close(dtype):
     arguments = inputs(dtype=dtype)
-    out = native_sparse_attention(*arguments, block_size=4, num_selected=3, window=5)
+    out = native_sparse_attention(*arguments, block_size=4, num_selected=4, window=5)
     assert out.dtype == dtype
     # The reference takes the same rounded inputs: what is left is the rounding of the output.
-    expected = native_sparse_attention(*(x.double() for x in arguments), block_size=4, num_selected=3, window=5)
+    expected = native_sparse_attention(*(x.double() for x in arguments), block_size=4, num_selected=4, window=5)
     tolerance = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 

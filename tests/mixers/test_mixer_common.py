@@ -37,7 +37,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("mamba2", {"groups": 2, "decay": "fixed"}),
     ("mamba2", {"decay": "none", "convolution": False, "group_norm": False}),
     ("moba", {"block_size": 4, "top_k": 2}),
-    ("nsa", {"block_size": 2, "num_selected": 3, "window": 2}),
+    ("nsa", {"block_size": 2, "num_selected": 4, "window": 2}),
     ("nsa", {"block_size": 4, "num_selected": 2, "window": 3, "position_encoding": "none"}),
     ("retnet", {}),
     ("rwkv6", {}),

@@ -17,7 +17,7 @@ from megatron_ext.mixers.past import Beginning
 
 MakeMixer = Callable[..., Any]
 HEADS, WIDTH = 4, 6
-SMALL = {"block_size": 2, "num_selected": 3, "window": 4}
+SMALL = {"block_size": 2, "num_selected": 4, "window": 4}
 
 
 def _turned(vector: Tensor, position: int) -> Tensor:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
+from beside_fla import assert_same_function, fla, op, replace
 from torch import Tensor
 
 from megatron_ext.mixers.rwkv7 import default_rank
@@ -27,14 +27,18 @@ def _wkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **_: Any) -> tu
     return torch.stack(outputs, 1), None
 
 
-def _wkv7(
-    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float, **_: Any
-) -> tuple[Tensor, None]:
+def _wkv7(*, r: Tensor, scale: float, **given: Any) -> tuple[Tensor, None]:
     """By fla's own recurrence, which divides the receptance by sqrt(d)."""
-    recurrence = import_module("fla.ops.generalized_delta_rule.dplr.naive").dplr_recurrence
     assert scale == 1.0
-    q, k, v, a, b, w = (x.transpose(1, 2) for x in (r * r.shape[-1] ** 0.5, k, v, a, b, w))
-    return recurrence(q, k, v, a, b, w)[0].transpose(1, 2), None
+    for of_the_kernel in ("safe_gate", "lower_bound", "chunk_size"):
+        given.pop(of_the_kernel)
+    recurrence = op("ops.generalized_delta_rule.dplr.naive.dplr_recurrence", "q k v a b w", heads_first=True)
+    return recurrence(q=r * r.shape[-1] ** 0.5, **given)
+
+
+def _shift(x: Tensor, _: Any = None, output_cache: bool = False, **__: Any) -> Any:
+    found = fla("modules.token_shift.token_shift_ref")(x)
+    return (found, None) if output_cache else found
 
 
 @pytest.fixture
@@ -42,28 +46,25 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.nn.Module]:
     """fla's layer on the CPU: what runs as Triton kernels there is replaced by fla's references or a loop."""
 
     pytest.importorskip("fla", reason="flash-linear-attention is not installed")
-
-    def shift(x: Tensor, _: Any = None, output_cache: bool = False, **__: Any) -> Any:
-        found = import_module("fla.modules.token_shift").token_shift_ref(x)
-        return (found, None) if output_cache else found
+    ops = "ops.rwkv7"
+    plain = {
+        "layers.rwkv6.token_shift": _shift,
+        "layers.rwkv6.fused_recurrent_rwkv6": _wkv6,
+        "layers.rwkv7.token_shift": _shift,
+        "layers.rwkv7.chunk_rwkv7": _wkv7,
+        "layers.rwkv7.fused_addcmul_rwkv7": fla(f"{ops}.fused_addcmul.torch_addcmul_rwkv7"),
+        "layers.rwkv7.fused_k_rwkv7": fla(f"{ops}.fused_k_update.k_update_ref"),
+        "layers.rwkv7.gate_output_correction": fla(f"{ops}.gate_output_correction.gate_output_correction_ref"),
+    }
+    replace(monkeypatch, plain)
 
     def make(name: str, layer_idx: int = 0, layers: int = 2, hidden: int = HIDDEN) -> torch.nn.Module:
-        module, ops = import_module(f"fla.layers.{name}"), import_module(f"fla.ops.{name}")
-        monkeypatch.setattr(module, "token_shift", shift)
         sizes = {"hidden_size": hidden, "num_heads": HEADS, "layer_idx": layer_idx}
-        if name == "rwkv6":
-            monkeypatch.setattr(module, "fused_recurrent_rwkv6", _wkv6)
-            layer = module.RWKV6Attention(expand_k=1.0, **sizes)
-            layer.g_norm, layer.gate_fn = _GroupNorm(HEADS, HIDDEN, eps=1e-5 * HEAD_DIM), torch.nn.functional.silu
-            return layer
-        monkeypatch.setattr(module, "chunk_rwkv7", _wkv7)
-        for op, reference in (
-            ("fused_addcmul_rwkv7", ops.fused_addcmul.torch_addcmul_rwkv7),
-            ("fused_k_rwkv7", ops.fused_k_update.k_update_ref),
-            ("gate_output_correction", ops.gate_output_correction.gate_output_correction_ref),
-        ):
-            monkeypatch.setattr(module, op, reference)
-        return module.RWKV7Attention(head_dim=None, num_hidden_layers=layers, **sizes)
+        if name == "rwkv7":
+            return fla("layers.rwkv7.RWKV7Attention")(head_dim=None, num_hidden_layers=layers, **sizes)
+        layer = fla("layers.rwkv6.RWKV6Attention")(expand_k=1.0, **sizes)
+        layer.g_norm, layer.gate_fn = _GroupNorm(HEADS, HIDDEN, eps=1e-5 * HEAD_DIM), torch.nn.functional.silu
+        return layer
 
     return make
 
@@ -113,12 +114,6 @@ def _rwkv7_weights(mixer: Any) -> dict[str, Tensor]:
 WEIGHTS = {"rwkv6": _rwkv6_weights, "rwkv7": _rwkv7_weights}
 
 
-def _assert_close(found: Tensor, expected: Tensor, name: str = "output") -> None:
-    """Within 1e-5 of the largest number: fp32 sums of terms of that size."""
-    error, largest = (found - expected).abs().max().item(), expected.abs().max().item()
-    assert error <= 1e-5 * largest, f"{name} is off by {error} beside {largest}"
-
-
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_outputs_and_gradients_are_those_of_flash_linear_attention(
     make_mixer: MakeMixer, theirs: Any, hidden_states: Tensor, name: str
@@ -127,18 +122,7 @@ def test_outputs_and_gradients_are_those_of_flash_linear_attention(
     with torch.no_grad():  # weights at which an error of rounding in a decay's logit does not grow
         for parameter in mixer.parameters():
             parameter.mul_(0.5)
-    weights = WEIGHTS[name](mixer)
-    assert {n: p.shape for n, p in layer.named_parameters()} == {n: w.shape for n, w in weights.items()}
-    x = hidden_states.clone().requires_grad_()
-    leaves = {"input": x, **dict(mixer.named_parameters())}
-    found = mixer(x)[0]
-    expected = torch.func.functional_call(layer, weights, (x.transpose(0, 1),))[0].transpose(0, 1)
-    _assert_close(found, expected)
-    upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(3))
-    found_grads = torch.autograd.grad(found, list(leaves.values()), upstream)
-    expected_grads = torch.autograd.grad(expected, list(leaves.values()), upstream)
-    for leaf, a, b in zip(leaves, found_grads, expected_grads, strict=True):
-        _assert_close(a, b, leaf)
+    assert_same_function(mixer, layer, WEIGHTS[name](mixer), hidden_states)
 
 
 def _begin(mixer: Any) -> Any:

@@ -1,0 +1,183 @@
+"""Holds a mixer to a layer of flash-linear-attention, whose Triton kernels are replaced by plain torch.
+
+What fla itself has in plain torch takes the place of its kernels: the naive forms of its ops, its references of norms,
+rotary embedding and token shift. The rest is written out here. Everything else is fla's own layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from plain_flash_attention import flash_attn_func, varlen_backward, varlen_forward
+from torch import Tensor
+
+
+def fla(path: str) -> Any:
+    """What stands in flash-linear-attention under a dotted path."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(f"fla.{module}"), name)
+
+
+def replace(monkeypatch: pytest.MonkeyPatch, replacements: Mapping[str, Any]) -> None:
+    """Replace what stands in flash-linear-attention under each dotted path; where nothing stands, that is an error."""
+    for path, replacement in replacements.items():
+        module, _, name = path.rpartition(".")
+        monkeypatch.setattr(import_module(f"fla.{module}"), name, replacement)
+
+
+def later(path: str) -> Callable[..., Any]:
+    """A function of fla's, imported when it is called."""
+    return lambda **given: fla(path)(**given)
+
+
+def op(path: str, arguments: str, *, heads_first: bool = False) -> Callable[..., Any]:
+    """One of fla's plain ops, called by name as its layers call the kernel.
+
+    Args:
+        path: of the plain op.
+        arguments: the kernel's names of what the plain op takes, in its order.
+        heads_first: whether it takes and gives [b, h, t, ...] instead of [b, t, h, ...].
+    """
+
+    def call(**given: Any) -> tuple[Tensor, None]:
+        inputs = [given.pop(name) for name in arguments.split()]
+        given.pop("state_v_first", None)  # how a final state would be stored
+        assert not any(given.values()), f"{path} knows nothing of {given}"
+        if heads_first:
+            inputs = [x.transpose(1, 2) for x in inputs]
+        out = fla(path)(*inputs)
+        out = out[0] if isinstance(out, tuple) else out
+        return (out.transpose(1, 2) if heads_first else out), None
+
+    return call
+
+
+def _l2norm(x: Tensor) -> Tensor:
+    """As fla's l2norm_fwd_kernel."""
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def _causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str, backend: str, **options: Any
+) -> tuple[Tensor, None]:
+    """x [b, t, d], weight [d, taps]."""
+    assert activation == "silu"
+    assert all(option is None or option is False for option in options.values()), options
+    padded = F.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
+    return F.silu(F.conv1d(padded, weight[:, None], bias, groups=len(weight))).transpose(1, 2), None
+
+
+def _rms_norm(x: Tensor, *, residual: None, residual_in_fp32: bool, **options: Any) -> Tensor:
+    assert residual is None
+    return fla("modules.norm.layernorm.rms_norm_ref")(x, **options)
+
+
+def _rms_norm_gated(
+    x: Tensor, *, g: Tensor, activation: str, residual: None, prenorm: bool, residual_in_fp32: bool, **options: Any
+) -> Tensor:
+    assert activation == "swish"
+    assert residual is None
+    assert not prenorm
+    return fla("modules.norm.layernorm_gated.rms_norm_ref")(x, z=g, norm_before_gate=True, **options)
+
+
+def _rotary_embedding(
+    x: Tensor, *, cos: Tensor, sin: Tensor, interleaved: bool, seqlen_offsets: int, **options: Any
+) -> Tensor:
+    assert not any(options.values())
+    assert seqlen_offsets == 0
+    length = x.shape[1]
+    return fla("modules.rotary.ops.rotary_embedding_ref")(x, cos[:length], sin[:length], interleaved)
+
+
+def _delta_rule(*, q: Tensor, k: Tensor, use_qk_l2norm_in_kernel: bool, **given: Any) -> tuple[Tensor, None]:
+    assert use_qk_l2norm_in_kernel
+    plain = op("ops.delta_rule.naive.delta_rule_recurrence", "q k v beta", heads_first=True)
+    return plain(q=_l2norm(q), k=_l2norm(k), **given)
+
+
+def _gated_delta_rule(
+    *, q: Tensor, k: Tensor, beta: Tensor, g: Tensor, A_log: Tensor, dt_bias: Tensor, **given: Any
+) -> tuple[Tensor, None]:
+    for done_here in ("qk_l2norm", "beta_sigmoid", "gate"):
+        assert given.pop(f"use_{done_here}_in_kernel")
+    g = fla("ops.gated_delta_rule.gate.naive_gdn_gate")(g, A_log, dt_bias)
+    plain = op("ops.gated_delta_rule.naive.naive_recurrent_gated_delta_rule", "q k v beta g")
+    return plain(q=_l2norm(q), k=_l2norm(k), beta=beta.sigmoid(), g=g, **given)
+
+
+def _based(*, scale: float, use_norm: bool, **given: Any) -> Tensor:
+    assert use_norm
+    assert scale == given["q"].shape[-1] ** -0.5  # the plain op's own
+    return op("ops.based.naive.naive_parallel_based", "q k v", heads_first=True)(**given)[0]
+
+
+def _mean_pooling(x: Tensor, block_size: int, cu_seqlens: None) -> Tensor:
+    return torch.stack([block.mean(1) for block in x.split(block_size, 1)], 1)
+
+
+PLAIN: dict[str, Any] = {
+    # What many layers are made of.
+    "modules.norm.layernorm.rms_norm": _rms_norm,
+    "modules.norm.fused_norm_gate.rms_norm_gated": _rms_norm_gated,
+    "modules.norm.layernorm_gated.rmsnorm_fn": later("modules.norm.layernorm_gated.rms_norm_ref"),
+    "modules.causal_conv1d.ops.causal_conv1d": _causal_conv1d,
+    "modules.rotary.ops.rotary_embedding": _rotary_embedding,
+    # What one layer calls.
+    "layers.gla.fused_recurrent_gla": op("ops.gla.naive.naive_recurrent_gla", "q k v gk"),
+    "layers.multiscale_retention.chunk_retention": op("ops.retention.naive.naive_retention", "q k v", heads_first=True),
+    "layers.linear_attn.chunk_linear_attn": op("ops.linear_attn.naive.naive_recurrent_linear_attn", "q k v"),
+    "layers.linear_attn.elu_p1": lambda x: F.elu(x) + 1,
+    "layers.delta_net.fused_recurrent_delta_rule": _delta_rule,
+    "layers.gated_deltanet.chunk_gated_delta_rule": _gated_delta_rule,
+    "layers.gated_deltanet.causal_conv1d": _causal_conv1d,
+    "layers.based.parallel_based": _based,
+    "layers.attn.flash_attn_func": flash_attn_func,
+    "layers.nsa.parallel_nsa": later("ops.nsa.naive.naive_nsa"),
+    "ops.nsa.naive.mean_pooling": _mean_pooling,
+    "ops.nsa.naive.flash_attn_func": flash_attn_func,
+    # MoBA's choice of blocks and its merging of them are fla's; only attention itself is plain.
+    "ops.moba.parallel.flash_attn_varlen_func": varlen_forward,
+    "ops.moba.parallel._flash_attn_varlen_forward": varlen_forward,
+    "ops.moba.parallel._flash_attn_varlen_backward": varlen_backward,
+    # These two layers have plain forms of their own, which lack a plain SiLU.
+    "layers.mamba.ACT2FN": {"silu": F.silu},
+    "layers.mamba2.ACT2FN": {"silu": F.silu},
+}
+"""What takes the place of what runs as Triton kernels, or in flash-attn, by its path in fla."""
+
+
+def assert_close(found: Tensor, expected: Tensor, name: str = "output") -> None:
+    """Within 1e-5 of the largest number: fp32 sums of terms of that size."""
+    error, largest = (found - expected).abs().max().item(), expected.abs().max().item()
+    assert error <= 1e-5 * largest, f"{name} is off by {error} beside {largest}"
+
+
+def assert_same_function(
+    mixer: Any, layer: torch.nn.Module, weights: Mapping[str, Tensor], hidden_states: Tensor
+) -> None:
+    """Compare outputs, and the gradients of the input and of each of the mixer's parameters.
+
+    Args:
+        mixer: ours.
+        layer: fla's.
+        weights: all of the layer's parameters by its names, made from the mixer's.
+        hidden_states: [t, b, hidden].
+    """
+    assert {n: p.shape for n, p in layer.named_parameters()} == {n: w.shape for n, w in weights.items()}
+    x = hidden_states.clone().requires_grad_()
+    leaves = {"input": x, **dict(mixer.named_parameters())}
+    found = mixer(x)[0]
+    out = torch.func.functional_call(layer, dict(weights), (x.transpose(0, 1),))
+    expected = (out[0] if isinstance(out, tuple) else out).transpose(0, 1)
+    assert_close(found, expected)
+    upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(3))
+    found_grads = torch.autograd.grad(found, list(leaves.values()), upstream)
+    expected_grads = torch.autograd.grad(expected, list(leaves.values()), upstream)
+    for leaf, a, b in zip(leaves, found_grads, expected_grads, strict=True):
+        assert_close(a, b, leaf)

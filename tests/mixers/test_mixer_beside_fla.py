@@ -1,0 +1,222 @@
+"""Every mixer that flash-linear-attention has as a layer, from input to output, against that layer.
+
+RWKV's are in test_mixer_rwkv.py. fla's Triton kernels are replaced by plain torch; see beside_fla.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from beside_fla import PLAIN, assert_same_function, fla, replace
+from torch import Tensor
+
+from megatron_ext.mixers.registry import load_all
+
+pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+
+MakeMixer = Callable[..., Any]
+Weights = dict[str, Tensor]
+HIDDEN, HEADS, HEAD_DIM = 24, 4, 6
+
+
+def _rows(mixer: Any, **widths: int) -> Weights:
+    """Rows of the input projection by what they yield, all units' together as fla has them."""
+    parts = mixer.in_proj.weight.unflatten(0, (mixer.num_units(), -1)).split(list(widths.values()), 1)
+    return {name: part.flatten(0, 1) for name, part in zip(widths, parts, strict=True)}
+
+
+def _projections(mixer: Any, **widths: int) -> Weights:
+    rows = _rows(mixer, **widths)
+    named = {f"{name}_proj.weight": rows[name] for name, width in widths.items() if width}
+    return {**named, "o_proj.weight": mixer.out_proj.weight}
+
+
+def _stateful(mixer: Any, norm: str, **more: int) -> Weights:
+    widths = {"q": mixer.head_dim, "k": mixer.head_dim, "v": mixer.value_dim, "g": mixer.gate_width}
+    return {**_projections(mixer, **widths, **more), f"{norm}.weight": mixer.norm_weight}
+
+
+def _retnet(mixer: Any) -> Weights:
+    return _stateful(mixer, "g_norm_swish_gate" if mixer.mixer_config.output_gate else "g_norm")
+
+
+def _gla(mixer: Any) -> Weights:
+    return _retnet(mixer) | {
+        "gk_proj.0.weight": mixer.decay_down,
+        "gk_proj.1.weight": mixer.decay_up.flatten(0, 1),
+        "gk_proj.1.bias": mixer.decay_bias.flatten(),
+    }
+
+
+def _linear_attention(mixer: Any) -> Weights:
+    return _stateful(mixer, "norm")
+
+
+def _deltanet(mixer: Any, **more: int) -> Weights:
+    widths = [mixer.head_dim, mixer.head_dim, mixer.value_dim]
+    taps = dict(zip("qkv", mixer.conv_weight.split(widths, 1), strict=True))
+    convolutions = {f"{name}_conv1d.weight": weight.flatten(0, 1)[:, None] for name, weight in taps.items()}
+    return _stateful(mixer, "o_norm", b=1, **more) | convolutions
+
+
+def _gated_deltanet(mixer: Any) -> Weights:
+    return _deltanet(mixer, a=1) | {"A_log": mixer.log_decay, "dt_bias": mixer.step_bias}
+
+
+def _based(mixer: Any) -> Weights:
+    width = mixer.mixer_config.feature_dim
+    return _projections(mixer, q=width, k=width, v=mixer.head_dim)
+
+
+def _key_value(mixer: Any, **more: int) -> Weights:
+    return _projections(mixer, q=mixer.output_width(), k=mixer.head_dim, v=mixer.head_dim, **more)
+
+
+def _nsa(mixer: Any) -> Weights:
+    return _key_value(mixer, g=3 * mixer.queries_per_group)
+
+
+def _mamba(mixer: Any) -> Weights:
+    rows = _rows(mixer, x=mixer.output_width(), z=mixer.output_width())
+    return {
+        "in_proj.weight": torch.cat([rows["x"], rows["z"]]),
+        "conv1d.weight": mixer.conv_weight.flatten(0, 1)[:, None],
+        "conv1d.bias": mixer.conv_bias.flatten(),
+        "x_proj.weight": mixer.x_proj.transpose(0, 1).flatten(1),
+        "dt_proj.weight": mixer.dt_proj.flatten(0, 1),
+        "dt_proj.bias": mixer.dt_bias.flatten(),
+        "A_log": mixer.A_log.flatten(0, 1),
+        "D": mixer.D.flatten(),
+        "out_proj.weight": mixer.out_proj.weight,
+    }
+
+
+def _mamba2(mixer: Any) -> Weights:
+    size, width = mixer.mixer_config.state_size, mixer.output_width()
+    rows = _rows(mixer, x=width, B=size, C=size, z=width, step=mixer.step_width)
+    taps, biases = (y.split([width, size, size], 1) for y in (mixer.conv_weight, mixer.conv_bias))
+    return {
+        "in_proj.weight": torch.cat([rows[name] for name in ("z", "x", "B", "C", "step")]),
+        "conv1d.weight": torch.cat([y.flatten(0, 1) for y in taps])[:, None],
+        "conv1d.bias": torch.cat([y.flatten() for y in biases]),
+        "dt_bias": mixer.step_bias.flatten(),
+        "A_log": mixer.log_decay.flatten(),
+        "D": mixer.skip.flatten(),
+        "norm.weight": mixer.group_norm_weight.flatten(),
+        "out_proj.weight": mixer.out_proj.weight,
+    }
+
+
+LAYERS: dict[str, tuple[str, Callable[[Any], Weights]]] = {
+    "attention": ("attn.Attention", _key_value),
+    "based": ("based.BasedLinearAttention", _based),
+    "deltanet": ("delta_net.DeltaNet", _deltanet),
+    "gated_deltanet": ("gated_deltanet.GatedDeltaNet", _gated_deltanet),
+    "gla": ("gla.GatedLinearAttention", _gla),
+    "linear_attention": ("linear_attn.LinearAttention", _linear_attention),
+    "mamba": ("mamba.Mamba", _mamba),
+    "mamba2": ("mamba2.Mamba2", _mamba2),
+    "moba": ("moba.MoBA", _key_value),
+    "nsa": ("nsa.NativeSparseAttention", _nsa),
+    "retnet": ("multiscale_retention.MultiScaleRetention", _retnet),
+}
+"""Of each mixer fla's layer, and how the layer's weights are made from the mixer's."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Settings of a mixer and of fla's layer with which they are to be the same function."""
+
+    mixer: str
+    ours: dict[str, Any] = field(default_factory=dict)
+    theirs: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "-".join([self.mixer, *(f"{name}={value}" for name, value in self.ours.items())])
+
+
+NARROW = {"expand_v": 1, "output_gate": False}
+WIDE_HEADS = {"head_dim": 2 * HEAD_DIM, "state_size": 5, "chunk_size": 4}
+CASES = [
+    Case("attention"),
+    Case("attention", {"groups": 2, "window": 5}, {"num_kv_heads": 2, "window_size": 5}),
+    # fla adds 1e-6 to the sum of weights, which is at least half the number of keys.
+    Case("based", {}, {"num_key_value_heads": HEADS}),
+    Case("based", {"feature_dim": 5}, {"num_key_value_heads": HEADS, "feature_dim": 5}),
+    Case("deltanet"),
+    Case(
+        "deltanet",
+        {"expand_v": 2, "output_gate": True, "conv_kernel_size": 3},
+        {"expand_v": 2, "use_gate": True, "conv_size": 3},
+    ),
+    Case("gated_deltanet", {}, {"head_dim": HEAD_DIM, "expand_v": 1}),
+    Case(
+        "gated_deltanet",
+        {"expand_v": 2, "output_gate": False, "conv_kernel_size": 3},
+        {"head_dim": HEAD_DIM, "expand_v": 2, "use_gate": False, "conv_size": 3},
+    ),
+    Case("gla", {}, {"expand_k": 1.0, "expand_v": 2.0}),
+    Case(
+        "gla",
+        {**NARROW, "decay_rank": 3, "decay_temperature": 2},
+        {"expand_k": 1.0, "use_output_gate": False, "gate_low_rank_dim": 3, "gate_logit_normalizer": 2},
+    ),
+    Case("linear_attention", {}, {"feature_map": "elu"}),
+    Case("linear_attention", {"feature_map": "identity"}, {"feature_map": "identity"}),
+    Case("linear_attention", {"feature_map": "relu", "expand_v": 2}, {"feature_map": "relu", "expand_v": 2}),
+    Case("mamba", {}, {"intermediate_size": 2 * HIDDEN}),
+    # One group, or one a head: with others fla's plain form gives groups to heads in turns, unlike its kernels and us.
+    Case("mamba2", {"groups": 1, "state_size": 5}, {"n_groups": 1, **WIDE_HEADS}),
+    Case("mamba2", {"groups": HEADS, "state_size": 5}, {"n_groups": HEADS, **WIDE_HEADS}),
+    # One key head a query head: fla's op knows no groups.
+    Case("moba", {"block_size": 2, "top_k": 3}, {"moba_chunk_size": 2, "moba_topk": 3}),
+    # fla takes groups of 16 heads or more.
+    Case(
+        "nsa",
+        {"heads": 16, "groups": 1, "block_size": 2, "num_selected": 4, "window": 3},
+        {"num_heads": 16, "num_kv_heads": 1, "head_dim": HEAD_DIM}
+        | {"block_size": 2, "block_counts": 4, "window_size": 3},
+    ),
+    Case("retnet"),
+    Case("retnet", NARROW, {"expand_v": 1.0, "use_output_gate": False}),
+]
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace(monkeypatch, PLAIN)
+
+
+def _layer(case: Case) -> Any:
+    path, _ = LAYERS[case.mixer]
+    heads = {} if case.mixer == "mamba" else {"num_heads": HEADS}
+    return fla(f"layers.{path}")(**{"hidden_size": HIDDEN} | heads | case.theirs)
+
+
+# Where inputs are small, so are what norms divide by: an epsilon that is not fla's shows.
+@pytest.mark.parametrize("size", [1.0, 0.01])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_outputs_and_gradients_are_those_of_flash_linear_attention(
+    make_mixer: MakeMixer, hidden_states: Tensor, case: Case, size: float
+) -> None:
+    mixer, layer, (_, weights) = make_mixer(case.mixer, **case.ours), _layer(case), LAYERS[case.mixer]
+    if case.mixer == "moba":
+        layer.o_norm = torch.nn.Identity()  # of each head's output: fla's addition, which the paper has not
+    assert_same_function(mixer, layer, weights(mixer), size * hidden_states)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_parameters_are_as_many_as_those_of_flash_linear_attention(make_mixer: MakeMixer, case: Case) -> None:
+    theirs = sum(p.numel() for p in _layer(case).parameters())
+    if case.mixer == "moba":
+        theirs -= HEAD_DIM  # that norm's weight
+    assert make_mixer(case.mixer, **case.ours).num_parameters() == theirs
+
+
+def test_every_mixer_that_flash_linear_attention_has_is_compared() -> None:
+    elsewhere, not_there = {"rwkv6", "rwkv7"}, {"top1_element", "top1_chunk"}
+    assert {case.mixer for case in CASES} == set(LAYERS) == set(load_all()) - elsewhere - not_there
