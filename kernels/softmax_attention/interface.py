@@ -53,7 +53,7 @@ def softmax_attention(
             f"alibi_slopes has shape {list(alibi_slopes.shape)}: give one slope per query head, {q.shape[2]}"
         )
     plain = window is None and alibi_slopes is None and query_offset == 0
-    chosen = choose("softmax_attention", implementation, _IMPLEMENTATIONS, _automatic(q, plain))
+    chosen = choose("softmax_attention", implementation, _IMPLEMENTATIONS, _automatic(q, plain), "reference")
     with full_precision(q):
         return _IMPLEMENTATIONS[chosen.name](
             q,
