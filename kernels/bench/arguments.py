@@ -8,6 +8,9 @@ from pathlib import Path
 
 from kernels.bench.cases import OptionError
 
+LARGEST_SEED = 2**32 - 1
+"""Of a fresh one; far from what torch cannot take, also where inputs count on from it."""
+
 
 def add_run_arguments(parser: argparse.ArgumentParser, output: str) -> None:
     """Declare how a run is done and where its report goes.
@@ -24,8 +27,15 @@ def add_run_arguments(parser: argparse.ArgumentParser, output: str) -> None:
 
 
 def seed_of(args: argparse.Namespace) -> int:
-    """The seed asked for, or a fresh one."""
-    return int.from_bytes(os.urandom(4)) if args.seed is None else args.seed
+    """The seed asked for, or a fresh one.
+
+    Raises:
+        OptionError: it is out of range.
+    """
+    seed: int = int.from_bytes(os.urandom(4)) if args.seed is None else args.seed
+    if not 0 <= seed <= LARGEST_SEED:
+        raise OptionError("--seed", f"{seed} is not in 0 .. {LARGEST_SEED}", "give a number in that range")
+    return seed
 
 
 def at_least_one(option: str, value: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -93,8 +94,8 @@ def _output_and_gradient(layer: Layer, x: Tensor, grad: Tensor) -> tuple[Tensor,
     return out.detach(), gradient
 
 
-def choices(mixer: Mixer, x: Tensor) -> tuple[tuple[str, Choice], ...]:
-    """Which implementation each of the mixer's ops takes for these hidden states, and why."""
-    with recorded_choices() as found, torch.no_grad():
-        mixer(x)
+def choices(run: Callable[[], object]) -> tuple[tuple[str, Choice], ...]:
+    """Which implementation each op takes in a run, and why."""
+    with recorded_choices() as found:
+        run()
     return tuple(dict.fromkeys(found))

@@ -90,23 +90,18 @@ class Bencher:
         if row.agreement is not None and row.agreement.failure is not None:
             return replace(row, failed=row.agreement.failure)
         layer = ours.as_layer(mixer)
-        x = self._hidden_states(layer, row.shape)
-        row = replace(row, choices=ours.choices(mixer, x), flops=mixer.training_flops(row.shape.length))
-        return replace(row, measured=self._measure(layer, x))
+        run = self._training_pass(layer, row.shape)
+        row = replace(row, choices=ours.choices(run), flops=mixer.training_flops(row.shape.length))
+        return replace(row, measured=self._measure(layer, run))
 
     def _peer(self, row: Row) -> Row:
         layer = peers.build(row.mixer, row.shape, self.platform.device)
-        return replace(row, measured=self._measure(layer, self._hidden_states(layer, row.shape)))
+        return replace(row, measured=self._measure(layer, self._training_pass(layer, row.shape)))
 
-    def _hidden_states(self, layer: Layer, shape: LayerShape) -> torch.Tensor:
-        return hidden_states(
-            layer, length=shape.length, batch=shape.batch, hidden=shape.size.hidden, seed=self.seed,
-            device=self.platform.device,
-        )  # fmt: skip
+    def _training_pass(self, layer: Layer, shape: LayerShape) -> Callable[[], object]:
+        sizes = {"length": shape.length, "batch": shape.batch, "hidden": shape.size.hidden}
+        return training_pass(layer, hidden_states(layer, **sizes, seed=self.seed, device=self.platform.device))
 
-    def _measure(self, layer: Layer, x: torch.Tensor) -> Measured:
-        run = training_pass(layer, x)
-        times = self.meter.time(run)
-        return Measured(
-            times=times, memory=self.meter.new_bytes(run), parameters=sum(p.numel() for p in layer.parameters)
-        )
+    def _measure(self, layer: Layer, run: Callable[[], object]) -> Measured:
+        times, memory = self.meter.time(run), self.meter.new_bytes(run)
+        return Measured(times=times, memory=memory, parameters=sum(p.numel() for p in layer.parameters))

@@ -172,6 +172,7 @@ MISTAKES = [
     (["--chunk-size", "100"], "--chunk-size: 100 is no size that our kernels have; give one of 32, 64, 128, 256, 512"),
     (["--top-k", "17"], "--top-k: 17 is too large; give at most 16"),
     (["--top-k", "0"], "--top-k: 0 is less than 1; give 1 or more"),
+    (["--seed", "-1"], "--seed: -1 is not in 0 .. 4294967295; give a number in that range"),
     (["--repeat", "many"], "argument --repeat: invalid int value: 'many'; see `selectron bench kernels --help`"),
     (["--choices", "odd"], "argument --choices: invalid choice: 'odd' (choose from"),
     ([], "device: torch sees no GPU; run this where it sees one (`selectron doctor` tells)"),
