@@ -34,7 +34,6 @@ def bench(
         tell: takes a line before and after each case; the first run of a kernel can tune it for minutes.
         save: takes the report so far after each row, so that a run cut short leaves what it has.
     """
-    torch.manual_seed(plan.seed)  # fla's weights and output gradients; ours have generators of their own
     peak = platform.peak_flops(torch.bfloat16)
     report = Report(plan=plan, machine=describe_machine(platform.device), peak_flops=peak, rows=[])
     if save is not None:
@@ -76,6 +75,8 @@ class Bencher:
 
     def fill(self, row: Row) -> Row:
         """The row with its numbers, or with why there are none: a peer did not run; one of ours must."""
+        # For fla's weights and for output gradients; alone or after others, a row is the same.
+        torch.manual_seed(self.seed)
         try:
             return self._ours(row) if row.maker == OURS else self._peer(row)
         except NotRun as reason:
@@ -86,9 +87,10 @@ class Bencher:
 
     def _ours(self, row: Row) -> Row:
         mixer = ours.build(row.mixer, row.shape, self.platform, self.groups, self.seed)
-        row = replace(row, agreement=ours.check(mixer, row.shape, self.seed, self.platform.device))
-        if row.agreement is not None and row.agreement.failure is not None:
-            return replace(row, failed=row.agreement.failure)
+        agreement = ours.check(mixer, row.shape, self.seed, self.platform.device)
+        row = replace(row, agreement=agreement)
+        if agreement.failure is not None:
+            return replace(row, failed=agreement.failure)
         layer = ours.as_layer(mixer)
         run = self._training_pass(layer, row.shape)
         row = replace(row, choices=ours.choices(run), flops=mixer.training_flops(row.shape.length))
