@@ -145,14 +145,14 @@ def _row_dict(report: Report, row: Row) -> dict[str, Any]:
 
 def _numbers(report: Report, row: Row, measured: Measured) -> dict[str, Any]:
     tokens_per_s = row.shape.tokens / (measured.times.median * 1e-3)
-    known = row.flops is not None and report.peak_flops is not None
+    flops, peak = row.flops, report.peak_flops
     return {
         "ms": measured.times.median,
         "ms_20": measured.times.q20,
         "ms_80": measured.times.q80,
         "tokens_per_s": tokens_per_s,
-        "flops_per_token": row.flops,
-        "mfu": row.flops * tokens_per_s / report.peak_flops if known else None,  # type: ignore[operator]
+        "flops_per_token": flops,
+        "mfu": None if flops is None or peak is None else flops * tokens_per_s / peak,
         "memory_bytes": measured.memory,
         "parameters": measured.parameters,
         "fla_time_over_ours": report.peer_ratio(row),
