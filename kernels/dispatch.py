@@ -22,7 +22,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(op: str, requested: str, available: Collection[str], automatic: Choice) -> Choice:
+def choose(op: str, requested: str, available: Collection[str], automatic: Choice, plain: str) -> Choice:
     """Turn the caller's `implementation` into one of the available ones.
 
     Args:
@@ -30,18 +30,36 @@ def choose(op: str, requested: str, available: Collection[str], automatic: Choic
         requested: what the caller asked for; "auto" takes `automatic`.
         available: the implementations of this op.
         automatic: what "auto" means for these inputs, and why.
+        plain: what it means inside `plain_forms`.
 
     Raises:
         ValueError: the requested implementation does not exist.
     """
     if requested not in ("auto", *available):
         raise ValueError(f"implementation is {requested!r}, but {op} has: use one of {['auto', *available]}")
-    chosen = automatic if requested == "auto" else Choice(requested, "asked for")
+    if requested != "auto":
+        chosen = Choice(requested, "asked for")
+    else:
+        chosen = Choice(plain, "plain forms are asked for") if _plain_only else automatic
     if not torch.compiler.is_compiling():  # a log line would break the graph
         logger.debug("%s: %s (%s)", op, chosen.name, chosen.reason)
         for record in _records:
             record.append((op, chosen))
     return chosen
+
+
+_plain_only = False
+
+
+@contextmanager
+def plain_forms() -> Iterator[None]:
+    """Let "auto" mean plain torch in every op: what the results of faster forms can be held against."""
+    global _plain_only
+    before, _plain_only = _plain_only, True
+    try:
+        yield
+    finally:
+        _plain_only = before
 
 
 _records: list[list[tuple[str, Choice]]] = []
@@ -199,7 +217,7 @@ def choose_fast_or_plain(
         automatic = Choice(plain[0], f"{fast.name}'s kernels need a GPU, and the inputs are on {x.device}")
     else:
         automatic = fast if obstacle is None else Choice(plain[0], obstacle)
-    chosen = choose(op, requested, (*plain, fast.name), automatic)
+    chosen = choose(op, requested, (*plain, fast.name), automatic, plain[0])
     if chosen.name == fast.name and obstacle is not None:
         raise ValueError(f"implementation is {fast.name!r}, but {obstacle}")
     # For those who did not choose the plain one.

@@ -81,11 +81,15 @@ def _hush_libraries() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Verb:
-    """A sub-command: its line in the help, its arguments, what it does."""
+    """A sub-command: its line in the help, its arguments, what it does.
+
+    Options may stand between positional arguments, unless it has sub-commands of its own, with which argparse cannot.
+    """
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, Sequence[str]], int]
+    has_subcommands: bool = False
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -100,8 +104,8 @@ def _dispatch(arguments: list[str]) -> int:
     verb = VERBS[chosen]
     parser = _Parser(prog=f"selectron {chosen}", description=verb.help, allow_abbrev=False)
     verb.add_arguments(parser)
-    # Intermixed: an option may stand between the configuration and its overrides.
-    return verb.run(parser.parse_intermixed_args(arguments[1:]), arguments[1:])
+    parse = parser.parse_args if verb.has_subcommands else parser.parse_intermixed_args
+    return verb.run(parse(arguments[1:]), arguments[1:])
 
 
 # --- train -----------------------------------------------------------------------------------------------------------
@@ -221,20 +225,15 @@ def _generate(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    from kernels.bench import options
+    from megatron_ext.bench import command
 
-    parser.add_argument("subject", choices=("kernels",), metavar="kernels", help="attention kernels and their peers")
-    options.add_arguments(parser)
+    command.add_arguments(parser)
 
 
 def _bench(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from kernels.bench import options
-    from kernels.bench.cases import OptionError
+    from megatron_ext.bench import command
 
-    try:
-        return options.run(args)
-    except OptionError as error:
-        raise UserError(error.where, error.problem, error.mend) from None
+    return command.run(args)
 
 
 # --- doctor ----------------------------------------------------------------------------------------------------------
@@ -297,7 +296,12 @@ VERBS = {
     "prepare": _Verb(help="turn documents into tokenised shards", add_arguments=_add_prepare, run=_prepare),
     "report": _Verb(help="compare runs at equal training loss", add_arguments=_add_report, run=_report),
     "generate": _Verb(help="let a trained model continue a text", add_arguments=_add_generate, run=_generate),
-    "bench": _Verb(help="time kernels on a GPU, each checked first", add_arguments=_add_bench, run=_bench),
+    "bench": _Verb(
+        help="time kernels or layers on a GPU, each checked first",
+        add_arguments=_add_bench,
+        run=_bench,
+        has_subcommands=True,
+    ),
     "doctor": _Verb(help="say what is installed and what would be used", add_arguments=_add_doctor, run=_doctor),
 }
 

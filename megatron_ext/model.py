@@ -188,15 +188,13 @@ def _build_chunk(
 def training_flops_per_token(shape: ModelShape, chunks: Sequence[torch.nn.Module], seq_length: int) -> float:
     """Model FLOPs a token of forward and backward pass, of the layers in these chunks and the output layer.
 
-    Six operations a weight of every matrix and token (PaLM, appendix B), three times each mixer's own forward
-    operations; nothing for recomputation. The embedding is a look-up and not counted.
+    Counted as `Mixer.training_flops` counts; the embedding is a look-up and not counted.
     """
     total = 0.0
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, Mixer):
-                weights = module.num_parameters() + shape.feed_forward_parameters
-                total += 6 * weights + 3 * module.mixing_flops(seq_length)
+                total += module.training_flops(seq_length) + 6 * shape.feed_forward_parameters
             elif isinstance(module, GPTModel) and module.post_process:
                 total += 6 * shape.model.hidden_size * shape.padded_vocab_size
     return total

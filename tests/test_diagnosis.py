@@ -31,7 +31,7 @@ def test_records_hold_the_choices_of_their_time() -> None:
     with recorded_choices() as outer:
         softmax_attention(q, q, q, implementation="reference")
         with recorded_choices() as inner:
-            choose("an op", "auto", ["fast"], Choice("fast", "it is there"))
+            choose("an op", "auto", ["fast"], Choice("fast", "it is there"), "slow")
         softmax_attention(q, q, q, window=2)
     softmax_attention(q, q, q)
     assert inner == [("an op", Choice("fast", "it is there"))]

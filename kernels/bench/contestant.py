@@ -20,6 +20,12 @@ class NotRun(Exception):
     """A contestant cannot run here or at this shape; the message says why."""
 
 
+def one_line(error: Exception) -> str:
+    """An exception's kind and the first line of what it says."""
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first_line}".rstrip(": ")
+
+
 class Choices(NamedTuple):
     """How an op's choices differ from those by float64 scores.
 

@@ -1,12 +1,10 @@
 """Options of `selectron bench kernels`, and their way into a plan."""
 
 import argparse
-import os
 import re
-import sys
-from collections.abc import Collection
-from pathlib import Path
+from functools import partial
 
+from kernels.bench.arguments import add_run_arguments, at_least_one, names, save_into, seed_of, split, tell
 from kernels.bench.cases import ALIASES, OPS, PASSES, PEERS, PREFERENCES, OptionError, Plan, Shape
 
 DEFAULT_OPS = "top1_chunk:approx,top1_chunk:exact,top1_element"
@@ -22,12 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--peers", default=",".join(PEERS), metavar="LIST", help='to compare with; "" for none (%(default)s)')
     add("--choices", choices=PREFERENCES, default="even", help="how queries spread over chunks (%(default)s)")
     add("--passes", default=",".join(PASSES), metavar="LIST", help="what is timed (%(default)s)")
-    add("--repeat", type=int, default=30, metavar="N", help="timed runs of each case (%(default)s)")
     add("--chunk-size", type=int, default=128, metavar="N", help="keys a chunk (%(default)s)")
     add("--top-k", type=int, default=1, metavar="N", help="chunks a query takes (%(default)s)")
-    add("--seed", type=int, metavar="N", help="of the inputs (a fresh one, told in the report)")
-    add("--output", type=Path, default=Path("bench/kernels"), metavar="DIR", help="folder of the report (%(default)s)")
-    add("--device", default="cuda", help="cuda or cuda:N (%(default)s)")
+    add_run_arguments(parser, output="bench/kernels")
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
@@ -36,11 +31,11 @@ def make_plan(args: argparse.Namespace) -> Plan:
     Raises:
         OptionError: one has a value that cannot be.
     """
-    ops = _names("--ops", args.ops, OPS, ALIASES)
-    peers = _names("--peers", args.peers, PEERS)
+    ops = names("--ops", args.ops, OPS, ALIASES)
+    peers = names("--peers", args.peers, PEERS)
     if not ops and not peers:
         raise OptionError("--ops", "is empty, and so is --peers", "name at least one op or peer")
-    passes = _names("--passes", args.passes, PASSES)
+    passes = names("--passes", args.passes, PASSES)
     if not passes:
         raise OptionError("--passes", "is empty", f"give one of {', '.join(PASSES)}, or both")
     shapes = make_shapes(args.lengths, args.heads, args.groups)
@@ -52,10 +47,10 @@ def make_plan(args: argparse.Namespace) -> Plan:
         peers=peers,
         passes=tuple(name for name in PASSES if name in passes),
         choices=args.choices,
-        repeat=_at_least_one("--repeat", args.repeat),
-        chunk_size=_at_least_one("--chunk-size", args.chunk_size),
-        top_k=_at_least_one("--top-k", args.top_k),
-        seed=int.from_bytes(os.urandom(4)) if args.seed is None else args.seed,
+        repeat=at_least_one("--repeat", args.repeat),
+        chunk_size=at_least_one("--chunk-size", args.chunk_size),
+        top_k=at_least_one("--top-k", args.top_k),
+        seed=seed_of(args),
         output=args.output,
     )
 
@@ -68,7 +63,7 @@ def make_shapes(lengths: str, heads: str, groups: int | None) -> tuple[Shape, ..
     """
     shapes = []
     for num_heads, head_dim in _pairs("--heads", heads, "HEADSxDIM, as 16x128"):
-        num_groups = num_heads if groups is None else _at_least_one("--groups", groups)
+        num_groups = num_heads if groups is None else at_least_one("--groups", groups)
         if num_heads % num_groups:
             raise OptionError("--groups", f"{num_groups} does not divide {num_heads} heads", "give a divisor")
         for length, batch in _pairs("--lengths", lengths, "LENGTHxBATCH, as 2048x50"):
@@ -106,33 +101,18 @@ def run(args: argparse.Namespace) -> int:
     device = timing.find_device(args.device)
 
     def save(so_far: report.Report) -> None:
-        try:
-            plan.output.mkdir(parents=True, exist_ok=True)
-            report.write(so_far, plan.output)
-        except OSError as error:
-            problem = f"{plan.output} cannot be written ({error.strerror})"
-            raise OptionError("--output", problem, "give a folder that can") from None
+        save_into(plan.output, partial(report.write, so_far))
 
     meter = timing.CudaMeter(device, plan.repeat)
-    done = bench(plan, meter, device, tell=_tell, save=save)
+    done = bench(plan, meter, device, tell=tell, save=save)
     print(report.markdown(done))
     print(f"written: {plan.output}")
     return 1 if done.failures else 0
 
 
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _at_least_one(option: str, value: int) -> int:
-    if value < 1:
-        raise OptionError(option, f"{value} is less than 1", "give 1 or more")
-    return value
-
-
 def _pairs(option: str, text: str, form: str) -> list[tuple[int, int]]:
     found = []
-    for part in _split(text):
+    for part in split(text):
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part)
         if match is None:
             raise OptionError(option, f"{part!r} is no such pair of numbers", f"write {form}")
@@ -140,15 +120,3 @@ def _pairs(option: str, text: str, form: str) -> list[tuple[int, int]]:
     if not found:
         raise OptionError(option, "is empty", f"write {form}")
     return found
-
-
-def _names(option: str, text: str, known: Collection[str], aliases: dict[str, str] | None = None) -> tuple[str, ...]:
-    by_name = {name: name for name in known} | (aliases or {})
-    for part in _split(text):
-        if part not in by_name:
-            raise OptionError(option, f"{part!r} is not known", f"choose from {', '.join(by_name)}")
-    return tuple(dict.fromkeys(by_name[part] for part in _split(text)))
-
-
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]

@@ -5,6 +5,7 @@ import math
 import os
 import platform
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -82,7 +83,7 @@ class Row:
     def summary(self) -> str:
         """Its result in a few words."""
         if self.measured is not None:
-            return f"{_digits(self.measured.times.median)} ms"
+            return f"{digits(self.measured.times.median)} ms"
         return f"failed: {self.failed}" if self.failed is not None else f"not run: {self.not_run}"
 
 
@@ -130,6 +131,11 @@ def describe_machine(device: torch.device) -> dict[str, str | None]:
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def machine_line(machine: Mapping[str, str | None]) -> str:
+    """What is known of a machine, as a sentence."""
+    return "Machine: " + ", ".join(f"{name} {value}" for name, value in machine.items() if value is not None) + "."
 
 
 def _version(distribution: str) -> str | None:
@@ -191,22 +197,21 @@ def _row_dict(report: Report, row: Row) -> dict[str, Any]:
             "extra_memory_percent": 100 * measured.extra_memory,
             f"speed_over_{BASELINE}": report.speed(row),
         }
-    return found if row.verdict is None else found | {"check": _finite(asdict(row.verdict))}
+    return found if row.verdict is None else found | {"check": finite(asdict(row.verdict))}
 
 
-def _finite(x: Any) -> Any:
+def finite(x: Any) -> Any:
     """JSON has no infinity and no NaN: they become words."""
     if isinstance(x, dict):
-        return {key: _finite(value) for key, value in x.items()}
+        return {key: finite(value) for key, value in x.items()}
     return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def markdown(report: Report) -> str:
     """The table, with the machine above it and the choices below."""
-    machine = ", ".join(f"{name} {value}" for name, value in report.machine.items() if value is not None)
     plan, ceilings = report.plan, report.ceilings
     lines = [
-        f"Machine: {machine}.",
+        machine_line(report.machine),
         "",
         f"Measured ceilings: bf16 product of 8192 x 8192 matrices {ceilings.operations / 1e12:.0f} TFLOP/s, copy "
         f"{ceilings.bytes / 1e12:.2f} TB/s (read + written). Inputs: bf16, choices {plan.choices}, chunk "
@@ -214,9 +219,7 @@ def markdown(report: Report) -> str:
         "",
         "TFLOP/s and GB/s count what the op must do and move, whatever the kernel does.",
         "",
-        _line(COLUMNS),
-        _line(["---"] * len(COLUMNS)),
-        *(_line(_cells(report, row)) for row in report.rows),
+        *table(COLUMNS, [_cells(report, row) for row in report.rows]),
     ]
     return "\n".join([*lines, *_choice_lines(report)]) + "\n"
 
@@ -224,19 +227,19 @@ def markdown(report: Report) -> str:
 def _cells(report: Report, row: Row) -> list[str]:
     names = [row.shape.heads_name, row.shape.length_name, row.name, row.which.replace("_", " + ")]
     if row.measured is None:
-        return [*names, row.summary.replace("|", "\\|"), *[""] * (len(COLUMNS) - len(names) - 1)]
+        return [*names, row.summary, *[""] * (len(COLUMNS) - len(names) - 1)]
     numbers = _row_dict(report, row)
     speed = report.speed(row)
     return [
         *names,
-        _digits(numbers["ms"]),
-        f"{_digits(numbers['ms_20'])} to {_digits(numbers['ms_80'])}",
-        _digits(numbers["tflops"]),
-        _digits(numbers["gb_per_s"]),
-        _digits(numbers["floor_ms"]),
+        digits(numbers["ms"]),
+        f"{digits(numbers['ms_20'])} to {digits(numbers['ms_80'])}",
+        digits(numbers["tflops"]),
+        digits(numbers["gb_per_s"]),
+        digits(numbers["floor_ms"]),
         f"{100 * numbers['of_floor']:.0f} %",
         f"{numbers['extra_memory_percent']:.1f} %",
-        "" if speed is None else f"{_digits(speed)}x",
+        "" if speed is None else f"{digits(speed)}x",
     ]
 
 
@@ -255,12 +258,14 @@ def _choice_lines(report: Report) -> list[str]:
     return ["", *lines.values()] if lines else []
 
 
-def _line(cells: tuple[str, ...] | list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in lines]
 
 
-def _digits(x: float) -> str:
-    """Three significant digits, and all digits before the point."""
+def digits(x: float) -> str:
+    """A number with three significant digits, and all digits before the point."""
     if x == 0 or not math.isfinite(x):
         return str(x)
     return f"{x:.{max(0, 2 - math.floor(math.log10(abs(x))))}f}"

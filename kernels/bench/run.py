@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 from kernels.bench import costs, ours, peers
 from kernels.bench.cases import OPS, PEERS, Pass, Plan, Shape
 from kernels.bench.checks import Verdict, check
-from kernels.bench.contestant import Builder, Contestant, NotRun
+from kernels.bench.contestant import Builder, Contestant, NotRun, one_line
 from kernels.bench.inputs import make_inputs
 from kernels.bench.report import Measured, Report, Row, describe_machine
 from kernels.bench.timing import Meter
@@ -137,6 +137,5 @@ def _excused(row: Row, error: Exception) -> Row:
     """Say what an exception means: a peer did not run; one of ours must."""
     if isinstance(error, NotRun):
         return replace(row, not_run=str(error))
-    first_line = next(iter(str(error).strip().splitlines()), "")
-    said = f"{type(error).__name__}: {first_line}".rstrip(": ")
+    said = one_line(error)
     return replace(row, not_run=said) if row.name in PEERS else replace(row, failed=said)

@@ -77,7 +77,7 @@ def native_sparse_attention(
     for name, value in (("block_size", block_size), ("num_selected", num_selected), ("window", window)):
         check_positive_int(name, value)
     automatic = Choice("reference", "the only form so far")
-    chosen = choose("native_sparse_attention", implementation, _IMPLEMENTATIONS, automatic)
+    chosen = choose("native_sparse_attention", implementation, _IMPLEMENTATIONS, automatic, "reference")
     with full_precision(q):
         return _IMPLEMENTATIONS[chosen.name](
             q,

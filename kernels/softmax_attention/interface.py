@@ -61,7 +61,7 @@ def softmax_attention(
         )
     plain = window is None and alibi_slopes is None and query_offset == 0
     obstacle = flex_obstacle(q, v)
-    chosen = choose("softmax_attention", implementation, _IMPLEMENTATIONS, _automatic(q, plain, obstacle))
+    chosen = choose("softmax_attention", implementation, _IMPLEMENTATIONS, _automatic(q, plain, obstacle), "reference")
     if chosen.name == "flex" and obstacle is not None:
         raise ValueError(f"implementation is 'flex', but {obstacle}")
     with full_precision(q):

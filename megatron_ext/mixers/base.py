@@ -251,6 +251,13 @@ class Mixer(LooksBack, ABC):
         (causal pairs counted once, a multiply-add as two), whatever an implementation spends.
         """
 
+    def training_flops(self, seq_length: int) -> float:
+        """Floating-point operations a token of forward and backward pass, projections included, over all units.
+
+        Six a weight (PaLM, appendix B), three times the forward's for what is beside them; nothing for recomputation.
+        """
+        return 6 * self.num_parameters() + 3 * self.mixing_flops(seq_length)
+
 
 def batch_first(x_tbnd: Tensor) -> Tensor:
     """[t, b, n, d] to the kernels' [b, t, n, d], or back."""

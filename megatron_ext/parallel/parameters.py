@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -74,20 +76,26 @@ def initialize_model(chunks: Iterable[GPTModel], seed: int, tp_group: ProcessGro
     """
     for model in chunks:
         for name, parameter in global_parameters(model):
-            _initialize(name, parameter, model, seed, tp_group)
+            _initialize(name, parameter, model.config, seed, tp_group)
 
 
-def _initialize(name: str, parameter: Tensor, model: GPTModel, seed: int, tp_group: ProcessGroup) -> None:
+def initialize_mixer(mixer: MegatronModule, seed: int, tp_group: ProcessGroup) -> None:
+    """Give every parameter of a mixer that stands alone its initial value, by the rules of `initialize_model`."""
+    for name, parameter in mixer.named_parameters():
+        _initialize(name, parameter, mixer.config, seed, tp_group)
+
+
+def _initialize(name: str, parameter: Tensor, config: TransformerConfig, seed: int, tp_group: ProcessGroup) -> None:
     split = tp_group.size() > 1 and getattr(parameter, "tensor_model_parallel", False)
     shape = list(parameter.shape)
     if split:
         shape[parameter.partition_dim] *= tp_group.size()  # type: ignore[attr-defined]
     whole = torch.empty(shape, dtype=torch.float32)
-    initializer = getattr(parameter, "initializer", None) or _default_initializer(name, model)
+    initializer = getattr(parameter, "initializer", None) or _default_initializer(name, config)
     initializer(whole, generator_for(seed, name))
     if not split:
         part = whole
-    elif model.config.gated_linear_unit and name.endswith("linear_fc1.weight"):
+    elif config.gated_linear_unit and name.endswith("linear_fc1.weight"):
         part = _own_part_of_halves(whole, tp_group)
     else:
         part = whole.chunk(tp_group.size(), parameter.partition_dim)[tp_group.rank()]  # type: ignore[attr-defined]
@@ -101,10 +109,9 @@ def generator_for(*identity: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def _default_initializer(name: str, model: GPTModel) -> Initializer:
+def _default_initializer(name: str, config: TransformerConfig) -> Initializer:
     if name.endswith("norm.weight"):
         return ones
-    config = model.config
     std = config.init_method_std
     if name.endswith(("out_proj.weight", "linear_fc2.weight")):
         std /= math.sqrt(2 * config.num_layers)

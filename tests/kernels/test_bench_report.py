@@ -119,7 +119,7 @@ def test_a_failed_write_leaves_the_old_file(canned, tmp_path, monkeypatch):
     ("x", "said"), [(0.0, "0.0"), (0.0123456, "0.0123"), (1.0, "1.00"), (12.34, "12.3"), (4321.6, "4322")]
 )
 def test_three_digits(x, said):
-    assert report._digits(x) == said
+    assert report.digits(x) == said
 
 
 def parse(*arguments):
@@ -172,7 +172,8 @@ MISTAKES = [
     (["--chunk-size", "100"], "--chunk-size: 100 is no size that our kernels have; give one of 32, 64, 128, 256, 512"),
     (["--top-k", "17"], "--top-k: 17 is too large; give at most 16"),
     (["--top-k", "0"], "--top-k: 0 is less than 1; give 1 or more"),
-    (["--repeat", "many"], "argument --repeat: invalid int value: 'many'; see `selectron bench --help`"),
+    (["--seed", "-1"], "--seed: -1 is not in 0 .. 4294967295; give a number in that range"),
+    (["--repeat", "many"], "argument --repeat: invalid int value: 'many'; see `selectron bench kernels --help`"),
     (["--choices", "odd"], "argument --choices: invalid choice: 'odd' (choose from"),
     ([], "device: torch sees no GPU; run this where it sees one (`selectron doctor` tells)"),
 ]

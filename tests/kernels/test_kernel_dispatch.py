@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from kernels.dispatch import choose_triton_or_reference
+from kernels.dispatch import Choice, choose, choose_triton_or_reference, plain_forms
 
 Q = torch.zeros(1, 1, 1, 1)
 
@@ -38,3 +38,23 @@ def test_triton_is_refused_with_the_obstacle():
 def test_another_implementation_is_refused():
     with pytest.raises(ValueError, match=r"but walk has: use one of .'auto', 'reference', 'triton'.$"):
         choose_triton_or_reference("walk", "cuda", Q, None)
+
+
+def choose_walk(requested):
+    return choose("walk", requested, ("swift", "slow"), Choice("swift", "it is dry"), "slow")
+
+
+def test_plain_forms_turn_auto_alone():
+    with plain_forms():
+        with plain_forms():
+            assert choose_walk("auto") == Choice("slow", "plain forms are asked for")
+        assert choose_walk("auto").name == "slow"
+        assert choose_walk("swift") == Choice("swift", "asked for")
+        assert choose_triton_or_reference("walk", "auto", Q, None, ("plain", "loop")).name == "plain"
+    assert choose_walk("auto") == Choice("swift", "it is dry")
+
+
+def test_plain_forms_end_with_an_exception():
+    with pytest.raises(ValueError, match="use one of"), plain_forms():
+        choose_walk("swim")
+    assert choose_walk("auto").name == "swift"

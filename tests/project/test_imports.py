@@ -48,11 +48,24 @@ ALLOWED: dict[str, set[str]] = {
     "planning": MODEL | {"checkpoint", "evaluation"},
     "analysis": {"config"},
     "launch": {"config"},
-    "diagnosis": MODEL,
+    "lone_mixer": MODEL,
+    "diagnosis": MODEL | {"lone_mixer"},
+    "bench": MODEL | {"lone_mixer"},
     "generate": MODEL | {"training", "evaluation", "data_prep.tokenizer"},
     # The command calls everything.
     "cli": MODEL
-    | {"training", "planning", "launch", "analysis", "checkpoint", "evaluation", "data_prep", "diagnosis", "generate"},
+    | {
+        "training",
+        "planning",
+        "launch",
+        "analysis",
+        "checkpoint",
+        "evaluation",
+        "data_prep",
+        "diagnosis",
+        "generate",
+        "bench",
+    },
 }
 
 WHOLE_CONFIGURATION = "RunConfig"

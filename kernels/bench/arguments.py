@@ -1,0 +1,92 @@
+"""What the benchmarks' commands share: options that all of them have, lists of names, how a report is kept."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from kernels.bench.cases import OptionError
+
+LARGEST_SEED = 2**32 - 1
+"""Of a fresh one; far from what torch cannot take, also where inputs count on from it."""
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, output: str) -> None:
+    """Declare how a run is done and where its report goes.
+
+    Args:
+        parser: of the command.
+        output: folder of the report unless told.
+    """
+    add = parser.add_argument
+    add("--repeat", type=int, default=30, metavar="N", help="timed runs of each case (%(default)s)")
+    add("--seed", type=int, metavar="N", help="of the inputs (a fresh one, told in the report)")
+    add("--output", type=Path, default=Path(output), metavar="DIR", help="folder of the report (%(default)s)")
+    add("--device", default="cuda", help="cuda or cuda:N (%(default)s)")
+
+
+def seed_of(args: argparse.Namespace) -> int:
+    """The seed asked for, or a fresh one.
+
+    Raises:
+        OptionError: it is out of range.
+    """
+    seed: int = int.from_bytes(os.urandom(4)) if args.seed is None else args.seed
+    if not 0 <= seed <= LARGEST_SEED:
+        raise OptionError("--seed", f"{seed} is not in 0 .. {LARGEST_SEED}", "give a number in that range")
+    return seed
+
+
+def at_least_one(option: str, value: int) -> int:
+    """The value of an option.
+
+    Raises:
+        OptionError: it is less than 1.
+    """
+    if value < 1:
+        raise OptionError(option, f"{value} is less than 1", "give 1 or more")
+    return value
+
+
+def names(option: str, text: str, known: Collection[str], aliases: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """A list of names, each once.
+
+    Args:
+        option: where it stands.
+        text: names with commas between.
+        known: what may be named.
+        aliases: other words for some of them.
+
+    Raises:
+        OptionError: a name is not known.
+    """
+    by_name = {name: name for name in known} | dict(aliases or {})
+    for part in split(text):
+        if part not in by_name:
+            raise OptionError(option, f"{part!r} is not known", f"choose from {', '.join(by_name)}")
+    return tuple(dict.fromkeys(by_name[part] for part in split(text)))
+
+
+def split(text: str) -> list[str]:
+    """The parts of a list with commas between."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def tell(line: str) -> None:
+    """Say how far a run has come, on standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def save_into(folder: Path, write: Callable[[Path], None]) -> None:
+    """Write a report into a folder, which is made if it is not there.
+
+    Raises:
+        OptionError: it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder)
+    except OSError as error:
+        problem = f"{folder} cannot be written ({error.strerror})"
+        raise OptionError("--output", problem, "give a folder that can") from None

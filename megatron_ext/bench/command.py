@@ -1,0 +1,43 @@
+"""What `selectron bench` does: one benchmark, of kernels or of layers."""
+
+from __future__ import annotations
+
+import argparse
+
+from kernels.bench import options as kernels
+from kernels.bench.cases import OptionError
+from megatron_ext.bench import options as layers
+from megatron_ext.errors import UserError
+
+SUBJECTS = {
+    "kernels": (kernels, "our attention ops and their peers"),
+    "layers": (layers, "one layer's mixer, ours and flash-linear-attention's"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the subjects, each with its own options."""
+    subjects = parser.add_subparsers(dest="subject", metavar="SUBJECT", required=True)
+    for name, (options, text) in SUBJECTS.items():
+        subject = subjects.add_parser(name, help=text, description=text, allow_abbrev=False)
+        options.add_arguments(subject)
+        subject.set_defaults(measure=options.run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, write the report and print it.
+
+    Args:
+        args: see `add_arguments`.
+
+    Returns:
+        0, or 1 if a result of ours was wrong.
+
+    Raises:
+        UserError: an option, the output folder or the machine does not allow it.
+    """
+    try:
+        measured: int = args.measure(args)
+    except OptionError as error:
+        raise UserError(error.where, error.problem, error.mend) from None
+    return measured

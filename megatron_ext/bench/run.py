@@ -1,0 +1,109 @@
+"""The run: for every shape and mixer, check ours, time it, and time the peer's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from kernels.bench.contestant import NotRun, one_line
+from kernels.bench.report import describe_machine
+from kernels.bench.timing import Meter
+from megatron_ext.bench import ours, peers
+from megatron_ext.bench.cases import OURS, LayerShape, Plan
+from megatron_ext.bench.layer import Layer, hidden_states, training_pass
+from megatron_ext.bench.report import Measured, Report, Row
+from megatron_ext.parallel.groups import groups_of_one_process
+from megatron_ext.platform import Platform
+
+Tell = Callable[[str], None]
+
+
+def bench(
+    plan: Plan, meter: Meter, platform: Platform, *, tell: Tell = print, save: Callable[[Report], None] | None = None
+) -> Report:
+    """Measure everything.
+
+    Args:
+        plan: what is asked for.
+        meter: measures on the platform's device.
+        platform: where layers compute.
+        tell: takes a line before and after each case; the first run of a kernel can tune it for minutes.
+        save: takes the report so far after each row, so that a run cut short leaves what it has.
+    """
+    peak = platform.peak_flops(torch.bfloat16)
+    report = Report(plan=plan, machine=describe_machine(platform.device), peak_flops=peak, rows=[])
+    if save is not None:
+        save(report)  # a folder that cannot be written is known before all else is measured
+    with groups_of_one_process(platform.communication) as groups:
+        bencher = Bencher(plan, meter, platform, groups)
+        for row in _rows_to_fill(plan):
+            tell(f"{row.title} ...")
+            report.rows.append(bencher.fill(row))
+            tell(f"{row.title}: {report.rows[-1].summary}")
+            if platform.is_cuda:
+                torch.cuda.empty_cache()
+            if save is not None:
+                save(report)
+    return report
+
+
+def _rows_to_fill(plan: Plan) -> list[Row]:
+    """Ours, and beside it the peers that have such a layer."""
+    rows = []
+    for shape, mixer in itertools.product(plan.shapes, plan.mixers):
+        rows.append(Row(mixer=mixer, shape=shape, maker=OURS))
+        rows += [Row(mixer=mixer, shape=shape, maker=peer) for peer in plan.peers if mixer in peers.LAYERS]
+    return rows
+
+
+class Bencher:
+    """Measures one row after the other.
+
+    Args:
+        plan: what is asked for.
+        meter: measures on the platform's device.
+        platform: where layers compute.
+        groups: process groups of this process alone.
+    """
+
+    def __init__(self, plan: Plan, meter: Meter, platform: Platform, groups: ProcessGroupCollection) -> None:
+        self.seed, self.meter, self.platform, self.groups = plan.seed, meter, platform, groups
+
+    def fill(self, row: Row) -> Row:
+        """The row with its numbers, or with why there are none: a peer did not run; one of ours must."""
+        # For fla's weights and for output gradients; alone or after others, a row is the same.
+        torch.manual_seed(self.seed)
+        try:
+            return self._ours(row) if row.maker == OURS else self._peer(row)
+        except NotRun as reason:
+            return replace(row, not_run=str(reason))
+        except Exception as error:  # whatever a kernel raises belongs into its row, and the others are still wanted
+            said = one_line(error)
+            return replace(row, failed=said) if row.maker == OURS else replace(row, not_run=said)
+
+    def _ours(self, row: Row) -> Row:
+        mixer = ours.build(row.mixer, row.shape, self.platform, self.groups, self.seed)
+        agreement = ours.check(mixer, row.shape, self.seed, self.platform.device)
+        row = replace(row, agreement=agreement)
+        if agreement.failure is not None:
+            return replace(row, failed=agreement.failure)
+        layer = ours.as_layer(mixer)
+        run = self._training_pass(layer, row.shape)
+        row = replace(row, choices=ours.choices(run), flops=mixer.training_flops(row.shape.length))
+        return replace(row, measured=self._measure(layer, run))
+
+    def _peer(self, row: Row) -> Row:
+        layer = peers.build(row.mixer, row.shape, self.platform.device)
+        return replace(row, measured=self._measure(layer, self._training_pass(layer, row.shape)))
+
+    def _training_pass(self, layer: Layer, shape: LayerShape) -> Callable[[], object]:
+        sizes = {"length": shape.length, "batch": shape.batch, "hidden": shape.size.hidden}
+        return training_pass(layer, hidden_states(layer, **sizes, seed=self.seed, device=self.platform.device))
+
+    def _measure(self, layer: Layer, run: Callable[[], object]) -> Measured:
+        times, memory = self.meter.time(run), self.meter.new_bytes(run)
+        return Measured(times=times, memory=memory, parameters=sum(p.numel() for p in layer.parameters))

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kernels.bench.timing import Times
+from megatron_ext.bench.cases import SIZES, LayerShape, Size
+
+
+class FakeMeter:
+    """Runs what it is to time, once."""
+
+    def __init__(self, *_: object) -> None:
+        self.timed = 0
+
+    def time(self, run: Callable[[], object]) -> Times:
+        run()
+        self.timed += 1
+        return Times(2.0, 1.5, 3.0)
+
+    def new_bytes(self, run: Callable[[], object]) -> int:
+        return 3 * 2**28
+
+
+@pytest.fixture
+def meter() -> FakeMeter:
+    return FakeMeter()
+
+
+TINY = Size(hidden=32, heads=2, head_dim=16)
+
+
+@pytest.fixture
+def shape(monkeypatch: pytest.MonkeyPatch) -> LayerShape:
+    """A shape that a CPU can take, and its size by the name `tiny`."""
+    monkeypatch.setitem(SIZES, "tiny", TINY)
+    return LayerShape(size_name="tiny", size=TINY, length=70, batch=2)

@@ -1,0 +1,206 @@
+"""The report of the benchmark of layers, its options, and the command without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.bench import timing
+from kernels.bench.timing import Times
+from kernels.dispatch import Choice
+from megatron_ext import cli
+from megatron_ext.bench import options, report
+from megatron_ext.bench.cases import SIZES, LayerShape, Plan
+from megatron_ext.bench.ours import Agreement
+from megatron_ext.bench.report import Measured, Report, Row
+from megatron_ext.mixers.registry import load_all
+
+SMALL = LayerShape(size_name="110m", size=SIZES["110m"], length=2048, batch=16)
+LONG = LayerShape(size_name="1p3b", size=SIZES["1p3b"], length=102_400, batch=1)
+FUSED = (("selective_scan", Choice("triton", "fused on CUDA")),)
+
+
+def measured(median: float) -> Measured:
+    return Measured(times=Times(median, 0.9 * median, 1.25 * median), memory=3 * 2**29, parameters=1000)
+
+
+@pytest.fixture
+def canned() -> Report:
+    plan = Plan(
+        mixers=("mamba", "gla"), shapes=(SMALL, LONG), peers=("fla",), repeat=7, seed=11, output=Path("somewhere")
+    )
+    near, far = Agreement(0.004, 0.008), Agreement(0.3, float("nan"))
+    rows = [
+        Row(mixer="mamba", shape=SMALL, maker="ours", measured=measured(2.0), choices=FUSED, flops=2e7, agreement=near),
+        Row(mixer="mamba", shape=SMALL, maker="fla", measured=measured(5.0)),
+        Row(mixer="mamba", shape=LONG, maker="ours", measured=measured(50.0), choices=FUSED, flops=4e7, agreement=near),
+        Row(mixer="mamba", shape=LONG, maker="fla", not_run="OutOfMemoryError: 3 | 4"),
+        Row(mixer="gla", shape=LONG, maker="ours", failed="output off by 3.0e-01", agreement=far),
+        Row(mixer="gla", shape=LONG, maker="fla", measured=measured(4.0)),
+    ]
+    return Report(plan=plan, machine={"gpu": "A GPU", "fla": None}, peak_flops=1e15, rows=rows)
+
+
+def table(text: str) -> list[list[str]]:
+    lines = [line.replace("\\|", "/") for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_table(canned: Report) -> None:
+    text = report.markdown(canned)
+    header, _, *rows = table(text)
+    assert header == list(report.COLUMNS)
+    small, long, empty = ["110m", "2048x16"], ["1p3b", "102400x1"], [""] * 5
+    # 32,768 tokens in 2 ms, of 2e7 operations each; 102,400 in 50 ms, of 4e7.
+    assert rows == [
+        [*small, "mamba", "ours", "triton", "2.00", "1.80 to 2.50", "16384000", "32.8 %", "1.50", "2.50x"],
+        [*small, "mamba", "fla", "", "5.00", "4.50 to 6.25", "6553600", "", "1.50", ""],
+        [*long, "mamba", "ours", "triton", "50.0", "45.0 to 62.5", "2048000", "8.2 %", "1.50", ""],
+        [*long, "mamba", "fla", "", "not run: OutOfMemoryError: 3 / 4", *empty],
+        [*long, "gla", "ours", "", "failed: output off by 3.0e-01", *empty],
+        [*long, "gla", "fla", "", "4.00", "3.60 to 5.00", "25600000", "", "1.50", ""],
+    ]
+    assert text.count("* mamba: selective_scan: triton (fused on CUDA)") == 1
+    assert "Machine: gpu A GPU.\n" in text
+    assert "peak 1000 TFLOP/s" in text
+    assert "Seed 11. Medians of 7 runs" in text
+    assert canned.failures == [canned.rows[4]]
+
+
+def test_where_the_peak_is_not_known_there_is_no_utilisation(canned: Report) -> None:
+    unknown = Report(plan=canned.plan, machine=canned.machine, peak_flops=None, rows=canned.rows)
+    text = report.markdown(unknown)
+    assert "peak not known" in text
+    assert [row[8] for row in table(text)[2:]] == [""] * 6
+    assert report.to_dict(unknown)["rows"][0]["mfu"] is None
+
+
+def test_the_files(canned: Report, tmp_path: Path) -> None:
+    report.write(canned, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["layers.json", "layers.md"]
+    assert (tmp_path / "layers.md").read_text() == report.markdown(canned)
+    found = json.loads((tmp_path / "layers.json").read_text(), parse_constant=pytest.fail)
+    assert found["peak_tflops"] == 1000.0
+    assert found["settings"] == {
+        "mixers": ["mamba", "gla"], "peers": ["fla"], "repeat": 7, "seed": 11, "output": "somewhere",
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    ours, theirs, _, not_run, failed, _ = found["rows"]
+    numbers = {
+        "hidden": 768, "heads": 12, "head_dim": 64, "length": 2048, "batch": 16, "ms": 2.0, "ms_20": 1.8, "ms_80": 2.5,
+        "tokens_per_s": 16_384_000, "flops_per_token": 2e7, "mfu": 0.32768, "memory_bytes": 3 * 2**29,
+        "parameters": 1000, "fla_time_over_ours": 2.5,
+    }  # fmt: skip
+    assert {key: ours[key] for key in numbers} == pytest.approx(numbers)
+    assert (ours["mixer"], ours["layer"], ours["size"]) == ("mamba", "ours", "110m")
+    assert ours["implementations"] == [{"op": "selective_scan", "name": "triton", "reason": "fused on CUDA"}]
+    assert ours["check"] == {"output": 0.004, "gradient": 0.008}
+    assert (theirs["layer"], theirs["mfu"], theirs["fla_time_over_ours"]) == ("fla", None, None)
+    assert (not_run["not_run"], "ms" in not_run) == ("OutOfMemoryError: 3 | 4", False)
+    assert (failed["failed"], failed["check"]["gradient"]) == ("output off by 3.0e-01", "nan")
+
+
+def parse(*arguments: str) -> Plan:
+    parser = argparse.ArgumentParser()
+    options.add_arguments(parser)
+    return options.make_plan(parser.parse_args(list(arguments)))
+
+
+def test_the_defaults_are_all_mixers_at_the_sizes_of_the_study() -> None:
+    plan = parse()
+    assert plan.mixers == tuple(sorted(load_all()))
+    assert [(s.size_name, *s.size, s.length, s.tokens) for s in plan.shapes] == [
+        ("110m", 768, 12, 64, 2048, 32_768),
+        ("1p3b", 2048, 16, 128, 2048, 16_384),
+        ("1p3b", 2048, 16, 128, 8192, 16_384),
+        ("1p3b", 2048, 16, 128, 32_768, 32_768),
+        ("1p3b", 2048, 16, 128, 102_400, 102_400),
+    ]
+    assert (plan.peers, plan.repeat, plan.output) == (("fla",), 30, Path("bench/layers"))
+    assert parse().seed != parse().seed
+
+
+def test_options_are_taken() -> None:
+    plan = parse(
+        "--mixers", "rwkv7, gla,rwkv7", "--shapes", "1p3b:64x3, 110m:8x1,1p3b:64x3", "--peers", "", "--repeat", "4",
+        "--seed", "9", "--output", "here",
+    )  # fmt: skip
+    assert plan == Plan(
+        mixers=("rwkv7", "gla"),
+        shapes=(
+            LayerShape(size_name="1p3b", size=SIZES["1p3b"], length=64, batch=3),
+            LayerShape(size_name="110m", size=SIZES["110m"], length=8, batch=1),
+        ),
+        peers=(),
+        repeat=4,
+        seed=9,
+        output=Path("here"),
+    )
+
+
+FORM = "write SIZE:LENGTHxBATCH, as 110m:2048x16, with a size of 110m, 1p3b"
+MISTAKES = [
+    (["layers", "--shapes", "110m:2048"], f"--shapes: '110m:2048' is no such shape; {FORM}"),
+    (["layers", "--shapes", "7b:2048x1"], f"--shapes: '7b:2048x1' is no such shape; {FORM}"),
+    (["layers", "--shapes", "110m:0x1"], f"--shapes: '110m:0x1' is no such shape; {FORM}"),
+    (["layers", "--shapes", ","], f"--shapes: is empty; {FORM}"),
+    (["layers", "--mixers", "gla,glas"], "--mixers: 'glas' is not known; choose from attention, based, deltanet, "),
+    (["layers", "--mixers", ""], "--mixers: is empty; name some of attention, "),
+    (["layers", "--peers", "flash"], "--peers: 'flash' is not known; choose from fla"),
+    (["layers", "--repeat", "0"], "--repeat: 0 is less than 1; give 1 or more"),
+    (["layers", "--seed", "4294967296"], "--seed: 4294967296 is not in 0 .. 4294967295; give a number in that range"),
+    (["layers", "--lengths", "64x1"], "unrecognized arguments: --lengths 64x1; see `selectron bench --help`"),
+    (["layers", "--repeat", "x"], "argument --repeat: invalid int value: 'x'; see `selectron bench layers --help`"),
+    (["rows"], "argument SUBJECT: invalid choice: 'rows' (choose from"),
+    ([], "the following arguments are required: SUBJECT; see `selectron bench --help`"),
+    (["layers"], "device: torch sees no GPU; run this where it sees one (`selectron doctor` tells)"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "line"), MISTAKES, ids=[" ".join(m[0]) for m in MISTAKES])
+def test_a_mistake_is_one_line(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    try:
+        code = cli.main(["bench", *arguments])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    assert code == 2
+    shown = capsys.readouterr()
+    (said,) = shown.err.splitlines()
+    assert said.startswith(f"selectron: error: {line}")
+    assert shown.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="megatron-core puts its tensors on the GPU it sees")
+def test_the_command_runs_through(
+    shape: LayerShape,
+    meter: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All but the device and the clock is real; fla's kernels do not run on a CPU."""
+    monkeypatch.setattr(timing, "find_device", torch.device)
+    monkeypatch.setattr(timing, "CudaMeter", lambda *_: meter)
+    arguments = ["--device", "cpu", "--mixers", "gla,top1_chunk", "--shapes", "tiny:70x2", "--output"]
+    assert cli.main(["bench", "layers", *arguments, str(tmp_path / "a" / "b")]) == 0
+    shown = capsys.readouterr()
+    assert len(table(shown.out)) == 2 + 3
+    assert "tiny 70x2 gla ours: 2.00 ms" in shown.err
+    assert "tiny 70x2 gla fla: not run: " in shown.err
+    assert len(json.loads((tmp_path / "a" / "b" / "layers.json").read_text())["rows"]) == 3
+    (tmp_path / "file").write_text("")
+    assert cli.main(["bench", "layers", *arguments, str(tmp_path / "file")]) == 2
+    assert "selectron: error: --output: " in capsys.readouterr().err
+    monkeypatch.setattr("megatron_ext.mixers.gla.gated_linear_attention", lambda *_, **__: 1 / 0)
+    assert cli.main(["bench", "layers", *arguments, str(tmp_path), "--peers", ""]) == 1
+    assert "failed: ZeroDivisionError: division by zero" in capsys.readouterr().out
