@@ -58,7 +58,7 @@ def use_hopper_kernels(use: bool) -> None:
 
 def chunk(tokens: int, d: int, size: int, score: str, top_k: int = 1, backward: bool = True) -> None:
     q, k, v = (torch.zeros(1, tokens, heads, d, dtype=torch.bfloat16) for heads in (2, 1, 1))
-    out, lse, chosen = top1_chunk(q, k, v, None, size, top_k, score, True, 1.0, 0)
+    out, lse, chosen = top1_chunk(q, k, v, None, None, size, top_k, score, True, 1.0, 0)
     if backward:
         top1_chunk_backward(out, q, k, v, out, lse, chosen, None, size, True, 1.0, 0)
 
