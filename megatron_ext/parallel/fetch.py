@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from megatron_ext.parallel.exchange import all_to_all
 
 
 def fetch_blocks(blocks_nx: Tensor, wanted_rn: Tensor, group: ProcessGroup) -> Tensor:
@@ -30,31 +31,19 @@ def fetch_blocks(blocks_nx: Tensor, wanted_rn: Tensor, group: ProcessGroup) -> T
 class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, blocks_nx: Tensor, wanted_rn: Tensor, group: ProcessGroup) -> Tensor:
-        asked_rn = torch.empty_like(wanted_rn, dtype=torch.uint8)
-        dist.all_to_all_single(asked_rn, wanted_rn.to(torch.uint8).contiguous(), group=group)
+        asked_rn = all_to_all(wanted_rn.to(torch.uint8), group)
         # Which of this rank's blocks go out: rank after rank, a block once for each that asked for it.
         given_m = asked_rn.nonzero()[:, 1]
         ctx.group, ctx.num_blocks, ctx.given_m = group, len(blocks_nx), given_m
         ctx.given, ctx.fetched = asked_rn.sum(1).tolist(), wanted_rn.sum(1).tolist()
-        return _exchange(blocks_nx[given_m], ctx.given, ctx.fetched, group)
+        return all_to_all(blocks_nx[given_m], group, ctx.given, ctx.fetched)
 
     @staticmethod
     def backward(ctx: Any, grad_mx: Tensor) -> tuple[Tensor, None, None]:
-        back_mx = _exchange(grad_mx, ctx.fetched, ctx.given, ctx.group)
-        total_nx = torch.zeros(
-            ctx.num_blocks,
-            *grad_mx.shape[1:],
-            dtype=torch.promote_types(grad_mx.dtype, torch.float32),
-            device=grad_mx.device,
-        )
+        back_mx = all_to_all(grad_mx, ctx.group, ctx.fetched, ctx.given)
+        dtype = torch.promote_types(grad_mx.dtype, torch.float32)
+        total_nx = grad_mx.new_zeros(ctx.num_blocks, *grad_mx.shape[1:], dtype=dtype)
         # A rank's blocks are distinct, so that nothing depends on the order within a step.
         for place, part in zip(ctx.given_m.split(ctx.given), back_mx.split(ctx.given), strict=True):
             total_nx[place] += part
         return total_nx.to(grad_mx.dtype), None, None
-
-
-def _exchange(sent_mx: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-    """Send each rank its so many rows, in order; what comes is in the order of the ranks."""
-    received_mx = sent_mx.new_empty(sum(received), *sent_mx.shape[1:])
-    dist.all_to_all_single(received_mx, sent_mx.contiguous(), received, sent, group=group)
-    return received_mx
