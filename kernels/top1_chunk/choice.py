@@ -109,7 +109,7 @@ def best_by_keys(
         scale: factor on q.k, of "exact_lse"; None means d**-0.5.
         query_offset: position of the first query in the sequence; a multiple of chunk_size, not before the first key.
         first_chunk: index of the first chunk of k in the sequence.
-        implementation: "reference", "triton" or "auto".
+        implementation: "reference", "triton", which scores every key and does not screen first, or "auto".
 
     Returns:
         The lowest index is the better one among equals.

@@ -63,23 +63,27 @@ def fetch_chosen(
         Keys and values [b, s, groups, d], and the choice, counted in their chunks. These are in the order of the
         sequence; behind those of a query group that wants fewer than another stand zeros, which nobody chose.
     """
-    b, t, g, _ = k_bthd.shape
-    count = t // chunk_size
-    wanted_bgn = _wanted_elsewhere(chosen_bthm, g, count, group)
+    count = k_bthd.shape[1] // chunk_size
+    wanted_bgn = _wanted_elsewhere(chosen_bthm, k_bthd.shape[2], count, group)
     blocks_bgncw = torch.cat([k_bthd, v_bthd], -1).unflatten(1, (count, chunk_size)).permute(0, 3, 1, 2, 4)
     wanted_rbgn = wanted_bgn.unflatten(-1, (group.size(), count)).permute(2, 0, 1, 3)
     fetched_mcw = fetch_blocks(blocks_bgncw.flatten(0, 2), wanted_rbgn.flatten(1), group)
 
-    place_bgn, most = wanted_bgn.cumsum(-1) - 1, int(wanted_bgn.sum(-1).max())
-    r, of_b, of_g, n = wanted_rbgn.nonzero(as_tuple=True)
-    at = (of_b, of_g, place_bgn[of_b, of_g, r * count + n])
-    packed_bgmcw = fetched_mcw.new_zeros(b, g, most, *fetched_mcw.shape[1:]).index_put(at, fetched_mcw)
+    place_bgn = wanted_bgn.cumsum(-1) - 1
+    packed_bgmcw = _packed(fetched_mcw, wanted_rbgn, place_bgn)
     k_bsgd, v_bsgd = packed_bgmcw.permute(0, 2, 3, 1, 4).flatten(1, 2).chunk(2, -1)
-
     # This rank's own chunks come behind.
-    own_n = torch.arange(wanted_bgn.shape[-1], device=k_bthd.device) - group.rank() * count + most
+    own_n = torch.arange(wanted_bgn.shape[-1], device=k_bthd.device) - group.rank() * count + packed_bgmcw.shape[2]
     selection = _counted_anew(chosen_bthm, torch.where(wanted_bgn, place_bgn, own_n))
     return torch.cat([k_bsgd, k_bthd], 1), torch.cat([v_bsgd, v_bthd], 1), selection
+
+
+def _packed(fetched_mcw: Tensor, wanted_rbgn: Tensor, place_bgn: Tensor) -> Tensor:
+    """What was fetched, by sample and group, at its place: [b, groups, most places, chunk_size, w], else zeros."""
+    r, b, g, n = wanted_rbgn.nonzero(as_tuple=True)
+    shape = (*place_bgn.shape[:2], int(place_bgn.max()) + 1, *fetched_mcw.shape[1:])
+    at = (b, g, place_bgn[b, g, r * wanted_rbgn.shape[-1] + n])
+    return fetched_mcw.new_zeros(shape).index_put(at, fetched_mcw)
 
 
 def _wanted_elsewhere(chosen_bthm: Tensor, num_groups: int, count: int, group: ProcessGroup) -> Tensor:
