@@ -73,7 +73,7 @@ def test_from_some_keys_at_a_time_in_any_order(form, dtype, heads, d, top_k, sco
 @FORMS
 @SHAPES
 def test_attention_to_a_given_choice_is_that_to_the_same_choice_made(form, dtype, heads, d, top_k):
-    *inputs, grad = draw(SIZE * CHUNKS - 5, heads=heads, d=d, dtype=dtype, seed=2)
+    *inputs, grad = draw(SIZE * CHUNKS - 27, heads=heads, d=d, dtype=dtype, seed=2)
     results = []
     inputs = [x.requires_grad_() for x in inputs]
     made = {"local": False, "implementation": form, **options(top_k, "exact")}
@@ -84,7 +84,7 @@ def test_attention_to_a_given_choice_is_that_to_the_same_choice_made(form, dtype
     results.append((out, *torch.autograd.grad(out, inputs, grad)))
     assert torch.equal(same, chosen)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert not torch.equal(top1_chunk_attention(*inputs, **given), out)
+    assert not torch.equal(choice_of_the_op(*inputs, top_k, "approx"), chosen)
 
 
 @pytest.mark.parametrize("form", ["reference"])
