@@ -29,7 +29,7 @@ class MixerTransformerConfig(TransformerConfig):
 
     Attributes:
         rotary_base: base of the rotary frequencies, which mixers apply themselves.
-        context_exchange: what mixers with a state exchange under context parallelism: heads, states or auto.
+        context_exchange: what mixers exchange under context parallelism; see `ParallelConfig`.
     """
 
     rotary_base: float = 10000.0

@@ -33,6 +33,7 @@ class FakeMixer:
     config_type: type = FakeConfig
     gathers_keys_and_values: bool = True
     hands_on_states: bool = False
+    chunk_field: str | None = None
     units_are_groups: bool = False
 
 

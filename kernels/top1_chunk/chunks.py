@@ -74,3 +74,23 @@ def _table_of_documents(layout: Layout, bounds: tuple[int, ...]) -> Tensor:
         FIRST_SLOT: first_slot_n,
     }
     return torch.stack([columns[i] for i in range(NUM_COLUMNS)], dim=1).to(torch.int32)
+
+
+def first_slots(table: Tensor, layout: Layout) -> Tensor:
+    """The first slot of each query's row or document, int64 [b * tq]."""
+    first, count = table[:, FIRST_SLOT].long(), table[:, QUERY_COUNT].long()
+    return torch.repeat_interleave(first, count, output_size=layout.batch * layout.num_queries)
+
+
+def table_of_some_keys(layout: Layout, num_held: int, device: torch.device) -> Tensor:
+    """As `chunk_table` for rows of which only the first keys are held: their chunks alone may be chosen or read.
+
+    Args:
+        layout: of the rows, with all keys up to the last query.
+        num_held: how many keys of each row lie in memory, whole chunks.
+        device: where the table is wanted.
+    """
+    table = chunk_table(layout, None, device).clone()
+    row = torch.arange(layout.batch, device=device).repeat_interleave(len(table) // layout.batch)
+    table[:, KEY_START] -= (row * (layout.num_keys - num_held)).to(torch.int32)
+    return table

@@ -2,12 +2,14 @@
 
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from kernels.dispatch import (
     check_attention,
     check_option,
     check_positive_int,
+    check_shapes,
     choose_triton_or_reference,
     full_precision,
     resolve_scale,
@@ -37,6 +39,7 @@ def top1_chunk_attention(
     scale: float | None = ...,
     cu_seqlens: Tensor | None = ...,
     query_offset: int = ...,
+    selection: Tensor | None = ...,
     return_selection: Literal[False] = ...,
     implementation: Implementation = ...,
 ) -> Tensor: ...
@@ -53,6 +56,7 @@ def top1_chunk_attention(
     scale: float | None = ...,
     cu_seqlens: Tensor | None = ...,
     query_offset: int = ...,
+    selection: Tensor | None = ...,
     return_selection: Literal[True],
     implementation: Implementation = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -68,6 +72,7 @@ def top1_chunk_attention(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     query_offset: int = 0,
+    selection: Tensor | None = None,
     return_selection: bool = False,
     implementation: Implementation = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -90,6 +95,9 @@ def top1_chunk_attention(
         cu_seqlens: bounds of documents packed into one row (b = 1), int [documents + 1], see `documents`: chunks start
             at a document's start, and nothing outside it is seen. On a GPU it is waited for; leave it on the CPU.
         query_offset: position of the first query in the row; keys are at 0 .. tk-1.
+        selection: the chunks that each query takes, int64 [b, tq, hq, top_k], which are then not chosen by `score`:
+            as `return_selection` gives them, distinct, complete and earlier than the query's own, -1 behind them where
+            there are fewer. Not with `cu_seqlens`.
         return_selection: also return the chosen chunks.
         implementation: "reference"; "triton", which never holds [tq, tk] and wants d = dv up to 256, chunks of 32 to
             512 keys, and rounds the mean key of "approx" to the inputs' dtype; or "auto", triton where it can.
@@ -105,17 +113,18 @@ def top1_chunk_attention(
     """
     check_attention(q, k, v, query_offset)
     _check_options(chunk_size, top_k, score)
+    _check_selection(selection, q, top_k, cu_seqlens)
     scale = resolve_scale(scale, q.shape[3])
-    obstacle = _obstacle(q, v, chunk_size)
+    obstacle = form_obstacle(q, v, chunk_size)
     if choose_triton_or_reference("top1_chunk_attention", implementation, q, obstacle).name == "triton":
-        out, _, slots = top1_chunk(q, k, v, cu_seqlens, chunk_size, top_k, score, local, scale, query_offset)
+        out, _, slots = top1_chunk(q, k, v, cu_seqlens, selection, chunk_size, top_k, score, local, scale, query_offset)
         if not return_selection:
             return out
         return out, relative_choice(slots, q, k, cu_seqlens, chunk_size, query_offset)
     options: dict[str, Any] = {"chunk_size": chunk_size, "top_k": top_k, "score": score, "local": local, "scale": scale}
     with full_precision(q):
         if cu_seqlens is None:
-            out, selection = top1_chunk_reference(q, k, v, query_offset=query_offset, **options)
+            out, selection = top1_chunk_reference(q, k, v, query_offset=query_offset, selection=selection, **options)
         else:
             bounds = document_bounds(cu_seqlens, k.shape[0], k.shape[1])
             out, selection = by_document(top1_chunk_reference, q, k, v, bounds, query_offset=query_offset, **options)
@@ -132,7 +141,18 @@ def _check_options(chunk_size: int, top_k: int, score: str) -> None:
     check_option("score", score, ("approx", "exact", "exact_lse"))
 
 
-def _obstacle(q: Tensor, v: Tensor, chunk_size: int) -> str | None:
+def _check_selection(selection: Tensor | None, q: Tensor, top_k: int, cu_seqlens: Tensor | None) -> None:
+    if selection is None:
+        return
+    if cu_seqlens is not None:
+        raise ValueError("selection is given with cu_seqlens: give one of them")
+    if selection.dtype != torch.int64:
+        raise ValueError(f"selection has dtype {selection.dtype}: give torch.int64")
+    check_shapes(q, {"selection": (selection, [*q.shape[:3], top_k])})
+
+
+def form_obstacle(q: Tensor, v: Tensor, chunk_size: int) -> str | None:
+    """Say why the Triton form cannot take these inputs, with the mend; None when it can."""
     if chunk_size not in TRITON_CHUNK_SIZES:
         return f"chunk_size is {chunk_size}: give one of {list(TRITON_CHUNK_SIZES)}"
     return triton_attention_obstacle(q, v)

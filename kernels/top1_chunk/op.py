@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.documents import document_bounds, flat_tokens
-from kernels.top1_chunk.chunks import FIRST_SLOT, QUERY_COUNT, Layout, chunk_table
+from kernels.top1_chunk.chunks import Layout, chunk_table, first_slots
 
 
 def _problem(
@@ -37,6 +37,7 @@ def top1_chunk(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor | None,
+    selection: Tensor | None,
     chunk_size: int,
     top_k: int,
     score: str,
@@ -55,7 +56,8 @@ def top1_chunk(
 
     problem = _problem(q, k, cu_seqlens, chunk_size, local, scale, query_offset)
     flat = [flat_tokens(x) for x in (q, k, v)]
-    out, lse, chosen = triton_launch.forward(problem, *flat, top_k=top_k, score=score)
+    given = None if selection is None else _slots(selection, q, k, chunk_size, query_offset)
+    out, lse, chosen = triton_launch.forward(problem, *flat, top_k=top_k, score=score, given=given)
     return out.view(q.shape), lse, chosen
 
 
@@ -65,6 +67,7 @@ def _(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor | None,
+    selection: Tensor | None,
     chunk_size: int,
     top_k: int,
     score: str,
@@ -122,7 +125,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, chunk_size, _, _, local, scale, query_offset = inputs
+    q, k, v, cu_seqlens, _, chunk_size, _, _, local, scale, query_offset = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(q, k, v, *output, cu_seqlens)
     ctx.options = (chunk_size, local, scale, query_offset)
@@ -133,7 +136,7 @@ def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, chosen = tensors
     chunk_size, local, scale, query_offset = ctx.options
     gradients = top1_chunk_backward(grad, q, k, v, out, lse, chosen, cu_seqlens, chunk_size, local, scale, query_offset)
-    return (*gradients, None, None, None, None, None, None, None)
+    return (*gradients, None, None, None, None, None, None, None, None)
 
 
 top1_chunk.register_autograd(_backward, setup_context=_setup_context)
@@ -146,10 +149,27 @@ def relative_choice(
 
     Returns int64 [b, tq, hq, top_k].
     """
-    batch, num_queries, num_heads, _ = q.shape
-    table = chunk_table(*_layout_and_bounds(q, k, cu_seqlens, chunk_size, query_offset), q.device).long()
-    num_tokens = batch * num_queries
-    first_slot_n = torch.repeat_interleave(table[:, FIRST_SLOT], table[:, QUERY_COUNT], output_size=num_tokens)
-    chosen_mgnr = chosen_mgr.long().unflatten(2, (num_tokens, num_heads // k.shape[2]))
-    relative_mgnr = torch.where(chosen_mgnr >= 0, chosen_mgnr - first_slot_n[:, None], -1)
-    return relative_mgnr.permute(2, 1, 3, 0).reshape(batch, num_queries, num_heads, -1)
+    layout, bounds = _layout_and_bounds(q, k, cu_seqlens, chunk_size, query_offset)
+    return chunks_of_slots(chosen_mgr, chunk_table(layout, bounds, q.device), layout)
+
+
+def chunks_of_slots(chosen_mgr: Tensor, table: Tensor, layout: Layout) -> Tensor:
+    """Slots [top_k, hkv, rows] as chunks counted from the row's or document's start, int64 [b, tq, hq, top_k]."""
+    chosen_bthm, first_slot_n = by_query(chosen_mgr, layout).long(), first_slots(table, layout)
+    first_slot_bt = first_slot_n.view(layout.batch, layout.num_queries)
+    return torch.where(chosen_bthm >= 0, chosen_bthm - first_slot_bt[..., None, None], -1)
+
+
+def by_query(x_mgr: Tensor, layout: Layout) -> Tensor:
+    """From [top_k, hkv, b * tq * R] to [b, tq, hq, top_k]."""
+    x_mgbtr = x_mgr.unflatten(2, (layout.batch, layout.num_queries, -1))
+    return x_mgbtr.permute(2, 3, 1, 4, 0).flatten(2, 3)
+
+
+def _slots(selection_bthm: Tensor, q: Tensor, k: Tensor, chunk_size: int, query_offset: int) -> Tensor:
+    """The inverse of `relative_choice`, for rows that are no packed documents: int32 [top_k, hkv, b * tq * R]."""
+    layout, _ = _layout_and_bounds(q, k, None, chunk_size, query_offset)
+    first_slot_n = first_slots(chunk_table(layout, None, q.device), layout)
+    relative_mgnr = selection_bthm.flatten(0, 1).unflatten(1, (k.shape[2], -1)).permute(3, 1, 0, 2)
+    chosen_mgnr = torch.where(relative_mgnr >= 0, relative_mgnr + first_slot_n[:, None], -1)
+    return chosen_mgnr.to(torch.int32, memory_format=torch.contiguous_format).flatten(2)

@@ -5,6 +5,7 @@ choice.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention_math import causal_mask, query_key_products, query_positions, upcast
@@ -25,13 +26,19 @@ def chunk_scores(q_bthd: Tensor, k_bshd: Tensor, *, chunk_size: int, score: str,
         [b, hq, tq, tk // chunk_size], fp32 or float64.
     """
     num_complete = k_bshd.shape[1] // chunk_size
-    k_bncgd = k_bshd[:, : num_complete * chunk_size].unflatten(1, (num_complete, chunk_size))
     if score == "approx":
-        return query_key_products(q_bthd, upcast(k_bncgd).mean(dim=2))
+        return query_key_products(q_bthd, mean_keys(k_bshd, chunk_size))
+    k_bncgd = k_bshd[:, : num_complete * chunk_size].unflatten(1, (num_complete, chunk_size))
     products_bhtnc = query_key_products(q_bthd, k_bncgd.flatten(1, 2)).unflatten(-1, (num_complete, chunk_size))
     if score == "exact":
         return products_bhtnc.amax(dim=-1)
     return (products_bhtnc * scale).logsumexp(dim=-1)
+
+
+def mean_keys(k_bshd: Tensor, chunk_size: int) -> Tensor:
+    """Mean key of every complete chunk: [b, tk // chunk_size, hkv, d], fp32 or float64."""
+    num_complete = k_bshd.shape[1] // chunk_size
+    return upcast(k_bshd[:, : num_complete * chunk_size].unflatten(1, (num_complete, chunk_size))).mean(dim=2)
 
 
 @torch.no_grad()
@@ -52,21 +59,31 @@ def select_chunks(
     Returns:
         int64 [b, tq, hq, top_k], best first, -1 where there is no such chunk. A constant for the gradient.
     """
-    shape = (q_bthd.shape[0], q_bthd.shape[1], q_bthd.shape[2], top_k)
-    chosen_bthm = torch.full(shape, -1, dtype=torch.int64, device=q_bthd.device)
-    num_ranks = min(top_k, k_bshd.shape[1] // chunk_size)
-    if num_ranks == 0:
-        return chosen_bthm
     scores_bhtn = chunk_scores(q_bthd, k_bshd, chunk_size=chunk_size, score=score, scale=scale)
     # As many as the query's own chunk index; all of them are complete.
-    num_earlier_t = query_positions(q_bthd, query_offset) // chunk_size
-    earlier_tn = torch.arange(scores_bhtn.shape[-1], device=q_bthd.device) < num_earlier_t[:, None]
+    return best_chunks(scores_bhtn, query_positions(q_bthd, query_offset) // chunk_size, top_k)[1]
+
+
+def best_chunks(scores_bhtn: Tensor, num_earlier_t: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Take every query's best chunks among the first so many; the lowest index wins a tie.
+
+    Args:
+        scores_bhtn: as from `chunk_scores`.
+        num_earlier_t: int64 [tq], how many chunks a query may choose from.
+        top_k: how many it takes.
+
+    Returns:
+        Their scores and their indices, int64, [b, tq, hq, top_k], best first; -inf and -1 where there is no such chunk.
+    """
+    num_chunks, device = scores_bhtn.shape[-1], scores_bhtn.device
+    earlier_tn = torch.arange(num_chunks, device=device) < num_earlier_t[:, None]
     # A stable sort, as topk promises no order among equal scores.
-    order_bhtn = scores_bhtn.masked_fill(~earlier_tn, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    exists_tm = torch.arange(num_ranks, device=q_bthd.device) < num_earlier_t[:, None]
-    best_bhtm = order_bhtn[..., :num_ranks].masked_fill(~exists_tm, -1)
-    chosen_bthm[..., :num_ranks] = best_bhtm.transpose(1, 2)
-    return chosen_bthm
+    best = scores_bhtn.masked_fill(~earlier_tn, -torch.inf).sort(dim=-1, descending=True, stable=True)
+    exists_tm = torch.arange(min(top_k, num_chunks), device=device) < num_earlier_t[:, None]
+    chosen_bhtm = best.indices[..., :top_k].masked_fill(~exists_tm, -1)
+    missing = (0, top_k - chosen_bhtm.shape[-1])
+    scores_bhtm = F.pad(best.values[..., :top_k], missing, value=-torch.inf)
+    return scores_bhtm.transpose(1, 2), F.pad(chosen_bhtm, missing, value=-1).transpose(1, 2)
 
 
 def selection_mask(
@@ -110,15 +127,18 @@ def top1_chunk_reference(
     local: bool,
     scale: float,
     query_offset: int,
+    selection: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the op over all [tq, tk] scores. Arguments as in `top1_chunk_attention`, checked there.
 
     Returns:
         o [b, tq, hq, dv] in v's dtype and the chosen chunks, int64 [b, tq, hq, top_k].
     """
-    chosen_bthm = select_chunks(
-        q_bthd, k_bshd, chunk_size=chunk_size, top_k=top_k, score=score, scale=scale, query_offset=query_offset
-    )
+    chosen_bthm = selection
+    if chosen_bthm is None:
+        chosen_bthm = select_chunks(
+            q_bthd, k_bshd, chunk_size=chunk_size, top_k=top_k, score=score, scale=scale, query_offset=query_offset
+        )
     visible_bhts = selection_mask(
         chosen_bthm, q_bthd, k_bshd, chunk_size=chunk_size, local=local, query_offset=query_offset
     )

@@ -20,9 +20,9 @@ def backward_segment(problem: Problem) -> int:
 
 
 def forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, top_k: int, score: str
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, top_k: int, score: str, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The whole forward.
+    """The whole forward; with a choice that is given, in the form of `chosen`, none is made.
 
     Returns:
         out: [tokens, hq, d] in v's dtype.
@@ -32,9 +32,12 @@ def forward(
     # One join rounds the first part once more; several would add up.
     out = torch.empty(q.shape, dtype=v.dtype if top_k == 1 else torch.float32, device=q.device)
     lse = torch.empty(problem.num_groups, problem.rows, dtype=torch.float32, device=q.device)
-    chosen = torch.empty(top_k, problem.num_groups, problem.rows, dtype=torch.int32, device=q.device)
     with on_device(q):
-        choose(problem, q, k, chosen, score, scratch=out)
+        if given is None:
+            chosen = torch.empty(top_k, problem.num_groups, problem.rows, dtype=torch.int32, device=q.device)
+            choose(problem, q, k, chosen, score, scratch=out)
+        else:
+            chosen = given
         for rank, chosen_gr in enumerate(chosen):
             attend_chosen(problem, q, k, v, chosen_gr, out, lse, joins=rank > 0)
         attend_local(problem, q, k, v, chosen[0], out, lse)

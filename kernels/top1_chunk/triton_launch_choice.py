@@ -15,16 +15,15 @@ def choose(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, score: str, s
     `scratch`, contiguous and not smaller than q, is written to: memory that nothing needs yet.
     """
     if score == "approx":
-        select_by_mean(problem, q, k, chosen)
+        select_by_mean(problem, q, mean_keys(problem, k), chosen)
     elif score == "exact" and screening_pays(problem, len(chosen)):
         select_screened(problem, q, k, chosen, scratch)
     else:
         select_by_keys(problem, q, k, chosen, lse=score == "exact_lse")
 
 
-def select_by_mean(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor) -> None:
-    """Write `chosen`."""
-    means = mean_keys(problem, k)
+def select_by_mean(problem: Problem, q: Tensor, means: Tensor, chosen: Tensor) -> None:
+    """Write `chosen`, from the means of all slots."""
     tiles = problem.tiles("select_mean")
     row_tiles = problem.row_tiles(tiles.block_m)
     triton_select.select_by_mean[problem.slots * row_tiles, problem.num_groups](
@@ -45,15 +44,26 @@ def mean_keys(problem: Problem, k: Tensor) -> Tensor:
     return means
 
 
-def select_by_keys(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, *, lse: bool) -> None:
-    """Write `chosen`."""
+def select_by_keys(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    chosen: Tensor,
+    *,
+    lse: bool,
+    limit: int | None = None,
+    scores: Tensor | None = None,
+) -> None:
+    """Write `chosen`, of each row's or document's first `limit` chunks, and their scores where these are wanted."""
     tiles = problem.tiles("select_keys")
     row_tiles = problem.row_tiles(tiles.block_m)
     size = problem.layout.chunk_size
     short = size < tiles.block_n
     kernel = triton_select.select_by_keys_of_short_chunks if short else triton_select.select_by_keys
     kernel[problem.slots * row_tiles, problem.num_groups](
-        q, k, chosen, problem.table, problem.rows, problem.slots, problem.scale / LN2,
+        q, k, chosen, chosen if scores is None else scores, problem.table, problem.rows, problem.slots,
+        problem.slots if limit is None else limit, problem.scale / LN2,
         R=problem.heads_per_group, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, CHUNK=size, TILES=row_tiles,
-        TOP_K=len(chosen), LIST=next_power_of_two(len(chosen)), LSE=lse, **tiles.launch(), **problem.shape,
+        TOP_K=len(chosen), LIST=next_power_of_two(len(chosen)), LSE=lse, SCORES=scores is not None,
+        **tiles.launch(), **problem.shape,
     )  # fmt: skip

@@ -68,35 +68,48 @@ def _insert_tile(values, slots, scores, first):
 
 
 @triton.jit
-def _store_list(chosen, values, slots, row, valid, stride, TOP_K: tl.constexpr):
-    """Write each row's list, best first, the lowest slot first among equals: chosen[r * stride + row]."""
+def _store_list(chosen, scores, values, slots, row, valid, stride, TOP_K: tl.constexpr, SCORES: tl.constexpr):
+    """Write each row's list, best first, the lowest slot first among equals: chosen[r * stride + row], and `scores`."""
     for r in tl.static_range(TOP_K):
         best = tl.max(tl.where(slots < 0, -float("inf"), values), 1)
         at = tl.min(tl.where((slots >= 0) & (values == best[:, None]), slots, MAX_INT32), 1)
         tl.store(chosen + r * stride + row, tl.where(at == MAX_INT32, -1, at), mask=valid)
+        if SCORES:
+            tl.store(scores + r * stride + row, best, mask=valid)
         slots = tl.where(slots == at[:, None], -1, slots)
 
 
 @triton.jit
 def _own_queries(
-    q, table, slots,
+    q, table, slots, limit,
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """A program's tile of rows: (slot, its document's first slot, row [M], valid [M], queries [M, BLOCK_D])."""
+    """A program's tile of rows, and the slots that they choose from.
+
+    Returns:
+        (the slot where those end, the first of them, row [M], valid [M], queries [M, BLOCK_D]). They are the document's
+        slots before the rows' own, its first `limit` at most.
+    """
     program = tl.program_id(0)
     slot = slots - 1 - program // TILES
     row, _, valid, _ = own_rows(table, slot, program % TILES, R, BLOCK_M)
     queries = load_rows(q, head_rows(row, tl.program_id(1), G, R), valid, HEAD_DIM, HEAD_DIM, BLOCK_D)
-    return slot, first_slot(table, slot), row, valid, queries
+    first = first_slot(table, slot)
+    return tl.minimum(slot, first + limit), first, row, valid, queries
 
 
 @triton.jit
-def _store_best(choice, row, valid, scores, slots, first, slot):
-    """Write the slot of the best score [M, N], the lowest of several; the first if all are no numbers, -1 for none."""
+def _store_best(choice, best, row, valid, scores, slots, first, slot, SCORES: tl.constexpr):
+    """Write the slot of the best score [M, N], the lowest of several; the first if all are no numbers, -1 for none.
+
+    With SCORES write that score, too, to `best`.
+    """
     index = tl.min(tl.where(scores == tl.max(scores, 1)[:, None], slots, MAX_INT32), 1)
     index = tl.where(index == MAX_INT32, first, index)
     tl.store(choice + row, tl.where(slot > first, index, -1), mask=valid)
+    if SCORES:
+        tl.store(best + row, tl.max(scores, 1), mask=valid)
 
 
 @triton.jit
@@ -113,7 +126,7 @@ def select_by_mean(
         chosen: int32 [TOP_K, G, rows], slots, -1 where there is none.
     """
     g = tl.program_id(1)
-    slot, first, row, valid, queries = _own_queries(q, table, slots, G, R, HEAD_DIM, BLOCK_D, BLOCK_M, TILES)
+    slot, first, row, valid, queries = _own_queries(q, table, slots, slots, G, R, HEAD_DIM, BLOCK_D, BLOCK_M, TILES)
     n = tl.arange(0, BLOCK_N)
     choice = chosen + g.to(tl.int64) * rows
     stride = tl.full((), G, tl.int64) * rows
@@ -132,7 +145,7 @@ def select_by_mean(
         scores = tl.where(inside[None, :], product(queries, tile.T), -float("inf"))
         at = tl.where(scores > best, whole, at)
         best = tl.maximum(best, scores)
-        _store_best(choice, row, valid, best, at + n[None, :], first, slot)
+        _store_best(choice, choice, row, valid, best, at + n[None, :], first, slot, False)
     else:
         values = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
         taken = tl.full([BLOCK_M, LIST], -1, tl.int32)
@@ -140,7 +153,7 @@ def select_by_mean(
             tile = load_rows(means + g * HEAD_DIM, start + n, start + n < slot, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
             scores = tl.where((start + n < slot)[None, :], product(queries, tile.T), -float("inf"))
             values, taken = _insert_tile(values, taken, scores, start)
-        _store_list(choice, values, taken, row, valid, stride, TOP_K)
+        _store_list(choice, choice, values, taken, row, valid, stride, TOP_K, False)
 
 
 @triton.jit
@@ -157,10 +170,10 @@ def _chunk_scores(products, SCALE_LOG2, CHUNK: tl.constexpr, LSE: tl.constexpr):
 
 @triton.jit
 def select_by_keys(
-    q, k, chosen, table, rows, slots, scale_log2,
+    q, k, chosen, scores, table, rows, slots, limit, scale_log2,
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
-    LSE: tl.constexpr,
+    LSE: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     """Choose by the highest q . key of a chunk, or by the logsumexp of scale * q . key. Grid (slots * TILES, G).
 
@@ -170,12 +183,14 @@ def select_by_keys(
         q: queries [tokens, G * R, d].
         k: keys [tokens, G, d].
         chosen: int32 [TOP_K, G, rows], slots, -1 where there is none.
+        scores: fp32 [TOP_K, G, rows], written with SCORES: theirs, in units of log2 with LSE; -inf where there is none.
+        limit: slots of a document that may be chosen, its first.
         scale_log2: scale / ln 2; only LSE needs it.
     """
     g = tl.program_id(1)
-    slot, first, row, valid, queries = _own_queries(q, table, slots, G, R, HEAD_DIM, BLOCK_D, BLOCK_M, TILES)
+    slot, first, row, valid, queries = _own_queries(q, table, slots, limit, G, R, HEAD_DIM, BLOCK_D, BLOCK_M, TILES)
     first_key = tl.load(table + first * COLUMNS)
-    choice = chosen + g.to(tl.int64) * rows
+    choice, value_of = chosen + g.to(tl.int64) * rows, scores + g.to(tl.int64) * rows
     n = tl.arange(0, BLOCK_N)
     values = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
     taken = tl.full([BLOCK_M, LIST], -1, tl.int32)
@@ -204,22 +219,24 @@ def select_by_keys(
             values, taken = _insert(values, taken, score, tl.where(ends, c, -1) + tl.zeros([BLOCK_M], tl.int32))
     if TOP_K == 1:
         tl.store(choice + row, tl.where(slot > first, at, -1), mask=valid)
+        if SCORES:
+            tl.store(value_of + row, best, mask=valid)
     else:
-        _store_list(choice, values, taken, row, valid, tl.full((), G, tl.int64) * rows, TOP_K)
+        _store_list(choice, value_of, values, taken, row, valid, tl.full((), G, tl.int64) * rows, TOP_K, SCORES)
 
 
 @triton.jit
 def select_by_keys_of_short_chunks(
-    q, k, chosen, table, rows, slots, scale_log2,
+    q, k, chosen, scores, table, rows, slots, limit, scale_log2,
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
-    LSE: tl.constexpr,
+    LSE: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     """The same where a tile of keys is several chunks. Grid (slots * TILES, G)."""
     g = tl.program_id(1)
-    slot, first, row, valid, queries = _own_queries(q, table, slots, G, R, HEAD_DIM, BLOCK_D, BLOCK_M, TILES)
+    slot, first, row, valid, queries = _own_queries(q, table, slots, limit, G, R, HEAD_DIM, BLOCK_D, BLOCK_M, TILES)
     first_key = tl.load(table + first * COLUMNS)
-    choice = chosen + g.to(tl.int64) * rows
+    choice, value_of = chosen + g.to(tl.int64) * rows, scores + g.to(tl.int64) * rows
     PER_TILE: tl.constexpr = BLOCK_N // CHUNK
     n, p = tl.arange(0, BLOCK_N), tl.arange(0, PER_TILE)
     values = tl.full([BLOCK_M, LIST], -float("inf"), tl.float32)
@@ -230,14 +247,14 @@ def select_by_keys_of_short_chunks(
         inside = n < (slot - c) * CHUNK
         token = first_key + (c - first) * CHUNK + n
         keys = load_rows(k + g * HEAD_DIM, token, inside, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
-        scores = _chunk_scores(product(queries, keys.T), scale_log2, CHUNK, LSE)
-        scores = tl.where((c + p < slot)[None, :], scores, -float("inf"))
+        found = _chunk_scores(product(queries, keys.T), scale_log2, CHUNK, LSE)
+        found = tl.where((c + p < slot)[None, :], found, -float("inf"))
         if TOP_K == 1:
-            at = tl.where(scores > best, c, at)
-            best = tl.maximum(best, scores)
+            at = tl.where(found > best, c, at)
+            best = tl.maximum(best, found)
         else:
-            values, taken = _insert_tile(values, taken, scores, c)
+            values, taken = _insert_tile(values, taken, found, c)
     if TOP_K == 1:
-        _store_best(choice, row, valid, best, at + p[None, :], first, slot)
+        _store_best(choice, value_of, row, valid, best, at + p[None, :], first, slot, SCORES)
     else:
-        _store_list(choice, values, taken, row, valid, tl.full((), G, tl.int64) * rows, TOP_K)
+        _store_list(choice, value_of, values, taken, row, valid, tl.full((), G, tl.int64) * rows, TOP_K, SCORES)

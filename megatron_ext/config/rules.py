@@ -237,6 +237,26 @@ def heads_divide_by_context(f: Facts) -> Broken:
     return None
 
 
+@rule("parallel.context_exchange")
+def fetched_chunks_lie_on_one_rank(f: Facts) -> Broken:
+    """A chosen chunk is fetched from the one rank that holds it."""
+    p, seq_length = f.config.parallel, f.config.data.seq_length
+    if p.context == 1 or p.context_exchange != "chunks":
+        return None
+    for name in dict.fromkeys(f.layers):
+        mixer = f.mixers[name]
+        if mixer.chunk_field is None:
+            continue
+        size = getattr(mixer.config_type(**f.config.mixers.get(name, {})), mixer.chunk_field)
+        if seq_length // p.context % size:
+            return (
+                f"chunks, and data.seq_length {seq_length} / context {p.context} = {seq_length // p.context} does not "
+                f"divide by mixers.{name}.{mixer.chunk_field} {size}",
+                f"give a seq_length that is a multiple of {p.context * size}, or set parallel.context_exchange=auto",
+            )
+    return None
+
+
 # --- data ------------------------------------------------------------------------------------------------------------
 
 

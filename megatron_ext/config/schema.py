@@ -74,8 +74,10 @@ class ParallelConfig:
         pipeline: pipeline stages (PP).
         virtual_pipeline: model chunks a stage holds; above 1 the schedule is interleaved 1F1B.
         context: context-parallel size (CP): the sequence split in contiguous parts.
-        context_exchange: what mixers with a state exchange under CP: whole heads for parts of the sequence, or states,
-            handed on from part to part, which needs no heads that divide; auto: whichever is fewer bytes.
+        context_exchange: what mixers exchange under CP where they have a choice. heads: whole heads for parts of the
+            sequence. states: those with a state hand it on from part to part. chunks: those that choose chunks fetch
+            the chosen ones; parts must be whole chunks. States and chunks need no heads that divide. auto, and what a
+            mixer does that has no exchange of that name: whichever is fewer bytes.
     """
 
     tensor: PositiveInt = 1
@@ -83,7 +85,7 @@ class ParallelConfig:
     pipeline: PositiveInt = 1
     virtual_pipeline: PositiveInt = 1
     context: PositiveInt = 1
-    context_exchange: Literal["auto", "heads", "states"] = "auto"
+    context_exchange: Literal["auto", "heads", "states", "chunks"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -14,6 +14,8 @@ class MixerTraits(Protocol):
         gathers_keys_and_values: True: under context parallelism the mixer can all-gather keys and values where its
             heads do not divide by the context-parallel size; False: its heads must divide.
         hands_on_states: True: it can hand states on instead, from part to part of the sequence.
+        chunk_field: the field of `config_type` with the size of the chunks that it can fetch instead, those that were
+            chosen; None: it fetches none.
         units_are_groups: True: what is handed to another rank is a query group; False: a head.
     """
 
@@ -30,6 +32,11 @@ class MixerTraits(Protocol):
     @property
     def hands_on_states(self) -> bool:
         """Whether states can be handed on along the context-parallel ranks."""
+        ...
+
+    @property
+    def chunk_field(self) -> str | None:
+        """The field with the size of the chunks that can be fetched."""
         ...
 
     @property

@@ -77,6 +77,9 @@ class Mixer(LooksBack, ABC):
     hands_on_states: ClassVar[bool] = False
     """Whether context parallelism may leave the sequence in parts and hand a state on from one to the next."""
 
+    chunk_field: ClassVar[str | None] = None
+    """The field of its configuration with the size of the chunks that context parallelism fetches when chosen."""
+
     units_are_groups: ClassVar[bool] = False
     """Whether a unit is a query group, not a head."""
 
@@ -192,13 +195,26 @@ class Mixer(LooksBack, ABC):
     def _exchanges_heads(self, x_tbuw: Tensor) -> bool:
         """Whether whole units change places with parts of the sequence; see `ParallelConfig.context_exchange`."""
         cp, chosen = self.cp_group.size(), self.config.context_exchange
-        divide = self.num_units_per_rank % cp == 0
-        if not self.hands_on_states or chosen == "heads":
-            return divide
-        # Bytes that a rank receives forward, of a unit and sample.
-        heads = x_tbuw.shape[0] * (x_tbuw.shape[-1] + self.output_width()) * x_tbuw.element_size() / cp
-        states = self.summary_size() * torch.float32.itemsize
-        return chosen == "auto" and divide and heads <= states
+        if self.num_units_per_rank % cp:
+            return False
+        in_parts = self.bytes_in_parts(len(x_tbuw), x_tbuw.element_size())
+        if in_parts is None or chosen == "heads":
+            return True
+        own = "states" if self.hands_on_states else "chunks"
+        heads = len(x_tbuw) * (x_tbuw.shape[-1] + self.output_width()) * x_tbuw.element_size() / cp
+        return chosen != own and heads <= in_parts
+
+    def bytes_in_parts(self, num_positions: int, item_size: int) -> float | None:
+        """Bytes of a unit and sample that a rank receives forward from each other where the sequence stays in parts.
+
+        Args:
+            num_positions: of a part.
+            item_size: bytes of a number.
+
+        Returns:
+            None where that can only be done by gathering all keys and values, if at all.
+        """
+        return self.summary_size() * torch.float32.itemsize if self.hands_on_states else None
 
     def summary_size(self) -> int:
         """Numbers of a unit that a rank tells the others when states are handed on; see `states.state_before`."""

@@ -69,21 +69,32 @@ class KeyValueMixer(Mixer):
         """
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
-        """See `Mixer.mix`: cut the rows, rotate, add the keys and values of the past, attend."""
+        """See `Mixer.mix`: cut the rows, rotate, attend."""
         t, b, u, _ = x_tbuw.shape
         widths = [self.queries_per_group * self.head_dim, *([self.head_dim] * (self.projects_keys + 1))]
         q, *keys, v = x_tbuw.split(widths, -1)
         q = q.reshape(t, b, u * self.queries_per_group, self.head_dim)
         if self.mixer_config.position_encoding == "rope" and self.projects_keys:
             q, keys = self._rotate(q, part), [self._rotate(keys[0], part)]
-        v_bshd = batch_first(part.past.rows_so_far("values", v, self.window))
-        query_offset = v_bshd.shape[1] - t
-        if keys:
-            k_bshd = batch_first(part.past.rows_so_far("keys", keys[0], self.window))
-        else:
-            k_bshd = self.frozen_keys(v_bshd, part.first_position - query_offset, part)
-        o_bthd = self.attend(batch_first(q), k_bshd, v_bshd, query_offset, part)
+        o_bthd = self.attend_to_past(batch_first(q), keys[0] if keys else None, v, part)
         return batch_first(o_bthd).reshape(t, b, u, self.output_width())
+
+    def attend_to_past(self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: Part) -> Tensor:
+        """Outputs [b, t, hq, d] of queries over their own keys and values and those before, all that can be seen.
+
+        Args:
+            q_bthd: as in `attend`.
+            k_tbgd: keys of the same positions, one head a group; None: the mixer projects none.
+            v_tbgd: their values.
+            part: as in `attend`.
+        """
+        v_bshd = batch_first(part.past.rows_so_far("values", v_tbgd, self.window))
+        query_offset = v_bshd.shape[1] - len(v_tbgd)
+        if k_tbgd is None:
+            k_bshd = self.frozen_keys(v_bshd, part.first_position - query_offset, part)
+        else:
+            k_bshd = batch_first(part.past.rows_so_far("keys", k_tbgd, self.window))
+        return self.attend(q_bthd, k_bshd, v_bshd, query_offset, part)
 
     def _rotate(self, x_tbnd: Tensor, part: Part) -> Tensor:
         return rotate(x_tbnd, self.config.rotary_base, part.first_position)

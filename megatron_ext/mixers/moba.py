@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -33,6 +33,8 @@ class MoBA(Top1Chunk):
 
     That is chunk selection by the mean key, with the own chunk, in one softmax.
     """
+
+    chunk_field: ClassVar[str] = "block_size"
 
     mixer_config: MoBAConfig
 

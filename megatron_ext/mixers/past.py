@@ -18,6 +18,11 @@ class Past(ABC):
     of it and token by token. A name tells apart the things that a layer asks for, each of them once a call.
     """
 
+    @property
+    def ranks(self) -> ProcessGroup | None:
+        """Ranks that hold the sequence in parts, for a mixer with an exchange of its own; None: it is all here."""
+        return None
+
     @abstractmethod
     def rows_before(self, name: str, x: Tensor, count: int) -> Tensor:
         """The last rows before x, with zeros before the sequence: [count, ...].
@@ -95,6 +100,11 @@ class OtherRanks(Past):
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
+
+    @property
+    def ranks(self) -> ProcessGroup:
+        """See `Past.ranks`."""
+        return self._group
 
     def rows_before(self, name: str, x: Tensor, count: int) -> Tensor:
         """See `Past.rows_before`."""

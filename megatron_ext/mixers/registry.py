@@ -36,6 +36,11 @@ class MixerEntry:
         return self.module.hands_on_states
 
     @property
+    def chunk_field(self) -> str | None:
+        """The field with the size of the chunks that context parallelism can fetch; None: it fetches none."""
+        return self.module.chunk_field
+
+    @property
     def units_are_groups(self) -> bool:
         """Whether a unit is a query group."""
         return self.module.units_are_groups

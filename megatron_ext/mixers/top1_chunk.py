@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kernels.top1_chunk import top1_chunk_attention
 from megatron_ext.config.schema import STRICT, PowerOfTwo
-from megatron_ext.mixers.base import Part
+from megatron_ext.mixers.base import Part, batch_first
+from megatron_ext.mixers.chosen_chunks import choose_over_ranks, fetch_chosen
 from megatron_ext.mixers.key_value import KeyValueMixer
 from megatron_ext.mixers.registry import register
 
@@ -39,13 +40,44 @@ class Top1ChunkConfig:
 class Top1Chunk(KeyValueMixer):
     """Top-1 Chunk attention with grouped queries."""
 
+    chunk_field: ClassVar[str] = "chunk_size"
+
     @property
     def selection(self) -> Top1ChunkConfig:
         """What is chosen, and how."""
         return self.mixer_config
 
+    def bytes_in_parts(self, num_positions: int, item_size: int) -> float | None:
+        """See `Mixer.bytes_in_parts`: at most all keys and values, and what the choice is made from.
+
+        A bound, as what is chosen is not known before; it is alike on all ranks.
+        """
+        chosen = self.selection
+        if num_positions % chosen.chunk_size:
+            return None
+        scored = 1 / chosen.chunk_size if chosen.score == "approx" else 1
+        return num_positions * self.head_dim * (2 + scored) * item_size
+
+    def attend_to_past(self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: Part) -> Tensor:
+        """See `KeyValueMixer.attend_to_past`: of other ranks' chunks, those that are chosen here are fetched."""
+        chosen, group = self.selection, part.past.ranks
+        gathers = self.config.context_exchange == "heads" or len(v_tbgd) % chosen.chunk_size
+        if group is None or gathers:
+            return super().attend_to_past(q_bthd, k_tbgd, v_tbgd, part)
+        assert k_tbgd is not None
+        k, v = batch_first(k_tbgd), batch_first(v_tbgd)
+        rule: dict[str, Any] = {"chunk_size": chosen.chunk_size, "top_k": chosen.top_k, "score": chosen.score}
+        choice = choose_over_ranks(q_bthd, k, **rule, group=group)
+        k, v, choice = fetch_chosen(k, v, choice, chunk_size=chosen.chunk_size, group=group)
+        return self._attend(q_bthd, k, v, k.shape[1] - q_bthd.shape[1], choice)
+
     def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: Part) -> Tensor:
         """See `KeyValueMixer.attend`."""
+        return self._attend(q_bthd, k_bshd, v_bshd, query_offset)
+
+    def _attend(
+        self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, selection: Tensor | None = None
+    ) -> Tensor:
         chosen = self.selection
         return top1_chunk_attention(
             q_bthd,
@@ -56,6 +88,7 @@ class Top1Chunk(KeyValueMixer):
             score=chosen.score,
             local=chosen.local,
             query_offset=query_offset,
+            selection=selection,
         )
 
     def mixing_flops(self, seq_length: int) -> float:

@@ -17,25 +17,34 @@ from torch.distributed import ProcessGroup
 Move = Callable[[Tensor, ProcessGroup], Tensor]
 
 
-def _all_to_all(parts_rx: Tensor, group: ProcessGroup) -> Tensor:
-    """Exchange parts: part r of the first dimension goes to rank r; what comes from rank r becomes part r."""
-    parts_rx = parts_rx.contiguous()
-    received_rx = torch.empty_like(parts_rx)
-    dist.all_to_all_single(received_rx, parts_rx, group=group)
-    return received_rx
+def all_to_all(
+    rows_nx: Tensor, group: ProcessGroup, sent: list[int] | None = None, received: list[int] | None = None
+) -> Tensor:
+    """Send rows to each rank, and receive some from each, both in the order of the ranks; no gradient.
+
+    Args:
+        rows_nx: rows of any shape.
+        group: whose ranks take part.
+        sent: how many go to each rank; None: as many to each.
+        received: how many come from each; None: likewise.
+    """
+    rows_nx = rows_nx.contiguous()
+    received_nx = rows_nx.new_empty(len(rows_nx) if received is None else sum(received), *rows_nx.shape[1:])
+    dist.all_to_all_single(received_nx, rows_nx, received, sent, group=group)
+    return received_nx
 
 
 def _sequence_to_heads(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
     size = group.size()
     t, b, n, w = x_tbnw.shape
     parts = x_tbnw.view(t, b, size, n // size, w).permute(2, 0, 1, 3, 4)
-    return _all_to_all(parts, group).reshape(size * t, b, n // size, w)
+    return all_to_all(parts, group).reshape(size * t, b, n // size, w)
 
 
 def _heads_to_sequence(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
     size = group.size()
     t, b, n, w = x_tbnw.shape
-    received = _all_to_all(x_tbnw.reshape(size, t // size, b, n, w), group)
+    received = all_to_all(x_tbnw.reshape(size, t // size, b, n, w), group)
     return received.permute(1, 2, 0, 3, 4).reshape(t // size, b, size * n, w)
 
 

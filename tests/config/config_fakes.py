@@ -38,12 +38,13 @@ class FakeMixer:
     config_type: type
     gathers_keys_and_values: bool = True
     hands_on_states: bool = False
+    chunk_field: str | None = None
     units_are_groups: bool = False
 
 
 MIXERS = {
     "attention": FakeMixer(AttentionConfig),
-    "top1_chunk": FakeMixer(Top1ChunkConfig),
+    "top1_chunk": FakeMixer(Top1ChunkConfig, chunk_field="chunk_size"),
     "top1_element": FakeMixer(AttentionConfig),
     "gated_deltanet": FakeMixer(StatefulConfig, gathers_keys_and_values=False),
     "retnet": FakeMixer(StatefulConfig, gathers_keys_and_values=False, hands_on_states=True, units_are_groups=True),

@@ -103,6 +103,23 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         "do not divide by context 4; choose a context that divides 2, or change model.num_attention_heads",
         {"parallel": {"tensor": 2, "context": 4}, "model": {"num_attention_heads": 4}},
     ),
+    "fetched_chunks_lie_on_one_rank": (
+        2,
+        {
+            "parallel": {"context": 2, "context_exchange": "chunks"},
+            "model": {"pattern": "attention,top1_chunk"},
+            "data": {"seq_length": 640},
+        },
+        "parallel.context_exchange: chunks, and data.seq_length 640 / context 2 = 320 does not divide by "
+        "mixers.top1_chunk.chunk_size 128; give a seq_length that is a multiple of 256, or set "
+        "parallel.context_exchange=auto",
+        {
+            "parallel": {"context": 2, "context_exchange": "chunks"},
+            "model": {"pattern": "attention,top1_chunk"},
+            "data": {"seq_length": 640},
+            "mixers": {"top1_chunk": {"chunk_size": 64}},
+        },
+    ),
     "train_domains_are_a_set": (
         1,
         {"data": {"train_domains": ["A", "B", "A"]}},

@@ -30,7 +30,7 @@ from megatron_ext.config.schema import (
 )
 from megatron_ext.data.batches import Batch, micro_batch_indices, training_batch
 from megatron_ext.data.samples import TrainingSamples
-from megatron_ext.mixers import base, past
+from megatron_ext.mixers import base, chosen_chunks, past
 from megatron_ext.mixers.registry import load_all
 from megatron_ext.model import build_model
 from megatron_ext.parallel.groups import make_process_groups
@@ -261,7 +261,12 @@ def counted_exchanges() -> Iterator[Counter[str]]:
     """Count which context-parallel exchange the mixers use."""
     calls: Counter[str] = Counter()
     places = {"sequence_to_heads": base, "heads_to_sequence": base}
-    places |= {"gather_sequence": past, "state_before": past, "diagonal_state_before": past}
+    places |= {
+        "fetch_blocks": chosen_chunks,
+        "gather_sequence": past,
+        "state_before": past,
+        "diagonal_state_before": past,
+    }
     originals = {name: getattr(module, name) for name, module in places.items()}
 
     def counting(name: str) -> Any:

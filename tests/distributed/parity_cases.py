@@ -28,7 +28,7 @@ class Model:
 
 def chunks(score: str, **more: Any) -> dict[str, dict[str, Any]]:
     """Top-1 Chunk's settings for a sequence of 32."""
-    return {"top1_chunk": {"chunk_size": 8, "score": score, **more}}
+    return {"top1_chunk": {"chunk_size": 8, "score": score} | more}
 
 
 # A new mixer adds its line here, and is then held to every layout below.
@@ -73,6 +73,7 @@ TWO = {
     "pp2_interleaved": {"pipeline": 2, "virtual_pipeline": 2},
     "cp2": {"context": 2, "context_exchange": "heads"},
     "cp2_states": {"context": 2, "context_exchange": "states"},
+    "cp2_chunks": {"context": 2, "context_exchange": "chunks"},
     "dp2": {},
 }
 FOUR = {
@@ -86,8 +87,12 @@ LAYOUTS = {name: (2, parallel) for name, parallel in TWO.items()} | {n: (4, para
 def compared() -> Iterator[tuple[str, str]]:
     """Each model and layout that are compared with one process."""
     for name, model in MODELS.items():
-        hands_on = any(load_all()[mixer].hands_on_states for mixer in parse_pattern(model.pattern))
-        yield from ((name, layout) for layout in LAYOUTS if hands_on or layout != "cp2_states")
+        mixers = [load_all()[mixer] for mixer in parse_pattern(model.pattern)]
+        have_choice = {
+            "cp2_states": any(mixer.hands_on_states for mixer in mixers),
+            "cp2_chunks": any(mixer.chunk_field is not None for mixer in mixers),
+        }
+        yield from ((name, layout) for layout in LAYOUTS if have_choice.get(layout, True))
 
 
 COLUMNS = {
@@ -97,6 +102,7 @@ COLUMNS = {
     "pp2_interleaved": "PP2 interleaved",
     "cp2": "CP2",
     "cp2_states": "CP2, states handed on",
+    "cp2_chunks": "CP2, chunks fetched",
     "dp2": "DP2",
     "tp2_pp2_sp": "TP2 x PP2 + SP",
     "tp2_cp2": "TP2 x CP2",

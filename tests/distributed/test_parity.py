@@ -65,18 +65,18 @@ def _exchanges(model: Model, parallel: dict[str, Any]) -> set[str]:
     """What a model's mixers have to exchange under a layout with context parallelism."""
     # Four heads divide by every context-parallel size here, the groups of some models under tp2_cp2 do not.
     groups_divide = model.model.get("num_query_groups", 4) // parallel.get("tensor", 1) % parallel["context"] == 0
-    names = set()
+    names, chosen = set(), parallel["context_exchange"]
     for mixer in parse_pattern(model.pattern):
         entry = load_all()[mixer]
-        if entry.hands_on_states and (parallel["context_exchange"] == "states" or not _divide(entry, groups_divide)):
+        divides = groups_divide or not entry.units_are_groups
+        if entry.chunk_field is not None and (chosen == "chunks" or (not divides and chosen != "heads")):
+            names.add("fetch_blocks")
+        elif entry.hands_on_states and (chosen != "heads" or not divides):
+            # Where it is bytes that count, states are fewer than heads in these models.
             names.add("diagonal_state_before" if mixer == "mamba" else "state_before")
         else:
-            names.add("sequence_to_heads" if _divide(entry, groups_divide) else "gather_sequence")
+            names.add("sequence_to_heads" if divides else "gather_sequence")
     return names
-
-
-def _divide(entry: Any, groups_divide: bool) -> bool:
-    return groups_divide or not entry.units_are_groups
 
 
 def _cases() -> list[Any]:
@@ -134,6 +134,23 @@ def test_groups_that_do_not_divide_by_the_context_gather_keys_and_values(
     _check(outcome, _reference(pool, model))
     assert outcome.exchanges["gather_sequence"] > 0
     assert "sequence_to_heads" not in outcome.exchanges
+
+
+@pytest.mark.parametrize(
+    ("score", "context", "size", "exchange"),
+    [
+        ("exact", 4, 8, "fetch_blocks"),  # a chunk a rank
+        pytest.param("approx", 4, 4, "fetch_blocks", marks=pytest.mark.slow),
+        pytest.param("exact", 2, 32, "gather_sequence", marks=pytest.mark.slow),  # which straddles the ranks
+    ],
+)
+def test_groups_that_do_not_divide_by_the_context_fetch_chunks_where_they_can(
+    pool: WorkerPool, score: str, context: int, size: int, exchange: str
+) -> None:
+    model = Model("top1_chunk*4", chunks(score, chunk_size=size), {"num_query_groups": 1})
+    outcome = _train(pool, model, context, {"context": context})
+    _check(outcome, _reference(pool, model))
+    assert set(outcome.exchanges) == {exchange}
 
 
 @pytest.mark.parametrize("sharding", ["none", "megatron"])

@@ -18,7 +18,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kernels.selective_scan.op import selective_scan_triton
-from kernels.top1_chunk import triton_launch, triton_launch_screening
+from kernels.top1_chunk import best_by_keys, choice, triton_launch, triton_launch_screening
+from kernels.top1_chunk.interface import Score
 from kernels.top1_chunk.op import top1_chunk, top1_chunk_backward
 from kernels.top1_element.op import top1_element, top1_element_backward
 
@@ -58,9 +59,14 @@ def use_hopper_kernels(use: bool) -> None:
 
 def chunk(tokens: int, d: int, size: int, score: str, top_k: int = 1, backward: bool = True) -> None:
     q, k, v = (torch.zeros(1, tokens, heads, d, dtype=torch.bfloat16) for heads in (2, 1, 1))
-    out, lse, chosen = top1_chunk(q, k, v, None, size, top_k, score, True, 1.0, 0)
+    out, lse, chosen = top1_chunk(q, k, v, None, None, size, top_k, score, True, 1.0, 0)
     if backward:
         top1_chunk_backward(out, q, k, v, out, lse, chosen, None, size, True, 1.0, 0)
+
+
+def choice_with_scores(tokens: int, d: int, size: int, score: Score, top_k: int) -> None:
+    q, k = (torch.zeros(1, tokens, heads, d, dtype=torch.bfloat16) for heads in (2, 1))
+    best_by_keys(q, k, chunk_size=size, top_k=top_k, score=score, implementation="triton")
 
 
 def element(tokens: int, d: int) -> None:
@@ -82,10 +88,13 @@ def scan(tokens: int, size: int) -> None:
 
 def main() -> None:
     driver.set_active(Target())
+    choice.form_obstacle = lambda *_: None  # not even that there is no GPU
     JITFunction.__getitem__ = GluonJITFunction.__getitem__ = compile_only
     chunk(1100, 128, 128, "approx")
     chunk(300, 16, 32, "exact_lse", top_k=2)
     chunk(300, 128, 128, "exact", backward=False)
+    choice_with_scores(512, 128, 128, "exact", 1)
+    choice_with_scores(256, 16, 32, "exact_lse", 2)
     triton_launch_screening.LEAST_CHUNKS, triton_launch_screening.LEAST_OPERATIONS = 1, 0
     for hopper in (False, True):
         use_hopper_kernels(hopper)

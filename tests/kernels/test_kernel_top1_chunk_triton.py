@@ -199,8 +199,8 @@ def test_operators_keep_the_rules_of_torch_library(bounds):
     q, k, v, grad = draw(70)
     bounds = None if bounds is None else torch.tensor(bounds)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(top1_chunk, (*inputs, bounds, 32, 1, "approx", True, 0.25, 0))
-    results = [x.detach() for x in top1_chunk(*inputs, bounds, 32, 1, "exact", True, 0.25, 0)]
+    torch.library.opcheck(top1_chunk, (*inputs, bounds, None, 32, 1, "approx", True, 0.25, 0))
+    results = [x.detach() for x in top1_chunk(*inputs, bounds, None, 32, 1, "exact", True, 0.25, 0)]
     inputs = [x.detach() for x in inputs]
     torch.library.opcheck(top1_chunk_backward, (grad, *inputs, *results, bounds, 32, True, 0.25, 0))
 

@@ -110,7 +110,7 @@ def test_scores_of_rotated_vectors_depend_on_distance_alone() -> None:
 
 def test_every_file_registers_a_mixer() -> None:
     shared = {"__init__", "base", "convolution", "decay", "key_value", "memory", "past", "registry", "rwkv", "stateful"}
-    shared |= {"token_shift"}
+    shared |= {"token_shift", "chosen_chunks"}
     files = {path.stem for path in Path(megatron_ext.mixers.__path__[0]).glob("*.py")} - shared
     modules = {entry.module.__module__.rpartition(".")[2] for entry in load_all().values()}
     assert files == modules
@@ -147,6 +147,39 @@ def test_what_is_exchanged_under_context_parallelism(
     monkeypatch.setattr(mixer, "cp_group", SimpleNamespace(size=lambda: size))
     monkeypatch.setattr(mixer.config, "context_exchange", chosen)
     assert mixer._exchanges_heads(torch.empty(length, 1, 4, 24)) == heads
+
+
+@pytest.mark.parametrize(
+    ("chosen", "score", "heads", "groups", "size", "length", "exchanges_heads"),
+    [
+        # Of 2 ranks each receives half of a group's queries, key, value and outputs, or at most a key and a value, and
+        # another key or a chunk's mean: (2 + 2 R) / 2 of a position against 3, or 2 + 1 / 4.
+        ("auto", "exact", 4, 2, 2, 8, True),
+        ("auto", "exact", 6, 2, 2, 8, False),
+        ("auto", "approx", 4, 4, 2, 8, True),
+        ("auto", "approx", 4, 2, 2, 8, False),
+        ("states", "approx", 4, 2, 2, 8, False),
+        ("heads", "approx", 4, 2, 2, 8, True),
+        ("chunks", "exact", 4, 4, 2, 8, False),
+        ("chunks", "exact", 4, 1, 2, 8, False),  # a group does not divide
+        ("auto", "approx", 4, 2, 2, 10, True),  # a chunk would straddle the ranks
+    ],
+)
+def test_whether_chunks_are_fetched_under_context_parallelism(
+    make_mixer: MakeMixer,
+    monkeypatch: pytest.MonkeyPatch,
+    chosen: str,
+    score: str,
+    heads: int,
+    groups: int,
+    size: int,
+    length: int,
+    exchanges_heads: bool,
+) -> None:
+    mixer = make_mixer("top1_chunk", heads=heads, groups=groups, chunk_size=4, score=score)
+    monkeypatch.setattr(mixer, "cp_group", SimpleNamespace(size=lambda: size))
+    monkeypatch.setattr(mixer.config, "context_exchange", chosen)
+    assert mixer._exchanges_heads(torch.empty(length, 1, groups, mixer.unit_width())) == exchanges_heads
 
 
 LENGTH, HEADS, WIDTH, HIDDEN = 12, 4, 6, 24

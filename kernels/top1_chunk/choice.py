@@ -1,0 +1,164 @@
+"""Top-1 Chunk's choice by itself, for keys that are not all in one place: from mean keys, or from some keys at a time.
+
+What is chosen goes to `top1_chunk_attention` as its `selection`. No gradient flows through any of it. Each function
+takes the form, Triton or plain torch, that `top1_chunk_attention` takes for the same inputs.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.attention_math import query_key_products, query_positions
+from kernels.dispatch import choose_triton_or_reference, full_precision, resolve_scale
+from kernels.documents import flat_tokens
+from kernels.top1_chunk import reference
+from kernels.top1_chunk.chunks import Layout, table_of_some_keys
+from kernels.top1_chunk.interface import Implementation, Score, form_obstacle
+from kernels.top1_chunk.op import by_query, chunks_of_slots
+
+
+class Best(NamedTuple):
+    """The best chunks of each query so far, best first.
+
+    Attributes:
+        scores: [b, tq, hq, top_k], -inf where there is none; comparable among those of one form and `score` alone.
+        chunks: int64 [b, tq, hq, top_k], counted in the whole sequence, -1 where there is none.
+    """
+
+    scores: Tensor
+    chunks: Tensor
+
+
+@torch.no_grad()
+def mean_keys(k: Tensor, chunk_size: int, *, implementation: Implementation = "auto") -> Tensor:
+    """Mean key of every chunk.
+
+    Args:
+        k: keys [b, tk, hkv, d], whole chunks.
+        chunk_size: keys per chunk.
+        implementation: "reference", "triton" or "auto".
+
+    Returns:
+        [b, tk // chunk_size, hkv, d]; fp32 or float64, and in k's dtype from Triton.
+    """
+    if _takes_triton("mean_keys", implementation, k, chunk_size):
+        from kernels.top1_chunk import triton_launch_choice
+
+        problem = _problem(k, k.shape[2], k.shape[1], chunk_size, 0)
+        return triton_launch_choice.mean_keys(problem, flat_tokens(k)).unflatten(0, (len(k), -1))
+    return reference.mean_keys(k, chunk_size)
+
+
+@torch.no_grad()
+def best_by_mean(
+    q: Tensor,
+    means: Tensor,
+    *,
+    chunk_size: int,
+    top_k: int,
+    query_offset: int = 0,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """Choose for every query the top_k earlier chunks with the best mean keys, the score "approx".
+
+    Args:
+        q: queries [b, tq, hq, d].
+        means: as from `mean_keys`, of the whole sequence, [b, chunks, hkv, d].
+        chunk_size: keys per chunk.
+        top_k: how many chunks.
+        query_offset: position of the first query in the sequence.
+        implementation: "reference", "triton" or "auto".
+
+    Returns:
+        int64 [b, tq, hq, top_k], best first, the lowest index first among equals, -1 where there is none.
+    """
+    if _takes_triton("best_by_mean", implementation, q, chunk_size):
+        from kernels.top1_chunk import triton_launch_choice
+
+        problem = _problem(q, means.shape[2], means.shape[1] * chunk_size, chunk_size, query_offset)
+        chosen = _new_choice(problem, top_k)
+        triton_launch_choice.select_by_mean(problem, flat_tokens(q), flat_tokens(means), chosen)
+        return chunks_of_slots(chosen, problem.table, problem.layout)
+    with full_precision(q):
+        scores = query_key_products(q, means)
+    return reference.best_chunks(scores, query_positions(q, query_offset) // chunk_size, top_k)[1]
+
+
+@torch.no_grad()
+def best_by_keys(
+    q: Tensor,
+    k: Tensor,
+    *,
+    chunk_size: int,
+    top_k: int,
+    score: Score,
+    scale: float | None = None,
+    query_offset: int = 0,
+    first_chunk: int = 0,
+    implementation: Implementation = "auto",
+) -> Best:
+    """Find for every query the top_k best earlier chunks among some keys of the sequence.
+
+    Args:
+        q: queries [b, tq, hq, d].
+        k: keys [b, tk, hkv, d], whole chunks that follow each other.
+        chunk_size: keys per chunk.
+        top_k: how many chunks.
+        score: "exact" or "exact_lse"; see `top1_chunk_attention`.
+        scale: factor on q.k, of "exact_lse"; None means d**-0.5.
+        query_offset: position of the first query in the sequence; a multiple of chunk_size, not before the first key.
+        first_chunk: index of the first chunk of k in the sequence.
+        implementation: "reference", "triton", which scores every key and does not screen first, or "auto".
+
+    Returns:
+        The lowest index is the better one among equals.
+    """
+    scale = resolve_scale(scale, q.shape[3])
+    # In the given keys.
+    offset = query_offset - first_chunk * chunk_size
+    if _takes_triton("best_by_keys", implementation, q, chunk_size):
+        from kernels.top1_chunk import triton_launch_choice
+
+        problem = _problem(q, k.shape[2], k.shape[1], chunk_size, min(offset, k.shape[1]), scale)
+        chosen = _new_choice(problem, top_k)
+        scores = torch.empty_like(chosen, dtype=torch.float32)
+        limit = k.shape[1] // chunk_size
+        options: dict[str, Any] = {"lse": score == "exact_lse", "limit": limit, "scores": scores}
+        triton_launch_choice.select_by_keys(problem, flat_tokens(q), flat_tokens(k), chosen, **options)
+        best = Best(by_query(scores, problem.layout), chunks_of_slots(chosen, problem.table, problem.layout))
+    else:
+        with full_precision(q):
+            of_all = reference.chunk_scores(q, k, chunk_size=chunk_size, score=score, scale=scale)
+        best = Best(*reference.best_chunks(of_all, query_positions(q, offset) // chunk_size, top_k))
+    return best._replace(chunks=torch.where(best.chunks >= 0, best.chunks + first_chunk, -1))
+
+
+def merge(a: Best, b: Best) -> Best:
+    """The best of both, as many as each has; the lowest index wins a tie, in whatever order chunks were looked at."""
+    top_k = a.chunks.shape[-1]
+    scores, chunks = torch.cat([a.scores, b.scores], -1), torch.cat([a.chunks, b.chunks], -1)
+    # By index, then by score: a stable sort leaves equals as they stand. What is not there comes last.
+    order = chunks.where(chunks >= 0, torch.iinfo(chunks.dtype).max).argsort(dim=-1)
+    scores, chunks = scores.gather(-1, order), chunks.gather(-1, order)
+    best = scores.sort(dim=-1, descending=True, stable=True)
+    return Best(best.values[..., :top_k], chunks.gather(-1, best.indices[..., :top_k]))
+
+
+def _takes_triton(op: str, implementation: str, q: Tensor, chunk_size: int) -> bool:
+    return choose_triton_or_reference(op, implementation, q, form_obstacle(q, q, chunk_size)).name == "triton"
+
+
+def _problem(q: Tensor, num_groups: int, num_held: int, chunk_size: int, query_offset: int, scale: float = 1.0) -> Any:
+    """Of queries over the first keys of their rows, which may end before the queries do."""
+    from kernels.top1_chunk.triton_problem import Problem
+
+    batch, num_queries, num_heads, head_dim = q.shape
+    num_keys = max(num_held, query_offset + num_queries)
+    layout = Layout(batch, num_queries, num_keys, query_offset, chunk_size)
+    table = table_of_some_keys(layout, num_held, q.device)
+    return Problem(table, layout, num_heads, num_groups, head_dim, q.dtype, scale, True, num_keys)
+
+
+def _new_choice(problem: Any, top_k: int) -> Tensor:
+    return torch.empty(top_k, problem.num_groups, problem.rows, dtype=torch.int32, device=problem.table.device)

@@ -1,0 +1,110 @@
+"""Top-1 Chunk over context-parallel ranks: what is chosen is decided on a rank's own queries, then fetched whole.
+
+Each rank holds a part of the sequence, whole chunks. The keys and values that none of its queries chose stay away.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from kernels.top1_chunk import best_by_keys, best_by_mean, mean_keys, merge
+from megatron_ext.parallel.exchange import gather_sequence
+from megatron_ext.parallel.fetch import fetch_blocks
+from megatron_ext.parallel.line import parts_before
+
+
+def choose_over_ranks(
+    q_bthd: Tensor, k_bthd: Tensor, *, chunk_size: int, top_k: int, score: str, group: ProcessGroup
+) -> Tensor:
+    """Choose each query's best earlier chunks of the whole sequence.
+
+    For `approx` the ranks gather every chunk's mean key. For `exact` and `exact_lse` each part's keys are passed on
+    from rank to rank, and a query keeps its best so far.
+
+    Args:
+        q_bthd: queries of this rank's part [b, t, hq, d].
+        k_bthd: its keys [b, t, groups, d].
+        chunk_size: keys a chunk; t is a multiple.
+        top_k: how many chunks.
+        score: as in `top1_chunk_attention`.
+        group: context-parallel group; rank r holds part r.
+
+    Returns:
+        int64 [b, t, hq, top_k], chunks counted in the whole sequence, best first, -1 where there is none.
+    """
+    t, rank = q_bthd.shape[1], group.rank()
+    if score == "approx":
+        own_nbgd = mean_keys(k_bthd, chunk_size).transpose(0, 1)
+        means = gather_sequence(own_nbgd, group).transpose(0, 1)
+        return best_by_mean(q_bthd, means, chunk_size=chunk_size, top_k=top_k, query_offset=rank * t)
+    rule: dict[str, Any] = {"chunk_size": chunk_size, "top_k": top_k, "score": score, "query_offset": rank * t}
+    found = (best_by_keys(q_bthd, k, first_chunk=r * t // chunk_size, **rule) for r, k in parts_before(k_bthd, group))
+    return reduce(merge, found).chunks
+
+
+def fetch_chosen(
+    k_bthd: Tensor, v_bthd: Tensor, chosen_bthm: Tensor, *, chunk_size: int, group: ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Bring the chunks that any query of a group chose to this rank, and put its own keys and values behind them.
+
+    Args:
+        k_bthd: keys of this rank's part [b, t, groups, d].
+        v_bthd: its values, as wide.
+        chosen_bthm: as from `choose_over_ranks`.
+        chunk_size: keys a chunk.
+        group: context-parallel group.
+
+    Returns:
+        Keys and values [b, s, groups, d], and the choice, counted in their chunks. These are in the order of the
+        sequence; behind those of a query group that wants fewer than another stand zeros, which nobody chose.
+    """
+    count = k_bthd.shape[1] // chunk_size
+    wanted_bgn = _wanted_elsewhere(chosen_bthm, k_bthd.shape[2], count, group)
+    blocks_bgncw = torch.cat([k_bthd, v_bthd], -1).unflatten(1, (count, chunk_size)).permute(0, 3, 1, 2, 4)
+    wanted_rbgn = wanted_bgn.unflatten(-1, (group.size(), count)).permute(2, 0, 1, 3)
+    fetched_mcw = fetch_blocks(blocks_bgncw.flatten(0, 2), wanted_rbgn.flatten(1), group)
+
+    place_bgn = wanted_bgn.cumsum(-1) - 1
+    packed_bgmcw = _packed(fetched_mcw, wanted_rbgn, place_bgn)
+    k_bsgd, v_bsgd = packed_bgmcw.permute(0, 2, 3, 1, 4).flatten(1, 2).chunk(2, -1)
+    # This rank's own chunks come behind.
+    own_n = torch.arange(wanted_bgn.shape[-1], device=k_bthd.device) - group.rank() * count + packed_bgmcw.shape[2]
+    selection = _counted_anew(chosen_bthm, torch.where(wanted_bgn, place_bgn, own_n))
+    return torch.cat([k_bsgd, k_bthd], 1), torch.cat([v_bsgd, v_bthd], 1), selection
+
+
+def _packed(fetched_mcw: Tensor, wanted_rbgn: Tensor, place_bgn: Tensor) -> Tensor:
+    """What was fetched, by sample and group, at its place: [b, groups, most places, chunk_size, w], else zeros."""
+    r, b, g, n = wanted_rbgn.nonzero(as_tuple=True)
+    shape = (*place_bgn.shape[:2], int(place_bgn.max()) + 1, *fetched_mcw.shape[1:])
+    at = (b, g, place_bgn[b, g, r * wanted_rbgn.shape[-1] + n])
+    return fetched_mcw.new_zeros(shape).index_put(at, fetched_mcw)
+
+
+def _wanted_elsewhere(chosen_bthm: Tensor, num_groups: int, count: int, group: ProcessGroup) -> Tensor:
+    """Which chunks of other ranks, `count` of each, any query of a group chose: bool [b, groups, chunks]."""
+    chosen_bgx = _by_group(chosen_bthm, num_groups)
+    num_chunks, own = group.size() * count, group.rank() * count
+    # One column more, for the -1s to fall into.
+    wanted = torch.zeros(*chosen_bgx.shape[:2], num_chunks + 1, dtype=torch.bool, device=chosen_bgx.device)
+    wanted.scatter_(-1, chosen_bgx.where(chosen_bgx >= 0, num_chunks), True)
+    wanted[..., own : own + count] = False
+    return wanted[..., :num_chunks]
+
+
+def _counted_anew(chosen_bthm: Tensor, index_bgn: Tensor) -> Tensor:
+    """The choice [b, t, hq, top_k] with a group's chunk n called index[n]; what is -1 remains that."""
+    b, t, hq, top_k = chosen_bthm.shape
+    chosen_bgx = _by_group(chosen_bthm, index_bgn.shape[1])
+    found_bgx = torch.where(chosen_bgx >= 0, index_bgn.gather(-1, chosen_bgx.clamp(min=0)), -1)
+    return found_bgx.view(b, -1, t, hq // index_bgn.shape[1], top_k).transpose(1, 2).reshape(b, t, hq, top_k)
+
+
+def _by_group(x_bthm: Tensor, num_groups: int) -> Tensor:
+    """[b, t, hq, top_k] as [b, groups, all of a group]."""
+    return x_bthm.unflatten(2, (num_groups, -1)).transpose(1, 2).flatten(2)
