@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+MOST_FORMS = 64
+"""Of one function, compiled for what it is called with."""
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
@@ -24,7 +27,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **more: P.kwargs) -> R:
         x = args[0]
         assert isinstance(x, torch.Tensor)
-        run = _compiled(function) if _runs_compiled(x) else function
+        run = compiled(function) if _runs_compiled(x) else function
         return run(*args, **more)
 
     return call
@@ -34,5 +37,16 @@ def _runs_compiled(x: torch.Tensor) -> bool:
     return x.is_cuda and not torch.compiler.is_compiling()
 
 
-# At the first call: torch.compile imports for seconds.
-_compiled = cache(torch.compile)
+@cache
+def compiled(function: Any, *, fullgraph: bool = False) -> Any:
+    """`torch.compile` of a function that a process may call in many shapes, dtypes and settings.
+
+    Args:
+        function: to be compiled at its first call.
+        fullgraph: raise where it cannot be compiled as one graph.
+    """
+    from torch._dynamo import config  # torch.compile imports for seconds: at the first call, not before
+
+    # A function serves every mixer, and flex_attention every window. After 8 forms torch would take the plain one.
+    config.recompile_limit = max(config.recompile_limit, MOST_FORMS)
+    return torch.compile(function, fullgraph=fullgraph)

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_ext.mixers.base import MixerSubmodules
 from megatron_ext.mixers.registry import load_all
+from megatron_ext.parallel.aligned_linear import AlignedColumnParallelLinear
 from megatron_ext.rwkv7_block import RWKV7Layer
 
 Backend = Literal["local", "transformer_engine"]
@@ -37,6 +38,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
 class LocalBackend(LocalSpecProvider):
     """Megatron's own linears and torch's RMSNorm."""
+
+    def column_parallel_linear(self) -> type:
+        """The linear that splits its outputs over tensor-parallel ranks."""
+        return AlignedColumnParallelLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         """RMSNorm, the only norm of the Transformer++ block."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import RowParallelLinear
 
 from megatron_ext import model as model_module
 from megatron_ext.config.derive import derive
@@ -15,6 +15,7 @@ from megatron_ext.mixers.attention import AttentionConfig, SoftmaxAttention
 from megatron_ext.mixers.deltanet import GatedDeltaNet, GatedDeltaNetConfig
 from megatron_ext.mixers.top1_chunk import Top1Chunk, Top1ChunkConfig
 from megatron_ext.model import build_model
+from megatron_ext.parallel.aligned_linear import AlignedColumnParallelLinear
 from megatron_ext.platform import Platform
 from megatron_ext.specs import LocalBackend, RMSNorm, layer_spec, layer_specs, provider
 from megatron_ext.training.build import model_shape
@@ -34,12 +35,12 @@ def test_each_layer_has_the_module_and_the_configuration_of_its_mixer() -> None:
     assert [mixer.params["mixer_config"] for mixer in mixers] == [CONFIGS[name] for name in names]
 
 
-def test_the_local_back_end_is_megatrons_linears_and_torchs_norm() -> None:
+def test_the_local_back_end_is_megatrons_linears_aligned_and_torchs_norm() -> None:
     layer = layer_spec("attention", CONFIGS["attention"], "local").submodules
     assert layer.input_layernorm is layer.pre_mlp_layernorm is RMSNorm
     mixer, mlp = layer.self_attention.submodules, layer.mlp.submodules
-    assert (mixer.in_proj, mixer.out_proj) == (ColumnParallelLinear, RowParallelLinear)
-    assert (mlp.linear_fc1, mlp.linear_fc2) == (ColumnParallelLinear, RowParallelLinear)
+    assert (mixer.in_proj, mixer.out_proj) == (AlignedColumnParallelLinear, RowParallelLinear)
+    assert (mlp.linear_fc1, mlp.linear_fc2) == (AlignedColumnParallelLinear, RowParallelLinear)
     assert isinstance(provider("local"), LocalBackend)
 
 

@@ -3,12 +3,14 @@
 Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention Kernels" (arXiv 2412.05496).
 """
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from kernels.fusion import compiled
 
 BLOCK = 128
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,7 +41,8 @@ def softmax_attention_flex(
 
     A new length, window or offset compiles anew. On a CPU it is plain torch, forms all scores and has no gradient.
     """
-    attention = _compiled() if q_bthd.is_cuda else flex_attention
+    # As one graph or not at all: its plain form makes all pairs' scores.
+    attention: Any = compiled(flex_attention, fullgraph=True) if q_bthd.is_cuda else flex_attention
     mask = visible_blocks(q_bthd.shape[1], k_bshd.shape[1], window, query_offset, q_bthd.device)
     slopes = None if alibi_slopes is None else alibi_slopes.float()
 
@@ -55,12 +58,6 @@ def softmax_attention_flex(
         enable_gqa=q_bthd.shape[2] != k_bshd.shape[2],
     )
     return out_bhte.transpose(1, 2)
-
-
-@cache
-def _compiled() -> Any:
-    # As one graph or not at all: after many shapes torch would else go over to the plain form, without a word.
-    return torch.compile(flex_attention, fullgraph=True)
 
 
 @lru_cache(maxsize=16)

@@ -75,8 +75,9 @@ class Bencher:
 
     def fill(self, row: Row) -> Row:
         """The row with its numbers, or with why there are none: a peer did not run; one of ours must."""
-        # For fla's weights and for output gradients; alone or after others, a row is the same.
+        # Alone or after others, a row is the same: fla's weights, output gradients, and what is compiled for its shape.
         torch.manual_seed(self.seed)
+        torch.compiler.reset()
         try:
             return self._ours(row) if row.maker == OURS else self._peer(row)
         except NotRun as reason:
@@ -91,6 +92,7 @@ class Bencher:
         row = replace(row, agreement=agreement)
         if agreement.failure is not None:
             return replace(row, failed=agreement.failure)
+        torch.compiler.reset()  # a second length would have compiled for any length
         layer = ours.as_layer(mixer)
         run = self._training_pass(layer, row.shape)
         row = replace(row, choices=ours.choices(run), flops=mixer.training_flops(row.shape.length))

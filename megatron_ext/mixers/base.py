@@ -278,20 +278,3 @@ class Mixer(LooksBack, ABC):
 def batch_first(x_tbnd: Tensor) -> Tensor:
     """[t, b, n, d] to the kernels' [b, t, n, d], or back."""
     return x_tbnd.transpose(0, 1)
-
-
-def rotate(x_tbnd: Tensor, base: float, first_position: int) -> Tensor:
-    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), halves paired as in GPT-NeoX and Llama.
-
-    Args:
-        x_tbnd: [t, b, n, d], d even; computed in fp32, returned in its dtype.
-        base: of the geometric frequencies.
-        first_position: position of the first row.
-    """
-    t, d = x_tbnd.shape[0], x_tbnd.shape[-1]
-    positions = torch.arange(first_position, first_position + t, device=x_tbnd.device, dtype=torch.float32)
-    frequencies = base ** (-torch.arange(0, d, 2, device=x_tbnd.device, dtype=torch.float32) / d)
-    angles = torch.outer(positions, frequencies)[:, None, None]
-    cos, sin = angles.cos(), angles.sin()
-    left, right = x_tbnd.float().chunk(2, -1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(x_tbnd.dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -61,20 +60,20 @@ class GLA(StatefulMixer):
         """See `StatefulMixer.read_states`: fade each key feature, add."""
         assert part.shared is not None
         up, bias = (self.own_units(p, part) for p in (self.decay_up, self.decay_bias))
-        heads = decaying_heads(qkv_tbuw, part.shared, up, bias, self.mixer_config.decay_temperature, self.head_widths)
+        logits = F.linear(part.shared, up.flatten(0, 1)).unflatten(-1, up.shape[:2])
+        heads = decaying_heads(qkv_tbuw, logits, bias, self.mixer_config.decay_temperature, self.head_widths)
         return walk(gated_linear_attention, *heads, part=part)
 
 
 @fused
 def decaying_heads(
     qkv_tbuw: Tensor,
-    low_tbr: Tensor,
-    up_udr: Tensor,
+    logits_tbud: Tensor,
     bias_ud: Tensor,
     temperature: float,
     widths: Sequence[int],
 ) -> tuple[Tensor, ...]:
     """Queries, keys, values and log decays, <= 0 and fp32: [b, t, u, d] each."""
-    logits = torch.einsum("tbr,udr->tbud", low_tbr.float(), up_udr.float()) + bias_ud.float()
+    decay = F.logsigmoid(logits_tbud.float() + bias_ud.float()) / temperature
     q, k, v = qkv_tbuw.split(list(widths), -1)
-    return tuple(batch_first(x).contiguous() for x in (q, k, v, F.logsigmoid(logits) / temperature))
+    return tuple(batch_first(x).contiguous() for x in (q, k, v, decay))

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from megatron_ext.mixers.base import Mixer, Part, batch_first, rotate
+from megatron_ext.mixers.base import Mixer, Part, batch_first
+from megatron_ext.mixers.rotary import rotated_heads, rotation
 
 
 def keys_in_window(window: int | None, seq_length: int) -> float:
@@ -71,13 +72,19 @@ class KeyValueMixer(Mixer):
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """See `Mixer.mix`: cut the rows, rotate, attend."""
         t, b, u, _ = x_tbuw.shape
-        widths = [self.queries_per_group * self.head_dim, *([self.head_dim] * (self.projects_keys + 1))]
-        q, *keys, v = x_tbuw.split(widths, -1)
-        q = q.reshape(t, b, u * self.queries_per_group, self.head_dim)
-        if self.mixer_config.position_encoding == "rope" and self.projects_keys:
-            q, keys = self._rotate(q, part), [self._rotate(keys[0], part)]
-        o_bthd = self.attend_to_past(batch_first(q), keys[0] if keys else None, v, part)
+        o_bthd = self.attend_to_past(*self._heads(x_tbuw, part), part)
         return batch_first(o_bthd).reshape(t, b, u, self.output_width())
+
+    def _heads(self, x_tbuw: Tensor, part: Part) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Queries [b, t, hq, d], keys, where they are projected, and values [t, b, groups, d]."""
+        widths = [self.queries_per_group * self.head_dim, *([self.head_dim] * (self.projects_keys + 1))]
+        if self.mixer_config.position_encoding == "rope" and self.projects_keys:
+            by = rotation(part.first_position, len(x_tbuw), self.head_dim, self.config.rotary_base, x_tbuw.device)
+            q_bthd, k_btgd, v_btgd = rotated_heads(x_tbuw, by, widths)
+            return q_bthd, batch_first(k_btgd), batch_first(v_btgd)
+        q_tbuw, *keys, v_tbgd = x_tbuw.split(widths, -1)
+        q_tbhd = q_tbuw.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)
+        return batch_first(q_tbhd), keys[0] if keys else None, v_tbgd
 
     def attend_to_past(self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: Part) -> Tensor:
         """Outputs [b, t, hq, d] of queries over their own keys and values and those before, all that can be seen.
@@ -95,6 +102,3 @@ class KeyValueMixer(Mixer):
         else:
             k_bshd = batch_first(part.past.rows_so_far("keys", k_tbgd, self.window))
         return self.attend(q_bthd, k_bshd, v_bshd, query_offset, part)
-
-    def _rotate(self, x_tbnd: Tensor, part: Part) -> Tensor:
-        return rotate(x_tbnd, self.config.rotary_base, part.first_position)

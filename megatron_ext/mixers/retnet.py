@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from kernels.fusion import fused
 from kernels.gated_linear_attention import gated_linear_attention
 from megatron_ext.config.schema import STRICT
-from megatron_ext.mixers.base import Part, batch_first, rotate
+from megatron_ext.mixers.base import Part
 from megatron_ext.mixers.registry import register
+from megatron_ext.mixers.rotary import rotated_heads, rotation
 from megatron_ext.mixers.stateful import StatefulMixer, walk
 
 
@@ -42,7 +40,8 @@ class RetNet(StatefulMixer):
 
     def read_states(self, qkv_tbuw: Tensor, rest_tbuw: Tensor, part: Part) -> Tensor:
         """See `StatefulMixer.read_states`: rotate, fade and add."""
-        q, k, v = rotated_heads(qkv_tbuw, self.config.rotary_base, part.first_position, self.head_widths)
+        by = rotation(part.first_position, len(qkv_tbuw), self.head_dim, self.config.rotary_base, qkv_tbuw.device)
+        q, k, v = rotated_heads(qkv_tbuw, by, self.head_widths)
         return walk(gated_linear_attention, q, k, v, self._log_fading(q, part), part=part)
 
     def _log_fading(self, q_btud: Tensor, part: Part) -> Tensor:
@@ -50,13 +49,3 @@ class RetNet(StatefulMixer):
         heads = torch.arange(part.first_unit, part.first_unit + part.num_units, device=q_btud.device)
         # log(1 - x) for small x: fp32 would round 1 - x first.
         return torch.log1p(-torch.exp2(-5.0 - heads.float())).expand(*q_btud.shape[:2], -1)
-
-
-@fused
-def rotated_heads(
-    qkv_tbuw: Tensor, rotary_base: float, first_position: int, widths: Sequence[int]
-) -> tuple[Tensor, ...]:
-    """Queries and keys rotated by position, and values: [b, t, u, d] each."""
-    q, k, v = qkv_tbuw.split(list(widths), -1)
-    q, k = (rotate(x, rotary_base, first_position) for x in (q, k))
-    return tuple(batch_first(x).contiguous() for x in (q, k, v))

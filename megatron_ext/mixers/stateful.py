@@ -88,7 +88,9 @@ class StatefulMixer(Mixer):
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """See `Mixer.mix`: walk over the states, gated norm."""
         widths = [self.qkv_width, self.gate_width]
-        qkv, gate, rest = x_tbuw.split([*widths, x_tbuw.shape[-1] - sum(widths)], -1)
+        widths.append(x_tbuw.shape[-1] - sum(widths))
+        # Where there are queries, keys and values alone, the gradient of a split would be copied for nothing.
+        qkv, gate, rest = x_tbuw.split(widths, -1) if any(widths[1:]) else (x_tbuw, x_tbuw[..., :0], x_tbuw[..., :0])
         weight = self.replicated(self.norm_weight)
         read_btue = self.read_states(qkv, rest, part)
         return gated_norm(

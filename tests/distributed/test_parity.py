@@ -11,7 +11,7 @@ from typing import Any
 import parity
 import pytest
 from parity import Outcome
-from parity_cases import LAYOUTS, MODELS, Model, chunks, compared
+from parity_cases import LAYOUTS, MODELS, TWO, Model, chunks, compared
 from pool import WorkerPool
 
 from megatron_ext.config.pattern import parse_pattern
@@ -26,7 +26,7 @@ BF16 = 2e-3, 5e-3, 1e-2
 QUICK = {"tp2_cp2": {"attention", "hybrid"}, "tp2_pp2_sp": {"top1_chunk_exact", "gated_deltanet"}}
 QUICK |= {layout: {"hybrid"} for layout in LAYOUTS if layout not in QUICK}
 
-# Models that run with recomputation on four processes too; all do on two.
+# Models that run with and without recomputation everywhere; the others with it on two processes, without on four.
 BOTH = {"attention", "top1_element", "top1_chunk_exact", "gated_deltanet", "hybrid"}
 
 _references: dict[str, Outcome] = {}
@@ -90,7 +90,7 @@ def _cases() -> list[Any]:
         )
         for model, layout in compared()
         for recompute in ("none", "full")
-        if recompute == "none" or LAYOUTS[layout][0] == 2 or model in BOTH
+        if model in BOTH or recompute == ("full" if layout in TWO else "none")
     ]
 
 

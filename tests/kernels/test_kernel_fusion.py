@@ -17,7 +17,7 @@ def half(x: Tensor, times: int = 1) -> Tensor:
 
 
 def test_on_a_cpu_the_function_is_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusion, "_compiled", None)
+    monkeypatch.setattr(fusion, "compiled", None)
     assert half(torch.tensor(6.0), times=2).item() == 6.0
     assert half.__doc__ == "A half, times something."
 
@@ -29,7 +29,7 @@ def test_on_a_gpu_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(function)
         return lambda x, times: "compiled"
 
-    monkeypatch.setattr(fusion, "_compiled", compiled)
+    monkeypatch.setattr(fusion, "compiled", compiled)
     with FakeTensorMode():
         x = torch.empty(3, device="cuda")
     assert half(x, times=2) == "compiled"

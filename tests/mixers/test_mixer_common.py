@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import megatron_ext.mixers
-from megatron_ext.mixers.base import Mixer, rotate
+from megatron_ext.mixers.base import Mixer
 from megatron_ext.mixers.registry import MIXERS, load_all, register
 
 MakeMixer = Callable[..., Any]
@@ -85,32 +85,9 @@ def test_samples_of_a_batch_do_not_know_each_other(
     torch.testing.assert_close(mixer(hidden_states)[0], alone, rtol=1e-5, atol=1e-5)
 
 
-def test_rotation_is_multiplication_by_complex_numbers_of_length_one() -> None:
-    x = torch.randn(5, 2, 3, 8, generator=torch.Generator().manual_seed(1))
-    numbers = torch.complex(x[..., :4].double(), x[..., 4:].double())
-    positions = torch.arange(100, 105, dtype=torch.float64)
-    angles = positions[:, None] / 500.0 ** (torch.arange(4, dtype=torch.float64) / 4)
-    turned = numbers * torch.exp(1j * angles)[:, None, None]
-    found = rotate(x, 500.0, first_position=100)
-    torch.testing.assert_close(found.double(), torch.cat([turned.real, turned.imag], -1), rtol=1e-4, atol=1e-4)
-    assert rotate(x.bfloat16(), 500.0, 0).dtype == torch.bfloat16
-
-
-def test_rotation_of_a_part_is_that_part_of_the_rotation_of_the_whole() -> None:
-    x = torch.randn(6, 1, 1, 4, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(rotate(x[2:], 10000.0, 2), rotate(x, 10000.0, 0)[2:], rtol=0, atol=0)
-
-
-def test_scores_of_rotated_vectors_depend_on_distance_alone() -> None:
-    generator = torch.Generator().manual_seed(2)
-    q, k = (torch.randn(1, 1, 1, 8, generator=generator) for _ in range(2))
-    scores = [(rotate(q, 100.0, 5 + shift) * rotate(k, 100.0, 2 + shift)).sum() for shift in (0, 1, 40)]
-    torch.testing.assert_close(torch.stack(scores), scores[0].expand(3), rtol=1e-4, atol=1e-4)
-
-
 def test_every_file_registers_a_mixer() -> None:
     shared = {"__init__", "base", "convolution", "decay", "key_value", "memory", "past", "registry", "rwkv", "stateful"}
-    shared |= {"token_shift", "chosen_chunks"}
+    shared |= {"token_shift", "chosen_chunks", "rotary"}
     files = {path.stem for path in Path(megatron_ext.mixers.__path__[0]).glob("*.py")} - shared
     modules = {entry.module.__module__.rpartition(".")[2] for entry in load_all().values()}
     assert files == modules

@@ -37,7 +37,7 @@ def compiled_here(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Any]]:
 
     def begin() -> list[Any]:
         monkeypatch.setattr(fusion, "_runs_compiled", lambda _: True)
-        monkeypatch.setattr(fusion, "_compiled", partial(compile_plainly))
+        monkeypatch.setattr(fusion, "compiled", partial(compile_plainly))
         return seen
 
     yield begin
