@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.traits import Mixers
 
 EXIT_INTERRUPTED = 130
+EXIT_NO_READER = 141  # as a shell says of a program that SIGPIPE ended
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,23 +41,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows `selectron`; None: of this process.
 
     Returns:
-        0: done; 2: the user's error, printed as one line; 130: interrupted. Anything else is an exception of ours.
+        0: done; 2: the user's error, printed as one line; 130: interrupted; 141: nobody reads what it prints any more.
+        Anything else is an exception of ours.
     """
     _hush_libraries()
     try:
-        return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()  # here, where it is known what to do if nobody reads it
+        return code
     except UserError as error:
         reporting.report_user_error(str(error))
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except Exception:
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _has_lost_its_reader():
+            return EXIT_NO_READER
         # A rank that ends by the user's error closes its connections; what its peers then raise is no news.
         if reporting.reported_by_another():
             return EXIT_USER_ERROR
         if reporting.has_peers():
             _end_at_once()
         raise
+
+
+def _has_lost_its_reader() -> bool:
+    """Whether standard output leads nowhere, as after `| head`; if so, what is left for it is dropped."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _end_at_once() -> NoReturn:

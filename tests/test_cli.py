@@ -196,6 +196,24 @@ def test_exit_codes_of_the_command_itself() -> None:
     assert "Traceback" not in mistake.stderr
 
 
+def test_a_reader_that_has_gone_is_no_error_of_ours() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "megatron_ext.cli", "train", QUICKSTART, "--print-config"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (cli.EXIT_NO_READER, "")
+
+
+def test_another_broken_pipe_is_an_error(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise BrokenPipeError("of a socket")
+
+    monkeypatch.setattr(cli, "_dispatch", broken)
+    with pytest.raises(BrokenPipeError, match="of a socket"):
+        cli.main([])
+
+
 def test_real_mixers_and_the_examples() -> None:
     """The registered mixers satisfy what the configuration asks of them, and the examples name their fields."""
     script = (
