@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 import traceback
 import warnings
@@ -67,12 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _has_lost_its_reader() -> bool:
     """Whether standard output leads nowhere, as after `| head`; if so, what is left for it is dropped."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    lost = any(event & select.POLLERR for _, event in output.poll(0))
+    if lost:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    return lost
 
 
 def _end_at_once() -> NoReturn:
