@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from kernels.fusion import fused
+from kernels.linear import linear_to_fp32
 from kernels.selective_scan import selective_scan
 from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Mixer, Part, batch_first
@@ -92,7 +93,9 @@ class Mamba(Mixer):
         size = self.mixer_config.state_size
         low_tbr, B_tbn, C_tbn = self._project_all_channels(x, part).split([self.dt_rank, size, size], -1)
         dt_bias = self.own_units(self.dt_bias, part)
-        dt_tbuw = steps(low_tbr, self.own_units(self.dt_proj, part), dt_bias)
+        dt_proj = self.own_units(self.dt_proj, part)
+        dt_logits = linear_to_fp32(low_tbr.to(x.dtype), dt_proj.flatten(0, 1)).unflatten(-1, dt_proj.shape[:2])
+        dt_tbuw = steps(dt_logits, dt_bias)
         return gated(self._scan(x, dt_tbuw, B_tbn, C_tbn, part), z)
 
     def _scan(self, x_tbuw: Tensor, dt_tbuw: Tensor, B_tbn: Tensor, C_tbn: Tensor, part: Part) -> Tensor:
@@ -111,7 +114,7 @@ class Mamba(Mixer):
     def _project_all_channels(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """The projection of the layer's channels [t, b, dt_rank + 2n], fp32, the same on all ranks of the layer."""
         # In fp32, so that what 16 bits would round off the ranks' parts does not depend on how many ranks there are.
-        own = torch.einsum("tbuw,urw->tbr", x_tbuw.float(), self.own_units(self.x_proj, part).float())
+        own = linear_to_fp32(x_tbuw.flatten(2), self.own_units(self.x_proj, part).transpose(0, 1).flatten(1))
         total = sum_over_ranks(own, self.tp_group)
         # Context-parallel ranks that have exchanged sequence for heads hold different heads, too.
         return total if part.num_units == self.num_units_per_rank else sum_over_ranks(total, self.cp_group)
@@ -132,9 +135,9 @@ def activated(x_tbuw: Tensor, before_kbuw: Tensor, weight_uwk: Tensor, bias_uw: 
 
 
 @fused
-def steps(low_tbr: Tensor, up_uwr: Tensor, bias_uw: Tensor) -> Tensor:
+def steps(logits_tbuw: Tensor, bias_uw: Tensor) -> Tensor:
     """Step sizes [t, b, u, w], fp32."""
-    return F.softplus(torch.einsum("tbr,uwr->tbuw", low_tbr, up_uwr.float()) + bias_uw.float())
+    return F.softplus(logits_tbuw + bias_uw.float())
 
 
 @fused
