@@ -17,11 +17,13 @@ class Layer:
         run: hidden states to hidden states, both [t, b, hidden] or both [b, t, hidden], in bf16.
         parameters: weights whose gradients a training step needs.
         sequence_first: whether it is [t, b, hidden].
+        note: what a reader of its numbers must know.
     """
 
     run: Callable[[Tensor], Tensor]
     parameters: tuple[Tensor, ...]
     sequence_first: bool
+    note: str | None = None
 
 
 def hidden_states(layer: Layer, *, length: int, batch: int, hidden: int, seed: int, device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from kernels.bench.contestant import NotRun
 from megatron_ext.bench.cases import LayerShape, Size
+from megatron_ext.bench.flash_attention import stand_in_for_flash_attn
 from megatron_ext.bench.layer import Layer
 
 
@@ -38,6 +39,8 @@ LAYERS: dict[str, tuple[str, Callable[[Size], dict[str, Any]]]] = {
 """By our mixer's name, the layer's name and its arguments. There is none of Top-1 Element and Top-1 Chunk."""
 
 NEEDS_MAMBA_SSM = ("mamba", "mamba2")
+CALLS_FLASH_ATTN = ("attention", "moba", "nsa")
+TORCHS_ATTENTION = "flash-attn is not installed: the FlashAttention-2 of torch in its place"
 
 
 def build(name: str, shape: LayerShape, device: torch.device) -> Layer:
@@ -46,6 +49,8 @@ def build(name: str, shape: LayerShape, device: torch.device) -> Layer:
     Raises:
         NotRun: fla, or a library without which this layer is plain torch, is not installed.
     """
+    _need_fla()
+    note = TORCHS_ATTENTION if name in CALLS_FLASH_ATTN and stand_in_for_flash_attn() else None
     module = construct(name, shape.size)
     if name in NEEDS_MAMBA_SSM and not import_module(type(module).__module__).is_fast_path_available:
         raise NotRun("mamba_ssm is not installed, and without it fla's layer is plain torch")
@@ -55,7 +60,7 @@ def build(name: str, shape: LayerShape, device: torch.device) -> Layer:
         out = module(x)
         return out[0] if isinstance(out, tuple) else out
 
-    return Layer(run=run, parameters=tuple(module.parameters()), sequence_first=False)
+    return Layer(run=run, parameters=tuple(module.parameters()), sequence_first=False, note=note)
 
 
 def construct(name: str, size: Size) -> torch.nn.Module:
@@ -64,8 +69,12 @@ def construct(name: str, size: Size) -> torch.nn.Module:
     Raises:
         NotRun: fla is not installed.
     """
-    if find_spec("fla") is None:
-        raise NotRun("flash-linear-attention is not installed: pip install flash-linear-attention")
+    _need_fla()
     layer, arguments = LAYERS[name]
     module: torch.nn.Module = getattr(import_module("fla.layers"), layer)(**arguments(size))
     return module
+
+
+def _need_fla() -> None:
+    if find_spec("fla") is None:
+        raise NotRun("flash-linear-attention is not installed: pip install flash-linear-attention")

@@ -58,6 +58,7 @@ class Row:
         agreement: of ours with its plain forms.
         choices: which implementation each op of ours took, and why.
         flops: operations a token, by the mixer's own formula.
+        note: what a reader of its numbers must know.
     """
 
     mixer: str
@@ -69,6 +70,7 @@ class Row:
     agreement: Agreement | None = None
     choices: tuple[tuple[str, Choice], ...] = ()
     flops: float | None = None
+    note: str | None = None
 
     @property
     def title(self) -> str:
@@ -137,7 +139,7 @@ def _row_dict(report: Report, row: Row) -> dict[str, Any]:
         "batch": shape.batch,
         "implementations": [{"op": op, **choice._asdict()} for op, choice in row.choices],
     }
-    found |= {name: said for name in ("failed", "not_run") if (said := getattr(row, name)) is not None}
+    found |= {name: said for name in ("failed", "not_run", "note") if (said := getattr(row, name)) is not None}
     if row.agreement is not None:
         found["check"] = finite(asdict(row.agreement))
     return found if row.measured is None else found | _numbers(report, row, row.measured)
@@ -194,10 +196,11 @@ def _cells(report: Report, row: Row) -> list[str]:
 
 
 def _choice_lines(report: Report) -> list[str]:
-    """One line for each implementation that a mixer's op took, and why."""
+    """One line for each implementation that a mixer's op took, and why, and for what else must be known."""
     lines = [
         f"* {row.mixer}: {op}: {choice.name} ({choice.reason})" for row in report.rows for op, choice in row.choices
     ]
+    lines += [f"* {row.mixer}, {row.maker}: {row.note}" for row in report.rows if row.note is not None]
     return ["", *dict.fromkeys(lines)] if lines else []
 
 

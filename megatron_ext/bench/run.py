@@ -100,7 +100,7 @@ class Bencher:
 
     def _peer(self, row: Row) -> Row:
         layer = peers.build(row.mixer, row.shape, self.platform.device)
-        return replace(row, measured=self._measure(layer, self._training_pass(layer, row.shape)))
+        return replace(row, note=layer.note, measured=self._measure(layer, self._training_pass(layer, row.shape)))
 
     def _training_pass(self, layer: Layer, shape: LayerShape) -> Callable[[], object]:
         sizes = {"length": shape.length, "batch": shape.batch, "hidden": shape.size.hidden}
