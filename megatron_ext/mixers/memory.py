@@ -24,10 +24,19 @@ class Memory(Past):
     def __init__(self) -> None:
         self.num_positions = 0
         self._kept: dict[str, Tensor] = {}
+        self._rows: dict[str, _Rows] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held, room for more included."""
+        held = [*self._kept.values(), *(rows.room for rows in self._rows.values())]
+        return sum(x.untyped_storage().nbytes() for x in held)
 
     def advance(self, count: int) -> int:
         """Count positions that are given now. Returns the first of them."""
-        assert self._kept or not self.num_positions, "a mixer asks `Part.past` for what came before; this one does not"
+        assert self._kept or self._rows or not self.num_positions, (
+            "a mixer asks `Part.past` for what came before; this one does not"
+        )
         self.num_positions += count
         return self.num_positions - count
 
@@ -41,8 +50,10 @@ class Memory(Past):
 
     def rows_so_far(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
         """See `Past.rows_so_far`."""
+        if window is None:
+            return self._rows.setdefault(name, _Rows()).extended_by(x_tbnw)
         rows = torch.cat([self._kept[name], x_tbnw]) if name in self._kept else x_tbnw
-        self._keep_last(name, rows, len(rows) if window is None else window - 1)
+        self._keep_last(name, rows, window - 1)
         return rows
 
     def walk(self, name: str, walk: Walk, v_bthe: Tensor, key_dim: int) -> Tensor:
@@ -59,6 +70,24 @@ class Memory(Past):
         last = rows[max(len(rows) - count, 0) :]
         # A view would hold all rows in memory, and what else the layer has projected beside them.
         self._kept[name] = last.clone() if last.untyped_storage().nbytes() > last.nbytes else last
+
+
+class _Rows:
+    """Rows that are all kept, in room for more, so that not all of them are copied for each that comes."""
+
+    def __init__(self) -> None:
+        self._count, self.room = 0, torch.empty(0)
+
+    def extended_by(self, x: Tensor) -> Tensor:
+        """All rows so far, x [t, ...] the last of them; a view until the next call."""
+        start, self._count = self._count, self._count + len(x)
+        if self._count > len(self.room):
+            room = x.new_empty(max(self._count, 3 * start // 2), *x.shape[1:])
+            if start:
+                room[:start] = self.room[:start]
+            self.room = room
+        self.room[start : self._count] = x
+        return self.room[: self._count]
 
 
 class LooksBack(MegatronModule):
