@@ -1,13 +1,16 @@
-"""The short convolution's Triton form as two operators of torch.library: autograd does not look inside.
+"""The short convolution's Triton form: two operators of torch.library, which torch.compile does not look into.
 
-Importing this needs no Triton; calling does.
+A function of autograd ties them together. `torch.library.custom_op` would tie them too, but what it wraps around each
+call takes 70 us of Python for forward and backward, and small layers wait for Python. Importing this needs no Triton;
+calling does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def short_convolution_triton(
@@ -19,11 +22,27 @@ def short_convolution_triton(
     unit_length: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     """Arguments as in `interface.short_convolution`, checked there, and without an obstacle."""
-    return tuple(short_convolution_forward(x, before, weight, bias, widths, unit_length))
+    return _Convolution.apply(widths, unit_length, x, before, weight, bias)
 
 
-@torch.library.custom_op("selectron::short_convolution", mutates_args=())
-def short_convolution_forward(
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, widths: Sequence[int], unit_length: Sequence[bool], *inputs: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        ctx.unit_length = unit_length
+        return tuple(forward_operator(*inputs, widths, unit_length))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors  # under recompute they may be asked for once only
+        *found, dbias = backward_operator(gradients, *inputs, ctx.unit_length)
+        return None, None, *found, None if inputs[-1] is None else dbias
+
+
+def _forward(
     x: Tensor,
     before: Tensor,
     weight: Tensor,
@@ -37,8 +56,7 @@ def short_convolution_forward(
     return triton_launch.forward(x, before, weight, bias, tuple(widths), tuple(unit_length))
 
 
-@short_convolution_forward.register_fake
-def _(
+def _fake_forward(
     x: Tensor,
     before: Tensor,
     weight: Tensor,
@@ -50,8 +68,7 @@ def _(
     return [x.new_empty(batch, length, units, width) for width in widths]
 
 
-@torch.library.custom_op("selectron::short_convolution_backward", mutates_args=())
-def short_convolution_backward(
+def _backward(
     gradients: Sequence[Tensor],
     x: Tensor,
     before: Tensor,
@@ -61,15 +78,14 @@ def short_convolution_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, before, weight and bias, dense, each in its tensor's dtype; that of no bias is empty.
 
-    `gradients` are those of the parts; the rest as in `short_convolution_forward`.
+    `gradients` are those of the parts; the rest as in `short_convolution_triton`.
     """
     from kernels.short_convolution import triton_launch
 
     return triton_launch.backward(gradients, x, before, weight, bias, tuple(unit_length))
 
 
-@short_convolution_backward.register_fake
-def _(
+def _fake_backward(
     gradients: Sequence[Tensor],
     x: Tensor,
     before: Tensor,
@@ -81,17 +97,14 @@ def _(
     return dx, dbefore, dweight, weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, before, weight, bias, _, ctx.unit_length = inputs
-    ctx.save_for_backward(x, before, weight, bias)
-    ctx.parts = [y.shape for y in output]
+def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Make it an operator; `fake` gives results of the right shape for tensors without data."""
+    qualified = f"selectron::{name}"
+    torch.library.define(qualified, torch.library.infer_schema(function, mutates_args=()))
+    torch.library.impl(qualified, ("cpu", "cuda"), function)
+    torch.library.register_fake(qualified, fake)
+    return getattr(torch.ops.selectron, name).default
 
 
-def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    x, before, weight, bias = ctx.saved_tensors
-    given = [x.new_zeros(shape) if y is None else y for y, shape in zip(gradients, ctx.parts, strict=True)]
-    dx, dbefore, dweight, dbias = short_convolution_backward(given, x, before, weight, bias, ctx.unit_length)
-    return dx, dbefore, dweight, None if bias is None else dbias, None, None
-
-
-short_convolution_forward.register_autograd(_backward, setup_context=_setup_context)
+forward_operator = _register("short_convolution", _forward, _fake_forward)
+backward_operator = _register("short_convolution_backward", _backward, _fake_backward)

@@ -109,7 +109,7 @@ def forward(
     widths: tuple[int, ...],
     unit_length: tuple[bool, ...],
 ) -> list[Tensor]:
-    """Run the forward kernel; arguments and results as in `op.short_convolution_forward`."""
+    """Run the forward kernel; arguments and results as in `op.forward_operator`."""
     length, batch, num_units, _ = x.shape
     cut = plan(x.shape, x.dtype, weight.shape[-1], widths, unit_length, FORWARD, multiprocessors(x))
     outputs = [x.new_empty(batch, length, num_units, width) for width in widths]
@@ -129,7 +129,7 @@ def backward(
     bias: Tensor | None,
     unit_length: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the backward kernels; arguments and results as in `op.short_convolution_backward`."""
+    """Run the backward kernels; arguments and results as in `op.backward_operator`."""
     length, batch, num_units, width = x.shape
     taps, sums = weight.shape[-1], weight.shape[-1] + (bias is not None)
     widths = tuple(y.shape[-1] for y in gradients)

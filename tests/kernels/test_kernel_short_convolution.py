@@ -186,14 +186,22 @@ def test_recompute_gives_the_same_gradients():
 @needs_triton
 @pytest.mark.parametrize("biased", [True, False])
 def test_the_operators_are_well_formed(biased):
-    from kernels.short_convolution.op import short_convolution_backward, short_convolution_forward
+    from kernels.short_convolution.op import backward_operator, forward_operator
 
-    *tensors, bias = (y.detach().requires_grad_() for y in draw(5))
-    bias = bias if biased else None
-    torch.library.opcheck(short_convolution_forward, (*tensors, bias, *HEADS.values()))
+    *tensors, bias = draw(5)
+    inputs = (*tensors, bias if biased else None)
+    torch.library.opcheck(forward_operator, (*inputs, *HEADS.values()))
     gradients = [torch.ones(2, 5, 3, width, device=DEVICE) for width in HEADS["widths"]]
-    detached = [None if y is None else y.detach() for y in (*tensors, bias)]
-    torch.library.opcheck(short_convolution_backward, (gradients, *detached, HEADS["unit_length"]))
+    torch.library.opcheck(backward_operator, (gradients, *inputs, HEADS["unit_length"]))
+
+
+@needs_triton
+def test_a_gradient_of_the_gradient_is_refused():
+    tensors = [y.detach().requires_grad_() for y in draw(2)]
+    parts = short_convolution(*tensors, implementation="triton", **HEADS)
+    (dx,) = torch.autograd.grad(parts[0].square().sum(), tensors[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
 
 
 def test_auto_takes_triton_on_a_gpu_only(caplog):
