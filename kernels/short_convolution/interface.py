@@ -78,7 +78,7 @@ def _obstacle(
         return f"x has stride {x.stride(-1)} in its last dimension: make that contiguous"
     if weight.shape[-1] > MAX_TRITON_TAPS:
         return f"weight has {weight.shape[-1]} taps: give at most {MAX_TRITON_TAPS}"
-    widest = max((width for width, unit in zip(widths, unit_length, strict=True) if unit), default=0)
+    widest = max(width * unit for width, unit in zip(widths, unit_length, strict=True))
     if widest > MAX_TRITON_UNIT_LENGTH:
         return f"widths has a part of unit length of {widest}: give at most {MAX_TRITON_UNIT_LENGTH}"
     return None

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-from triton_cases import BF16, DEVICE, FP16, FP32, ON_GPU, TOLERANCE, poison, relative_rms
+from triton_cases import BF16, DEVICE, FP16, FP32, ON_GPU, TOLERANCE, needs_gpu, poison, relative_rms
 
 from kernels.dispatch import HAS_TRITON
 from kernels.short_convolution import short_convolution
@@ -93,8 +93,11 @@ def test_rows_before_continue_a_sequence():
     torch.testing.assert_close(torch.cat([first, rest], 1), whole)
 
 
+LENGTHS = [1, 2, 63, 130, *([1000, 4099] if ON_GPU else [])]
+
+
 @needs_triton
-@pytest.mark.parametrize("length", [1, 2, 63, 130])
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16] if ON_GPU else [FP32])
 def test_kernels_agree(length, dtype):
     check(draw(length, dtype=dtype, batch=1 if length > 100 else 2), **HEADS)
@@ -121,10 +124,11 @@ def test_16_bits(dtype):
         (2, [200, 8, 1], [True, False, False]),
         (16, [16, 16], None),
         (5, [64, 64, 128], [True, True, False]),
+        (1, [256, 700], [True, False]),
     ],
 )
 def test_cuts_of_a_row(units, widths, unit_length):
-    check(draw(5, units=units, width=sum(widths), batch=1), widths=widths, unit_length=unit_length)
+    check(draw(1000 if ON_GPU else 5, units=units, width=sum(widths), batch=1), widths=widths, unit_length=unit_length)
 
 
 @needs_triton
@@ -166,7 +170,7 @@ def test_a_part_that_nothing_uses():
 
 @needs_triton
 def test_two_runs_give_the_same_bits():
-    tensors = draw(1000 if ON_GPU else 70, dtype=BF16)
+    tensors = draw(1000 if ON_GPU else 37, dtype=BF16)
     first, second = (run(tensors, "triton", **HEADS) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -196,12 +200,43 @@ def test_the_operators_are_well_formed(biased):
 
 
 @needs_triton
+def test_torch_compile_takes_it_whole():
+    def total(*inputs):
+        return sum(y.sin().sum() for y in short_convolution(*inputs, implementation="triton", **HEADS))
+
+    results = []
+    for function in (total, torch.compile(total, backend="aot_eager", fullgraph=True)):
+        tensors = [y.detach().requires_grad_() for y in draw(5)]
+        results.append([function(*tensors), *torch.autograd.grad(function(*tensors), tensors)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@needs_triton
 def test_a_gradient_of_the_gradient_is_refused():
     tensors = [y.detach().requires_grad_() for y in draw(2)]
     parts = short_convolution(*tensors, implementation="triton", **HEADS)
     (dx,) = torch.autograd.grad(parts[0].square().sum(), tensors[0], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
+
+
+@needs_gpu
+def test_more_elements_than_int32_counts():
+    length, width, last = 2**19 + 100, 4128, 200
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB of GPU memory")
+    x = torch.randn(length, 1, 1, width, device=DEVICE, dtype=BF16)
+    before, weight = torch.zeros_like(x[:3]), torch.randn(1, width, 4, device=DEVICE, dtype=BF16)
+    results = []
+    for rows, dtype, form in ((x, BF16, "triton"), (x[-last - 3 :], torch.float64, "reference")):
+        inputs = [y.detach().to(dtype).requires_grad_() for y in (rows, before, weight)]
+        (y,) = short_convolution(*inputs, widths=[width], implementation=form)
+        dy = torch.zeros_like(y)
+        dy[:, -last:] = x[-last:].transpose(0, 1)
+        dx, _, dweight = torch.autograd.grad(y, inputs, dy)
+        results.append((y[:, -last:].detach(), dx[-last:], dweight))
+    for name, got, expected in zip(["y", "x", "weight"], *results, strict=True):
+        assert relative_rms(got, expected) < TOLERANCE[BF16], name
 
 
 def test_auto_takes_triton_on_a_gpu_only(caplog):
