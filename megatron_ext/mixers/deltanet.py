@@ -6,8 +6,6 @@ DeltaNet: Yang, Wang, Zhang, Shen, Kim 2024 (arXiv 2406.06484). With a decay, ga
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch.nn.functional as F
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
@@ -15,9 +13,10 @@ from torch import Tensor
 
 from kernels.fusion import fused
 from kernels.gated_delta_rule import gated_delta_rule
+from kernels.short_convolution import short_convolution
 from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Part, batch_first
-from megatron_ext.mixers.convolution import convolve, rows_before
+from megatron_ext.mixers.convolution import rows_before
 from megatron_ext.mixers.decay import inverse_softplus_step, log_uniform_decay
 from megatron_ext.mixers.registry import register
 from megatron_ext.mixers.stateful import StatefulMixer, walk
@@ -69,7 +68,8 @@ class DeltaNet(StatefulMixer):
         beta, rest = rest_tbuw[..., 0], rest_tbuw[..., 1:]
         weight = self.own_units(self.conv_weight, part)
         before = rows_before(qkv_tbuw, weight, part.past)
-        q, k, v = convolved_heads(qkv_tbuw, before, weight, self.head_widths)
+        of_length_1 = (True, True, False)
+        q, k, v = short_convolution(qkv_tbuw, before, weight, widths=self.head_widths, unit_length=of_length_1)
         return walk(gated_delta_rule, q, k, v, self.log_forgetting(rest, part), strengths(beta), part=part)
 
     def log_forgetting(self, rest_tbuw: Tensor, part: Part) -> Tensor | None:
@@ -106,16 +106,6 @@ class GatedDeltaNet(DeltaNet):
 
 
 @fused
-def convolved_heads(
-    qkv_tbuw: Tensor, before_kbuw: Tensor, weight_uwk: Tensor, widths: Sequence[int]
-) -> tuple[Tensor, ...]:
-    """SiLU of the convolution, cut into queries and keys of length 1, and values: [b, t, u, d] each."""
-    q, k, v = F.silu(convolve(before_kbuw, qkv_tbuw, weight_uwk)).split(list(widths), -1)
-    q, k = (of_unit_length(x) for x in (q, k))
-    return tuple(batch_first(x).contiguous() for x in (q, k, v))
-
-
-@fused
 def strengths(beta_tbu: Tensor) -> Tensor:
     """How strongly each token writes, [b, t, u], fp32."""
     return batch_first(beta_tbu).float().sigmoid().contiguous()
@@ -126,9 +116,3 @@ def forgetting(alpha_tbu: Tensor, step_bias_u: Tensor, log_decay_u: Tensor) -> T
     """-A softplus(alpha + bias), [b, t, u], fp32."""
     step = F.softplus(batch_first(alpha_tbu).float() + step_bias_u.float())
     return (-log_decay_u.float().exp() * step).contiguous()
-
-
-def of_unit_length(x_tbud: Tensor) -> Tensor:
-    """Each head's vector over its length; 1e-6 is added to its square, as in the authors' code. In fp32, then cast."""
-    x_float = x_tbud.float()
-    return (x_float * (x_float.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x_tbud.dtype)

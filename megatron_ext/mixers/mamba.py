@@ -16,9 +16,10 @@ from torch import Tensor
 from kernels.fusion import fused
 from kernels.linear import linear_to_fp32
 from kernels.selective_scan import selective_scan
+from kernels.short_convolution import short_convolution
 from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Mixer, Part, batch_first
-from megatron_ext.mixers.convolution import convolve, rows_before
+from megatron_ext.mixers.convolution import rows_before
 from megatron_ext.mixers.decay import inverse_softplus_step
 from megatron_ext.mixers.registry import register
 from megatron_ext.parallel.exchange import sum_over_ranks
@@ -89,32 +90,32 @@ class Mamba(Mixer):
         """See `Mixer.mix`: short convolution, selective scan, gate."""
         x, z = x_tbuw.chunk(2, -1)
         weight, bias = (self.own_units(p, part) for p in (self.conv_weight, self.conv_bias))
-        x = activated(x, rows_before(x, weight, part.past), weight, bias)
+        before = rows_before(x, weight, part.past)
+        (x_btuw,) = short_convolution(x, before, weight, bias, widths=[self.output_width()])
         size = self.mixer_config.state_size
-        low_tbr, B_tbn, C_tbn = self._project_all_channels(x, part).split([self.dt_rank, size, size], -1)
+        low_btr, B_btn, C_btn = self._project_all_channels(x_btuw, part).split([self.dt_rank, size, size], -1)
         dt_bias = self.own_units(self.dt_bias, part)
         dt_proj = self.own_units(self.dt_proj, part)
-        dt_logits = linear_to_fp32(low_tbr.to(x.dtype), dt_proj.flatten(0, 1)).unflatten(-1, dt_proj.shape[:2])
-        dt_tbuw = steps(dt_logits, dt_bias)
-        return gated(self._scan(x, dt_tbuw, B_tbn, C_tbn, part), z)
+        dt_logits = linear_to_fp32(low_btr.to(x.dtype), dt_proj.flatten(0, 1)).unflatten(-1, dt_proj.shape[:2])
+        dt_btuw = steps(dt_logits, dt_bias)
+        return gated(self._scan(x_btuw, dt_btuw, B_btn, C_btn, part), z)
 
-    def _scan(self, x_tbuw: Tensor, dt_tbuw: Tensor, B_tbn: Tensor, C_tbn: Tensor, part: Part) -> Tensor:
-        """What each token reads from its channels' states, [t, b, u, w]."""
+    def _scan(self, x_btuw: Tensor, dt_btuw: Tensor, B_btn: Tensor, C_btn: Tensor, part: Part) -> Tensor:
+        """What each token reads from its channels' states, [b, t, u, w]."""
         A_log, D = (self.own_units(p, part).float().flatten(0, 1) for p in (self.A_log, self.D))
-        x_btc, dt_btc = (batch_first(y).flatten(2) for y in (x_tbuw, dt_tbuw))
-        inputs = (x_btc, dt_btc, -A_log.exp(), batch_first(B_tbn), batch_first(C_tbn))
+        dt_btc = dt_btuw.flatten(2)
+        inputs = (x_btuw.flatten(2), dt_btc, -A_log.exp(), B_btn, C_btn)
 
         def from_state(state: Tensor | None) -> tuple[Tensor, Tensor]:
             return selective_scan(*inputs, D=D, initial_state=state, return_final_state=True)
 
         kept = (dt_btc.sum(1)[..., None] * inputs[2]).exp()
-        y_btc = part.past.walk_diagonal("state", from_state, kept)
-        return batch_first(y_btc).unflatten(2, (part.num_units, -1))
+        return part.past.walk_diagonal("state", from_state, kept).unflatten(2, (part.num_units, -1))
 
-    def _project_all_channels(self, x_tbuw: Tensor, part: Part) -> Tensor:
-        """The projection of the layer's channels [t, b, dt_rank + 2n], fp32, the same on all ranks of the layer."""
+    def _project_all_channels(self, x_btuw: Tensor, part: Part) -> Tensor:
+        """The projection of the layer's channels [b, t, dt_rank + 2n], fp32, the same on all ranks of the layer."""
         # In fp32, so that what 16 bits would round off the ranks' parts does not depend on how many ranks there are.
-        own = linear_to_fp32(x_tbuw.flatten(2), self.own_units(self.x_proj, part).transpose(0, 1).flatten(1))
+        own = linear_to_fp32(x_btuw.flatten(2), self.own_units(self.x_proj, part).transpose(0, 1).flatten(1))
         total = sum_over_ranks(own, self.tp_group)
         # Context-parallel ranks that have exchanged sequence for heads hold different heads, too.
         return total if part.num_units == self.num_units_per_rank else sum_over_ranks(total, self.cp_group)
@@ -129,21 +130,15 @@ class Mamba(Mixer):
 
 
 @fused
-def activated(x_tbuw: Tensor, before_kbuw: Tensor, weight_uwk: Tensor, bias_uw: Tensor) -> Tensor:
-    """SiLU of the convolution."""
-    return F.silu(convolve(before_kbuw, x_tbuw, weight_uwk) + bias_uw)
+def steps(logits_btuw: Tensor, bias_uw: Tensor) -> Tensor:
+    """Step sizes [b, t, u, w], fp32."""
+    return F.softplus(logits_btuw + bias_uw.float())
 
 
 @fused
-def steps(logits_tbuw: Tensor, bias_uw: Tensor) -> Tensor:
-    """Step sizes [t, b, u, w], fp32."""
-    return F.softplus(logits_tbuw + bias_uw.float())
-
-
-@fused
-def gated(y_tbuw: Tensor, gate_tbuw: Tensor) -> Tensor:
-    """Times SiLU of the gate."""
-    return (y_tbuw.float() * F.silu(gate_tbuw.float())).to(gate_tbuw.dtype).contiguous()
+def gated(y_btuw: Tensor, gate_tbuw: Tensor) -> Tensor:
+    """Times SiLU of the gate, [t, b, u, w]."""
+    return (batch_first(y_btuw).float() * F.silu(gate_tbuw.float())).to(gate_tbuw.dtype).contiguous()
 
 
 def log_of_one_to_size(whole: Tensor, _: torch.Generator) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from kernels.fusion import fused
 from kernels.gated_linear_attention import gated_linear_attention
+from kernels.short_convolution import short_convolution
 from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Mixer, Part, batch_first
-from megatron_ext.mixers.convolution import convolve, rows_before
+from megatron_ext.mixers.convolution import rows_before
 from megatron_ext.mixers.decay import inverse_softplus_step, log_uniform_decay
 from megatron_ext.mixers.registry import register
 from megatron_ext.mixers.stateful import walk
@@ -115,9 +116,9 @@ class Mamba2(Mixer):
     def _convolved(self, xbc_tbuw: Tensor, part: Part) -> tuple[Tensor, ...]:
         widths = [self.output_width(), self.mixer_config.state_size, self.mixer_config.state_size]
         if not self.mixer_config.convolution:
-            return activated(xbc_tbuw, None, None, None, widths)
+            return activated(xbc_tbuw, widths)
         weight, bias = (self.own_units(p, part) for p in (self.conv_weight, self.conv_bias))
-        return activated(xbc_tbuw, rows_before(xbc_tbuw, weight, part.past), weight, bias, widths)
+        return short_convolution(xbc_tbuw, rows_before(xbc_tbuw, weight, part.past), weight, bias, widths=widths)
 
     def _read_states(self, x_btuhd: Tensor, b_btun: Tensor, c_btun: Tensor, step_tbuh: Tensor, part: Part) -> Tensor:
         """What each token reads from its head's state, [b, t, u, h, d]: S <- e^g S + B (step x)^T;  S^T C."""
@@ -142,12 +143,8 @@ class Mamba2(Mixer):
 
 
 @fused
-def activated(
-    xbc_tbuw: Tensor, before_kbuw: Tensor | None, weight_uwk: Tensor | None, bias_uw: Tensor | None, widths: list[int]
-) -> tuple[Tensor, ...]:
-    """SiLU of the convolution, where there is one, cut into x, B and C: [b, t, u, w] each."""
-    if before_kbuw is not None and weight_uwk is not None and bias_uw is not None:
-        xbc_tbuw = convolve(before_kbuw, xbc_tbuw, weight_uwk) + bias_uw
+def activated(xbc_tbuw: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
+    """SiLU, cut into x, B and C: [b, t, u, w] each."""
     return tuple(batch_first(y).contiguous() for y in F.silu(xbc_tbuw).split(widths, -1))
 
 

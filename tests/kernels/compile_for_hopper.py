@@ -18,6 +18,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kernels.selective_scan.op import selective_scan_triton
+from kernels.short_convolution.op import short_convolution_triton
 from kernels.top1_chunk import best_by_keys, choice, triton_launch, triton_launch_screening
 from kernels.top1_chunk.interface import Score
 from kernels.top1_chunk.op import top1_chunk, top1_chunk_backward
@@ -86,6 +87,15 @@ def scan(tokens: int, size: int) -> None:
     y.sum().backward()
 
 
+def convolution(width: int, taps: int, widths: list[int], biased: bool) -> None:
+    x = torch.zeros(300, 2, 3, width, dtype=torch.bfloat16, requires_grad=True)[..., : sum(widths)]
+    weight = torch.zeros(3, sum(widths), taps, dtype=torch.bfloat16)
+    unit_length = [w < 256 for w in widths]
+    bias = weight[..., 0] if biased else None
+    parts = short_convolution_triton(x, torch.zeros_like(x[1:taps]), weight, bias, widths, unit_length)
+    torch.autograd.backward(parts, [torch.ones_like(y) for y in parts])
+
+
 def main() -> None:
     driver.set_active(Target())
     choice.form_obstacle = lambda *_: None  # not even that there is no GPU
@@ -105,6 +115,8 @@ def main() -> None:
     element(300, 128)
     for tokens, size in ((300, 1), (300, 16), (301, 16), (300, 64)):
         scan(tokens, size)
+    convolution(384, 4, [64, 64, 256], biased=False)
+    convolution(37, 8, [20, 1], biased=True)
     print(*sorted(compiled))
 
 

@@ -10,9 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.mixers.convolution import causal_convolution
-from megatron_ext.mixers.past import BEGINNING
-
 MakeMixer = Callable[..., Any]
 
 
@@ -62,24 +59,3 @@ def test_it_is_the_loop_over_tokens(
     )
     out, _ = mixer(hidden_states)
     torch.testing.assert_close(out.double(), mixed @ mixer.out_proj.weight.double().T, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kernel", [1, 2, 4])
-@pytest.mark.parametrize("length", [1, 3, 9])
-def test_the_convolution_is_torchs(kernel: int, length: int) -> None:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(length, 2, 3, 5, dtype=torch.float64, generator=generator, requires_grad=True)
-    weight = torch.randn(3, 5, kernel, dtype=torch.float64, generator=generator, requires_grad=True)
-    channels = x.permute(1, 2, 3, 0).reshape(2, 15, length)
-    padded = torch.nn.functional.pad(channels, (kernel - 1, 0))
-    expected = torch.nn.functional.conv1d(padded, weight.reshape(15, 1, kernel), groups=15)
-    expected = expected.view(2, 3, 5, length).permute(3, 0, 1, 2)
-    found = causal_convolution(x, weight, BEGINNING)
-    torch.testing.assert_close(found, expected)
-    upstream = torch.randn(found.shape, dtype=torch.float64, generator=generator)
-    for a, b in zip(
-        torch.autograd.grad(found, (x, weight), upstream),
-        torch.autograd.grad(expected, (x, weight), upstream),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b)

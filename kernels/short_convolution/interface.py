@@ -1,0 +1,111 @@
+"""The public form of the short convolution: checks, and the choice of an implementation."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from kernels.dispatch import (
+    check_any_floating,
+    check_floating,
+    check_shapes,
+    choose_triton_or_reference,
+    full_precision,
+    triton_obstacle,
+)
+from kernels.short_convolution import reference
+from kernels.short_convolution.op import short_convolution_triton
+
+Implementation = Literal["auto", "reference", "triton"]
+
+MAX_TRITON_TAPS = 8
+"""Taps, for the Triton form: it has the rows of as many positions in registers."""
+
+MAX_TRITON_UNIT_LENGTH = 256
+"""Width of a part of unit length, for the Triton form: one warp has all of it."""
+
+
+def short_convolution(
+    x: Tensor,
+    before: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    widths: Sequence[int],
+    unit_length: Sequence[bool] | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[Tensor, ...]:
+    """SiLU of a depthwise causal convolution over positions, cut into parts; computed in fp32 (float64 for float64).
+
+    Args:
+        x: [t, b, u, w], any strides, fp32, bf16, fp16 or float64; each of the w features of a unit goes by itself.
+        before: rows before x, [k - 1, b, u, w] in x's dtype: zeros, or what other calls were given.
+        weight: taps [u, w, k], any floating dtype; the last one meets the own position.
+        bias: [u, w], any floating dtype; None for none.
+        widths: of the parts that the features are cut into; they sum to w.
+        unit_length: for each part, whether each unit's vector is divided by its length, 1e-6 added to its square;
+            None: no part's.
+        implementation: "reference"; "triton", for a last dimension of x that is contiguous, up to 8 taps and unit
+            length of parts up to 256 wide; or "auto", triton where it can, else reference.
+
+    Returns:
+        One tensor a part, contiguous [b, t, u, width], in x's dtype.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+
+    Source: Gu, Dao 2023, "Mamba" (arXiv 2312.00752), section 3.4; unit length: Yang et al. 2024, "Parallelizing Linear
+    Transformers with the Delta Rule over Sequence Length" (arXiv 2406.06484).
+    """
+    widths = list(widths)
+    unit_length = [False] * len(widths) if unit_length is None else list(unit_length)
+    _check(x, before, weight, bias, widths, unit_length)
+    obstacle = _obstacle(x, weight, bias, widths, unit_length)
+    form = choose_triton_or_reference("short_convolution", implementation, x, obstacle).name
+    if form == "triton":
+        return short_convolution_triton(x, before, weight, bias, widths, unit_length)
+    with full_precision(x):
+        return reference.short_convolution(x, before, weight, bias, widths, unit_length)
+
+
+def _obstacle(
+    x: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int], unit_length: Sequence[bool]
+) -> str | None:
+    obstacle = triton_obstacle(x=x, weight=weight, **({} if bias is None else {"bias": bias}))
+    if obstacle is not None:
+        return obstacle
+    if x.stride(-1) != 1:
+        return f"x has stride {x.stride(-1)} in its last dimension: make that contiguous"
+    if weight.shape[-1] > MAX_TRITON_TAPS:
+        return f"weight has {weight.shape[-1]} taps: give at most {MAX_TRITON_TAPS}"
+    widest = max(width * unit for width, unit in zip(widths, unit_length, strict=True))
+    if widest > MAX_TRITON_UNIT_LENGTH:
+        return f"widths has a part of unit length of {widest}: give at most {MAX_TRITON_UNIT_LENGTH}"
+    return None
+
+
+def _check(
+    x: Tensor,
+    before: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    widths: Sequence[int],
+    unit_length: Sequence[bool],
+) -> None:
+    if x.dim() != 4 or x.numel() == 0:
+        raise ValueError(f"x has shape {list(x.shape)}: give [length, batch, units, width], none of them 0")
+    if weight.dim() != 3 or weight.numel() == 0:
+        raise ValueError(f"weight has shape {list(weight.shape)}: give [units, width, taps], none of them 0")
+    of_unit, taps = x.shape[2:], weight.shape[-1]
+    expected = {"weight": (weight, (*of_unit, taps)), "before": (before, (taps - 1, *x.shape[1:]))}
+    if bias is not None:
+        expected["bias"] = (bias, of_unit)
+    check_shapes(x, expected, reader="x")
+    check_floating(x=x, before=before)
+    check_any_floating(**{name: tensor for name, (tensor, _) in expected.items()})
+    if min(widths, default=0) < 1 or sum(widths) != of_unit[1]:
+        raise ValueError(
+            f"widths is {list(widths)}: give whole numbers from 1 that sum to {of_unit[1]}, the width of x"
+        )
+    if len(unit_length) != len(widths):
+        raise ValueError(f"unit_length is {list(unit_length)}: give a bool for each of the {len(widths)} widths")

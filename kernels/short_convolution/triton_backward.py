@@ -1,0 +1,144 @@
+"""Gradients of the short convolution, in Triton; see `triton_tile` for how the work is cut.
+
+With z the convolution, a = z sigmoid(z) and r the inverse of a's length (1 where a part keeps its own), y = r a:
+
+    da = r dy - r^3 a (a . dy);  dz = da sigmoid(z) (1 + z (1 - sigmoid(z)))
+    dx_t = sum over j of weight_j dz_{t + K - 1 - j};  dweight_j = sum over t of dz_t x_{t - (K - 1 - j)}
+
+z is found again from x. A program walks K - 1 rows beyond its chunk, for what they send back into it. Each program owns
+what it writes, the sums over a chunk included, which `sum_shares` sums up: nothing is atomic and sums have one order.
+"""
+
+# mypy: ignore-errors
+# Triton compiles what is below; pointers and tiles have no type in Python.
+
+import triton
+import triton.language as tl
+
+from kernels.short_convolution.triton_tile import (
+    inverse_length,
+    load_history,
+    load_taps,
+    place_in_grid,
+    place_in_row,
+    sum_over_taps,
+)
+
+
+@triton.jit(do_not_specialize=["length", "chunk_length", "batch"])
+def differentiate(
+    x, before, weight, bias, gradients, dx, dbefore, shares, length, chunk_length, batch, time_stride, batch_stride,
+    unit_stride,
+    U: tl.constexpr, W: tl.constexpr, K: tl.constexpr, SEGMENTS: tl.constexpr, PROGRAMS: tl.constexpr,
+    STEP: tl.constexpr, EPSILON: tl.constexpr,
+):  # fmt: skip
+    """Write dx and dbefore, and each chunk's share of dweight and dbias. Grid (chunks * batch * PROGRAMS).
+
+    Tensors and numbers as in `triton_forward.convolve`, and:
+        gradients: a tuple, [batch, length, U, width] for each segment.
+        dx: [length, batch, U, W], out.
+        dbefore: [K - 1, batch, U, W], out.
+        shares: fp32 [chunks * batch, K + 1, U, W], out: of the taps, then of the bias; [.., K, U, W] without one.
+    """
+    place, share, sample, begin, end = place_in_grid(PROGRAMS, batch, length, chunk_length)
+    x += sample * batch_stride
+    before, dx, dbefore = before + sample * U * W, dx + sample * U * W, dbefore + sample * U * W
+    shares += share.to(tl.int64) * (K if bias is None else K + 1) * U * W
+    for s in tl.static_range(len(SEGMENTS)):
+        if (place >= SEGMENTS[s].first) & (place < SEGMENTS[s].end):
+            differentiate_segment(
+                x, before, weight, bias, gradients[s] + sample * length * U * SEGMENTS[s].width, dx, dbefore, shares,
+                place - SEGMENTS[s].first, begin, end, length, batch, time_stride, unit_stride,
+                U, W, K, SEGMENTS[s], STEP, EPSILON,
+            )  # fmt: skip
+
+
+@triton.jit
+def differentiate_segment(
+    x, before, weight, bias, gradient, dx, dbefore, shares, place, begin, end, length, batch, time_stride, unit_stride,
+    U: tl.constexpr, W: tl.constexpr, K: tl.constexpr, SEGMENT: tl.constexpr, STEP: tl.constexpr,
+    EPSILON: tl.constexpr,
+):  # fmt: skip
+    """One tile of a segment; the pointers are those of the sample, and of the chunk's share."""
+    unit, column, exists = place_in_row(place, U, SEGMENT)
+    channel = unit * W + SEGMENT.start + column
+    taps, shift = load_taps(weight, bias, channel, exists, K)
+    x += unit * unit_stride + SEGMENT.start + column
+    gradient += unit * SEGMENT.width + column
+    before, dx, dbefore, shares = before + channel, dx + channel, dbefore + channel, shares + channel
+    window = load_history(x, before, begin, time_stride, batch * U * W, exists, K)
+    pending, sums, zero = (), (), tl.zeros(channel.shape, tl.float32)
+    for _ in tl.static_range(K - 1):
+        pending += (zero,)  # of the last K - 1 rows, to which later ones still send
+    for _ in tl.static_range(K):
+        sums += (zero,)
+    bias_sum = zero
+    for start in range(begin, end + K - 1, STEP):
+        rows = ()
+        for i in tl.static_range(STEP):
+            valid = exists & (start + i < length)
+            x_t = tl.load(x + (start + i) * time_stride, mask=valid, other=0.0)
+            rows += ((x_t, tl.load(gradient + (start + i) * U * SEGMENT.width, mask=valid, other=0.0)),)
+        for i in tl.static_range(STEP):
+            window += (rows[i][0].to(tl.float32),)
+            z = sum_over_taps(window, taps, shift, K)
+            dz = differentiate_activation(z, rows[i][1].to(tl.float32), SEGMENT.unit_length, EPSILON)
+            own = tl.where(start + i < end, dz, 0.0)
+            bias_sum += own
+            sums = add_products(sums, window, own, K)
+            pending += (zero,)
+            pending = add_products(pending, taps, dz, K)
+            row = start + i - (K - 1)
+            done = pending[0].to(dx.dtype.element_ty)
+            tl.store(dx + row * batch * U * W, done, mask=exists & (row >= begin) & (row < end))
+            tl.store(dbefore + (row + K - 1) * batch * U * W, done, mask=exists & (row < 0))
+            window, pending = window[1:], pending[1:]
+    for j in tl.static_range(K):
+        tl.store(shares + j * U * W, sums[j], mask=exists)
+    if bias is not None:
+        tl.store(shares + K * U * W, bias_sum, mask=exists)
+
+
+@triton.jit
+def differentiate_activation(z, dy, UNIT_LENGTH: tl.constexpr, EPSILON: tl.constexpr):
+    """Turn dy into dz, fp32 [UNITS, BLOCK]."""
+    gate = tl.sigmoid(z)
+    if UNIT_LENGTH:
+        a = z * gate
+        r = inverse_length(a, EPSILON)
+        dy = r * (dy - a * (r * r * tl.sum(a * dy, 1, keep_dims=True)))
+    return dy * gate * (1 + z * (1 - gate))
+
+
+@triton.jit
+def add_products(totals, factors, x, K: tl.constexpr):
+    """totals_j + factors_j x for each of the K."""
+    result = ()
+    for j in tl.static_range(K):
+        result += (totals[j] + factors[j] * x,)
+    return result
+
+
+@triton.jit(do_not_specialize=["count"])
+def sum_shares(
+    shares, dweight, dbias, count, channels: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Sum the shares of dweight and dbias. Grid (channel blocks, K + 1), or K without a bias.
+
+    Tensors:
+        shares: fp32 [count, K + 1, channels], or [count, K, channels] without a bias.
+        dweight: [channels, K], out.
+        dbias: [channels], out, or None.
+    """
+    tap, taps = tl.program_id(1), tl.num_programs(1)
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = channel < channels
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, count, ROWS):
+        share = start + tl.arange(0, ROWS)[:, None]
+        pointers = shares + (share.to(tl.int64) * taps + tap) * channels + channel[None, :]
+        total += tl.load(pointers, mask=(share < count) & exists[None, :], other=0.0)
+    total = tl.sum(total, 0)
+    tl.store(dweight + channel * K + tap, total.to(dweight.dtype.element_ty), mask=exists & (tap < K))
+    if dbias is not None:
+        tl.store(dbias + channel, total.to(dbias.dtype.element_ty), mask=exists & (tap == K))

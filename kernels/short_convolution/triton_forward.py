@@ -1,0 +1,73 @@
+"""The short convolution, in Triton; see `triton_tile` for how the work is cut."""
+
+# mypy: ignore-errors
+# Triton compiles what is below; pointers and tiles have no type in Python.
+
+import triton
+import triton.language as tl
+
+from kernels.short_convolution.triton_tile import (
+    inverse_length,
+    load_history,
+    load_taps,
+    place_in_grid,
+    place_in_row,
+    sum_over_taps,
+)
+
+
+@triton.jit(do_not_specialize=["length", "chunk_length", "batch"])
+def convolve(
+    x, before, weight, bias, outputs, length, chunk_length, batch, time_stride, batch_stride, unit_stride,
+    U: tl.constexpr, W: tl.constexpr, K: tl.constexpr, SEGMENTS: tl.constexpr, PROGRAMS: tl.constexpr,
+    STEP: tl.constexpr, EPSILON: tl.constexpr,
+):  # fmt: skip
+    """Write every part. Grid (chunks * batch * PROGRAMS).
+
+    Tensors:
+        x: [length, batch, U, W] with these strides, the last one 1.
+        before: [K - 1, batch, U, W].
+        weight: [U, W, K].
+        bias: [U, W], or None.
+        outputs: a tuple, [batch, length, U, width] for each segment.
+
+    SEGMENTS: see `triton_launch.Segment`; PROGRAMS: their tiles in a row; STEP: rows that are read at a time.
+    """
+    place, _, sample, begin, end = place_in_grid(PROGRAMS, batch, length, chunk_length)
+    x += sample * batch_stride
+    before += sample * U * W
+    for s in tl.static_range(len(SEGMENTS)):
+        if (place >= SEGMENTS[s].first) & (place < SEGMENTS[s].end):
+            convolve_segment(
+                x, before, weight, bias, outputs[s] + sample * length * U * SEGMENTS[s].width,
+                place - SEGMENTS[s].first, begin, end, batch, time_stride, unit_stride,
+                U, W, K, SEGMENTS[s], STEP, EPSILON,
+            )  # fmt: skip
+
+
+@triton.jit
+def convolve_segment(
+    x, before, weight, bias, output, place, begin, end, batch, time_stride, unit_stride,
+    U: tl.constexpr, W: tl.constexpr, K: tl.constexpr, SEGMENT: tl.constexpr, STEP: tl.constexpr,
+    EPSILON: tl.constexpr,
+):  # fmt: skip
+    """One tile of a segment; the pointers are those of the sample."""
+    unit, column, exists = place_in_row(place, U, SEGMENT)
+    channel = unit * W + SEGMENT.start + column
+    taps, shift = load_taps(weight, bias, channel, exists, K)
+    x += unit * unit_stride + SEGMENT.start + column
+    output += unit * SEGMENT.width + column
+    window = load_history(x, before + channel, begin, time_stride, batch * U * W, exists, K)
+    for start in range(begin, end, STEP):
+        rows = ()
+        for i in tl.static_range(STEP):
+            rows += (tl.load(x + (start + i) * time_stride, mask=exists & (start + i < end), other=0.0),)
+        for i in tl.static_range(STEP):
+            window += (rows[i].to(tl.float32),)
+            y = sum_over_taps(window, taps, shift, K)
+            y = y * tl.sigmoid(y)
+            if SEGMENT.unit_length:
+                y = y * inverse_length(y, EPSILON)
+            pointers = output + (start + i) * U * SEGMENT.width
+            tl.store(pointers, y.to(output.dtype.element_ty), mask=exists & (start + i < end))
+            window = window[1:]

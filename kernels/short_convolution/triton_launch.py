@@ -1,0 +1,153 @@
+"""The launches of the short convolution's Triton kernels, their sizes and their buffers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.short_convolution import triton_backward, triton_forward
+from kernels.short_convolution.reference import EPSILON
+from kernels.triton_math import multiprocessors, next_power_of_two, on_device
+
+
+class Tuning(NamedTuple):
+    """What may be chosen freely for a kernel.
+
+    Attributes:
+        row_bytes: of x that a program has of a row, about: a power of two. Of 512 a lane has 16, its widest load.
+        step: rows that it reads at a time.
+        least_chunk, most_chunk: positions that it has, multiples of step. Each chunk reads a few rows beside its own.
+        programs: a multiprocessor, to reach by cutting chunks.
+    """
+
+    row_bytes: int
+    step: int
+    least_chunk: int
+    most_chunk: int
+    programs: int
+
+
+FORWARD = Tuning(row_bytes=512, step=8, least_chunk=32, most_chunk=128, programs=64)
+BACKWARD = Tuning(row_bytes=256, step=4, least_chunk=32, most_chunk=256, programs=64)
+"""Replace them to measure others."""
+
+SHARE_ROWS, SHARE_BLOCK = 32, 32
+"""Shares and channels that `sum_shares` reads at a time."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """How one part is cut into tiles. No tuple: of one, Triton forgets the names.
+
+    Attributes:
+        start, width: its features of a unit.
+        unit_length: whether its vectors are given unit length; a tile then has whole ones.
+        units, block: the tile, powers of two.
+        first, end: its tiles among all of a row.
+    """
+
+    start: int
+    width: int
+    unit_length: bool
+    units: int
+    block: int
+    first: int
+    end: int
+
+
+class Plan(NamedTuple):
+    """A launch: how positions are cut, the grid's size, and what is known when the kernel is compiled."""
+
+    chunk_length: int
+    shares: int
+    programs: int
+    constants: dict[str, Any]
+
+
+def cut_row(widths: Sequence[int], unit_length: Sequence[bool], num_units: int, numbers: int) -> tuple[Segment, ...]:
+    """Tiles of about `numbers`."""
+    segments: list[Segment] = []
+    start = first = 0
+    for width, unit in zip(widths, unit_length, strict=True):
+        block = next_power_of_two(width) if unit else min(next_power_of_two(width), numbers)
+        units = min(max(1, numbers // block), next_power_of_two(num_units))
+        end = first + -(-num_units // units) * -(-width // block)
+        segments.append(Segment(start, width, unit, units, block, first, end))
+        start, first = start + width, end
+    return tuple(segments)
+
+
+@lru_cache(maxsize=256)
+def plan(
+    shape: torch.Size,
+    dtype: torch.dtype,
+    taps: int,
+    widths: tuple[int, ...],
+    unit_length: tuple[bool, ...],
+    tuning: Tuning,
+    processors: int,
+) -> Plan:
+    """For x of this shape and dtype; kept, as making it takes longer than a launch."""
+    length, batch, num_units, width = shape
+    segments = cut_row(widths, unit_length, num_units, tuning.row_bytes // dtype.itemsize)
+    tiles = segments[-1].end
+    wanted = -(-length * batch * tiles // (tuning.programs * processors))
+    chunk_length = min(max(tuning.least_chunk, -(-wanted // tuning.step) * tuning.step), tuning.most_chunk)
+    shares = -(-length // chunk_length) * batch
+    constants = {"U": num_units, "W": width, "K": taps, "SEGMENTS": segments, "PROGRAMS": tiles, "STEP": tuning.step}
+    return Plan(chunk_length, shares, shares * tiles, {**constants, "EPSILON": EPSILON, "num_warps": 1})
+
+
+def forward(
+    x: Tensor,
+    before: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    widths: tuple[int, ...],
+    unit_length: tuple[bool, ...],
+) -> list[Tensor]:
+    """Run the forward kernel; arguments and results as in `op.forward_operator`."""
+    length, batch, num_units, _ = x.shape
+    cut = plan(x.shape, x.dtype, weight.shape[-1], widths, unit_length, FORWARD, multiprocessors(x))
+    outputs = [x.new_empty(batch, length, num_units, width) for width in widths]
+    with on_device(x):
+        triton_forward.convolve[cut.programs,](
+            *_inputs(x, before, weight, bias), tuple(outputs), length, cut.chunk_length, batch, *x.stride()[:3],
+            **cut.constants,
+        )  # fmt: skip
+    return outputs
+
+
+def backward(
+    gradients: Sequence[Tensor],
+    x: Tensor,
+    before: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    unit_length: tuple[bool, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the backward kernels; arguments and results as in `op.backward_operator`."""
+    length, batch, num_units, width = x.shape
+    taps, sums = weight.shape[-1], weight.shape[-1] + (bias is not None)
+    widths = tuple(y.shape[-1] for y in gradients)
+    cut = plan(x.shape, x.dtype, taps, widths, unit_length, BACKWARD, multiprocessors(x))
+    dx, dbefore, dweight = (y.new_empty(y.shape) for y in (x, before, weight))
+    dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    shares = x.new_empty(cut.shares, sums, num_units, width, dtype=torch.float32)
+    with on_device(x):
+        triton_backward.differentiate[cut.programs,](
+            *_inputs(x, before, weight, bias), tuple(y.contiguous() for y in gradients), dx, dbefore, shares,
+            length, cut.chunk_length, batch, *x.stride()[:3], **cut.constants,
+        )  # fmt: skip
+        triton_backward.sum_shares[-(-num_units * width // SHARE_BLOCK), sums](
+            shares, dweight, None if bias is None else dbias, cut.shares, num_units * width,
+            K=taps, ROWS=SHARE_ROWS, BLOCK=SHARE_BLOCK, num_warps=4,
+        )  # fmt: skip
+    return dx, dbefore, dweight, dbias
+
+
+def _inputs(x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    return x, before.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
