@@ -1,0 +1,82 @@
+"""Based as linear attention: features of queries and keys whose products are the weights.
+
+Arora et al. 2024, "Simple linear attention language models balance the recall-throughput tradeoff" (arXiv 2402.18668),
+its Taylor feature map.
+
+Suffixes: b batch, h head, t position, f width of queries and keys, d features, e value dim.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels.fusion import fused
+
+Walk = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Causal linear attention of scale 1: queries and keys [b, t, h, d], values [b, t, h, e] to sums [b, t, h, e]."""
+
+
+def by_features(
+    q_bthf: Tensor,
+    k_bthf: Tensor,
+    v_bthe: Tensor,
+    walk: Walk,
+    *,
+    dtype: torch.dtype = torch.float32,
+    multiple: int = 1,
+) -> Tensor:
+    """What `based` gives, by linear attention.
+
+    Args:
+        q_bthf: queries [b, t, h, f].
+        k_bthf: keys [b, t, h, f].
+        v_bthe: values [b, t, h, e].
+        walk: takes the features, and values with a 1 behind them, which sums the weights. It may begin with a state.
+        dtype: of what it takes.
+        multiple: the widths of what it takes are brought to multiples of this by zeros.
+
+    Returns:
+        o [b, t, h, e] in the values' dtype.
+    """
+    sums_bthx = walk(*_featured(q_bthf, k_bthf, v_bthe, dtype, multiple))
+    return _over_weights(sums_bthx, v_bthe.shape[-1]).to(v_bthe.dtype)
+
+
+def num_features(width: int) -> int:
+    """Features that queries and keys of a width have: 1 + f + f (f + 1) / 2."""
+    return 1 + width + width * (width + 1) // 2
+
+
+@fused
+def _featured(
+    q_bthf: Tensor, k_bthf: Tensor, v_bthe: Tensor, dtype: torch.dtype, multiple: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    with_ones = pad(v_bthe, (0, 1), value=1.0)
+    features = (taylor_features(x.to(torch.promote_types(dtype, torch.float32))) for x in (q_bthf, k_bthf))
+    q, k, v = (pad(x, (0, -x.shape[-1] % multiple)).to(dtype) for x in (*features, with_ones))
+    return q, k, v
+
+
+def taylor_features(x_bthf: Tensor) -> Tensor:
+    """Features whose products are 1 + s + s^2 / 2, s = x.y / sqrt(f): [..., f] to [..., `num_features`(f)].
+
+    Each pair of numbers once, as x_i x_j and x_j x_i are the same. Pairs go by how far apart they stand in a ring:
+    gathered by index, their gradient would be scattered.
+    """
+    width = x_bthf.shape[-1]
+    x_bthf = x_bthf * width**-0.25
+    pairs = [x_bthf.square() * 0.5**0.5]
+    pairs += [x_bthf * x_bthf.roll(apart, -1) for apart in range(1, (width + 1) // 2)]
+    if width % 2 == 0:
+        left, right = x_bthf.chunk(2, -1)
+        pairs.append(left * right)
+    return torch.cat([torch.ones_like(x_bthf[..., :1]), x_bthf, *pairs], -1)
+
+
+@fused
+def _over_weights(sums_bthx: Tensor, width: int) -> Tensor:
+    """Sums of weighed values [..., :width] over the sum of weights behind them, in fp32 at least: [..., width]."""
+    sums_bthx = sums_bthx.to(torch.promote_types(sums_bthx.dtype, torch.float32))
+    return sums_bthx[..., :width] / sums_bthx[..., width : width + 1]
