@@ -25,6 +25,9 @@ from megatron_ext.mixers.stateful import walk
 from megatron_ext.mixers.token_shift import ramp, ramps
 from megatron_ext.parallel.parameters import Initializer, by_channel, constant, normal, zeros
 
+LEAST_LOG_DECAY = -math.exp(-0.5)
+"""The paper's: of a key feature at least 0.545 is left after a token, before anything is removed."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RWKV7Config:
@@ -110,8 +113,8 @@ def default_rank(factor: float, hidden_size: int) -> int:
 
 
 def _receptance_key_value_first(r: Tensor, k: Tensor, v: Tensor, w: Tensor, a: Tensor, b: Tensor, **more: Any) -> Any:
-    """`rwkv7` with its inputs in the order of `walk`."""
-    return rwkv7(r, w, k, v, a, b, **more)
+    """`rwkv7` with its inputs in the order of `walk`, and the bound that `moving_heads` keeps."""
+    return rwkv7(r, w, k, v, a, b, log_decay_bound=LEAST_LOG_DECAY, **more)
 
 
 @fused
@@ -127,7 +130,7 @@ def moving_heads(
     key_rate_ud: Tensor,
 ) -> tuple[Tensor, ...]:
     """Receptances, keys, values, log decays, what is removed and where it goes: [b, t, u, d] each, the last 3 fp32."""
-    log_decay = -math.exp(-0.5) * (decay_base_ud.float() + of_decay_tbud.float()).sigmoid()
+    log_decay = LEAST_LOG_DECAY * (decay_base_ud.float() + of_decay_tbud.float()).sigmoid()
     rate = (rate_base_ud.float() + of_rate_tbud.float()).sigmoid()
     removed = F.normalize(k_tbud.float() * removal_scale_ud.float(), dim=-1)
     k = (k_tbud.float() * (1 + (rate - 1) * key_rate_ud.float())).to(v_tbud.dtype)
