@@ -53,26 +53,37 @@ def num_features(width: int) -> int:
 def _featured(
     q_bthf: Tensor, k_bthf: Tensor, v_bthe: Tensor, dtype: torch.dtype, multiple: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with_ones = pad(v_bthe, (0, 1), value=1.0)
-    features = (taylor_features(x.to(torch.promote_types(dtype, torch.float32))) for x in (q_bthf, k_bthf))
-    q, k, v = (pad(x, (0, -x.shape[-1] % multiple)).to(dtype) for x in (*features, with_ones))
-    return q, k, v
+    width = num_features(q_bthf.shape[-1])
+    q, k = (taylor_features(x, dtype, _missing(width, multiple)) for x in (q_bthf, k_bthf))
+    with_ones = pad(v_bthe.to(dtype), (0, 1), value=1.0)
+    return q, k, pad(with_ones, (0, _missing(with_ones.shape[-1], multiple)))
 
 
-def taylor_features(x_bthf: Tensor) -> Tensor:
-    """Features whose products are 1 + s + s^2 / 2, s = x.y / sqrt(f): [..., f] to [..., `num_features`(f)].
+def _missing(width: int, multiple: int) -> int:
+    return -width % multiple
+
+
+def taylor_features(x_bthf: Tensor, dtype: torch.dtype, zeros: int = 0) -> Tensor:
+    """Features whose products are 1 + s + s^2 / 2, s = x.y / sqrt(f): [..., f] to [..., `num_features`(f) + zeros].
 
     Each pair of numbers once, as x_i x_j and x_j x_i are the same. Pairs go by how far apart they stand in a ring:
     gathered by index, their gradient would be scattered.
+
+    Args:
+        x_bthf: queries or keys [..., f].
+        dtype: of the features, which are made in fp32 at least.
+        zeros: how many are put behind them.
     """
     width = x_bthf.shape[-1]
-    x_bthf = x_bthf * width**-0.25
+    x_bthf = x_bthf.to(torch.promote_types(dtype, torch.float32)) * width**-0.25
     pairs = [x_bthf.square() * 0.5**0.5]
     pairs += [x_bthf * x_bthf.roll(apart, -1) for apart in range(1, (width + 1) // 2)]
     if width % 2 == 0:
         left, right = x_bthf.chunk(2, -1)
         pairs.append(left * right)
-    return torch.cat([torch.ones_like(x_bthf[..., :1]), x_bthf, *pairs], -1)
+    one, none = x_bthf.new_ones(*x_bthf.shape[:-1], 1), x_bthf.new_zeros(*x_bthf.shape[:-1], zeros)
+    # Each part is rounded by itself: compiled, it is written where it belongs at once.
+    return torch.cat([part.to(dtype) for part in (one, x_bthf, *pairs, none)], -1)
 
 
 @fused

@@ -51,7 +51,7 @@ def test_gradient_by_finite_differences(width: int) -> None:
 @pytest.mark.parametrize("width", [1, 2, 3, 6, 7])
 def test_products_of_features_are_the_weights(width: int) -> None:
     q, k, _ = inputs(11, width)
-    left, right = features.taylor_features(q), features.taylor_features(k)
+    left, right = (features.taylor_features(x, torch.float64) for x in (q, k))
     assert left.shape[-1] == num_features(width) == 1 + width + math.comb(width + 1, 2)
     score = (q * k).sum(-1) / math.sqrt(width)
     torch.testing.assert_close((left * right).sum(-1), 1 + score + score**2 / 2, rtol=1e-12, atol=1e-12)
