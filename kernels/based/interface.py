@@ -9,8 +9,7 @@ from torch import Tensor
 from kernels.based.features import by_features, num_features
 from kernels.based.reference import chunked
 from kernels.dispatch import full_precision
-from kernels.fla import MAX_KEY_DIM, choose_fla_or_plain, fla_obstacle
-from kernels.gated_linear_attention import gated_linear_attention
+from kernels.fla import MAX_KEY_DIM, choose_fla_or_plain, fla_obstacle, run_fla
 from kernels.stateful import check_state_op
 
 Implementation = Literal["auto", "fla", "chunked"]
@@ -92,7 +91,10 @@ def _fla_by_pairs(q_bthf: Tensor, k_bthf: Tensor, v_bthe: Tensor) -> Tensor:
 
 
 def _fla_by_features(q_bthf: Tensor, k_bthf: Tensor, v_bthe: Tensor) -> Tensor:
+    from fla.ops.simple_gla import chunk_simple_gla
+
     def walk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return gated_linear_attention(q, k, v, scale=1.0, implementation="fla")
+        sums: Tensor = run_fla(chunk_simple_gla, {"q": q, "k": k, "v": v}, 1.0, None, False)
+        return sums
 
     return by_features(q_bthf, k_bthf, v_bthe, walk, dtype=q_bthf.dtype, multiple=WHOLE_VECTORS)

@@ -75,7 +75,7 @@ def test_a_walk_may_begin_with_a_state() -> None:
 @pytest.mark.parametrize(("length", "by_pairs"), [(40, True), (41, False)])
 def test_long_sequences_go_to_fla_by_features(monkeypatch: pytest.MonkeyPatch, length: int, by_pairs: bool) -> None:
     """fla's two ops are replaced by plain torch."""
-    importable = pytest.importorskip("fla.ops.based", reason="flash-linear-attention is not installed")
+    ops = pytest.importorskip("fla.ops", reason="flash-linear-attention is not installed")
     monkeypatch.setattr(interface, "choose_fla_or_plain", lambda *_: "fla")
     seen: list[Any] = []
 
@@ -83,13 +83,12 @@ def test_long_sequences_go_to_fla_by_features(monkeypatch: pytest.MonkeyPatch, l
         seen.append("pairs")
         return all_pairs(*arguments).bfloat16()
 
-    def linear(q: Tensor, k: Tensor, v: Tensor, *, scale: float, implementation: str) -> Tensor:
-        assert implementation == "fla"
+    def chunk_simple_gla(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **_: Any) -> tuple[Tensor, None]:
         seen.append((q.shape[-1], k.shape[-1], v.shape[-1], q.dtype, k.dtype, v.dtype))
-        return gated_linear_attention(q, k, v, scale=scale)
+        return gated_linear_attention(q, k, v, scale=scale), None
 
-    monkeypatch.setattr(importable, "parallel_based", parallel_based)
-    monkeypatch.setattr(interface, "gated_linear_attention", linear)
+    monkeypatch.setattr(ops.based, "parallel_based", parallel_based)
+    monkeypatch.setattr(ops.simple_gla, "chunk_simple_gla", chunk_simple_gla)
     arguments = inputs(length, width=6, dtype=torch.bfloat16)
     out = based(*arguments, quadratic_up_to=40)
     assert seen == ["pairs" if by_pairs else (32, 32, 16, *[torch.bfloat16] * 3)]
