@@ -41,7 +41,7 @@ def by_features(
         o [b, t, h, e] in the values' dtype.
     """
     sums_bthx = walk(*_featured(q_bthf, k_bthf, v_bthe, dtype, multiple))
-    return _over_weights(sums_bthx, v_bthe.shape[-1]).to(v_bthe.dtype)
+    return _over_weights(sums_bthx, v_bthe.shape[-1], v_bthe.dtype)
 
 
 def num_features(width: int) -> int:
@@ -87,7 +87,7 @@ def taylor_features(x_bthf: Tensor, dtype: torch.dtype, zeros: int = 0) -> Tenso
 
 
 @fused
-def _over_weights(sums_bthx: Tensor, width: int) -> Tensor:
-    """Sums of weighed values [..., :width] over the sum of weights behind them, in fp32 at least: [..., width]."""
+def _over_weights(sums_bthx: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Sums of weighed values [..., :width] over the sum of weights behind them: [..., width]."""
     sums_bthx = sums_bthx.to(torch.promote_types(sums_bthx.dtype, torch.float32))
-    return sums_bthx[..., :width] / sums_bthx[..., width : width + 1]
+    return (sums_bthx[..., :width] / sums_bthx[..., width : width + 1]).to(dtype)

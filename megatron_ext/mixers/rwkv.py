@@ -47,7 +47,10 @@ class RWKVMixer(Mixer):
 
     @abstractmethod
     def project(self, x_tbh: Tensor, before_1bh: Tensor) -> tuple[Tensor, ...]:
-        """A head's features, `num_features` of [t, b, u, d], from hidden states and the row before them."""
+        """A head's features, `num_features` of [t, b, u, d], from hidden states and the row before them.
+
+        Each has a projection of its own; `mix` takes the first as its x and the others from its part's `more`.
+        """
 
     def features(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """See `Mixer.features`."""

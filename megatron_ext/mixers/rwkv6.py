@@ -40,7 +40,7 @@ class RWKV6(RWKVMixer):
     """RWKV-6's time mixing; see `RWKVMixer`.
 
     The token chooses how much of the one before it is mixed in, for decay, key, value, receptance and gate (`mu`, in
-    this order) each by itself. Features of a head: [receptance | key | value | decay's logits | gate].
+    this order) each by itself. Features of a head: receptance, key, value, decay's logits, gate.
     """
 
     num_features: ClassVar[int] = 5

@@ -51,7 +51,7 @@ class RWKV7(RWKVMixer):
     residual), which would have to travel along the pipeline beside the hidden states, and is left out here.
 
     Rows of `mu`, as in the authors' code: receptance, decay, key, value, learning rate, gate. Features of a head:
-    [receptance | key | value | decay's logits | learning rate's logits | gate].
+    receptance, key, value, decay's logits, learning rate's logits, gate.
     """
 
     num_features: ClassVar[int] = 6

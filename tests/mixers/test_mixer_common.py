@@ -85,6 +85,14 @@ def test_samples_of_a_batch_do_not_know_each_other(
     torch.testing.assert_close(mixer(hidden_states)[0], alone, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("name", "fields"), VARIANTS)
+def test_features_are_as_wide_as_said(
+    make_mixer: MakeMixer, hidden_states: Tensor, name: str, fields: dict[str, Any]
+) -> None:
+    mixer = make_mixer(name, **fields)
+    assert sum(x.shape[-1] for x in mixer.features(hidden_states)) == mixer.unit_width()
+
+
 def test_rotation_is_multiplication_by_complex_numbers_of_length_one() -> None:
     x = torch.randn(5, 2, 3, 8, generator=torch.Generator().manual_seed(1))
     numbers = torch.complex(x[..., :4].double(), x[..., 4:].double())
