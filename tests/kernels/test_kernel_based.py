@@ -97,6 +97,20 @@ def test_long_sequences_go_to_fla_by_features(monkeypatch: pytest.MonkeyPatch, l
     assert float((out.double() - expected).norm() / expected.norm()) < 1e-2
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU test_kernel_fla.py holds it to the plain form")
+@pytest.mark.parametrize(("length", "width"), [(1, 16), (70, 5), (200, 16)])
+def test_flas_weights_and_normaliser_are_ours(length: int, width: int) -> None:
+    """Its kernel over pairs in Triton's interpreter, in fp32."""
+    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+    results = []
+    for form in (interface._fla_by_pairs, all_pairs):
+        arguments = [x.requires_grad_() for x in inputs(length, width, torch.float32)]
+        out = form(*arguments)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), arguments)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), expected.double(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("width", "by_pairs", "dtype", "message"),
     [
