@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from megatron_ext.mixers.memory import LooksBack
-from megatron_ext.mixers.token_shift import layers_left, ramp, to_previous
+from megatron_ext.mixers.token_shift import layers_left, mixtures, ramp
 from megatron_ext.parallel.parameters import Initializer, new_parameter
 
 
@@ -47,7 +47,8 @@ class ShiftedNorm(LooksBack):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[t, b, hidden], split by context and by sequence parallelism, to the same shape."""
         normed = self.norm(hidden_states)
-        return normed + to_previous(normed, self.past) * self.mu
+        (shifted,) = mixtures(normed, self.past.rows_before("hidden_states", normed, 1), self.mu[None])
+        return shifted
 
 
 class RWKV7Layer(TransformerLayer):

@@ -1,5 +1,6 @@
 """The public form of RWKV-7's state update: checks, and the choice of an implementation."""
 
+from functools import partial
 from typing import Literal, overload
 
 from torch import Tensor
@@ -23,6 +24,7 @@ def rwkv7(
     b: Tensor,
     *,
     scale: float | None = ...,
+    log_decay_bound: float | None = ...,
     initial_state: Tensor | None = ...,
     return_final_state: Literal[False] = ...,
     implementation: Implementation = ...,
@@ -37,6 +39,7 @@ def rwkv7(
     b: Tensor,
     *,
     scale: float | None = ...,
+    log_decay_bound: float | None = ...,
     initial_state: Tensor | None = ...,
     return_final_state: Literal[True],
     implementation: Implementation = ...,
@@ -50,6 +53,7 @@ def rwkv7(
     b: Tensor,
     *,
     scale: float | None = None,
+    log_decay_bound: float | None = None,
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
     implementation: Implementation = "auto",
@@ -69,6 +73,9 @@ def rwkv7(
         a: what is read from the old state [b, t, h, dk]; any floating dtype.
         b: where the read is added [b, t, h, dk]; any floating dtype.
         scale: positive factor on r; None means 1.0, as RWKV has none.
+        log_decay_bound: the caller's promise that no w is below it, negative; None: no promise. With one of -0.6, as
+            the model has, "fla" takes tensor cores and longer chunks; a w far below it would overflow there. The other
+            forms have no use for it.
         initial_state: [b, h, dk, dv] before the first token; None for zeros.
         return_final_state: also return the state after the last token.
         implementation: "fla" (a GPU, bf16 or fp16), "recurrent", "chunked", or "auto".
@@ -84,13 +91,17 @@ def rwkv7(
     its w is exp of ours, its a is the learning rate, and our state is its wkv transposed.
     """
     _check(r, w, k, v, a, b, initial_state)
+    if log_decay_bound is not None and not log_decay_bound < 0:
+        raise ValueError(f"log_decay_bound is {log_decay_bound!r}: give a negative number, or None")
     chosen = choose_fla_or_plain("rwkv7", implementation, fla_obstacle(r), r, _IMPLEMENTATIONS)
     scale = 1.0 if scale is None else scale
     if chosen == "fla":
         from fla.ops.rwkv7 import chunk_rwkv7
 
         inputs = {"r": r, "w": w, "k": k, "v": v, "a": a.to(r.dtype), "b": b.to(r.dtype)}
-        return run_fla(chunk_rwkv7, inputs, scale, initial_state, return_final_state)
+        # From the bound it tells which chunks are safe, and takes its safe_gate.
+        op = partial(chunk_rwkv7, lower_bound=log_decay_bound)
+        return run_fla(op, inputs, scale, initial_state, return_final_state)
     return run_form(_IMPLEMENTATIONS[chosen], (r, k, v, w, a, b), scale, initial_state, return_final_state)
 
 

@@ -48,6 +48,7 @@ class Part:
         first_position: position in the sequence of the first row given.
         past: what lies before that row.
         shared: features that every unit is given beside its own, [t, b, width]; see `Mixer.shared_features`.
+        more: further features of these units, [t, b, units, width] each; see `Mixer.features`.
     """
 
     first_unit: int
@@ -55,6 +56,7 @@ class Part:
     first_position: int = 0
     past: Past = BEGINNING
     shared: Tensor | None = None
+    more: tuple[Tensor, ...] = ()
 
 
 class Mixer(LooksBack, ABC):
@@ -162,10 +164,14 @@ class Mixer(LooksBack, ABC):
         o_tbuw = self._mix_over_context(self.features(hidden_states), self.shared_features(hidden_states))
         return self.out_proj(o_tbuw.flatten(2))
 
-    def features(self, hidden_states: Tensor) -> Tensor:
-        """What `mix` is given, of this rank's units and its part of the context: [t, b, units, width]."""
+    def features(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """What `mix` is given, of this rank's units and its part of the context: [t, b, units, width] each.
+
+        One tensor here. A mixer with more projections has more, whose widths add up to `unit_width`: put together, they
+        would be copied, only to be cut apart again. `mix` finds those behind the first in its `Part.more`.
+        """
         projected, _bias = self.in_proj(hidden_states)
-        return projected.unflatten(-1, (self.num_units_per_rank, self.unit_width()))
+        return (projected.unflatten(-1, (self.num_units_per_rank, self.unit_width())),)
 
     def shared_features(self, hidden_states: Tensor) -> Tensor | None:
         """Features that every unit is given beside its own, [t, b, width], of this rank's part of the context."""
@@ -181,16 +187,19 @@ class Mixer(LooksBack, ABC):
             return gather_from_sequence_parallel_region(part, group=self.tp_group)
         return same_on_ranks(F.linear(hidden_states, weight), self.tp_group)
 
-    def _mix_over_context(self, x_tbuw: Tensor, shared_tbw: Tensor | None) -> Tensor:
+    def _mix_over_context(self, features_tbuw: tuple[Tensor, ...], shared_tbw: Tensor | None) -> Tensor:
         cp, first = self.cp_group.size(), self.tp_group.rank() * self.num_units_per_rank
         units = self.num_units_per_rank
+        x_tbuw, *more = features_tbuw
         if cp > 1 and self._exchanges_heads(x_tbuw):
+            x_tbuw, *more = (sequence_to_heads(x, self.cp_group) for x in features_tbuw)
             shared = None if shared_tbw is None else gather_sequence(shared_tbw, self.cp_group)
-            part = Part(first + self.cp_group.rank() * (units // cp), units // cp, shared=shared)
-            return heads_to_sequence(self.mix(sequence_to_heads(x_tbuw, self.cp_group), part), self.cp_group)
+            first += self.cp_group.rank() * (units // cp)
+            part = Part(first, units // cp, shared=shared, more=tuple(more))
+            return heads_to_sequence(self.mix(x_tbuw, part), self.cp_group)
         assert cp == 1 or self.hands_on_states or self.gathers_keys_and_values, "the rules refuse this layout"
         first_position = self.cp_group.rank() * len(x_tbuw) if self.memory is None else self.memory.advance(len(x_tbuw))
-        return self.mix(x_tbuw, Part(first, units, first_position, self.past, shared_tbw))
+        return self.mix(x_tbuw, Part(first, units, first_position, self.past, shared_tbw, tuple(more)))
 
     def _exchanges_heads(self, x_tbuw: Tensor) -> bool:
         """Whether whole units change places with parts of the sequence; see `ParallelConfig.context_exchange`."""
@@ -201,7 +210,7 @@ class Mixer(LooksBack, ABC):
         if in_parts is None or chosen == "heads":
             return True
         own = "states" if self.hands_on_states else "chunks"
-        heads = len(x_tbuw) * (x_tbuw.shape[-1] + self.output_width()) * x_tbuw.element_size() / cp
+        heads = len(x_tbuw) * (self.unit_width() + self.output_width()) * x_tbuw.element_size() / cp
         return chosen != own and heads <= in_parts
 
     def bytes_in_parts(self, num_positions: int, item_size: int) -> float | None:

@@ -5,17 +5,19 @@ The paper's models take turns with attention over a short window: `based,attenti
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
-import torch
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from kernels.based import based, by_features, num_features
 from kernels.fusion import fused
 from kernels.gated_linear_attention import gated_linear_attention
 from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Mixer, Part, batch_first
+from megatron_ext.mixers.past import BEGINNING
 from megatron_ext.mixers.registry import register
 from megatron_ext.mixers.stateful import walk
 
@@ -55,16 +57,17 @@ class Based(Mixer):
         return self.head_dim
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
-        """See `Mixer.mix`: features, linear attention."""
-        heads = featured_heads(x_tbuw, self.mixer_config.feature_dim)
-        sums_btue = walk(gated_linear_attention, *heads, part=part, scale=1.0)
-        return weighed(sums_btue).to(x_tbuw.dtype)
+        """See `Mixer.mix`: the op, or a walk over the states of its features where something lies before."""
+        q_btuf, k_btuf, v_btud = cut_heads(x_tbuw, self.mixer_config.feature_dim)
+        if part.past is BEGINNING:
+            return batch_first(based(q_btuf, k_btuf, v_btud))
+        walk_on = partial(walk, gated_linear_attention, part=part, scale=1.0)
+        return batch_first(by_features(q_btuf, k_btuf, v_btud, walk_on))
 
     @property
     def num_features(self) -> int:
-        """Features that `taylor_features` makes."""
-        width = self.mixer_config.feature_dim
-        return 1 + width + width * (width + 1) // 2
+        """Features of a query or key."""
+        return num_features(self.mixer_config.feature_dim)
 
     def summary_size(self) -> int:
         """See `Mixer.summary_size`."""
@@ -76,25 +79,8 @@ class Based(Mixer):
 
 
 @fused
-def featured_heads(x_tbuw: Tensor, feature_dim: int) -> tuple[Tensor, ...]:
-    """Features of queries and keys, and values with a 1 behind them, which sums the weights: [b, t, u, ...] each."""
-    q, k, v = batch_first(x_tbuw).float().split([feature_dim, feature_dim, x_tbuw.shape[-1] - 2 * feature_dim], -1)
-    return taylor_features(q), taylor_features(k), torch.cat([v, torch.ones_like(v[..., :1])], -1)
-
-
-@fused
-def weighed(sums_btue: Tensor) -> Tensor:
-    """Sums over the weights behind them: [b, t, u, e + 1] to [t, b, u, e]."""
-    return batch_first(sums_btue[..., :-1] / sums_btue[..., -1:]).contiguous()
-
-
-def taylor_features(x_tbuf: Tensor) -> Tensor:
-    """Features whose products are 1 + s + s^2 / 2, s = x.y / sqrt(f): [..., f] to [..., 1 + f + f (f + 1) / 2].
-
-    Each pair of features once, as x_i x_j and x_j x_i are the same.
-    """
-    width = x_tbuf.shape[-1]
-    i, j = torch.triu_indices(width, width, device=x_tbuf.device)
-    weights = torch.where(i == j, 0.5**0.5, 1.0)
-    x_tbuf = x_tbuf * width**-0.25
-    return torch.cat([torch.ones_like(x_tbuf[..., :1]), x_tbuf, x_tbuf[..., i] * x_tbuf[..., j] * weights], -1)
+def cut_heads(x_tbuw: Tensor, feature_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [b, t, u, ...], each head's rows one behind the other, as fla's kernels read them."""
+    parts = x_tbuw.split([feature_dim, feature_dim, x_tbuw.shape[-1] - 2 * feature_dim], -1)
+    q, k, v = (x.permute(1, 2, 0, 3).contiguous().transpose(1, 2) for x in parts)
+    return q, k, v

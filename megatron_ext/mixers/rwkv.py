@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -12,7 +11,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_ext.mixers.base import Mixer, Part, batch_first
-from megatron_ext.mixers.token_shift import layers_left, to_previous
+from megatron_ext.mixers.token_shift import layers_left
 from megatron_ext.parallel.exchange import same_on_ranks
 from megatron_ext.parallel.parameters import Initializer, constant, new_parameter, normal, zeros
 
@@ -47,16 +46,19 @@ class RWKVMixer(Mixer):
         """Add the parameters that a mixer has beside these."""
 
     @abstractmethod
-    def project(self, x_tbh: Tensor, to_previous_tbh: Tensor) -> Sequence[Tensor]:
-        """A head's features, `num_features` of [t, b, u, d], from hidden states and what leads to those before."""
+    def project(self, x_tbh: Tensor, before_1bh: Tensor) -> tuple[Tensor, ...]:
+        """A head's features, `num_features` of [t, b, u, d], from hidden states and the row before them.
 
-    def features(self, hidden_states: Tensor) -> Tensor:
+        Each has a projection of its own; `mix` takes the first as its x and the others from its part's `more`.
+        """
+
+    def features(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """See `Mixer.features`."""
         if self.config.sequence_parallel:
             x_tbh = gather_from_sequence_parallel_region(hidden_states, group=self.tp_group)
         else:
             x_tbh = same_on_ranks(hidden_states, self.tp_group)
-        return torch.cat(list(self.project(x_tbh, to_previous(x_tbh, self.past))), -1)
+        return self.project(x_tbh, self.past.rows_before("hidden_states", x_tbh, 1))
 
     def num_units(self) -> int:
         """Heads."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -19,7 +18,7 @@ from megatron_ext.mixers.base import Part, batch_first
 from megatron_ext.mixers.registry import register
 from megatron_ext.mixers.rwkv import RWKVMixer, along, normed_heads
 from megatron_ext.mixers.stateful import walk
-from megatron_ext.mixers.token_shift import ramp, ramps
+from megatron_ext.mixers.token_shift import mixtures, ramp, ramps
 from megatron_ext.parallel.parameters import Initializer, by_channel, uniform_within, zeros
 
 
@@ -41,7 +40,7 @@ class RWKV6(RWKVMixer):
     """RWKV-6's time mixing; see `RWKVMixer`.
 
     The token chooses how much of the one before it is mixed in, for decay, key, value, receptance and gate (`mu`, in
-    this order) each by itself. Features of a head: [receptance | key | value | decay's logits | gate].
+    this order) each by itself. Features of a head: receptance, key, value, decay's logits, gate.
     """
 
     num_features: ClassVar[int] = 5
@@ -63,25 +62,25 @@ class RWKV6(RWKVMixer):
         self.decay_base = self.new_parameter_of_units(_initial_decay(self.depth), self.head_dim)
         self.bonus = self.new_parameter_of_units(_initial_bonus(self.depth), self.head_dim)
 
-    def project(self, x_tbh: Tensor, to_previous_tbh: Tensor) -> Sequence[Tensor]:
+    def project(self, x_tbh: Tensor, before_1bh: Tensor) -> tuple[Tensor, ...]:
         """See `RWKVMixer.project`."""
-        w, k, v, r, g = self._inputs(x_tbh, to_previous_tbh)
+        w, k, v, r, g = self._inputs(x_tbh, before_1bh)
         of_decay = self.to_heads(self.narrow(w, self.decay_down).tanh(), self.decay_up)
         r, k, v, g = map(self.to_heads, (r, k, v, g), (self.r_proj, self.k_proj, self.v_proj, self.g_proj))
         return r, k, v, of_decay, g
 
-    def _inputs(self, x_tbh: Tensor, to_previous_tbh: Tensor) -> Tensor:
-        """The five mixtures, [5, t, b, h]."""
+    def _inputs(self, x_tbh: Tensor, before_1bh: Tensor) -> tuple[Tensor, ...]:
+        """The five mixtures, [t, b, h] each."""
         names = (self.mu_of_mixing, self.mu, self.mix_down, self.mix_up)
         mu_of_mixing_h, mu_ih, down_irh, up_ihr = (self.replicated(p) for p in names)
-        mixed_tbh = x_tbh + to_previous_tbh * mu_of_mixing_h
+        (mixed_tbh,) = mixtures(x_tbh, before_1bh, mu_of_mixing_h[None])
         chosen_itbr = torch.einsum("tbh,irh->itbr", mixed_tbh, down_irh).tanh()
         more_itbh = torch.einsum("itbr,ihr->itbh", chosen_itbr, up_ihr)
-        return x_tbh + to_previous_tbh * (mu_ih[:, None, None] + more_itbh)
+        return mixtures(x_tbh, before_1bh, mu_ih, more_itbh)
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """See `Mixer.mix`: walk over the states, norm, gate."""
-        r, k, v, of_decay, g = x_tbuw.chunk(self.num_features, -1)
+        r, k, v, of_decay, g = x_tbuw, *part.more
         base, bonus = (self.own_units(p, part) for p in (self.decay_base, self.bonus))
         heads = decaying_heads(r, k, v, of_decay, base)
         o = walk(partial(rwkv6, u=bonus.float()), *heads, part=part)

@@ -6,7 +6,6 @@ Peng et al. 2025 (arXiv 2503.14456).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,8 +21,11 @@ from megatron_ext.mixers.base import Part, batch_first
 from megatron_ext.mixers.registry import register
 from megatron_ext.mixers.rwkv import RWKVMixer, along, normed_heads
 from megatron_ext.mixers.stateful import walk
-from megatron_ext.mixers.token_shift import ramp, ramps
+from megatron_ext.mixers.token_shift import mixtures, ramp, ramps
 from megatron_ext.parallel.parameters import Initializer, by_channel, constant, normal, zeros
+
+LEAST_LOG_DECAY = -math.exp(-0.5)
+"""The paper's: of a key feature at least 0.545 is left after a token, before anything is removed."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -49,7 +51,7 @@ class RWKV7(RWKVMixer):
     residual), which would have to travel along the pipeline beside the hidden states, and is left out here.
 
     Rows of `mu`, as in the authors' code: receptance, decay, key, value, learning rate, gate. Features of a head:
-    [receptance | key | value | decay's logits | learning rate's logits | gate].
+    receptance, key, value, decay's logits, learning rate's logits, gate.
     """
 
     num_features: ClassVar[int] = 6
@@ -81,9 +83,9 @@ class RWKV7(RWKVMixer):
             normal(0.1 / math.sqrt(self.num_units() * self.head_dim)), self.head_dim, rank
         )
 
-    def project(self, x_tbh: Tensor, to_previous_tbh: Tensor) -> Sequence[Tensor]:
+    def project(self, x_tbh: Tensor, before_1bh: Tensor) -> tuple[Tensor, ...]:
         """See `RWKVMixer.project`."""
-        r, w, k, v, a, g = (x_tbh + to_previous_tbh * mu_h for mu_h in self.replicated(self.mu))
+        r, w, k, v, a, g = mixtures(x_tbh, before_1bh, self.replicated(self.mu))
         of_decay = self.to_heads(self.narrow(w, self.decay_down).tanh(), self.decay_up)
         of_rate = self.to_heads(self.narrow(a, self.rate_down), self.rate_up)
         gate = self.to_heads(self.narrow(g, self.gate_down).sigmoid(), self.gate_up)
@@ -92,7 +94,7 @@ class RWKV7(RWKVMixer):
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """See `Mixer.mix`: walk over the states, norm, bonus of the present token, gate."""
-        r, k, v, of_decay, of_rate, gate = x_tbuw.chunk(self.num_features, -1)
+        r, k, v, of_decay, of_rate, gate = x_tbuw, *part.more
         names = (self.decay_base, self.rate_base, self.removal_scale, self.key_rate)
         heads = moving_heads(r, k, v, of_decay, of_rate, *(self.own_units(p, part) for p in names))
         o = walk(_receptance_key_value_first, *heads, part=part)
@@ -110,8 +112,8 @@ def default_rank(factor: float, hidden_size: int) -> int:
 
 
 def _receptance_key_value_first(r: Tensor, k: Tensor, v: Tensor, w: Tensor, a: Tensor, b: Tensor, **more: Any) -> Any:
-    """`rwkv7` with its inputs in the order of `walk`."""
-    return rwkv7(r, w, k, v, a, b, **more)
+    """`rwkv7` with its inputs in the order of `walk`, and the bound that `moving_heads` keeps."""
+    return rwkv7(r, w, k, v, a, b, log_decay_bound=LEAST_LOG_DECAY, **more)
 
 
 @fused
@@ -126,12 +128,13 @@ def moving_heads(
     removal_scale_ud: Tensor,
     key_rate_ud: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Receptances, keys, values, log decays, what is removed and where it goes: [b, t, u, d] each, the last 3 fp32."""
-    log_decay = -math.exp(-0.5) * (decay_base_ud.float() + of_decay_tbud.float()).sigmoid()
+    """Receptances, keys, values, log decays (fp32), what is removed and where it goes: [b, t, u, d] each."""
+    log_decay = LEAST_LOG_DECAY * (decay_base_ud.float() + of_decay_tbud.float()).sigmoid()
     rate = (rate_base_ud.float() + of_rate_tbud.float()).sigmoid()
     removed = F.normalize(k_tbud.float() * removal_scale_ud.float(), dim=-1)
-    k = (k_tbud.float() * (1 + (rate - 1) * key_rate_ud.float())).to(v_tbud.dtype)
-    return tuple(batch_first(x).contiguous() for x in (r_tbud, k, v_tbud, log_decay, -removed, removed * rate))
+    k = k_tbud.float() * (1 + (rate - 1) * key_rate_ud.float())
+    k, a, b = (x.to(v_tbud.dtype) for x in (k, -removed, removed * rate))
+    return tuple(batch_first(x).contiguous() for x in (r_tbud, k, v_tbud, log_decay, a, b))
 
 
 @fused

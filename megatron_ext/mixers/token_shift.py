@@ -5,21 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_ext.mixers.past import Past
+from kernels.fusion import fused
 from megatron_ext.parallel.parameters import Initializer, by_channel
 
 
-def to_previous(x_tbh: Tensor, past: Past) -> Tensor:
-    """What leads from each token to the one before it, x_{t-1} - x_t, where zeros stand before the first.
+@fused
+def mixtures(x_tbh: Tensor, before_1bh: Tensor, mu_ih: Tensor, more_itbh: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Each token mixed with the one before it, in some ways: x_t + (x_{t-1} - x_t) * mu.
 
     Args:
         x_tbh: hidden states [t, b, hidden].
-        past: what lies before them.
+        before_1bh: the row before the first, see `Past.rows_before`.
+        mu_ih: share of the token before, by channel, in each of the mixtures.
+        more_itbh: what is added to it, by the token.
 
     Returns:
-        [t, b, hidden]; x plus mu times it lies between the two tokens, at x where mu is 0.
+        The mixtures, [t, b, hidden] each.
     """
-    return torch.cat([past.rows_before("hidden_states", x_tbh, 1), x_tbh[:-1]]) - x_tbh
+    to_previous_tbh = torch.cat([before_1bh, x_tbh[:-1]]) - x_tbh
+    share_itbh = mu_ih[:, None, None] if more_itbh is None else mu_ih[:, None, None] + more_itbh
+    return tuple(x_tbh + to_previous_tbh * share for share in share_itbh.unbind())
 
 
 def ramp(exponent: float, lowered: float = 0.0) -> Initializer:

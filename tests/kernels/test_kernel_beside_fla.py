@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.based import based
 from kernels.gated_delta_rule import gated_delta_rule
 from kernels.gated_linear_attention import gated_linear_attention
 from kernels.rwkv6 import rwkv6
@@ -78,6 +79,7 @@ CASES: dict[str, tuple[str, Op, Op]] = {
         lambda q, k, v: gated_linear_attention(q, k, v, _retention_decay(v)),
         lambda *x: _heads_first(fla("retention.naive.naive_retention"), *x),
     ),
+    "based": ("q k v", based, lambda *x: _heads_first(fla("based.naive.naive_parallel_based"), *x)),
     "rwkv6": (
         "q k v gk u",
         rwkv6,

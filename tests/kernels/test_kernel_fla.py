@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from kernels import fla
+from kernels.based import based
 from kernels.gated_delta_rule import gated_delta_rule
 from kernels.gated_linear_attention import gated_linear_attention
 from kernels.rwkv6 import rwkv6
@@ -24,6 +26,7 @@ OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "gated delta rule": (gated_delta_rule, "q k v g beta"),
     "rwkv6": (rwkv6, "q k v gk u"),
     "rwkv7": (rwkv7, "q gk k v a b"),
+    "rwkv7, decays within a bound": (partial(rwkv7, log_decay_bound=-0.6), "q bounded k v a b"),
 }
 
 
@@ -89,6 +92,7 @@ def _inputs(length: int, key: int, value: int, dtype: torch.dtype) -> dict[str, 
     inputs = {name: x.to(dtype) for name, x in inputs.items()}
     decays = {"g": randn(), "gk": randn(key)}
     inputs |= {name: 0.6 * torch.nn.functional.logsigmoid(x) for name, x in decays.items()}
+    inputs["bounded"] = -0.6 * randn(key).sigmoid()
     return inputs | {"u": torch.randn(3, key, generator=gen, device="cuda").to(dtype)}
 
 
@@ -121,3 +125,24 @@ def test_on_a_gpu_it_is_the_plain_form(name: str, key: int, value: int, length: 
     for what, found, expected in zip(names, run("fla", torch.bfloat16), run("chunked", torch.float64), strict=True):
         error = float((found - expected).norm() / expected.norm().clamp_min(1e-12))
         assert error < 5e-3, f"{what}: {error:.1e}"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="fla's kernels need a GPU")
+@pytest.mark.parametrize("length", [63, 200, 1000])
+@pytest.mark.parametrize("width", [8, 16])
+@pytest.mark.parametrize("form", ["pairs", "features"])
+def test_on_a_gpu_based_is_its_plain_form(form: str, width: int, length: int) -> None:
+    gen = torch.Generator(device="cuda").manual_seed(length)
+    sizes = (width, width, 64, 64)
+    drawn = [torch.randn(2, length, 3, size, generator=gen, device="cuda").bfloat16() for size in sizes]
+
+    def run(dtype: torch.dtype, **options: Any) -> list[Tensor]:
+        *inputs, upstream = (x.to(dtype).detach().requires_grad_() for x in drawn)
+        out = based(*inputs, **options)
+        return [x.double() for x in (out, *torch.autograd.grad(out, inputs, upstream.detach()))]
+
+    found = run(torch.bfloat16, implementation="fla", quadratic_up_to=length if form == "pairs" else 0)
+    expected = run(torch.float64, implementation="chunked")
+    for what, a, b in zip(["output", "dq", "dk", "dv"], found, expected, strict=True):
+        error = float((a - b).norm() / b.norm())
+        assert error < 1e-2, f"{what}: {error:.1e}"

@@ -7,7 +7,7 @@ from stateful_cases import first_state
 from torch.nn.functional import logsigmoid, normalize
 
 from kernels.gated_delta_rule import gated_delta_rule
-from kernels.rwkv7 import rwkv7
+from kernels.rwkv7 import interface, rwkv7
 
 FORMS = ["recurrent", "chunked"]
 LENGTHS = [1, 2, 15, 16, 17, 50]
@@ -177,9 +177,28 @@ def test_auto_is_one_of_the_forms_and_survives_autocast():
     torch.testing.assert_close(out.double(), brute_force(*arguments)[0], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("bound", [None, -0.61])
+def test_fla_is_told_the_bound_of_the_decays(monkeypatch, bound):
+    importable = pytest.importorskip("fla.ops.rwkv7", reason="flash-linear-attention is not installed")
+    monkeypatch.setattr(interface, "choose_fla_or_plain", lambda *_: "fla")
+    told = []
+
+    def chunk_rwkv7(*, lower_bound, initial_state, output_final_state, **arguments):
+        told.append(lower_bound)
+        return brute_force(**arguments, state=initial_state)
+
+    monkeypatch.setattr(importable, "chunk_rwkv7", chunk_rwkv7)
+    arguments = inputs(9)
+    out = rwkv7(*arguments, log_decay_bound=bound)
+    assert told == [bound]
+    torch.testing.assert_close(out, brute_force(*arguments)[0], rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"log_decay_bound": 0.0}, "log_decay_bound is 0.0: give a negative number, or None"),
+        ({"log_decay_bound": float("nan")}, "log_decay_bound is nan"),
         ({"r": torch.zeros(2, 9)}, r"r has shape \[2, 9\]"),
         ({"r": torch.zeros(2, 0, 3, 6)}, r"r has shape \[2, 0, 3, 6\]"),
         ({"r": torch.zeros(2, 9, 3, 6, dtype=torch.int64)}, "r has dtype torch.int64"),

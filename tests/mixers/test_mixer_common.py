@@ -85,6 +85,14 @@ def test_samples_of_a_batch_do_not_know_each_other(
     torch.testing.assert_close(mixer(hidden_states)[0], alone, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("name", "fields"), VARIANTS)
+def test_features_are_as_wide_as_said(
+    make_mixer: MakeMixer, hidden_states: Tensor, name: str, fields: dict[str, Any]
+) -> None:
+    mixer = make_mixer(name, **fields)
+    assert sum(x.shape[-1] for x in mixer.features(hidden_states)) == mixer.unit_width()
+
+
 def test_every_file_registers_a_mixer() -> None:
     shared = {"__init__", "base", "convolution", "decay", "key_value", "memory", "past", "registry", "rwkv", "stateful"}
     shared |= {"token_shift", "chosen_chunks", "rotary"}

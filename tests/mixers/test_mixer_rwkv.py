@@ -10,6 +10,8 @@ import torch
 from beside_fla import assert_same_function, fla, op, replace
 from torch import Tensor
 
+from kernels.rwkv7 import rwkv7
+from megatron_ext.mixers import rwkv7 as rwkv7_module
 from megatron_ext.mixers.rwkv7 import default_rank
 from megatron_ext.parallel.parameters import generator_for
 
@@ -172,6 +174,25 @@ def test_rwkv6_begins_as_the_authors_code(make_mixer: MakeMixer, layer: int, lay
     assert float(mixer.mix_up.abs().max()) <= 0.01
     assert not mixer.mix_down.any()
     assert not mixer.decay_down.any()
+
+
+def test_rwkv7_keeps_the_bound_it_tells_the_op(
+    make_mixer: MakeMixer, hidden_states: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+    mixer, seen = make_mixer("rwkv7"), []
+
+    def op(r: Tensor, w: Tensor, *more: Tensor, log_decay_bound: float, **options: Any) -> Any:
+        seen.append((float(w.min()), log_decay_bound))
+        return rwkv7(r, w, *more, **options)
+
+    with torch.no_grad():
+        mixer.decay_base.copy_(torch.linspace(-300, 300, mixer.decay_base.numel()).view_as(mixer.decay_base))
+    monkeypatch.setattr(rwkv7_module, "rwkv7", op)
+    mixer(hidden_states)
+    ((least, bound),) = seen
+    assert bound == pytest.approx(least, abs=1e-6)
+    assert fla("ops.generalized_delta_rule.dplr.chunk.gate_bound_is_safe")(bound, 64)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)

@@ -1,0 +1,93 @@
+"""Based as linear attention: features of queries and keys whose products are the weights.
+
+Arora et al. 2024, "Simple linear attention language models balance the recall-throughput tradeoff" (arXiv 2402.18668),
+its Taylor feature map.
+
+Suffixes: b batch, h head, t position, f width of queries and keys, d features, e value dim.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels.fusion import fused
+
+Walk = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Causal linear attention of scale 1: queries and keys [b, t, h, d], values [b, t, h, e] to sums [b, t, h, e]."""
+
+
+def by_features(
+    q_bthf: Tensor,
+    k_bthf: Tensor,
+    v_bthe: Tensor,
+    walk: Walk,
+    *,
+    dtype: torch.dtype = torch.float32,
+    multiple: int = 1,
+) -> Tensor:
+    """What `based` gives, by linear attention.
+
+    Args:
+        q_bthf: queries [b, t, h, f].
+        k_bthf: keys [b, t, h, f].
+        v_bthe: values [b, t, h, e].
+        walk: takes the features, and values with a 1 behind them, which sums the weights. It may begin with a state.
+        dtype: of what it takes.
+        multiple: the widths of what it takes are brought to multiples of this by zeros.
+
+    Returns:
+        o [b, t, h, e] in the values' dtype.
+    """
+    sums_bthx = walk(*_featured(q_bthf, k_bthf, v_bthe, dtype, multiple))
+    return _over_weights(sums_bthx, v_bthe.shape[-1], v_bthe.dtype)
+
+
+def num_features(width: int) -> int:
+    """Features that queries and keys of a width have: 1 + f + f (f + 1) / 2."""
+    return 1 + width + width * (width + 1) // 2
+
+
+@fused
+def _featured(
+    q_bthf: Tensor, k_bthf: Tensor, v_bthe: Tensor, dtype: torch.dtype, multiple: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    width = num_features(q_bthf.shape[-1])
+    q, k = (taylor_features(x, dtype, _missing(width, multiple)) for x in (q_bthf, k_bthf))
+    with_ones = pad(v_bthe.to(dtype), (0, 1), value=1.0)
+    return q, k, pad(with_ones, (0, _missing(with_ones.shape[-1], multiple)))
+
+
+def _missing(width: int, multiple: int) -> int:
+    return -width % multiple
+
+
+def taylor_features(x_bthf: Tensor, dtype: torch.dtype, zeros: int = 0) -> Tensor:
+    """Features whose products are 1 + s + s^2 / 2, s = x.y / sqrt(f): [..., f] to [..., `num_features`(f) + zeros].
+
+    Each pair of numbers once, as x_i x_j and x_j x_i are the same. Pairs go by how far apart they stand in a ring:
+    gathered by index, their gradient would be scattered.
+
+    Args:
+        x_bthf: queries or keys [..., f].
+        dtype: of the features, which are made in fp32 at least.
+        zeros: how many are put behind them.
+    """
+    width = x_bthf.shape[-1]
+    x_bthf = x_bthf.to(torch.promote_types(dtype, torch.float32)) * width**-0.25
+    pairs = [x_bthf.square() * 0.5**0.5]
+    pairs += [x_bthf * x_bthf.roll(apart, -1) for apart in range(1, (width + 1) // 2)]
+    if width % 2 == 0:
+        left, right = x_bthf.chunk(2, -1)
+        pairs.append(left * right)
+    one, none = x_bthf.new_ones(*x_bthf.shape[:-1], 1), x_bthf.new_zeros(*x_bthf.shape[:-1], zeros)
+    # Each part is rounded by itself: compiled, it is written where it belongs at once.
+    return torch.cat([part.to(dtype) for part in (one, x_bthf, *pairs, none)], -1)
+
+
+@fused
+def _over_weights(sums_bthx: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Sums of weighed values [..., :width] over the sum of weights behind them: [..., width]."""
+    sums_bthx = sums_bthx.to(torch.promote_types(sums_bthx.dtype, torch.float32))
+    return (sums_bthx[..., :width] / sums_bthx[..., width : width + 1]).to(dtype)
