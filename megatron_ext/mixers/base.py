@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron_ext.mixers.memory import LooksBack
 from megatron_ext.mixers.past import BEGINNING, Past
+from megatron_ext.parallel.aligned_linear import AlignedColumnParallelLinear
 from megatron_ext.parallel.exchange import gather_sequence, heads_to_sequence, same_on_ranks, sequence_to_heads
 from megatron_ext.parallel.parameters import Initializer, new_parameter
 
@@ -125,6 +126,8 @@ class Mixer(LooksBack, ABC):
             tp_comm_buffer_name="qkv",
             **self._of_both_linears(),
         )
+        if isinstance(self.in_proj, AlignedColumnParallelLinear):
+            self.in_proj.units = self.num_units_per_rank
 
     def _of_both_linears(self) -> dict[str, Any]:
         plain = {"bias": False, "skip_bias_add": False, "is_expert": False}
@@ -171,7 +174,7 @@ class Mixer(LooksBack, ABC):
         would be copied, only to be cut apart again. `mix` finds those behind the first in its `Part.more`.
         """
         projected, _bias = self.in_proj(hidden_states)
-        return (projected.unflatten(-1, (self.num_units_per_rank, self.unit_width())),)
+        return (projected.unflatten(-1, (self.num_units_per_rank, -1))[..., : self.unit_width()],)
 
     def shared_features(self, hidden_states: Tensor) -> Tensor | None:
         """Features that every unit is given beside its own, [t, b, width], of this rank's part of the context."""

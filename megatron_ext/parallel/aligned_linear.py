@@ -1,4 +1,4 @@
-"""A column-parallel linear whose matrix products have as many columns as a GPU's matrix units are fast with."""
+"""A column-parallel linear whose outputs lie in memory as a GPU reads and multiplies them fast."""
 
 from __future__ import annotations
 
@@ -9,18 +9,26 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
 MULTIPLE = 8
-"""Of columns: rows of 16-bit numbers then begin at a multiple of 16 bytes, which Hopper's fast loads ask for."""
+"""Of features: 16-bit ones then begin at a multiple of 16 bytes, which Hopper's fast loads ask for."""
 
 
 class AlignedColumnParallelLinear(ColumnParallelLinear):
-    """Megatron's linear, with zeros behind the weight's rows where their number on a rank is not a multiple of 8.
+    """Megatron's linear, whose outputs may have zeros behind the features of each unit.
 
-    A projection with a scalar a head has such a number: 12 heads of 3 * 64 + 1 features. Without a bias.
+    A unit with a scalar, as a head of 3 * 64 + 1 features, would put most units, and the rows of the matrix product, at
+    odd places. Without a bias.
+
+    Attributes:
+        units: whose rows the weight has on this rank, one after the other; None: outputs are as in Megatron. Else each
+            unit has its features and zeros behind them up to a multiple of 8, so many that its caller finds its own
+            among them by `[..., units, features]`.
     """
 
+    units: int | None = None
+
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        missing = -len(weight) % MULTIPLE
-        if missing == 0 or self.gradient_accumulation_fusion:  # the fusion writes to the weight's own gradient
-            return super()._forward_impl(input, weight, *args, **kwargs)
-        out: Tensor = super()._forward_impl(input, F.pad(weight, (0, 0, 0, missing)), *args, **kwargs)
-        return out[..., : len(weight)]
+        missing = 0 if self.units is None else -(len(weight) // self.units) % MULTIPLE
+        if missing and not self.gradient_accumulation_fusion:  # which writes to the weight's own gradient
+            weight = F.pad(weight.unflatten(0, (self.units, -1)), (0, 0, 0, missing)).flatten(0, 1)
+        out: Tensor = super()._forward_impl(input, weight, *args, **kwargs)
+        return out

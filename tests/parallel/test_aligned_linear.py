@@ -26,25 +26,34 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize(("columns", "padded"), [(16, 16), (13, 16), (1, 8), (24, 24)])
-def test_it_is_the_plain_linear(one_process: Any, multiplied: list[int], columns: int, padded: int) -> None:
+@pytest.mark.parametrize(
+    ("columns", "units", "padded"), [(13, None, 13), (13, 1, 16), (6, 2, 16), (24, 3, 24), (27, 3, 48)]
+)
+def test_it_is_the_plain_linear_with_zeros_behind_each_unit(
+    one_process: Any, multiplied: list[int], columns: int, units: int | None, padded: int
+) -> None:
     config = TransformerConfig(
         num_layers=1, hidden_size=12, num_attention_heads=1, use_cpu_initialization=True, perform_initialization=False
     )
     given = {"config": config, "init_method": torch.nn.init.normal_, "bias": False, "tp_group": one_process.tp}
     linear, plain = (cls(12, columns, **given) for cls in (AlignedColumnParallelLinear, ColumnParallelLinear))
+    linear.units = units
     generator = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(n, 12, generator=generator) for n in (5, columns))
-    grad = torch.randn(5, columns, generator=generator)
+    grad = torch.randn(5, padded, generator=generator)
+    own = (torch.arange(padded) % (padded // (units or 1))) < columns // (units or 1)
 
-    def run(module: Any) -> list[torch.Tensor]:
+    def run(module: Any, grad: torch.Tensor) -> list[torch.Tensor]:
         with torch.no_grad():
             module.weight.copy_(weight)
-        own = x.clone().requires_grad_()
-        out, _ = module(own)
-        return [out, *torch.autograd.grad(out, [own, module.weight], grad)]
+        leaf = x.clone().requires_grad_()
+        out, _ = module(leaf)
+        return [out, *torch.autograd.grad(out, [leaf, module.weight], grad)]
 
-    for found, expected in zip(run(linear), run(plain), strict=True):
-        assert found.shape == expected.shape
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    out, *found = run(linear, grad)
+    expected_out, *expected = run(plain, grad[:, own])
+    assert out.shape == (5, padded)
+    assert not out[:, ~own].any()
+    for one, other in zip([out[:, own], *found], [expected_out, *expected], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
     assert multiplied == [padded, columns]
