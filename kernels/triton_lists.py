@@ -16,8 +16,8 @@ from kernels.triton_math import MAX_INT32
 def insert(values, slots, score, slot):
     """Put a slot into each row's list if it beats the worst there: values and slots [M, K], score and slot [M].
 
-    An empty place (slot -1) is the worst; among equal values the one with the highest slot is. Lower slots come first, so
-    an equal newcomer stays out.
+    An empty place (slot -1) is the worst; among equal values the one with the highest slot is. Lower slots come first,
+    so an equal newcomer stays out.
     """
     place = tl.arange(0, values.shape[1])[None, :]
     worst = tl.min(tl.where(slots < 0, -float("inf"), values), 1)
