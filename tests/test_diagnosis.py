@@ -23,6 +23,7 @@ def test_doctor_names_what_each_mixer_uses() -> None:
         assert dict(lines)["mamba"].startswith("selective_scan: chunked (triton's kernels need a GPU")
         assert dict(lines)["attention"] == "softmax_attention: sdpa (plain causal: fused here too)"
         assert dict(lines)["moba"].startswith("top1_chunk_attention: reference (triton's kernels need a GPU")
+        assert dict(lines)["nsa"].startswith("native_sparse_attention: reference (triton's kernels need a GPU")
     assert "torch" in done.stdout.partition("\n\n")[0]
 
 
