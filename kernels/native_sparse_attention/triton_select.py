@@ -16,10 +16,9 @@ def select_blocks(
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_N: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
-    """Choose earlier blocks: the first, the one before the own, and those of the highest importance.
+    """Choose earlier blocks: the first, the one before the own, and those most important. Grid (b * tiles, G).
 
-    A program has the heads of one group for a tile of queries: row i * HEADS + r is head r of query i. Grid
-    (b * tiles, G).
+    A program has the heads of one group for a tile of queries: row i * HEADS + r is head r of query i.
 
     Args:
         q: queries [b, num_queries, G * R, d].
