@@ -25,6 +25,7 @@ def test_doctor_names_what_each_mixer_uses() -> None:
         assert found == [f"short_convolution: reference {reason}", f"selective_scan: chunked {reason}"]
         assert dict(lines)["attention"] == "softmax_attention: sdpa (plain causal: fused here too)"
         assert dict(lines)["moba"] == f"top1_chunk_attention: reference {reason}"
+        assert dict(lines)["nsa"].startswith("native_sparse_attention: reference (triton's kernels need a GPU")
     assert "torch" in done.stdout.partition("\n\n")[0]
 
 

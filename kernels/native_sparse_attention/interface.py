@@ -11,13 +11,21 @@ from kernels.dispatch import (
     check_positive_int,
     check_shapes,
     choose,
+    choose_triton_or_reference,
     full_precision,
     resolve_scale,
+    triton_attention_obstacle,
 )
+from kernels.native_sparse_attention.branches import native_sparse_attention_triton
 from kernels.native_sparse_attention.reference import native_sparse_attention_reference
+from kernels.softmax_attention.flex import flex_obstacle
+from kernels.softmax_attention.interface import FEW_QUERIES
+from kernels.top1_chunk.interface import MAX_TOP_K, TRITON_CHUNK_SIZES
 
-Implementation = Literal["auto", "reference"]
-_IMPLEMENTATIONS = {"reference": native_sparse_attention_reference}
+Implementation = Literal["auto", "reference", "triton"]
+_IMPLEMENTATIONS = {"reference": native_sparse_attention_reference, "triton": native_sparse_attention_triton}
+
+MAX_SELECTED = MAX_TOP_K + 1
 
 
 def native_sparse_attention(
@@ -59,7 +67,9 @@ def native_sparse_attention(
         window: query t sees keys t - window + 1 .. t in the window branch.
         scale: factor on q.k, not negative; None means d**-0.5.
         query_offset: global position of the first query; keys are at 0 .. tk-1.
-        implementation: "reference", or "auto".
+        implementation: "reference"; "triton", which never holds [tq, tk], wants d = dv of 16 to 256, blocks of 32 to
+            512 keys, a power of two, and num_selected up to 17, and rounds block means to the inputs' dtype; or "auto",
+            triton where it can and there are not just a few queries.
 
     Returns:
         [b, tq, hq, dv] in v's dtype.
@@ -76,8 +86,7 @@ def native_sparse_attention(
     check_any_floating(gates=gates)
     for name, value in (("block_size", block_size), ("num_selected", num_selected), ("window", window)):
         check_positive_int(name, value)
-    automatic = Choice("reference", "the only form so far")
-    chosen = choose("native_sparse_attention", implementation, _IMPLEMENTATIONS, automatic, "reference")
+    chosen = _choice(implementation, q, v, block_size, num_selected)
     with full_precision(q):
         return _IMPLEMENTATIONS[chosen.name](
             q,
@@ -90,3 +99,20 @@ def native_sparse_attention(
             scale=resolve_scale(scale, q.shape[3]),
             query_offset=query_offset,
         )
+
+
+def _choice(implementation: str, q: Tensor, v: Tensor, block_size: int, num_selected: int) -> Choice:
+    if implementation == "auto" and q.shape[1] < FEW_QUERIES:
+        # FlexAttention would compile anew for each token that is decoded.
+        few = Choice("reference", f"the scores of {q.shape[1]} queries are few")
+        return choose("native_sparse_attention", implementation, _IMPLEMENTATIONS, few, "reference")
+    obstacle = _obstacle(q, v, block_size, num_selected)
+    return choose_triton_or_reference("native_sparse_attention", implementation, q, obstacle)
+
+
+def _obstacle(q: Tensor, v: Tensor, block_size: int, num_selected: int) -> str | None:
+    if block_size not in TRITON_CHUNK_SIZES:
+        return f"block_size is {block_size}: give one of {list(TRITON_CHUNK_SIZES)}"
+    if num_selected > MAX_SELECTED:
+        return f"num_selected is {num_selected}: give at most {MAX_SELECTED}"
+    return triton_attention_obstacle(q, v) or flex_obstacle(q, v)

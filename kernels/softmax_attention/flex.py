@@ -86,8 +86,21 @@ def visible_blocks(
     touched = (first_key <= last_query) & (last_key > first_query - reach)
     # A block that lacks queries or keys is not whole: torch, too, has the mask keep away what is not there.
     whole = (last_key <= first_query) & (first_key > last_query - reach) & (first_query + BLOCK <= end)
+    return mask_of_blocks(touched, whole, visible, num_queries, num_keys)
+
+
+def mask_of_blocks(touched_ij: Tensor, whole_ij: Tensor, visible: Any, num_queries: int, num_keys: int) -> BlockMask:
+    """FlexAttention's mask from what is known of its blocks of BLOCK queries and keys.
+
+    Args:
+        touched_ij: bool, whether any of the block's queries sees any of its keys.
+        whole_ij: bool, whether all see all, and none is missing.
+        visible: as torch's mask_mod, asked in those that are touched and not whole.
+        num_queries: tq.
+        num_keys: tk.
+    """
     return BlockMask.from_kv_blocks(
-        *_block_lists(touched & ~whole), *_block_lists(whole),
+        *_block_lists(touched_ij & ~whole_ij), *_block_lists(whole_ij),
         BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(num_queries, num_keys),
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.top1_chunk.triton_attend import COLUMNS, first_slot, head_rows, own_rows
+from kernels.triton_lists import insert, insert_tile, store_list
 from kernels.triton_math import MAX_INT32, load_rows, product
 
 
@@ -29,54 +30,6 @@ def mean_keys(
         total += tl.sum(keys.to(tl.float32), 0)
     d = tl.arange(0, BLOCK_D)
     tl.store(means + (slot * G + g) * HEAD_DIM + d, (total / count).to(means.dtype.element_ty), mask=d < HEAD_DIM)
-
-
-@triton.jit
-def _insert(values, slots, score, slot):
-    """Put a chunk into each row's list if it beats the worst there: values and slots [M, K], score and slot [M].
-
-    An empty place (slot -1) is the worst; among equal values the one with the highest slot is. Earlier chunks come
-    first, so an equal newcomer stays out.
-    """
-    place = tl.arange(0, values.shape[1])[None, :]
-    worst = tl.min(tl.where(slots < 0, -float("inf"), values), 1)
-    rank = tl.where(slots < 0, MAX_INT32 - place, tl.where(values == worst[:, None], slots, -1))
-    highest = tl.max(rank, 1)
-    has_room = tl.min(slots, 1) < 0
-    taken = (slot >= 0) & ((score > worst) | has_room)
-    here = (rank == highest[:, None]) & taken[:, None]
-    return tl.where(here, score[:, None], values), tl.where(here, slot[:, None], slots)
-
-
-@triton.jit
-def _insert_tile(values, slots, scores, first):
-    """Put a tile of scores [M, N], of slots first .. first + N - 1, -inf where there is none, into the lists."""
-    n = first + tl.arange(0, scores.shape[1])[None, :]
-    left = tl.where(scores > -float("inf"), n, MAX_INT32)
-    going = tl.min(left) < MAX_INT32
-    while going:
-        open_scores = tl.where(left < MAX_INT32, scores, -float("inf"))
-        best = tl.max(open_scores, 1)
-        at = tl.min(tl.where(open_scores == best[:, None], left, MAX_INT32), 1)
-        worst = tl.min(tl.where(slots < 0, -float("inf"), values), 1)
-        useful = (at < MAX_INT32) & ((best > worst) | (tl.min(slots, 1) < 0))
-        values, slots = _insert(values, slots, best, tl.where(useful, at, -1))
-        left = tl.where(left == at[:, None], MAX_INT32, left)
-        left = tl.where(useful[:, None], left, MAX_INT32)
-        going = tl.min(left) < MAX_INT32
-    return values, slots
-
-
-@triton.jit
-def _store_list(chosen, scores, values, slots, row, valid, stride, TOP_K: tl.constexpr, SCORES: tl.constexpr):
-    """Write each row's list, best first, the lowest slot first among equals: chosen[r * stride + row], and `scores`."""
-    for r in tl.static_range(TOP_K):
-        best = tl.max(tl.where(slots < 0, -float("inf"), values), 1)
-        at = tl.min(tl.where((slots >= 0) & (values == best[:, None]), slots, MAX_INT32), 1)
-        tl.store(chosen + r * stride + row, tl.where(at == MAX_INT32, -1, at), mask=valid)
-        if SCORES:
-            tl.store(scores + r * stride + row, best, mask=valid)
-        slots = tl.where(slots == at[:, None], -1, slots)
 
 
 @triton.jit
@@ -152,8 +105,8 @@ def select_by_mean(
         for start in range(first, slot, BLOCK_N):
             tile = load_rows(means + g * HEAD_DIM, start + n, start + n < slot, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
             scores = tl.where((start + n < slot)[None, :], product(queries, tile.T), -float("inf"))
-            values, taken = _insert_tile(values, taken, scores, start)
-        _store_list(choice, choice, values, taken, row, valid, stride, TOP_K, False)
+            values, taken = insert_tile(values, taken, scores, start)
+        store_list(choice, choice, values, taken, row, valid, stride, TOP_K, False)
 
 
 @triton.jit
@@ -216,13 +169,13 @@ def select_by_keys(
             best = tl.where(better, score, best)
             at = tl.where(better, c, at)
         else:
-            values, taken = _insert(values, taken, score, tl.where(ends, c, -1) + tl.zeros([BLOCK_M], tl.int32))
+            values, taken = insert(values, taken, score, tl.where(ends, c, -1) + tl.zeros([BLOCK_M], tl.int32))
     if TOP_K == 1:
         tl.store(choice + row, tl.where(slot > first, at, -1), mask=valid)
         if SCORES:
             tl.store(value_of + row, best, mask=valid)
     else:
-        _store_list(choice, value_of, values, taken, row, valid, tl.full((), G, tl.int64) * rows, TOP_K, SCORES)
+        store_list(choice, value_of, values, taken, row, valid, tl.full((), G, tl.int64) * rows, TOP_K, SCORES)
 
 
 @triton.jit
@@ -253,8 +206,8 @@ def select_by_keys_of_short_chunks(
             at = tl.where(found > best, c, at)
             best = tl.maximum(best, found)
         else:
-            values, taken = _insert_tile(values, taken, found, c)
+            values, taken = insert_tile(values, taken, found, c)
     if TOP_K == 1:
         _store_best(choice, value_of, row, valid, best, at + p[None, :], first, slot, SCORES)
     else:
-        _store_list(choice, value_of, values, taken, row, valid, tl.full((), G, tl.int64) * rows, TOP_K, SCORES)
+        store_list(choice, value_of, values, taken, row, valid, tl.full((), G, tl.int64) * rows, TOP_K, SCORES)

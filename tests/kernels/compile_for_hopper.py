@@ -17,6 +17,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from kernels.native_sparse_attention.op import choose_blocks
 from kernels.selective_scan.op import selective_scan_triton
 from kernels.short_convolution.op import short_convolution_triton
 from kernels.top1_chunk import best_by_keys, choice, triton_launch, triton_launch_screening
@@ -70,6 +71,11 @@ def choice_with_scores(tokens: int, d: int, size: int, score: Score, top_k: int)
     best_by_keys(q, k, chunk_size=size, top_k=top_k, score=score, implementation="triton")
 
 
+def blocks(tokens: int, heads: int, d: int, num_earlier: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    q, mean_keys = torch.zeros(1, tokens, heads, d, dtype=dtype), torch.zeros(1, tokens // 64, 1, d, dtype=dtype)
+    choose_blocks(q, mean_keys, torch.zeros(1, heads, tokens), 64, num_earlier, 1.0, 0)
+
+
 def element(tokens: int, d: int) -> None:
     q, k, v = (torch.zeros(1, tokens, heads, d, dtype=torch.bfloat16) for heads in (2, 1, 1))
     for estimator in ("straight_through", "selected"):
@@ -112,6 +118,9 @@ def main() -> None:
             chunk(1100, d, size, "exact", backward=False)
     chunk(1024, 128, 128, "approx", backward=False)
     chunk(1024, 64, 64, "approx", backward=False)
+    for heads, d, num_earlier in ((1, 64, 15), (4, 128, 15), (12, 128, 16), (16, 256, 2)):
+        blocks(300, heads, d, num_earlier)
+    blocks(1, 3, 20, 2, torch.float32)
     element(300, 128)
     for tokens, size in ((300, 1), (300, 16), (301, 16), (300, 64)):
         scan(tokens, size)

@@ -232,7 +232,7 @@ def test_autocast_does_not_change_the_result():
         ({"window": 2.5}, "window is 2.5: give a whole number"),
         ({"scale": -1.0}, "scale is -1.0"),
         ({"query_offset": 3}, "query_offset is 3"),
-        ({"implementation": "triton"}, "implementation is 'triton', but native_sparse_attention has"),
+        ({"implementation": "flex"}, "implementation is 'flex', but native_sparse_attention has"),
         ({"gates": torch.rand(2, 13, 4, 2)}, r"gates has shape \[2, 13, 4, 2\]: give \[2, 13, 4, 3\]"),
         ({"gates": torch.rand(2, 13, 2, 3)}, r"gates has shape \[2, 13, 2, 3\]: give \[2, 13, 4, 3\]"),
         ({"gates": torch.ones(2, 13, 4, 3, dtype=torch.int64)}, "gates has dtype torch.int64"),

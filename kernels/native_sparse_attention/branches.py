@@ -1,0 +1,55 @@
+"""Native Sparse Attention on a GPU: each branch by the form that never holds its scores, and their gated sum."""
+
+import torch
+from torch import Tensor
+
+from kernels.fusion import fused
+from kernels.native_sparse_attention.compressed import attend_compressed, rounded_block_means
+from kernels.native_sparse_attention.op import choose_blocks
+from kernels.softmax_attention import softmax_attention
+from kernels.top1_chunk import top1_chunk_attention
+
+ALWAYS = 3
+"""The own block, the one before and block 0 are always taken."""
+
+
+def native_sparse_attention_triton(
+    q_bthd: Tensor,
+    k_bshd: Tensor,
+    v_bshd: Tensor,
+    gates_bthx: Tensor,
+    *,
+    block_size: int,
+    num_selected: int,
+    window: int,
+    scale: float,
+    query_offset: int,
+) -> Tensor:
+    """Compute the op in memory that grows with the length. Arguments as in `native_sparse_attention`, checked there.
+
+    Block means and the branches' outputs are rounded to the inputs' dtype.
+    """
+    k_bnhd, v_bnhd = (rounded_block_means(x, block_size) for x in (k_bshd, v_bshd))
+    compressed, lse_bht = attend_compressed(
+        q_bthd, k_bnhd, v_bnhd, block_size=block_size, scale=scale, query_offset=query_offset
+    )
+    with torch.no_grad():
+        num_earlier = max(num_selected, ALWAYS) - 1
+        earlier_btgm = choose_blocks(q_bthd, k_bnhd, lse_bht, block_size, num_earlier, scale, query_offset)
+        earlier_bthm = earlier_btgm.repeat_interleave(q_bthd.shape[2] // k_bshd.shape[2], dim=2)
+    selected = top1_chunk_attention(
+        q_bthd, k_bshd, v_bshd,
+        chunk_size=block_size, top_k=num_earlier, selection=earlier_bthm, scale=scale, query_offset=query_offset,
+        implementation="triton",
+    )  # fmt: skip
+    recent = softmax_attention(q_bthd, k_bshd, v_bshd, window=window, scale=scale, query_offset=query_offset)
+    return gated_sum(compressed, selected, recent, gates_bthx)
+
+
+@fused
+def gated_sum(compressed_bthd: Tensor, selected_bthd: Tensor, recent_bthd: Tensor, gates_bthx: Tensor) -> Tensor:
+    """Sum the branches [b, t, h, d] times their gates [b, t, h, 3], in fp32, rounded to the branches' dtype."""
+    branches = (compressed_bthd, selected_bthd, recent_bthd)
+    gates = gates_bthx.float().unbind(-1)
+    compressed, selected, recent = (g[..., None] * x.float() for g, x in zip(gates, branches, strict=True))
+    return (compressed + selected + recent).to(recent_bthd.dtype)

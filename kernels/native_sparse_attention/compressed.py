@@ -1,0 +1,91 @@
+"""Attention to the mean keys and values of whole blocks, through torch's FlexAttention."""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from kernels.fusion import compiled, fused
+from kernels.native_sparse_attention.reference import block_means
+from kernels.softmax_attention.flex import BLOCK, mask_of_blocks
+
+
+class Compressed(NamedTuple):
+    """The branch's output, and what the choice of blocks needs of it.
+
+    Attributes:
+        out_bthd: [b, tq, hq, d]; 0 for a query that sees no block.
+        lse_bht: fp32 [b, hq, tq], natural logsumexp of its scores; -inf for a query that sees no block.
+    """
+
+    out_bthd: Tensor
+    lse_bht: Tensor
+
+
+@fused
+def rounded_block_means(x_bshd: Tensor, block_size: int) -> Tensor:
+    """As `block_means`, summed in fp32 and rounded to x's dtype."""
+    return block_means(x_bshd, block_size).to(x_bshd.dtype)
+
+
+def attend_compressed(
+    q_bthd: Tensor, k_bnhd: Tensor, v_bnhd: Tensor, *, block_size: int, scale: float, query_offset: int
+) -> Compressed:
+    """Attend to the means of the whole blocks that end at or before the query.
+
+    A new length or offset compiles anew. On a CPU it is plain torch, forms all scores and has no gradient.
+
+    Args:
+        q_bthd: queries [b, tq, hq, d].
+        k_bnhd: mean keys [b, tk // block_size, hkv, d] in q's dtype.
+        v_bnhd: mean values, likewise.
+        block_size: keys per block.
+        scale: factor on q.k.
+        query_offset: global position of the first query.
+    """
+    batch, num_queries, num_heads, _ = q_bthd.shape
+    num_blocks = k_bnhd.shape[1]
+    if num_blocks == 0:  # which FlexAttention does not take
+        lse = q_bthd.new_full((batch, num_heads, num_queries), -torch.inf, dtype=torch.float32)
+        return Compressed(torch.zeros_like(q_bthd), lse)
+    attend = compiled(_attend, fullgraph=True) if q_bthd.is_cuda else _attend
+    mask = ended_blocks(num_queries, num_blocks, block_size, query_offset, q_bthd.device)
+    out_bhtd, aux = attend(*(x.transpose(1, 2) for x in (q_bthd, k_bnhd, v_bnhd)), mask=mask, scale=scale)
+    return Compressed(out_bhtd.transpose(1, 2), aux.lse)
+
+
+# A function of its own: torch compiles one for so many shapes only, and those of windows would count.
+def _attend(q_bhtd: Tensor, k_bhnd: Tensor, v_bhnd: Tensor, *, mask: BlockMask, scale: float) -> Any:
+    shares_keys = q_bhtd.shape[1] != k_bhnd.shape[1]
+    return flex_attention(
+        q_bhtd, k_bhnd, v_bhnd, block_mask=mask, scale=scale, enable_gqa=shares_keys, return_aux=AuxRequest(lse=True)
+    )
+
+
+@lru_cache(maxsize=16)
+def ended_blocks(
+    num_queries: int, num_blocks: int, block_size: int, query_offset: int, device: torch.device
+) -> BlockMask:
+    """FlexAttention's mask of the whole blocks that end at or before a query, of which each is one key.
+
+    Args:
+        num_queries: tq.
+        num_blocks: whole blocks of keys.
+        block_size: keys per block.
+        query_offset: global position of the first query.
+        device: of the mask.
+    """
+
+    def ended(b: Tensor, h: Tensor, t: Tensor, n: Tensor) -> Tensor:
+        return (n + 1) * block_size <= t + query_offset + 1
+
+    first_block = torch.arange(-(-num_blocks // BLOCK), device=device) * BLOCK
+    first_query = torch.arange(-(-num_queries // BLOCK), device=device)[:, None] * BLOCK
+    end_query = (first_query + BLOCK).clamp(max=num_queries)
+    # How many blocks have ended for a tile's first query and for its last.
+    fewest = (query_offset + first_query + 1) // block_size
+    most = (query_offset + end_query) // block_size
+    whole = (first_block + BLOCK <= fewest) & (first_query + BLOCK <= num_queries)
+    return mask_of_blocks(first_block < most, whole, ended, num_queries, num_blocks)
