@@ -30,7 +30,7 @@ class Tuning(NamedTuple):
     programs: int
 
 
-FORWARD = Tuning(row_bytes=512, step=8, least_chunk=32, most_chunk=128, programs=64)
+FORWARD = Tuning(row_bytes=256, step=4, least_chunk=32, most_chunk=64, programs=64)
 BACKWARD = Tuning(row_bytes=256, step=4, least_chunk=32, most_chunk=256, programs=64)
 """Replace them to measure others."""
 

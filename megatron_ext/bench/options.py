@@ -10,7 +10,8 @@ from kernels.bench.arguments import add_run_arguments, at_least_one, names, save
 from kernels.bench.cases import OptionError
 from megatron_ext.bench.cases import PEERS, SIZES, LayerShape, Plan
 
-DEFAULT_SHAPES = "110m:2048x16,1p3b:2048x8,1p3b:8192x2,1p3b:32768x1,1p3b:102400x1"
+# About as many tokens each, so many that no layer waits for Python to launch it.
+DEFAULT_SHAPES = "110m:2048x50,1p3b:2048x50,1p3b:8192x12,1p3b:32768x3,1p3b:102400x1"
 FORM = f"write SIZE:LENGTHxBATCH, as 110m:2048x16, with a size of {', '.join(SIZES)}"
 
 

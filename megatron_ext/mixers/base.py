@@ -102,8 +102,11 @@ class Mixer(LooksBack, ABC):
         self.mixer_config = mixer_config
         self.layer_number = layer_number
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        # Kept, as a group that is asked lets go of Python's lock, which the gradient's thread may have then.
+        self.tp_size, self.tp_rank = self.tp_group.size(), self.tp_group.rank()
+        self.cp_size, self.cp_rank = self.cp_group.size(), self.cp_group.rank()
         self.head_dim: int = config.kv_channels
-        self.num_units_per_rank = self.num_units() // self.tp_group.size()
+        self.num_units_per_rank = self.num_units() // self.tp_size
         self.build_input_projection(submodules.in_proj)
         self.out_proj = build_module(
             submodules.out_proj,
@@ -191,22 +194,22 @@ class Mixer(LooksBack, ABC):
         return same_on_ranks(F.linear(hidden_states, weight), self.tp_group)
 
     def _mix_over_context(self, features_tbuw: tuple[Tensor, ...], shared_tbw: Tensor | None) -> Tensor:
-        cp, first = self.cp_group.size(), self.tp_group.rank() * self.num_units_per_rank
+        cp, first = self.cp_size, self.tp_rank * self.num_units_per_rank
         units = self.num_units_per_rank
         x_tbuw, *more = features_tbuw
         if cp > 1 and self._exchanges_heads(x_tbuw):
             x_tbuw, *more = (sequence_to_heads(x, self.cp_group) for x in features_tbuw)
             shared = None if shared_tbw is None else gather_sequence(shared_tbw, self.cp_group)
-            first += self.cp_group.rank() * (units // cp)
+            first += self.cp_rank * (units // cp)
             part = Part(first, units // cp, shared=shared, more=tuple(more))
             return heads_to_sequence(self.mix(x_tbuw, part), self.cp_group)
         assert cp == 1 or self.hands_on_states or self.gathers_keys_and_values, "the rules refuse this layout"
-        first_position = self.cp_group.rank() * len(x_tbuw) if self.memory is None else self.memory.advance(len(x_tbuw))
+        first_position = self.cp_rank * len(x_tbuw) if self.memory is None else self.memory.advance(len(x_tbuw))
         return self.mix(x_tbuw, Part(first, units, first_position, self.past, shared_tbw, tuple(more)))
 
     def _exchanges_heads(self, x_tbuw: Tensor) -> bool:
         """Whether whole units change places with parts of the sequence; see `ParallelConfig.context_exchange`."""
-        cp, chosen = self.cp_group.size(), self.config.context_exchange
+        cp, chosen = self.cp_size, self.config.context_exchange
         if self.num_units_per_rank % cp:
             return False
         in_parts = self.bytes_in_parts(len(x_tbuw), x_tbuw.element_size())
@@ -243,11 +246,11 @@ class Mixer(LooksBack, ABC):
 
     def replicated(self, parameter: Tensor) -> Tensor:
         """A parameter that all tensor-parallel ranks hold whole but use for their own heads: its gradient is summed."""
-        return same_on_ranks(parameter, self.tp_group)
+        return parameter if self.tp_size == 1 else same_on_ranks(parameter, self.tp_group)
 
     def own_units(self, parameter: Tensor, part: Part) -> Tensor:
         """The rows of a parameter that belong to the units of `part`; dim 0 is this tensor-parallel rank's units."""
-        start = part.first_unit - self.tp_group.rank() * self.num_units_per_rank
+        start = part.first_unit - self.tp_rank * self.num_units_per_rank
         return parameter.narrow(0, start, part.num_units)
 
     def sharded_state_dict(
@@ -268,7 +271,7 @@ class Mixer(LooksBack, ABC):
 
     def num_parameters(self) -> int:
         """Parameters of the whole layer's mixer, over all tensor-parallel ranks."""
-        split = {True: self.tp_group.size(), False: 1}
+        split = {True: self.tp_size, False: 1}
         return sum(p.numel() * split[getattr(p, "tensor_model_parallel", False)] for p in self.parameters())
 
     @abstractmethod

@@ -103,12 +103,10 @@ class LooksBack(MegatronModule):
 
     def __init__(self, config: TransformerConfig, sequence_group: ProcessGroup) -> None:
         super().__init__(config)
-        self._sequence_group = sequence_group
+        self._others = BEGINNING if sequence_group.size() == 1 else OtherRanks(sequence_group)
         self.memory: Memory | None = None
 
     @property
     def past(self) -> Past:
         """What lies before this rank's part of the sequence."""
-        if self.memory is not None:
-            return self.memory
-        return BEGINNING if self._sequence_group.size() == 1 else OtherRanks(self._sequence_group)
+        return self._others if self.memory is None else self.memory

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,7 +128,7 @@ def test_what_is_exchanged_under_context_parallelism(
 ) -> None:
     """Of 2 ranks each receives half of a unit's 24 + 6 features, or a summary of 6 * (6 + 6): 15 length against 72."""
     mixer = make_mixer("retnet", expand_v=1)
-    monkeypatch.setattr(mixer, "cp_group", SimpleNamespace(size=lambda: size))
+    monkeypatch.setattr(mixer, "cp_size", size)
     monkeypatch.setattr(mixer.config, "context_exchange", chosen)
     assert mixer._exchanges_heads(torch.empty(length, 1, 4, 24)) == heads
 
@@ -162,7 +161,7 @@ def test_whether_chunks_are_fetched_under_context_parallelism(
     exchanges_heads: bool,
 ) -> None:
     mixer = make_mixer("top1_chunk", heads=heads, groups=groups, chunk_size=4, score=score)
-    monkeypatch.setattr(mixer, "cp_group", SimpleNamespace(size=lambda: size))
+    monkeypatch.setattr(mixer, "cp_size", size)
     monkeypatch.setattr(mixer.config, "context_exchange", chosen)
     assert mixer._exchanges_heads(torch.empty(length, 1, groups, mixer.unit_width())) == exchanges_heads
 
