@@ -30,7 +30,7 @@ def differentiate(
     x, before, weight, bias, gradients, dx, dbefore, shares, length, chunk_length, batch, time_stride, batch_stride,
     unit_stride,
     U: tl.constexpr, W: tl.constexpr, K: tl.constexpr, SEGMENTS: tl.constexpr, PROGRAMS: tl.constexpr,
-    STEP: tl.constexpr, EPSILON: tl.constexpr,
+    STEP: tl.constexpr, EPSILON: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Write dx and dbefore, and each chunk's share of dweight and dbias. Grid (chunks * batch * PROGRAMS).
 
@@ -41,6 +41,7 @@ def differentiate(
         shares: fp32 [chunks * batch, K + 1, U, W], out: of the taps, then of the bias; [.., K, U, W] without one.
     """
     place, share, sample, begin, end = place_in_grid(PROGRAMS, batch, length, chunk_length)
+    time_stride, batch_stride, unit_stride = time_stride * ALIGN, batch_stride * ALIGN, unit_stride * ALIGN
     x += sample * batch_stride
     before, dx, dbefore = before + sample * U * W, dx + sample * U * W, dbefore + sample * U * W
     shares += share.to(tl.int64) * (K if bias is None else K + 1) * U * W

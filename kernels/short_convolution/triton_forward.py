@@ -20,12 +20,12 @@ from kernels.short_convolution.triton_tile import (
 def convolve(
     x, before, weight, bias, outputs, length, chunk_length, batch, time_stride, batch_stride, unit_stride,
     U: tl.constexpr, W: tl.constexpr, K: tl.constexpr, SEGMENTS: tl.constexpr, PROGRAMS: tl.constexpr,
-    STEP: tl.constexpr, EPSILON: tl.constexpr,
+    STEP: tl.constexpr, EPSILON: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Write every part. Grid (chunks * batch * PROGRAMS).
 
     Tensors:
-        x: [length, batch, U, W] with these strides, the last one 1.
+        x: [length, batch, U, W] with these strides times ALIGN, the last one 1.
         before: [K - 1, batch, U, W].
         weight: [U, W, K].
         bias: [U, W], or None.
@@ -34,6 +34,7 @@ def convolve(
     SEGMENTS: see `triton_launch.Segment`; PROGRAMS: their tiles in a row; STEP: rows that are read at a time.
     """
     place, _, sample, begin, end = place_in_grid(PROGRAMS, batch, length, chunk_length)
+    time_stride, batch_stride, unit_stride = time_stride * ALIGN, batch_stride * ALIGN, unit_stride * ALIGN
     x += sample * batch_stride
     before += sample * U * W
     for s in tl.static_range(len(SEGMENTS)):
