@@ -12,6 +12,9 @@ R = TypeVar("R")
 MOST_FORMS = 64
 """Of one function, compiled for what it is called with."""
 
+OWN_SHAPES = 16
+"""Of its first argument, that a function has code of its own for; later ones share code for any."""
+
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator: `torch.compile` on a GPU, the function as it is elsewhere.
@@ -22,13 +25,19 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
     Args:
         function: its first argument is a tensor.
     """
+    shapes: set[torch.Size] = set()
 
     @wraps(function)
     def call(*args: P.args, **more: P.kwargs) -> R:
         x = args[0]
         assert isinstance(x, torch.Tensor)
-        run = compiled(function) if _runs_compiled(x) else function
-        return run(*args, **more)
+        if not _runs_compiled(x):
+            return function(*args, **more)
+        if len(shapes) < OWN_SHAPES:
+            shapes.add(x.shape)
+        # Left to itself, torch compiles for any shape from the second on, and code for heads of any width is slow.
+        result: R = compiled(function, dynamic=x.shape not in shapes)(*args, **more)
+        return result
 
     return call
 
@@ -37,16 +46,36 @@ def _runs_compiled(x: torch.Tensor) -> bool:
     return x.is_cuda and not torch.compiler.is_compiling()
 
 
+def contiguous_gradient(x: torch.Tensor) -> torch.Tensor:
+    """Return x, whose gradient is to lie as x does: what is compiled would leave it as it was computed.
+
+    For what a function of `fused` takes from an op, which would copy a gradient that lies otherwise.
+    """
+    y: torch.Tensor = _ContiguousGradient.apply(x)
+    return y
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.contiguous()
+
+
 @cache
-def compiled(function: Any, *, fullgraph: bool = False) -> Any:
+def compiled(function: Any, *, fullgraph: bool = False, dynamic: bool | None = None) -> Any:
     """`torch.compile` of a function that a process may call in many shapes, dtypes and settings.
 
     Args:
         function: to be compiled at its first call.
         fullgraph: raise where it cannot be compiled as one graph.
+        dynamic: whether one code serves any shape; None: from the second shape on.
     """
     from torch._dynamo import config  # torch.compile imports for seconds: at the first call, not before
 
     # A function serves every mixer, and flex_attention every window. After 8 forms torch would take the plain one.
     config.recompile_limit = max(config.recompile_limit, MOST_FORMS)
-    return torch.compile(function, fullgraph=fullgraph)
+    return torch.compile(function, fullgraph=fullgraph, dynamic=dynamic)

@@ -9,7 +9,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from kernels.fusion import fused
+from kernels.fusion import contiguous_gradient, fused
 from kernels.gated_linear_attention import gated_linear_attention
 from kernels.short_convolution import short_convolution
 from megatron_ext.config.schema import STRICT
@@ -122,7 +122,9 @@ class Mamba2(Mixer):
 
     def _read_states(self, x_btuhd: Tensor, b_btun: Tensor, c_btun: Tensor, step_tbuh: Tensor, part: Part) -> Tensor:
         """What each token reads from its head's state, [b, t, u, h, d]: S <- e^g S + B (step x)^T;  S^T C."""
-        k, q = (y.repeat_interleave(self.heads_per_group, 2) for y in (b_btun, c_btun))
+        k, q = b_btun, c_btun
+        if self.heads_per_group > 1:
+            k, q = (y.repeat_interleave(self.heads_per_group, 2) for y in (k, q))
         v, decays = x_btuhd.flatten(2, 3), []
         if self.mixer_config.decay != "none":
             bias_uh, log_decay_uh = (self.own_units(p, part) for p in (self.step_bias, self.log_decay))
@@ -166,6 +168,7 @@ def gated(
     y_btuhd: Tensor, x_btuhd: Tensor, skip_uh: Tensor, gate_tbuw: Tensor, norm_weight_uw: Tensor | None, epsilon: float
 ) -> Tensor:
     """What is read and the skip of x, times SiLU of the gate; RMSNorm over all heads of a group: [t, b, u, w]."""
+    y_btuhd, x_btuhd = contiguous_gradient(y_btuhd), contiguous_gradient(x_btuhd)
     y = y_btuhd.float() + skip_uh.float()[..., None] * x_btuhd.float()
     y_tbuw = batch_first(y.flatten(-2)) * F.silu(gate_tbuw.float())
     if norm_weight_uw is not None:

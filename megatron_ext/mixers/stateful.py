@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.fusion import fused
+from kernels.fusion import contiguous_gradient, fused
 from megatron_ext.mixers.base import Mixer, Part, batch_first
 from megatron_ext.parallel.parameters import new_parameter, ones
 
@@ -137,7 +137,8 @@ def gated_norm(o_btue: Tensor, gate_tbue: Tensor | None, weight_e: Tensor, epsil
     Returns:
         [t, b, u, e] in the output's dtype.
     """
-    normed_tbue = F.rms_norm(batch_first(o_btue).float(), weight_e.shape, weight_e.float(), epsilon)
+    o_tbue = batch_first(contiguous_gradient(o_btue))
+    normed_tbue = F.rms_norm(o_tbue.float(), weight_e.shape, weight_e.float(), epsilon)
     if gate_tbue is not None:
         normed_tbue = normed_tbue * F.silu(gate_tbue.float())
     return normed_tbue.to(o_btue.dtype).contiguous()

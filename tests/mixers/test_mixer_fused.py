@@ -31,7 +31,7 @@ def compiled_here(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Any]]:
     """Compile on the CPU, too, without a code generator; gives the functions that are compiled."""
     seen: list[Any] = []
 
-    def compile_plainly(function: Any) -> Any:
+    def compile_plainly(function: Any, *, dynamic: bool) -> Any:
         seen.append(function)
         return torch.compile(function, backend="aot_eager", fullgraph=True)
 
