@@ -63,17 +63,18 @@ class DeltaNet(StatefulMixer):
         """Query, key, value, output gate and beta of a head."""
         return super().unit_width() + 1
 
-    def read_states(self, qkv_tbuw: Tensor, rest_tbuw: Tensor, part: Part) -> Tensor:
+    def read_states(self, x_tbuw: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         """See `StatefulMixer.read_states`: short convolution, delta rule."""
-        beta, rest = rest_tbuw[..., 0], rest_tbuw[..., 1:]
+        num_scalars = x_tbuw.shape[-1] - sum(self.head_widths)
+        qkv, gate, scalars = x_tbuw.split([self.qkv_width, self.gate_width, num_scalars], -1)
         weight = self.own_units(self.conv_weight, part)
-        before = rows_before(qkv_tbuw, weight, part.past)
-        of_length_1 = (True, True, False)
-        q, k, v = short_convolution(qkv_tbuw, before, weight, widths=self.head_widths, unit_length=of_length_1)
-        return walk(gated_delta_rule, q, k, v, self.log_forgetting(rest, part), strengths(beta), part=part)
+        before, of_length_1 = rows_before(qkv, weight, part.past), (True, True, False)
+        q, k, v = short_convolution(qkv, before, weight, widths=self.head_widths[:3], unit_length=of_length_1)
+        decay, beta = self.log_forgetting(scalars, part), strengths(scalars[..., 0])
+        return walk(gated_delta_rule, q, k, v, decay, beta, part=part), batch_first(gate)
 
-    def log_forgetting(self, rest_tbuw: Tensor, part: Part) -> Tensor | None:
-        """Log decay of the state [b, t, units], <= 0, fp32, from what is left of the rows; None: it does not decay."""
+    def log_forgetting(self, scalars_tbuw: Tensor, part: Part) -> Tensor | None:
+        """Log decay of the state [b, t, units], <= 0, fp32, from the scalars of the rows; None: it does not decay."""
         return None
 
     def mixing_flops(self, seq_length: int) -> float:
@@ -100,9 +101,11 @@ class GatedDeltaNet(DeltaNet):
         """Query, key, value, output gate, beta and alpha of a head."""
         return super().unit_width() + 1
 
-    def log_forgetting(self, rest_tbuw: Tensor, part: Part) -> Tensor:
+    def log_forgetting(self, scalars_tbuw: Tensor, part: Part) -> Tensor:
         """See `forgetting`."""
-        return forgetting(rest_tbuw[..., 0], self.own_units(self.step_bias, part), self.own_units(self.log_decay, part))
+        return forgetting(
+            scalars_tbuw[..., 1], self.own_units(self.step_bias, part), self.own_units(self.log_decay, part)
+        )
 
 
 @fused

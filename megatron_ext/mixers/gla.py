@@ -56,24 +56,20 @@ class GLA(StatefulMixer):
         """See `Mixer.shared_features`: what decays are made from."""
         return self.project_for_all_units(hidden_states, self.decay_down)
 
-    def read_states(self, qkv_tbuw: Tensor, rest_tbuw: Tensor, part: Part) -> Tensor:
+    def read_states(self, x_tbuw: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         """See `StatefulMixer.read_states`: fade each key feature, add."""
         assert part.shared is not None
         up, bias = (self.own_units(p, part) for p in (self.decay_up, self.decay_bias))
         logits = F.linear(part.shared, up.flatten(0, 1)).unflatten(-1, up.shape[:2])
-        heads = decaying_heads(qkv_tbuw, logits, bias, self.mixer_config.decay_temperature, self.head_widths)
-        return walk(gated_linear_attention, *heads, part=part)
+        temperature = self.mixer_config.decay_temperature
+        q, k, v, gate, decay = decaying_heads(x_tbuw, logits, bias, temperature, self.head_widths)
+        return walk(gated_linear_attention, q, k, v, decay, part=part), gate
 
 
 @fused
 def decaying_heads(
-    qkv_tbuw: Tensor,
-    logits_tbud: Tensor,
-    bias_ud: Tensor,
-    temperature: float,
-    widths: Sequence[int],
+    x_tbuw: Tensor, logits_tbud: Tensor, bias_ud: Tensor, temperature: float, widths: Sequence[int]
 ) -> tuple[Tensor, ...]:
-    """Queries, keys, values and log decays, <= 0 and fp32: [b, t, u, d] each."""
+    """The parts of the rows, and log decays, <= 0 and fp32: [b, t, u, width] each."""
     decay = F.logsigmoid(logits_tbud.float() + bias_ud.float()) / temperature
-    q, k, v = qkv_tbuw.split(list(widths), -1)
-    return tuple(batch_first(x).contiguous() for x in (q, k, v, decay))
+    return tuple(batch_first(x).contiguous() for x in (*x_tbuw.split(list(widths), -1), decay))

@@ -47,15 +47,15 @@ class LinearAttention(StatefulMixer):
 
     mixer_config: LinearAttentionConfig
 
-    def read_states(self, qkv_tbuw: Tensor, rest_tbuw: Tensor, part: Part) -> Tensor:
+    def read_states(self, x_tbuw: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         """See `StatefulMixer.read_states`: the sum of all products of features so far."""
-        heads = mapped_heads(qkv_tbuw, self.mixer_config.feature_map, self.head_widths)
-        return walk(gated_linear_attention, *heads, part=part)
+        *heads, gate = mapped_heads(x_tbuw, self.mixer_config.feature_map, self.head_widths)
+        return walk(gated_linear_attention, *heads, part=part), gate
 
 
 @fused
-def mapped_heads(qkv_tbuw: Tensor, feature_map: str, widths: Sequence[int]) -> tuple[Tensor, ...]:
-    """Features of queries and keys, and values: [b, t, u, d] each."""
-    q, k, v = qkv_tbuw.split(list(widths), -1)
+def mapped_heads(x_tbuw: Tensor, feature_map: str, widths: Sequence[int]) -> tuple[Tensor, ...]:
+    """Features of queries and keys, and the other parts as they are: [b, t, u, width] each."""
+    q, k, *others = x_tbuw.split(list(widths), -1)
     q, k = (FEATURE_MAPS[feature_map](x) for x in (q, k))
-    return tuple(batch_first(x).contiguous() for x in (q, k, v))
+    return tuple(batch_first(x).contiguous() for x in (q, k, *others))

@@ -38,11 +38,11 @@ class RetNet(StatefulMixer):
 
     mixer_config: RetNetConfig
 
-    def read_states(self, qkv_tbuw: Tensor, rest_tbuw: Tensor, part: Part) -> Tensor:
+    def read_states(self, x_tbuw: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         """See `StatefulMixer.read_states`: rotate, fade and add."""
-        by = rotation(part.first_position, len(qkv_tbuw), self.head_dim, self.config.rotary_base, qkv_tbuw.device)
-        q, k, v = rotated_heads(qkv_tbuw, by, self.head_widths)
-        return walk(gated_linear_attention, q, k, v, self._log_fading(q, part), part=part)
+        by = rotation(part.first_position, len(x_tbuw), self.head_dim, self.config.rotary_base, x_tbuw.device)
+        q, k, v, gate = rotated_heads(x_tbuw, by, self.head_widths)
+        return walk(gated_linear_attention, q, k, v, self._log_fading(q, part), part=part), gate
 
     def _log_fading(self, q_btud: Tensor, part: Part) -> Tensor:
         """Log decay [b, t, u], fp32: the same for every token."""

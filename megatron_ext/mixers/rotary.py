@@ -49,18 +49,18 @@ def rotate(x_tbnd: Tensor, by: Rotation) -> Tensor:
 
 
 @fused
-def rotated_heads(x_tbuw: Tensor, by: Rotation, widths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, rotated, and values.
+def rotated_heads(x_tbuw: Tensor, by: Rotation, widths: Sequence[int]) -> tuple[Tensor, ...]:
+    """Queries and keys, rotated, and what is behind them.
 
     Args:
-        x_tbuw: a unit's queries, one or more of them, its key and its value.
+        x_tbuw: a unit's queries, one or more of them, its key, and other parts.
         by: rotation of the positions.
-        widths: of all queries, the key, the value.
+        widths: of all queries, the key, the others.
 
     Returns:
-        [b, t, heads, d], [b, t, u, d] and [b, t, u, e], contiguous.
+        [b, t, heads, d], [b, t, u, d] and [b, t, u, width] for each other part, contiguous.
     """
-    q, k, v = x_tbuw.split(list(widths), -1)
+    q, k, *others = x_tbuw.split(list(widths), -1)
     q = q.unflatten(-1, (-1, widths[1])).flatten(2, 3)
     q, k = rotate(q, by), rotate(k, by)
-    return q.transpose(0, 1).contiguous(), k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+    return tuple(x.transpose(0, 1).contiguous() for x in (q, k, *others))

@@ -87,33 +87,26 @@ class StatefulMixer(Mixer):
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """See `Mixer.mix`: walk over the states, gated norm."""
-        widths = [self.qkv_width, self.gate_width]
-        widths.append(x_tbuw.shape[-1] - sum(widths))
-        # Where there are queries, keys and values alone, the gradient of a split would be copied for nothing.
-        qkv, gate, rest = x_tbuw.split(widths, -1) if any(widths[1:]) else (x_tbuw, x_tbuw[..., :0], x_tbuw[..., :0])
-        weight = self.replicated(self.norm_weight)
-        read_btue = self.read_states(qkv, rest, part)
-        return gated_norm(
-            read_btue, gate if self.mixer_config.output_gate else None, weight, self.config.layernorm_epsilon
-        )
+        read_btue, gate_btue = self.read_states(x_tbuw, part)
+        gate = gate_btue if self.mixer_config.output_gate else None
+        return gated_norm(read_btue, gate, self.replicated(self.norm_weight), self.config.layernorm_epsilon)
 
     @abstractmethod
-    def read_states(self, qkv_tbuw: Tensor, rest_tbuw: Tensor, part: Part) -> Tensor:
-        """What each token reads from its head's state.
+    def read_states(self, x_tbuw: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+        """What each token reads from its head's state, and its output gate.
 
         Args:
-            qkv_tbuw: [t, b, units, qkv_width]; see `head_widths`.
-            rest_tbuw: what a mixer adds to the rows, [t, b, units, width].
+            x_tbuw: projected features; see `head_widths`.
             part: which units these are.
 
         Returns:
-            [b, t, units, value_dim].
+            [b, t, units, value_dim] and [b, t, units, gate_width].
         """
 
     @property
     def head_widths(self) -> list[int]:
-        """Features of a head's query, key and value, each."""
-        return [self.head_dim, self.head_dim, self.value_dim]
+        """Features of a head's query, key, value and output gate, each."""
+        return [self.head_dim, self.head_dim, self.value_dim, self.gate_width]
 
     def summary_size(self) -> int:
         """See `Mixer.summary_size`."""
@@ -125,20 +118,19 @@ class StatefulMixer(Mixer):
 
 
 @fused
-def gated_norm(o_btue: Tensor, gate_tbue: Tensor | None, weight_e: Tensor, epsilon: float) -> Tensor:
+def gated_norm(o_btue: Tensor, gate_btue: Tensor | None, weight_e: Tensor, epsilon: float) -> Tensor:
     """RMSNorm of each head's output, times SiLU of its gate where there is one, in fp32.
 
     Args:
         o_btue: [b, t, u, e].
-        gate_tbue: [t, b, u, e] or None.
+        gate_btue: [b, t, u, e] or None.
         weight_e: of the norm.
         epsilon: of the norm.
 
     Returns:
         [t, b, u, e] in the output's dtype.
     """
-    o_tbue = batch_first(contiguous_gradient(o_btue))
-    normed_tbue = F.rms_norm(o_tbue.float(), weight_e.shape, weight_e.float(), epsilon)
-    if gate_tbue is not None:
-        normed_tbue = normed_tbue * F.silu(gate_tbue.float())
-    return normed_tbue.to(o_btue.dtype).contiguous()
+    normed_btue = F.rms_norm(contiguous_gradient(o_btue).float(), weight_e.shape, weight_e.float(), epsilon)
+    if gate_btue is not None:
+        normed_btue = normed_btue * F.silu(gate_btue.float())
+    return batch_first(normed_btue.to(o_btue.dtype)).contiguous()
