@@ -109,6 +109,24 @@ def test_a_part_of_the_queries_gives_that_part_of_the_result(implementation, cas
     torch.testing.assert_close(part, whole[:, 11:25], rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="of torch's fused kernels on a GPU")
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 5e-3), (torch.float16, 1e-3)])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 100])
+@pytest.mark.parametrize("hkv", [4, 2, 1])
+def test_a_window_of_few_queries_on_a_gpu(length, hkv, dtype, limit):
+    """A mask whose rows are of odd lengths, forward and backward."""
+    drawn = [x.to("cuda", dtype) for x in inputs(length, length, hkv=hkv, d=16, dv=16)]
+    upstream = torch.randn(2, length, 4, 16, device="cuda").to(dtype)
+
+    def run(name, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in drawn]
+        out = softmax_attention(*leaves, window=22, implementation=name)
+        return [out, *torch.autograd.grad(out, leaves, upstream.to(dtype))]
+
+    for name, found, exact in zip("oqkv", run("sdpa", dtype), run("reference", torch.float64), strict=True):
+        assert float((found - exact).norm() / exact.norm().clamp_min(1e-3)) < limit, name
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_autocast_does_not_lower_the_precision(implementation):
     q, k, v = inputs(dtype=torch.float32)
