@@ -32,7 +32,7 @@ class Tuning(NamedTuple):
 
 
 FORWARD = Tuning(row_bytes=256, step=4, least_chunk=32, most_chunk=64, programs=64)
-BACKWARD = Tuning(row_bytes=256, step=4, least_chunk=32, most_chunk=256, programs=64)
+BACKWARD = Tuning(row_bytes=256, step=2, least_chunk=32, most_chunk=256, programs=64)
 """Replace them to measure others."""
 
 SHARE_ROWS, SHARE_BLOCK = 32, 32
