@@ -5,10 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_ext.mixers.base import Mixer, Part, batch_first
 from megatron_ext.mixers.rotary import rotated_heads, rotation
+from megatron_ext.parallel.exchange import gather_sequence
+from megatron_ext.parallel.zigzag import from_zigzag, to_zigzag, zigzag_pieces
 
 
 def keys_in_window(window: int | None, seq_length: int) -> float:
@@ -25,6 +29,9 @@ class KeyValueMixer(Mixer):
 
     gathers_keys_and_values: ClassVar[bool] = True
     units_are_groups: ClassVar[bool] = True
+
+    moves_queries: ClassVar[bool] = True
+    """Whether ranks that gather keys and values may attend for each other's queries, which see fewer keys or more."""
 
     @property
     def projects_keys(self) -> bool:
@@ -95,6 +102,8 @@ class KeyValueMixer(Mixer):
             v_tbgd: their values.
             part: as in `attend`.
         """
+        if part.past.ranks is not None and self.moves_queries and self.window is None and len(v_tbgd) % 2 == 0:
+            return self._attend_in_zigzag(q_bthd, k_tbgd, v_tbgd, part, part.past.ranks)
         v_bshd = batch_first(part.past.rows_so_far("values", v_tbgd, self.window))
         query_offset = v_bshd.shape[1] - len(v_tbgd)
         if k_tbgd is None:
@@ -102,3 +111,16 @@ class KeyValueMixer(Mixer):
         else:
             k_bshd = batch_first(part.past.rows_so_far("keys", k_tbgd, self.window))
         return self.attend(q_bthd, k_bshd, v_bshd, query_offset, part)
+
+    def _attend_in_zigzag(
+        self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: Part, ranks: ProcessGroup
+    ) -> Tensor:
+        """See `attend_to_past`, with all keys and values here, for an early and a late piece of the queries."""
+        v_bshd = batch_first(gather_sequence(v_tbgd, ranks))
+        k_bshd = self.frozen_keys(v_bshd, 0, part) if k_tbgd is None else batch_first(gather_sequence(k_tbgd, ranks))
+        pieces = batch_first(to_zigzag(batch_first(q_bthd), ranks)).chunk(2, 1)
+        length, outputs = pieces[0].shape[1], []
+        for piece, q_piece in zip(zigzag_pieces(ranks), pieces, strict=True):
+            seen = (piece + 1) * length
+            outputs.append(self.attend(q_piece, k_bshd[:, :seen], v_bshd[:, :seen], piece * length, part))
+        return batch_first(from_zigzag(batch_first(torch.cat(outputs, 1)), ranks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass as plain_dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
@@ -55,6 +55,7 @@ class NSA(KeyValueMixer):
     selected, window.
     """
 
+    moves_queries: ClassVar[bool] = False  # their gates stay
     mixer_config: NSAConfig
 
     def unit_width(self) -> int:

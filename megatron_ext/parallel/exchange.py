@@ -73,6 +73,19 @@ class _Exchange(torch.autograd.Function):
         return ctx.back(grad_tbnw, ctx.group), None, None, None
 
 
+def exchange(x_tbnw: Tensor, there: Move, back: Move, group: ProcessGroup) -> Tensor:
+    """Move rows between ranks; the gradient is moved back.
+
+    Args:
+        x_tbnw: rows of this rank.
+        there: how they are moved.
+        back: how what is given of the result is.
+        group: whose ranks take part.
+    """
+    moved: Tensor = _Exchange.apply(x_tbnw, there, back, group)
+    return moved
+
+
 def sequence_to_heads(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
     """From a part of the sequence of all heads to the whole sequence of a part of the heads (all-to-all).
 
@@ -83,17 +96,17 @@ def sequence_to_heads(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
     Returns:
         [t, b, n/cp, w]. The gradient takes the way back.
     """
-    return _Exchange.apply(x_tbnw, _sequence_to_heads, _heads_to_sequence, group)
+    return exchange(x_tbnw, _sequence_to_heads, _heads_to_sequence, group)
 
 
 def heads_to_sequence(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
     """The inverse of `sequence_to_heads`: [t, b, n/cp, w] to [t/cp, b, n, w]."""
-    return _Exchange.apply(x_tbnw, _heads_to_sequence, _sequence_to_heads, group)
+    return exchange(x_tbnw, _heads_to_sequence, _sequence_to_heads, group)
 
 
 def gather_sequence(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
     """All parts of the sequence, in order: [t/cp, b, n, w] to [t, b, n, w]; gradients are summed back to their part."""
-    return x_tbnw if group.size() == 1 else _Exchange.apply(x_tbnw, _gather_sequence, _sum_to_parts, group)
+    return x_tbnw if group.size() == 1 else exchange(x_tbnw, _gather_sequence, _sum_to_parts, group)
 
 
 class _SumOverRanks(torch.autograd.Function):

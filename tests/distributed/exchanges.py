@@ -11,11 +11,21 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.model import build_model
 from megatron_ext.parallel.exchange import gather_sequence, heads_to_sequence, same_on_ranks, sequence_to_heads
 from megatron_ext.parallel.groups import make_process_groups
+from megatron_ext.parallel.zigzag import from_zigzag, to_zigzag
 from megatron_ext.platform import select_platform
 from megatron_ext.training.build import model_shape
 
 Moved = tuple[Tensor, Tensor]
 """What an exchange gave, and the gradient that it gave back."""
+
+
+EXCHANGES = {
+    "heads": sequence_to_heads,
+    "sequence": heads_to_sequence,
+    "gather": gather_sequence,
+    "to_zigzag": to_zigzag,
+    "from_zigzag": from_zigzag,
+}
 
 
 def whole(t: int, heads: int, dtype: torch.dtype) -> Tensor:
@@ -30,12 +40,14 @@ def move(rank: int, world_size: int, name: str, x_tbnw: Tensor) -> Moved:
     """
     group = dist.group.WORLD
     assert group is not None
-    function = {"heads": sequence_to_heads, "sequence": heads_to_sequence, "gather": gather_sequence}[name]
+    function = EXCHANGES[name]
     dim = 2 if name == "sequence" else 0
     part = x_tbnw.chunk(world_size, dim)[rank].clone().requires_grad_()
     moved = function(part, group)
     if name == "gather":
         upstream = x_tbnw * (rank + 1)
+    elif name.endswith("zigzag"):
+        upstream = moved.detach() * 2
     else:
         upstream = x_tbnw.chunk(world_size, 0 if name == "sequence" else 2)[rank]
     moved.backward(upstream)

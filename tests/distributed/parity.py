@@ -30,7 +30,7 @@ from megatron_ext.config.schema import (
 )
 from megatron_ext.data.batches import Batch, micro_batch_indices, training_batch
 from megatron_ext.data.samples import TrainingSamples
-from megatron_ext.mixers import base, chosen_chunks, past
+from megatron_ext.mixers import base, chosen_chunks, key_value, past
 from megatron_ext.mixers.registry import load_all
 from megatron_ext.model import build_model
 from megatron_ext.parallel.groups import make_process_groups
@@ -260,26 +260,26 @@ def _join(name: str, parts: list[Tensor], gated: bool) -> Tensor:
 def counted_exchanges() -> Iterator[Counter[str]]:
     """Count which context-parallel exchange the mixers use."""
     calls: Counter[str] = Counter()
-    places = {"sequence_to_heads": base, "heads_to_sequence": base}
-    places |= {
-        "fetch_blocks": chosen_chunks,
-        "gather_sequence": past,
-        "state_before": past,
-        "diagonal_state_before": past,
+    names = {
+        base: ["sequence_to_heads", "heads_to_sequence"],
+        chosen_chunks: ["fetch_blocks"],
+        key_value: ["gather_sequence", "to_zigzag"],
+        past: ["gather_sequence", "state_before", "diagonal_state_before"],
     }
-    originals = {name: getattr(module, name) for name, module in places.items()}
+    places = [(module, name) for module, of_module in names.items() for name in of_module]
+    originals = [getattr(module, name) for module, name in places]
 
-    def counting(name: str) -> Any:
+    def counting(name: str, original: Any) -> Any:
         def call(*args: Any) -> Tensor:
             calls[name] += 1
-            return originals[name](*args)
+            return original(*args)
 
         return call
 
-    for name, module in places.items():
-        setattr(module, name, counting(name))
+    for (module, name), original in zip(places, originals, strict=True):
+        setattr(module, name, counting(name, original))
     try:
         yield calls
     finally:
-        for name, module in places.items():
-            setattr(module, name, originals[name])
+        for (module, name), original in zip(places, originals, strict=True):
+            setattr(module, name, original)

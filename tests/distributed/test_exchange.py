@@ -53,3 +53,16 @@ def test_gradients_of_what_ranks_hold_alike_are_summed_however_they_lie_in_memor
     x = torch.arange(6.0).view(2, 3)
     for gradient in pool.run(exchanges.transposed_gradient, world_size, x):
         assert torch.equal(gradient, x * sum(range(1, world_size + 1)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_zigzag_gives_each_rank_an_early_and_a_late_piece(pool: WorkerPool, world_size: int) -> None:
+    x = exchanges.whole(6 * world_size, 2, torch.float32)
+    pieces = x.split(3)
+    shared_out = [torch.cat([pieces[rank], pieces[-1 - rank]]) for rank in range(world_size)]
+    for rank, (moved, grad) in enumerate(pool.run(exchanges.move, world_size, "to_zigzag", x)):
+        assert torch.equal(moved, shared_out[rank])
+        assert torch.equal(grad, 2 * x[6 * rank : 6 * rank + 6])
+    for rank, (moved, grad) in enumerate(pool.run(exchanges.move, world_size, "from_zigzag", torch.cat(shared_out))):
+        assert torch.equal(moved, x[6 * rank : 6 * rank + 6])
+        assert torch.equal(grad, 2 * shared_out[rank])
