@@ -15,7 +15,6 @@ import signal
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
@@ -25,22 +24,13 @@ from typing import Any
 # CPU tests on a GPU machine stay CPU tests; one thread a process, as every process has the others beside it.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-DIED = "died"
-
 
 class WorkerFailed(AssertionError):
     """A worker raised, died or did not answer in time. The message holds its traceback."""
 
 
-class WorkerCrashed(WorkerFailed):
-    """A worker was ended by a segmentation fault."""
-
-
 class WorkerPool:
     """Workers that wait for work. After a failure all are killed, and the next call starts fresh ones.
-
-    Now and then a thread of gloo's faults in a process that has made and destroyed some thousand groups, as only these
-    workers do. So a call in which a worker faults is made once more, with a warning; a fault of ours comes again.
 
     Args:
         size: largest world size.
@@ -69,13 +59,6 @@ class WorkerPool:
         Raises:
             WorkerFailed: one of them raised, died or did not answer.
         """
-        try:
-            return self._run(function, world_size, args, timeout)
-        except WorkerCrashed as crash:
-            warnings.warn(f"{function.__name__} is run again: {crash}", stacklevel=2)
-            return self._run(function, world_size, args, timeout)
-
-    def _run(self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float) -> list[Any]:
         if not self._workers:
             self._start()
         with tempfile.TemporaryDirectory() as folder:
@@ -123,13 +106,10 @@ class WorkerPool:
                 ok, results[rank] = _receive(connection)  # type: ignore[arg-type]
                 if not ok:
                     failures.append(f"rank {rank} {results[rank]}")
-                    if results[rank] == DIED:
-                        self._workers[rank][0].join(self.patience)  # until it is known how
                     # The others may hang for want of this one, or say more about what happened.
                     deadline = min(deadline, time.monotonic() + 5.0)
         if failures:
-            crashed = any(process.exitcode == -signal.SIGSEGV for process, _ in self._workers)
-            raise (WorkerCrashed if crashed else WorkerFailed)("\n".join(failures))
+            raise WorkerFailed("\n".join(failures))
         return [results[rank] for rank in range(world_size)]
 
 
@@ -137,7 +117,7 @@ def _receive(connection: Connection) -> tuple[bool, Any]:
     try:
         return pickle.loads(connection.recv_bytes())
     except EOFError:
-        return False, DIED
+        return False, "died"
 
 
 @contextmanager

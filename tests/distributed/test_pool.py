@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import parity
 import pytest
 import torch
 import torch.distributed as dist
-from pool import WorkerCrashed, WorkerFailed, WorkerPool
+from pool import WorkerFailed, WorkerPool
 
 
 def _sum_of_ranks(rank: int, world_size: int, extra: int) -> tuple[int, int, int]:
@@ -34,14 +33,6 @@ def _die(rank: int, world_size: int) -> None:
     os._exit(3)
 
 
-def _fault_once(rank: int, world_size: int, folder: str) -> int:
-    """Of rank 0, until the folder is there."""
-    if rank == 0 and not Path(folder).exists():
-        Path(folder).mkdir()
-        os.kill(os.getpid(), signal.SIGSEGV)
-    return rank
-
-
 def _environment(rank: int, world_size: int) -> tuple[int, bool, int]:
     return torch.get_num_threads(), torch.cuda.is_available(), os.getpid()
 
@@ -56,23 +47,6 @@ def test_workers_stay_and_have_one_thread_and_no_gpu(pool: WorkerPool) -> None:
     first, second = (pool.run(_environment, 2) for _ in range(2))
     assert first == second
     assert [answer[:2] for answer in first] == [(1, False)] * 2
-
-
-def test_a_call_in_which_a_worker_faults_is_made_once_more(pool: WorkerPool, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="^_fault_once is run again: rank 0 died"):
-        assert pool.run(_fault_once, 2, str(tmp_path / "once")) == [0, 1]
-
-
-def test_a_fault_that_comes_again_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    crashes = iter([WorkerCrashed("the first"), WorkerCrashed("the second")])
-
-    def crash(*_: object) -> None:
-        raise next(crashes)
-
-    idle = WorkerPool(2)
-    monkeypatch.setattr(idle, "_run", crash)
-    with pytest.warns(UserWarning, match="the first"), pytest.raises(WorkerFailed, match="the second"):
-        idle.run(_hang, 2)
 
 
 def _threads(rank: int, world_size: int) -> int:
