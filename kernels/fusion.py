@@ -27,6 +27,10 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
     """
     shapes: set[torch.Size] = set()
 
+    def laid(*args: P.args, **more: P.kwargs) -> R:
+        # What is compiled leaves a gradient as it was computed, which an op or a linear before would copy.
+        return function(*(gradient_laid_as(x) if isinstance(x, torch.Tensor) else x for x in args), **more)
+
     @wraps(function)
     def call(*args: P.args, **more: P.kwargs) -> R:
         x = args[0]
@@ -36,7 +40,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
         if len(shapes) < OWN_SHAPES:
             shapes.add(x.shape)
         # Left to itself, torch compiles for any shape from the second on, and code for heads of any width is slow.
-        result: R = compiled(function, dynamic=x.shape not in shapes)(*args, **more)
+        result: R = compiled(laid, dynamic=x.shape not in shapes)(*args, **more)
         return result
 
     return call
@@ -46,23 +50,22 @@ def _runs_compiled(x: torch.Tensor) -> bool:
     return x.is_cuda and not torch.compiler.is_compiling()
 
 
-def contiguous_gradient(x: torch.Tensor) -> torch.Tensor:
-    """Return x, whose gradient is to lie as x does: what is compiled would leave it as it was computed.
-
-    For what a function of `fused` takes from an op, which would copy a gradient that lies otherwise.
-    """
-    y: torch.Tensor = _ContiguousGradient.apply(x)
+def gradient_laid_as(x: torch.Tensor) -> torch.Tensor:
+    """Return x, whose gradient is to have its dimensions in memory in x's order, without gaps."""
+    y: torch.Tensor = _LaidGradient.apply(x) if x.requires_grad else x
     return y
 
 
-class _ContiguousGradient(torch.autograd.Function):
+class _LaidGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.outermost_first = sorted(range(x.dim()), key=x.stride, reverse=True)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.contiguous()
+        order = ctx.outermost_first
+        return grad.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
 
 
 @cache

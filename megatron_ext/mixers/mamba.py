@@ -13,7 +13,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from kernels.fusion import contiguous_gradient, fused
+from kernels.fusion import fused
 from kernels.linear import linear_to_fp32
 from kernels.selective_scan import selective_scan
 from kernels.short_convolution import short_convolution
@@ -138,7 +138,7 @@ def steps(logits_btuw: Tensor, bias_uw: Tensor) -> Tensor:
 @fused
 def gated(y_btuw: Tensor, gate_tbuw: Tensor) -> Tensor:
     """Times SiLU of the gate, [t, b, u, w]."""
-    y_tbuw = batch_first(contiguous_gradient(y_btuw))
+    y_tbuw = batch_first(y_btuw)
     return (y_tbuw.float() * F.silu(gate_tbuw.float())).to(gate_tbuw.dtype).contiguous()
 
 

@@ -9,7 +9,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from kernels.fusion import contiguous_gradient, fused
+from kernels.fusion import fused
 from kernels.gated_linear_attention import gated_linear_attention
 from kernels.short_convolution import short_convolution
 from megatron_ext.config.schema import STRICT
@@ -168,7 +168,6 @@ def gated(
     y_btuhd: Tensor, x_btuhd: Tensor, skip_uh: Tensor, gate_tbuw: Tensor, norm_weight_uw: Tensor | None, epsilon: float
 ) -> Tensor:
     """What is read and the skip of x, times SiLU of the gate; RMSNorm over all heads of a group: [t, b, u, w]."""
-    y_btuhd, x_btuhd = contiguous_gradient(y_btuhd), contiguous_gradient(x_btuhd)
     y = y_btuhd.float() + skip_uh.float()[..., None] * x_btuhd.float()
     y_tbuw = batch_first(y.flatten(-2)) * F.silu(gate_tbuw.float())
     if norm_weight_uw is not None:

@@ -11,7 +11,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from kernels.fusion import contiguous_gradient, fused
+from kernels.fusion import fused
 from kernels.rwkv6 import rwkv6
 from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Part, batch_first
@@ -103,7 +103,7 @@ def decaying_heads(
 @fused
 def gated(o_btud: Tensor, gate_tbud: Tensor, weight_ud: Tensor, bias_ud: Tensor, epsilon: float) -> Tensor:
     """The norm of each head's output, times SiLU of its gate: [t, b, u, d]."""
-    normed = normed_heads(contiguous_gradient(o_btud), weight_ud, bias_ud, epsilon)
+    normed = normed_heads(o_btud, weight_ud, bias_ud, epsilon)
     return (normed * F.silu(gate_tbud.float())).to(gate_tbud.dtype).contiguous()
 
 

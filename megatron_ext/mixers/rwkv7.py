@@ -14,7 +14,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from kernels.fusion import contiguous_gradient, fused
+from kernels.fusion import fused
 from kernels.rwkv7 import rwkv7
 from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Part, batch_first
@@ -150,7 +150,6 @@ def gated(
     epsilon: float,
 ) -> Tensor:
     """The norm of each head's output and the bonus of the present token, times the gate: [t, b, u, d]."""
-    o_btud, r_btud, k_btud, v_btud = (contiguous_gradient(x) for x in (o_btud, r_btud, k_btud, v_btud))
     bonus = (r_btud.float() * k_btud.float() * bonus_ud.float()).sum(-1, keepdim=True) * v_btud.float()
     o_tbud = normed_heads(o_btud, weight_ud, bias_ud, epsilon) + batch_first(bonus)
     return (o_tbud * gate_tbud.float()).to(gate_tbud.dtype).contiguous()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.fusion import contiguous_gradient, fused
+from kernels.fusion import fused
 from megatron_ext.mixers.base import Mixer, Part, batch_first
 from megatron_ext.parallel.parameters import new_parameter, ones
 
@@ -130,7 +130,7 @@ def gated_norm(o_btue: Tensor, gate_btue: Tensor | None, weight_e: Tensor, epsil
     Returns:
         [t, b, u, e] in the output's dtype.
     """
-    normed_btue = F.rms_norm(contiguous_gradient(o_btue).float(), weight_e.shape, weight_e.float(), epsilon)
+    normed_btue = F.rms_norm(o_btue.float(), weight_e.shape, weight_e.float(), epsilon)
     if gate_btue is not None:
         normed_btue = normed_btue * F.silu(gate_btue.float())
     return batch_first(normed_btue.to(o_btue.dtype)).contiguous()
