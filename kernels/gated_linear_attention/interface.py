@@ -58,8 +58,8 @@ def gated_linear_attention(
         q: queries [b, t, h, dk]; fp32, bf16, fp16 or float64.
         k: keys [b, t, h, dk].
         v: values [b, t, h, dv].
-        g: log decay, finite and at most 0, [b, t, h] or one a key feature [b, t, h, dk]; fp32 (or float64), as 16 bits
-            round the decay of long spans. None: nothing decays.
+        g: log decay, finite and at most 0, [b, t, h] or one a key feature [b, t, h, dk], or the same for every token
+            [h]; fp32 (or float64), as 16 bits round the decay of long spans. None: nothing decays.
         scale: positive factor on q; None means dk**-0.5.
         initial_state: [b, h, dk, dv] before the first token; None for zeros.
         return_final_state: also return the state after the last token.
@@ -72,18 +72,20 @@ def gated_linear_attention(
         ValueError: an argument does not fit; the message names it.
 
     Source: Yang et al. 2023, "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635);
-    with g [b, t, h], Sun et al. 2023, "Retentive Network" (arXiv 2307.08621).
+    with g [h], Sun et al. 2023, "Retentive Network" (arXiv 2307.08621).
     """
     _check(q, k, v, g, initial_state)
+    if g is not None and g.dim() == 1 and g.requires_grad:
+        g = g.expand(q.shape[:3])  # of one that all tokens share, fla gives no gradient
     obstacle = fla_obstacle(q, lambda: refused_on_hopper(tilelang_helps=False) if _decays_by_head(g) else None)
     chosen = choose_fla_or_plain("gated_linear_attention", implementation, obstacle, q, _IMPLEMENTATIONS)
     if chosen == "fla":
         scale = resolve_scale(scale, q.shape[-1])
-        inputs = {"q": q, "k": k, "v": v} | ({} if g is None else {"g": g})
-        return run_fla(_of_fla(g), inputs, scale, initial_state, return_final_state)
+        decays = {} if g is None else {"g_gamma" if g.dim() == 1 else "g": g}
+        return run_fla(_of_fla(g), {"q": q, "k": k, "v": v} | decays, scale, initial_state, return_final_state)
     if g is None:
         g = torch.zeros(q.shape[:3], device=q.device)
-    decay = g if g.dim() == 4 else g[..., None]
+    decay = g if g.dim() == 4 else g.expand(q.shape[:3])[..., None]
     return run_form(_IMPLEMENTATIONS[chosen], (q, k, v, decay), scale, initial_state, return_final_state)
 
 
@@ -105,5 +107,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial_state: Ten
     check_state_op(q, k, v, initial_state)
     if g is None:
         return
-    check_shapes(q, {"g": (g, q.shape if g.dim() == 4 else q.shape[:3])})
+    shapes = {1: q.shape[2:3], 4: q.shape}
+    check_shapes(q, {"g": (g, shapes.get(g.dim(), q.shape[:3]))})
     check_log_decay(g)

@@ -58,10 +58,9 @@ def attend_compressed(
 
 # A function of its own: torch compiles one for so many shapes only, and those of windows would count.
 def _attend(q_bhtd: Tensor, k_bhnd: Tensor, v_bhnd: Tensor, *, mask: BlockMask, scale: float) -> Any:
-    shares_keys = q_bhtd.shape[1] != k_bhnd.shape[1]
-    return flex_attention(
-        q_bhtd, k_bhnd, v_bhnd, block_mask=mask, scale=scale, enable_gqa=shares_keys, return_aux=AuxRequest(lse=True)
-    )
+    # Keys are few: left shared, their gradient would keep few multiprocessors busy, each with all heads in turn.
+    k_bhnd, v_bhnd = (x.repeat_interleave(q_bhtd.shape[1] // x.shape[1], 1) for x in (k_bhnd, v_bhnd))
+    return flex_attention(q_bhtd, k_bhnd, v_bhnd, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True))
 
 
 @lru_cache(maxsize=16)

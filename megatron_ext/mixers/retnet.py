@@ -42,10 +42,11 @@ class RetNet(StatefulMixer):
         """See `StatefulMixer.read_states`: rotate, fade and add."""
         by = rotation(part.first_position, len(x_tbuw), self.head_dim, self.config.rotary_base, x_tbuw.device)
         q, k, v, gate = rotated_heads(x_tbuw, by, self.head_widths)
-        return walk(gated_linear_attention, q, k, v, self._log_fading(q, part), part=part), gate
+        return walk(gated_linear_attention, q, k, v, log_fading(part, q.device), part=part), gate
 
-    def _log_fading(self, q_btud: Tensor, part: Part) -> Tensor:
-        """Log decay [b, t, u], fp32: the same for every token."""
-        heads = torch.arange(part.first_unit, part.first_unit + part.num_units, device=q_btud.device)
-        # log(1 - x) for small x: fp32 would round 1 - x first.
-        return torch.log1p(-torch.exp2(-5.0 - heads.float())).expand(*q_btud.shape[:2], -1)
+
+def log_fading(part: Part, device: torch.device) -> Tensor:
+    """Log decay of each head [u], fp32."""
+    heads = torch.arange(part.first_unit, part.first_unit + part.num_units, device=device)
+    # log(1 - x) for small x: fp32 would round 1 - x first.
+    return torch.log1p(-torch.exp2(-5.0 - heads.float()))

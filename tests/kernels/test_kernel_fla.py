@@ -18,8 +18,16 @@ from kernels.gated_linear_attention import gated_linear_attention
 from kernels.rwkv6 import rwkv6
 from kernels.rwkv7 import rwkv7
 
+
+def fading(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """Of a head, the same for every token."""
+    g = torch.tensor([-0.03, -0.5, -1e-4], device=q.device)
+    return gated_linear_attention(q, k, v, g, **options)
+
+
 OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "linear attention": (gated_linear_attention, "q k v"),
+    "decay of a head's own": (fading, "q k v"),
     "decay a head": (gated_linear_attention, "q k v g"),
     "decay a feature": (gated_linear_attention, "q k v gk"),
     "delta rule": (gated_delta_rule, "q k v none beta"),

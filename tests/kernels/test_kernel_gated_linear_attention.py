@@ -9,14 +9,15 @@ from torch.nn.functional import logsigmoid
 from kernels.gated_linear_attention import gated_linear_attention
 
 FORMS = ["recurrent", "chunked"]
-DECAYS = [None, "head", "feature"]
+DECAYS = [None, "constant", "head", "feature"]
 
 
 def brute_force(q, k, v, g, scale=None, state=None):
     """No state: o_t is the sum over s <= t of v_s times q_t . k_s, each feature faded by the decay in between."""
     batch, length, heads, dk = q.shape
     scale = dk**-0.5 if scale is None else scale
-    g = torch.zeros(q.shape) if g is None else g if g.dim() == 4 else g[..., None].expand(q.shape)
+    g = torch.zeros(1) if g is None else g
+    g = g if g.dim() == 4 else g.expand(q.shape[:3])[..., None].expand(q.shape)
     q, k, v, g = (x.double().numpy() for x in (q, k, v, g))
     out, last = np.zeros(v.shape), np.zeros((batch, heads, dk, v.shape[3]))
     for b, h in np.ndindex(batch, heads):
@@ -37,6 +38,7 @@ def inputs(length, decay, heads=3, dk=6, dv=5, dtype=torch.float64, forget=1.0, 
 
     gate = torch.float64 if dtype == torch.float64 else torch.float32
     g = None if decay is None else (forget * logsigmoid(draw(*([dk] if decay == "feature" else [])))).to(gate)
+    g = g[0, 0] if decay == "constant" else g
     return draw(dk).to(dtype), draw(dk).to(dtype), draw(dv).to(dtype), g
 
 
@@ -75,7 +77,11 @@ def test_two_parts_with_the_state_handed_over_make_the_whole(form, decay, cut):
     arguments = inputs(130, decay)
     options = {"return_final_state": True, "implementation": form}
     whole, last = gated_linear_attention(*arguments, **options)
-    left, right = ([None if x is None else x[:, part] for x in arguments] for part in (slice(cut), slice(cut, None)))
+    *qkv, g = arguments
+    by_token = g is not None and g.dim() > 1
+    left, right = (
+        [*(x[:, part] for x in qkv), g[:, part] if by_token else g] for part in (slice(cut), slice(cut, None))
+    )
     left_out, state = gated_linear_attention(*left, **options)
     right_out, right_last = gated_linear_attention(*right, initial_state=state, **options)
     torch.testing.assert_close(torch.cat([left_out, right_out], dim=1), whole, rtol=1e-9, atol=1e-10)
@@ -83,7 +89,7 @@ def test_two_parts_with_the_state_handed_over_make_the_whole(form, decay, cut):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("decay", ["head", "feature"])
+@pytest.mark.parametrize("decay", DECAYS[1:])
 @pytest.mark.parametrize("length", [1, 5, 18])
 def test_gradient_by_finite_differences(form, decay, length):
     arguments = [x.requires_grad_() for x in inputs(length, decay, heads=1, dk=2, dv=2)]
@@ -95,7 +101,7 @@ def test_gradient_by_finite_differences(form, decay, length):
     assert torch.autograd.gradcheck(op, (*arguments, state))
 
 
-@pytest.mark.parametrize("decay", ["head", "feature"])
+@pytest.mark.parametrize("decay", DECAYS[1:])
 @pytest.mark.parametrize("forget", [0.0, 1.0, 1000.0])
 def test_both_forms_have_the_same_finite_gradient_in_fp32(decay, forget):
     gradients = []
@@ -122,6 +128,7 @@ def test_auto_is_one_of_the_forms_and_survives_autocast():
         ({"k": torch.zeros(2, 9, 3, 4)}, "k has shape"),
         ({"v": torch.zeros(2, 8, 3, 5)}, "v has shape"),
         ({"g": torch.zeros(2, 9)}, r"g has shape \[2, 9\]: give \[2, 9, 3\]"),
+        ({"g": torch.zeros(2)}, r"g has shape \[2\]: give \[3\]"),
         ({"g": torch.zeros(2, 9, 3, 5)}, r"g has shape \[2, 9, 3, 5\]: give \[2, 9, 3, 6\]"),
         ({"g": torch.zeros(2, 9, 3, dtype=torch.bfloat16)}, "g has dtype torch.bfloat16"),
         ({"initial_state": torch.zeros(2, 3, 5, 6)}, "initial_state has shape"),

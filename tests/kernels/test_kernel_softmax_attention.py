@@ -124,7 +124,8 @@ def test_a_window_of_few_queries_on_a_gpu(length, hkv, dtype, limit):
         return [out, *torch.autograd.grad(out, leaves, upstream.to(dtype))]
 
     for name, found, exact in zip("oqkv", run("sdpa", dtype), run("reference", torch.float64), strict=True):
-        assert float((found - exact).norm() / exact.norm().clamp_min(1e-3)) < limit, name
+        # Of one query the gradient of a softmax is zero.
+        assert float((found - exact).detach().norm() / exact.detach().norm().clamp_min(0.1)) < limit, name
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
