@@ -1,6 +1,6 @@
 """Work around the ops, element by element, as few kernels on a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -26,10 +26,14 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
         function: its first argument is a tensor.
     """
     shapes: set[torch.Size] = set()
+    plain: Callable[..., R] = function
 
-    def laid(*args: P.args, **more: P.kwargs) -> R:
+    def laid(*args: Any, **more: Any) -> R:
         # What is compiled leaves a gradient as it was computed, which an op or a linear before would copy.
-        return function(*(gradient_laid_as(x) if isinstance(x, torch.Tensor) else x for x in args), **more)
+        return plain(*(gradient_laid_as(x) if isinstance(x, torch.Tensor) else x for x in args), **more)
+
+    # Else it would be one for all functions to torch, which allows each so many forms.
+    laid.__code__ = laid.__code__.replace(co_name=function.__name__)
 
     @wraps(function)
     def call(*args: P.args, **more: P.kwargs) -> R:
@@ -66,6 +70,35 @@ class _LaidGradient(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         order = ctx.outermost_first
         return grad.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
+
+
+def cut(x: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Views of x, cut along its last dimension; on a GPU, their gradients are put together in one pass.
+
+    Args:
+        x: [..., width]; what is behind the views is padding.
+        widths: of the views.
+    """
+    if _runs_compiled(x) and x.requires_grad and torch.is_grad_enabled():
+        views: tuple[torch.Tensor, ...] = _Cut.apply(x, list(widths))
+        return views
+    return x.narrow(-1, 0, sum(widths)).split(list(widths), -1)
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
+        ctx.padding = x.shape[-1] - sum(widths)
+        return x.narrow(-1, 0, sum(widths)).split(widths, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _joined(*grads, padding=ctx.padding), None
+
+
+@fused
+def _joined(*parts: torch.Tensor, padding: int) -> torch.Tensor:
+    return torch.cat([*parts, parts[0].new_zeros(*parts[0].shape[:-1], padding)], -1)
 
 
 @cache

@@ -153,7 +153,7 @@ class Mixer(LooksBack, ABC):
         """Mix the sequence.
 
         Args:
-            x_tbuw: projected features, [t, b, units, unit_width].
+            x_tbuw: projected features, [t, b, units, unit_width], and maybe padding behind them; see `features`.
             part: which units and positions these are, and what all units are given.
 
         Returns:
@@ -173,11 +173,12 @@ class Mixer(LooksBack, ABC):
     def features(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """What `mix` is given, of this rank's units and its part of the context: [t, b, units, width] each.
 
+        What is behind the first `unit_width` features is padding; `fusion.cut` leaves it out.
         One tensor here. A mixer with more projections has more, whose widths add up to `unit_width`: put together, they
         would be copied, only to be cut apart again. `mix` finds those behind the first in its `Part.more`.
         """
         projected, _bias = self.in_proj(hidden_states)
-        return (projected.unflatten(-1, (self.num_units_per_rank, -1))[..., : self.unit_width()],)
+        return (projected.unflatten(-1, (self.num_units_per_rank, -1)),)
 
     def shared_features(self, hidden_states: Tensor) -> Tensor | None:
         """Features that every unit is given beside its own, [t, b, width], of this rank's part of the context."""

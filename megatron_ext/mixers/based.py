@@ -5,6 +5,7 @@ The paper's models take turns with attention over a short window: `based,attenti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from kernels.based import based, by_features, num_features
-from kernels.fusion import fused
+from kernels.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
 from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Mixer, Part, batch_first
@@ -50,7 +51,12 @@ class Based(Mixer):
 
     def unit_width(self) -> int:
         """Query, key and value of a head."""
-        return 2 * self.mixer_config.feature_dim + self.head_dim
+        return sum(self._widths)
+
+    @property
+    def _widths(self) -> list[int]:
+        feature_dim = self.mixer_config.feature_dim
+        return [feature_dim, feature_dim, self.head_dim]
 
     def output_width(self) -> int:
         """A head's output."""
@@ -58,7 +64,7 @@ class Based(Mixer):
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """See `Mixer.mix`: the op, or a walk over the states of its features where something lies before."""
-        q_btuf, k_btuf, v_btud = cut_heads(x_tbuw, self.mixer_config.feature_dim)
+        q_btuf, k_btuf, v_btud = cut_heads(x_tbuw, self._widths)
         if part.past is BEGINNING:
             return batch_first(based(q_btuf, k_btuf, v_btud))
         walk_on = partial(walk, gated_linear_attention, part=part, scale=1.0)
@@ -79,8 +85,8 @@ class Based(Mixer):
 
 
 @fused
-def cut_heads(x_tbuw: Tensor, feature_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def cut_heads(x_tbuw: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [b, t, u, ...], each head's rows one behind the other, as fla's kernels read them."""
-    parts = x_tbuw.split([feature_dim, feature_dim, x_tbuw.shape[-1] - 2 * feature_dim], -1)
+    parts = cut(x_tbuw, widths)
     q, k, v = (x.permute(1, 2, 0, 3).contiguous().transpose(1, 2) for x in parts)
     return q, k, v

@@ -11,7 +11,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from kernels.fusion import fused
+from kernels.fusion import cut, fused
 from kernels.gated_delta_rule import gated_delta_rule
 from kernels.short_convolution import short_convolution
 from megatron_ext.config.schema import STRICT
@@ -65,8 +65,8 @@ class DeltaNet(StatefulMixer):
 
     def read_states(self, x_tbuw: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         """See `StatefulMixer.read_states`: short convolution, delta rule."""
-        num_scalars = x_tbuw.shape[-1] - sum(self.head_widths)
-        qkv, gate, scalars = x_tbuw.split([self.qkv_width, self.gate_width, num_scalars], -1)
+        num_scalars = self.unit_width() - sum(self.head_widths)
+        qkv, gate, scalars = cut(x_tbuw, [self.qkv_width, self.gate_width, num_scalars])
         weight = self.own_units(self.conv_weight, part)
         before, of_length_1 = rows_before(qkv, weight, part.past), (True, True, False)
         q, k, v = short_convolution(qkv, before, weight, widths=self.head_widths[:3], unit_length=of_length_1)

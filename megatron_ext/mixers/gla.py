@@ -9,7 +9,7 @@ from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from kernels.fusion import fused
+from kernels.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
 from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Part, batch_first
@@ -72,4 +72,4 @@ def decaying_heads(
 ) -> tuple[Tensor, ...]:
     """The parts of the rows, and log decays, <= 0 and fp32: [b, t, u, width] each."""
     decay = F.logsigmoid(logits_tbud.float() + bias_ud.float()) / temperature
-    return tuple(batch_first(x).contiguous() for x in (*x_tbuw.split(list(widths), -1), decay))
+    return tuple(batch_first(x).contiguous() for x in (*cut(x_tbuw, widths), decay))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from kernels.fusion import cut
 from megatron_ext.mixers.base import Mixer, Part, batch_first
 from megatron_ext.mixers.rotary import rotated_heads, rotation
 from megatron_ext.parallel.exchange import gather_sequence
@@ -89,7 +90,7 @@ class KeyValueMixer(Mixer):
             by = rotation(part.first_position, len(x_tbuw), self.head_dim, self.config.rotary_base, x_tbuw.device)
             q_bthd, k_btgd, v_btgd = rotated_heads(x_tbuw, by, widths)
             return q_bthd, batch_first(k_btgd), batch_first(v_btgd)
-        q_tbuw, *keys, v_tbgd = x_tbuw.split(widths, -1)
+        q_tbuw, *keys, v_tbgd = cut(x_tbuw, widths)
         q_tbhd = q_tbuw.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)
         return batch_first(q_tbhd), keys[0] if keys else None, v_tbgd
 

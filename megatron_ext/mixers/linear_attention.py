@@ -10,7 +10,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from kernels.fusion import fused
+from kernels.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
 from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Part, batch_first
@@ -56,6 +56,6 @@ class LinearAttention(StatefulMixer):
 @fused
 def mapped_heads(x_tbuw: Tensor, feature_map: str, widths: Sequence[int]) -> tuple[Tensor, ...]:
     """Features of queries and keys, and the other parts as they are: [b, t, u, width] each."""
-    q, k, *others = x_tbuw.split(list(widths), -1)
+    q, k, *others = cut(x_tbuw, widths)
     q, k = (FEATURE_MAPS[feature_map](x) for x in (q, k))
     return tuple(batch_first(x).contiguous() for x in (q, k, *others))

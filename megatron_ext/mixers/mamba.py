@@ -13,7 +13,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from kernels.fusion import fused
+from kernels.fusion import cut, fused
 from kernels.linear import linear_to_fp32
 from kernels.selective_scan import selective_scan
 from kernels.short_convolution import short_convolution
@@ -88,7 +88,7 @@ class Mamba(Mixer):
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """See `Mixer.mix`: short convolution, selective scan, gate."""
-        x, z = x_tbuw.chunk(2, -1)
+        x, z = cut(x_tbuw, [self.output_width()] * 2)
         weight, bias = (self.own_units(p, part) for p in (self.conv_weight, self.conv_bias))
         before = rows_before(x, weight, part.past)
         (x_btuw,) = short_convolution(x, before, weight, bias, widths=[self.output_width()])

@@ -9,7 +9,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from kernels.fusion import fused
+from kernels.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
 from kernels.short_convolution import short_convolution
 from megatron_ext.config.schema import STRICT
@@ -105,7 +105,7 @@ class Mamba2(Mixer):
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """See `Mixer.mix`: short convolution, walk over the states, skip, gate, norm."""
         width = self.output_width()
-        xbc, gate, step = x_tbuw.split([self.conv_width, width, self.step_width], -1)
+        xbc, gate, step = cut(x_tbuw, [self.conv_width, width, self.step_width])
         x_btuw, b_btun, c_btun = self._convolved(xbc, part)
         x_btuhd = x_btuw.unflatten(-1, (self.heads_per_group, self.value_dim))
         y_btuhd = self._read_states(x_btuhd, b_btun, c_btun, step, part)
@@ -147,7 +147,7 @@ class Mamba2(Mixer):
 @fused
 def activated(xbc_tbuw: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
     """SiLU, cut into x, B and C: [b, t, u, w] each."""
-    return tuple(batch_first(y).contiguous() for y in F.silu(xbc_tbuw).split(widths, -1))
+    return tuple(batch_first(y).contiguous() for y in cut(F.silu(xbc_tbuw), widths))
 
 
 @fused

@@ -9,6 +9,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from kernels.fusion import cut
 from kernels.native_sparse_attention import native_sparse_attention
 from megatron_ext.config.schema import STRICT, PowerOfTwo
 from megatron_ext.mixers.base import Part, batch_first
@@ -70,7 +71,7 @@ class NSA(KeyValueMixer):
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """See `Mixer.mix`: the gates stay with this part's queries; the other rows go the way of `KeyValueMixer`."""
         t, b, u, _ = x_tbuw.shape
-        rows, gates = x_tbuw.split([super().unit_width(), self._num_gates], -1)
+        rows, gates = cut(x_tbuw, [super().unit_width(), self._num_gates])
         gates_tbhx = gates.float().sigmoid().reshape(t, b, u * self.queries_per_group, NUM_BRANCHES)
         return super().mix(rows, GatedPart(**vars(part), gates_bthx=batch_first(gates_tbhx)))
 

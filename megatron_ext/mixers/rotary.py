@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.fusion import fused
+from kernels.fusion import cut, fused
 
 
 class Rotation(NamedTuple):
@@ -60,7 +60,7 @@ def rotated_heads(x_tbuw: Tensor, by: Rotation, widths: Sequence[int]) -> tuple[
     Returns:
         [b, t, heads, d], [b, t, u, d] and [b, t, u, width] for each other part, contiguous.
     """
-    q, k, *others = x_tbuw.split(list(widths), -1)
+    q, k, *others = cut(x_tbuw, widths)
     q = q.unflatten(-1, (-1, widths[1])).flatten(2, 3)
     q, k = rotate(q, by), rotate(k, by)
     return tuple(x.transpose(0, 1).contiguous() for x in (q, k, *others))

@@ -20,8 +20,8 @@ class AlignedColumnParallelLinear(ColumnParallelLinear):
 
     Attributes:
         units: whose rows the weight has on this rank, one after the other; None: outputs are as in Megatron. Else each
-            unit has its features and zeros behind them up to a multiple of 8, so many that its caller finds its own
-            among them by `[..., units, features]`.
+            unit has its features and zeros behind them up to a multiple of 8, which its caller leaves out; see
+            `fusion.cut`.
     """
 
     units: int | None = None

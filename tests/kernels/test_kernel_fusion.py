@@ -50,7 +50,7 @@ def products(x: Tensor, y: Tensor, z: Tensor, power: int) -> tuple[Tensor, ...]:
 
 
 def test_gradients_lie_as_the_tensors_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusion, "_runs_compiled", lambda x: True)
+    monkeypatch.setattr(fusion, "_runs_compiled", lambda _: not torch.compiler.is_compiling())
     monkeypatch.setattr(fusion, "compiled", lambda f, dynamic: torch.compile(f, backend="aot_eager", fullgraph=True))
     x, y, constant = torch.randn(3, 4, 5), torch.randn(5, 4, 9)[..., :3].permute(2, 1, 0), torch.randn(3, 4, 5)
     inputs = [x.requires_grad_(), y.requires_grad_()]
@@ -60,3 +60,25 @@ def test_gradients_lie_as_the_tensors_do(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(grad, 2 * tensor.detach())
     assert found[0].is_contiguous()
     assert found[1].permute(2, 1, 0).is_contiguous()
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_what_is_cut_has_the_gradient_of_its_parts(monkeypatch: pytest.MonkeyPatch, padding: int) -> None:
+    widths = [4, 2, 0, 1]
+    x = torch.randn(3, 5, sum(widths) + padding, requires_grad=True)
+    upstream = [torch.randn(3, 5, width) for width in widths]
+
+    def gradient() -> Tensor:
+        views = fusion.cut(x, widths)
+        assert [view.shape[-1] for view in views] == widths
+        for view, expected in zip(views, x.split([*widths, padding], -1)[:-1], strict=True):
+            assert torch.equal(view, expected)
+            assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        (grad,) = torch.autograd.grad([view for view in views if view.shape[-1]], x, [u for u in upstream if u.numel()])
+        return grad
+
+    plain = gradient()
+    assert torch.equal(plain, torch.cat([*upstream, torch.zeros(3, 5, padding)], -1))
+    monkeypatch.setattr(fusion, "_runs_compiled", lambda _: not torch.compiler.is_compiling())
+    monkeypatch.setattr(fusion, "compiled", lambda f, dynamic: torch.compile(f, backend="aot_eager", fullgraph=True))
+    assert torch.equal(gradient(), plain)
