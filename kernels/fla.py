@@ -90,6 +90,8 @@ def run_fla(
     scale: float | None,
     initial_state: Tensor | None,
     return_final_state: bool,
+    *,
+    values_first: bool = False,
 ) -> Any:
     """Run one of fla's ops as `kernels.stateful.run_form` runs a plain form.
 
@@ -99,12 +101,18 @@ def run_fla(
         scale: factor on the queries.
         initial_state: [b, h, dk, dv] before the first token; None for zeros.
         return_final_state: also return the last state.
+        values_first: have the op keep states as [dv, dk], which some are faster with.
 
     Returns:
         o [b, t, h, dv] in the values' dtype; with return_final_state also the state [b, h, dk, dv] in fp32.
     """
     state = None if initial_state is None else initial_state.float()
+    layout = {"state_v_first": True} if values_first else {}
+    if values_first and state is not None:
+        state = state.mT
     with full_precision(inputs["v"]):
-        out, last = op(**inputs, scale=scale, initial_state=state, output_final_state=return_final_state)
+        out, last = op(**inputs, scale=scale, initial_state=state, output_final_state=return_final_state, **layout)
+    if values_first and last is not None:
+        last = last.mT
     out = out.to(inputs["v"].dtype)
     return (out, last) if return_final_state else out

@@ -25,7 +25,6 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
     Args:
         function: its first argument is a tensor.
     """
-    shapes: set[torch.Size] = set()
     plain: Callable[..., R] = function
 
     def laid(*args: Any, **more: Any) -> R:
@@ -41,10 +40,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
         assert isinstance(x, torch.Tensor)
         if not _runs_compiled(x):
             return function(*args, **more)
-        if len(shapes) < OWN_SHAPES:
-            shapes.add(x.shape)
-        # Left to itself, torch compiles for any shape from the second on, and code for heads of any width is slow.
-        result: R = compiled(laid, dynamic=x.shape not in shapes)(*args, **more)
+        result: R = compiled(laid, x.shape, later=True)(*args, **more)
         return result
 
     return call
@@ -101,15 +97,32 @@ def _joined(*parts: torch.Tensor, padding: int) -> torch.Tensor:
     return torch.cat([*parts, parts[0].new_zeros(*parts[0].shape[:-1], padding)], -1)
 
 
-@cache
-def compiled(function: Any, *, fullgraph: bool = False, dynamic: bool | None = None) -> Any:
+def compiled(function: Any, shape: torch.Size, *, later: bool | None, fullgraph: bool = False) -> Any:
     """`torch.compile` of a function that a process may call in many shapes, dtypes and settings.
+
+    Left to itself, torch compiles for any shape from the second on, and code for heads of any width is slow, or cannot
+    be made.
 
     Args:
         function: to be compiled at its first call.
+        shape: of its first argument.
+        later: for shapes after the first OWN_SHAPES, whether one code serves any; None: any of those lengths that
+            were seen to differ.
         fullgraph: raise where it cannot be compiled as one graph.
-        dynamic: whether one code serves any shape; None: from the second shape on.
     """
+    shapes = _shapes_of(function)
+    if len(shapes) < OWN_SHAPES:
+        shapes.add(shape)
+    return _compiled(function, fullgraph, False if shape in shapes else later)
+
+
+@cache
+def _shapes_of(function: Any) -> set[torch.Size]:
+    return set()
+
+
+@cache
+def _compiled(function: Any, fullgraph: bool, dynamic: bool | None) -> Any:
     from torch._dynamo import config  # torch.compile imports for seconds: at the first call, not before
 
     # A function serves every mixer, and flex_attention every window. After 8 forms torch would take the plain one.

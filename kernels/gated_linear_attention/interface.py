@@ -82,7 +82,8 @@ def gated_linear_attention(
     if chosen == "fla":
         scale = resolve_scale(scale, q.shape[-1])
         decays = {} if g is None else {"g_gamma" if g.dim() == 1 else "g": g}
-        return run_fla(_of_fla(g), {"q": q, "k": k, "v": v} | decays, scale, initial_state, return_final_state)
+        inputs, by_feature = {"q": q, "k": k, "v": v} | decays, g is not None and g.dim() == 4
+        return run_fla(_of_fla(g), inputs, scale, initial_state, return_final_state, values_first=by_feature)
     if g is None:
         g = torch.zeros(q.shape[:3], device=q.device)
     decay = g if g.dim() == 4 else g.expand(q.shape[:3])[..., None]

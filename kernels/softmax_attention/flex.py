@@ -42,7 +42,9 @@ def softmax_attention_flex(
     A new length, window or offset compiles anew. On a CPU it is plain torch, forms all scores and has no gradient.
     """
     # As one graph or not at all: its plain form makes all pairs' scores.
-    attention: Any = compiled(flex_attention, fullgraph=True) if q_bthd.is_cuda else flex_attention
+    attention: Any = flex_attention
+    if q_bthd.is_cuda:
+        attention = compiled(flex_attention, q_bthd.shape, later=None, fullgraph=True)
     mask = visible_blocks(q_bthd.shape[1], k_bshd.shape[1], window, query_offset, q_bthd.device)
     slopes = None if alibi_slopes is None else alibi_slopes.float()
 

@@ -17,7 +17,7 @@ def half(x: Tensor, times: int = 1) -> Tensor:
 
 
 def test_on_a_cpu_the_function_is_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusion, "compiled", None)
+    monkeypatch.setattr(fusion, "_compiled", None)
     assert half(torch.tensor(6.0), times=2).item() == 6.0
     assert half.__doc__ == "A half, times something."
 
@@ -25,11 +25,11 @@ def test_on_a_cpu_the_function_is_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
 def test_on_a_gpu_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def compiled(function: object, *, dynamic: bool) -> object:
+    def compiled(function: object, fullgraph: bool, dynamic: bool) -> object:
         seen.append((function, dynamic))
         return lambda x, times: "compiled"
 
-    monkeypatch.setattr(fusion, "compiled", compiled)
+    monkeypatch.setattr(fusion, "_compiled", compiled)
     monkeypatch.setattr(fusion, "OWN_SHAPES", 2)
     with FakeTensorMode():
         tensors = [torch.empty(n, device="cuda") for n in (3, 4, 5, 3, 6)]
@@ -51,7 +51,7 @@ def products(x: Tensor, y: Tensor, z: Tensor, power: int) -> tuple[Tensor, ...]:
 
 def test_gradients_lie_as_the_tensors_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusion, "_runs_compiled", lambda _: not torch.compiler.is_compiling())
-    monkeypatch.setattr(fusion, "compiled", lambda f, dynamic: torch.compile(f, backend="aot_eager", fullgraph=True))
+    monkeypatch.setattr(fusion, "_compiled", lambda f, *_: torch.compile(f, backend="aot_eager", fullgraph=True))
     x, y, constant = torch.randn(3, 4, 5), torch.randn(5, 4, 9)[..., :3].permute(2, 1, 0), torch.randn(3, 4, 5)
     inputs = [x.requires_grad_(), y.requires_grad_()]
     out = products(*inputs, constant, 2)[:2]
@@ -80,5 +80,5 @@ def test_what_is_cut_has_the_gradient_of_its_parts(monkeypatch: pytest.MonkeyPat
     plain = gradient()
     assert torch.equal(plain, torch.cat([*upstream, torch.zeros(3, 5, padding)], -1))
     monkeypatch.setattr(fusion, "_runs_compiled", lambda _: not torch.compiler.is_compiling())
-    monkeypatch.setattr(fusion, "compiled", lambda f, dynamic: torch.compile(f, backend="aot_eager", fullgraph=True))
+    monkeypatch.setattr(fusion, "_compiled", lambda f, *_: torch.compile(f, backend="aot_eager", fullgraph=True))
     assert torch.equal(gradient(), plain)

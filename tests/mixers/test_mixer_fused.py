@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -33,13 +32,13 @@ def compiled_here(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Any]]:
     """Compile on the CPU, too, without a code generator; gives the functions that are compiled."""
     seen: list[Any] = []
 
-    def compile_plainly(function: Any, *, dynamic: bool) -> Any:
+    def compile_plainly(function: Any, *_: Any) -> Any:
         seen.append(function)
         return torch.compile(function, backend="aot_eager", fullgraph=True)
 
     def begin() -> list[Any]:
         monkeypatch.setattr(fusion, "_runs_compiled", lambda _: not torch.compiler.is_compiling())
-        monkeypatch.setattr(fusion, "compiled", partial(compile_plainly))
+        monkeypatch.setattr(fusion, "_compiled", compile_plainly)
         return seen
 
     yield begin
