@@ -61,6 +61,7 @@ class Plan:
         repeat: timed runs of each case.
         seed: of weights and hidden states.
         output: folder of the report.
+        configurations: that a Triton kernel tunes itself over, at most; None: all it has.
     """
 
     mixers: tuple[str, ...]
@@ -69,3 +70,4 @@ class Plan:
     repeat: int
     seed: int
     output: Path
+    configurations: int | None = None

@@ -10,8 +10,8 @@ from kernels.bench.arguments import add_run_arguments, at_least_one, names, save
 from kernels.bench.cases import OptionError
 from megatron_ext.bench.cases import PEERS, SIZES, LayerShape, Plan
 
-# About as many tokens each, so many that no layer waits for Python to launch it.
-DEFAULT_SHAPES = "110m:2048x50,1p3b:2048x50,1p3b:8192x12,1p3b:32768x3,1p3b:102400x1"
+# So many tokens that no layer waits for Python to launch it.
+DEFAULT_SHAPES = "110m:2048x50,1p3b:2048x16,1p3b:8192x4,1p3b:32768x1,1p3b:102400x1"
 FORM = f"write SIZE:LENGTHxBATCH, as 110m:2048x16, with a size of {', '.join(SIZES)}"
 
 
@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mixers", metavar="LIST", help="names as in model.pattern (all)")
     add("--shapes", default=DEFAULT_SHAPES, metavar="LIST", help="SIZE:LENGTHxBATCH, ... (%(default)s)")
     add("--peers", default=",".join(PEERS), metavar="LIST", help='to compare with; "" for none (%(default)s)')
+    add("--configurations", type=int, metavar="N", help="that a kernel tunes itself over, at most (all it has)")
     add_run_arguments(parser, output="bench/layers")
 
 
@@ -35,6 +36,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         peers=names("--peers", args.peers, PEERS),
         repeat=at_least_one("--repeat", args.repeat),
         seed=seed_of(args),
+        configurations=None if args.configurations is None else at_least_one("--configurations", args.configurations),
         output=args.output,
         mixers=_mixers(args.mixers),  # the last: it waits for torch
     )
@@ -82,9 +84,12 @@ def run(args: argparse.Namespace) -> int:
     from kernels.bench import timing
     from megatron_ext.bench import report
     from megatron_ext.bench.run import bench
+    from megatron_ext.bench.tuning import limit_tuning
     from megatron_ext.platform import select_platform
 
     device = timing.find_device(args.device)
+    if plan.configurations is not None:
+        limit_tuning(plan.configurations)
     platform = select_platform("cuda" if device.type == "cuda" else "cpu", device.index or 0)
 
     def save(so_far: report.Report) -> None:

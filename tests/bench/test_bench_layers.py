@@ -74,6 +74,15 @@ def test_a_wrong_output_is_refused(meter: Any, shape: LayerShape, monkeypatch: p
     assert report.failures == report.rows
 
 
+def test_a_draw_that_magnifies_rounding_is_drawn_again(
+    meter: Any, shape: LayerShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws = iter([Agreement(1e-3, 3e-2), Agreement(2e-3, 1e-2)])
+    monkeypatch.setattr(ours, "_check_once", lambda *_: next(draws))
+    (row,) = bench(plan(shape), meter, CPU, tell=lambda _: None).rows
+    assert (row.failed, row.agreement) == (None, Agreement(2e-3, 1e-2))
+
+
 def wrong_outside_of_plain_forms(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     """Stand in for a fast form that errs: what GLA projects at the end is changed unless plain forms are asked for."""
     gla = load_all()["gla"].module

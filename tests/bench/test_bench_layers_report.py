@@ -89,6 +89,7 @@ def test_the_files(canned: Report, tmp_path: Path) -> None:
     assert found["peak_tflops"] == 1000.0
     assert found["settings"] == {
         "mixers": ["mamba", "gla"], "peers": ["fla"], "repeat": 7, "seed": 11, "output": "somewhere",
+        "configurations": None,
         "dtype": "bfloat16",
     }  # fmt: skip
     ours, theirs, _, not_run, failed, noted = found["rows"]
@@ -155,6 +156,7 @@ MISTAKES = [
     (["layers", "--mixers", ""], "--mixers: is empty; name some of attention, "),
     (["layers", "--peers", "flash"], "--peers: 'flash' is not known; choose from fla"),
     (["layers", "--repeat", "0"], "--repeat: 0 is less than 1; give 1 or more"),
+    (["layers", "--configurations", "0"], "--configurations: 0 is less than 1; give 1 or more"),
     (["layers", "--seed", "4294967296"], "--seed: 4294967296 is not in 0 .. 4294967295; give a number in that range"),
     (["layers", "--lengths", "64x1"], "unrecognized arguments: --lengths 64x1; see `selectron bench --help`"),
     (["layers", "--repeat", "x"], "argument --repeat: invalid int value: 'x'; see `selectron bench layers --help`"),

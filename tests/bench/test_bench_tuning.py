@@ -1,0 +1,22 @@
+"""How many configurations Triton's kernels tune themselves over."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.bench.tuning import evenly_spaced, limit_tuning
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "taken"),
+    [(9, 3, [1, 4, 7]), (2, 3, [0, 1]), (3, 3, [0, 1, 2]), (10, 1, [5]), (7, 2, [1, 5]), (0, 2, [])],
+)
+def test_configurations_are_evenly_spaced(count: int, most: int, taken: list[int]) -> None:
+    assert evenly_spaced(range(count), most) == taken
+
+
+def test_a_kernel_tries_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
+    monkeypatch.setattr(autotuner, "prune_configs", lambda self, kwargs: [*self, kwargs["last"]])
+    limit_tuning(2)
+    assert autotuner.prune_configs(range(7), {"last": 7}) == [2, 6]
