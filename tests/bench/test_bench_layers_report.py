@@ -119,9 +119,9 @@ def test_the_defaults_are_all_mixers_at_the_sizes_of_the_study() -> None:
     assert plan.mixers == tuple(sorted(load_all()))
     assert [(s.size_name, *s.size, s.length, s.tokens) for s in plan.shapes] == [
         ("110m", 768, 12, 64, 2048, 102_400),
-        ("1p3b", 2048, 16, 128, 2048, 102_400),
-        ("1p3b", 2048, 16, 128, 8192, 98_304),
-        ("1p3b", 2048, 16, 128, 32_768, 98_304),
+        ("1p3b", 2048, 16, 128, 2048, 32_768),
+        ("1p3b", 2048, 16, 128, 8192, 32_768),
+        ("1p3b", 2048, 16, 128, 32_768, 32_768),
         ("1p3b", 2048, 16, 128, 102_400, 102_400),
     ]
     assert (plan.peers, plan.repeat, plan.output) == (("fla",), 30, Path("bench/layers"))
