@@ -76,16 +76,20 @@ def cut(x: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
         widths: of the views.
     """
     if _runs_compiled(x) and x.requires_grad and torch.is_grad_enabled():
-        views: tuple[torch.Tensor, ...] = _Cut.apply(x, list(widths))
+        views: tuple[torch.Tensor, ...] = _Cut.apply(x, widths)
         return views
+    return _views(x, widths)
+
+
+def _views(x: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
     return x.narrow(-1, 0, sum(widths)).split(list(widths), -1)
 
 
 class _Cut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, x: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
         ctx.padding = x.shape[-1] - sum(widths)
-        return x.narrow(-1, 0, sum(widths)).split(widths, -1)
+        return _views(x, widths)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:

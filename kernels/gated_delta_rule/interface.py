@@ -84,8 +84,8 @@ def gated_delta_rule(
     if chosen == "fla":
         inputs = {"q": q, "k": k, "v": v, "beta": beta} | ({} if g is None else {"g": g})
         scale = resolve_scale(scale, q.shape[-1])
-        op, decays = _of_fla(decays=g is not None), g is not None
-        return run_fla(op, inputs, scale, initial_state, return_final_state, values_first=decays)
+        decays = g is not None
+        return run_fla(_of_fla(decays=decays), inputs, scale, initial_state, return_final_state, values_first=decays)
     if g is None:
         g = torch.zeros(q.shape[:3], device=q.device)
     return run_form(_IMPLEMENTATIONS[chosen], (q, k, v, g, beta), scale, initial_state, return_final_state)

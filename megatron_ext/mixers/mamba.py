@@ -138,8 +138,7 @@ def steps(logits_btuw: Tensor, bias_uw: Tensor) -> Tensor:
 @fused
 def gated(y_btuw: Tensor, gate_tbuw: Tensor) -> Tensor:
     """Times SiLU of the gate, [t, b, u, w]."""
-    y_tbuw = batch_first(y_btuw)
-    return (y_tbuw.float() * F.silu(gate_tbuw.float())).to(gate_tbuw.dtype).contiguous()
+    return (batch_first(y_btuw).float() * F.silu(gate_tbuw.float())).to(gate_tbuw.dtype).contiguous()
 
 
 def log_of_one_to_size(whole: Tensor, _: torch.Generator) -> None:
