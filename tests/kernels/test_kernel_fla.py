@@ -131,13 +131,8 @@ def test_on_a_gpu_it_is_the_plain_form(name: str, key: int, value: int, length: 
 
     names = ["output", "state", *(f"d{n}" for n in arguments.split() if n != "none"), "dstate"]
     for what, found, expected in zip(names, run("fla", torch.bfloat16), run("chunked", torch.float64), strict=True):
-        _is_close(what, found, expected)
-
-
-def _is_close(what: str, found: Tensor, expected: Tensor) -> None:
-    error = float((found - expected).norm() / expected.norm().clamp_min(1e-12))
-    # Gradients pass through more of what fla rounds to 16 bits between its kernels: up to 5.1e-3 was seen.
-    assert error < (1e-2 if what.startswith("d") else 5e-3), f"{what}: {error:.1e}"
+        error = float((found - expected).norm() / expected.norm().clamp_min(1e-12))
+        assert error < 5e-3, f"{what}: {error:.1e}"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="fla's kernels need a GPU")
@@ -157,4 +152,5 @@ def test_on_a_gpu_based_is_its_plain_form(form: str, width: int, length: int) ->
     found = run(torch.bfloat16, implementation="fla", quadratic_up_to=length if form == "pairs" else 0)
     expected = run(torch.float64, implementation="chunked")
     for what, a, b in zip(["output", "dq", "dk", "dv"], found, expected, strict=True):
-        _is_close(what, a, b)
+        error = float((a - b).norm() / b.norm())
+        assert error < (5e-3 if what == "output" else 1e-2), f"{what}: {error:.1e}"
