@@ -40,7 +40,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
         assert isinstance(x, torch.Tensor)
         if not _runs_compiled(x):
             return function(*args, **more)
-        result: R = compiled(laid, x.shape, later=True)(*args, **more)
+        result: R = compiled(laid, x, later=True)(*args, **more)
         return result
 
     return call
@@ -101,23 +101,25 @@ def _joined(*parts: torch.Tensor, padding: int) -> torch.Tensor:
     return torch.cat([*parts, parts[0].new_zeros(*parts[0].shape[:-1], padding)], -1)
 
 
-def compiled(function: Any, shape: torch.Size, *, later: bool | None, fullgraph: bool = False) -> Any:
-    """`torch.compile` of a function that a process may call in many shapes, dtypes and settings.
+def compiled(function: Any, x: torch.Tensor, *, later: bool | None, fullgraph: bool = False) -> Any:
+    """`torch.compile` on a GPU of a function that a process may call in many shapes, dtypes and settings.
 
     Left to itself, torch compiles for any shape from the second on, and code for heads of any width is slow, or cannot
     be made.
 
     Args:
         function: to be compiled at its first call.
-        shape: of its first argument.
+        x: its first argument, for the shape; elsewhere than on a GPU, the function is left as it is.
         later: for shapes after the first OWN_SHAPES, whether one code serves any; None: any of those lengths that
             were seen to differ.
         fullgraph: raise where it cannot be compiled as one graph.
     """
+    if not _runs_compiled(x):
+        return function
     shapes = _shapes_of(function)
     if len(shapes) < OWN_SHAPES:
-        shapes.add(shape)
-    return _compiled(function, fullgraph, False if shape in shapes else later)
+        shapes.add(x.shape)
+    return _compiled(function, fullgraph, False if x.shape in shapes else later)
 
 
 @cache

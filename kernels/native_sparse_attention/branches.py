@@ -6,8 +6,8 @@ from torch import Tensor
 from kernels.fusion import fused
 from kernels.native_sparse_attention.compressed import attend_compressed, rounded_block_means
 from kernels.native_sparse_attention.op import choose_blocks
+from kernels.native_sparse_attention.selected import attend_selected
 from kernels.softmax_attention import softmax_attention
-from kernels.top1_chunk import top1_chunk_attention
 
 ALWAYS = 3
 """The own block, the one before and block 0 are always taken."""
@@ -36,12 +36,9 @@ def native_sparse_attention_triton(
     with torch.no_grad():
         num_earlier = max(num_selected, ALWAYS) - 1
         earlier_btgm = choose_blocks(q_bthd, k_bnhd, lse_bht, block_size, num_earlier, scale, query_offset)
-        earlier_bthm = earlier_btgm.repeat_interleave(q_bthd.shape[2] // k_bshd.shape[2], dim=2)
-    selected = top1_chunk_attention(
-        q_bthd, k_bshd, v_bshd,
-        chunk_size=block_size, top_k=num_earlier, selection=earlier_bthm, scale=scale, query_offset=query_offset,
-        implementation="triton",
-    )  # fmt: skip
+    selected = attend_selected(
+        q_bthd, k_bshd, v_bshd, earlier_btgm, block_size=block_size, scale=scale, query_offset=query_offset
+    )
     recent = softmax_attention(q_bthd, k_bshd, v_bshd, window=window, scale=scale, query_offset=query_offset)
     return gated_sum(compressed, selected, recent, gates_bthx)
 

@@ -42,9 +42,7 @@ def softmax_attention_flex(
     A new length, window or offset compiles anew. On a CPU it is plain torch, forms all scores and has no gradient.
     """
     # As one graph or not at all: its plain form makes all pairs' scores.
-    attention: Any = flex_attention
-    if q_bthd.is_cuda:
-        attention = compiled(flex_attention, q_bthd.shape, later=None, fullgraph=True)
+    attention = compiled(flex_attention, q_bthd, later=None, fullgraph=True)
     mask = visible_blocks(q_bthd.shape[1], k_bshd.shape[1], window, query_offset, q_bthd.device)
     slopes = None if alibi_slopes is None else alibi_slopes.float()
 
@@ -58,8 +56,19 @@ def softmax_attention_flex(
         block_mask=mask,
         scale=scale,
         enable_gqa=q_bthd.shape[2] != k_bshd.shape[2],
+        kernel_options=kernel_options(q_bthd.shape[1], q_bthd.shape[2] // k_bshd.shape[2]),
     )
     return out_bhte.transpose(1, 2)
+
+
+def kernel_options(num_queries: int, group: int) -> Any:
+    """FlexAttention's options: torch's kernel for few queries finds no tile for more than BLOCK rows, and fails.
+
+    Args:
+        num_queries: tq.
+        group: query heads a key head, whose rows that kernel has in one tile.
+    """
+    return {"BACKEND": "TRITON"} if num_queries * group > BLOCK else None
 
 
 @lru_cache(maxsize=16)

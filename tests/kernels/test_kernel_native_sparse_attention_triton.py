@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from kernels.attention_math import mix_values, query_key_products
 from kernels.dispatch import Choice, recorded_choices
-from kernels.native_sparse_attention import branches, native_sparse_attention, triton_launch
+from kernels.native_sparse_attention import branches, native_sparse_attention, selected, triton_launch
 from kernels.native_sparse_attention.compressed import (
     Compressed,
     attend_compressed,
@@ -59,6 +59,7 @@ def for_the_interpreter(monkeypatch):
     """There: a branch with a gradient, segments so short that there are several, few programs."""
     if not ON_GPU:
         monkeypatch.setattr(branches, "attend_compressed", plain_compressed)
+        monkeypatch.setattr(selected, "MASKED_UP_TO", 0)
         monkeypatch.setattr(triton_launch_chunk, "group", rows_by_choice)
         monkeypatch.setattr(triton_launch_chunk, "backward_segment", lambda problem: 128)
         monkeypatch.setitem(triton_launch.TILES, FP32, Tiles(256, 16, 4, 1))
@@ -215,6 +216,25 @@ def test_the_compressed_branch_is_the_references(length, heads):
     assert not found.out_bthd[:, :31].any()
     torch.testing.assert_close(found.out_bthd, expected.out_bthd, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.lse_bht, expected.lse_bht, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "offset"), [((4, 4), 0), ((12, 1), 0), ((4, 2), 37)])
+@pytest.mark.parametrize("length", [20, 64, 300])
+def test_the_selected_branch_by_a_mask_is_that_by_blocks(length, heads, offset, monkeypatch):
+    q, k, v, _ = draw(length, tk=length + offset, heads=heads, batch=2, step=1.0)
+    options = {"block_size": 32, "scale": 0.4, "query_offset": offset}
+    probabilities = compressed_probabilities(q, rounded_block_means(k, 32), **options)
+    taken = select_blocks(probabilities, q, k, num_selected=4, block_size=32, query_offset=offset)  # [b, g, t, blocks]
+    own = (offset + torch.arange(length, device=DEVICE)) // 32
+    earlier = taken & (torch.arange(taken.shape[3], device=DEVICE) < own[:, None])
+    order = earlier.int().argsort(dim=-1, descending=True, stable=True)[..., :3]
+    listed = torch.where(earlier.gather(-1, order), order, -1).transpose(1, 2)
+    with torch.no_grad():
+        monkeypatch.setattr(selected, "MASKED_UP_TO", 100)
+        by_mask = selected.attend_selected(q, k, v, listed, **options)
+        monkeypatch.setattr(selected, "MASKED_UP_TO", 0)
+        by_blocks = selected.attend_selected(q, k, v, listed, **options)
+    torch.testing.assert_close(by_mask, by_blocks, rtol=1e-5, atol=1e-5)
 
 
 @needs_gpu

@@ -1,0 +1,110 @@
+"""Attention to each query's selected blocks: over all keys and a mask where most are selected, else block by block."""
+
+from copy import copy
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from kernels.fusion import compiled
+from kernels.softmax_attention.flex import BLOCK, kernel_options, mask_of_blocks
+from kernels.top1_chunk import top1_chunk_attention
+
+MASKED_UP_TO = 2
+"""Times as many blocks as are selected: so many are attended to at once, and a mask leaves out what is not selected."""
+
+BITS = 63
+"""Blocks that a query's mask has room for."""
+
+
+def attend_selected(
+    q_bthd: Tensor,
+    k_bshd: Tensor,
+    v_bshd: Tensor,
+    earlier_btgm: Tensor,
+    *,
+    block_size: int,
+    scale: float,
+    query_offset: int,
+) -> Tensor:
+    """Attend to the own block, up to the query, and to the selected ones before it: [b, tq, hq, d].
+
+    Args:
+        q_bthd: queries [b, tq, hq, d].
+        k_bshd: keys [b, tk, hkv, d].
+        v_bshd: values, likewise.
+        earlier_btgm: see `choose_blocks`: int64 [b, tq, hkv, blocks], -1 behind them.
+        block_size: keys per block.
+        scale: factor on q.k.
+        query_offset: global position of the first query.
+    """
+    num_blocks, num_earlier = -(-k_bshd.shape[1] // block_size), earlier_btgm.shape[3]
+    if num_blocks <= min(BITS, MASKED_UP_TO * (num_earlier + 1)):
+        bits_bgt = selection_bits(earlier_btgm, block_size, query_offset)
+        return attend_masked(
+            q_bthd, k_bshd, v_bshd, bits_bgt, block_size=block_size, scale=scale, query_offset=query_offset
+        )
+    earlier_bthm = earlier_btgm.repeat_interleave(q_bthd.shape[2] // k_bshd.shape[2], dim=2)
+    return top1_chunk_attention(
+        q_bthd, k_bshd, v_bshd,
+        chunk_size=block_size, top_k=num_earlier, selection=earlier_bthm, scale=scale, query_offset=query_offset,
+        implementation="triton",
+    )  # fmt: skip
+
+
+def selection_bits(earlier_btgm: Tensor, block_size: int, query_offset: int) -> Tensor:
+    """Bit n says whether block n is selected or the query's own: int64 [b, hkv, tq]."""
+    own_t = (query_offset + torch.arange(earlier_btgm.shape[1], device=earlier_btgm.device)) // block_size
+    bits_btgm = torch.where(earlier_btgm >= 0, 1 << earlier_btgm.clamp(min=0), 0)
+    return (bits_btgm.sum(-1) + (1 << own_t)[:, None]).transpose(1, 2).contiguous()
+
+
+def attend_masked(
+    q_bthd: Tensor,
+    k_bshd: Tensor,
+    v_bshd: Tensor,
+    bits_bgt: Tensor,
+    *,
+    block_size: int,
+    scale: float,
+    query_offset: int,
+) -> Tensor:
+    """As `attend_selected`, from `selection_bits`, through FlexAttention over all keys up to the query.
+
+    On a CPU it is plain torch, forms all scores and has no gradient.
+    """
+    group = q_bthd.shape[2] // k_bshd.shape[2]
+
+    def selected(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        return (s <= t + query_offset) & (((bits_bgt[b, h // group, t] >> (s // block_size)) & 1) == 1)
+
+    attend = compiled(_attend, q_bthd, later=None, fullgraph=True)
+    mask = copy(_causal_tiles(q_bthd.shape[1], k_bshd.shape[1], query_offset, q_bthd.device))
+    mask.mask_mod = selected
+    out_bhtd: Tensor = attend(*(x.transpose(1, 2) for x in (q_bthd, k_bshd, v_bshd)), mask=mask, scale=scale)
+    return out_bhtd.transpose(1, 2)
+
+
+# A function of its own: torch compiles one for so many shapes only, and those of other branches would count.
+def _attend(q_bhtd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, *, mask: BlockMask, scale: float) -> Any:
+    group = q_bhtd.shape[1] // k_bhsd.shape[1]
+    options = kernel_options(q_bhtd.shape[2], group)
+    return flex_attention(
+        q_bhtd, k_bhsd, v_bhsd, block_mask=mask, scale=scale, enable_gqa=group > 1, kernel_options=options
+    )
+
+
+@lru_cache(maxsize=16)
+def _causal_tiles(num_queries: int, num_keys: int, query_offset: int, device: torch.device) -> BlockMask:
+    """All tiles with a key up to a query; each asks the mask, which its caller sets."""
+    first_key = torch.arange(-(-num_keys // BLOCK), device=device) * BLOCK
+    first_query = torch.arange(-(-num_queries // BLOCK), device=device)[:, None] * BLOCK
+    end_query = query_offset + (first_query + BLOCK).clamp(max=num_queries)
+    touched = first_key < end_query
+
+    def unset(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        raise AssertionError("the mask of the selected blocks was not set")
+
+    return mask_of_blocks(touched, torch.zeros_like(touched), unset, num_queries, num_keys)
