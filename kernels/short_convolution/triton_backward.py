@@ -50,22 +50,26 @@ def differentiate(
             differentiate_segment(
                 x, before, weight, bias, gradients[s] + sample * length * U * SEGMENTS[s].width, dx, dbefore, shares,
                 place - SEGMENTS[s].first, begin, end, length, batch, time_stride, unit_stride,
-                U, W, K, SEGMENTS[s], STEP, EPSILON,
+                U, W, K, STEP, EPSILON, SEGMENTS[s].start, SEGMENTS[s].width, SEGMENTS[s].unit_length,
+                SEGMENTS[s].units, SEGMENTS[s].block,
             )  # fmt: skip
 
 
 @triton.jit
 def differentiate_segment(
     x, before, weight, bias, gradient, dx, dbefore, shares, place, begin, end, length, batch, time_stride, unit_stride,
-    U: tl.constexpr, W: tl.constexpr, K: tl.constexpr, SEGMENT: tl.constexpr, STEP: tl.constexpr,
-    EPSILON: tl.constexpr,
+    U: tl.constexpr, W: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr, EPSILON: tl.constexpr,
+    START: tl.constexpr, WIDTH: tl.constexpr, UNIT_LENGTH: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a segment; the pointers are those of the sample, and of the chunk's share."""
-    unit, column, exists = place_in_row(place, U, SEGMENT)
-    channel = unit * W + SEGMENT.start + column
+    """One tile of a segment, see `triton_launch.Segment`.
+
+    The pointers are those of the sample, and of the chunk's share.
+    """
+    unit, column, exists = place_in_row(place, U, WIDTH, UNITS, BLOCK)
+    channel = unit * W + START + column
     taps, shift = load_taps(weight, bias, channel, exists, K)
-    x += unit * unit_stride + SEGMENT.start + column
-    gradient += unit * SEGMENT.width + column
+    x += unit * unit_stride + START + column
+    gradient += unit * WIDTH + column
     before, dx, dbefore, shares = before + channel, dx + channel, dbefore + channel, shares + channel
     window = load_history(x, before, begin, time_stride, batch * U * W, exists, K)
     pending, sums, zero = (), (), tl.zeros(channel.shape, tl.float32)
@@ -79,11 +83,11 @@ def differentiate_segment(
         for i in tl.static_range(STEP):
             valid = exists & (start + i < length)
             x_t = tl.load(x + (start + i) * time_stride, mask=valid, other=0.0)
-            rows += ((x_t, tl.load(gradient + (start + i) * U * SEGMENT.width, mask=valid, other=0.0)),)
+            rows += ((x_t, tl.load(gradient + (start + i) * U * WIDTH, mask=valid, other=0.0)),)
         for i in tl.static_range(STEP):
             window += (rows[i][0].to(tl.float32),)
             z = sum_over_taps(window, taps, shift, K)
-            dz = differentiate_activation(z, rows[i][1].to(tl.float32), SEGMENT.unit_length, EPSILON)
+            dz = differentiate_activation(z, rows[i][1].to(tl.float32), UNIT_LENGTH, EPSILON)
             own = tl.where(start + i < end, dz, 0.0)
             bias_sum += own
             sums = add_products(sums, window, own, K)

@@ -42,22 +42,23 @@ def convolve(
             convolve_segment(
                 x, before, weight, bias, outputs[s] + sample * length * U * SEGMENTS[s].width,
                 place - SEGMENTS[s].first, begin, end, batch, time_stride, unit_stride,
-                U, W, K, SEGMENTS[s], STEP, EPSILON,
+                U, W, K, STEP, EPSILON, SEGMENTS[s].start, SEGMENTS[s].width, SEGMENTS[s].unit_length,
+                SEGMENTS[s].units, SEGMENTS[s].block,
             )  # fmt: skip
 
 
 @triton.jit
 def convolve_segment(
     x, before, weight, bias, output, place, begin, end, batch, time_stride, unit_stride,
-    U: tl.constexpr, W: tl.constexpr, K: tl.constexpr, SEGMENT: tl.constexpr, STEP: tl.constexpr,
-    EPSILON: tl.constexpr,
+    U: tl.constexpr, W: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr, EPSILON: tl.constexpr,
+    START: tl.constexpr, WIDTH: tl.constexpr, UNIT_LENGTH: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a segment; the pointers are those of the sample."""
-    unit, column, exists = place_in_row(place, U, SEGMENT)
-    channel = unit * W + SEGMENT.start + column
+    """One tile of a segment, see `triton_launch.Segment`; the pointers are those of the sample."""
+    unit, column, exists = place_in_row(place, U, WIDTH, UNITS, BLOCK)
+    channel = unit * W + START + column
     taps, shift = load_taps(weight, bias, channel, exists, K)
-    x += unit * unit_stride + SEGMENT.start + column
-    output += unit * SEGMENT.width + column
+    x += unit * unit_stride + START + column
+    output += unit * WIDTH + column
     window = load_history(x, before + channel, begin, time_stride, batch * U * W, exists, K)
     for start in range(begin, end, STEP):
         rows = ()
@@ -67,8 +68,8 @@ def convolve_segment(
             window += (rows[i].to(tl.float32),)
             y = sum_over_taps(window, taps, shift, K)
             y = y * tl.sigmoid(y)
-            if SEGMENT.unit_length:
+            if UNIT_LENGTH:
                 y = y * inverse_length(y, EPSILON)
-            pointers = output + (start + i) * U * SEGMENT.width
+            pointers = output + (start + i) * U * WIDTH
             tl.store(pointers, y.to(output.dtype.element_ty), mask=exists & (start + i < end))
             window = window[1:]

@@ -29,7 +29,7 @@ def place_in_grid(PROGRAMS: tl.constexpr, batch, length, chunk_length):
 
 
 @triton.jit
-def place_in_row(place, U: tl.constexpr, SEGMENT: tl.constexpr):
+def place_in_row(place, U: tl.constexpr, WIDTH: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr):
     """Where a tile of a segment is; `place` counts from the segment's first.
 
     Returns:
@@ -37,15 +37,15 @@ def place_in_row(place, U: tl.constexpr, SEGMENT: tl.constexpr):
         column: int [1, BLOCK], from the segment's first.
         exists: bool [UNITS, BLOCK].
     """
-    blocks: tl.constexpr = (SEGMENT.width + SEGMENT.block - 1) // SEGMENT.block
-    unit = (place // blocks) * SEGMENT.units + tl.arange(0, SEGMENT.units)[:, None]
-    column = (place % blocks) * SEGMENT.block + tl.arange(0, SEGMENT.block)[None, :]
+    blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    unit = (place // blocks) * UNITS + tl.arange(0, UNITS)[:, None]
+    column = (place % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
     # Of what is known when it is compiled, the compiler makes no masks.
-    exists = tl.full([SEGMENT.units, SEGMENT.block], True, tl.int1)
-    if U % SEGMENT.units:
+    exists = tl.full([UNITS, BLOCK], True, tl.int1)
+    if U % UNITS:
         exists &= unit < U
-    if SEGMENT.width % SEGMENT.block:
-        exists &= column < SEGMENT.width
+    if WIDTH % BLOCK:
+        exists &= column < WIDTH
     return unit, column, exists
 
 
