@@ -18,5 +18,17 @@ def test_configurations_are_evenly_spaced(count: int, most: int, taken: list[int
 def test_a_kernel_tries_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
     monkeypatch.setattr(autotuner, "prune_configs", lambda self, kwargs: [*self, kwargs["last"]])
+    monkeypatch.setattr(autotuner, "do_bench", None)
     limit_tuning(2)
     assert autotuner.prune_configs(range(7), {"last": 7}) == [2, 6]
+
+
+def test_a_kernel_tries_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
+    for name in ("prune_configs", "do_bench"):
+        monkeypatch.setattr(autotuner, name, None)
+    monkeypatch.setattr("triton.testing.do_bench", lambda call, **options: (call(), options))
+    limit_tuning(2)
+    ran, options = autotuner.do_bench.fget(None)(lambda: "ran", quantiles=(0.5,))
+    assert ran == "ran"
+    assert options == {"warmup": 5, "rep": 25, "quantiles": (0.5,)}
