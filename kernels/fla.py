@@ -59,21 +59,17 @@ def fla_obstacle(q_bthd: Tensor, refused: Callable[[], str | None] = lambda: Non
 
 
 @cache
-def refused_on_hopper(*, tilelang_helps: bool) -> str | None:
+def refused_on_hopper() -> str | None:
     """Say that fla refuses decays of whole heads on this GPU, with the mend; None when it does not.
 
-    Args:
-        tilelang_helps: whether fla can do without Triton in this op where the tilelang package is installed.
+    In other ops it can do without Triton where the tilelang package is installed; for linear attention it cannot.
     """
     triton = _version("triton")
     if torch.cuda.get_device_capability()[0] != HOPPER or triton is None or not WRONG_SINCE <= triton < RIGHT_SINCE:
         return None
-    if tilelang_helps and find_spec("tilelang") is not None:
-        return None
-    mend = f"pip install 'triton>={RIGHT_SINCE}'" + (", or tilelang" if tilelang_helps else "")
     return (
         f"flash-linear-attention refuses decays of whole heads on a Hopper GPU under Triton {triton}, "
-        f"which gets their gradients wrong: {mend}"
+        f"which gets their gradients wrong: pip install 'triton>={RIGHT_SINCE}'"
     )
 
 

@@ -1,18 +1,25 @@
 """The public form of the gated delta rule: checks, and the choice of an implementation."""
 
-from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from kernels.dispatch import check_any_floating, check_shapes, resolve_scale
-from kernels.fla import choose_fla_or_plain, fla_obstacle, refused_on_hopper, run_fla
+from kernels.dispatch import (
+    MAX_TRITON_HEAD_DIM,
+    check_any_floating,
+    check_shapes,
+    choose_triton_or_reference,
+    full_precision,
+    resolve_scale,
+    triton_obstacle,
+)
+from kernels.gated_delta_rule.op import gated_delta_rule_triton
 from kernels.gated_delta_rule.reference import chunked, recurrent
 from kernels.stateful import check_log_decay, check_state_op, run_form
 
-Implementation = Literal["auto", "fla", "recurrent", "chunked"]
-_IMPLEMENTATIONS = {"recurrent": recurrent, "chunked": chunked}
+Implementation = Literal["auto", "triton", "chunked", "recurrent"]
+_PLAIN = {"chunked": chunked, "recurrent": recurrent}
 
 
 @overload
@@ -68,7 +75,8 @@ def gated_delta_rule(
         scale: positive factor on q; None means dk**-0.5.
         initial_state: [b, h, dk, dv] before the first token; None for zeros.
         return_final_state: also return the state after the last token.
-        implementation: "fla" (a GPU, bf16 or fp16), "recurrent", "chunked", or "auto".
+        implementation: "triton", for bf16 or fp16 and keys of up to 256; "chunked" or "recurrent", plain torch; or
+            "auto", triton on a GPU where it can, else chunked.
 
     Returns:
         o [b, t, h, dv] in v's dtype; with return_final_state also the state [b, h, dk, dv] in fp32 (or float64).
@@ -79,26 +87,26 @@ def gated_delta_rule(
     Source: Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks" (arXiv 2412.06464).
     """
     _check(q, k, v, g, beta, initial_state)
-    obstacle = fla_obstacle(q, lambda: None if g is None else refused_on_hopper(tilelang_helps=True))
-    chosen = choose_fla_or_plain("gated_delta_rule", implementation, obstacle, q, _IMPLEMENTATIONS)
-    if chosen == "fla":
-        inputs = {"q": q, "k": k, "v": v, "beta": beta} | ({} if g is None else {"g": g})
+    form = choose_triton_or_reference("gated_delta_rule", implementation, q, _obstacle(q), tuple(_PLAIN)).name
+    if form == "triton":
         scale = resolve_scale(scale, q.shape[-1])
-        decays = g is not None
-        return run_fla(_of_fla(decays=decays), inputs, scale, initial_state, return_final_state, values_first=decays)
+        with full_precision(q):
+            out, state = gated_delta_rule_triton(q, k, v, g, beta, scale=scale, initial_state=initial_state)
+        return (out, state) if return_final_state else out
     if g is None:
         g = torch.zeros(q.shape[:3], device=q.device)
-    return run_form(_IMPLEMENTATIONS[chosen], (q, k, v, g, beta), scale, initial_state, return_final_state)
+    return run_form(_PLAIN[form], (q, k, v, g, beta), scale, initial_state, return_final_state)
 
 
-def _of_fla(*, decays: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    if decays:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-        return chunk_gated_delta_rule
-    from fla.ops.delta_rule import chunk_delta_rule
-
-    return chunk_delta_rule
+def _obstacle(q: Tensor) -> str | None:
+    obstacle = triton_obstacle(q=q)
+    if obstacle is not None:
+        return obstacle
+    if q.is_cuda and q.dtype == torch.float32:
+        return "q has dtype torch.float32, for which a GPU has no fast matrix product: convert it to torch.bfloat16"
+    if q.shape[3] > MAX_TRITON_HEAD_DIM:
+        return f"q has head_dim {q.shape[3]}: give at most {MAX_TRITON_HEAD_DIM}"
+    return None
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, initial_state: Tensor | None) -> None:

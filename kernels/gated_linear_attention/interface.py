@@ -77,7 +77,7 @@ def gated_linear_attention(
     _check(q, k, v, g, initial_state)
     if g is not None and g.dim() == 1 and g.requires_grad:
         g = g.expand(q.shape[:3])  # of one that all tokens share, fla gives no gradient
-    obstacle = fla_obstacle(q, lambda: refused_on_hopper(tilelang_helps=False) if _decays_by_head(g) else None)
+    obstacle = fla_obstacle(q, lambda: refused_on_hopper() if _decays_by_head(g) else None)
     chosen = choose_fla_or_plain("gated_linear_attention", implementation, obstacle, q, _IMPLEMENTATIONS)
     if chosen == "fla":
         scale = resolve_scale(scale, q.shape[-1])

@@ -17,6 +17,8 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from kernels.gated_delta_rule import triton_launch as triton_launch_delta_rule
+from kernels.gated_delta_rule.op import gated_delta_rule_triton
 from kernels.native_sparse_attention.op import choose_blocks
 from kernels.selective_scan.op import selective_scan_triton
 from kernels.short_convolution.op import short_convolution_triton
@@ -93,6 +95,13 @@ def scan(tokens: int, size: int) -> None:
     y.sum().backward()
 
 
+def delta_rule(key: int, value: int, decays: bool) -> None:
+    q, v = (torch.zeros(1, 70, 2, d, dtype=torch.bfloat16, requires_grad=True) for d in (key, value))
+    number = torch.zeros(1, 70, 2)
+    out, _ = gated_delta_rule_triton(q, q, v, number if decays else None, number, scale=1.0, initial_state=None)
+    out.sum().backward()
+
+
 def convolution(width: int, taps: int, widths: list[int], biased: bool) -> None:
     x = torch.zeros(300, 2, 3, width, dtype=torch.bfloat16, requires_grad=True)[..., : sum(widths)]
     weight = torch.zeros(3, sum(widths), taps, dtype=torch.bfloat16)
@@ -124,6 +133,10 @@ def main() -> None:
     element(300, 128)
     for tokens, size in ((300, 1), (300, 16), (301, 16), (300, 64)):
         scan(tokens, size)
+    for key, value, decays in ((16, 24, False), (64, 64, True), (128, 256, True), (256, 64, True)):
+        for processors in (0, 132):
+            triton_launch_delta_rule.multiprocessors = lambda x, processors=processors: processors
+            delta_rule(key, value, decays)
     convolution(384, 4, [64, 64, 256], biased=False)
     convolution(37, 8, [20, 1], biased=True)
     print(*sorted(compiled))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kernels import fla
 from kernels.based import based
-from kernels.gated_delta_rule import gated_delta_rule
 from kernels.gated_linear_attention import gated_linear_attention
 from kernels.rwkv6 import rwkv6
 from kernels.rwkv7 import rwkv7
@@ -30,8 +29,6 @@ OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "decay of a head's own": (fading, "q k v"),
     "decay a head": (gated_linear_attention, "q k v g"),
     "decay a feature": (gated_linear_attention, "q k v gk"),
-    "delta rule": (gated_delta_rule, "q k v none beta"),
-    "gated delta rule": (gated_delta_rule, "q k v g beta"),
     "rwkv6": (rwkv6, "q k v gk u"),
     "rwkv7": (rwkv7, "q gk k v a b"),
     "rwkv7, decays within a bound": (partial(rwkv7, log_decay_bound=-0.6), "q bounded k v a b"),
@@ -40,42 +37,28 @@ OPS: dict[str, tuple[Callable[..., Any], str]] = {
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Pretend to be on a Hopper GPU, with this Triton and these packages beside fla."""
+    """Pretend to be on a Hopper GPU, with this Triton."""
 
-    def pretend(triton: str, *packages: str) -> None:
+    def pretend(triton: str) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
         monkeypatch.setattr(fla, "_version", lambda _: Version(triton))
-        monkeypatch.setattr(fla, "find_spec", lambda name: name if name in ("fla", *packages) else None)
         fla.refused_on_hopper.cache_clear()
 
     return pretend
 
 
-@pytest.mark.parametrize(
-    ("triton", "packages", "refused", "refused_with_tilelang"),
-    [
-        ("3.3.1", [], False, False),
-        ("3.6.0", [], True, True),
-        ("3.6.0", ["tilelang"], True, False),
-        ("3.7.1", [], False, False),
-    ],
-)
-def test_fla_is_left_alone_where_it_refuses(
-    hopper: Any, triton: str, packages: list[str], refused: bool, refused_with_tilelang: bool
-) -> None:
-    hopper(triton, *packages)
-    assert (fla.refused_on_hopper(tilelang_helps=False) is not None) == refused
-    assert (fla.refused_on_hopper(tilelang_helps=True) is not None) == refused_with_tilelang
+@pytest.mark.parametrize(("triton", "refused"), [("3.3.1", False), ("3.6.0", True), ("3.7.1", False)])
+def test_fla_is_left_alone_where_it_refuses(hopper: Any, triton: str, refused: bool) -> None:
+    hopper(triton)
+    assert (fla.refused_on_hopper() is not None) == refused
 
 
 def test_a_refusal_says_what_is_missing(hopper: Any) -> None:
     hopper("3.6.0")
-    said = fla.refused_on_hopper(tilelang_helps=True)
+    said = fla.refused_on_hopper()
     assert said is not None
     assert said.startswith("flash-linear-attention refuses decays of whole heads on a Hopper GPU")
-    assert said.endswith(
-        "under Triton 3.6.0, which gets their gradients wrong: pip install 'triton>=3.7.1', or tilelang"
-    )
+    assert said.endswith("under Triton 3.6.0, which gets their gradients wrong: pip install 'triton>=3.7.1'")
 
 
 def test_obstacles_name_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +94,7 @@ def _inputs(length: int, key: int, value: int, dtype: torch.dtype) -> dict[str, 
 def test_on_a_gpu_it_is_the_plain_form(name: str, key: int, value: int, length: int) -> None:
     op, arguments = OPS[name]
     if "g" in arguments.split():
-        refused = fla.refused_on_hopper(tilelang_helps=op is gated_delta_rule)
+        refused = fla.refused_on_hopper()
         if refused is not None:
             pytest.skip(refused)
     drawn = _inputs(length, key, value, torch.bfloat16)

@@ -1,0 +1,58 @@
+"""The gated delta rule's Triton form as a function of autograd. Importing this needs no Triton; calling does."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def gated_delta_rule_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    *,
+    scale: float,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Arguments as in `gated_delta_rule`, checked there, and without an obstacle.
+
+    Returns:
+        o: [b, t, h, dv] in v's dtype.
+        state: after the last token, fp32 [b, h, dk, dv].
+    """
+    samples, _, heads, key = q.shape
+    if initial_state is None:
+        initial_state = q.new_zeros(samples, heads, key, v.shape[3], dtype=torch.float32)
+    g = None if g is None else g.float().contiguous()
+    first = initial_state.float().contiguous()
+    return _DeltaRule.apply(scale, q.contiguous(), k.contiguous(), v.contiguous(), g, beta.float().contiguous(), first)
+
+
+class _DeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, scale: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, first: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        from kernels.gated_delta_rule import triton_launch
+
+        samples, length, heads, key = q.shape
+        ctx.problem = triton_launch.Problem(samples, length, heads, key, v.shape[3], g is not None, scale)
+        solved = triton_launch.solve(ctx.problem, k, beta, g)
+        walked = triton_launch.walk(ctx.problem, k, v, beta, solved, first)
+        # States and updates are found again: kept, they would be as large as four of the inputs.
+        ctx.save_for_backward(q, k, v, beta, *solved, first)
+        return triton_launch.read(ctx.problem, q, k, solved, walked), walked.last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+        from kernels.gated_delta_rule import triton_launch
+
+        q, k, v, beta, *solved, first = ctx.saved_tensors
+        found = triton_launch.backward(
+            ctx.problem, dout.contiguous(), dlast.contiguous(), q, k, v, beta, triton_launch.Solved(*solved), first
+        )
+        return None, *found

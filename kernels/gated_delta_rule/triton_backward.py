@@ -1,0 +1,138 @@
+"""Gradients of the gated delta rule, in Triton.
+
+In the symbols of `triton_forward`, with dS what reaches the state after the chunk, and without the decays:
+
+    du_j = scale sum_{i>=j} (q_i.k_j) do_i + dS^T k_j;  y = (1 + M)^-T du;  dv = beta y;  dbeta = y.u / beta
+    dS <- dS + scale sum_i q_i do_i^T - sum_i k_i dv_i^T
+    dq_i = scale (S do_i + sum_{j<=i} (do_i.u_j) k_j)
+    dk_i = dS u_i - S dv_i + scale sum_{j>=i} (do_j.u_i) q_j - sum_{j<i} (dv_i.u_j) k_j - sum_{j>i} (dv_j.u_i) k_j
+
+The last line has no gradient of the inverse, as dM = -y u^T: (1 + M) u = beta x. With decays each pair has its factor,
+and S, dS theirs; g's gradient is the sum over later tokens of what each factor's exponent has. Each program owns what
+it writes: sums have one order.
+"""
+
+# mypy: ignore-errors
+# Triton compiles what is below; pointers and tiles have no type in Python.
+
+import triton
+import triton.language as tl
+
+from kernels.gated_delta_rule.triton_tile import load_numbers, load_totals, place_of, rows_of_chunk
+from kernels.triton_math import load_rows, product
+
+
+@triton.jit
+def walk_chunks_back(
+    dout, dlast, q, k, beta, totals, solved, pairs, updates, dstates, dv, dbeta, dfirst, length, chunks, scale,
+    H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
+    DECAYS: tl.constexpr,
+):  # fmt: skip
+    """From the last chunk to the first. Grid (blocks of E, samples * H).
+
+    Tensors as in `triton_forward`, and:
+        dout: gradient of o, [samples, length, H, E].
+        dlast: of the last state, fp32 [samples, H, D, E].
+        dstates: [samples, H, chunks, D, E] in k's dtype, out: what reaches the state after each chunk.
+        dv: [samples, length, H, E], out.
+        dbeta: fp32 [blocks of E, samples, length, H], out; to be summed over the blocks.
+        dfirst: fp32 [samples, H, D, E], out.
+    """
+    place, samples = tl.program_id(1).to(tl.int64), tl.num_programs(1) // H
+    sample, head = place // H, (place % H).to(tl.int32)
+    e, d, i = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_D), tl.arange(0, C)
+    exists, within = (e < E)[:, None] & (d < D)[None, :], d[None, :] * E + e[:, None]
+    dbeta += tl.program_id(0).to(tl.int64) * samples * length * H
+    dstate = tl.load(dlast + place * D * E + within, mask=exists, other=0.0)
+    for step in range(chunks):
+        chunk = chunks - 1 - step
+        rows, valid = rows_of_chunk(sample, chunk, length, C)
+        q_id = load_rows(q + head * D, rows, valid, H * D, D, BLOCK_D)
+        k_id = load_rows(k + head * D, rows, valid, H * D, D, BLOCK_D)
+        there = (e < E)[:, None] & valid[None, :]
+        of_token = (rows * H + head)[None, :] * E + e[:, None]
+        do = tl.load(dout + of_token, mask=there, other=0.0)
+        u = tl.load(updates + of_token, mask=there, other=0.0)
+        below = load_rows(solved + (place * chunks + chunk) * C * C, i, i >= 0, C, C, C)
+        pairs_ij = load_rows(pairs + (place * chunks + chunk) * C * C, i, i >= 0, C, C, C)
+        strength = load_numbers(beta, rows, valid, head, H)
+        total, end = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
+        rounded = dstate.to(k_id.dtype)
+        tl.store(dstates + (place * chunks + chunk) * D * E + within, rounded, mask=exists)
+        du = product(rounded, tl.trans(k_id))
+        if DECAYS:
+            du *= tl.exp2(end - total)[None, :]
+        du += scale * product(do, pairs_ij)
+        y = du + product(du.to(k_id.dtype), below)
+        dbeta_i = tl.sum(y * u, 0) / tl.where(strength == 0, 1.0, strength)
+        tl.store(dbeta + rows * H + head, dbeta_i, mask=valid)
+        dv_ei = strength[None, :] * y
+        tl.store(dv + of_token, dv_ei.to(dv.dtype.element_ty), mask=there)
+        if DECAYS:
+            left = tl.exp2(total)[None, :]
+            do, dv_ei = (do * left).to(do.dtype), dv_ei * left
+            dstate *= tl.exp2(end)
+        dstate += scale * product(do, q_id)
+        dstate -= product(dv_ei.to(k_id.dtype), k_id)
+    tl.store(dfirst + place * D * E + within, dstate, mask=exists)
+
+
+@triton.jit
+def write_gradients(
+    dout, q, k, totals, ds, dm, states, dstates, updates, dv, dq, dk, dg, length, chunks, scale,
+    H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
+    DECAYS: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of q, k and g. Grid (samples * H * chunks, blocks of D).
+
+    Tensors as in `walk_chunks_back`, and, see `triton_forward.multiply_pairs`:
+        ds: pairs of dout and u, with scale.
+        dm: of dv and u, strict; minus the gradient of M without beta.
+        dq, dk: [samples, length, H, D], out.
+        dg: fp32 [blocks of D, samples, length, H], out; to be summed over the blocks.
+    """
+    sample, head, chunk = place_of(tl.program_id(0), chunks, H)
+    rows, valid = rows_of_chunk(sample, chunk, length, C)
+    first_d = tl.program_id(1) * BLOCK_D
+    d, i = first_d + tl.arange(0, BLOCK_D), tl.arange(0, C)
+    here = tl.program_id(0).to(tl.int64) * D * E
+    dq_id, later_id = tl.zeros([C, BLOCK_D], tl.float32), tl.zeros([C, BLOCK_D], tl.float32)
+    earlier_id = tl.zeros([C, BLOCK_D], tl.float32)
+    kept = 0.0
+    for first_e in range(0, E, BLOCK_E):
+        e = first_e + tl.arange(0, BLOCK_E)
+        there = valid[:, None] & (e < E)[None, :]
+        of_token = (rows * H + head)[:, None] * E + e[None, :]
+        do = tl.load(dout + of_token, mask=there, other=0.0)
+        u = tl.load(updates + of_token, mask=there, other=0.0)
+        dv_ie = tl.load(dv + of_token, mask=there, other=0.0)
+        exists, within = (d < D)[:, None] & (e < E)[None, :], here + d[:, None] * E + e[None, :]
+        state = tl.load(states + within, mask=exists, other=0.0)
+        dstate = tl.load(dstates + within, mask=exists, other=0.0)
+        dq_id += product(do, tl.trans(state))
+        later_id += product(dv_ie, tl.trans(state))
+        earlier_id += product(u, tl.trans(dstate))
+        if DECAYS:
+            kept += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
+    there = valid[:, None] & (d < D)[None, :]
+    of_token = (rows * H + head)[:, None] * D + d[None, :]
+    q_id, k_id = tl.load(q + of_token, mask=there, other=0.0), tl.load(k + of_token, mask=there, other=0.0)
+    total, end = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
+    if DECAYS:
+        left = tl.exp2(total)[:, None]
+        dq_id, later_id, earlier_id = dq_id * left, later_id * left, earlier_id * tl.exp2(end - total)[:, None]
+        kept = kept * tl.exp2(end) + tl.sum(k_id * earlier_id)
+    pair_place = tl.program_id(0).to(tl.int64) * C * C
+    ds_ij = load_rows(ds + pair_place, i, i >= 0, C, C, C)
+    dm_ij = load_rows(dm + pair_place, i, i >= 0, C, C, C)
+    dq_id = scale * dq_id + product(ds_ij, k_id)
+    later_id = -later_id - product(dm_ij, k_id)
+    earlier_id += product(tl.trans(ds_ij), q_id) - product(tl.trans(dm_ij), k_id)
+    tl.store(dq + of_token, dq_id.to(dq.dtype.element_ty), mask=there)
+    tl.store(dk + of_token, (later_id + earlier_id).to(dk.dtype.element_ty), mask=there)
+    if DECAYS:
+        exponent = tl.sum(q_id * dq_id + k_id * (later_id - earlier_id), 1)
+        exponent += tl.where(i == C - 1, kept, 0.0)
+        samples = tl.num_programs(0) // (H * chunks)
+        dg += tl.program_id(1).to(tl.int64) * samples * length * H
+        tl.store(dg + rows * H + head, tl.cumsum(exponent, 0, reverse=True), mask=valid)

@@ -1,0 +1,166 @@
+"""The gated delta rule by chunks, in Triton.
+
+With k, q, v of a chunk's tokens i, the state S before it, G the sum of g from the chunk's start on, and what token i
+finds missing of its value, x_i = v_i - e^(G_i) S^T k_i, the updates are the solution of a triangular system:
+
+    u = (1 + M)^-1 (beta x),  M_ij = beta_i e^(G_i - G_j) k_i.k_j for j < i
+    o_i = scale (e^(G_i) S^T q_i + sum_{j<=i} e^(G_i - G_j) (q_i.k_j) u_j)
+    S <- e^G S + sum_i e^(G - G_i) k_i u_i^T, with G that of the last token
+
+`solve_chunks` inverts 1 + M, `multiply_pairs` finds the factors of u_j, `walk_chunks` goes from chunk to chunk,
+`read_states` gives o. In the WY form that others use, the inverse is multiplied with beta k and beta v before the walk;
+here with beta x in it. It is one product more a chunk, but less is rounded to 16 bits: x, and what the inverse has
+beside the identity. Errors are two thirds.
+
+On Hopper, the matrix instructions that no other GPU has (wgmma) gave wrong results in these kernels, or read
+foreign memory, if a tile was narrower than 64 or a left side not as it was loaded. They need 4 warps and 64 rows
+on the left side: so the walks have values as rows, 32 at most, and the other kernels 2 warps or wide tiles.
+"""
+
+# mypy: ignore-errors
+# Triton compiles what is below; pointers and tiles have no type in Python.
+
+import triton
+import triton.language as tl
+
+from kernels.gated_delta_rule.triton_tile import (
+    between,
+    load_numbers,
+    load_totals,
+    place_of,
+    rows_of_chunk,
+    unit_lower_inverse,
+)
+from kernels.triton_math import LOG2E, load_rows, product, store_rows
+
+
+@triton.jit
+def solve_chunks(
+    k, beta, g, solved, totals, length, chunks,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
+    DECAYS: tl.constexpr,
+):  # fmt: skip
+    """The inverses of the chunks' systems without their diagonals. Grid (samples * H * chunks).
+
+    Tensors:
+        k: [samples, length, H, D].
+        beta, g: fp32 [samples, length, H].
+        solved: [samples, H, chunks, C, C] in k's dtype, out.
+        totals: fp32 [samples, length, H], out: the sum of g in the chunk up to the token, in units of log2.
+    """
+    sample, head, chunk = place_of(tl.program_id(0), chunks, H)
+    rows, valid = rows_of_chunk(sample, chunk, length, C)
+    i = tl.arange(0, C)
+    k_id = load_rows(k + head * D, rows, valid, H * D, D, BLOCK_D)
+    strength = load_numbers(beta, rows, valid, head, H)
+    total = tl.zeros([C], tl.float32)
+    if DECAYS:
+        total = tl.cumsum(load_numbers(g, rows, valid, head, H), 0) * LOG2E
+        tl.store(totals + rows * H + head, total, mask=valid)
+    pairs = between(product(k_id, tl.trans(k_id)), total, True, DECAYS, C)
+    inverse = unit_lower_inverse(strength[:, None] * pairs, C)
+    below = tl.where(i[:, None] > i[None, :], inverse, 0.0)
+    store_rows(solved + tl.program_id(0).to(tl.int64) * C * C, i, i >= 0, C, below, C, C)
+
+
+@triton.jit
+def multiply_pairs(
+    x, y, out, totals, length, chunks, scale,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
+    STRICT: tl.constexpr, DECAYS: tl.constexpr,
+):  # fmt: skip
+    """Write scale e^(G_i - G_j) x_i.y_j of the pairs of a chunk with j <= i. Grid (samples * H * chunks).
+
+    Tensors as in `solve_chunks`, and:
+        x, y: [samples, length, H, D].
+        out: [samples, H, chunks, C, C] in x's dtype, out.
+
+    STRICT: 0 for j = i.
+    """
+    sample, head, chunk = place_of(tl.program_id(0), chunks, H)
+    rows, valid = rows_of_chunk(sample, chunk, length, C)
+    pairs = tl.zeros([C, C], tl.float32)
+    for first_d in range(0, D, BLOCK_D):
+        d = first_d + tl.arange(0, BLOCK_D)
+        there = valid[:, None] & (d < D)[None, :]
+        of_token = (rows * H + head)[:, None] * D + d[None, :]
+        x_id, y_id = tl.load(x + of_token, mask=there, other=0.0), tl.load(y + of_token, mask=there, other=0.0)
+        pairs += product(x_id, tl.trans(y_id))
+    total, _ = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
+    pairs = between(pairs * scale, total, STRICT, DECAYS, C)
+    i = tl.arange(0, C)
+    store_rows(out + tl.program_id(0).to(tl.int64) * C * C, i, i >= 0, C, pairs, C, C)
+
+
+@triton.jit
+def walk_chunks(
+    k, v, beta, totals, solved, first, states, updates, last, length, chunks,
+    H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
+    DECAYS: tl.constexpr,
+):  # fmt: skip
+    """From chunk to chunk. Grid (blocks of E, samples * H).
+
+    Tensors as in `solve_chunks`, and:
+        v: [samples, length, H, E].
+        first: fp32 [samples, H, D, E], the state before the first token.
+        states: [samples, H, chunks, D, E] in k's dtype, out: the state before each chunk.
+        updates: [samples, length, H, E], out: u.
+        last: fp32 [samples, H, D, E], out.
+    """
+    place = tl.program_id(1).to(tl.int64)
+    sample, head = place // H, (place % H).to(tl.int32)
+    e, d, i = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_D), tl.arange(0, C)
+    exists, within = (e < E)[:, None] & (d < D)[None, :], d[None, :] * E + e[:, None]
+    state = tl.load(first + place * D * E + within, mask=exists, other=0.0)
+    for chunk in range(chunks):
+        rows, valid = rows_of_chunk(sample, chunk, length, C)
+        k_id = load_rows(k + head * D, rows, valid, H * D, D, BLOCK_D)
+        there = (e < E)[:, None] & valid[None, :]
+        of_token = (rows * H + head)[None, :] * E + e[:, None]
+        v_ei = tl.load(v + of_token, mask=there, other=0.0)
+        below = load_rows(solved + (place * chunks + chunk) * C * C, i, i >= 0, C, C, C)
+        strength = load_numbers(beta, rows, valid, head, H)
+        total, end = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
+        rounded = state.to(k_id.dtype)
+        tl.store(states + (place * chunks + chunk) * D * E + within, rounded, mask=exists)
+        found = product(rounded, tl.trans(k_id))
+        if DECAYS:
+            found *= tl.exp2(total)[None, :]
+        missing = strength[None, :] * (v_ei - found)
+        u = missing + product(missing.to(k_id.dtype), tl.trans(below))
+        tl.store(updates + of_token, u.to(k_id.dtype), mask=there)
+        if DECAYS:
+            u *= tl.exp2(end - total)[None, :]
+            state *= tl.exp2(end)
+        state += product(u.to(k_id.dtype), k_id)
+    tl.store(last + place * D * E + within, state, mask=exists)
+
+
+@triton.jit
+def read_states(
+    q, totals, pairs, states, updates, out, length, chunks, scale,
+    H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
+    DECAYS: tl.constexpr,
+):  # fmt: skip
+    """Write o. Grid (samples * H * chunks, blocks of E).
+
+    Tensors as in `walk_chunks`, and:
+        q: [samples, length, H, D].
+        pairs: of q and k, see `multiply_pairs`; without scale.
+        out: [samples, length, H, E].
+    """
+    sample, head, chunk = place_of(tl.program_id(0), chunks, H)
+    rows, valid = rows_of_chunk(sample, chunk, length, C)
+    here = tl.program_id(0).to(tl.int64)
+    d, e, i = tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, C)
+    q_id = load_rows(q + head * D, rows, valid, H * D, D, BLOCK_D)
+    total, _ = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
+    exists, within = (d < D)[:, None] & (e < E)[None, :], d[:, None] * E + e[None, :]
+    o = product(q_id, tl.load(states + here * D * E + within, mask=exists, other=0.0))
+    if DECAYS:
+        o *= tl.exp2(total)[:, None]
+    there = valid[:, None] & (e < E)[None, :]
+    of_token = (rows * H + head)[:, None] * E + e[None, :]
+    u = tl.load(updates + of_token, mask=there, other=0.0)
+    o += product(load_rows(pairs + here * C * C, i, i >= 0, C, C, C), u)
+    tl.store(out + of_token, (o * scale).to(out.dtype.element_ty), mask=there)

@@ -1,0 +1,170 @@
+"""The gated delta rule's Triton kernels against the plain form in float64: on a GPU, or in Triton's interpreter."""
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid, normalize
+from torch.utils.checkpoint import checkpoint
+from triton_cases import BF16, DEVICE, FP16, FP32, ON_GPU, TOLERANCE, needs_gpu, poison
+
+pytest.importorskip("triton")
+
+from kernels.gated_delta_rule import gated_delta_rule, triton_launch
+
+# In the interpreter masked lanes compute infinities and NaN with numpy, which says so.
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poison")]
+
+__all__ = ["poison"]  # a fixture: found by its name
+
+NAMES = ["q", "k", "v", "g", "beta", "initial_state"]
+DTYPE = BF16 if ON_GPU else FP32
+"""On a GPU there is no form for fp32."""
+
+
+KEY, VALUE = (64, 64) if ON_GPU else (16, 24)
+
+
+def draw(length, key=KEY, value=VALUE, batch=2, heads=3, dtype=DTYPE, forget=0.6):
+    """All tensors of a call, in the order of NAMES, and gradients of the output and the last state.
+
+    Args:
+        forget: how fast a head decays; None: not at all.
+    """
+    gen = torch.Generator().manual_seed(length)
+
+    def normal(*shape):
+        return torch.randn(batch, length, heads, *shape, generator=gen).to(DEVICE)
+
+    q, k, v, dout = normal(key), normalize(normal(key), dim=-1), normal(value), normal(value)
+    g = None if forget is None else forget * logsigmoid(normal())
+    q, k, v, beta, dout = (x.to(dtype) for x in (q, k, v, normal().sigmoid(), dout))
+    state, dlast = (torch.randn(batch, heads, key, value, generator=gen).to(DEVICE) for _ in range(2))
+    return [q, k, v, g, beta, state, dout, dlast]
+
+
+def run(tensors, implementation, **options):
+    """Give the output, the last state and the gradients of the inputs that there are."""
+    *inputs, dout, dlast = [None if x is None else x.detach().requires_grad_() for x in tensors]
+    results = gated_delta_rule(
+        *inputs[:5], initial_state=inputs[5], return_final_state=True, implementation=implementation, **options
+    )
+    return *results, *torch.autograd.grad(results, [x for x in inputs if x is not None], (dout, dlast))
+
+
+def check(tensors, least=1e-12, times=1, **options):
+    """Hold all results to the plain form's.
+
+    Args:
+        least: smallest size that errors are relative to.
+        times: tolerance, where 16 bits are magnified.
+    """
+    got = run(tensors, "triton", **options)
+    expected = run([None if x is None else x.double() for x in tensors], "chunked", **options)
+    given = {name: x for name, x in zip(NAMES, tensors, strict=False) if x is not None}
+    dtypes = [tensors[2].dtype, FP32, *(x.dtype for x in given.values())]
+    for name, dtype, a, b in zip(["o", "last state", *given], dtypes, got, expected, strict=True):
+        assert a.dtype == dtype, name
+        assert a.shape == b.shape, name
+        error = ((a.double() - b).square().mean().sqrt() / b.square().mean().sqrt().clamp_min(least)).item()
+        assert error < times * TOLERANCE[tensors[0].dtype], f"{name}: {error:.1e}"
+
+
+LENGTHS = [1, 63, 200, 1000, 8000] if ON_GPU else [1, 64, 150]
+SIZES = [(64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (100, 40)] if ON_GPU else [(16, 16), (20, 40)]
+
+
+@pytest.mark.parametrize("alone", [False, True] if ON_GPU else [False])
+@pytest.mark.parametrize("forget", [None, 0.6])
+@pytest.mark.parametrize(("key", "value"), SIZES)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_agrees_with_the_plain_form(length, key, value, forget, alone, monkeypatch):
+    monkeypatch.setattr(triton_launch, "multiprocessors", lambda _: 10**9 if alone else 0)
+    # Of one token, beta and g have one number a head: their errors are relative to many together.
+    check(draw(length, key, value, batch=2 if length > 1 else 100 if ON_GPU else 4, forget=forget))
+
+
+@pytest.mark.parametrize(("dtype", "forget"), [(BF16, 0.6), (FP16, 0.6), (FP16, None)])
+def test_16_bits(dtype, forget):
+    check(draw(70, dtype=dtype, forget=forget))
+
+
+def test_dimensions_in_several_blocks(monkeypatch):
+    monkeypatch.setattr(triton_launch, "multiprocessors", lambda _: 0)
+    for name in ("MULTIPLY", "WALK", "READ", "WRITE_GRADIENTS"):
+        monkeypatch.setattr(triton_launch, name, getattr(triton_launch, name)._replace(block=16, inner=16))
+    check(draw(70, 40, 40))
+
+
+@needs_gpu
+@pytest.mark.parametrize("heads", [1, 12, 16])
+@pytest.mark.parametrize("size", [64, 128])
+def test_numbers_of_heads(heads, size):
+    check(draw(500, size, size, batch=1, heads=heads))
+
+
+def test_scale():
+    check(draw(70), scale=0.3)
+
+
+@pytest.mark.parametrize("forget", [0.0, 1e-4, 50.0])
+def test_any_decay(forget):
+    # Of a state that is forgotten at once, g's gradient is next to nothing, the rest of what cancels.
+    check(draw(130, forget=forget), least=0.1)
+
+
+def test_keys_that_are_all_the_same():
+    tensors = draw(130, forget=None)
+    tensors[1] = tensors[1][:, :1].expand_as(tensors[1])
+    tensors[4] = torch.full_like(tensors[4], 0.99)
+    # An update is what is left of nearly equal values, which 16 bits round.
+    check(tensors, times=8 if ON_GPU else 1)
+
+
+def test_nothing_is_written_where_beta_is_zero():
+    tensors = draw(70)
+    tensors[4].zero_()
+    assert all(x.isfinite().all() for x in run(tensors, "triton"))
+    out, last, *_ = run(tensors, "triton")
+    expected, expected_last, *_ = run([x.double() for x in tensors], "chunked")
+    torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[DTYPE], atol=TOLERANCE[DTYPE])
+    torch.testing.assert_close(last.double(), expected_last, rtol=1e-5, atol=1e-5)
+
+
+def test_strides_are_any_and_a_first_state_is_not_needed():
+    tensors = draw(70)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors[:5]]
+    out = gated_delta_rule(*turned, implementation="triton")
+    again = gated_delta_rule(
+        *tensors[:5], initial_state=torch.zeros_like(tensors[5]), return_final_state=True, implementation="triton"
+    )
+    assert torch.equal(out, again[0])
+
+
+def test_recomputed_it_has_the_same_gradients():
+    tensors = draw(70)
+    gradients = []
+    for recompute in (False, True):
+        q, *rest = [x.detach().requires_grad_() for x in tensors[:5]]
+        call = lambda q, *rest: gated_delta_rule(q, *rest, implementation="triton")  # noqa: E731
+        out = checkpoint(call, q, *rest, use_reentrant=False) if recompute else call(q, *rest)
+        gradients.append(torch.autograd.grad(out, [q, *rest], tensors[6]))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_two_runs_give_the_same_bits():
+    tensors = draw(5000 if ON_GPU else 130)
+    assert all(torch.equal(a, b) for a, b in zip(run(tensors, "triton"), run(tensors, "triton"), strict=True))
+
+
+@needs_gpu
+def test_auto_takes_it_and_says_why_not():
+    tensors = draw(10)
+    assert torch.equal(gated_delta_rule(*tensors[:5]), gated_delta_rule(*tensors[:5], implementation="triton"))
+    with pytest.raises(ValueError, match=r"^implementation is 'triton', but q has dtype torch.float32, for "):
+        gated_delta_rule(*draw(10, dtype=FP32)[:5], implementation="triton")
+
+
+@pytest.mark.skipif(ON_GPU, reason="says what stands in the way elsewhere")
+def test_wide_keys_are_refused():
+    tensors = [torch.zeros(1, 1, 1, *more) for more in ((257,), (257,), (4,), (), ())]
+    with pytest.raises(ValueError, match=r"^implementation is 'triton', but q has head_dim 257: give at most 256$"):
+        gated_delta_rule(*tensors, implementation="triton")
