@@ -166,3 +166,20 @@ def test_wrong_arguments_are_named(change, message):
     arguments = dict(zip("qkv", inputs(), strict=True)) | change
     with pytest.raises(ValueError, match=message):
         softmax_attention(**arguments)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch's fused kernels need a GPU")
+@pytest.mark.parametrize("groups", [4, 1])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("length", [63, 1000])
+def test_on_a_gpu_it_is_the_reference(length, head_dim, groups):
+    drawn = [x.cuda() for x in inputs(length, length, 4, groups, head_dim, head_dim, torch.bfloat16)]
+    upstream = torch.randn(2, length, 4, head_dim, device="cuda").bfloat16()
+
+    def run(name, dtype):
+        q, k, v = (x.to(dtype).requires_grad_() for x in drawn)
+        out = softmax_attention(q, k, v, implementation=name)
+        return [x.double() for x in (out, *torch.autograd.grad(out, (q, k, v), upstream.to(dtype)))]
+
+    for found, expected in zip(run("sdpa", torch.bfloat16), run("reference", torch.float64), strict=True):
+        assert float((found - expected).norm() / expected.norm()) < 5e-3
