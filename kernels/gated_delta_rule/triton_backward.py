@@ -18,7 +18,15 @@ it writes: sums have one order.
 import triton
 import triton.language as tl
 
-from kernels.gated_delta_rule.triton_tile import load_numbers, load_totals, place_of, rows_of_chunk
+from kernels.gated_delta_rule.triton_tile import (
+    load_numbers,
+    load_totals,
+    place_columns,
+    place_columns_as_rows,
+    place_of,
+    place_of_walk,
+    rows_of_chunk,
+)
 from kernels.triton_math import load_rows, product
 
 
@@ -38,10 +46,8 @@ def walk_chunks_back(
         dbeta: fp32 [blocks of E, samples, length, H], out; to be summed over the blocks.
         dfirst: fp32 [samples, H, D, E], out.
     """
-    place, samples = tl.program_id(1).to(tl.int64), tl.num_programs(1) // H
-    sample, head = place // H, (place % H).to(tl.int32)
-    e, d, i = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_D), tl.arange(0, C)
-    exists, within = (e < E)[:, None] & (d < D)[None, :], d[None, :] * E + e[:, None]
+    place, sample, head, e, exists, within = place_of_walk(H, D, E, BLOCK_D, BLOCK_E)
+    i, samples = tl.arange(0, C), tl.num_programs(1) // H
     dbeta += tl.program_id(0).to(tl.int64) * samples * length * H
     dstate = tl.load(dlast + place * D * E + within, mask=exists, other=0.0)
     for step in range(chunks):
@@ -49,8 +55,7 @@ def walk_chunks_back(
         rows, valid = rows_of_chunk(sample, chunk, length, C)
         q_id = load_rows(q + head * D, rows, valid, H * D, D, BLOCK_D)
         k_id = load_rows(k + head * D, rows, valid, H * D, D, BLOCK_D)
-        there = (e < E)[:, None] & valid[None, :]
-        of_token = (rows * H + head)[None, :] * E + e[:, None]
+        there, of_token = place_columns_as_rows(rows, valid, e, head, H, E)
         do = tl.load(dout + of_token, mask=there, other=0.0)
         u = tl.load(updates + of_token, mask=there, other=0.0)
         below = load_rows(solved + (place * chunks + chunk) * C * C, i, i >= 0, C, C, C)
@@ -101,8 +106,7 @@ def write_gradients(
     kept = 0.0
     for first_e in range(0, E, BLOCK_E):
         e = first_e + tl.arange(0, BLOCK_E)
-        there = valid[:, None] & (e < E)[None, :]
-        of_token = (rows * H + head)[:, None] * E + e[None, :]
+        there, of_token = place_columns(rows, valid, e, head, H, E)
         do = tl.load(dout + of_token, mask=there, other=0.0)
         u = tl.load(updates + of_token, mask=there, other=0.0)
         dv_ie = tl.load(dv + of_token, mask=there, other=0.0)
@@ -114,8 +118,7 @@ def write_gradients(
         earlier_id += product(u, tl.trans(dstate))
         if DECAYS:
             kept += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
-    there = valid[:, None] & (d < D)[None, :]
-    of_token = (rows * H + head)[:, None] * D + d[None, :]
+    there, of_token = place_columns(rows, valid, d, head, H, D)
     q_id, k_id = tl.load(q + of_token, mask=there, other=0.0), tl.load(k + of_token, mask=there, other=0.0)
     total, end = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
     if DECAYS:

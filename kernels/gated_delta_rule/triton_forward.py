@@ -27,7 +27,10 @@ from kernels.gated_delta_rule.triton_tile import (
     between,
     load_numbers,
     load_totals,
+    place_columns,
+    place_columns_as_rows,
     place_of,
+    place_of_walk,
     rows_of_chunk,
     unit_lower_inverse,
 )
@@ -82,8 +85,7 @@ def multiply_pairs(
     pairs = tl.zeros([C, C], tl.float32)
     for first_d in range(0, D, BLOCK_D):
         d = first_d + tl.arange(0, BLOCK_D)
-        there = valid[:, None] & (d < D)[None, :]
-        of_token = (rows * H + head)[:, None] * D + d[None, :]
+        there, of_token = place_columns(rows, valid, d, head, H, D)
         x_id, y_id = tl.load(x + of_token, mask=there, other=0.0), tl.load(y + of_token, mask=there, other=0.0)
         pairs += product(x_id, tl.trans(y_id))
     total, _ = load_totals(totals, sample, chunk, length, head, H, C, DECAYS)
@@ -107,16 +109,13 @@ def walk_chunks(
         updates: [samples, length, H, E], out: u.
         last: fp32 [samples, H, D, E], out.
     """
-    place = tl.program_id(1).to(tl.int64)
-    sample, head = place // H, (place % H).to(tl.int32)
-    e, d, i = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_D), tl.arange(0, C)
-    exists, within = (e < E)[:, None] & (d < D)[None, :], d[None, :] * E + e[:, None]
+    place, sample, head, e, exists, within = place_of_walk(H, D, E, BLOCK_D, BLOCK_E)
+    i = tl.arange(0, C)
     state = tl.load(first + place * D * E + within, mask=exists, other=0.0)
     for chunk in range(chunks):
         rows, valid = rows_of_chunk(sample, chunk, length, C)
         k_id = load_rows(k + head * D, rows, valid, H * D, D, BLOCK_D)
-        there = (e < E)[:, None] & valid[None, :]
-        of_token = (rows * H + head)[None, :] * E + e[:, None]
+        there, of_token = place_columns_as_rows(rows, valid, e, head, H, E)
         v_ei = tl.load(v + of_token, mask=there, other=0.0)
         below = load_rows(solved + (place * chunks + chunk) * C * C, i, i >= 0, C, C, C)
         strength = load_numbers(beta, rows, valid, head, H)
@@ -159,8 +158,7 @@ def read_states(
     o = product(q_id, tl.load(states + here * D * E + within, mask=exists, other=0.0))
     if DECAYS:
         o *= tl.exp2(total)[:, None]
-    there = valid[:, None] & (e < E)[None, :]
-    of_token = (rows * H + head)[:, None] * E + e[None, :]
+    there, of_token = place_columns(rows, valid, e, head, H, E)
     u = tl.load(updates + of_token, mask=there, other=0.0)
     o += product(load_rows(pairs + here * C * C, i, i >= 0, C, C, C), u)
     tl.store(out + of_token, (o * scale).to(out.dtype.element_ty), mask=there)

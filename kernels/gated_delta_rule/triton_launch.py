@@ -20,25 +20,25 @@ class Tuning(NamedTuple):
     """What may be chosen freely for a kernel.
 
     Attributes:
-        block: of values, or of keys for `multiply_pairs` and `write_gradients`, that a program has at most; below WIDE
-            for the walks.
         num_warps, num_stages: see Triton.
+        block: of values, or of keys for `multiply_pairs` and `write_gradients`, that a program has at most; below WIDE
+            for the walks. None: it has all.
         inner: of values that `write_gradients` reads at a time.
     """
 
-    block: int
     num_warps: int
     num_stages: int
+    block: int | None = None
     inner: int = 64
 
 
-SOLVE = Tuning(block=256, num_warps=1, num_stages=1)
-MULTIPLY = Tuning(block=64, num_warps=2, num_stages=2)
-READ = Tuning(block=128, num_warps=4, num_stages=2)
-WALK = Tuning(block=32, num_warps=4, num_stages=2)
-WALK_ALONE = Tuning(block=16, num_warps=4, num_stages=3)
+SOLVE = Tuning(num_warps=1, num_stages=1)
+MULTIPLY = Tuning(num_warps=2, num_stages=2, block=64)
+READ = Tuning(num_warps=4, num_stages=2, block=128)
+WALK = Tuning(num_warps=4, num_stages=2, block=32)
+WALK_ALONE = Tuning(num_warps=4, num_stages=3, block=16)
 """Of the walks, where the other one has fewer programs than the GPU has multiprocessors."""
-WRITE_GRADIENTS = Tuning(block=64, num_warps=4, num_stages=2)
+WRITE_GRADIENTS = Tuning(num_warps=4, num_stages=2, block=64)
 """Replace any to measure others."""
 
 
@@ -77,8 +77,9 @@ class Problem(NamedTuple):
 
     def of_walk(self, x: Tensor) -> dict[str, Any]:
         """For the walks, of which each goes through a whole sequence."""
-        programs = self.places * -(-self.value // WALK.block)
-        return self.of_values(WALK if programs >= multiprocessors(x) else WALK_ALONE)
+        wide = self.of_values(WALK)
+        programs = self.places * -(-self.value // wide["BLOCK_E"])
+        return wide if programs >= multiprocessors(x) else self.of_values(WALK_ALONE)
 
     def of_keys(self, tuning: Tuning) -> dict[str, Any]:
         """For a kernel that has a block of keys and goes through all values."""
@@ -142,14 +143,7 @@ def multiply(
     constants = problem.launch(MULTIPLY, D=width, BLOCK_D=tile(width, MULTIPLY.block), STRICT=strict)
     with on_device(x):
         triton_forward.multiply_pairs[problem.places * problem.chunks,](
-            x,
-            y,
-            out,
-            solved.totals,
-            problem.length,
-            problem.chunks,
-            scale,
-            **with_few_warps(constants),
+            x, y, out, solved.totals, problem.length, problem.chunks, scale, **with_few_warps(constants)
         )
     return out
 

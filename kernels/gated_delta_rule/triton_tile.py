@@ -39,6 +39,34 @@ def load_numbers(x, rows, valid, head, heads):
 
 
 @triton.jit
+def place_columns(rows, valid, columns, head, heads, WIDTH: tl.constexpr):
+    """Which columns of tokens in [rows, heads, WIDTH] exist, and where they lie: two tiles [C, columns]."""
+    return valid[:, None] & (columns < WIDTH)[None, :], (rows * heads + head)[:, None] * WIDTH + columns[None, :]
+
+
+@triton.jit
+def place_columns_as_rows(rows, valid, columns, head, heads, WIDTH: tl.constexpr):
+    """As `place_columns`, [columns, C]."""
+    return (columns < WIDTH)[:, None] & valid[None, :], (rows * heads + head)[None, :] * WIDTH + columns[:, None]
+
+
+@triton.jit
+def place_of_walk(H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):
+    """What a program of a walk has, of all blocks of E and heads of samples.
+
+    Returns:
+        place: of its sample's head among all, int64; sample and head likewise, the head as int32.
+        e: its values' columns.
+        exists, within: which of a state's numbers exist, and where they lie in [D, E]: [BLOCK_E, BLOCK_D].
+    """
+    place = tl.program_id(1).to(tl.int64)
+    sample, head = place // H, (place % H).to(tl.int32)
+    e, d = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_D)
+    exists, within = (e < E)[:, None] & (d < D)[None, :], d[None, :] * E + e[:, None]
+    return place, sample, head, e, exists, within
+
+
+@triton.jit
 def load_totals(totals, sample, chunk, length, head, heads, C: tl.constexpr, DECAYS: tl.constexpr):
     """Log2 of what is left at each token of the state before the chunk [C], and at its last one.
 

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from kernels.fusion import compiled, fused
 from kernels.native_sparse_attention.reference import block_means
-from kernels.softmax_attention.flex import BLOCK, mask_of_blocks
+from kernels.softmax_attention.flex import BLOCK, mask_of_blocks, tile_bounds
 
 
 class Compressed(NamedTuple):
@@ -80,11 +80,9 @@ def ended_blocks(
     def ended(b: Tensor, h: Tensor, t: Tensor, n: Tensor) -> Tensor:
         return (n + 1) * block_size <= t + query_offset + 1
 
-    first_block = torch.arange(-(-num_blocks // BLOCK), device=device) * BLOCK
-    first_query = torch.arange(-(-num_queries // BLOCK), device=device)[:, None] * BLOCK
-    end_query = (first_query + BLOCK).clamp(max=num_queries)
+    first_block, first_query, end_query = tile_bounds(num_queries, num_blocks, query_offset, device)
     # How many blocks have ended for a tile's first query and for its last.
-    fewest = (query_offset + first_query + 1) // block_size
-    most = (query_offset + end_query) // block_size
-    whole = (first_block + BLOCK <= fewest) & (first_query + BLOCK <= num_queries)
+    fewest = (first_query + 1) // block_size
+    most = end_query // block_size
+    whole = (first_block + BLOCK <= fewest) & (first_query + BLOCK == end_query)
     return mask_of_blocks(first_block < most, whole, ended, num_queries, num_blocks)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kernels.fusion import compiled
-from kernels.softmax_attention.flex import BLOCK, kernel_options, mask_of_blocks
+from kernels.softmax_attention.flex import kernel_options, mask_of_blocks, tile_bounds
 from kernels.top1_chunk import top1_chunk_attention
 
 MASKED_UP_TO = 2
@@ -99,9 +99,7 @@ def _attend(q_bhtd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, *, mask: BlockMask, 
 @lru_cache(maxsize=16)
 def _causal_tiles(num_queries: int, num_keys: int, query_offset: int, device: torch.device) -> BlockMask:
     """All tiles with a key up to a query; each asks the mask, which its caller sets."""
-    first_key = torch.arange(-(-num_keys // BLOCK), device=device) * BLOCK
-    first_query = torch.arange(-(-num_queries // BLOCK), device=device)[:, None] * BLOCK
-    end_query = query_offset + (first_query + BLOCK).clamp(max=num_queries)
+    first_key, _, end_query = tile_bounds(num_queries, num_keys, query_offset, device)
     touched = first_key < end_query
 
     def unset(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:

@@ -89,15 +89,25 @@ def visible_blocks(
     def visible(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
         return (s <= t + query_offset) & (s > t + query_offset - reach)
 
-    first_key = torch.arange(-(-num_keys // BLOCK), device=device) * BLOCK
-    last_key = first_key + BLOCK - 1
-    first_query = query_offset + torch.arange(-(-num_queries // BLOCK), device=device)[:, None] * BLOCK
-    end = query_offset + num_queries
-    last_query = (first_query + BLOCK).clamp(max=end) - 1
+    first_key, first_query, end_query = tile_bounds(num_queries, num_keys, query_offset, device)
+    last_key, last_query = first_key + BLOCK - 1, end_query - 1
     touched = (first_key <= last_query) & (last_key > first_query - reach)
     # A block that lacks queries or keys is not whole: torch, too, has the mask keep away what is not there.
-    whole = (last_key <= first_query) & (first_key > last_query - reach) & (first_query + BLOCK <= end)
+    whole = (last_key <= first_query) & (first_key > last_query - reach) & (first_query + BLOCK == end_query)
     return mask_of_blocks(touched, whole, visible, num_queries, num_keys)
+
+
+def tile_bounds(
+    num_queries: int, num_keys: int, query_offset: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where a mask's tiles lie: first keys [j], and positions [i, 1] of first queries and of those behind the last.
+
+    Arguments as in `visible_blocks`.
+    """
+    first_key = torch.arange(-(-num_keys // BLOCK), device=device) * BLOCK
+    first_query = torch.arange(-(-num_queries // BLOCK), device=device)[:, None] * BLOCK
+    end_query = (first_query + BLOCK).clamp(max=num_queries)
+    return first_key, query_offset + first_query, query_offset + end_query
 
 
 def mask_of_blocks(touched_ij: Tensor, whole_ij: Tensor, visible: Any, num_queries: int, num_keys: int) -> BlockMask:

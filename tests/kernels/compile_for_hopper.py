@@ -30,6 +30,9 @@ from kernels.top1_element.op import top1_element, top1_element_backward
 SHARED_MEMORY = 227 * 1024
 """Bytes that one block can have on a H100 or H200."""
 
+WITHOUT_WGMMA = ("solve_chunks", "walk_chunks", "walk_chunks_back")
+"""Kernels whose tiles are too narrow for Hopper's own matrix instructions: see `kernels.gated_delta_rule`."""
+
 compiled: set[str] = set()
 
 
@@ -50,6 +53,8 @@ def compile_only(function: JITFunction, grid: Any) -> Callable[..., None]:
     def launch(*args: Any, **options: Any) -> None:
         kernel = function.run(*args, grid=grid, warmup=True, **options)
         name = function.fn.__name__
+        if name in WITHOUT_WGMMA and "wgmma" in kernel.asm["ptx"]:
+            sys.exit(f"{name} takes wgmma: {options}")
         if kernel.metadata.shared > SHARED_MEMORY:
             sys.exit(f"{name} wants {kernel.metadata.shared} bytes of shared memory: {options}")
         compiled.add(name)

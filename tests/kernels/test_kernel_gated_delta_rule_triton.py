@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid, normalize
 from torch.utils.checkpoint import checkpoint
-from triton_cases import BF16, DEVICE, FP16, FP32, ON_GPU, TOLERANCE, needs_gpu, poison
+from triton_cases import BF16, DEVICE, FP16, FP32, ON_GPU, TOLERANCE, needs_gpu, poison, relative_rms
 
 pytest.importorskip("triton")
 
@@ -64,7 +64,7 @@ def check(tensors, least=1e-12, times=1, **options):
     for name, dtype, a, b in zip(["o", "last state", *given], dtypes, got, expected, strict=True):
         assert a.dtype == dtype, name
         assert a.shape == b.shape, name
-        error = ((a.double() - b).square().mean().sqrt() / b.square().mean().sqrt().clamp_min(least)).item()
+        error = relative_rms(a, b, least)
         assert error < times * TOLERANCE[tensors[0].dtype], f"{name}: {error:.1e}"
 
 
