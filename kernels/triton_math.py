@@ -36,6 +36,12 @@ def product(a, b):
 
 
 @triton.jit
+def product_tf32(a, b):
+    """Matrix product of fp32 tiles, accumulated in fp32; on a GPU they are cut to TF32, 11 bits."""
+    return tl.dot(a, b, input_precision="ieee" if INTERPRETED else "tf32")
+
+
+@triton.jit
 def product_int8(a, b):
     """Matrix product of int8 tiles, exact in int32."""
     return tl.dot(a, b, out_dtype=tl.int32)
@@ -67,6 +73,12 @@ def store_rows(base, index, valid, stride, x, HEAD_DIM: tl.constexpr, BLOCK_D: t
         tl.store(pointers, x.to(base.dtype.element_ty), mask=valid[:, None])
     else:
         tl.store(pointers, x.to(base.dtype.element_ty), mask=valid[:, None] & (d < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def load_numbers(x, rows, valid, head, heads):
+    """One number a token, fp32 [C], of [rows, heads]; 0 where there is no token."""
+    return tl.load(x + rows * heads + head, mask=valid, other=0.0).to(tl.float32)
 
 
 class Tiles(NamedTuple):

@@ -25,7 +25,6 @@ def by_features(
     walk: Walk,
     *,
     dtype: torch.dtype = torch.float32,
-    multiple: int = 1,
 ) -> Tensor:
     """What `based` gives, by linear attention.
 
@@ -35,12 +34,11 @@ def by_features(
         v_bthe: values [b, t, h, e].
         walk: takes the features, and values with a 1 behind them, which sums the weights. It may begin with a state.
         dtype: of what it takes.
-        multiple: the widths of what it takes are brought to multiples of this by zeros.
 
     Returns:
         o [b, t, h, e] in the values' dtype.
     """
-    sums_bthx = walk(*_featured(q_bthf, k_bthf, v_bthe, dtype, multiple))
+    sums_bthx = walk(*_featured(q_bthf, k_bthf, v_bthe, dtype))
     return _over_weights(sums_bthx, v_bthe.shape[-1], v_bthe.dtype)
 
 
@@ -50,21 +48,13 @@ def num_features(width: int) -> int:
 
 
 @fused
-def _featured(
-    q_bthf: Tensor, k_bthf: Tensor, v_bthe: Tensor, dtype: torch.dtype, multiple: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    width = num_features(q_bthf.shape[-1])
-    q, k = (taylor_features(x, dtype, _missing(width, multiple)) for x in (q_bthf, k_bthf))
-    with_ones = pad(v_bthe.to(dtype), (0, 1), value=1.0)
-    return q, k, pad(with_ones, (0, _missing(with_ones.shape[-1], multiple)))
+def _featured(q_bthf: Tensor, k_bthf: Tensor, v_bthe: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    q, k = (taylor_features(x, dtype) for x in (q_bthf, k_bthf))
+    return q, k, pad(v_bthe.to(dtype), (0, 1), value=1.0)
 
 
-def _missing(width: int, multiple: int) -> int:
-    return -width % multiple
-
-
-def taylor_features(x_bthf: Tensor, dtype: torch.dtype, zeros: int = 0) -> Tensor:
-    """Features whose products are 1 + s + s^2 / 2, s = x.y / sqrt(f): [..., f] to [..., `num_features`(f) + zeros].
+def taylor_features(x_bthf: Tensor, dtype: torch.dtype) -> Tensor:
+    """Features whose products are 1 + s + s^2 / 2, s = x.y / sqrt(f): [..., f] to [..., `num_features`(f)].
 
     Each pair of numbers once, as x_i x_j and x_j x_i are the same. Pairs go by how far apart they stand in a ring:
     gathered by index, their gradient would be scattered.
@@ -72,7 +62,6 @@ def taylor_features(x_bthf: Tensor, dtype: torch.dtype, zeros: int = 0) -> Tenso
     Args:
         x_bthf: queries or keys [..., f].
         dtype: of the features, which are made in fp32 at least.
-        zeros: how many are put behind them.
     """
     width = x_bthf.shape[-1]
     x_bthf = x_bthf.to(torch.promote_types(dtype, torch.float32)) * width**-0.25
@@ -81,9 +70,9 @@ def taylor_features(x_bthf: Tensor, dtype: torch.dtype, zeros: int = 0) -> Tenso
     if width % 2 == 0:
         left, right = x_bthf.chunk(2, -1)
         pairs.append(left * right)
-    one, none = x_bthf.new_ones(*x_bthf.shape[:-1], 1), x_bthf.new_zeros(*x_bthf.shape[:-1], zeros)
+    one = x_bthf.new_ones(*x_bthf.shape[:-1], 1)
     # Each part is rounded by itself: compiled, it is written where it belongs at once.
-    return torch.cat([part.to(dtype) for part in (one, x_bthf, *pairs, none)], -1)
+    return torch.cat([part.to(dtype) for part in (one, x_bthf, *pairs)], -1)
 
 
 @fused

@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 
 from kernels.gated_delta_rule.triton_tile import (
-    load_numbers,
     load_totals,
     place_columns,
     place_columns_as_rows,
@@ -27,7 +26,7 @@ from kernels.gated_delta_rule.triton_tile import (
     place_of_walk,
     rows_of_chunk,
 )
-from kernels.triton_math import load_rows, product
+from kernels.triton_math import load_numbers, load_rows, product
 
 
 @triton.jit

@@ -25,7 +25,6 @@ import triton.language as tl
 
 from kernels.gated_delta_rule.triton_tile import (
     between,
-    load_numbers,
     load_totals,
     place_columns,
     place_columns_as_rows,
@@ -34,7 +33,7 @@ from kernels.gated_delta_rule.triton_tile import (
     rows_of_chunk,
     unit_lower_inverse,
 )
-from kernels.triton_math import LOG2E, load_rows, product, store_rows
+from kernels.triton_math import LOG2E, load_numbers, load_rows, product, store_rows
 
 
 @triton.jit

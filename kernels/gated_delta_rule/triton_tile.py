@@ -6,16 +6,13 @@
 import triton
 import triton.language as tl
 
-from kernels.triton_math import INTERPRETED
+from kernels.triton_math import product_tf32
 
 CHUNK = 64
 """Tokens of a chunk."""
 
 SOLVED = tl.constexpr(16)
 """Rows of the blocks on the diagonal that are solved row by row."""
-
-PRECISION = tl.constexpr("ieee" if INTERPRETED else "tf32")
-"""Of the products of fp32 numbers in the inverse, which is rounded to 16 bits."""
 
 
 @triton.jit
@@ -30,12 +27,6 @@ def rows_of_chunk(sample, chunk, length, C: tl.constexpr):
     """Rows of [samples * length, ...] that are a chunk's, and which of them exist."""
     t = chunk * C + tl.arange(0, C)
     return sample * length + t, t < length
-
-
-@triton.jit
-def load_numbers(x, rows, valid, head, heads):
-    """One number a token, fp32 [C], of [rows, heads]; 0 where there is no token."""
-    return tl.load(x + rows * heads + head, mask=valid, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -118,6 +109,6 @@ def unit_lower_inverse(below, C: tl.constexpr):
     for join in tl.static_range(2):
         of, other = i[:, None] // (SOLVED << join), i[None, :] // (SOLVED << join)
         joined = (of // 2 == other // 2) & (of != other)
-        left = tl.dot(inverse, tl.where(joined, below, 0.0), input_precision=PRECISION)
-        inverse -= tl.dot(left, inverse, input_precision=PRECISION)
+        left = product_tf32(inverse, tl.where(joined, below, 0.0))
+        inverse -= product_tf32(left, inverse)
     return inverse

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels.rows import Rows
+
 
 def selective_scan_triton(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial_state: Tensor | None
@@ -16,22 +18,16 @@ def selective_scan_triton(
         y: [b, t, c] in x's dtype.
         state: after the last token, fp32 [b, c, n].
     """
-    from kernels.selective_scan.triton_launch import Rows
-
-    samples, length, channels = x.shape
     if B.dim() == 3:
         B, C = B[:, :, None], C[:, :, None]
-    D = A.new_zeros(channels) if D is None else D.float().contiguous()
+    D = A.new_zeros(x.shape[2]) if D is None else D.float().contiguous()
     if initial_state is None:
-        initial_state = A.new_zeros(samples, *A.shape)
-    # The order of the tokens is the caller's: turning them around would cost a pass.
-    time_major = x.stride(0) < x.stride(1)
-    tokens = [(y.transpose(0, 1) if time_major else y).contiguous() for y in (x, dt, B, C)]
-    rows = Rows(samples, length, *((1, samples) if time_major else (length, 1)))
+        initial_state = A.new_zeros(x.shape[0], *A.shape)
+    rows = Rows.of(x)
     training = torch.is_grad_enabled()
-    x, dt, B, C = tokens
+    x, dt, B, C = (rows.lay(y) for y in (x, dt, B, C))
     y, state = _Scan.apply(rows, training, x, dt, A.contiguous(), B, C, D, initial_state.float().contiguous())
-    return (y.transpose(0, 1) if time_major else y), state
+    return rows.turn(y), state
 
 
 class _Scan(torch.autograd.Function):

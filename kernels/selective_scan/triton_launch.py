@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.rows import Rows
 from kernels.selective_scan import triton_backward, triton_forward
 from kernels.triton_math import multiprocessors, next_power_of_two, on_device
 
@@ -41,15 +42,6 @@ class Tuning(NamedTuple):
 
 TUNING = Tuning()
 """Replace it to measure others."""
-
-
-class Rows(NamedTuple):
-    """How tokens lie in rows: token t of sample s is row s * sample_stride + t * time_stride."""
-
-    samples: int
-    length: int
-    sample_stride: int
-    time_stride: int
 
 
 class Chunks(NamedTuple):

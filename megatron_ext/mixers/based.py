@@ -86,7 +86,6 @@ class Based(Mixer):
 
 @fused
 def cut_heads(x_tbuw: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [b, t, u, ...], each head's rows one behind the other, as fla's kernels read them."""
-    parts = cut(x_tbuw, widths)
-    q, k, v = (x.permute(1, 2, 0, 3).contiguous().transpose(1, 2) for x in parts)
+    """Queries, keys and values [b, t, u, ...], in memory [t, b, u, ...]."""
+    q, k, v = (x.contiguous().transpose(0, 1) for x in cut(x_tbuw, widths))
     return q, k, v

@@ -17,6 +17,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from kernels.based.op import based_triton
 from kernels.gated_delta_rule import triton_launch as triton_launch_delta_rule
 from kernels.gated_delta_rule.op import gated_delta_rule_triton
 from kernels.native_sparse_attention.op import choose_blocks
@@ -30,7 +31,10 @@ from kernels.top1_element.op import top1_element, top1_element_backward
 SHARED_MEMORY = 227 * 1024
 """Bytes that one block can have on a H100 or H200."""
 
-WITHOUT_WGMMA = ("solve_chunks", "walk_chunks", "walk_chunks_back")
+WITHOUT_WGMMA = (
+    *("solve_chunks", "walk_chunks", "walk_chunks_back"),
+    *("sum_chunks", "read_chunks", "write_query_gradients", "write_key_value_gradients"),
+)
 """Kernels whose tiles are too narrow for Hopper's own matrix instructions: see `kernels.gated_delta_rule`."""
 
 compiled: set[str] = set()
@@ -107,6 +111,11 @@ def delta_rule(key: int, value: int, decays: bool) -> None:
     out.sum().backward()
 
 
+def based(width: int, value: int) -> None:
+    q, v = (torch.zeros(1, 300, 2, d, dtype=torch.bfloat16, requires_grad=True) for d in (width, value))
+    based_triton(q, q, v).sum().backward()
+
+
 def convolution(width: int, taps: int, widths: list[int], biased: bool) -> None:
     x = torch.zeros(300, 2, 3, width, dtype=torch.bfloat16, requires_grad=True)[..., : sum(widths)]
     weight = torch.zeros(3, sum(widths), taps, dtype=torch.bfloat16)
@@ -142,6 +151,8 @@ def main() -> None:
         for processors in (0, 132):
             triton_launch_delta_rule.multiprocessors = lambda x, processors=processors: processors
             delta_rule(key, value, decays)
+    for width, value in ((5, 40), (16, 64), (16, 256), (32, 128)):
+        based(width, value)
     convolution(384, 4, [64, 64, 256], biased=False)
     convolution(37, 8, [20, 1], biased=True)
     print(*sorted(compiled))

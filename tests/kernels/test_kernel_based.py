@@ -1,4 +1,4 @@
-"""Based: the plain form, and the way features take to fla's kernels, against a float64 sum over all pairs."""
+"""Based: the plain form, and flash-linear-attention's, against a float64 sum over all pairs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.based import based, by_features, features, interface, num_features
+from kernels.based import based, by_features, features, num_features
 from kernels.gated_linear_attention import gated_linear_attention
 
 
@@ -72,59 +72,18 @@ def test_a_walk_may_begin_with_a_state() -> None:
     torch.testing.assert_close(torch.cat(found, 1), all_pairs(*whole), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize(("length", "by_pairs"), [(40, True), (41, False)])
-def test_long_sequences_go_to_fla_by_features(monkeypatch: pytest.MonkeyPatch, length: int, by_pairs: bool) -> None:
-    """fla's two ops are replaced by plain torch."""
-    ops = pytest.importorskip("fla.ops", reason="flash-linear-attention is not installed")
-    monkeypatch.setattr(interface, "choose_fla_or_plain", lambda *_: "fla")
-    seen: list[Any] = []
-
-    def parallel_based(*arguments: Tensor) -> Tensor:
-        seen.append("pairs")
-        return all_pairs(*arguments).bfloat16()
-
-    def chunk_simple_gla(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **_: Any) -> tuple[Tensor, None]:
-        seen.append((q.shape[-1], k.shape[-1], v.shape[-1], q.dtype, k.dtype, v.dtype))
-        return gated_linear_attention(q, k, v, scale=scale), None
-
-    monkeypatch.setattr(ops.based, "parallel_based", parallel_based)
-    monkeypatch.setattr(ops.simple_gla, "chunk_simple_gla", chunk_simple_gla)
-    arguments = inputs(length, width=6, dtype=torch.bfloat16)
-    out = based(*arguments, quadratic_up_to=40)
-    assert seen == ["pairs" if by_pairs else (32, 32, 16, *[torch.bfloat16] * 3)]
-    assert out.dtype == torch.bfloat16
-    expected = all_pairs(*arguments)
-    assert float((out.double() - expected).norm() / expected.norm()) < 1e-2
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU test_kernel_fla.py holds it to the plain form")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU fla's kernel rounds what it multiplies")
 @pytest.mark.parametrize(("length", "width"), [(1, 16), (70, 5), (200, 16)])
 def test_flas_weights_and_normaliser_are_ours(length: int, width: int) -> None:
     """Its kernel over pairs in Triton's interpreter, in fp32."""
-    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+    ops = pytest.importorskip("fla.ops.based", reason="flash-linear-attention is not installed")
     results = []
-    for form in (interface._fla_by_pairs, all_pairs):
+    for form in (ops.parallel_based, based):
         arguments = [x.requires_grad_() for x in inputs(length, width, torch.float32)]
         out = form(*arguments)
         results.append([out, *torch.autograd.grad(out.sin().sum(), arguments)])
     for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found.double(), expected.double(), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("width", "by_pairs", "dtype", "message"),
-    [
-        (16, True, torch.bfloat16, None),
-        (128, True, torch.bfloat16, None),
-        (129, True, torch.bfloat16, "queries are 129 wide: give at most 128"),
-        (21, False, torch.bfloat16, None),
-        (22, False, torch.bfloat16, "queries 22 wide have 276 features, for 3 positions at most 256: narrow them"),
-        (16, True, torch.float16, "sums of weights can be too large for torch.float16: convert the inputs to torch.bf"),
-    ],
-)
-def test_what_is_in_the_way_of_fla(width: int, by_pairs: bool, dtype: torch.dtype, message: str | None) -> None:
-    found = interface._refused(torch.zeros(1, 3, 1, width, dtype=dtype), by_pairs)
-    assert found is None if message is None else found is not None and found.startswith(message)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +93,7 @@ def test_what_is_in_the_way_of_fla(width: int, by_pairs: bool, dtype: torch.dtyp
         ({"k": torch.zeros(2, 9, 3, 5)}, r"k has shape \[2, 9, 3, 5\]: give \[2, 9, 3, 4\]"),
         ({"v": torch.zeros(2, 8, 3, 5)}, r"v has shape \[2, 8, 3, 5\]"),
         ({"v": torch.zeros(2, 9, 3, 5, dtype=torch.bfloat16)}, "v has dtype torch.bfloat16 but q has torch.float32"),
-        ({"implementation": "fla"}, "implementation is 'fla', but the inputs are on cpu"),
+        ({"implementation": "fla"}, "implementation is 'fla', but based has"),
         ({"implementation": "parallel"}, "implementation is 'parallel', but based has"),
     ],
 )

@@ -1,0 +1,39 @@
+"""Based's Triton form as a function of autograd. Importing this needs no Triton; calling does."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels.rows import Rows
+
+
+def based_triton(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Arguments as in `based`, checked there, and without an obstacle.
+
+    Returns:
+        o: [b, t, h, e] in v's dtype.
+    """
+    rows = Rows.of(v)
+    out: Tensor = _Based.apply(rows, *(rows.lay(x) for x in (q, k, v)))
+    return rows.turn(out)
+
+
+class _Based(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from kernels.based import triton_launch
+
+        ctx.problem = triton_launch.Problem(rows, q.shape[2], q.shape[3], v.shape[3])
+        out, sums = triton_launch.forward(ctx.problem, q, k, v)
+        # States are found again: kept, they would be larger than the values.
+        ctx.save_for_backward(q, k, v, out, sums)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        from kernels.based import triton_launch
+
+        return None, *triton_launch.backward(ctx.problem, dout.contiguous(), *ctx.saved_tensors)

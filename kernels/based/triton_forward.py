@@ -1,0 +1,129 @@
+"""Based's linear attention by chunks, in Triton.
+
+With s = q.k / sqrt(f), the weight 1 + s + s^2 / 2 is a product of features of q and of k: 1, their numbers, and the
+products of two of these (`kernels.based.features`). So the tokens of all earlier chunks are a state, the sum of
+features times values, and only pairs within a chunk are weighed one by one, as (1 + s)^2 / 2 + 1/2.
+
+Features are never written: with them a token would be ten times as wide. Those of number i of a token are its numbers
+times number i, a factor a token, so that each i has a small product with rows of the state (`triton_tile`).
+`sum_chunks` finds what each chunk adds, `accumulate_chunks` the state before each, `read_chunks` the output.
+
+What is computed is multiplied in TF32, and inputs among each other as they are: with weights, their gradients and sums
+rounded to 16 bits, as flash-linear-attention's kernels have them, gradients are off by 5e-3 and more. Kernels have 2
+warps, fewer than Hopper's own matrix instructions take: those were seen to go wrong in narrow tiles
+(`kernels.gated_delta_rule.triton_forward`).
+"""
+
+# mypy: ignore-errors
+# Triton compiles what is below; pointers and tiles have no type in Python.
+
+import triton
+import triton.language as tl
+
+from kernels.based.triton_tile import (
+    load_factors,
+    load_left,
+    load_state_alone,
+    load_state_rows,
+    place_rows,
+    place_tokens,
+)
+from kernels.triton_math import load_rows, product, product_tf32, store_rows
+
+
+@triton.jit
+def sum_chunks(
+    x, y, sums, falls, states, length, chunks, root, sample_stride, time_stride,
+    H: tl.constexpr, W: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_E: tl.constexpr,
+    C: tl.constexpr, T: tl.constexpr, LEFTS: tl.constexpr, GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """Sum the features of each chunk's x times their y. Grid (blocks of W + 2, chunks, samples * H).
+
+    Tensors, tokens in rows:
+        x: [rows, H, W], keys; queries if GRADIENT.
+        y: [rows, H, E], values; if GRADIENT, the gradient of the output, to be divided by the sums of weights.
+        sums, falls: fp32 [rows, H], see `triton_backward`; read only if GRADIENT.
+        states: fp32 [samples * H, chunks, F * (E + 1)], out.
+    """
+    chunk, place = tl.program_id(1), tl.program_id(2)
+    j, e = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_E)
+    left = tl.program_id(0) * LEFTS + tl.arange(0, LEFTS)
+    total_ce, total_c = tl.zeros([LEFTS * BLOCK_W, BLOCK_E], tl.float32), tl.zeros([LEFTS * BLOCK_W], tl.float32)
+    for first in range(chunk * C, tl.minimum(chunk * C + C, length), T):
+        at, valid = place_tokens(first + tl.arange(0, T), place, length, sample_stride, time_stride, H)
+        y_te = load_rows(y, at, valid, E, E, BLOCK_E).to(tl.float32)
+        x_tw = load_rows(x, at, valid, W, W, BLOCK_W).to(tl.float32) * root
+        left_tl = load_left(x, at[:, None], valid[:, None], left[None, :], root, W)
+        if GRADIENT:
+            inverse, beside_y = load_factors(sums, falls, at, valid)
+            left_tl *= inverse[:, None]
+        else:
+            beside_y = valid.to(tl.float32)
+        x_tlw = tl.where((left <= W)[None, :, None], x_tw[:, None, :], 1.0) * left_tl[:, :, None]
+        x_tc = tl.reshape(x_tlw, [T, LEFTS * BLOCK_W])
+        total_ce += product_tf32(tl.trans(x_tc), y_te)
+        total_c += tl.sum(x_tc * beside_y[:, None], 0)
+    state, row = states + (place.to(tl.int64) * chunks + chunk) * F * (E + 1), place_rows(left[:, None], j[None, :], W)
+    of_pair, of_one = (left[:, None] <= j[None, :]) | (left == W)[:, None], (left == W + 1)[:, None] & (j == 0)[None, :]
+    mine = tl.reshape((of_pair & (j < W)[None, :]) | of_one, [LEFTS * BLOCK_W])
+    row = tl.reshape(row, [LEFTS * BLOCK_W])
+    tl.store(state + row[:, None] * E + e[None, :], total_ce, mask=mine[:, None] & (e < E)[None, :])
+    tl.store(state + F * E + row, total_c, mask=mine)
+
+
+@triton.jit
+def accumulate_chunks(states, chunks, SIZE: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr):
+    """Make of what each chunk adds the sum over those before it, or over those after. Grid (blocks of SIZE, states).
+
+    Tensors:
+        states: fp32 [..., chunks, SIZE], in place.
+    """
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(1).to(tl.int64) * chunks + (chunks - 1 if REVERSE else 0)
+    here, so_far = states + first * SIZE + i, tl.zeros([BLOCK], tl.float32)
+    for _ in range(chunks):
+        added = tl.load(here, mask=i < SIZE, other=0.0)
+        tl.store(here, so_far, mask=i < SIZE)
+        so_far += added
+        here += -SIZE if REVERSE else SIZE
+
+
+@triton.jit
+def read_chunks(
+    q, k, v, states, out, sums, length, chunks, root, sample_stride, time_stride,
+    H: tl.constexpr, W: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_E: tl.constexpr,
+    C: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Write the output and the sums of weights. Grid (tiles of tokens, samples * H).
+
+    Tensors as in `sum_chunks`, and:
+        q, k: [rows, H, W].
+        v: [rows, H, E].
+        states: before each chunk.
+        out: [rows, H, E], out.
+        sums: fp32 [rows, H], out.
+    """
+    i, place = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1)
+    chunk = tl.program_id(0) * T // C
+    at, valid = place_tokens(i, place, length, sample_stride, time_stride, H)
+    q_tw = load_rows(q, at, valid, W, W, BLOCK_W)
+    scaled_tw = q_tw.to(tl.float32) * root
+    state = states + (place.to(tl.int64) * chunks + chunk) * F * (E + 1)
+    out_te, sum_t = load_state_alone(state, E, F, BLOCK_E)
+    out_te, sum_t = out_te[None, :] + tl.zeros([T, BLOCK_E], tl.float32), sum_t + tl.zeros([T], tl.float32)
+    for left in range(0, tl.where(chunk > 0, W + 1, 0)):
+        rows_we, weights_w = load_state_rows(state, left, W, E, F, BLOCK_W, BLOCK_E)
+        features_tw = scaled_tw * (load_left(q, at, valid, left, root, W) * tl.where(left < W, 0.5, 1.0))[:, None]
+        out_te += product_tf32(features_tw, rows_we)
+        sum_t += tl.sum(features_tw * weights_w[None, :], 1)
+    for first in range(chunk * C, tl.program_id(0) * T + 1, T):
+        j = first + tl.arange(0, T)
+        at_j, valid_j = place_tokens(j, place, length, sample_stride, time_stride, H)
+        k_jw = load_rows(k, at_j, valid_j, W, W, BLOCK_W)
+        v_je = load_rows(v, at_j, valid_j, E, E, BLOCK_E).to(tl.float32)
+        score = 1.0 + product(q_tw, tl.trans(k_jw)) * (root * root)
+        weight = tl.where(i[:, None] >= j[None, :], 0.5 * score * score + 0.5, 0.0)
+        out_te += product_tf32(weight, v_je)
+        sum_t += tl.sum(weight, 1)
+    store_rows(out, at, valid, E, out_te / sum_t[:, None], E, BLOCK_E)
+    tl.store(sums + at, sum_t, mask=valid)
