@@ -100,6 +100,16 @@ def next_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+LEAST_TILE = 16
+"""Of a dimension: tl.dot takes no less."""
+
+
+def tile(size: int, most: int | None = None) -> int:
+    """The width of the tile that a dimension has."""
+    whole = max(LEAST_TILE, next_power_of_two(size))
+    return whole if most is None else min(whole, most)
+
+
 def multiprocessors(x: Tensor) -> int:
     """Of the tensor's GPU; the interpreter counts as two."""
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2

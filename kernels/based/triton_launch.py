@@ -8,10 +8,7 @@ from torch import Tensor
 from kernels.based import triton_backward, triton_forward
 from kernels.based.features import num_features
 from kernels.rows import Rows
-from kernels.triton_math import next_power_of_two, on_device
-
-LEAST_BLOCK = 16
-"""Of a dimension: tl.dot takes no less."""
+from kernels.triton_math import on_device, tile
 
 
 class Tuning(NamedTuple):
@@ -80,13 +77,9 @@ class Problem(NamedTuple):
         """What a kernel is compiled for."""
         return {
             "H": self.heads, "W": self.width, "E": self.value, "F": self.features,
-            "BLOCK_W": _block(self.width), "BLOCK_E": _block(self.value), "C": CHUNK, "T": tuning.tile,
+            "BLOCK_W": tile(self.width), "BLOCK_E": tile(self.value), "C": CHUNK, "T": tuning.tile,
             "num_warps": tuning.num_warps, "num_stages": tuning.num_stages, **more,
         }  # fmt: skip
-
-
-def _block(size: int) -> int:
-    return max(LEAST_BLOCK, next_power_of_two(size))
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,7 +110,7 @@ def backward(
     dq, dk, dv, falls = (torch.empty_like(x) for x in (q, k, v, sums))
     with on_device(q):
         triton_backward.find_falls[-(-sums.numel() // FALLS),](
-            dout, out, falls, sums.numel(), E=problem.value, BLOCK_E=_block(problem.value), T=FALLS
+            dout, out, falls, sums.numel(), E=problem.value, BLOCK_E=tile(problem.value), T=FALLS
         )
         states = _states(problem, k, v, None)
         triton_backward.write_query_gradients[problem.tiles(WRITE_QUERIES)](
@@ -136,7 +129,7 @@ def _states(problem: Problem, x: Tensor, y: Tensor, weights: tuple[Tensor, Tenso
     size = problem.features * (problem.value + 1)
     states = torch.empty(problem.places, problem.chunks, size, dtype=torch.float32, device=x.device)
     sums, falls = (states, states) if weights is None else weights
-    lefts = max(1, (SUM_ROWS if problem.value > NARROW else SUM_ROWS_OF_NARROW) // _block(problem.width))
+    lefts = max(1, (SUM_ROWS if problem.value > NARROW else SUM_ROWS_OF_NARROW) // tile(problem.width))
     triton_forward.sum_chunks[-(-(problem.width + 2) // lefts), problem.chunks, problem.places](
         x, y, sums, falls, states, *problem.numbers,
         **problem.launch(SUM, LEFTS=lefts, GRADIENT=weights is not None),

@@ -7,10 +7,7 @@ from torch import Tensor
 
 from kernels.gated_delta_rule import triton_backward, triton_forward
 from kernels.gated_delta_rule.triton_tile import CHUNK
-from kernels.triton_math import multiprocessors, next_power_of_two, on_device
-
-LEAST_BLOCK = 16
-"""Of a dimension: tl.dot takes no less."""
+from kernels.triton_math import multiprocessors, on_device, tile
 
 WIDE, FEW_WARPS = 64, 2
 """Kernels other than the walks have so few warps unless their tiles are so wide: see `triton_forward`."""
@@ -92,12 +89,6 @@ def with_few_warps(constants: dict[str, Any]) -> dict[str, Any]:
     if min(constants[name] for name in ("BLOCK_D", "BLOCK_E") if name in constants) >= WIDE:
         return constants
     return {**constants, "num_warps": min(constants["num_warps"], FEW_WARPS)}
-
-
-def tile(size: int, most: int | None = None) -> int:
-    """The width of the tile that a dimension has."""
-    whole = max(LEAST_BLOCK, next_power_of_two(size))
-    return whole if most is None else min(whole, most)
 
 
 class Solved(NamedTuple):
