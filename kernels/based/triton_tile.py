@@ -1,4 +1,4 @@
-"""What Based's Triton kernels share: where a tile's tokens lie, weights of pairs, and how a state is kept.
+"""What Based's Triton kernels share: where a tile's tokens lie, and how a state is kept.
 
 A state sums features of tokens times their values. A product of two numbers of a token is in it once, as x_i x_j and
 x_j x_i are the same: the rows of i = 0 are those of j = 0, 1, ...; those of i = 1 of j = 1, 2, ...; and so on. Behind

@@ -56,7 +56,8 @@ def check(tensors):
     ):
         assert a.dtype == x.dtype, name
         assert a.shape == b.shape, name
-        error = relative_rms(a, b)
+        # Of one token alone the gradients of q and k are zero, but for rounding.
+        error = relative_rms(a, b, least=1e-12 if a.shape[1] > 1 else 0.1)
         assert error < TOLERANCE[x.dtype], f"{name}: {error:.1e}"
 
 
