@@ -1,0 +1,1 @@
+"""Checkpoints to other formats and back: Hugging Face, DeepSpeed universal, plain Megatron."""
