@@ -1,8 +1,9 @@
-"""The one interface behind which every optimizer stands: Megatron's, and others to come."""
+"""The one interface behind which every optimizer stands: Megatron's, and DeepSpeed's ZeRO."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,13 @@ class RunOptimizer(Protocol):
     def chunks(self) -> Sequence[torch.nn.Module]:
         """Model chunks of this rank, wrapped: gradients accumulate in fp32, reduced over data-parallel ranks."""
 
+    def whole(self) -> AbstractContextManager[None]:
+        """Within it every rank holds its model-parallel part of the parameters whole; a collective call.
+
+        Where data-parallel ranks share parameters out (ZeRO-3), what the first of them writes into its own is what all
+        have afterwards.
+        """
+
     def begin_step(self) -> None:
         """Set gradients to zero."""
 
@@ -26,7 +34,12 @@ class RunOptimizer(Protocol):
         """Learning rate of the last update (of parameters with no multiplier of their own)."""
 
     def sharded_state_dict(self, model_state: dict[str, Any], *, loading: bool) -> dict[str, Any]:
-        """Optimizer and schedule state, placed in the whole model, for dist_checkpointing."""
+        """Optimizer and schedule state, placed in the whole model, for dist_checkpointing; see `optim.state`.
+
+        Args:
+            model_state: the model's, made within `whole`, with its parameters themselves as data.
+            loading: whether it is to be filled from a checkpoint.
+        """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the state that `sharded_state_dict(loading=True)` was filled with."""

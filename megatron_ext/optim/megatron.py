@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -23,15 +23,16 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
+from torch import Tensor
 
 from megatron_ext.config.schema import OptimizerConfig
+from megatron_ext.optim.schedule import go_on_from, make_schedule
+from megatron_ext.optim.state import MOMENTS, Stretch, make_moments, placed_state, set_steps
 from megatron_ext.platform import DTYPES, Platform
-
-_SCHEDULES = {"cosine": "cosine", "wsd": "WSD", "constant": "constant"}
 
 
 class MegatronRunOptimizer:
@@ -55,7 +56,6 @@ class MegatronRunOptimizer:
         groups: ProcessGroupCollection,
         platform: Platform,
     ) -> None:
-        _use_torch_adamw_in_checkpoints()
         self._platform = platform
         self._sharded = config.sharding == "megatron"
         self._chunks = [self._wrap(chunk, groups) for chunk in chunks]
@@ -64,7 +64,7 @@ class MegatronRunOptimizer:
             overrides = get_standard_config_overrides(megatron_config)  # vectors have no weight decay
             overrides[ParamKey(attr="no_weight_decay")] = ParamGroupOverride(wd_mult=0.0)
             self._optimizer = get_megatron_optimizer(megatron_config, self._chunks, config_overrides=overrides)
-        self._scheduler = _schedule(self._optimizer, config, steps)
+        self._scheduler = make_schedule(self._optimizer, config, steps)
         transformer_config = get_model_config(self._chunks[0])
         transformer_config.finalize_model_grads_func = finalize_model_grads
         transformer_config.grad_scale_func = self._optimizer.scale_loss
@@ -96,39 +96,60 @@ class MegatronRunOptimizer:
         """Learning rate of the last update."""
         return float(self._optimizer.param_groups[0]["lr"])
 
+    def whole(self) -> AbstractContextManager[None]:
+        """Nothing to do: parameters are whole on every rank."""
+        return nullcontext()
+
     def sharded_state_dict(self, model_state: dict[str, Any], *, loading: bool) -> dict[str, Any]:
         """Optimizer and schedule state, placed in the whole model, for dist_checkpointing."""
-        # torch's AdamW has no state before its first step, and the state is described by what is there.
-        if loading and self._sharded:
+        # There is no state before the first step, and the state is described by what is there.
+        if loading:
             self._make_optimizer_state()
-        # Stored a parameter at a time in the model's own shapes, whatever the layout was.
-        metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-        with self._platform.optimizer_context():
-            state = self._optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
-        return {"optimizer": state, "schedule": self._scheduler.state_dict()}
+        state = placed_state(model_state, self.stretches(), sharded=self._sharded)
+        return {"state": state, "schedule": self._scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state that `sharded_state_dict(loading=True)` was filled with."""
-        with self._platform.optimizer_context():
-            self._optimizer.load_state_dict(state["optimizer"])
-        self._give_each_parameter_its_own_step()
-        self._scheduler.num_steps = 0
-        self._scheduler.step(increment=int(state["schedule"]["num_steps"]))
+        """Take the state that `sharded_state_dict(loading=True)` was filled with: it was filled in place."""
+        done = go_on_from(self._scheduler, state["schedule"])
+        for part in self._parts():
+            set_steps(part.optimizer, done)
+
+    def stretches(self) -> Iterator[Stretch]:
+        """Optimizer state as this rank holds it."""
+        for part in self._parts():
+            sharded = isinstance(part, DistributedOptimizer)
+            for parameter, start, main in _of_distributed(part) if sharded else _of_whole(part):
+                moments = {moment: part.optimizer.state[main][moment].view(-1) for moment in MOMENTS}
+                yield Stretch(parameter, start, {"param": main.detach().view(-1), **moments})
 
     def _parts(self) -> list[Any]:
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
 
     def _make_optimizer_state(self) -> None:
         for part in self._parts():
-            if not part.optimizer.state:
-                part._init_optimizer_states_with_dummy_values()
+            if part.optimizer.state:
+                continue
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                make_moments(part.optimizer)
+            else:
+                part.init_state_fn(part.optimizer, part.config)
 
-    def _give_each_parameter_its_own_step(self) -> None:
-        """Megatron loads ONE step tensor into every parameter's state, and torch's AdamW would add to it for each."""
-        for part in self._parts():
-            for state in part.optimizer.state.values():
-                if isinstance(state.get("step"), torch.Tensor):
-                    state["step"] = state["step"].clone()
+
+def _of_distributed(part: DistributedOptimizer) -> Iterator[tuple[Tensor, int, Tensor]]:
+    """Each parameter that this rank updates a stretch of, where that begins, and its precise values."""
+    for parameter, (group, order) in part.model_param_group_index_map.items():
+        start = part._get_model_param_range_map(parameter)["param"].start
+        yield parameter, start, part.optimizer.param_groups[group]["params"][order]
+
+
+def _of_whole(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
+    """The same where every rank updates all."""
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        for groups in ((part.float16_groups, part.fp32_from_float16_groups), (part.fp32_from_fp32_groups,) * 2):
+            for parameters, mains in zip(*groups, strict=True):
+                yield from ((p, 0, main) for p, main in zip(parameters, mains, strict=True))
+    else:
+        yield from ((p, 0, p) for p in part.get_parameters())
 
 
 def _megatron_config(config: OptimizerConfig, precision: str) -> MegatronOptimizerConfig:
@@ -146,37 +167,3 @@ def _megatron_config(config: OptimizerConfig, precision: str) -> MegatronOptimiz
         params_dtype=dtype,
         use_distributed_optimizer=config.sharding == "megatron",
     )
-
-
-def _schedule(optimizer: Any, config: OptimizerConfig, steps: int) -> OptimizerParamScheduler:
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=config.lr,
-        min_lr=config.min_lr,
-        lr_warmup_steps=config.warmup_steps,
-        lr_decay_steps=max(steps, config.warmup_steps + 1),
-        lr_decay_style=_SCHEDULES[config.schedule],
-        start_wd=config.weight_decay,
-        end_wd=config.weight_decay,
-        wd_incr_steps=steps,
-        wd_incr_style="constant",
-        wsd_decay_steps=config.decay_steps,
-        lr_wsd_decay_style="linear",
-    )
-
-
-def _copy_main_parameter_and_state(self: DistributedOptimizer, parameter: Any, tensors: dict[str, Any]) -> None:
-    """Megatron's own method fails on torch's AdamW: `step` is not among the tensors, fp32 parameters are leaves."""
-    group, order = self.model_param_group_index_map[parameter]
-    main = self.optimizer.param_groups[group]["params"][order]
-    with torch.no_grad():
-        for key, target in {"param": main, **self.optimizer.state[main]}.items():
-            if key in tensors:
-                target.copy_(tensors[key])
-
-
-def _use_torch_adamw_in_checkpoints() -> None:
-    """Let Megatron's distributed optimizer load state into torch's AdamW, where no fused one is installed."""
-    if issubclass(megatron_optimizer.Adam, torch.optim.AdamW):
-        DistributedOptimizer._set_main_param_and_optimizer_states = _copy_main_parameter_and_state

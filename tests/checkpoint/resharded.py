@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import parity
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.checkpoint.folder import Progress
@@ -38,21 +40,33 @@ def _parts(
 def _whole(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     """Parameters and Adam's moments of the whole model; on rank 0. The model is of no use afterwards.
 
-    Where one data-parallel rank holds all, a moment has as many elements as its parameter. Each is put in the
-    parameter's place, so that one function puts all of them together. Context-parallel ranks share the moments out:
-    there they are left out.
+    The stretches that ranks hold of a parameter's moment are put in the parameter's place, so that one function puts
+    all ranks' parameters together.
     """
-    chunks, tp_rank = trainer.optimizer.chunks, trainer.groups.tp.rank()
-    found = {"parameters": parity.whole_parameters(chunks, tp_rank)}
-    if trainer.groups.cp.size() > 1:
-        return found
-    for moment in ("exp_avg", "exp_avg_sq"):
-        for part in trainer.optimizer._parts():  # type: ignore[attr-defined]
-            for parameter, (group, order) in part.model_param_group_index_map.items():
-                main = part.optimizer.param_groups[group]["params"][order]
-                parameter.data.copy_(part.optimizer.state[main][moment].view_as(parameter))
-        found[moment] = parity.whole_parameters(chunks, tp_rank)
+    optimizer, groups = trainer.optimizer, trainer.groups
+    with optimizer.whole():
+        found = {"parameters": parity.whole_parameters(optimizer.chunks, groups.tp.rank())}
+    moments: dict[str, dict[int, Tensor]] = {}
+    for stretch in optimizer.stretches():  # type: ignore[attr-defined]
+        for kind, tensor in stretch.tensors.items():
+            whole = torch.full([_numel(stretch.parameter)], -torch.inf)
+            whole[stretch.start : stretch.start + len(tensor)] = tensor
+            moments.setdefault(kind, {})[id(stretch.parameter)] = whole
+    with optimizer.whole():
+        for kind in ("param", "exp_avg", "exp_avg_sq"):
+            for chunk in optimizer.chunks:
+                for parameter in chunk.parameters():
+                    nothing = torch.full([parameter.numel()], -torch.inf)
+                    whole = moments.get(kind, {}).get(id(parameter), nothing)
+                    dist.all_reduce(whole, dist.ReduceOp.MAX, group=groups.dp_cp)
+                    assert torch.isfinite(whole).all(), f"nobody holds {kind} of all elements"
+                    parameter.data.copy_(whole.view_as(parameter))
+            found[kind] = parity.whole_parameters(optimizer.chunks, groups.tp.rank())
     return found
+
+
+def _numel(parameter: Tensor) -> int:
+    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves none of it in the parameter
 
 
 def save(
