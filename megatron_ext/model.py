@@ -84,6 +84,9 @@ def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransforme
     """Megatron's configuration of the block: RMSNorm, SwiGLU or squared ReLU, no biases, no dropout."""
     model, parallel, dtype = shape.model, shape.parallel, DTYPES[shape.precision]
     interleaved, swiglu = parallel.virtual_pipeline > 1, model.block == "transformer"
+    batched = parallel.batch_p2p_comm
+    if batched is None:
+        batched = not interleaved and platform.is_cuda
     recompute = (
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         if shape.recompute == "full"
@@ -120,10 +123,9 @@ def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransforme
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         calculate_per_token_loss=True,
-        # With two stages, Megatron's batched exchange between interleaved chunks is silently wrong.
-        batch_p2p_comm=not interleaved and platform.is_cuda,
+        batch_p2p_comm=batched,
         batch_p2p_sync=False,
-        overlap_p2p_comm=interleaved,
+        overlap_p2p_comm=interleaved and not batched,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         bias_activation_fusion=False,

@@ -92,6 +92,9 @@ def select_platform(device: Literal["auto", "cpu", "cuda"] = "auto", local_rank:
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    # DeepSpeed asks the environment for both, and would guess the first.
+    os.environ.setdefault("DS_ACCELERATOR", device)
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
     if device == "cpu":
         if not torch.cuda.is_available():
             megatron_cpu.install()

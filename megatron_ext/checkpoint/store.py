@@ -64,7 +64,7 @@ class CheckpointStore:
             if dist.get_rank() == 0:
                 self.folder.begin(step)
             dist.barrier()
-            with self._platform.optimizer_context():
+            with optimizer.whole(), self._platform.optimizer_context():
                 state = run_state(optimizer, self._groups, self._platform, loading=False)
                 _write(state, self.folder.partial(step))
             dist.barrier()
@@ -109,10 +109,10 @@ class CheckpointStore:
         in a run without dropout.
         """
         same_layout = record.generators == layout_of_generators(self._groups)
-        with self._platform.optimizer_context():
+        with optimizer.whole(), self._platform.optimizer_context():
             state = run_state(optimizer, self._groups, self._platform, loading=True, with_generators=same_layout)
             state = dist_checkpointing.load(state, str(self.folder.path(record.progress.step)))
-        restore(state, optimizer, self._platform)
+            restore(state, optimizer, self._platform)
 
     def load_model(self, chunks: Sequence[torch.nn.Module], record: Record) -> None:
         """Fill the model alone from a checked checkpoint, nothing of its optimizer being read; a collective call."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_ext.config.deepspeed import STAGES, deepspeed_config
 from megatron_ext.config.derive import derive
 from megatron_ext.config.layout import Layout, layout_of, model_parallel_size
 from megatron_ext.config.pattern import parse_pattern
@@ -133,6 +134,16 @@ def interleaving_needs_stages(f: Facts) -> Broken:
     if p.virtual_pipeline == 1 or p.pipeline > 1:
         return None
     return f"{p.virtual_pipeline}, with parallel.pipeline 1", "set parallel.pipeline above 1, or virtual_pipeline to 1"
+
+
+@rule("parallel.batch_p2p_comm")
+def two_interleaved_stages_send_one_by_one(f: Facts) -> Broken:
+    """Megatron's batched exchange between two stages' interleaved chunks is silently wrong: it mixes them up."""
+    p = f.config.parallel
+    if not p.batch_p2p_comm or p.virtual_pipeline == 1 or p.pipeline != 2:
+        return None
+    problem = f"true, with parallel.pipeline 2 and virtual_pipeline {p.virtual_pipeline}, gives wrong gradients"
+    return problem, "leave it out, or set virtual_pipeline to 1"
 
 
 # --- model -----------------------------------------------------------------------------------------------------------
@@ -352,6 +363,52 @@ def schedule_fits_the_run(f: Facts) -> Broken:
             f"warm-up {o.warmup_steps} + decay_steps {o.decay_steps} is more than training.steps {steps}",
             "shorten one of them, or give more steps",
         )
+    return None
+
+
+# --- DeepSpeed -------------------------------------------------------------------------------------------------------
+
+
+@rule("optimizer.sharding")
+def sharded_gradients_need_one_stage(f: Facts) -> Broken:
+    """ZeRO-2 and 3 reduce gradients in each backward pass; a pipeline's backward passes accumulate them over many."""
+    sharding, stages = f.config.optimizer.sharding, f.config.parallel.pipeline
+    if stages == 1 or STAGES.get(sharding, 1) == 1:
+        return None
+    problem = f"{sharding} shares gradients out as they come, and parallel.pipeline {stages} must accumulate them"
+    return problem, "set parallel.pipeline=1, or optimizer.sharding=zero1"
+
+
+def _needs_deepspeed(field: str, f: Facts, *, stages: tuple[str, ...]) -> Broken:
+    value, sharding = getattr(f.config.optimizer, field), f.config.optimizer.sharding
+    if value in (None, "none") or sharding in stages:
+        return None
+    return f"{value}, with optimizer.sharding {sharding}", f"set optimizer.sharding={stages[-1]}, or leave it out"
+
+
+@rule("optimizer.offload")
+def offloading_is_deepspeeds(f: Facts) -> Broken:
+    """Megatron's optimizers of this project stay on the GPU."""
+    return _needs_deepspeed("offload", f, stages=tuple(STAGES))
+
+
+@rule("optimizer.offload_parameters")
+def offloaded_parameters_are_shared_out(f: Facts) -> Broken:
+    """Only ZeRO-3 fetches parameters when they are used."""
+    return _needs_deepspeed("offload_parameters", f, stages=("zero3",))
+
+
+@rule("optimizer.deepspeed")
+def configuration_of_deepspeed_is_for_deepspeed(f: Facts) -> Broken:
+    """Nobody else reads it."""
+    return _needs_deepspeed("deepspeed", f, stages=tuple(STAGES))
+
+
+@rule("optimizer.deepspeed")
+def configuration_of_deepspeed_agrees(f: Facts) -> Broken:
+    """What the run says and what the file says must be the same; the error names the file's field."""
+    if f.config.optimizer.sharding in STAGES:
+        deepspeed_config(f.config.optimizer, f.config.training, f.layout.num_micro_batches)
     return None
 
 

@@ -86,6 +86,7 @@ class ParallelConfig:
     virtual_pipeline: PositiveInt = 1
     context: PositiveInt = 1
     context_exchange: Literal["auto", "heads", "states", "chunks"] = "auto"
+    batch_p2p_comm: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -152,7 +153,12 @@ class OptimizerConfig:
         schedule: warm-up then cosine to min_lr; warm-up-stable-decay (linear decay at the end); warm-up then constant.
         warmup_steps: linear warm-up from 0.
         decay_steps: of `wsd`: the last steps, in which the rate falls to min_lr.
-        sharding: none: every data-parallel rank keeps the whole optimizer state; megatron: the distributed optimizer.
+        sharding: what data-parallel ranks share out instead of each keeping it whole. none: nothing; megatron:
+            optimizer state, by Megatron's distributed optimizer; zero1: the same, by DeepSpeed; zero2: gradients, too;
+            zero3: parameters, too.
+        offload: where DeepSpeed keeps optimizer state, and updates parameters: on the GPU (none) or the CPU.
+        offload_parameters: where zero3 keeps parameters while they are not used.
+        deepspeed: JSON file with more of DeepSpeed's own configuration, NVMe for example.
     """
 
     lr: PositiveFloat = 3e-4
@@ -164,7 +170,10 @@ class OptimizerConfig:
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup_steps: NonNegativeInt = 0
     decay_steps: NonNegativeInt = 0
-    sharding: Literal["none", "megatron"] = "megatron"
+    sharding: Literal["none", "megatron", "zero1", "zero2", "zero3"] = "megatron"
+    offload: Literal["none", "cpu"] = "none"
+    offload_parameters: Literal["none", "cpu"] = "none"
+    deepspeed: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

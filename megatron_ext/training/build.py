@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from pydantic import TypeAdapter
 
+from megatron_ext.config.deepspeed import STAGES, deepspeed_config
+from megatron_ext.config.layout import layout_of
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.mixers.registry import load_all
 from megatron_ext.model import ModelShape, build_model
+from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.optim.megatron import MegatronRunOptimizer
 from megatron_ext.platform import Platform, choose_backend
 from megatron_ext.training.trainer import Trainer
@@ -38,7 +42,22 @@ def _mixer_config(config: RunConfig, name: str) -> Any:
 def build_trainer(config: RunConfig, shape: ModelShape, groups: ProcessGroupCollection, platform: Platform) -> Trainer:
     """Model, optimizer and schedule of this rank, ready for the first step."""
     chunks = build_model(shape, platform, groups, config.training.seed)
-    optimizer = MegatronRunOptimizer(
-        chunks, config.optimizer, config.training.steps, config.training.precision, groups, platform
-    )
+    optimizer = _optimizer(config, chunks, groups, platform)
     return Trainer(optimizer, groups, platform, config.data.seq_length, config.training.micro_batch_size)
+
+
+def _optimizer(
+    config: RunConfig, chunks: list[Any], groups: ProcessGroupCollection, platform: Platform
+) -> RunOptimizer:
+    optimizer, training = config.optimizer, config.training
+    if optimizer.sharding not in STAGES:
+        return MegatronRunOptimizer(chunks, optimizer, training.steps, training.precision, groups, platform)
+    settings = deepspeed_config(optimizer, training, layout_of(config, dist.get_world_size()).num_micro_batches)
+    # DeepSpeed takes seconds to import, and not every run needs it.
+    if optimizer.sharding == "zero1":
+        from megatron_ext.optim.zero1 import Zero1RunOptimizer
+
+        return Zero1RunOptimizer(chunks, optimizer, training.steps, groups, platform, settings)
+    from megatron_ext.optim.zero23 import EngineRunOptimizer
+
+    return EngineRunOptimizer(chunks, optimizer, training.steps, groups, platform, settings)

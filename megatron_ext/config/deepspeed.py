@@ -1,0 +1,161 @@
+"""DeepSpeed's configuration of a run: what the run itself says, and the user's own file merged into it.
+
+A value of the file may be `"auto"`, as in Hugging Face's: the run's own is taken. One that contradicts the run's is
+refused by name; one that the run does not speak of is DeepSpeed's to understand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config.schema import OptimizerConfig, TrainingConfig
+from megatron_ext.errors import UserError
+
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+"""Stage of ZeRO, by `optimizer.sharding`."""
+
+AUTO = "auto"
+
+_NOT_OURS = {
+    "scheduler": "the schedule is the run's: optimizer.schedule",
+    "fp16": "the run's precision is bf16 or fp32: training.precision",
+    "amp": "the run's precision is bf16 or fp32: training.precision",
+    "torch_autocast": "the run's precision is bf16 or fp32: training.precision",
+    "tensor_parallel": "the layout is Megatron's: parallel.tensor",
+    "sequence_parallel_size": "the layout is Megatron's: parallel.context",
+    "pipeline": "the layout is Megatron's: parallel.pipeline",
+    "elasticity": "the batch is the run's: training.global_batch_size",
+    "checkpoint": "checkpoints are the run's: training.checkpoint_every",
+}
+"""Sections that would take over what the run does itself, and where that is said."""
+
+_OF_ZERO1 = {"stage", "reduce_bucket_size", "allgather_bucket_size", "offload_optimizer", "overlap_comm"}
+"""Fields of `zero_optimization` that DeepSpeed's optimizer takes without its engine; the last may be false alone."""
+
+_UNREAD = {"steps_per_print", "wall_clock_breakdown"}
+"""Of the engine's fields those that change nothing but what is printed, so that zero1 may leave them unread."""
+
+
+def deepspeed_config(optimizer: OptimizerConfig, training: TrainingConfig, num_micro_batches: int) -> dict[str, Any]:
+    """The whole configuration that DeepSpeed is given.
+
+    Args:
+        optimizer: `sharding` is one of `STAGES`.
+        training: of the run.
+        num_micro_batches: of a data-parallel rank and step.
+
+    Raises:
+        UserError: the user's file cannot be read, or contradicts the run.
+    """
+    ours = _of_the_run(optimizer, training)
+    if optimizer.deepspeed is None:
+        return ours
+    path = Path(optimizer.deepspeed)
+    theirs = _read(path)
+    _refuse_what_is_not_theirs(theirs, optimizer.sharding, path)
+    batches = {
+        "train_batch_size": training.global_batch_size,
+        "train_micro_batch_size_per_gpu": training.micro_batch_size,
+        "gradient_accumulation_steps": num_micro_batches,
+    }
+    _refuse_contradictions(theirs, {**ours, **batches, "optimizer": _adamw(optimizer)}, path)
+    kept = {key: value for key, value in theirs.items() if key not in {*batches, "optimizer"}}
+    return _merged(ours, kept)
+
+
+def _of_the_run(optimizer: OptimizerConfig, training: TrainingConfig) -> dict[str, Any]:
+    stage = STAGES[optimizer.sharding]
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 1:
+        zero["overlap_comm"] = False  # Megatron has sums to take before gradients are reduced
+    if optimizer.offload == "cpu":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if optimizer.offload_parameters == "cpu":
+        zero["offload_param"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": training.micro_batch_size,
+        # Micro-batches are the schedule's business: to DeepSpeed, what comes between two steps is one batch.
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": optimizer.clip_grad,
+        "bf16": {"enabled": training.precision == "bf16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW has a fused form on the CPU, too
+    }
+
+
+def _adamw(optimizer: OptimizerConfig) -> dict[str, Any]:
+    parameters = {
+        "lr": optimizer.lr,
+        "betas": list(optimizer.betas),
+        "eps": optimizer.epsilon,
+        "weight_decay": optimizer.weight_decay,
+    }
+    return {"type": "AdamW", "params": parameters}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        mend = "name a file with DeepSpeed's configuration, or leave it out"
+        raise UserError("optimizer.deepspeed", f"{path} cannot be read ({error.strerror})", mend) from error
+    except ValueError as error:
+        raise UserError(str(path), f"is not JSON ({error})", "mend it, or leave optimizer.deepspeed out") from error
+    if not isinstance(content, dict):
+        raise UserError(str(path), f"holds a {type(content).__name__}, not an object", "give DeepSpeed's configuration")
+    return content
+
+
+def _refuse_what_is_not_theirs(theirs: Mapping[str, Any], sharding: str, path: Path) -> None:
+    for name, reason in _NOT_OURS.items():
+        section = theirs.get(name)
+        is_off = section is None or (isinstance(section, dict) and section.get("enabled") is False)
+        if not is_off:
+            raise UserError(f"{path}: {name}", reason, "take it out of the file")
+    if sharding != "zero1":
+        return
+    known = {*_of_the_run(OptimizerConfig(sharding="zero1"), TrainingConfig()), "train_batch_size", "optimizer"}
+    unknown = [name for name in theirs if name not in known | _UNREAD | _NOT_OURS.keys()]
+    unknown += [f"zero_optimization.{name}" for name in theirs.get("zero_optimization", {}) if name not in _OF_ZERO1]
+    for name in unknown:
+        reason = "is read by DeepSpeed's engine, which zero1 does without"
+        raise UserError(f"{path}: {name}", reason, "take it out of the file, or set optimizer.sharding=zero2")
+
+
+def _refuse_contradictions(theirs: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
+    for name, value, own in _in_both(theirs, ours):
+        if value != AUTO and not _means_the_same(value, own):
+            problem = f"{json.dumps(value)}, and the run's own configuration says {json.dumps(own)}"
+            raise UserError(f"{path}: {name}", problem, "change the run's, or take it out of the file")
+
+
+def _in_both(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for name, own in ours.items():
+        if name not in theirs:
+            continue
+        if isinstance(own, Mapping) and isinstance(theirs[name], Mapping):
+            yield from _in_both(theirs[name], own, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", theirs[name], own
+
+
+def _means_the_same(value: Any, own: Any) -> bool:
+    if isinstance(value, str) and isinstance(own, str):
+        return value.lower() == own.lower()
+    return bool(value == own) and isinstance(value, bool) == isinstance(own, bool)
+
+
+def _merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, ours where they agree or the file leaves it to us."""
+    merged = {name: value for name, value in theirs.items() if value != AUTO}
+    for name, own in ours.items():
+        both = isinstance(own, Mapping) and isinstance(theirs.get(name), Mapping)
+        merged[name] = _merged(own, theirs[name]) if both else own
+    return merged

@@ -1,0 +1,49 @@
+"""Parameters by how AdamW treats them, for optimizers that Megatron does not make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_ext.config.schema import OptimizerConfig
+from megatron_ext.errors import UserError
+
+
+def adamw_groups(chunks: Sequence[torch.nn.Module]) -> list[dict[str, Any]]:
+    """Groups with weight decay and without; vectors have none, nor what says so (`parallel.parameters`).
+
+    Returns:
+        Groups that are not empty, with `wd_mult` for Megatron's schedule.
+
+    Raises:
+        UserError: parameters have several dtypes. DeepSpeed flattens a group into one tensor, and torch would promote
+            those of 16 bits without a word.
+    """
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
+    if len(dtypes) > 1:
+        raise UserError(
+            "optimizer.sharding",
+            f"DeepSpeed's ZeRO holds parameters of one dtype, and this model has {' and '.join(dtypes)}",
+            "set optimizer.sharding=megatron",
+        )
+    decayed = [p for p in parameters if p.dim() > 1 and not getattr(p, "no_weight_decay", False)]
+    known = {id(p) for p in decayed}
+    others = [p for p in parameters if id(p) not in known]
+    groups = [{"params": decayed, "wd_mult": 1.0}, {"params": others, "wd_mult": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def adamw(chunks: Sequence[torch.nn.Module], config: OptimizerConfig) -> torch.optim.AdamW:
+    """Torch's AdamW over all parameters; its rates are the schedule's to set."""
+    beta1, beta2 = config.betas
+    return torch.optim.AdamW(
+        adamw_groups(chunks),
+        lr=config.lr,
+        betas=(beta1, beta2),
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )

@@ -1,0 +1,211 @@
+"""ZeRO-1: DeepSpeed's optimizer, driven directly under Megatron's schedules, pipelined ones included.
+
+DeepSpeed's engine would want to run the schedule itself. Its optimizer alone does not: Megatron accumulates gradients
+of all micro-batches, sums them over tensor-parallel ranks and tied embeddings, divides by the tokens, and then hands
+them over to be reduced over data-parallel ranks (Rajbhandari et al., arXiv 1910.02054).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.timer import NoopTimer
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from megatron_ext.config.schema import OptimizerConfig
+from megatron_ext.optim.deepspeed_groups import GroupsForDeepSpeed
+from megatron_ext.optim.parameter_groups import adamw
+from megatron_ext.optim.schedule import go_on_from, make_schedule
+from megatron_ext.optim.state import MOMENTS, Stretch, make_moments, placed_state, set_steps
+from megatron_ext.platform import Platform
+
+
+class Zero1RunOptimizer:
+    """`RunOptimizer` over DeepSpeed's ZeRO-1.
+
+    Args:
+        chunks: model chunks of this rank.
+        config: of the optimizer.
+        steps: of the whole run: the length of the schedule.
+        groups: process groups.
+        platform: where this runs.
+        settings: DeepSpeed's configuration, whole.
+
+    Raises:
+        UserError: the model has parameters of several dtypes.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[MegatronModule],
+        config: OptimizerConfig,
+        steps: int,
+        groups: ProcessGroupCollection,
+        platform: Platform,
+        settings: Mapping[str, Any],
+    ) -> None:
+        deepspeed.init_distributed(dist_backend=platform.communication, dist_init_required=False)
+        _count_tied_weights_once(chunks)
+        base = adamw(chunks, config)
+        self._zero = DeepSpeedZeroOptimizer(
+            base,
+            {p: f"chunk{number}.{name}" for number, chunk in enumerate(chunks) for name, p in chunk.named_parameters()},
+            timers=NoopTimer(),
+            optimizer_params=None,
+            dp_process_group=groups.dp_cp,
+            mpu=GroupsForDeepSpeed(groups),
+            clip_grad=config.clip_grad,
+            partition_grads=False,
+            gradient_average=False,  # they are sums, divided by the tokens of the whole batch
+            gradient_accumulation_dtype=torch.float32,
+            communication_data_type=torch.float32,
+            check_grad_overflow=False,
+            **_sizes_and_offload(settings["zero_optimization"], platform),
+        )
+        self._scheduler = make_schedule(base, config, steps)
+        self._chunks = [ZeroChunk(chunk, self._zero) for chunk in chunks]
+        get_model_config(chunks[0]).finalize_model_grads_func = self._reduce
+
+    @property
+    def chunks(self) -> Sequence[torch.nn.Module]:
+        """Model chunks of this rank, wrapped."""
+        return self._chunks
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Nothing to do: parameters are whole on every rank."""
+        return nullcontext()
+
+    def begin_step(self) -> None:
+        """Set gradients to zero."""
+        self._zero.zero_grad()
+        self._zero.set_gradient_accumulation_boundary(False)
+
+    def finish_step(self) -> float:
+        """Clip, update parameters, advance the schedule. Returns the gradient norm before clipping."""
+        self._scheduler.step(increment=1)  # before the update: step 1 already has a rate above zero
+        if not self._zero._hp_optimizer_states_linked:
+            self._make_moments()
+        self._zero.step()
+        return float(self._zero._global_grad_norm)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the last update."""
+        return float(self._zero.optimizer.param_groups[0]["lr"])
+
+    def _reduce(self, chunks: Sequence[ZeroChunk], *arguments: Any, **options: Any) -> None:
+        """What Megatron calls when all micro-batches are through; see its `finalize_model_grads`."""
+        for chunk in chunks:
+            chunk.gradients_to_megatron()
+        finalize_model_grads(list(chunks), *arguments, **options)
+        for chunk in chunks:
+            chunk.gradients_to_deepspeed()
+        self._zero.set_gradient_accumulation_boundary(True)
+        self._zero.reduce_gradients(pipeline_parallel=True)
+
+    def _make_moments(self) -> None:
+        """Make Adam's moments for all groups before any is updated.
+
+        DeepSpeed ties parameters to what moments there are after the update of the first group, and never again.
+        """
+        make_moments(self._zero.optimizer)
+        self._zero._lazy_init_hp_params_optimizer_state()
+
+    def sharded_state_dict(self, model_state: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+        """Optimizer and schedule state, placed in the whole model, for dist_checkpointing."""
+        if loading:
+            self._make_moments()
+        state = placed_state(model_state, self.stretches(), sharded=True)
+        return {"state": state, "schedule": self._scheduler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the state that `sharded_state_dict(loading=True)` was filled with: it was filled in place."""
+        set_steps(self._zero.optimizer, go_on_from(self._scheduler, state["schedule"]))
+
+    def stretches(self) -> Iterator[Stretch]:
+        """Optimizer state as this rank holds it."""
+        return linked_stretches(self._zero)
+
+
+class ZeroChunk(torch.nn.Module):
+    """A model chunk as Megatron's schedules want it: they call what its DistributedDataParallel has.
+
+    Args:
+        module: the chunk.
+        zero: keeps its gradients.
+    """
+
+    def __init__(self, module: MegatronModule, zero: DeepSpeedZeroOptimizer) -> None:
+        super().__init__()
+        self.module = module
+        self.config = get_model_config(module)
+        self.ddp_config = DistributedDataParallelConfig()  # read by finalize_model_grads
+        # bf16 gradients are added up in an fp32 attribute of DeepSpeed's.
+        self._attribute = "grad_accum" if zero.use_grad_accum_attribute else "grad"
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        """As the chunk's."""
+        return self.module(*inputs, **named)
+
+    def gradients_to_megatron(self) -> None:
+        """Let Megatron find accumulated gradients where its own wrapper keeps them."""
+        for parameter in self.module.parameters():
+            gradient = getattr(parameter, self._attribute)
+            assert gradient is not None, "every parameter takes part in every step"
+            parameter.main_grad = gradient
+
+    def gradients_to_deepspeed(self) -> None:
+        """Hand on what Megatron made of them, which may be other tensors."""
+        for parameter in self.module.parameters():
+            setattr(parameter, self._attribute, parameter.main_grad)
+            del parameter.main_grad
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Nothing: DeepSpeed reduces over data-parallel ranks afterwards. Sums can be taken in either order."""
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply gradients."""
+        torch._foreach_mul_([p.main_grad for p in self.module.parameters()], factor)
+
+
+def linked_stretches(zero: DeepSpeedZeroOptimizer) -> Iterator[Stretch]:
+    """Optimizer state that DeepSpeed has tied to its parameters, at stage 1 or 2."""
+    for group in zero.bit16_groups:
+        for parameter in group:
+            held = parameter._hp_mapping
+            if held is not None:
+                moments = {moment: held.get_optim_state_fragment(moment) for moment in MOMENTS}
+                tensors = {"param": held.hp_fragment.detach(), **moments}
+                yield Stretch(parameter, held.lp_fragment_address.start, tensors)
+
+
+def _count_tied_weights_once(chunks: Sequence[torch.nn.Module]) -> None:
+    """Leave the last stage's copy of a tied embedding out of the gradient's norm."""
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if getattr(parameter, "shared", False):
+                parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+
+
+def _sizes_and_offload(settings: Mapping[str, Any], platform: Platform) -> dict[str, Any]:
+    zero = DeepSpeedZeroConfig(**settings)
+    offload = zero.offload_optimizer
+    if offload is not None and not platform.is_cuda:
+        offload = offload.model_copy(update={"pin_memory": False})
+    return {
+        "reduce_bucket_size": zero.reduce_bucket_size,
+        "allgather_bucket_size": zero.allgather_bucket_size,
+        "offload_optimizer_config": offload,
+        "contiguous_gradients": offload is not None,  # the way to the CPU leads through one buffer
+        "overlap_comm": False,
+    }

@@ -1,0 +1,80 @@
+"""DeepSpeed's ZeRO gives the numbers of one process: stages, layouts, losses, gradient norms and parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from parity_cases import LAYOUTS, MODELS, Model, chunks
+from pool import WorkerPool
+from test_parity import BF16, _check, _reference, _train
+
+COMPARED = ["attention", "top1_chunk_exact", "gated_deltanet"]
+# Model parallelism alone leaves one data-parallel rank; these have two that share out.
+WITH_TWO_REPLICAS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2_sp_dp2": (4, {"tensor": 2, "sequence": True}),
+    "cp2_dp2": (4, {"context": 2}),
+    "pp2_dp2": (4, {"pipeline": 2}),
+}
+ALL = LAYOUTS | WITH_TWO_REPLICAS
+QUICK = {("zero1", "pp2_dp2"), ("zero2", "tp2_sp_dp2"), ("zero3", "tp2_sp_dp2")}
+
+
+def _cases() -> list[Any]:
+    cases = []
+    for model in COMPARED:
+        for layout, (_, parallel) in ALL.items():
+            if (layout == "cp2_states" and model != "gated_deltanet") or (
+                layout == "cp2_chunks" and model != "top1_chunk_exact"
+            ):
+                continue
+            for sharding in ("zero1", "zero2", "zero3"):
+                if sharding != "zero1" and parallel.get("pipeline", 1) > 1:
+                    continue
+                quick = (sharding, layout) in QUICK and model == "gated_deltanet"
+                marks = () if quick else pytest.mark.slow
+                cases.append(pytest.param(model, layout, sharding, id=f"{model}-{layout}-{sharding}", marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("model", "layout", "sharding"), _cases())
+def test_a_stage_gives_the_numbers_of_one_process(pool: WorkerPool, model: str, layout: str, sharding: str) -> None:
+    world_size, parallel = ALL[layout]
+    outcome = _train(pool, MODELS[model], world_size, parallel, sharding=sharding)
+    _check(outcome, _reference(pool, MODELS[model]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"tensor": 2}], ids=str)
+def test_tied_embeddings_under_zero1(pool: WorkerPool, parallel: dict[str, Any]) -> None:
+    model = Model("top1_chunk,gated_deltanet,attention*2", chunks("exact"), {"tie_embeddings": True})
+    outcome = _train(pool, model, 4 if parallel.get("pipeline") else 2, parallel, sharding="zero1")
+    _check(outcome, _reference(pool, model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sharding", "offload"),
+    [("zero1", ["offload"]), ("zero2", ["offload"]), ("zero3", ["offload", "offload_parameters"])],
+)
+def test_offloading_changes_no_number(pool: WorkerPool, sharding: str, offload: list[str]) -> None:
+    fields = dict.fromkeys(offload, "cpu")
+    outcome = _train(pool, MODELS["gated_deltanet"], 2, {}, sharding=sharding, **fields)
+    _check(outcome, _reference(pool, MODELS["gated_deltanet"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["full"])
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
+def test_recomputation_changes_no_number(pool: WorkerPool, sharding: str, recompute: str) -> None:
+    outcome = _train(pool, MODELS["hybrid"], 2, {}, sharding=sharding, recompute=recompute)
+    _check(outcome, _reference(pool, MODELS["hybrid"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp2", "tp2_sp_dp2"])
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
+def test_stages_in_bf16_are_as_near_as_layouts_are(pool: WorkerPool, sharding: str, layout: str) -> None:
+    world_size, parallel = ALL[layout]
+    outcome = _train(pool, MODELS["gated_deltanet"], world_size, parallel, sharding=sharding, precision="bf16")
+    _check(outcome, _reference(pool, MODELS["gated_deltanet"], precision="bf16"), *BF16)
