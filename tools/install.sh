@@ -50,6 +50,12 @@ else
     echo "install: $torch"
     "${pip[@]}" -c "$constraints" "$torch"
 fi
+# It comes as source, and building it apart from this environment would fetch a torch of its own. Its kernels are built
+# when they are first used; none of those that are used here needs building.
+deepspeed=$(grep '^deepspeed==' constraints.txt)
+echo "install: $deepspeed"
+"${pip[@]}" -c "$constraints" setuptools
+DS_BUILD_OPS=0 "${pip[@]}" -c "$constraints" --no-build-isolation "$deepspeed"
 echo "install: selectron${extra:+ and its extra $extra}"
 "${pip[@]}" -c "$constraints" -e ".${extra:+[$extra]}"
 touch "$venv/.installed${extra:+-$extra}"

@@ -383,7 +383,7 @@ def _needs_deepspeed(field: str, f: Facts, *, stages: tuple[str, ...]) -> Broken
     value, sharding = getattr(f.config.optimizer, field), f.config.optimizer.sharding
     if value in (None, "none") or sharding in stages:
         return None
-    return f"{value}, with optimizer.sharding {sharding}", f"set optimizer.sharding={stages[-1]}, or leave it out"
+    return f"{value}, with optimizer.sharding {sharding}", f"set optimizer.sharding={stages[0]}, or leave it out"
 
 
 @rule("optimizer.offload")

@@ -21,17 +21,18 @@ from megatron_ext.training.trainer import Trainer
 STEPS = 2
 
 
-def _config(pattern: str, parallel: dict[str, Any], seed: int, block: str) -> Any:
+def _config(pattern: str, parallel: dict[str, Any], seed: int, block: str, fields: dict[str, Any]) -> Any:
     settings: dict[str, dict[str, Any]] = {"top1_chunk": {"chunk_size": 8}, "mamba2": {"state_size": 16}}
     used = {name: fields for name, fields in settings.items() if name in pattern.split(",")}
-    config = parity.run_config(pattern, used, {"block": block}, parallel)
+    config = parity.run_config(pattern, used, {"block": block}, parallel, **fields)
     return replace(config, training=replace(config.training, seed=seed))
 
 
 def _parts(
-    root: Path, pattern: str, parallel: dict[str, Any], seed: int, block: str
+    root: Path, pattern: str, parallel: dict[str, Any], seed: int, block: str, fields: dict[str, Any]
 ) -> tuple[Any, Trainer, CheckpointStore]:
-    config, platform = _config(pattern, parallel, seed, block), select_platform("cpu")
+    config, platform = _config(pattern, parallel, seed, block, fields), select_platform("cpu")
+    parity.count_anew()
     groups = make_process_groups(config.parallel, seed)
     trainer = build_trainer(config, model_shape(config, platform, parity.VOCABULARY), groups, platform)
     return config, trainer, CheckpointStore(root, {}, groups, platform, keep=0)
@@ -70,10 +71,16 @@ def _numel(parameter: Tensor) -> int:
 
 
 def save(
-    rank: int, world_size: int, root: Path, pattern: str, parallel: dict[str, Any], block: str = "transformer"
+    rank: int,
+    world_size: int,
+    root: Path,
+    pattern: str,
+    parallel: dict[str, Any],
+    block: str = "transformer",
+    fields: dict[str, Any] | None = None,
 ) -> dict[str, dict[str, Tensor]]:
     """Train a little, save, and return the whole state."""
-    config, trainer, store = _parts(root, pattern, parallel, 1, block)
+    config, trainer, store = _parts(root, pattern, parallel, 1, block, fields or {})
     for step in range(STEPS):
         trainer.train_step(parity.step_batches(config, trainer.groups, step))
     store.save(trainer.optimizer, Progress(step=STEPS, samples=8 * STEPS, tokens=256 * STEPS))
@@ -81,10 +88,26 @@ def save(
 
 
 def load(
-    rank: int, world_size: int, root: Path, pattern: str, parallel: dict[str, Any], block: str = "transformer"
+    rank: int,
+    world_size: int,
+    root: Path,
+    pattern: str,
+    parallel: dict[str, Any],
+    block: str = "transformer",
+    fields: dict[str, Any] | None = None,
 ) -> tuple[dict[str, dict[str, Tensor]], int]:
     """Load into a model of other initial weights; the whole state, and the steps that the schedule counts."""
-    _, trainer, store = _parts(root, pattern, parallel, 2, block)
+    _, trainer, store = _parts(root, pattern, parallel, 2, block, fields or {})
     store.load(trainer.optimizer, store.check(STEPS))
     counted = trainer.optimizer._scheduler.num_steps  # type: ignore[attr-defined]
     return _whole(trainer), counted
+
+
+def go_on(
+    rank: int, world_size: int, root: Path, pattern: str, parallel: dict[str, Any], fields: dict[str, Any]
+) -> list[float]:
+    """Losses of the steps after the checkpoint, of a model that was loaded from it."""
+    config, trainer, store = _parts(root, pattern, parallel, 2, "transformer", fields)
+    store.load(trainer.optimizer, store.check(STEPS))
+    steps = range(STEPS, STEPS + 3)
+    return [trainer.train_step(parity.step_batches(config, trainer.groups, step)).loss for step in steps]

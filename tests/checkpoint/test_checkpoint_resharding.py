@@ -31,12 +31,15 @@ def saved(workers: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Save a model under a layout, once: (folder, the whole state that its ranks held)."""
     known: dict[str, tuple[Path, State]] = {}
 
-    def save(pattern: str, world_size: int, parallel: dict[str, Any]) -> tuple[Path, State]:
-        if pattern + repr(parallel) not in known:
+    def save(pattern: str, world_size: int, parallel: dict[str, Any], **fields: Any) -> tuple[Path, State]:
+        key = repr((pattern, world_size, parallel, fields))
+        if key not in known:
             root = tmp_path_factory.mktemp("resharded") / "checkpoints"
-            state = workers.run(resharded.save, world_size, root, pattern, parallel)[0]
-            known[pattern + repr(parallel)] = root, state
-        return known[pattern + repr(parallel)]
+            known[key] = (
+                root,
+                workers.run(resharded.save, world_size, root, pattern, parallel, "transformer", fields)[0],
+            )
+        return known[key]
 
     return save
 
@@ -88,3 +91,52 @@ def test_rwkv7s_block_moves_from_tp2_pp2(
     assert "layer 1 input_layernorm.mu" in expected["parameters"]
     found, _ = workers.run(resharded.load, world_size, tmp_path, pattern, parallel, "rwkv7")[0]
     _check(found, expected)
+
+
+# Everything that optimizer state is cut by: each optimizer where it shares state out over two ranks beside what
+# model parallelism has split.
+OPTIMIZERS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "none tp2": (2, {"tensor": 2}, {"sharding": "none"}),
+    "megatron pp2_dp2": (4, {"pipeline": 2}, {"sharding": "megatron"}),
+    "zero1 tp2_sp_pp2": (4, {"tensor": 2, "sequence": True, "pipeline": 2}, {"sharding": "zero1"}),
+    "zero1 interleaved dp2": (4, {"pipeline": 2, "virtual_pipeline": 2}, {"sharding": "zero1"}),
+    "zero2 cp2": (2, {"context": 2}, {"sharding": "zero2"}),
+    "zero3 tp2_sp_dp2": (4, {"tensor": 2, "sequence": True}, {"sharding": "zero3"}),
+    "zero3 offloaded": (2, {}, {"sharding": "zero3", "offload": "cpu", "offload_parameters": "cpu"}),
+}
+
+
+@pytest.mark.parametrize("target", OPTIMIZERS)
+@pytest.mark.parametrize("source", OPTIMIZERS)
+def test_any_optimizer_takes_over_from_any_other(source: str, target: str, saved: Any, workers: Any) -> None:
+    size, parallel, fields = OPTIMIZERS[source]
+    root, expected = saved(HYBRID, size, parallel, **fields)
+    size, parallel, fields = OPTIMIZERS[target]
+    found, steps = workers.run(resharded.load, size, root, HYBRID, parallel, "transformer", fields)[0]
+    assert steps == resharded.STEPS
+    assert found.keys() == {"parameters", "param", "exp_avg", "exp_avg_sq"}
+    _check(found, expected)
+
+
+@pytest.mark.parametrize("target", OPTIMIZERS)
+def test_training_goes_on_as_under_the_first_optimizer(target: str, saved: Any, workers: Any) -> None:
+    """Moments, steps and rates that are taken over wrongly would show in the steps that follow."""
+    source = "zero1 tp2_sp_pp2"
+    size, parallel, fields = OPTIMIZERS[source]
+    root, _ = saved(HYBRID, size, parallel, **fields)
+    expected = workers.run(resharded.go_on, size, root, HYBRID, parallel, fields)[0]
+    size, parallel, fields = OPTIMIZERS[target]
+    found = workers.run(resharded.go_on, size, root, HYBRID, parallel, fields)[0]
+    assert found == pytest.approx(expected, abs=2e-6)
+    assert max(expected) - min(expected) > 1e-3
+
+
+@pytest.mark.parametrize(("source", "target"), [("megatron", "zero1"), ("zero3", "none"), ("none", "zero2")])
+def test_in_bf16_precise_parameters_are_taken_over(source: str, target: str, saved: Any, workers: Any) -> None:
+    root, expected = saved(HYBRID, 2, {}, sharding=source, precision="bf16")
+    fields = {"sharding": target, "precision": "bf16"}
+    found, _ = workers.run(resharded.load, 2, root, HYBRID, {}, "transformer", fields)[0]
+    _check(found, expected)
+    name = "layer 1 mlp.linear_fc1.weight"
+    assert torch.equal(expected["param"][name].bfloat16().float(), expected["parameters"][name])
+    assert not torch.equal(expected["param"][name], expected["parameters"][name])

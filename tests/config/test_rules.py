@@ -37,6 +37,13 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         "set parallel.pipeline above 1, or virtual_pipeline to 1",
         {"parallel": {"virtual_pipeline": 2, "pipeline": 2}},
     ),
+    "two_interleaved_stages_send_one_by_one": (
+        2,
+        {"parallel": {"pipeline": 2, "virtual_pipeline": 2, "batch_p2p_comm": True}},
+        "parallel.batch_p2p_comm: true, with parallel.pipeline 2 and virtual_pipeline 2, gives wrong gradients; "
+        "leave it out, or set virtual_pipeline to 1",
+        {"parallel": {"pipeline": 2, "batch_p2p_comm": True}},
+    ),
     "heads_divide_by_query_groups": (
         1,
         {"model": {"num_query_groups": 3}},
@@ -169,6 +176,40 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         {"optimizer": {"warmup_steps": 10}, "training": {"steps": 10}},
         "optimizer.warmup_steps: 10 is not less than training.steps 10; give at most 9, or more steps",
         {"optimizer": {"warmup_steps": 9}, "training": {"steps": 10}},
+    ),
+    "sharded_gradients_need_one_stage": (
+        2,
+        {"parallel": {"pipeline": 2}, "optimizer": {"sharding": "zero2"}},
+        "optimizer.sharding: zero2 shares gradients out as they come, and parallel.pipeline 2 must accumulate them; "
+        "set parallel.pipeline=1, or optimizer.sharding=zero1",
+        {"parallel": {"pipeline": 2}, "optimizer": {"sharding": "zero1"}},
+    ),
+    "offloading_is_deepspeeds": (
+        1,
+        {"optimizer": {"offload": "cpu"}},
+        "optimizer.offload: cpu, with optimizer.sharding megatron; set optimizer.sharding=zero1, or leave it out",
+        {"optimizer": {"offload": "cpu", "sharding": "zero1"}},
+    ),
+    "offloaded_parameters_are_shared_out": (
+        1,
+        {"optimizer": {"offload_parameters": "cpu", "sharding": "zero2"}},
+        "optimizer.offload_parameters: cpu, with optimizer.sharding zero2; "
+        "set optimizer.sharding=zero3, or leave it out",
+        {"optimizer": {"offload_parameters": "cpu", "sharding": "zero3"}},
+    ),
+    "configuration_of_deepspeed_is_for_deepspeed": (
+        1,
+        {"optimizer": {"deepspeed": "zero.json"}},
+        "optimizer.deepspeed: zero.json, with optimizer.sharding megatron; "
+        "set optimizer.sharding=zero1, or leave it out",
+        {"optimizer": {"sharding": "zero1"}},
+    ),
+    "configuration_of_deepspeed_agrees": (
+        1,
+        {"optimizer": {"deepspeed": "no/such.json", "sharding": "zero1"}},
+        "optimizer.deepspeed: no/such.json cannot be read (No such file or directory); "
+        "name a file with DeepSpeed's configuration, or leave it out",
+        {"optimizer": {"sharding": "zero1"}},
     ),
     "transformer_engine_needs_a_gpu": (
         1,

@@ -1,0 +1,127 @@
+"""DeepSpeed's configuration: what the run says, the user's file beside it, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.config.deepspeed import deepspeed_config
+from megatron_ext.config.schema import OptimizerConfig, TrainingConfig
+from megatron_ext.errors import UserError
+
+TRAINING = TrainingConfig(global_batch_size=32, micro_batch_size=4, precision="bf16")
+
+
+def merged(tmp_path: Path, content: Any, sharding: Any = "zero2", **fields: Any) -> dict[str, Any]:
+    path = tmp_path / "deepspeed.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    optimizer = OptimizerConfig(sharding=sharding, deepspeed=str(path), **fields)
+    return deepspeed_config(optimizer, TRAINING, num_micro_batches=2)
+
+
+@pytest.mark.parametrize(("sharding", "stage"), [("zero1", 1), ("zero2", 2), ("zero3", 3)])
+def test_without_a_file_it_is_the_runs(sharding: Any, stage: int) -> None:
+    found = deepspeed_config(OptimizerConfig(sharding=sharding, clip_grad=0.5), TRAINING, 2)
+    assert found["zero_optimization"]["stage"] == stage
+    assert found["gradient_clipping"] == 0.5
+    assert found["bf16"] == {"enabled": True}
+    assert found["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert "offload_optimizer" not in found["zero_optimization"]
+
+
+def test_offload_of_the_run() -> None:
+    optimizer = OptimizerConfig(sharding="zero3", offload="cpu", offload_parameters="cpu")
+    zero = deepspeed_config(optimizer, TRAINING, 2)["zero_optimization"]
+    assert zero["offload_optimizer"]["device"] == zero["offload_param"]["device"] == "cpu"
+
+
+def test_what_the_run_does_not_speak_of_is_kept(tmp_path: Path) -> None:
+    nvme = {"device": "nvme", "nvme_path": "/local", "buffer_count": 5}
+    content = {"zero_optimization": {"offload_optimizer": nvme, "sub_group_size": 1000}, "steps_per_print": 7}
+    found = merged(tmp_path, content, "zero3")
+    assert found["zero_optimization"] == {"stage": 3, "offload_optimizer": nvme, "sub_group_size": 1000}
+    assert found["steps_per_print"] == 7
+
+
+def test_what_agrees_or_is_left_to_the_run_is_the_runs(tmp_path: Path) -> None:
+    content = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1,
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": False, "loss_scale": 0},
+        "optimizer": {"type": "adamw", "params": {"lr": "auto", "betas": [0.9, 0.95]}},
+        "zero_optimization": {"stage": "auto"},
+    }
+    found = merged(tmp_path, content)
+    assert found["gradient_accumulation_steps"] == 1  # micro-batches are the schedule's business
+    assert found["gradient_clipping"] == 1.0
+    assert found["bf16"] == {"enabled": True}
+    assert found["zero_optimization"]["stage"] == 2
+    assert "optimizer" not in found
+    assert "train_batch_size" not in found
+
+
+@pytest.mark.parametrize(
+    ("content", "field", "words"),
+    [
+        ({"train_batch_size": 64}, "train_batch_size", "64.*32"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps", "4.*2"),
+        ({"gradient_clipping": 0.5}, "gradient_clipping", "0.5.*1.0"),
+        ({"bf16": {"enabled": False}}, "bf16.enabled", "false.*true"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage", "3.*2"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype", "bf16.*fp32"),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type", "Lamb.*AdamW"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}, "optimizer.params.lr", "0.1.*0.0003"),
+        ({"fp16": {"enabled": True}}, "fp16", "training.precision"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler", "optimizer.schedule"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel", "parallel.tensor"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value,
+)
+def test_what_contradicts_the_run_is_refused_by_name(
+    tmp_path: Path, content: dict[str, Any], field: str, words: str
+) -> None:
+    with pytest.raises(UserError, match=words) as raised:
+        merged(tmp_path, content)
+    assert raised.value.where == f"{tmp_path / 'deepspeed.json'}: {field}"
+
+
+def test_offload_that_contradicts_the_runs_is_refused(tmp_path: Path) -> None:
+    content = {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}
+    with pytest.raises(UserError, match=r"nvme.*cpu"):
+        merged(tmp_path, content, "zero3", offload="cpu")
+
+
+@pytest.mark.parametrize(
+    ("content", "field"),
+    [
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
+        ({"zero_optimization": {"sub_group_size": 5}}, "zero_optimization.sub_group_size"),
+    ],
+)
+def test_zero1_refuses_what_only_the_engine_reads(tmp_path: Path, content: dict[str, Any], field: str) -> None:
+    with pytest.raises(UserError, match="engine") as raised:
+        merged(tmp_path, content, "zero1")
+    assert raised.value.where.endswith(f": {field}")
+    assert merged(tmp_path, {"zero_optimization": {"reduce_bucket_size": 7}}, "zero1")["zero_optimization"] == {
+        "stage": 1,
+        "reduce_bucket_size": 7,
+        "overlap_comm": False,
+    }
+
+
+@pytest.mark.parametrize(("content", "words"), [("{", "is not JSON"), ("[]", "holds a list")])
+def test_a_file_that_is_no_configuration(tmp_path: Path, content: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        merged(tmp_path, content)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    optimizer = OptimizerConfig(sharding="zero2", deepspeed=str(tmp_path / "none.json"))
+    with pytest.raises(UserError, match=r"none\.json cannot be read \(No such file"):
+        deepspeed_config(optimizer, TRAINING, 2)
