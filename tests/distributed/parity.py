@@ -160,9 +160,13 @@ def train(rank: int, world_size: int, config: RunConfig) -> Outcome | None:
 
 
 def count_anew() -> None:
-    """Let DeepSpeed number parameters from zero: ranks compare numbers, and not all have made as many models before."""
+    """Let DeepSpeed number parameters and modules from zero: ranks compare numbers, and some made models before."""
     if "deepspeed" in sys.modules:
-        sys.modules["deepspeed"].zero.Init.param_id = 0
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+        from deepspeed.runtime.zero.partition_parameters import Init
+
+        Init.param_id = 0
+        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
 
 
 def plain_first_step(rank: int, world_size: int, config: RunConfig) -> tuple[float, float]:
