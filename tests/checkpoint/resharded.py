@@ -39,35 +39,26 @@ def _parts(
 
 
 def _whole(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
-    """Parameters and Adam's moments of the whole model; on rank 0. The model is of no use afterwards.
-
-    The stretches that ranks hold of a parameter's moment are put in the parameter's place, so that one function puts
-    all ranks' parameters together.
-    """
+    """Parameters and the optimizer's state of the whole model; on rank 0."""
     optimizer, groups = trainer.optimizer, trainer.groups
     with optimizer.whole():
         found = {"parameters": parity.whole_parameters(optimizer.chunks, groups.tp.rank())}
-    moments: dict[str, dict[int, Tensor]] = {}
-    for stretch in optimizer.stretches():  # type: ignore[attr-defined]
-        for kind, tensor in stretch.tensors.items():
-            whole = torch.full([_numel(stretch.parameter)], -torch.inf)
-            whole[stretch.start : stretch.start + len(tensor)] = tensor
-            moments.setdefault(kind, {})[id(stretch.parameter)] = whole
-    with optimizer.whole():
-        for kind in ("param", "exp_avg", "exp_avg_sq"):
-            for chunk in optimizer.chunks:
-                for parameter in chunk.parameters():
-                    nothing = torch.full([parameter.numel()], -torch.inf)
-                    whole = moments.get(kind, {}).get(id(parameter), nothing)
-                    dist.all_reduce(whole, dist.ReduceOp.MAX, group=groups.dp_cp)
-                    assert torch.isfinite(whole).all(), f"nobody holds {kind} of all elements"
-                    parameter.data.copy_(whole.view_as(parameter))
-            found[kind] = parity.whole_parameters(optimizer.chunks, groups.tp.rank())
+    held = list(optimizer.stretches())  # type: ignore[attr-defined]
+    for kind in ("param", "exp_avg", "exp_avg_sq"):
+        values = {}
+        for chunk in optimizer.chunks:
+            for parameter in chunk.parameters():
+                shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves nothing in the parameter
+                whole = torch.full([shape.numel()], -torch.inf)
+                for stretch in held:
+                    if stretch.parameter is parameter:
+                        tensor = stretch.tensors[kind]
+                        whole[stretch.start : stretch.start + len(tensor)] = tensor
+                dist.all_reduce(whole, dist.ReduceOp.MAX, group=groups.dp_cp)
+                assert torch.isfinite(whole).all(), f"nobody holds {kind} of all elements"
+                values[id(parameter)] = whole.view(shape)
+        found[kind] = parity.whole_parameters(optimizer.chunks, groups.tp.rank(), values)
     return found
-
-
-def _numel(parameter: Tensor) -> int:
-    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves none of it in the parameter
 
 
 def save(

@@ -220,14 +220,20 @@ def masked_batch(indices: list[int], groups: Any) -> Batch:
     return replace(batch, loss_mask=masks.chunk(cp_size, dim=1)[cp_rank].contiguous())
 
 
-def whole_parameters(chunks: Any, tp_rank: int) -> dict[str, Tensor]:
+def whole_parameters(chunks: Any, tp_rank: int, values: dict[int, Tensor] | None = None) -> dict[str, Tensor]:
     """The whole model's parameters from all ranks' parts, on rank 0; empty on the others.
+
+    Args:
+        chunks: of this rank.
+        tp_rank: of this rank.
+        values: what to put together in place of the parameters' own values, by their `id`.
 
     Raises:
         AssertionError: ranks that should hold the same values do not, to the last bit.
     """
     gated = chunks[0].config.gated_linear_unit
-    own = {name: p.detach().float().clone() for chunk in chunks for name, p in _named_globally(chunk)}
+    named = [(name, p if values is None else values[id(p)]) for chunk in chunks for name, p in _named_globally(chunk)]
+    own = {name: tensor.detach().float().clone() for name, tensor in named}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (tp_rank, own))
     if dist.get_rank() != 0:

@@ -1,0 +1,38 @@
+"""The table of optimizers: the fastest round of each counts, its losses beside the reference's."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+PATH = Path(__file__).parents[2] / "tools" / "compare_optimizers.py"
+SPEC = importlib.util.spec_from_file_location("compare_optimizers", PATH)
+compare_optimizers = importlib.util.module_from_spec(SPEC)
+sys.modules["compare_optimizers"] = compare_optimizers
+SPEC.loader.exec_module(compare_optimizers)
+
+
+def rows(outcomes, skipped):
+    lines = compare_optimizers.table(outcomes, skipped).splitlines()[2:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def test_the_fastest_round_stands_beside_the_references():
+    outcome = compare_optimizers.Outcome
+    found = rows(
+        [
+            outcome("megatron", [3.0, 2.0, 1.0], [900.0, 20.0, 20.0], 2 * 2**30),
+            outcome("zero1", [3.0, 2.5, 1.0], [900.0, 30.0, 32.0], 2**30),
+            outcome("zero2", [], [], 0),
+            outcome("zero1", [3.0, 2.25, 1.0], [900.0, 22.0, 22.0], 2**30),
+        ],
+        skipped=1,
+    )
+    assert found == [
+        ["megatron", "20.0", "1.000", "20.0", "2.0", "3.0000", "1.0000", "0.0e+00"],
+        ["zero1", "22.0", "1.100", "31.0 22.0", "1.0", "3.0000", "1.0000", "2.5e-01"],
+        ["zero2", "failed", "", "", "", "", "", ""],
+    ]
+
+
+def test_without_the_reference_nothing_is_beside_it():
+    assert rows([compare_optimizers.Outcome("zero1", [3.0, 2.0], [9.0, 5.0], 2**30)], skipped=0)[0][2] == ""

@@ -1,0 +1,136 @@
+"""Trains one configuration under several optimizers and tables losses, time a step and memory side by side.
+
+    python tools/compare_optimizers.py examples/110m_2k.yaml data.path=data/mine --processes 2 --output out
+
+Every run is a `selectron train` of its own, one after the other; with `--rounds 2` all run again, so that what drifts
+on the machine does not count for one of them. Writes optimizers.json and optimizers.md into the output folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+OPTIMIZERS = {
+    "none": ["optimizer.sharding=none"],
+    "megatron": ["optimizer.sharding=megatron"],
+    "zero1": ["optimizer.sharding=zero1"],
+    "zero2": ["optimizer.sharding=zero2"],
+    "zero3": ["optimizer.sharding=zero3"],
+    "zero1-offload": ["optimizer.sharding=zero1", "optimizer.offload=cpu"],
+    "zero2-offload": ["optimizer.sharding=zero2", "optimizer.offload=cpu"],
+    "zero3-offload": ["optimizer.sharding=zero3", "optimizer.offload=cpu", "optimizer.offload_parameters=cpu"],
+    # The same sums in other orders: how far apart bf16 lets two runs drift.
+    "megatron-tp2": ["optimizer.sharding=megatron", "parallel.tensor=2", "parallel.sequence=true"],
+}
+REFERENCE = "megatron"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run was.
+
+    Attributes:
+        optimizer: a key of OPTIMIZERS.
+        losses: nats a token, of every step; none if the run failed (see its log).
+        milliseconds: of each step.
+        peak_memory: bytes, the largest of any rank.
+    """
+
+    optimizer: str
+    losses: list[float]
+    milliseconds: list[float]
+    peak_memory: int
+
+    def step_time(self, skipped: int) -> float:
+        """Median milliseconds of a step after the first ones, in which kernels are made."""
+        return statistics.median(self.milliseconds[skipped:])
+
+
+def run(optimizer: str, number: int, args: argparse.Namespace) -> Outcome:
+    """Train under one optimizer."""
+    name = f"{optimizer}-{number}"
+    command = [sys.executable, "-m", "megatron_ext.cli", "train", str(args.config), *args.overrides]
+    command += ["parallel.tensor=1", "parallel.sequence=false", *OPTIMIZERS[optimizer]]
+    command += [f"training.steps={args.steps}", "training.evaluate_every=0", "training.checkpoint_every=0"]
+    command += [f"run.dir={args.output / 'runs'}", f"run.name={name}", "--processes", str(args.processes)]
+    with (args.output / f"{name}.log").open("w") as log:
+        done = subprocess.run(command, stdout=log, stderr=log, check=False)
+    if done.returncode:
+        return Outcome(optimizer, [], [], 0)
+    lines = (args.output / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    tokens = [b["tokens"] - a["tokens"] for a, b in zip([{"tokens": 0}, *steps], steps, strict=False)]
+    return Outcome(
+        optimizer,
+        [step["loss"] for step in steps],
+        [1000 * count / step["tokens_per_second"] for count, step in zip(tokens, steps, strict=True)],
+        max(step["peak_memory"] for step in steps),
+    )
+
+
+def table(outcomes: Sequence[Outcome], skipped: int) -> str:
+    """Markdown: a row an optimizer, its fastest round; time beside the reference's."""
+    best: dict[str, Outcome] = {}
+    for outcome in outcomes:
+        known = best.get(outcome.optimizer)
+        if outcome.losses and (known is None or outcome.step_time(skipped) < known.step_time(skipped)):
+            best[outcome.optimizer] = outcome
+    reference = best.get(REFERENCE)
+    lines = [
+        f"| optimizer | ms a step | beside {REFERENCE} | all rounds, ms | peak memory, GiB | first loss | last loss "
+        f"| largest difference from {REFERENCE} |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(outcome.optimizer for outcome in outcomes):
+        if name not in best:
+            lines.append(f"| {name} | failed | | | | | | |")
+            continue
+        one = best[name]
+        rounds = [o.step_time(skipped) for o in outcomes if o.optimizer == name and o.losses]
+        fields = [name, f"{one.step_time(skipped):.1f}", "", " ".join(f"{ms:.1f}" for ms in rounds)]
+        fields += [f"{one.peak_memory / 2**30:.1f}", f"{one.losses[0]:.4f}", f"{one.losses[-1]:.4f}", ""]
+        if reference is not None:
+            fields[2] = f"{one.step_time(skipped) / reference.step_time(skipped):.3f}"
+            fields[-1] = f"{max(abs(a - b) for a, b in zip(one.losses, reference.losses, strict=True)):.1e}"
+        lines.append("| " + " | ".join(fields) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Run all. Returns 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*", help="key=value, for every run")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--optimizers", default="megatron,zero1,zero2,zero3,none,megatron-tp2")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=1)
+    args = parser.parse_intermixed_args()
+    names = args.optimizers.split(",")
+    unknown = sorted(set(names) - OPTIMIZERS.keys())
+    if unknown:
+        parser.error(f"--optimizers: no {', '.join(unknown)}; there are {', '.join(OPTIMIZERS)}")
+    args.output.mkdir(parents=True, exist_ok=True)
+    outcomes = []
+    for number in range(args.rounds):
+        for name in names:
+            outcomes.append(run(name, number, args))
+            found = {"torch": torch.__version__, "runs": [asdict(outcome) for outcome in outcomes]}
+            (args.output / "optimizers.json").write_text(json.dumps(found) + "\n")
+            (args.output / "optimizers.md").write_text(table(outcomes, args.steps // 5))
+    print(table(outcomes, args.steps // 5))
+    return 0 if all(outcome.losses for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
