@@ -134,11 +134,15 @@ def test_data_of_another_tokenizer_is_refused(
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
+# A rate that does not depend on the length of the run.
+SIX = ["training.steps=6", "optimizer.schedule=constant"]
+
+
 @pytest.fixture(scope="module")
 def six_steps(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     """The folder of a run with checkpoints after steps 3 and 6, to copy."""
     folder = tmp_path_factory.mktemp("six")
-    must_run(write_config(folder, data, folder), ["training.steps=6"])
+    must_run(write_config(folder, data, folder), SIX)
     return folder / "run"
 
 
@@ -197,7 +201,8 @@ def test_a_run_whose_newest_checkpoint_is_damaged_continues_from_the_one_before(
 ) -> None:
     damaged = run_folder / "checkpoints" / "step_6" / "__0_0.distcp"
     flip_a_byte(damaged)
-    errors = must_run(config, ["training.steps=7", "--resume"], processes=2)
+    content = damaged.read_bytes()
+    errors = must_run(config, [*SIX, "training.steps=7", "--resume"], processes=2)
     (warning,) = [line for line in errors.splitlines() if line.startswith("selectron: warning:")]
     assert str(damaged) in warning
     assert "has the checksum" in warning
@@ -273,7 +278,7 @@ def test_a_disk_that_fills_while_saving(tmp_path: Path, data: Path, six_steps: P
     size = sum(file.stat().st_size for file in (six_steps / "checkpoints" / "step_3").iterdir())
     _mount(mount, int(1.7 * size))  # room for one checkpoint and the records, not for two: it fills in the background
     config, checkpoints = write_config(tmp_path, data, mount), mount / "run" / "checkpoints"
-    code, errors = run(config, [*TP2, "training.steps=6"], processes=2)
+    code, errors = run(config, [*TP2, *SIX], processes=2)
     assert code == 2, errors
     line = one_line(errors)
     assert str(checkpoints / "step_6") in line
@@ -281,7 +286,7 @@ def test_a_disk_that_fills_while_saving(tmp_path: Path, data: Path, six_steps: P
     assert "from step 3" in line
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_3"]
     _mount(mount, 4 * size, "remount")
-    must_run(config, [*TP2, "training.steps=6", "--resume"], processes=2)
+    must_run(config, [*TP2, *SIX, "--resume"], processes=2)
     assert [r["step"] for r in records(mount / "run")] == list(range(1, 7))
     assert [r["loss"] for r in records(mount / "run")] == pytest.approx(
         [r["loss"] for r in records(six_steps)], abs=1e-5, rel=0
