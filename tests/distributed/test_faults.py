@@ -213,13 +213,10 @@ def test_a_run_whose_newest_checkpoint_is_damaged_continues_from_the_one_before(
         [r["loss"] for r in records(six_steps)], abs=1e-5, rel=0
     )
     assert [r["step"] for r in records(run_folder, "evaluation.jsonl")] == [5, 5, 5, 7, 7, 7]
-    assert sorted(path.name for path in (run_folder / "checkpoints").iterdir()) == [
-        "latest",
-        "step_3",
-        "step_6",
-        "step_7",
-    ]
-    assert (run_folder / "checkpoints" / "latest").read_text() == "step_7\n"
+    checkpoints = run_folder / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_3", "step_6", "step_7"]
+    assert damaged.read_bytes() != content  # saved again
+    assert (checkpoints / "latest").read_text() == "step_7\n"
 
 
 @pytest.mark.slow
