@@ -80,7 +80,7 @@ def trained_model(run: TrainedRun, step: int | None = None) -> Iterator[torch.nn
         UserError: there is no such checkpoint, or it is damaged.
     """
     with groups_of_one_process(run.platform.communication) as groups:
-        store = CheckpointStore(run.folder / CHECKPOINTS, {}, groups, run.platform, keep=0)
+        store = CheckpointStore(run.folder / CHECKPOINTS, {}, groups, run.platform)
         record = _record(store, step)
         (model,) = build_model(run.shape, run.platform, groups, run.seed)
         store.load_model([model], record)

@@ -28,17 +28,22 @@ def _config(pattern: str, parallel: dict[str, Any], seed: int, block: str, field
     return replace(config, training=replace(config.training, seed=seed))
 
 
-def _parts(
-    root: Path, pattern: str, parallel: dict[str, Any], seed: int, block: str, fields: dict[str, Any]
+def parts(
+    root: Path,
+    pattern: str,
+    parallel: dict[str, Any],
+    seed: int,
+    block: str = "transformer",
+    fields: dict[str, Any] | None = None,
 ) -> tuple[Any, Trainer, CheckpointStore]:
-    config, platform = _config(pattern, parallel, seed, block, fields), select_platform("cpu")
+    config, platform = _config(pattern, parallel, seed, block, fields or {}), select_platform("cpu")
     parity.count_anew()
     groups = make_process_groups(config.parallel, seed)
     trainer = build_trainer(config, model_shape(config, platform, parity.VOCABULARY), groups, platform)
-    return config, trainer, CheckpointStore(root, {}, groups, platform, keep=0)
+    return config, trainer, CheckpointStore(root, {}, groups, platform)
 
 
-def _whole(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
+def whole(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     """Parameters and the optimizer's state of the whole model; on rank 0."""
     optimizer, groups = trainer.optimizer, trainer.groups
     with optimizer.whole():
@@ -49,14 +54,14 @@ def _whole(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
         for chunk in optimizer.chunks:
             for parameter in chunk.parameters():
                 shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves nothing in the parameter
-                whole = torch.full([shape.numel()], -torch.inf)
+                filled = torch.full([shape.numel()], -torch.inf)
                 for stretch in held:
                     if stretch.parameter is parameter:
                         tensor = stretch.tensors[kind]
-                        whole[stretch.start : stretch.start + len(tensor)] = tensor
-                dist.all_reduce(whole, dist.ReduceOp.MAX, group=groups.dp_cp)
-                assert torch.isfinite(whole).all(), f"nobody holds {kind} of all elements"
-                values[id(parameter)] = whole.view(shape)
+                        filled[stretch.start : stretch.start + len(tensor)] = tensor
+                dist.all_reduce(filled, dist.ReduceOp.MAX, group=groups.dp_cp)
+                assert torch.isfinite(filled).all(), f"nobody holds {kind} of all elements"
+                values[id(parameter)] = filled.view(shape)
         found[kind] = parity.whole_parameters(optimizer.chunks, groups.tp.rank(), values)
     return found
 
@@ -71,11 +76,11 @@ def save(
     fields: dict[str, Any] | None = None,
 ) -> dict[str, dict[str, Tensor]]:
     """Train a little, save, and return the whole state."""
-    config, trainer, store = _parts(root, pattern, parallel, 1, block, fields or {})
+    config, trainer, store = parts(root, pattern, parallel, 1, block, fields)
     for step in range(STEPS):
         trainer.train_step(parity.step_batches(config, trainer.groups, step))
     store.save(trainer.optimizer, Progress(step=STEPS, samples=8 * STEPS, tokens=256 * STEPS))
-    return _whole(trainer)
+    return whole(trainer)
 
 
 def load(
@@ -88,17 +93,17 @@ def load(
     fields: dict[str, Any] | None = None,
 ) -> tuple[dict[str, dict[str, Tensor]], int]:
     """Load into a model of other initial weights; the whole state, and the steps that the schedule counts."""
-    _, trainer, store = _parts(root, pattern, parallel, 2, block, fields or {})
+    _, trainer, store = parts(root, pattern, parallel, 2, block, fields)
     store.load(trainer.optimizer, store.check(STEPS))
     counted = trainer.optimizer._scheduler.num_steps  # type: ignore[attr-defined]
-    return _whole(trainer), counted
+    return whole(trainer), counted
 
 
 def go_on(
     rank: int, world_size: int, root: Path, pattern: str, parallel: dict[str, Any], fields: dict[str, Any]
 ) -> list[float]:
     """Losses of the steps after the checkpoint, of a model that was loaded from it."""
-    config, trainer, store = _parts(root, pattern, parallel, 2, "transformer", fields)
+    config, trainer, store = parts(root, pattern, parallel, 2, "transformer", fields)
     store.load(trainer.optimizer, store.check(STEPS))
     steps = range(STEPS, STEPS + 3)
     return [trainer.train_step(parity.step_batches(config, trainer.groups, step)).loss for step in steps]
