@@ -43,12 +43,14 @@ class Record:
         identity: the configuration's values that another run must share to continue from here.
         generators: layout that the generators' states belong to.
         files: size in bytes of every file of the checkpoint.
+        model_only: whether it holds the model without optimizer, generators and data position, as conversion writes.
     """
 
     progress: Progress
     identity: dict[str, Any]
     generators: list[int]
     files: dict[str, int]
+    model_only: bool = False
 
 
 class CheckpointFolder:

@@ -168,6 +168,7 @@ def identity(config: RunConfig, data: RunData) -> dict[str, Any]:
         "data.seq_length": config.data.seq_length,
         "data.train_domains": data.train_domains,
         "data.tokenizer": data.manifest.tokenizer.sha256,
+        "data.vocab_size": data.vocab_size,
         "training.seed": config.training.seed,
         "training.precision": config.training.precision,
     }

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from megatron_ext.config.schema import ModelConfig
+
+if TYPE_CHECKING:
+    from megatron_ext.checkpoint.conversion.tensors import Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,3 +72,28 @@ class Family(Protocol):
 
     def rules(self, saved: SavedModel) -> Iterator[Rule]:
         """Rules that together name every tensor of both sides once."""
+
+
+@runtime_checkable
+class ShipsCode(Protocol):
+    """A family whose model is none of an installed library's: its Python files lie beside the weights."""
+
+    code: Sequence[Path]
+    """The files, as the folder is to hold them."""
+
+
+@runtime_checkable
+class AnswersItself(Protocol):
+    """A family whose model transformers' AutoModelForCausalLM cannot run on the CPU, or not without foreign code."""
+
+    def logits(self, folder: Path, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
+        """What the other library's model answers, computed in fp32.
+
+        Args:
+            folder: with its config.json.
+            tensors: its weights.
+            tokens_bt: int64 [b, t].
+
+        Returns:
+            fp32 logits [b, t, v].
+        """
