@@ -138,6 +138,13 @@ class CheckpointFolder:
             self._check_file(folder / name, size, mend)
         return record
 
+    def is_model_only(self, step: int) -> bool:
+        """Whether a checkpoint says of itself that it holds a model alone, be it whole or not."""
+        try:
+            return bool(json.loads((self.path(step) / RECORD).read_text()).get("model_only"))
+        except (OSError, ValueError, AttributeError):
+            return False
+
     @staticmethod
     def _check_file(path: Path, size: int, mend: str) -> None:
         if not path.is_file():

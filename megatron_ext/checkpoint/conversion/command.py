@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 FORMATS = ("hf", "megatron", "deepspeed-universal")
 PRECISIONS = ("fp32", "bf16", "fp16")
-SHARD_BYTES = 5 * 10**9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--verify", action=argparse.BooleanOptionalAction, default=True, help=check)
     add("--dry-run", action="store_true", help="say what would be written, and write nothing")
     add("--overwrite", action="store_true", help="replace a model that is there")
-    add("--shard-size", type=float, default=5, metavar="GB", help="of a safetensors file, at most (default %(default)s)")
+    add("--shard-size", type=float, default=5, metavar="GB", help="of a safetensors file, at most (default: 5)")
     add_source_options(parser)
 
 

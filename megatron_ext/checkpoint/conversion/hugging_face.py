@@ -11,9 +11,10 @@ from pydantic import ValidationError
 
 from megatron_ext.checkpoint.conversion.families import family_of_architecture
 from megatron_ext.checkpoint.conversion.family import Family, SavedModel, ShipsCode
+from megatron_ext.checkpoint.conversion.made import Made, to_ours, to_theirs
 from megatron_ext.checkpoint.conversion.safetensors_files import SafetensorsTensors, write_safetensors
 from megatron_ext.checkpoint.conversion.source import Source, SourceOptions, main_dtype
-from megatron_ext.checkpoint.conversion.tensors import Made, Tensors, to_ours, to_theirs
+from megatron_ext.checkpoint.conversion.tensors import Tensors
 from megatron_ext.checkpoint.conversion.tokenizer_files import KeptTokenizer, kept_tokenizer, read_json
 from megatron_ext.errors import UserError
 

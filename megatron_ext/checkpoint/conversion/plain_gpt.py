@@ -12,10 +12,11 @@ from typing import Any
 from megatron.core.transformer import enums
 
 from megatron_ext.checkpoint.conversion.family import SavedModel
+from megatron_ext.checkpoint.conversion.made import Made, Step
 from megatron_ext.checkpoint.conversion.our_model import VOCABULARY
 from megatron_ext.checkpoint.conversion.saved import configured_model
 from megatron_ext.checkpoint.conversion.source import Source, SourceOptions
-from megatron_ext.checkpoint.conversion.tensors import Made, Step, Tensors, without_padding
+from megatron_ext.checkpoint.conversion.tensors import Tensors, without_padding
 from megatron_ext.checkpoint.conversion.tokenizer_files import KeptTokenizer, kept_tokenizer
 from megatron_ext.checkpoint.conversion.torch_dist import COMMON, TorchDistTensors, read_common
 from megatron_ext.checkpoint.folder import Progress

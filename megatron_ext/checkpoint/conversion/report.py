@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 def describe(source: Source, *, with_tensors: bool) -> dict[str, Any]:
     """What a checkpoint is, as plain values; one that could be opened is whole."""
     saved, progress = source.saved, source.progress
-    facts = {
+    facts: dict[str, Any] = {
         "path": str(source.path),
         "format": source.format,
         "architecture": source.family.architecture if source.family else None,
@@ -97,7 +97,7 @@ def _possible(source: Source) -> dict[str, str | None]:
 
 def _lines(facts: dict[str, Any]) -> list[str]:
     progress = "not said" if facts["step"] is None else f"{facts['step']:,} ({facts['tokens']:,} tokens)"
-    rows = {
+    rows: dict[str, str] = {
         "format": _FORMATS[facts["format"]],
         "architecture": facts["architecture"] or "Selectron",
         "files": "whole",

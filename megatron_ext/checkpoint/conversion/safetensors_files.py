@@ -87,9 +87,7 @@ def _header(path: Path) -> dict[str, TensorInfo]:
     try:
         with safe_open(path, framework="pt") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - no mapping
-            return {
-                key: TensorInfo(tuple(part.get_shape()), DTYPES[part.get_dtype()]) for key, part in slices.items()
-            }
+            return {key: TensorInfo(tuple(part.get_shape()), DTYPES[part.get_dtype()]) for key, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise UserError(str(path), f"is damaged ({' '.join(str(error).split())})", _MEND) from error
     except KeyError as error:

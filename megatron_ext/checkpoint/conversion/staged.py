@@ -23,7 +23,7 @@ def on_meta() -> Iterator[None]:
             vars(empty).update(vars(parameter))
             module._parameters[name] = empty
 
-    Module.register_parameter = without_numbers  # type: ignore[method-assign]
+    Module.register_parameter = without_numbers  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

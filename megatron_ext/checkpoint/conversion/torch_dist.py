@@ -5,18 +5,18 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.futures import Future
 
 from megatron_ext.checkpoint.conversion.tensors import TensorInfo, Tensors
 from megatron_ext.errors import UserError
@@ -49,11 +49,12 @@ class TorchDistTensors(Tensors):
         self._reader = filesystem.FileSystemReader(folder)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._check_files()
-        tensors = {k: v for k, v in self._metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
-        self.has_optimizer = any(key.startswith(_OTHER_TENSORS) for key in tensors)
+        everything = self._metadata.state_dict_metadata.items()
+        self._entries = {key: entry for key, entry in everything if isinstance(entry, TensorStorageMetadata)}
+        self.has_optimizer = any(key.startswith(_OTHER_TENSORS) for key in self._entries)
         self._places: dict[str, tuple[str, int | None]] = {}  # key of a tensor, and the layer cut out of it
         self._infos: dict[str, TensorInfo] = {}
-        for key, entry in tensors.items():
+        for key, entry in self._entries.items():
             if not key.startswith(_OTHER_TENSORS):
                 self._add(key, entry)
 
@@ -86,7 +87,7 @@ class TorchDistTensors(Tensors):
     def read(self, key: str) -> Tensor:
         """See `Tensors.read`."""
         stored, layer = self._places[key]
-        entry = self._metadata.state_dict_metadata[stored]
+        entry = self._entries[stored]
         offsets, sizes = [0] * len(entry.size), list(entry.size)
         if layer is not None:
             offsets[0], sizes[0] = layer, 1
@@ -101,7 +102,7 @@ class TorchDistTensors(Tensors):
         return tensor if layer is None else tensor[0]
 
 
-class _Into(dcp.DefaultLoadPlanner):
+class _Into(DefaultLoadPlanner):
     """Has what is read put into one tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -176,15 +177,19 @@ def write_torch_dist(tensors: Tensors, folder: Path) -> None:
         OSError: the disk refuses.
         RuntimeError: the same, from torch.
     """
-    shapes = {
-        key: torch.empty(info.shape, dtype=info.dtype, device="meta") for key, info in tensors.infos().items()
-    }
-    dcp.save(shapes, storage_writer=_OneAfterTheOther(folder), planner=_Planner(tensors.stream()), no_dist=True)
+    shapes = {key: torch.empty(info.shape, dtype=info.dtype, device="meta") for key, info in tensors.infos().items()}
+    writer, planner = _OneAfterTheOther(folder), _Planner(tensors.stream())
+    # What torch.distributed.checkpoint.save does, which wraps what the disk raises in an exception of its own.
+    writer.set_up_storage_writer(is_coordinator=True)
+    planner.set_up_planner(shapes, is_coordinator=True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.finish(metadata, [writer.write_data(plan, planner).value()])
     torch.save({}, folder / COMMON)
     save_config(CheckpointingConfig("torch_dist"), str(folder))
 
 
-class _Planner(dcp.DefaultSavePlanner):
+class _Planner(DefaultSavePlanner):
     """Has the tensors made when they are written."""
 
     def __init__(self, stream: Iterator[tuple[str, Tensor]]) -> None:
@@ -211,6 +216,6 @@ class _OneAfterTheOther(filesystem.FileSystemWriter):
         done.set_result(results)
         return done
 
-    def _write_item(self, file: IO[bytes], tensor: Any, item: WriteItem, name: str) -> Any:
+    def _write_item(self, file: Any, tensor: Any, item: WriteItem, name: str) -> Any:
         format_ = filesystem.SerializationFormat.TORCH_SAVE
         return filesystem._write_item(self.transforms, file, tensor, item, name, format_)

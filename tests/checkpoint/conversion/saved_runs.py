@@ -52,7 +52,9 @@ def save(
     for step in range(STEPS):
         trainer.train_step(parity.step_batches(config, trainer.groups, step))
     tokenizer = SimpleNamespace(sha256="0" * 64)
-    data: Any = SimpleNamespace(train_domains=["a"], manifest=SimpleNamespace(tokenizer=tokenizer), vocab_size=VOCABULARY)
+    data: Any = SimpleNamespace(
+        train_domains=["a"], manifest=SimpleNamespace(tokenizer=tokenizer), vocab_size=VOCABULARY
+    )
     CheckpointStore(folder / "checkpoints", identity(config, data), groups, platform, keep=0).save(
         trainer.optimizer, PROGRESS
     )
