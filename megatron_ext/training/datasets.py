@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from megatron_ext.data.batches import Batch, micro_batch_indices, training_batch
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.data.verify import check_tokenizer, verify_shards
-from megatron_ext.errors import UserError
+from megatron_ext.parallel.agreement import on_every_rank
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def open_data(data: DataConfig, seed: int) -> RunData:
     for split, domains in (("train", train), ("validation", train), ("test", test)):
         present = [domain for domain in domains if domain in manifest.domain_names(split)]
         if present:
-            _on_every_rank(
+            on_every_rank(
                 partial(verify_shards, root, manifest, [split], present, data.verify, dist.get_rank(), world_size)
             )
     store = TokenStore(root, manifest, "train", train)
@@ -75,20 +74,6 @@ def open_data(data: DataConfig, seed: int) -> RunData:
 def _chosen(manifest: Manifest, split: str, asked: list[str] | None) -> list[str]:
     """The manifest's own names of the domains asked for; all of the split where none are."""
     return sorted({entry.domain for entry in manifest.select(split, asked)})
-
-
-def _on_every_rank(check: Callable[[], object]) -> None:
-    """Run a check whose work is shared; if it fails on any rank, fail on all with the first one's error."""
-    error: UserError | None = None
-    try:
-        check()
-    except UserError as found:
-        error = found
-    errors: list[UserError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    first = next((one for one in errors if one is not None), None)
-    if first is not None:
-        raise first
 
 
 def step_batches(

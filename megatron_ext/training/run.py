@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.checkpoint.conversion.tokenizer_files import keep_tokenizer
-from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Record
+from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Record, Retention
 from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.pattern import parse_pattern
@@ -38,8 +39,9 @@ def train(config: RunConfig, *, resume: bool = False, from_step: int | None = No
 
     Args:
         config: checked and derived.
-        resume: continue from the newest checkpoint, or begin where there is none.
-        from_step: continue from the checkpoint of this step instead.
+        resume: continue from the newest checkpoint, or begin where there is none. If it is damaged, the one before
+            takes its place, with a warning.
+        from_step: continue from the checkpoint of this step instead, and no other.
 
     Raises:
         UserError: the data, the run's folder or a checkpoint is not what it must be, or the disk is full.
@@ -53,7 +55,7 @@ def train(config: RunConfig, *, resume: bool = False, from_step: int | None = No
         platform = select_platform(config.run.device, local_rank())
         start_process_group(platform)
         try:
-            _train(config, folder, step, platform, stop)
+            _train(config, folder, platform, stop, lambda store: _record(store, step, from_step))
         finally:
             dist.destroy_process_group()
 
@@ -81,13 +83,35 @@ def _starting_step(folder: Path, resume: bool, from_step: int | None) -> int | N
     return step
 
 
-def _train(config: RunConfig, folder: Path, step: int | None, platform: Platform, stop: StopRequest) -> None:
+def _record(store: CheckpointStore, step: int | None, from_step: int | None) -> Record | None:
+    """The checked record of the checkpoint to continue from; None: begin anew."""
+    if step is None or from_step is not None:
+        return None if step is None else store.check(step)
+    record, damages = store.check_newest()
+    for damage in damages:
+        instead = f"continuing from step {record.progress.step} instead of step {step}"
+        _say_on_first_rank(f"selectron: warning: {damage.where}: {damage.problem}; {instead}")
+    return record
+
+
+def _train(
+    config: RunConfig,
+    folder: Path,
+    platform: Platform,
+    stop: StopRequest,
+    record_of: Callable[[CheckpointStore], Record | None],
+) -> None:
     data = open_data(config.data, config.training.seed)
     groups = make_process_groups(config.parallel, config.training.seed)
     store = CheckpointStore(
-        folder / CHECKPOINTS, identity(config, data), groups, platform, config.training.keep_checkpoints
+        folder / CHECKPOINTS,
+        identity(config, data),
+        groups,
+        platform,
+        Retention(config.training.keep_checkpoints, config.training.keep_every),
+        asynchronous=config.training.async_checkpoints,
     )
-    record = store.check(step) if step is not None else None
+    record = record_of(store)
     shape = model_shape(config, platform, data.vocab_size)
     trainer = build_trainer(config, shape, groups, platform)
     if record is not None:

@@ -91,11 +91,14 @@ def trained_model(run: TrainedRun) -> Iterator[torch.nn.Module]:
 
     Args:
         run: whose model.
+
+    Raises:
+        UserError: the checkpoint is damaged.
     """
     with groups_of_one_process(run.platform.communication) as groups:
-        store = CheckpointStore(run.folder / CHECKPOINTS, {}, groups, run.platform, keep=0)
+        store = CheckpointStore(run.folder / CHECKPOINTS, {}, groups, run.platform)
         (model,) = build_model(run.shape, run.platform, groups, run.seed)
-        store.load_model([model], run.record)
+        store.load_model([model], store.check(run.record.progress.step))
         yield model
 
 

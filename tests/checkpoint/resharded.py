@@ -32,7 +32,7 @@ def _parts(
     config, platform = _config(pattern, parallel, seed, block), select_platform("cpu")
     groups = make_process_groups(config.parallel, seed)
     trainer = build_trainer(config, model_shape(config, platform, parity.VOCABULARY), groups, platform)
-    return config, trainer, CheckpointStore(root, {}, groups, platform, keep=0)
+    return config, trainer, CheckpointStore(root, {}, groups, platform)
 
 
 def _whole(trainer: Trainer) -> dict[str, dict[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import shutil
 import sys
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_ext.checkpoint.disk import is_full, storage_problem
 from megatron_ext.errors import UserError
 
 if TYPE_CHECKING:
@@ -148,13 +150,13 @@ def _beside(destination: Path) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         _replace(partial, destination)
-    except OSError as error:
+    except BaseException as error:
+        problem = os.strerror(errno.ENOSPC) if is_full(destination.parent) else storage_problem(error)
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, UserError) or problem is None:
+            raise
         mend = "make room, or give a folder that can be written"
-        raise UserError(str(destination), f"cannot be written: {error.strerror or error}", mend) from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        raise UserError(str(destination), f"cannot be written: {problem}", mend) from error
 
 
 def _replace(partial: Path, destination: Path) -> None:

@@ -12,7 +12,7 @@ from megatron_ext.checkpoint.conversion.source import Source, SourceOptions
 from megatron_ext.checkpoint.conversion.tensors import Tensors, without_padding
 from megatron_ext.checkpoint.conversion.tokenizer_files import kept_tokenizer
 from megatron_ext.checkpoint.conversion.torch_dist import TorchDistTensors, write_torch_dist
-from megatron_ext.checkpoint.folder import LATEST, RECORD, CheckpointFolder, Progress, Record
+from megatron_ext.checkpoint.folder import LATEST, RECORD, CheckpointFolder, Progress, Record, Retention
 from megatron_ext.config.save import tree_to_yaml
 from megatron_ext.errors import UserError
 
@@ -47,7 +47,10 @@ def open_step(path: Path, options: SourceOptions) -> Source:
     step = path.resolve().name.removeprefix("step_")
     if not step.isdecimal():
         raise UserError(str(path), "is a checkpoint whose folder is not called step_N", "give it its name back")
-    record = CheckpointFolder(path.resolve().parent).read_record(int(step))
+    checkpoints = CheckpointFolder(path.resolve().parent)
+    record = checkpoints.read_record(int(step))
+    for name, content in record.files.items():
+        checkpoints.check_file(int(step), name, content)
     stored = TorchDistTensors(path)
     tokenizer = kept_tokenizer(path.resolve().parents[1], options.tokenizer)
     saved = _saved(path, record, stored, options, tokenizer.size if tokenizer else None)
@@ -85,9 +88,9 @@ def write_run(saved: SavedModel, tensors: Tensors, precision: str, progress: Pro
         OSError: the disk refuses.
     """
     checkpoints = CheckpointFolder(folder / CHECKPOINTS)
-    write_torch_dist(tensors, checkpoints.begin(progress.step))
+    written = write_torch_dist(tensors, checkpoints.begin(progress.step))
     parts = {"progress": progress, "identity": identity_of(saved, precision), "generators": [], "model_only": True}
-    checkpoints.finish(progress.step, parts, keep=0)
+    checkpoints.finish(progress.step, parts, written, Retention())
     (folder / CONFIG).write_text(_config(saved, precision, folder.parent, name))
 
 

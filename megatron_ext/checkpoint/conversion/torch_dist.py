@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
+from megatron_ext.checkpoint.contents import CheckedFile, Content, content_of
 from megatron_ext.checkpoint.conversion.tensors import TensorInfo, Tensors
 from megatron_ext.errors import UserError
 
@@ -166,12 +167,15 @@ def read_common(folder: Path, safe: list[Any] | None = None) -> Any:
         raise UserError(str(path), f"cannot be read ({_one_line(error)})", _MEND) from error
 
 
-def write_torch_dist(tensors: Tensors, folder: Path) -> None:
+def write_torch_dist(tensors: Tensors, folder: Path) -> dict[str, Content]:
     """Write a checkpoint that megatron.core.dist_checkpointing loads at any layout.
 
     Args:
         tensors: written as they come.
         folder: exists.
+
+    Returns:
+        What each of its files holds.
 
     Raises:
         OSError: the disk refuses.
@@ -187,6 +191,9 @@ def write_torch_dist(tensors: Tensors, folder: Path) -> None:
     writer.finish(metadata, [writer.write_data(plan, planner).value()])
     torch.save({}, folder / COMMON)
     save_config(CheckpointingConfig("torch_dist"), str(folder))
+    return writer.written | {
+        path.name: content_of(path) for path in folder.iterdir() if path.name not in writer.written
+    }
 
 
 class _Planner(DefaultSavePlanner):
@@ -205,13 +212,20 @@ class _Planner(DefaultSavePlanner):
 
 
 class _OneAfterTheOther(filesystem.FileSystemWriter):
-    """torch's writer, which holds all tensors of a file until it is written; this one holds none."""
+    """torch's writer, which holds all tensors of a file until it is written; this one holds none.
+
+    Attributes:
+        written: what its files hold.
+    """
+
+    written: dict[str, Content]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
         results, name = [], f"{plan.storage_data.prefix}0{filesystem.DEFAULT_SUFFIX}"
-        with open(Path(self.path) / name, "wb") as file:
+        with CheckedFile(Path(self.path) / name) as file:
             for item in plan.items:
                 results.append(self._write_item(file, planner.resolve_data(item), item, name))
+        self.written = {name: file.content}
         done: Future[list[Any]] = Future()
         done.set_result(results)
         return done

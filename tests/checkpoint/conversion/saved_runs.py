@@ -55,6 +55,4 @@ def save(
     data: Any = SimpleNamespace(
         train_domains=["a"], manifest=SimpleNamespace(tokenizer=tokenizer), vocab_size=VOCABULARY
     )
-    CheckpointStore(folder / "checkpoints", identity(config, data), groups, platform, keep=0).save(
-        trainer.optimizer, PROGRESS
-    )
+    CheckpointStore(folder / "checkpoints", identity(config, data), groups, platform).save(trainer.optimizer, PROGRESS)
