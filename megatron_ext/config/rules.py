@@ -174,7 +174,7 @@ def a_mixer_alone_has_no_feed_forward(f: Facts) -> Broken:
 @rule("model.ffn_hidden_size")
 def ffn_divides_by_tensor(f: Facts) -> Broken:
     """The feed-forward columns are split evenly over the tensor-parallel ranks."""
-    width, tensor = f.config.model.ffn_hidden_size or 1, f.config.parallel.tensor
+    width, tensor = f.config.model.ffn_hidden_size or 0, f.config.parallel.tensor
     return _does_not_divide("ffn_hidden_size", width, "parallel.tensor", tensor, f"give a multiple of {tensor}")
 
 

@@ -60,10 +60,10 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         {"parallel": {"tensor": 4}, "model": {"num_query_groups": 4}},
     ),
     "a_mixer_alone_has_no_feed_forward": (
-        1,
-        {"model": {"block": "mixer", "ffn_hidden_size": 96}},
+        2,
+        {"parallel": {"tensor": 2}, "model": {"block": "mixer", "ffn_hidden_size": 96}},
         "model.ffn_hidden_size: 96, with model.block mixer; leave it out, or set model.block=transformer",
-        {"model": {"block": "mixer"}},
+        {"parallel": {"tensor": 2}, "model": {"block": "mixer"}},
     ),
     "ffn_divides_by_tensor": (
         2,
