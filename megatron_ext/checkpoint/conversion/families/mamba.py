@@ -108,14 +108,15 @@ class MambaFamily(MambaModels):
         return model.num_attention_heads * model.head_dim * mixer.expand
 
     def told_of_mixer(self, model: ModelConfig, mixer: MambaConfig) -> dict[str, Any]:
-        """See `MambaModels.told_of_mixer`; either takes a 16th of the hidden size where no rank is given."""
-        return {"time_step_rank": mixer.dt_rank or "auto"}
+        """See `MambaModels.told_of_mixer`."""
+        return {"time_step_rank": mixer.dt_rank or _rank(model.hidden_size)}
 
     def read_mixer(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
         """See `MambaModels.read_mixer`."""
         hidden = fields.whole("hidden_size")
         head_dim = math.gcd(hidden, HEAD_DIM)
-        rank = None if fields["time_step_rank"] == "auto" else fields.whole("time_step_rank")
+        # Written by transformers, it is a number always.
+        rank = None if fields["time_step_rank"] in ("auto", _rank(hidden)) else fields.whole("time_step_rank")
         heads = {"num_attention_heads": hidden // head_dim, "head_dim": head_dim}
         return heads, {"expand": fields.whole("expand"), "dt_rank": rank}
 
@@ -143,3 +144,8 @@ class MambaFamily(MambaModels):
         yield flattened("A_log", "A_log", heads)
         yield flattened("D", "D", heads)
         yield renamed("out_proj.weight", "out_proj.weight")
+
+
+def _rank(hidden_size: int) -> int:
+    """The `time_step_rank` that is called auto, and our `dt_rank` where none is given."""
+    return -(-hidden_size // 16)
