@@ -29,11 +29,13 @@ class Wish:
         dtype: of its numbers; None: as they are.
         shard_bytes: of a safetensors file, at most.
         name: of the destination.
+        architecture: of `--to hf`; None: the first that can hold the model.
     """
 
     dtype: torch.dtype | None = None
     shard_bytes: int = 5 * 10**9
     name: str = "run"
+    architecture: str | None = None
 
 
 class Destination(Protocol):
@@ -63,17 +65,17 @@ class HuggingFace:
 
     def check(self, source: Source, wish: Wish) -> None:
         """See `Destination.check`."""
-        family_for(source.saved)
+        family_for(source.saved, wish.architecture)
 
     def files(self, source: Source, wish: Wish) -> dict[str, int]:
         """See `Destination.files`."""
-        family = family_for(source.saved)
+        family = family_for(source.saved, wish.architecture)
         tensors = hugging_face.theirs(family, source.saved, in_dtype(source.tensors, wish.dtype), str(source.path))
         return {name: shard.num_bytes for name, shard in shards_of(tensors.infos(), wish.shard_bytes).items()}
 
     def write(self, source: Source, wish: Wish, folder: Path) -> None:
         """See `Destination.write`."""
-        family = family_for(source.saved)
+        family = family_for(source.saved, wish.architecture)
         tensors = hugging_face.theirs(family, source.saved, in_dtype(source.tensors, wish.dtype), str(source.path))
         hugging_face.write_folder(family, source.saved, tensors, source.tokenizer, folder, wish.shard_bytes)
         _keep_tokenizer(source, folder)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_ext.config.schema import ModelConfig
-
-if TYPE_CHECKING:
-    from megatron_ext.checkpoint.conversion.tensors import Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,19 +79,5 @@ class ShipsCode(Protocol):
     code: Sequence[Path]
     """The files, as the folder is to hold them."""
 
-
-@runtime_checkable
-class AnswersItself(Protocol):
-    """A family whose model transformers' AutoModelForCausalLM cannot run on the CPU, or not without foreign code."""
-
-    def logits(self, folder: Path, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
-        """What the other library's model answers, computed in fp32.
-
-        Args:
-            folder: with its config.json.
-            tensors: its weights.
-            tokens_bt: int64 [b, t].
-
-        Returns:
-            fp32 logits [b, t, v].
-        """
+    def model(self, config: dict[str, Any]) -> Module:
+        """The model of a config.json, fp32, made by the files here: those of a folder may be anybody's."""

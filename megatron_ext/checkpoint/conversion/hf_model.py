@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from megatron_ext.checkpoint.conversion.family import Family, ShipsCode
 from megatron_ext.checkpoint.conversion.staged import on_meta, staged
 from megatron_ext.checkpoint.conversion.tensors import Tensors, check_keys
+from megatron_ext.checkpoint.conversion.tokenizer_files import read_json
 from megatron_ext.errors import UserError
 
 
-def logits(folder: Path, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
-    """What AutoModelForCausalLM answers, computed in fp32.
+def can_answer(family: Family) -> bool:
+    """Whether a family's model runs on the CPU: transformers' do, and ours; flash-linear-attention's need a GPU."""
+    return isinstance(family, ShipsCode) or hasattr(_transformers(), family.architecture)
+
+
+def logits(folder: Path, family: Family, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
+    """What the model answers, computed in fp32.
 
     Args:
         folder: with its config.json.
+        family: of its architecture; see `can_answer`.
         tensors: its weights, by its own keys.
         tokens_bt: int64 [b, t].
 
@@ -27,7 +36,8 @@ def logits(folder: Path, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
     Raises:
         UserError: transformers is not installed, or its model has other weights.
     """
-    model = _model(folder)
+    with on_meta():
+        model = _model(folder, family).eval()
     names = _keys(model)
     check_keys(set(names.values()), tensors.infos(), str(folder))
     read: Callable[[str], Tensor] = lambda name: tensors.read(names[name]).float()  # noqa: E731
@@ -36,16 +46,22 @@ def logits(folder: Path, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
     return answer.float()
 
 
-def _model(folder: Path) -> torch.nn.Module:
+def _transformers() -> ModuleType:
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
     except ImportError:
         mend = "install selectron[hf], or leave the check out with --no-verify"
         raise UserError("--verify", "needs transformers, which is not installed", mend) from None
-    config = AutoConfig.from_pretrained(folder)
-    with on_meta():
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model.eval()
+    return transformers
+
+
+def _model(folder: Path, family: Family) -> torch.nn.Module:
+    library = _transformers()
+    if isinstance(family, ShipsCode):
+        return family.model(read_json(folder / "config.json"))
+    config = library.AutoConfig.from_pretrained(folder)
+    model: torch.nn.Module = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
 
 
 def _keys(model: torch.nn.Module) -> dict[str, str]:

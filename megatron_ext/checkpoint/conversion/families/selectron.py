@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.nn import Module
+
 from megatron_ext.checkpoint.conversion.family import Rule, SavedModel
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import ModelConfig
@@ -111,6 +113,14 @@ class Selectron:
             vocab_size=_whole(config, "vocab_size"),
             seq_length=_whole(config, "seq_length"),
         )
+
+    def model(self, config: dict[str, Any]) -> Module:
+        """See `ShipsCode.model`."""
+        from megatron_ext.checkpoint.conversion.selectron_hf.configuration_selectron import SelectronConfig
+        from megatron_ext.checkpoint.conversion.selectron_hf.modeling_selectron import SelectronForCausalLM
+
+        model: Module = SelectronForCausalLM(SelectronConfig(**config))
+        return model
 
     def rules(self, saved: SavedModel) -> Iterator[Rule]:
         """See `Family.rules`."""
