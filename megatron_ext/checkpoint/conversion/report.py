@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint.conversion.command import add_source_options, hide_gpus, source_options
-from megatron_ext.errors import UserError
+from megatron_ext.errors import EXIT_USER_ERROR, UserError
 
 if TYPE_CHECKING:
     from megatron_ext.checkpoint.conversion.source import Source
@@ -18,6 +18,7 @@ _FORMATS = {
     "hugging_face": "Hugging Face safetensors",
     "megatron_core": "a GPTModel of megatron-core (Megatron torch_dist)",
 }
+_ARCHITECTURES = {"selectron": "Selectron", "megatron_core": "GPTModel"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +44,13 @@ def run(args: argparse.Namespace) -> int:
     hide_gpus()
     from megatron_ext.checkpoint.conversion.opening import open_source
 
-    facts = describe(open_source(args.path, source_options(args)), with_tensors=args.tensors)
+    try:
+        facts = describe(open_source(args.path, source_options(args)), with_tensors=args.tensors)
+    except UserError as error:
+        if not args.json:
+            raise
+        print(json.dumps({"path": str(args.path), "whole": False, "problem": str(error)}, indent=2))
+        return EXIT_USER_ERROR
     if args.json:
         print(json.dumps(facts, indent=2))
         return 0
@@ -58,7 +65,7 @@ def describe(source: Source, *, with_tensors: bool) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "path": str(source.path),
         "format": source.format,
-        "architecture": source.family.architecture if source.family else None,
+        "architecture": source.family.architecture if source.family else _ARCHITECTURES[source.format],
         "whole": True,
         "step": progress.step if progress else None,
         "tokens": progress.tokens if progress else None,
@@ -99,7 +106,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     progress = "not said" if facts["step"] is None else f"{facts['step']:,} ({facts['tokens']:,} tokens)"
     rows: dict[str, str] = {
         "format": _FORMATS[facts["format"]],
-        "architecture": facts["architecture"] or "Selectron",
+        "architecture": facts["architecture"],
         "files": "whole",
         "step": progress,
         "pattern": f"{facts['pattern']} ({facts['layers']} layers)",
