@@ -12,12 +12,21 @@ sys.path.append(str(Path(__file__).parents[2] / "distributed"))
 
 
 @pytest.fixture(scope="session")
-def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Path]]:
-    """The folder of a run that was trained a little under a layout; each is made once."""
-    import saved_runs
+def ranks() -> Iterator[Any]:
+    """Four processes that work together as the ranks of a group."""
     from pool import WorkerPool
 
-    workers, known = WorkerPool(4), {}
+    workers = WorkerPool(4)
+    yield workers
+    workers.stop()
+
+
+@pytest.fixture(scope="session")
+def saved_run(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a run that was trained a little under a layout; each is made once."""
+    import saved_runs
+
+    known: dict[str, Path] = {}
 
     def make(
         pattern: str,
@@ -29,12 +38,11 @@ def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
         case = (pattern, parallel or {}, model or {}, mixers or {}, precision)
         if repr(case) not in known:
             known[repr(case)] = tmp_path_factory.mktemp("saved") / "run"
-            ranks = case[1].get("tensor", 1) * case[1].get("pipeline", 1)
-            workers.run(saved_runs.save, ranks, known[repr(case)], *case)
+            world_size = case[1].get("tensor", 1) * case[1].get("pipeline", 1)
+            ranks.run(saved_runs.save, world_size, known[repr(case)], *case)
         return known[repr(case)]
 
-    yield make
-    workers.stop()
+    return make
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +32,15 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def save(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[Path, Any]]]:
-    from pool import WorkerPool
-
-    workers = WorkerPool(2)
+def save(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Any]]:
+    """Save a model of so many ranks; its folder, and what it answers where it is of one."""
 
     def run(tensor: int = 1, pipeline: int = 1, stacked: bool = False, extra: Any = None) -> tuple[Path, Any]:
         folder = tmp_path_factory.mktemp("plain") / "model"
         extra = plain_runs.arguments() if extra is None else extra
-        return folder, workers.run(plain_runs.save, tensor * pipeline, folder, tensor, pipeline, stacked, extra)[0]
+        return folder, ranks.run(plain_runs.save, tensor * pipeline, folder, tensor, pipeline, stacked, extra)[0]
 
-    yield run
-    workers.stop()
+    return run
 
 
 def answer(folder: Path) -> torch.Tensor:
