@@ -75,6 +75,11 @@ class CheckpointStore:
             self.wait()
 
     @property
+    def is_saving(self) -> bool:
+        """Whether a save is on its way; on all ranks alike."""
+        return self._saving is not None
+
+    @property
     def is_busy(self) -> bool:
         """Whether this rank is at work for a save."""
         return self._saving is not None and self._saving.is_busy
