@@ -30,10 +30,12 @@ class MixerTransformerConfig(TransformerConfig):
     Attributes:
         rotary_base: base of the rotary frequencies, which mixers apply themselves.
         context_exchange: what mixers exchange under context parallelism; see `ParallelConfig`.
+        branches_per_layer: how often a layer adds to the residual stream.
     """
 
     rotary_base: float = 10000.0
     context_exchange: str = "auto"
+    branches_per_layer: int = 2
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,9 @@ class ModelShape:
 
     @property
     def feed_forward_parameters(self) -> int:
-        """Weights of a layer's feed-forward: three matrices of SwiGLU, two of RWKV-7's channel mix."""
-        assert self.model.ffn_hidden_size is not None
-        matrices = {"transformer": 3, "rwkv7": 2}[self.model.block]
-        return matrices * self.model.hidden_size * self.model.ffn_hidden_size
+        """Weights of a layer's feed-forward: three matrices of SwiGLU, two of RWKV-7's channel mix, or none."""
+        matrices = {"transformer": 3, "rwkv7": 2, "mixer": 0}[self.model.block]
+        return matrices * self.model.hidden_size * (self.model.ffn_hidden_size or 0)
 
     @property
     def learns_positions(self) -> bool:
@@ -119,6 +120,7 @@ def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransforme
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
         context_parallel_size=parallel.context,
         context_exchange=parallel.context_exchange,
+        branches_per_layer=1 if model.block == "mixer" else 2,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -141,9 +143,15 @@ def _leave_as_is(_: torch.Tensor) -> None:
 
 
 def build_model(
-    shape: ModelShape, platform: Platform, groups: ProcessGroupCollection, seed: int
+    shape: ModelShape, platform: Platform, groups: ProcessGroupCollection, seed: int | None
 ) -> list[MegatronModule]:
     """The model chunks of this rank, initialised, on the platform's device.
+
+    Args:
+        shape: what they are built from.
+        platform: where they compute.
+        groups: process groups.
+        seed: of the initial weights; None: these are left as memory happens to be, to be filled.
 
     Returns:
         One `GPTModel` for each virtual pipeline stage, wrapped for bf16 where that is the precision. A chunk maps
@@ -152,7 +160,8 @@ def build_model(
     config = transformer_config(shape, platform)
     with platform.optimizer_context():
         chunks = [_build_chunk(shape, config, groups, stage) for stage in range(shape.parallel.virtual_pipeline)]
-    initialize_model(chunks, seed, groups.tp)
+    if seed is not None:
+        initialize_model(chunks, seed, groups.tp)
     if platform.is_cuda:
         chunks = [chunk.cuda(platform.device) for chunk in chunks]
     if config.bf16:

@@ -20,7 +20,11 @@ from megatron_ext.rwkv7_block import RWKV7Layer
 
 Backend = Literal["local", "transformer_engine"]
 
-LAYERS: dict[str, type[TransformerLayer]] = {"transformer": TransformerLayer, "rwkv7": RWKV7Layer}
+LAYERS: dict[str, type[TransformerLayer]] = {
+    "transformer": TransformerLayer,
+    "rwkv7": RWKV7Layer,
+    "mixer": TransformerLayer,
+}
 """What stands around a mixer, by `model.block`."""
 
 
@@ -61,7 +65,7 @@ def provider(backend: Backend) -> BackendSpecProvider:
 def layer_specs(
     mixers: Sequence[str], mixer_configs: Mapping[str, Any], backend: Backend, block: str = "transformer"
 ) -> list[ModuleSpec]:
-    """One spec a layer: norm, mixer, residual, norm, feed-forward, residual.
+    """One spec a layer: norm, mixer, residual, and unless the block is `mixer` norm, feed-forward, residual.
 
     Args:
         mixers: the mixer's name for each layer.
@@ -84,14 +88,13 @@ def layer_spec(mixer: str, mixer_config: Any, backend: Backend, block: str = "tr
     modules = provider(backend)
     column, row = modules.column_parallel_linear(), modules.row_parallel_linear()
     norm = modules.layer_norm(rms_norm=True)
-    return ModuleSpec(
-        module=LAYERS[block],
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=mixer_spec(mixer, mixer_config, backend),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
-            mlp_bda=get_bias_dropout_add,
-        ),
+    layer = TransformerLayerSubmodules(
+        input_layernorm=norm,
+        self_attention=mixer_spec(mixer, mixer_config, backend),
+        self_attn_bda=get_bias_dropout_add,
     )
+    if block != "mixer":  # what is left out, Megatron's layer passes through
+        layer.pre_mlp_layernorm = norm
+        layer.mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
+        layer.mlp_bda = get_bias_dropout_add
+    return ModuleSpec(module=LAYERS[block], submodules=layer)

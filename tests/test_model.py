@@ -68,9 +68,11 @@ def test_a_mixer_that_is_configured_but_in_no_layer_asks_for_no_table() -> None:
     assert not shape.learns_positions
 
 
-def test_losses_are_those_of_a_transformer_written_out(one_process: Any) -> None:
-    """The block around the mixer, by hand: norm, mixer, residual, norm, SwiGLU, residual; final norm, output layer."""
-    shape = replace(_shape("attention,gated_deltanet"), precision="fp32")
+@pytest.mark.parametrize("block", ["transformer", "mixer"])
+def test_losses_are_those_of_the_block_written_out(one_process: Any, block: str) -> None:
+    """By hand: norm, mixer, residual, and in the first block norm, SwiGLU, residual; final norm, output layer."""
+    plain = replace(_shape("attention,gated_deltanet"), precision="fp32")
+    shape = replace(plain, model=replace(plain.model, block=block, init_std=0.2))
     (model,) = build_model(shape, CPU, one_process, seed=3)
     tokens = torch.randint(0, 100, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(LENGTH).expand(2, -1)
@@ -79,7 +81,8 @@ def test_losses_are_those_of_a_transformer_written_out(one_process: Any) -> None
         x = model.embedding.word_embeddings.weight[tokens[:, :-1]].transpose(0, 1)
         for layer in model.decoder.layers:
             x = x + layer.self_attention(_norm(x, layer.input_layernorm.weight))[0]
-            x = x + _swiglu(_norm(x, layer.pre_mlp_layernorm.weight), layer.mlp)
+            if block == "transformer":
+                x = x + _swiglu(_norm(x, layer.pre_mlp_layernorm.weight), layer.mlp)
         logits = _norm(x, model.decoder.final_layernorm.weight) @ model.output_layer.weight.T
         expected = torch.nn.functional.cross_entropy(
             logits.transpose(0, 1).flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
@@ -121,6 +124,15 @@ def test_flops_of_a_channel_mix_are_those_of_two_matrices(one_process: Any) -> N
         training_flops_per_token(one, build_model(one, CPU, one_process, seed=1), LENGTH) for one in (plain, shape)
     )
     assert of_plain - of_block == pytest.approx(2 * 6 * HIDDEN * FFN, rel=1e-12)
+
+
+def test_flops_of_a_mixer_alone_have_no_feed_forward(one_process: Any) -> None:
+    plain = replace(_shape("attention*2"), precision="fp32")
+    shape = replace(plain, model=replace(plain.model, block="mixer", ffn_hidden_size=None))
+    of_plain, of_block = (
+        training_flops_per_token(one, build_model(one, CPU, one_process, seed=1), LENGTH) for one in (plain, shape)
+    )
+    assert of_plain - of_block == pytest.approx(2 * 6 * 3 * HIDDEN * FFN, rel=1e-12)
 
 
 def test_flops_of_a_stage_leave_out_what_it_does_not_hold(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,12 +49,14 @@ class Record:
         identity: the configuration's values that another run must share to continue from here.
         generators: layout that the generators' states belong to.
         files: what every file of the checkpoint holds.
+        model_only: whether it holds the model without optimizer, generators and data position, as conversion writes.
     """
 
     progress: Progress
     identity: dict[str, Any]
     generators: list[int]
     files: dict[str, Content]
+    model_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,13 @@ class CheckpointFolder:
             return Record(**{**raw, "progress": Progress(**raw["progress"]), "files": files})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise self.damage(step, RECORD, "cannot be read as a checkpoint's record") from error
+
+    def is_model_only(self, step: int) -> bool:
+        """Whether a checkpoint says of itself that it holds a model alone, be it whole or not."""
+        try:
+            return bool(json.loads((self.path(step) / RECORD).read_text()).get("model_only"))
+        except (OSError, ValueError, AttributeError):
+            return False
 
     def check_file(self, step: int, name: str, expected: Content) -> None:
         """Read a file of a checkpoint and compare it with its record.

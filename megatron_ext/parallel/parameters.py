@@ -67,7 +67,8 @@ def initialize_model(chunks: Iterable[GPTModel], seed: int, tp_group: ProcessGro
     """Give every parameter of this rank its initial value (see the module's docstring).
 
     Norm weights are 1; matrices are normal with the configuration's standard deviation, those that write into the
-    residual stream divided by sqrt(2 * layers) (GPT-2); a mixer's own parameters follow their `initializer`.
+    residual stream divided by the square root of their number (GPT-2); a mixer's own parameters follow their
+    `initializer`.
 
     Args:
         chunks: model chunks of this rank, not yet wrapped.
@@ -114,7 +115,7 @@ def _default_initializer(name: str, config: TransformerConfig) -> Initializer:
         return ones
     std = config.init_method_std
     if name.endswith(("out_proj.weight", "linear_fc2.weight")):
-        std /= math.sqrt(2 * config.num_layers)
+        std /= math.sqrt(getattr(config, "branches_per_layer", 2) * config.num_layers)
     return normal(std)
 
 

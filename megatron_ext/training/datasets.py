@@ -25,6 +25,7 @@ class RunData:
     Attributes:
         root: folder of the manifest.
         manifest: what it holds.
+        tokenizer_file: tokenizer.json that made its tokens.
         train_domains: trained on.
         test_domains: tested on.
         samples: training samples in the run's order.
@@ -32,6 +33,7 @@ class RunData:
 
     root: Path
     manifest: Manifest
+    tokenizer_file: Path
     train_domains: list[str]
     test_domains: list[str]
     samples: TrainingSamples
@@ -56,7 +58,7 @@ def open_data(data: DataConfig, seed: int) -> RunData:
     """
     root, world_size = Path(data.path), dist.get_world_size()
     manifest = load_manifest(root)
-    check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
+    tokenizer_file = check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
     train = _chosen(manifest, "train", data.train_domains)
     test = _chosen(manifest, "test", data.test_domains)
     for split, domains in (("train", train), ("validation", train), ("test", test)):
@@ -66,7 +68,7 @@ def open_data(data: DataConfig, seed: int) -> RunData:
                 partial(verify_shards, root, manifest, [split], present, data.verify, dist.get_rank(), world_size)
             )
     store = TokenStore(root, manifest, "train", train)
-    return RunData(root, manifest, train, test, TrainingSamples(store, data.seq_length, seed))
+    return RunData(root, manifest, tokenizer_file, train, test, TrainingSamples(store, data.seq_length, seed))
 
 
 def _chosen(manifest: Manifest, split: str, asked: list[str] | None) -> list[str]:

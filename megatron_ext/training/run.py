@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ext.checkpoint.conversion.tokenizer_files import keep_tokenizer
 from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Record, Retention
 from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.config.layout import layout_of
@@ -68,13 +69,18 @@ def _starting_step(folder: Path, resume: bool, from_step: int | None) -> int | N
     """Step of the checkpoint to continue from; None: begin anew.
 
     Raises:
-        UserError: there is a run already and nobody asked to continue it.
+        UserError: there is a run already and nobody asked to continue it, or it cannot be continued.
     """
     if not resume:
         if (folder / METRICS).exists() or (folder / CHECKPOINTS).exists():
             raise UserError("run.name", f"{folder} holds a run already", "add --resume, or choose another run.name")
         return None
-    return from_step if from_step is not None else CheckpointFolder(folder / CHECKPOINTS).latest()
+    checkpoints = CheckpointFolder(folder / CHECKPOINTS)
+    step = from_step if from_step is not None else checkpoints.latest()
+    if step is not None and checkpoints.is_model_only(step):
+        problem = "holds a converted model alone: optimizer state, generators and data position are missing"
+        raise UserError(str(checkpoints.path(step)), problem, "it can generate text, and not be continued")
+    return step
 
 
 def _record(store: CheckpointStore, step: int | None, from_step: int | None) -> Record | None:
@@ -140,7 +146,7 @@ def _loop(
     )
     flops = training_flops_per_token(shape, trainer.optimizer.chunks, config.data.seq_length)
     peak = platform.peak_flops(DTYPES[training.precision])
-    records = _records(config, folder, progress)
+    records = _records(config, folder, data, progress)
     last_evaluation = _sum_over(0 if records is None else records.last_evaluation, platform, None)
     return TrainingLoop(
         trainer=trainer,
@@ -157,13 +163,14 @@ def _loop(
     )
 
 
-def _records(config: RunConfig, folder: Path, progress: Progress) -> RunRecords | None:
+def _records(config: RunConfig, folder: Path, data: RunData, progress: Progress) -> RunRecords | None:
     """The run's folder and files, made by the first rank once everything before has been found right."""
     if dist.get_rank() != 0:
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _save_config(config, folder, progress.step)
+        keep_tokenizer(data.tokenizer_file, folder, data.manifest.tokenizer.eos_token)
         return RunRecords(folder, config.run.name, progress.step, config.training.steps)
     except OSError as error:
         raise UserError(str(folder), f"cannot be written ({error.strerror})", "choose another run.dir") from error
@@ -192,6 +199,7 @@ def identity(config: RunConfig, data: RunData) -> dict[str, Any]:
         "data.seq_length": config.data.seq_length,
         "data.train_domains": data.train_domains,
         "data.tokenizer": data.manifest.tokenizer.sha256,
+        "data.vocab_size": data.vocab_size,
         "training.seed": config.training.seed,
         "training.precision": config.training.precision,
     }

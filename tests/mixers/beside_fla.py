@@ -72,8 +72,7 @@ def _causal_conv1d(
     return F.silu(F.conv1d(padded, weight[:, None], bias, groups=len(weight))).transpose(1, 2), None
 
 
-def _rms_norm(x: Tensor, *, residual: None, residual_in_fp32: bool, **options: Any) -> Tensor:
-    assert residual is None
+def _rms_norm(x: Tensor, *, residual_in_fp32: bool, **options: Any) -> Any:
     return fla("modules.norm.layernorm.rms_norm_ref")(x, **options)
 
 
@@ -150,6 +149,11 @@ PLAIN: dict[str, Any] = {
     "layers.mamba2.ACT2FN": {"silu": F.silu},
 }
 """What takes the place of what runs as Triton kernels, or in flash-attn, by its path in fla."""
+
+IN_MODELS: dict[str, Any] = {
+    "modules.mlp.swiglu_linear": lambda gate, x, weight, bias: F.linear(F.silu(gate) * x, weight, bias),
+}
+"""The same, of what stands around the layers in whole models."""
 
 
 def assert_close(found: Tensor, expected: Tensor, name: str = "output") -> None:

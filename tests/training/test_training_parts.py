@@ -85,7 +85,7 @@ def run_data(sha256: str = "a" * 64) -> RunData:
     object.__setattr__(tokenizer, "sha256", sha256)
     manifest = Manifest.__new__(Manifest)
     object.__setattr__(manifest, "tokenizer", tokenizer)
-    return RunData(Path("data"), manifest, ["First"], ["Other"], cast(TrainingSamples, None))
+    return RunData(Path("data"), manifest, Path("tokenizer.json"), ["First"], ["Other"], cast(TrainingSamples, None))
 
 
 def test_what_changes_the_curve_identifies_a_run() -> None:
