@@ -121,5 +121,5 @@ def write_folder(saved: SavedModel, ours: Any, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def tokens() -> Tensor:
-    """[2, t], long enough for two chunks of any walk; the last token of the vocabulary, which pads, is not among them."""
+    """[2, t], long enough for two chunks of any walk; not among them is the vocabulary's last, which pads."""
     return torch.randint(0, VOCABULARY - 1, (2, LENGTH), generator=torch.Generator().manual_seed(1))

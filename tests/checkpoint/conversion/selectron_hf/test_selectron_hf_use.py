@@ -156,6 +156,41 @@ def test_recomputed_gradients_are_the_same(hybrid: Converted, tokens: Tensor) ->
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def test_half_precision_by_autocast_is_near(convert: Callable[..., Converted], tokens: Tensor) -> None:
+    layers = "attention,mamba,mamba2,gla,rwkv6,rwkv7,deltanet,based"
+    model = convert(layers, {"attention": {"position_encoding": "alibi"}})
+    expected, _ = _gradients(model, tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, gradients = _gradients(model, tokens)
+    assert float(found) == pytest.approx(float(expected), rel=0.03)
+    assert float(found) != float(expected)
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+@torch.no_grad()
+def test_rows_of_a_cache_are_chosen(hybrid: Converted, tokens: Tensor) -> None:
+    """With padding in one of them."""
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    prompt, rest = {"attention_mask": mask[:, :10], "use_cache": True}, tokens[:, 10:20]
+    expected = hybrid.theirs(tokens[:, :20], attention_mask=mask[:, :20]).logits[:, 10:]
+
+    def goes_on(rows: list[int], change: Callable[[Any], None]) -> None:
+        cache = hybrid.theirs(tokens[:, :10], **prompt).past_key_values
+        change(cache)
+        found = hybrid.theirs(rest[rows], attention_mask=mask[rows, :20], past_key_values=cache).logits
+        torch.testing.assert_close(found, expected[rows], rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+    goes_on([1, 0], lambda cache: cache.reorder_cache(torch.tensor([1, 0])))
+    goes_on([1, 1, 0], lambda cache: cache.batch_select_indices(torch.tensor([1, 1, 0])))
+    goes_on([0, 0, 0, 1, 1, 1], lambda cache: cache.batch_repeat_interleave(3))
+    cache = hybrid.theirs(tokens[:, :10], **prompt).past_key_values
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    found = hybrid.theirs(tokens[:, :20], attention_mask=mask[:, :20], past_key_values=cache).logits
+    torch.testing.assert_close(found[:, 10:], expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
 def test_a_new_model_begins_with_finite_weights(hybrid: Converted, tokens: Tensor) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
