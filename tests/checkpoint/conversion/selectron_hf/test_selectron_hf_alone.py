@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from conftest import Converted
 from hf_cases import HYBRID, HYBRID_MIXERS
+from hf_converted import Converted
 from torch import Tensor
 
 PROGRAM = '''

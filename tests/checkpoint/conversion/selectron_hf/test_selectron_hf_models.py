@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCABULARY, Converted, checkpointed
 from hf_cases import CASES, MIXERS
+from hf_converted import VOCABULARY, Converted, checkpointed
 from torch import Tensor
 
 from megatron_ext.checkpoint.conversion.families.selectron import PARAMETERS, Selectron

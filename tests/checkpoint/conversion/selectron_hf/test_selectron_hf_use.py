@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCABULARY, Converted
 from hf_cases import HYBRID, HYBRID_MIXERS
+from hf_converted import VOCABULARY, Converted
 from safetensors.torch import load_file
 from torch import Tensor
 
