@@ -8,6 +8,7 @@ from megatron_ext.checkpoint.conversion.families.gla import GLAFamily
 from megatron_ext.checkpoint.conversion.families.mamba import MambaFamily
 from megatron_ext.checkpoint.conversion.families.mamba2 import Mamba2Family
 from megatron_ext.checkpoint.conversion.families.nsa import NSAFamily
+from megatron_ext.checkpoint.conversion.families.rwkv7 import RWKV7Family
 from megatron_ext.checkpoint.conversion.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -17,4 +18,5 @@ FAMILIES: dict[str, Family] = {
     "Mamba2ForCausalLM": Mamba2Family(),
     "MambaForCausalLM": MambaFamily(),
     "NSAForCausalLM": NSAFamily(),
+    "RWKV7ForCausalLM": RWKV7Family(),
 }
