@@ -65,7 +65,7 @@ MODELS = {
     # Of a mixer whose tokens the block shifts, and of one that does it itself.
     "rwkv7_block": Model("(top1_chunk,rwkv7)*2", chunks("exact"), {"block": "rwkv7"}),
     "layer_norm": Model(
-        "(rwkv7,attention)*2",
+        "(gated_deltanet,attention)*2",
         model={"block": "rwkv7", "normalization": "layer_norm"},
         layouts=("tp2_sp", "pp2", "tp2_pp2_sp"),
     ),
