@@ -30,10 +30,12 @@ class MixerTransformerConfig(TransformerConfig):
     Attributes:
         rotary_base: base of the rotary frequencies, which mixers apply themselves.
         context_exchange: what mixers exchange under context parallelism; see `ParallelConfig`.
+        branches_per_layer: how often a layer adds to the residual stream.
     """
 
     rotary_base: float = 10000.0
     context_exchange: str = "auto"
+    branches_per_layer: int = 2
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,9 @@ class ModelShape:
 
     @property
     def feed_forward_parameters(self) -> int:
-        """Weights of a layer's feed-forward: three matrices of SwiGLU, two of RWKV-7's channel mix."""
-        assert self.model.ffn_hidden_size is not None
-        matrices = {"transformer": 3, "rwkv7": 2}[self.model.block]
-        return matrices * self.model.hidden_size * self.model.ffn_hidden_size
+        """Weights of a layer's feed-forward: three matrices of SwiGLU, two of RWKV-7's channel mix, or none."""
+        matrices = {"transformer": 3, "rwkv7": 2, "mixer": 0}[self.model.block]
+        return matrices * self.model.hidden_size * (self.model.ffn_hidden_size or 0)
 
     @property
     def learns_positions(self) -> bool:
@@ -81,7 +82,7 @@ class ModelShape:
 
 
 def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransformerConfig:
-    """Megatron's configuration of the block: RMSNorm, SwiGLU or squared ReLU, no biases, no dropout."""
+    """Megatron's configuration of the block: its norm, SwiGLU or squared ReLU, no biases of matrices, no dropout."""
     model, parallel, dtype = shape.model, shape.parallel, DTYPES[shape.precision]
     interleaved, swiglu = parallel.virtual_pipeline > 1, model.block == "transformer"
     recompute = (
@@ -97,7 +98,7 @@ def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransforme
         kv_channels=model.head_dim,
         ffn_hidden_size=model.ffn_hidden_size,
         rotary_base=model.rotary_base,
-        normalization="RMSNorm",
+        normalization="RMSNorm" if model.normalization == "rms_norm" else "LayerNorm",
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=swiglu,
         activation_func=torch.nn.functional.silu if swiglu else squared_relu,
@@ -116,6 +117,7 @@ def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransforme
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
         context_parallel_size=parallel.context,
         context_exchange=parallel.context_exchange,
+        branches_per_layer=1 if model.block == "mixer" else 2,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -166,8 +168,8 @@ def _build_chunk(
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     own = shape.mixers[first : first + get_num_layers_to_build(config, vp_stage, pp_rank)]
     block = TransformerBlockSubmodules(
-        layer_specs=layer_specs(own, shape.mixer_configs, shape.backend, shape.model.block),
-        layer_norm=provider(shape.backend).layer_norm(rms_norm=True),
+        layer_specs=layer_specs(own, shape.mixer_configs, shape.backend, shape.model.block, shape.model.normalization),
+        layer_norm=provider(shape.backend).layer_norm(rms_norm=shape.model.normalization == "rms_norm"),
     )
     chunk = GPTModel(
         config=config,

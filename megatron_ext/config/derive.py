@@ -17,7 +17,8 @@ def derive(config: RunConfig) -> RunConfig:
         config: a configuration; one that is whole comes back unchanged.
 
     Returns:
-        The same configuration with `num_query_groups`, `head_dim`, `ffn_hidden_size` and `max_position_embeddings`.
+        The same configuration with `num_query_groups`, `head_dim`, `ffn_hidden_size` (unless a layer is the mixer) and
+        `max_position_embeddings`.
 
     Raises:
         UserError: the hidden size does not divide by the heads and no head_dim is given.
@@ -43,7 +44,9 @@ def _head_dim(model: ModelConfig) -> int:
     return model.hidden_size // model.num_attention_heads
 
 
-def _ffn_hidden_size(model: ModelConfig) -> int:
+def _ffn_hidden_size(model: ModelConfig) -> int | None:
+    if model.block == "mixer":
+        return None
     if model.block == "rwkv7":
         return 4 * model.hidden_size
     # 8/3 keeps the parameters of the three SwiGLU matrices at those of two matrices of 4 * hidden_size.

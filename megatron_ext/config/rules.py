@@ -163,9 +163,18 @@ def query_groups_divide_by_tensor(f: Facts) -> Broken:
 
 
 @rule("model.ffn_hidden_size")
+def a_mixer_alone_has_no_feed_forward(f: Facts) -> Broken:
+    """A width of what is not there would count for nothing."""
+    m = f.config.model
+    if m.block != "mixer" or m.ffn_hidden_size is None:
+        return None
+    return f"{m.ffn_hidden_size}, with model.block mixer", "leave it out, or set model.block=transformer"
+
+
+@rule("model.ffn_hidden_size")
 def ffn_divides_by_tensor(f: Facts) -> Broken:
     """The feed-forward columns are split evenly over the tensor-parallel ranks."""
-    width, tensor = f.config.model.ffn_hidden_size or 1, f.config.parallel.tensor
+    width, tensor = f.config.model.ffn_hidden_size or 0, f.config.parallel.tensor
     return _does_not_divide("ffn_hidden_size", width, "parallel.tensor", tensor, f"give a multiple of {tensor}")
 
 

@@ -33,24 +33,28 @@ class ModelConfig:
 
     Attributes:
         pattern: a mixer's name for every layer, e.g. `"attention*12"`, `"(top1_chunk*3,attention)*4"`.
-        block: what stands around the mixers: the Transformer++ (feed-forward SwiGLU), or RWKV-7's block (token shift
-            before the mixer and the feed-forward, which is two matrices with a squared ReLU between).
+        block: what stands around the mixers: the Transformer++ (feed-forward SwiGLU), RWKV-7's block (token shift
+            before the mixer and the feed-forward, which is two matrices with a squared ReLU between), or nothing but a
+            norm and the residual: a layer is the mixer, as in Mamba's own models.
+        normalization: the block's norms: RMSNorm, or LayerNorm with a bias.
         hidden_size: width of the residual stream.
         num_attention_heads: query heads of every mixer.
         num_query_groups: key/value heads (GQA); None: as many as query heads.
         head_dim: width of a head; None: hidden_size / num_attention_heads.
         ffn_hidden_size: width inside the feed-forward; None: 8/3 of hidden_size, rounded up to a multiple of 64, or in
-            RWKV-7's block 4 * hidden_size.
+            RWKV-7's block 4 * hidden_size; stays None where a layer is the mixer.
         max_position_embeddings: size of a learned position table; None: data.seq_length.
         tie_embeddings: output layer shares the input embedding's weight.
         rotary_base: base of the rotary frequencies.
-        norm_epsilon: epsilon of every RMSNorm; RWKV's norm of a head's output has head_dim times that.
-        init_std: standard deviation of normal initial weights; output projections divide it by sqrt(2 * layers).
+        norm_epsilon: epsilon of every norm; RWKV's norm of a head's output has head_dim times that.
+        init_std: standard deviation of normal initial weights; output projections divide it by the square root of
+            their number: two a layer, or one where a layer is the mixer.
         vocab_size_multiple: the vocabulary is padded up to a multiple of this, whatever the layout.
     """
 
     pattern: str = "attention*12"
-    block: Literal["transformer", "rwkv7"] = "transformer"
+    block: Literal["transformer", "rwkv7", "mixer"] = "transformer"
+    normalization: Literal["rms_norm", "layer_norm"] = "rms_norm"
     hidden_size: PositiveInt = 768
     num_attention_heads: PositiveInt = 12
     num_query_groups: PositiveInt | None = None

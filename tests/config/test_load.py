@@ -37,6 +37,12 @@ def test_ffn_of_rwkv7s_block_is_four_times_as_wide_as_the_model() -> None:
     assert config_of(model={"hidden_size": 108, "block": "rwkv7"}).model.ffn_hidden_size == 432
 
 
+def test_a_mixer_alone_has_no_ffn() -> None:
+    config = config_of(model={"block": "mixer"})
+    assert config.model.ffn_hidden_size is None
+    assert resolve(config, MIXERS) == config
+
+
 def test_given_fields_are_kept() -> None:
     model = config_of(model={"num_query_groups": 4, "head_dim": 32, "ffn_hidden_size": 100}).model
     assert (model.num_query_groups, model.head_dim, model.ffn_hidden_size) == (4, 32, 100)

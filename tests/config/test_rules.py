@@ -59,6 +59,12 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         "model.num_query_groups: num_query_groups 2 does not divide by parallel.tensor 4; change one of them",
         {"parallel": {"tensor": 4}, "model": {"num_query_groups": 4}},
     ),
+    "a_mixer_alone_has_no_feed_forward": (
+        2,
+        {"parallel": {"tensor": 2}, "model": {"block": "mixer", "ffn_hidden_size": 96}},
+        "model.ffn_hidden_size: 96, with model.block mixer; leave it out, or set model.block=transformer",
+        {"parallel": {"tensor": 2}, "model": {"block": "mixer"}},
+    ),
     "ffn_divides_by_tensor": (
         2,
         {"parallel": {"tensor": 2}, "model": {"ffn_hidden_size": 99}},

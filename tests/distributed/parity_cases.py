@@ -19,11 +19,12 @@ README = Path(__file__).parents[2] / "README.md"
 
 @dataclass(frozen=True)
 class Model:
-    """A model to train: layer pattern, mixer configurations, further fields of `model`."""
+    """A model to train: layer pattern, mixer configurations, further fields of `model`; the layouts, if not all."""
 
     pattern: str
     mixers: dict[str, dict[str, Any]] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+    layouts: tuple[str, ...] = ()
 
 
 def chunks(score: str, **more: Any) -> dict[str, dict[str, Any]]:
@@ -63,6 +64,17 @@ MODELS = {
     "rwkv7": Model("rwkv7*4"),
     # Of a mixer whose tokens the block shifts, and of one that does it itself.
     "rwkv7_block": Model("(top1_chunk,rwkv7)*2", chunks("exact"), {"block": "rwkv7"}),
+    "layer_norm": Model(
+        "(gated_deltanet,attention)*2",
+        model={"block": "rwkv7", "normalization": "layer_norm"},
+        layouts=("tp2_sp", "pp2", "tp2_pp2_sp"),
+    ),
+    "mixer_block": Model(
+        "(mamba,mamba2)*2",
+        {"mamba2": {"state_size": 16}},
+        {"block": "mixer"},
+        layouts=("tp2_sp", "pp2", "pp2_interleaved", "tp2_pp2_sp"),
+    ),
     "hybrid": Model("top1_chunk,gated_deltanet,attention,gated_deltanet", chunks("exact")),
 }
 
@@ -92,7 +104,8 @@ def compared() -> Iterator[tuple[str, str]]:
             "cp2_states": any(mixer.hands_on_states for mixer in mixers),
             "cp2_chunks": any(mixer.chunk_field is not None for mixer in mixers),
         }
-        yield from ((name, layout) for layout in LAYOUTS if have_choice.get(layout, True))
+        layouts = model.layouts or LAYOUTS
+        yield from ((name, layout) for layout in layouts if have_choice.get(layout, True))
 
 
 COLUMNS = {

@@ -47,13 +47,14 @@ def test_two_matrices_of_a_channel_mix_start_from_the_same_bits(pool: WorkerPool
     assert [name for name, value in one.items() if not torch.equal(two[name], value)] == []
 
 
-def test_no_two_weights_begin_alike_and_each_has_its_spread(pool: WorkerPool) -> None:
-    weights = _initial(pool, 1, {})
+@pytest.mark.parametrize(("block", "into_stream"), [("transformer", 2 * 4), ("mixer", 4)])
+def test_no_two_weights_begin_alike_and_each_has_its_spread(pool: WorkerPool, block: str, into_stream: int) -> None:
+    weights = _initial(pool, 1, {}, block=block)
     matrices = {name: value for name, value in weights.items() if name.endswith("weight") and value.dim() == 2}
     assert len({tuple(value.flatten()[:4].tolist()) for value in matrices.values()}) == len(matrices)
     for name, value in matrices.items():
         into_residual = name.endswith(("out_proj.weight", "linear_fc2.weight"))
-        expected = 0.02 / (2 * 4) ** 0.5 if into_residual else 0.02
+        expected = 0.02 / into_stream**0.5 if into_residual else 0.02
         assert float(value.std()) == pytest.approx(expected, rel=0.1), name
     for name, value in weights.items():
         if name.endswith(("layernorm.weight", "norm_weight")):

@@ -25,7 +25,10 @@ MIXERS = {
 }
 
 
-@pytest.fixture(params=[("fp32", "transformer"), ("bf16", "transformer"), ("fp32", "rwkv7")], ids="-".join)
+CASES = [("fp32", "transformer"), ("bf16", "transformer"), ("fp32", "rwkv7"), ("fp32", "mixer")]
+
+
+@pytest.fixture(params=CASES, ids="-".join)
 def model(request: pytest.FixtureRequest, one_process: Any) -> torch.nn.Module:
     """A hybrid with a learned position table; large initial weights, so that every layer matters."""
     precision, block = request.param

@@ -1,0 +1,110 @@
+"""What the models of flash-linear-attention share whose block is the Transformer++: RMSNorm, mixer, RMSNorm, SwiGLU."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from megatron_ext.checkpoint.conversion.families.fields import Fields
+from megatron_ext.checkpoint.conversion.families.one_mixer import OneMixerFamily
+from megatron_ext.checkpoint.conversion.families.tensors import renamed, rows
+from megatron_ext.checkpoint.conversion.family import Rule
+from megatron_ext.config.schema import ModelConfig
+
+DEFAULTS: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "vocab_size": 32000,
+    "hidden_ratio": 4,
+    "intermediate_size": None,
+    "hidden_act": "swish",
+    "norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "attn": None,
+    "attnres_block_size": None,
+    "fuse_norm": True,
+}
+"""What all their configurations of flash-linear-attention 0.6 say where config.json does not."""
+
+
+class FlaTransformer(OneMixerFamily):
+    """A model of flash-linear-attention with the block of Transformer++."""
+
+    block: ClassVar[str] = "transformer"
+    embedding: ClassVar[str] = "model.embeddings"
+    final_norm: ClassVar[str] = "model.norm"
+    layer: ClassVar[str] = "model.layers"
+    mixer_name: ClassVar[str] = "attn"
+
+    @abstractmethod
+    def told_of_mixer(self, model: ModelConfig, mixer: Any) -> dict[str, Any]:
+        """The fields of config.json that make the mixer."""
+
+    @abstractmethod
+    def read_mixer(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See `OneMixerFamily.read`, of what makes the mixer."""
+
+    def told(self, model: ModelConfig, mixer: Any) -> dict[str, Any]:
+        """See `OneMixerFamily.told`."""
+        return {
+            "intermediate_size": model.ffn_hidden_size,
+            "hidden_act": "swish",
+            "norm_eps": model.norm_epsilon,
+            "max_position_embeddings": model.max_position_embeddings,
+            **self.told_of_mixer(model, mixer),
+        }
+
+    def read(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See `OneMixerFamily.read`."""
+        fields.require("attn", None)
+        fields.require("attnres_block_size", None)
+        fields.require("hidden_act", "swish")
+        model, mixer = self.read_mixer(fields)
+        return {"ffn_hidden_size": _width(fields), "norm_epsilon": fields.number("norm_eps"), **model}, mixer
+
+    def layer_rules(self, model: ModelConfig) -> Iterator[Rule]:
+        """See `OneMixerFamily.layer_rules`."""
+        assert model.ffn_hidden_size is not None
+        yield from self.norm_rules(model, "input_layernorm", "attn_norm")
+        yield from self.norm_rules(model, "pre_mlp_layernorm", "mlp_norm")
+        # Megatron's first matrix is [gate; value].
+        halves = {f"mlp.{name}_proj.weight": model.ffn_hidden_size for name in ("gate", "up")}
+        yield rows("mlp.linear_fc1.weight", halves, units=1)
+        yield renamed("mlp.linear_fc2.weight", "mlp.down_proj.weight")
+
+
+def _width(fields: Fields) -> int:
+    """As `fla.modules.GatedMLP` has it."""
+    if fields["intermediate_size"] is not None:
+        return fields.whole("intermediate_size")
+    ratio = 4.0 if fields["hidden_ratio"] is None else fields.number("hidden_ratio")
+    return -(-int(fields.whole("hidden_size") * ratio * 2 / 3) // 256) * 256
+
+
+def read_expanded_heads(fields: Fields) -> tuple[dict[str, Any], int]:
+    """Heads whose widths are told as the width of all of them over the hidden size: `expand_k`, `expand_v`.
+
+    Returns:
+        Fields of `ModelConfig`, and our `expand_v`: the width of a value over that of a key.
+    """
+    hidden, heads = fields.whole("hidden_size"), fields.whole("num_heads")
+    # As their layers round it.
+    key_dim, value_dim = (fields.number(name) * hidden for name in ("expand_k", "expand_v"))
+    head_dim = fields.per("expand_k", key_dim, "num_heads", heads)
+    return (
+        {"num_attention_heads": heads, "head_dim": head_dim},
+        fields.per("expand_v", value_dim, "the width of all keys", heads * head_dim),
+    )
+
+
+def told_expanded_heads(model: ModelConfig, expand_v: int) -> dict[str, Any]:
+    """The inverse of `read_expanded_heads`."""
+    assert model.head_dim is not None
+    width = model.num_attention_heads * model.head_dim
+    return {
+        "num_heads": model.num_attention_heads,
+        "expand_k": width / model.hidden_size,
+        "expand_v": width * expand_v / model.hidden_size,
+    }

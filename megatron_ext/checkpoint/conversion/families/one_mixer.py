@@ -1,0 +1,190 @@
+"""What the architectures of one mixer have in common: what they are asked, and what their config.json cannot say."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any, ClassVar
+
+from megatron_ext.checkpoint.conversion.families.fields import Fields, where
+from megatron_ext.checkpoint.conversion.families.tensors import renamed, under
+from megatron_ext.checkpoint.conversion.family import Rule, SavedModel
+from megatron_ext.config.pattern import parse_pattern
+from megatron_ext.config.schema import DataConfig, ModelConfig
+from megatron_ext.config.validate import show, validate
+from megatron_ext.errors import UserError
+from megatron_ext.mixers.registry import load_all
+
+SECTION = "selectron"
+"""The field of config.json with what of a model of ours its own fields do not tell, such as how it is initialised."""
+
+
+class OneMixerFamily(ABC):
+    """An architecture all of whose layers have the same mixer.
+
+    A subclass says how its config.json and its tensors are called. What of our model its config.json does not tell, and
+    is not as it would be read, goes into a section of its own there, which other libraries keep and do not look at.
+    """
+
+    architecture: str
+    """As in `architectures` of its config.json."""
+    model_type: ClassVar[str]
+    """As in its config.json."""
+    mixer: ClassVar[str]
+    """Ours."""
+    block: ClassVar[str]
+    """The `model.block` that is its own."""
+    normalization: ClassVar[str] = "rms_norm"
+    """The `model.normalization` that is its own."""
+    defaults: ClassVar[Mapping[str, Any]]
+    """What it takes where its config.json says nothing, of the fields that are read."""
+
+    # How it calls what is not in a layer, and a layer and its mixer.
+    embedding: ClassVar[str]
+    final_norm: ClassVar[str]
+    layer: ClassVar[str]
+    mixer_name: ClassVar[str]
+
+    @abstractmethod
+    def why_not_mixer(self, model: ModelConfig, mixer: Any) -> str | None:
+        """See `Family.why_not`, of the mixer's configuration, with all else as it must be."""
+
+    @abstractmethod
+    def told(self, model: ModelConfig, mixer: Any) -> dict[str, Any]:
+        """The fields of config.json that are this architecture's own."""
+
+    @abstractmethod
+    def read(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Fields of `ModelConfig` and of the mixer's configuration; the inverse of `told`.
+
+        Raises:
+            UserError: see `Family.saved_model`.
+        """
+
+    @abstractmethod
+    def mixer_rules(self, model: ModelConfig, mixer: Any) -> Iterator[Rule]:
+        """Rules of a layer's mixer, with names from the mixer on."""
+
+    @abstractmethod
+    def layer_rules(self, model: ModelConfig) -> Iterator[Rule]:
+        """Rules of what stands around a layer's mixer, with names from the layer on."""
+
+    def why_not(self, saved: SavedModel) -> str | None:
+        """See `Family.why_not`."""
+        others = sorted(set(saved.layers) - {self.mixer})
+        if others:
+            return f"model.pattern has {', '.join(others)}, and all its layers are {self.mixer}"
+        if saved.model.block != self.block:
+            return f"model.block is {saved.model.block}, and its block is ours called {self.block}"
+        if saved.model.normalization != self.normalization:
+            return f"model.normalization is {saved.model.normalization}, and it has {self.normalization}"
+        return self.why_not_mixer(saved.model, saved.mixers[self.mixer])
+
+    def config(self, saved: SavedModel) -> dict[str, Any]:
+        """See `Family.config`."""
+        told = self._told(saved)
+        untold = _differences(saved, self._read(told), self.mixer)
+        return told | ({SECTION: untold} if untold else {})
+
+    def _told(self, saved: SavedModel) -> dict[str, Any]:
+        model = saved.model
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "vocab_size": saved.vocab_size,
+            "hidden_size": model.hidden_size,
+            "num_hidden_layers": len(saved.layers),
+            "tie_word_embeddings": model.tie_embeddings,
+            "initializer_range": model.init_std,
+            **self.told(model, saved.mixers[self.mixer]),
+        }
+
+    def saved_model(self, config: dict[str, Any]) -> SavedModel:
+        """See `Family.saved_model`."""
+        plain = self._read(config)
+        if SECTION not in config:
+            return plain
+        saved = _with_untold(plain, config[SECTION], self.mixer)
+        if set(saved.layers) != {self.mixer} or self.why_not(saved) or self._told(saved) != self._told(plain):
+            raise UserError(
+                where(SECTION), "contradicts the other fields", f"leave out what is not so, or the whole of {SECTION}"
+            )
+        return saved
+
+    def _read(self, config: dict[str, Any]) -> SavedModel:
+        fields = Fields(config, {"initializer_range": 0.02, "max_position_embeddings": LENGTH} | dict(self.defaults))
+        model, mixer = self.read(fields)
+        pattern = f"{self.mixer}*{fields.whole('num_hidden_layers')}"
+        model = {
+            "pattern": pattern,
+            "block": self.block,
+            "normalization": self.normalization,
+            "hidden_size": fields.whole("hidden_size"),
+            "num_query_groups": model["num_attention_heads"],
+            "max_position_embeddings": fields.whole("max_position_embeddings"),
+            "tie_embeddings": fields.flag("tie_word_embeddings"),
+            "init_std": fields.number("initializer_range"),
+            **model,
+        }
+        return SavedModel(
+            model=validate(ModelConfig, model, where("")),
+            layers=tuple(parse_pattern(pattern)),
+            mixers={self.mixer: validate(load_all()[self.mixer].config_type, mixer, where(""))},
+            vocab_size=fields.whole("vocab_size"),
+            seq_length=model["max_position_embeddings"],
+        )
+
+    def rules(self, saved: SavedModel) -> Iterator[Rule]:
+        """See `Family.rules`."""
+        yield renamed("embedding.word_embeddings.weight", f"{self.embedding}.weight")
+        yield from self.norm_rules(saved.model, "decoder.final_layernorm", self.final_norm)
+        if not saved.model.tie_embeddings:
+            yield renamed("output_layer.weight", "lm_head.weight")
+        for number in range(len(saved.layers)):
+            ours, theirs = f"decoder.layers.{number}.", f"{self.layer}.{number}."
+            yield from under(self.layer_rules(saved.model), ours, theirs)
+            of_mixer = self.mixer_rules(saved.model, saved.mixers[self.mixer])
+            yield from under(of_mixer, f"{ours}self_attention.", f"{theirs}{self.mixer_name}.")
+
+    def norm_rules(self, model: ModelConfig, ours: str, theirs: str) -> Iterator[Rule]:
+        """Rules of one of the block's norms."""
+        for name in ("weight", "bias") if model.normalization == "layer_norm" else ("weight",):
+            yield renamed(f"{ours}.{name}", f"{theirs}.{name}")
+
+
+LENGTH = DataConfig(path="").seq_length
+"""Tokens of a sample where config.json says nothing of positions: ours of a run that says nothing."""
+
+
+def _differences(saved: SavedModel, read: SavedModel, mixer: str) -> dict[str, Any]:
+    """What a model has otherwise than it would be read, as `_with_untold` takes it."""
+    pairs: dict[str, tuple[Any, Any]] = {
+        "model": (saved.model, read.model),
+        "mixer": (saved.mixers[mixer], read.mixers[mixer]),
+    }
+    found: dict[str, Any] = {}
+    for name, (ours, plain) in pairs.items():
+        differing = {key: value for key, value in asdict(ours).items() if value != getattr(plain, key)}
+        if differing:
+            found[name] = differing
+    return found | ({"seq_length": saved.seq_length} if saved.seq_length != read.seq_length else {})
+
+
+def _with_untold(plain: SavedModel, section: Any, mixer: str) -> SavedModel:
+    prefix = where(SECTION)
+    if not isinstance(section, dict) or not set(section) <= {"model", "mixer", "seq_length"}:
+        raise UserError(prefix, f"{show(section)} is none of ours", "leave it out")
+    model, own = section.get("model", {}), section.get("mixer", {})
+    length = Fields(section, {"seq_length": plain.seq_length}).whole("seq_length")
+    if not isinstance(model, dict) or not isinstance(own, dict):
+        raise UserError(prefix, f"{show(section)} is none of ours", "leave it out")
+    whole = validate(ModelConfig, asdict(plain.model) | model, f"{prefix}.model.")
+    settings = asdict(plain.mixers[mixer]) | own
+    return replace(
+        plain,
+        model=whole,
+        layers=tuple(parse_pattern(whole.pattern)),
+        mixers={mixer: validate(type(plain.mixers[mixer]), settings, f"{prefix}.mixer.")},
+        seq_length=length,
+    )

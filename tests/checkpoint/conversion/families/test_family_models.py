@@ -1,0 +1,96 @@
+"""Models of ours and of other libraries with the same weights: their logits, and the weights' way there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from family_cases import CASES, LENGTH, Case, family_of, saved
+from torch import Tensor
+
+from megatron_ext.checkpoint.conversion.family import Rule
+from megatron_ext.platform import Platform
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+CPU = Platform(torch.device("cpu"), "gloo")
+Tensors = dict[str, Tensor]
+
+
+def _there(rules: Iterable[Rule], ours: Tensors) -> Tensors:
+    """All tensors of theirs; each of ours is used once, and none of theirs is made twice."""
+    left, theirs = dict(ours), {}
+    for rule in rules:
+        made = rule.to_theirs([left.pop(name) for name in rule.ours])
+        assert theirs.keys().isdisjoint(rule.theirs)
+        theirs.update(zip(rule.theirs, made, strict=True))
+    assert not left
+    return theirs
+
+
+def _back(rules: Iterable[Rule], theirs: Tensors) -> Tensors:
+    """The way back, as strictly."""
+    left, ours = dict(theirs), {}
+    for rule in rules:
+        made = rule.to_ours([left.pop(name) for name in rule.theirs])
+        assert ours.keys().isdisjoint(rule.ours)
+        ours.update(zip(rule.ours, made, strict=True))
+    assert not left
+    return ours
+
+
+def _state(model: Any) -> Tensors:
+    """What the model's file holds; an output layer that is the embedding is not in it."""
+    tied = model.config.tie_word_embeddings
+    return {k: v for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view({torch.float32: torch.int32, torch.bfloat16: torch.int16}[x.dtype])
+
+
+def _assert_same_bits(found: Tensors, expected: Tensors) -> None:
+    assert {n: (x.shape, x.dtype) for n, x in found.items()} == {n: (x.shape, x.dtype) for n, x in expected.items()}
+    assert [name for name, x in found.items() if not torch.equal(_bits(x), _bits(expected[name]))] == []
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_logits_are_those_of_their_model_with_our_weights(build: Any, peer: Any, tensors: Any, case: Case) -> None:
+    shape, family = case.shape(CPU), family_of(case.mixer)
+    ours, model = build(shape), saved(shape)
+    assert family.why_not(model) is None
+    theirs = peer(family.config(model))
+    weights = _there(family.rules(model), tensors(shape, ours))
+    assert {n: x.shape for n, x in _state(theirs).items()} == {n: x.shape for n, x in weights.items()}
+    assert all(x.is_contiguous() for x in weights.values())
+    theirs.load_state_dict(weights, strict=False)
+    tokens = torch.randint(0, shape.vocab_size, (2, LENGTH - 1), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    found = ours(tokens, positions, attention_mask=None)[..., : shape.vocab_size].detach()
+    expected = theirs(tokens, use_cache=False).logits.detach()
+    assert float(expected.std()) > 0.1
+    assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_weights_come_back_to_the_bit(build: Any, tensors: Any, case: Case, dtype: torch.dtype) -> None:
+    shape = case.shape(CPU)
+    rules = list(family_of(case.mixer).rules(saved(shape)))
+    ours = {name: x.to(dtype) for name, x in tensors(shape, build(shape)).items()}
+    ours["decoder.final_layernorm.weight"][:2] = torch.tensor([torch.nan, -0.0])
+    there = _there(rules, ours)
+    _assert_same_bits(_back(rules, there), ours)
+    _assert_same_bits(_there(rules, _back(rules, there)), there)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_model_is_the_same_after_config_json(peer: Any, case: Case) -> None:
+    family, model = family_of(case.mixer), saved(case.shape(CPU))
+    config = family.config(model)
+    assert family.saved_model(config) == model
+    # As their library writes it.
+    written = peer(config).config.to_dict()
+    assert family.config(family.saved_model(written)) == config
