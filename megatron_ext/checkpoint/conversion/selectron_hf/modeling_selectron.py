@@ -132,13 +132,14 @@ class SelectronDecoder(nn.Module):
         self.layers = nn.ModuleList(SelectronLayer(config, index) for index in range(config.num_hidden_layers))
         self.final_layernorm = _norm(config)
 
-    def forward(self, x_bth: Tensor, past: Sequence[Beginning], positions: Positions) -> list[Tensor]:
-        """The hidden states before each layer and after the last norm, [b, t, h] each."""
-        states = [x_bth]
+    def forward(self, x_bth: Tensor, past: Sequence[Beginning], positions: Positions, every: bool) -> list[Tensor]:
+        """The hidden states after the last norm, [b, t, h]; with `every` behind those before each layer."""
+        states = []
         for layer, before in zip(self.layers, past, strict=True):
-            states.append(layer(states[-1], before, positions))
-        states[-1] = self.final_layernorm(states[-1])
-        return states
+            if every:
+                states.append(x_bth)
+            x_bth = layer(x_bth, before, positions)
+        return [*states, self.final_layernorm(x_bth)]
 
 
 class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
@@ -236,7 +237,8 @@ class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("give either input_ids or inputs_embeds")
         x_bth = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         cache, groups = self._rows(x_bth, attention_mask, past_key_values, use_cache)
-        states = self._hidden_states(x_bth, groups, 0 if cache is None else cache.num_columns)
+        every = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states = self._hidden_states(x_bth, groups, 0 if cache is None else cache.num_columns, bool(every))
         if cache is not None:
             cache.num_columns += x_bth.shape[1]
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -244,12 +246,11 @@ class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits_btv, labels=labels, vocab_size=self.config.vocab_size, **more)
-        wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits_btv,
             past_key_values=cache,
-            hidden_states=tuple(states) if wants_states else None,
+            hidden_states=tuple(states) if every else None,
         )
 
     def _rows(
@@ -278,24 +279,26 @@ class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("past_key_values is of other rows: attention_mask and the batch must go on as they began")
         return cache, cache.groups
 
-    def _hidden_states(self, x_bth: Tensor, groups: list[RowGroup], seen: int) -> list[Tensor]:
+    def _hidden_states(self, x_bth: Tensor, groups: list[RowGroup], seen: int, every: bool) -> list[Tensor]:
         """See `SelectronDecoder.forward`; zeros where there is padding.
 
         Args:
             x_bth: embeddings.
             groups: rows of the batch by their padding.
             seen: columns before these.
+            every: whether those before each layer are wanted, too.
         """
         if len(groups) == 1 and groups[0].padding <= seen:
-            return self._of_group(x_bth, groups[0], seen)
-        states = [torch.zeros_like(x_bth) for _ in range(self.config.num_hidden_layers + 1)]
+            return self._of_group(x_bth, groups[0], seen, every)
+        states = [torch.zeros_like(x_bth) for _ in range(1 + every * self.config.num_hidden_layers)]
         for group in groups:
             rows, start = torch.tensor(group.rows, device=x_bth.device), max(group.padding - seen, 0)
-            for whole, part in zip(states, self._of_group(x_bth[rows, start:], group, seen + start), strict=True):
-                whole[rows, start:] = part.to(whole.device)
+            parts = self._of_group(x_bth[rows, start:], group, seen + start, every)
+            for whole, part in zip(states, parts, strict=True):
+                whole[rows, start:] = part.to(whole)
         return states
 
-    def _of_group(self, x_bth: Tensor, group: RowGroup, column: int) -> list[Tensor]:
+    def _of_group(self, x_bth: Tensor, group: RowGroup, column: int, every: bool) -> list[Tensor]:
         """See `SelectronDecoder.forward`: rows with equally much padding, from a column on, which is a token's."""
         positions = Positions(column - group.padding, x_bth.shape[1], self.config)
         if self.config.learns_positions:
@@ -305,7 +308,7 @@ class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
                     f"the sequence has {end} tokens, and the learned position table {table.num_embeddings}: shorten it"
                 )
             x_bth = x_bth + table(torch.arange(positions.first, end, device=x_bth.device))
-        states: list[Tensor] = self.decoder(x_bth, group.layers, positions)
+        states: list[Tensor] = self.decoder(x_bth, group.layers, positions, every)
         return states
 
 

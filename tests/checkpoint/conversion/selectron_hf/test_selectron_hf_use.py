@@ -85,6 +85,7 @@ def test_embeddings_stand_for_tokens(hybrid: Converted, tokens: Tensor) -> None:
         assert torch.equal(logits, hybrid.theirs(tokens).logits[:, -3:])
     assert [list(state.shape) for state in states] == [[*tokens.shape, 32]] * (len(hybrid.saved.layers) + 1)
     assert torch.equal(hybrid.theirs.output_layer(states[-1])[:, -3:], logits)
+    assert hybrid.theirs(tokens).hidden_states is None
 
 
 @pytest.mark.parametrize("name", ["hybrid", "pattern"])
