@@ -19,17 +19,17 @@ from megatron_ext.training.trainer import Trainer
 STEPS = 2
 
 
-def _config(pattern: str, parallel: dict[str, Any], seed: int, block: str) -> Any:
+def _config(pattern: str, parallel: dict[str, Any], seed: int, model: dict[str, Any]) -> Any:
     settings: dict[str, dict[str, Any]] = {"top1_chunk": {"chunk_size": 8}, "mamba2": {"state_size": 16}}
     used = {name: fields for name, fields in settings.items() if name in pattern.split(",")}
-    config = parity.run_config(pattern, used, {"block": block}, parallel)
+    config = parity.run_config(pattern, used, model, parallel)
     return replace(config, training=replace(config.training, seed=seed))
 
 
 def _parts(
-    root: Path, pattern: str, parallel: dict[str, Any], seed: int, block: str
+    root: Path, pattern: str, parallel: dict[str, Any], seed: int, model: dict[str, Any]
 ) -> tuple[Any, Trainer, CheckpointStore]:
-    config, platform = _config(pattern, parallel, seed, block), select_platform("cpu")
+    config, platform = _config(pattern, parallel, seed, model), select_platform("cpu")
     groups = make_process_groups(config.parallel, seed)
     trainer = build_trainer(config, model_shape(config, platform, parity.VOCABULARY), groups, platform)
     return config, trainer, CheckpointStore(root, {}, groups, platform, keep=0)
@@ -56,10 +56,10 @@ def _whole(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
 
 
 def save(
-    rank: int, world_size: int, root: Path, pattern: str, parallel: dict[str, Any], block: str = "transformer"
+    rank: int, world_size: int, root: Path, pattern: str, parallel: dict[str, Any], model: dict[str, Any] | None = None
 ) -> dict[str, dict[str, Tensor]]:
     """Train a little, save, and return the whole state."""
-    config, trainer, store = _parts(root, pattern, parallel, 1, block)
+    config, trainer, store = _parts(root, pattern, parallel, 1, model or {})
     for step in range(STEPS):
         trainer.train_step(parity.step_batches(config, trainer.groups, step))
     store.save(trainer.optimizer, Progress(step=STEPS, samples=8 * STEPS, tokens=256 * STEPS))
@@ -67,10 +67,10 @@ def save(
 
 
 def load(
-    rank: int, world_size: int, root: Path, pattern: str, parallel: dict[str, Any], block: str = "transformer"
+    rank: int, world_size: int, root: Path, pattern: str, parallel: dict[str, Any], model: dict[str, Any] | None = None
 ) -> tuple[dict[str, dict[str, Tensor]], int]:
     """Load into a model of other initial weights; the whole state, and the steps that the schedule counts."""
-    _, trainer, store = _parts(root, pattern, parallel, 2, block)
+    _, trainer, store = _parts(root, pattern, parallel, 2, model or {})
     store.load(trainer.optimizer, store.check(STEPS))
     counted = trainer.optimizer._scheduler.num_steps  # type: ignore[attr-defined]
     return _whole(trainer), counted

@@ -79,12 +79,24 @@ def test_every_mixer_moves_from_tp2_pp2(
     _check(found, expected)
 
 
+BLOCKS = {
+    "rwkv7": (
+        "attention,rwkv7",
+        {"block": "rwkv7", "normalization": "layer_norm"},
+        "layer 1 input_layernorm.norm.bias",
+    ),
+    "mixer": ("mamba,attention", {"block": "mixer"}, "layer 1 self_attention.A_log"),
+}
+
+
 @pytest.mark.parametrize(("world_size", "parallel"), [(1, {}), (2, TP2_SP)], ids=["one process", "tp2_sp"])
-def test_rwkv7s_block_moves_from_tp2_pp2(
-    world_size: int, parallel: dict[str, Any], workers: Any, tmp_path: Path
+@pytest.mark.parametrize("block", BLOCKS)
+def test_other_blocks_move_from_tp2_pp2(
+    block: str, world_size: int, parallel: dict[str, Any], workers: Any, tmp_path: Path
 ) -> None:
-    pattern = "attention,rwkv7"
-    expected = workers.run(resharded.save, 4, tmp_path, pattern, TP2_PP2, "rwkv7")[0]
-    assert "layer 1 input_layernorm.mu" in expected["parameters"]
-    found, _ = workers.run(resharded.load, world_size, tmp_path, pattern, parallel, "rwkv7")[0]
+    pattern, model, name = BLOCKS[block]
+    expected = workers.run(resharded.save, 4, tmp_path, pattern, TP2_PP2, model)[0]
+    assert name in expected["parameters"]
+    assert any("mlp" in key for key in expected["parameters"]) is (block != "mixer")
+    found, _ = workers.run(resharded.load, world_size, tmp_path, pattern, parallel, model)[0]
     _check(found, expected)
