@@ -173,7 +173,8 @@ def _with_neutral_residual(values: Rule) -> Rule:
     def to_ours(tensors: Sequence[Tensor]) -> list[Tensor]:
         weight, *residual = tensors
         for name, tensor, neutral in zip(names, residual, (0.0, 0.0, NEUTRAL), strict=True):
-            if bool((tensor != neutral).any()):
+            # A tensor without values is asked for its shape alone.
+            if not tensor.is_meta and bool((tensor != neutral).any()):
                 raise UserError(
                     name,
                     "mixes the first layer's values into this one's, which no model of ours does",

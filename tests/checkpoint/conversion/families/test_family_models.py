@@ -85,6 +85,8 @@ def test_weights_come_back_to_the_bit(build: Any, tensors: Any, case: Case, dtyp
     there = _there(rules, ours)
     _assert_same_bits(_back(rules, there), ours)
     _assert_same_bits(_there(rules, _back(rules, there)), there)
+    shapes = _back(rules, _there(rules, {name: x.to("meta") for name, x in ours.items()}))
+    assert {name: x.shape for name, x in shapes.items()} == {name: x.shape for name, x in ours.items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
