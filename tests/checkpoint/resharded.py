@@ -21,10 +21,10 @@ from megatron_ext.training.trainer import Trainer
 STEPS = 2
 
 
-def _config(pattern: str, parallel: dict[str, Any], seed: int, block: str, fields: dict[str, Any]) -> Any:
+def _config(pattern: str, parallel: dict[str, Any], seed: int, model: dict[str, Any], fields: dict[str, Any]) -> Any:
     settings: dict[str, dict[str, Any]] = {"top1_chunk": {"chunk_size": 8}, "mamba2": {"state_size": 16}}
     used = {name: fields for name, fields in settings.items() if name in pattern.split(",")}
-    config = parity.run_config(pattern, used, {"block": block}, parallel, **fields)
+    config = parity.run_config(pattern, used, model, parallel, **fields)
     return replace(config, training=replace(config.training, seed=seed))
 
 
@@ -33,10 +33,10 @@ def parts(
     pattern: str,
     parallel: dict[str, Any],
     seed: int,
-    block: str = "transformer",
+    model: dict[str, Any] | None = None,
     fields: dict[str, Any] | None = None,
 ) -> tuple[Any, Trainer, CheckpointStore]:
-    config, platform = _config(pattern, parallel, seed, block, fields or {}), select_platform("cpu")
+    config, platform = _config(pattern, parallel, seed, model or {}, fields or {}), select_platform("cpu")
     parity.count_anew()
     groups = make_process_groups(config.parallel, seed)
     trainer = build_trainer(config, model_shape(config, platform, parity.VOCABULARY), groups, platform)
@@ -72,11 +72,11 @@ def save(
     root: Path,
     pattern: str,
     parallel: dict[str, Any],
-    block: str = "transformer",
+    model: dict[str, Any] | None = None,
     fields: dict[str, Any] | None = None,
 ) -> dict[str, dict[str, Tensor]]:
     """Train a little, save, and return the whole state."""
-    config, trainer, store = parts(root, pattern, parallel, 1, block, fields)
+    config, trainer, store = parts(root, pattern, parallel, 1, model, fields)
     for step in range(STEPS):
         trainer.train_step(parity.step_batches(config, trainer.groups, step))
     store.save(trainer.optimizer, Progress(step=STEPS, samples=8 * STEPS, tokens=256 * STEPS))
@@ -89,11 +89,11 @@ def load(
     root: Path,
     pattern: str,
     parallel: dict[str, Any],
-    block: str = "transformer",
+    model: dict[str, Any] | None = None,
     fields: dict[str, Any] | None = None,
 ) -> tuple[dict[str, dict[str, Tensor]], int]:
     """Load into a model of other initial weights; the whole state, and the steps that the schedule counts."""
-    _, trainer, store = parts(root, pattern, parallel, 2, block, fields)
+    _, trainer, store = parts(root, pattern, parallel, 2, model, fields)
     store.load(trainer.optimizer, store.check(STEPS))
     counted = trainer.optimizer._scheduler.num_steps  # type: ignore[attr-defined]
     return whole(trainer), counted
@@ -103,7 +103,7 @@ def go_on(
     rank: int, world_size: int, root: Path, pattern: str, parallel: dict[str, Any], fields: dict[str, Any]
 ) -> list[float]:
     """Losses of the steps after the checkpoint, of a model that was loaded from it."""
-    config, trainer, store = parts(root, pattern, parallel, 2, "transformer", fields)
+    config, trainer, store = parts(root, pattern, parallel, 2, {}, fields)
     store.load(trainer.optimizer, store.check(STEPS))
     steps = range(STEPS, STEPS + 3)
     return [trainer.train_step(parity.step_batches(config, trainer.groups, step)).loss for step in steps]

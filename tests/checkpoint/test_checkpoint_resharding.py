@@ -38,7 +38,7 @@ def saved(workers: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
             root = tmp_path_factory.mktemp("resharded") / "checkpoints"
             known[key] = (
                 root,
-                workers.run(resharded.save, world_size, root, pattern, parallel, "transformer", fields)[0],
+                workers.run(resharded.save, world_size, root, pattern, parallel, {}, fields)[0],
             )
         return known[key]
 
@@ -93,14 +93,26 @@ def test_every_mixer_moves_from_tp2_pp2(
     _check(found, expected)
 
 
+BLOCKS = {
+    "rwkv7": (
+        "attention,rwkv7",
+        {"block": "rwkv7", "normalization": "layer_norm"},
+        "layer 1 input_layernorm.norm.bias",
+    ),
+    "mixer": ("mamba,attention", {"block": "mixer"}, "layer 1 self_attention.A_log"),
+}
+
+
 @pytest.mark.parametrize(("world_size", "parallel"), [(1, {}), (2, TP2_SP)], ids=["one process", "tp2_sp"])
-def test_rwkv7s_block_moves_from_tp2_pp2(
-    world_size: int, parallel: dict[str, Any], workers: Any, tmp_path: Path
+@pytest.mark.parametrize("block", BLOCKS)
+def test_other_blocks_move_from_tp2_pp2(
+    block: str, world_size: int, parallel: dict[str, Any], workers: Any, tmp_path: Path
 ) -> None:
-    pattern = "attention,rwkv7"
-    expected = workers.run(resharded.save, 4, tmp_path, pattern, TP2_PP2, "rwkv7")[0]
-    assert "layer 1 input_layernorm.mu" in expected["parameters"]
-    found, _ = workers.run(resharded.load, world_size, tmp_path, pattern, parallel, "rwkv7")[0]
+    pattern, model, name = BLOCKS[block]
+    expected = workers.run(resharded.save, 4, tmp_path, pattern, TP2_PP2, model)[0]
+    assert name in expected["parameters"]
+    assert any("mlp" in key for key in expected["parameters"]) is (block != "mixer")
+    found, _ = workers.run(resharded.load, world_size, tmp_path, pattern, parallel, model)[0]
     _check(found, expected)
 
 
@@ -123,7 +135,7 @@ def test_any_optimizer_takes_over_from_any_other(source: str, target: str, saved
     size, parallel, fields = OPTIMIZERS[source]
     root, expected = saved(HYBRID, size, parallel, **fields)
     size, parallel, fields = OPTIMIZERS[target]
-    found, steps = workers.run(resharded.load, size, root, HYBRID, parallel, "transformer", fields)[0]
+    found, steps = workers.run(resharded.load, size, root, HYBRID, parallel, {}, fields)[0]
     assert steps == resharded.STEPS
     assert found.keys() == {"parameters", "param", "exp_avg", "exp_avg_sq"}
     _check(found, expected)
@@ -146,7 +158,7 @@ def test_training_goes_on_as_under_the_first_optimizer(target: str, saved: Any, 
 def test_in_bf16_precise_parameters_are_taken_over(source: str, target: str, saved: Any, workers: Any) -> None:
     root, expected = saved(HYBRID, 2, {}, sharding=source, precision="bf16")
     fields = {"sharding": target, "precision": "bf16"}
-    found, _ = workers.run(resharded.load, 2, root, HYBRID, {}, "transformer", fields)[0]
+    found, _ = workers.run(resharded.load, 2, root, HYBRID, {}, {}, fields)[0]
     _check(found, expected)
     name = "layer 1 mlp.linear_fc1.weight"
     assert torch.equal(expected["param"][name].bfloat16().float(), expected["parameters"][name])

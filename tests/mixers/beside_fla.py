@@ -17,6 +17,7 @@ from plain_flash_attention import flash_attn_func, varlen_backward, varlen_forwa
 from torch import Tensor
 
 from megatron_ext.checkpoint.conversion.families import FAMILIES
+from megatron_ext.checkpoint.conversion.families.one_mixer import OneMixerFamily
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.mixers.registry import load_all
 
@@ -203,7 +204,8 @@ def converted(mixer: Any) -> dict[str, Tensor]:
         head_dim=sizes.kv_channels,
     )
     ours, theirs = dict(mixer.named_parameters()), {}
-    (family,) = [family for family in FAMILIES.values() if getattr(family, "mixer", None) == name]
+    families = [family for family in FAMILIES.values() if isinstance(family, OneMixerFamily)]
+    (family,) = [family for family in families if family.mixer == name]
     for rule in family.mixer_rules(model, mixer.mixer_config):
         made = rule.to_theirs([ours.pop(name) for name in rule.ours])
         theirs.update(zip(rule.theirs, made, strict=True))

@@ -62,7 +62,11 @@ class FlaTransformer(OneMixerFamily):
         fields.require("attnres_block_size", None)
         fields.require("hidden_act", "swish")
         model, mixer = self.read_mixer(fields)
-        return {"ffn_hidden_size": _width(fields), "norm_epsilon": fields.number("norm_eps"), **model}, mixer
+        return {
+            "ffn_hidden_size": read_ffn(fields, thirds=2, multiple=256),
+            "norm_epsilon": fields.number("norm_eps"),
+            **model,
+        }, mixer
 
     def layer_rules(self, model: ModelConfig) -> Iterator[Rule]:
         """See `OneMixerFamily.layer_rules`."""
@@ -75,12 +79,18 @@ class FlaTransformer(OneMixerFamily):
         yield renamed("mlp.linear_fc2.weight", "mlp.down_proj.weight")
 
 
-def _width(fields: Fields) -> int:
-    """As `fla.modules.GatedMLP` has it."""
+def read_ffn(fields: Fields, *, thirds: int, multiple: int) -> int:
+    """Width inside the feed-forward, as flash-linear-attention makes it where none is given.
+
+    Args:
+        fields: `intermediate_size`, `hidden_ratio` and `hidden_size` are read.
+        thirds: of the ratio: 2 for three matrices, 3 for two.
+        multiple: up to which it is rounded.
+    """
     if fields["intermediate_size"] is not None:
         return fields.whole("intermediate_size")
     ratio = 4.0 if fields["hidden_ratio"] is None else fields.number("hidden_ratio")
-    return -(-int(fields.whole("hidden_size") * ratio * 2 / 3) // 256) * 256
+    return -(-int(fields.whole("hidden_size") * ratio * thirds / 3) // multiple) * multiple
 
 
 def read_expanded_heads(fields: Fields) -> tuple[dict[str, Any], int]:

@@ -17,6 +17,9 @@ from megatron_ext.mixers.mamba2 import Mamba2Config
 
 PLAIN = Mamba2Config()
 
+NO_LIMIT = [0.0, math.inf]
+"""Of step sizes; transformers writes an infinity as an object, since JSON has none."""
+
 
 class Mamba2Family(MambaModels):
     """Our query groups are its groups; its `chunk_size` is about how it computes alone."""
@@ -38,7 +41,7 @@ class Mamba2Family(MambaModels):
         "use_bias": False,
         "hidden_act": "silu",
         "layer_norm_epsilon": 1e-5,
-        "time_step_limit": [0.0, math.inf],
+        "time_step_limit": NO_LIMIT,
         "tie_word_embeddings": False,
         "initializer_range": 0.1,
     }
@@ -67,7 +70,7 @@ class Mamba2Family(MambaModels):
 
     def read_mixer(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
         """See `MambaModels.read_mixer`; its `head_dim` is a value's, ours times `expand`."""
-        fields.require("time_step_limit", [0.0, math.inf], (0.0, math.inf))
+        fields.require("time_step_limit", NO_LIMIT, tuple(NO_LIMIT), [0.0, {"__float__": "Infinity"}])
         heads, head_dim, groups = (fields.whole(name) for name in ("num_heads", "head_dim", "n_groups"))
         fields.per("num_heads", heads, "n_groups", groups)
         expand = fields.whole("expand")

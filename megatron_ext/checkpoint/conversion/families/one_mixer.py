@@ -20,6 +20,10 @@ SECTION = "selectron"
 """The field of config.json with what of a model of ours its own fields do not tell, such as how it is initialised."""
 
 
+LENGTH = DataConfig(path="").seq_length
+"""Tokens of a sample where config.json says nothing of positions: ours of a run that says nothing."""
+
+
 class OneMixerFamily(ABC):
     """An architecture all of whose layers have the same mixer.
 
@@ -153,10 +157,6 @@ class OneMixerFamily(ABC):
             yield renamed(f"{ours}.{name}", f"{theirs}.{name}")
 
 
-LENGTH = DataConfig(path="").seq_length
-"""Tokens of a sample where config.json says nothing of positions: ours of a run that says nothing."""
-
-
 def _differences(saved: SavedModel, read: SavedModel, mixer: str) -> dict[str, Any]:
     """What a model has otherwise than it would be read, as `_with_untold` takes it."""
     pairs: dict[str, tuple[Any, Any]] = {
@@ -172,19 +172,21 @@ def _differences(saved: SavedModel, read: SavedModel, mixer: str) -> dict[str, A
 
 
 def _with_untold(plain: SavedModel, section: Any, mixer: str) -> SavedModel:
+    """A model with what its section of config.json says otherwise than was read."""
     prefix = where(SECTION)
-    if not isinstance(section, dict) or not set(section) <= {"model", "mixer", "seq_length"}:
-        raise UserError(prefix, f"{show(section)} is none of ours", "leave it out")
-    model, own = section.get("model", {}), section.get("mixer", {})
-    length = Fields(section, {"seq_length": plain.seq_length}).whole("seq_length")
-    if not isinstance(model, dict) or not isinstance(own, dict):
-        raise UserError(prefix, f"{show(section)} is none of ours", "leave it out")
-    whole = validate(ModelConfig, asdict(plain.model) | model, f"{prefix}.model.")
-    settings = asdict(plain.mixers[mixer]) | own
+    parts: dict[str, Any] = {"model": {}, "mixer": {}, "seq_length": plain.seq_length}
+    if not isinstance(section, dict) or not section.keys() <= parts.keys():
+        raise UserError(prefix, f"{show(section)} is not as it is written", "leave it out")
+    given = parts | section
+    for name in ("model", "mixer"):
+        if not isinstance(given[name], dict):
+            raise UserError(f"{prefix}.{name}", f"{show(given[name])} is no section of fields", "leave it out")
+    model = validate(ModelConfig, asdict(plain.model) | given["model"], f"{prefix}.model.")
+    settings = asdict(plain.mixers[mixer]) | given["mixer"]
     return replace(
         plain,
-        model=whole,
-        layers=tuple(parse_pattern(whole.pattern)),
+        model=model,
+        layers=tuple(parse_pattern(model.pattern)),
         mixers={mixer: validate(type(plain.mixers[mixer]), settings, f"{prefix}.mixer.")},
-        seq_length=length,
+        seq_length=Fields(given, {}).whole("seq_length"),
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.checkpoint.conversion.families.fields import Fields
-from megatron_ext.checkpoint.conversion.families.fla_models import DEFAULTS
+from megatron_ext.checkpoint.conversion.families.fla_models import DEFAULTS, read_ffn
 from megatron_ext.checkpoint.conversion.families.one_mixer import OneMixerFamily
 from megatron_ext.checkpoint.conversion.families.tensors import flattened, renamed
 from megatron_ext.checkpoint.conversion.family import Rule, SavedModel
@@ -106,7 +106,7 @@ class RWKV7Family(OneMixerFamily):
         model = {
             "num_attention_heads": heads,
             "head_dim": head_dim,
-            "ffn_hidden_size": _width(fields),
+            "ffn_hidden_size": read_ffn(fields, thirds=3, multiple=32),
             "norm_epsilon": fields.number("norm_eps"),
         }
         ranks = {ours: None if fields[theirs] is None else fields.whole(theirs) for ours, theirs in RANKS.items()}
@@ -173,7 +173,8 @@ def _with_neutral_residual(values: Rule) -> Rule:
     def to_ours(tensors: Sequence[Tensor]) -> list[Tensor]:
         weight, *residual = tensors
         for name, tensor, neutral in zip(names, residual, (0.0, 0.0, NEUTRAL), strict=True):
-            if bool((tensor != neutral).any()):
+            # A tensor without values is asked for its shape alone.
+            if not tensor.is_meta and bool((tensor != neutral).any()):
                 raise UserError(
                     name,
                     "mixes the first layer's values into this one's, which no model of ours does",
@@ -182,11 +183,3 @@ def _with_neutral_residual(values: Rule) -> Rule:
         return values.to_ours([weight])
 
     return Rule(values.ours, values.theirs + names, to_theirs, to_ours)
-
-
-def _width(fields: Fields) -> int:
-    """As `fla.models.rwkv7` has it."""
-    if fields["intermediate_size"] is not None:
-        return fields.whole("intermediate_size")
-    ratio = 4.0 if fields["hidden_ratio"] is None else fields.number("hidden_ratio")
-    return -(-int(fields.whole("hidden_size") * ratio) // 32) * 32

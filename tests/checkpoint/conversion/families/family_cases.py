@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ext.checkpoint.conversion.families import FAMILIES
-from megatron_ext.checkpoint.conversion.family import Family, SavedModel
+from megatron_ext.checkpoint.conversion.families.one_mixer import OneMixerFamily
+from megatron_ext.checkpoint.conversion.family import SavedModel
 from megatron_ext.config.derive import derive
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
@@ -54,7 +55,10 @@ def saved(shape: ModelShape) -> SavedModel:
     )
 
 
-def family_of(mixer: str) -> Family:
+OF_ONE_MIXER = {name: family for name, family in FAMILIES.items() if isinstance(family, OneMixerFamily)}
+
+
+def family_of(mixer: str) -> OneMixerFamily:
     """The one whose layers are our mixer."""
     (found,) = [family for family in FAMILIES.values() if getattr(family, "mixer", None) == mixer]
     return found
