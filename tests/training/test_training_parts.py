@@ -21,7 +21,7 @@ from megatron_ext.config.schema import DataConfig, ModelConfig, OptimizerConfig,
 from megatron_ext.config.schema import TrainingConfig as Training
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.errors import UserError
-from megatron_ext.optim.megatron import _schedule
+from megatron_ext.optim.schedule import make_schedule
 from megatron_ext.training.datasets import RunData, step_batches
 from megatron_ext.training.loop import TrainingLoop
 from megatron_ext.training.run import identity
@@ -224,7 +224,7 @@ def test_an_error_leaves_no_save_behind(error: BaseException) -> None:
 def rates(config: OptimizerConfig, steps: int) -> list[float]:
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([{"params": [parameter], "lr": 0.0, "weight_decay": 0.1}])
-    scheduler = _schedule(optimizer, config, steps)
+    scheduler = make_schedule(optimizer, config, steps)
     found = []
     for _ in range(steps):
         scheduler.step(increment=1)
