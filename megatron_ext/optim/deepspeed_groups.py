@@ -1,15 +1,28 @@
-"""Megatron's process groups as DeepSpeed asks for them: an object with the functions of Megatron's old `mpu` module."""
+"""How DeepSpeed joins a run: in torch's process group, with Megatron's groups as it asks for them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import deepspeed
 import torch.distributed as dist
+from deepspeed.ops import __compatible_ops__
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
+def join_process_group(communication: str) -> None:
+    """Let DeepSpeed use the process group that is there.
+
+    Args:
+        communication: torch.distributed's backend.
+    """
+    # On a CPU it would compile an exchange of its own, which training does not call.
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend=communication, dist_init_required=False)
+
+
 class GroupsForDeepSpeed:
-    """What DeepSpeed calls `mpu`.
+    """What DeepSpeed calls `mpu`: the functions that Megatron's module of that name once had.
 
     Its data-parallel group is DP x CP, over which parameters are replicated; its model-parallel group is TP x PP. It
     has no function with `sequence_parallel` in its name: with one, DeepSpeed takes its own sequence parallelism for

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -23,7 +22,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_ext.config.schema import OptimizerConfig
-from megatron_ext.optim.deepspeed_groups import GroupsForDeepSpeed
+from megatron_ext.optim.deepspeed_groups import GroupsForDeepSpeed, join_process_group
 from megatron_ext.optim.parameter_groups import adamw
 from megatron_ext.optim.schedule import go_on_from, make_schedule
 from megatron_ext.optim.state import MOMENTS, Stretch, make_moments, placed_state, set_steps
@@ -54,7 +53,7 @@ class Zero1RunOptimizer:
         platform: Platform,
         settings: Mapping[str, Any],
     ) -> None:
-        deepspeed.init_distributed(dist_backend=platform.communication, dist_init_required=False)
+        join_process_group(platform.communication)
         _count_tied_weights_once(chunks)
         base = adamw(chunks, config)
         self._zero = DeepSpeedZeroOptimizer(

@@ -26,7 +26,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_ext.config.schema import OptimizerConfig
-from megatron_ext.optim.deepspeed_groups import GroupsForDeepSpeed
+from megatron_ext.optim.deepspeed_groups import GroupsForDeepSpeed, join_process_group
 from megatron_ext.optim.parameter_groups import adamw
 from megatron_ext.optim.schedule import go_on_from, make_schedule
 from megatron_ext.optim.state import MOMENTS, Stretch, make_moments, placed_state, set_steps
@@ -59,7 +59,7 @@ class EngineRunOptimizer:
         settings: Mapping[str, Any],
     ) -> None:
         (chunk,) = chunks
-        deepspeed.init_distributed(dist_backend=platform.communication, dist_init_required=False)
+        join_process_group(platform.communication)
         _sum_over_sequence_parallel_ranks(chunk, groups.tp)
         base = adamw(chunks, config)
         self._engine, *_ = deepspeed.initialize(
