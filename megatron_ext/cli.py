@@ -238,6 +238,33 @@ def _generate(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     return generate.run(args)
 
 
+# --- convert, inspect ------------------------------------------------------------------------------------------------
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    from megatron_ext.checkpoint.conversion import command
+
+    command.add_arguments(parser)
+
+
+def _convert(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from megatron_ext.checkpoint.conversion import command
+
+    return command.run(args)
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    from megatron_ext.checkpoint.conversion import report
+
+    report.add_arguments(parser)
+
+
+def _inspect(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from megatron_ext.checkpoint.conversion import report
+
+    return report.run(args)
+
+
 # --- bench -----------------------------------------------------------------------------------------------------------
 
 
@@ -313,6 +340,8 @@ VERBS = {
     "prepare": _Verb(help="turn documents into tokenised shards", add_arguments=_add_prepare, run=_prepare),
     "report": _Verb(help="compare runs at equal training loss", add_arguments=_add_report, run=_report),
     "generate": _Verb(help="let a trained model continue a text", add_arguments=_add_generate, run=_generate),
+    "convert": _Verb(help="turn a checkpoint into another format", add_arguments=_add_convert, run=_convert),
+    "inspect": _Verb(help="say what a checkpoint is", add_arguments=_add_inspect, run=_inspect),
     "bench": _Verb(
         help="time kernels or layers on a GPU, each checked first",
         add_arguments=_add_bench,

@@ -91,19 +91,19 @@ def _continue(prompt: str, args: argparse.Namespace) -> None:
     from megatron_ext.evaluation.generation import Sampler, generate, greedy, text_of
     from megatron_ext.training.trained import open_run, trained_model
 
-    trained = open_run(args.run)
-    tokenizer = load_tokenizer(trained.tokenizer_file)
+    trained = open_run(args.run, args.step)
+    tokenizer = load_tokenizer(trained.tokenizer.file)
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True  # as in training: text cannot end a document
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     _check_length(trained, len(ids), args.max_tokens)
-    with trained_model(trained, args.step) as model, decoding(model) as decoder:
+    with trained_model(trained) as model, decoding(model) as decoder:
         tokens = generate(
             decoder,
             torch.tensor(ids, device=trained.platform.device),
-            vocab_size=trained.tokenizer.vocab_size,
+            vocab_size=trained.tokenizer.size,
             max_tokens=args.max_tokens,
-            end=trained.tokenizer.eos_id,
+            end=trained.tokenizer.end_id,
             choose=greedy if args.greedy else Sampler(args.temperature, args.top_p, args.seed),
         )
         for text in text_of(tokens, partial(tokenizer.decode, skip_special_tokens=False), before=ids):

@@ -141,9 +141,15 @@ def _leave_as_is(_: torch.Tensor) -> None:
 
 
 def build_model(
-    shape: ModelShape, platform: Platform, groups: ProcessGroupCollection, seed: int
+    shape: ModelShape, platform: Platform, groups: ProcessGroupCollection, seed: int | None
 ) -> list[MegatronModule]:
     """The model chunks of this rank, initialised, on the platform's device.
+
+    Args:
+        shape: what they are built from.
+        platform: where they compute.
+        groups: process groups.
+        seed: of the initial weights; None: these are left as memory happens to be, to be filled.
 
     Returns:
         One `GPTModel` for each virtual pipeline stage, wrapped for bf16 where that is the precision. A chunk maps
@@ -152,7 +158,8 @@ def build_model(
     config = transformer_config(shape, platform)
     with platform.optimizer_context():
         chunks = [_build_chunk(shape, config, groups, stage) for stage in range(shape.parallel.virtual_pipeline)]
-    initialize_model(chunks, seed, groups.tp)
+    if seed is not None:
+        initialize_model(chunks, seed, groups.tp)
     if platform.is_cuda:
         chunks = [chunk.cuda(platform.device) for chunk in chunks]
     if config.bf16:

@@ -1,4 +1,4 @@
-"""What `selectron bench` does: one benchmark, of kernels or of layers."""
+"""What `selectron bench` does: one benchmark, of kernels, of layers or of checkpoints."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import argparse
 from kernels.bench import options as kernels
 from kernels.bench.cases import OptionError
 from megatron_ext.bench import options as layers
+from megatron_ext.bench import saves_options as checkpoints
 from megatron_ext.errors import UserError
 
 SUBJECTS = {
     "kernels": (kernels, "our attention ops and their peers"),
     "layers": (layers, "one layer's mixer, ours and flash-linear-attention's"),
+    "checkpoints": (
+        checkpoints,
+        "what a checkpoint costs training, and how fast it is saved and loaded",
+    ),
 }
 
 

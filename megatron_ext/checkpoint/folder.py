@@ -1,7 +1,7 @@
 """Checkpoints on disk: `step_N/` folders and `latest`, and the record that tells a whole one from a damaged one.
 
-A checkpoint is written beside, as `.step_N.partial`, and renamed when every rank is done; `latest` moves after that.
-Whatever happens in between, what was there before stays loadable.
+A checkpoint is written beside, as `.step_N.partial`, and renamed when every rank is done and its files hold what was
+written; `latest` moves after that. Whatever happens in between, what was there before stays loadable.
 """
 
 from __future__ import annotations
@@ -12,11 +12,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.checkpoint.contents import Content, content_of
+from megatron_ext.checkpoint.disk import NotAsWritten
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
 
 RECORD = "checkpoint.json"
 LATEST = "latest"
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint is not there, or not as it was written: another may be."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +48,40 @@ class Record:
         progress: how far the run was.
         identity: the configuration's values that another run must share to continue from here.
         generators: layout that the generators' states belong to.
-        files: size in bytes of every file of the checkpoint.
+        files: what every file of the checkpoint holds.
+        model_only: whether it holds the model without optimizer, generators and data position, as conversion writes.
     """
 
     progress: Progress
     identity: dict[str, Any]
     generators: list[int]
-    files: dict[str, int]
+    files: dict[str, Content]
+    model_only: bool = False
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay.
+
+    Attributes:
+        newest: so many of the newest; 0: all.
+        every: those whose step is a multiple of this stay besides; 0: none.
+    """
+
+    newest: int = 0
+    every: int = 0
+
+    def dropped(self, steps: list[int], step: int) -> list[int]:
+        """Steps whose checkpoints go when one has been saved.
+
+        Args:
+            steps: of the checkpoints that are there, ascending.
+            step: that was saved. Later ones are of a run that was continued from before them: they neither count nor
+                go, and are replaced when their step comes.
+        """
+        until = [other for other in steps if other <= step]
+        old = until[: -self.newest] if self.newest else []
+        return [other for other in old if not self.every or other % self.every]
 
 
 class CheckpointFolder:
@@ -89,60 +122,102 @@ class CheckpointFolder:
         return int(name.removeprefix("step_"))
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of a step into."""
+        """An empty folder to write the checkpoint of a step into; what runs that were killed left is removed."""
+        for left in self.root.glob(".step_*"):
+            shutil.rmtree(left, ignore_errors=True)
         partial = self.partial(step)
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         return partial
 
-    def finish(self, step: int, record_parts: dict[str, Any], keep: int) -> None:
-        """Make a written checkpoint whole: record, rename, move `latest`, drop what is more than `keep`.
+    def finish(
+        self, step: int, record_parts: dict[str, Any], written: dict[str, Content], retention: Retention
+    ) -> None:
+        """Make a written checkpoint whole: record, rename, move `latest`, drop what is not to be kept.
 
         Args:
             step: of the checkpoint; its state lies in the folder that `begin` gave.
             record_parts: progress, identity and generators of its `Record`.
-            keep: newest checkpoints kept; 0: all.
+            written: what was written into each of its files.
+            retention: which checkpoints stay.
+
+        Raises:
+            NotAsWritten: a file is missing, or not of the size that was written.
         """
         partial = self.partial(step)
-        files = {str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()}
-        write_whole(partial / RECORD, json.dumps(asdict(Record(**record_parts, files=files)), indent=1).encode())
+        self._check_sizes(partial, written)
+        record = Record(**record_parts, files=dict(sorted(written.items())))
+        write_whole(partial / RECORD, json.dumps(asdict(record), indent=1).encode())
         # A damaged or half-deleted folder of this step may be in the way; a whole one is never saved again.
         shutil.rmtree(self.path(step), ignore_errors=True)
         partial.rename(self.path(step))
         write_whole(self.root / LATEST, f"step_{step}\n".encode())
-        for old in self.steps()[:-keep] if keep else []:
-            shutil.rmtree(self.path(old))
+        for old in retention.dropped(self.steps(), step):
+            self._drop(old)
+
+    @staticmethod
+    def _check_sizes(partial: Path, written: dict[str, Content]) -> None:
+        there = {str(p.relative_to(partial)): p.stat().st_size for p in partial.rglob("*") if p.is_file()}
+        for name in sorted(there.keys() | written.keys()):
+            size = written[name].size if name in written else None
+            if there.get(name) != size:
+                raise NotAsWritten(f"{name} has {there.get(name, 'no')} bytes on the disk, and {size} were written")
+
+    def _drop(self, step: int) -> None:
+        """Remove a checkpoint; killed in the middle of it, none is left that looks whole."""
+        going = self.root / f".step_{step}.dropped"
+        self.path(step).rename(going)
+        shutil.rmtree(going)
 
     def abandon(self, step: int) -> None:
         """Remove what was written of a checkpoint that did not become whole."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def read_record(self, step: int) -> Record:
-        """The record of a checkpoint, after its files were found there and of the right size.
+        """The record of a checkpoint.
 
         Raises:
-            UserError: the checkpoint is not there or not whole; the line names the file and the way on.
+            DamagedCheckpoint: the checkpoint is not there or not whole; the line names the file and the way on.
         """
-        folder = self.path(step)
-        mend = f"name another step, with --from-step to train, --step to generate ({self._others(step)})"
-        if not (folder / RECORD).is_file():
-            raise UserError(str(folder / RECORD), "is not there, so the checkpoint is not whole", mend)
-        try:
-            raw = json.loads((folder / RECORD).read_text())
-            record = Record(**{**raw, "progress": Progress(**raw["progress"])})
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(str(folder / RECORD), "cannot be read as a checkpoint's record", mend) from error
-        for name, size in record.files.items():
-            self._check_file(folder / name, size, mend)
-        return record
-
-    @staticmethod
-    def _check_file(path: Path, size: int, mend: str) -> None:
+        path = self.path(step) / RECORD
         if not path.is_file():
-            raise UserError(str(path), "is not there, so the checkpoint is damaged", mend)
-        if path.stat().st_size != size:
-            problem = f"has {path.stat().st_size} bytes instead of {size}, so the checkpoint is damaged"
-            raise UserError(str(path), problem, mend)
+            raise self.damage(step, RECORD, "is not there, so the checkpoint is not whole")
+        try:
+            raw = json.loads(path.read_text())
+            files = {name: Content(**content) for name, content in raw["files"].items()}
+            return Record(**{**raw, "progress": Progress(**raw["progress"]), "files": files})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise self.damage(step, RECORD, "cannot be read as a checkpoint's record") from error
+
+    def is_model_only(self, step: int) -> bool:
+        """Whether a checkpoint says of itself that it holds a model alone, be it whole or not."""
+        try:
+            return bool(json.loads((self.path(step) / RECORD).read_text()).get("model_only"))
+        except (OSError, ValueError, AttributeError):
+            return False
+
+    def check_file(self, step: int, name: str, expected: Content) -> None:
+        """Read a file of a checkpoint and compare it with its record.
+
+        Raises:
+            DamagedCheckpoint: it is not what was written.
+        """
+        path = self.path(step) / name
+        if not path.is_file():
+            raise self.damage(step, name, "is not there, so the checkpoint is damaged")
+        if (size := path.stat().st_size) != expected.size:
+            raise self.damage(step, name, f"has {size} bytes instead of {expected.size}, so the checkpoint is damaged")
+        try:
+            found = content_of(path)
+        except OSError as error:
+            raise self.damage(step, name, f"cannot be read ({error.strerror})") from error
+        if found != expected:
+            problem = f"has the checksum {found.xxh3_128} instead of {expected.xxh3_128}, so the checkpoint is damaged"
+            raise self.damage(step, name, problem)
+
+    def damage(self, step: int, name: str, problem: str) -> DamagedCheckpoint:
+        """The error that names a damaged file of a checkpoint, and the others that there are."""
+        mend = f"name another step, with --from-step to train, --step to generate ({self._others(step)})"
+        return DamagedCheckpoint(str(self.path(step) / name), problem, mend)
 
     def _others(self, step: int) -> str:
         others = [str(other) for other in self.steps() if other != step]

@@ -1,34 +1,28 @@
-"""Saving and loading a run's state at any layout, through Megatron's dist_checkpointing (torch_dist)."""
+"""Saving and loading a run's state at any layout, in Megatron's format of dist_checkpointing (torch_dist)."""
 
 from __future__ import annotations
 
-import errno
-import os
-import queue
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import _disable_gc
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Record
+from megatron_ext.checkpoint.disk import Failure
+from megatron_ext.checkpoint.folder import CheckpointFolder, DamagedCheckpoint, Progress, Record, Retention
+from megatron_ext.checkpoint.plan import Plan, Planner
+from megatron_ext.checkpoint.saving import SaveFailed, Saving
+from megatron_ext.checkpoint.staging import OnHost, Staging
 from megatron_ext.checkpoint.state import layout_of_generators, model_state, restore, restore_model, run_state
 from megatron_ext.errors import UserError
 from megatron_ext.optim.base import RunOptimizer
+from megatron_ext.parallel.agreement import on_every_rank
 from megatron_ext.platform import Platform
-
-_STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EFBIG}
-_TORCH_STORAGE_ERRORS = ("iostream error", "file write failed", "inline_container")
-"""What torch.save's own streams say, whatever the reason."""
-
-_NEXT_TO_NOTHING = 1 << 16
-"""Bytes free on a disk that counts as full."""
 
 
 class CheckpointStore:
@@ -39,7 +33,8 @@ class CheckpointStore:
         identity: values of the configuration that whoever continues must share, by dotted field.
         groups: process groups.
         platform: where this runs.
-        keep: newest checkpoints kept; 0: all.
+        retention: which checkpoints stay.
+        asynchronous: `save` returns when the state has been copied aside; `advance` and `wait` bring it to its end.
     """
 
     def __init__(
@@ -48,51 +43,113 @@ class CheckpointStore:
         identity: dict[str, Any],
         groups: ProcessGroupCollection,
         platform: Platform,
-        keep: int,
+        retention: Retention | None = None,
+        *,
+        asynchronous: bool = False,
     ) -> None:
         self.folder = CheckpointFolder(root)
-        self._identity, self._groups, self._platform, self._keep = identity, groups, platform, keep
+        self._identity, self._groups, self._platform = identity, groups, platform
+        self._retention, self._asynchronous = retention or Retention(), asynchronous
+        self._planner, self._staging = Planner(), Staging(platform)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving: Saving | None = None
 
-    def save(self, optimizer: RunOptimizer, progress: Progress) -> Path:
-        """Write the state of every rank as `step_N`; a collective call.
+    # --- saving ------------------------------------------------------------------------------------------------------
+
+    def save(self, optimizer: RunOptimizer, progress: Progress) -> None:
+        """Save the state of every rank as `step_N`; a collective call. The save before is waited for.
 
         Raises:
             UserError: the disk is full or refuses; the checkpoints before stay as they were.
         """
-        step, path = progress.step, self.folder.path(progress.step)
-        try:
-            if dist.get_rank() == 0:
-                self.folder.begin(step)
-            dist.barrier()
-            with self._platform.optimizer_context():
-                state = run_state(optimizer, self._groups, self._platform, loading=False)
-                _write(state, self.folder.partial(step))
-            dist.barrier()
-            if dist.get_rank() == 0:
-                self.folder.finish(step, self._record_parts(progress), self._keep)
-            dist.barrier()
-        except Exception as error:
-            full = _is_full(self.folder.root)  # asked before what was written is removed
-            problem = os.strerror(errno.ENOSPC) if full else _storage_problem(error)
-            if problem is None:
-                raise
-            self.folder.abandon(step)
-            kept = self.folder.steps()
-            mend = "make room and start again with --resume" + (f" (from step {kept[-1]})" if kept else "")
-            raise UserError(str(path), f"cannot be saved: {problem}", mend) from error
-        return path
+        self.wait()
+        self._begin(progress.step)
+        plan, on_host = self._copied_state(optimizer, self.folder.partial(progress.step))
+        parts = {
+            "progress": progress,
+            "identity": self._identity,
+            "generators": layout_of_generators(self._groups),
+        }
+        self._saving = Saving(self.folder, progress.step, plan, on_host, parts, self._retention, self._executor)
+        if not self._asynchronous:
+            self.wait()
 
-    def _record_parts(self, progress: Progress) -> dict[str, Any]:
-        generators = layout_of_generators(self._groups)
-        return {"progress": progress, "identity": self._identity, "generators": generators}
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is on its way; on all ranks alike."""
+        return self._saving is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this rank is at work for a save."""
+        return self._saving is not None and self._saving.is_busy
+
+    def advance(self) -> None:
+        """Bring a save forward; a collective call, to be made by all ranks when none `is_busy`. Raises as `save`."""
+        if self._saving is not None and self._guarded(self._saving.advance):
+            self._saving = None
+
+    def wait(self) -> None:
+        """Bring a save to its end; a collective call. Raises as `save`."""
+        if self._saving is not None:
+            self._guarded(self._saving.wait)
+            self._saving = None
+
+    def abandon(self) -> None:
+        """Leave a save unfinished, nothing of it being left: where training ends by an error, each rank for itself."""
+        if self._saving is not None:
+            self._saving.abandon()
+            self._saving = None
+
+    def _begin(self, step: int) -> None:
+        """Make the folder, before any rank writes into it; a collective call."""
+        failure: list[Failure | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                self.folder.begin(step)
+            except OSError as error:
+                failure = [Failure.of(error, self.folder.root)]
+        dist.broadcast_object_list(failure)
+        if failure[0] is not None:
+            raise self._error(step, failure[0])
+
+    def _copied_state(self, optimizer: RunOptimizer, partial: Path) -> tuple[Plan, OnHost]:
+        """Plan what this rank writes and copy it aside: afterwards training may change it. A collective call."""
+        # Thousands of small objects for a moment: the collector would look through all that there is besides.
+        with _disable_gc(), self._platform.optimizer_context():
+            state = run_state(optimizer, self._groups, self._platform, loading=False)
+            plan = self._planner.plan(state, partial)
+        return plan, self._staging.copy(plan.tensors)
+
+    def _guarded(self, work: Callable[[], bool | None]) -> bool | None:
+        assert self._saving is not None
+        try:
+            return work()
+        except SaveFailed as error:
+            step, self._saving = self._saving.step, None
+            raise self._error(step, error.failure) from error
+
+    def _error(self, step: int, failure: Failure) -> Exception:
+        if failure.problem is None:
+            return RuntimeError(f"the checkpoint of step {step} could not be saved\n{failure.trace}")
+        kept = self.folder.steps()
+        mend = "make room and start again with --resume" + (f" (from step {kept[-1]})" if kept else "")
+        return UserError(str(self.folder.path(step)), f"cannot be saved: {failure.problem}", mend)
+
+    # --- loading -----------------------------------------------------------------------------------------------------
 
     def check(self, step: int) -> Record:
-        """The record of a checkpoint that this run can continue from.
+        """The record of a checkpoint that this run can continue from, every file being as it was written.
+
+        A collective call: the ranks share the files.
 
         Raises:
-            UserError: it is damaged, or of a run that differs in what must be the same.
+            DamagedCheckpoint: it is not there, or damaged.
+            UserError: it is of a run that differs in what must be the same.
         """
-        record = self.folder.read_record(step)
+        found: list[Record] = []
+        on_every_rank(lambda: found.append(self.folder.read_record(step)))
+        (record,) = found
         for field, value in self._identity.items():
             if record.identity.get(field) != value:
                 raise UserError(
@@ -100,7 +157,32 @@ class CheckpointStore:
                     f"{value!r}, but the checkpoint {self.folder.path(step)} has {record.identity.get(field)!r}",
                     "give the same value to continue it, or another run.name to begin anew",
                 )
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+        def check_own_share() -> None:
+            for name, content in list(record.files.items())[rank::size]:
+                self.folder.check_file(step, name, content)
+
+        on_every_rank(check_own_share)
         return record
+
+    def check_newest(self) -> tuple[Record, list[DamagedCheckpoint]]:
+        """The newest checkpoint that is not damaged, as `check` gives it, and what is wrong with those after it.
+
+        Raises:
+            UserError: all are damaged, or see `check`.
+        """
+        newest = self.folder.latest()
+        damages: list[DamagedCheckpoint] = []
+        steps = [] if newest is None else [newest, *(step for step in self.folder.steps()[::-1] if step < newest)]
+        for step in steps:
+            try:
+                return self.check(step), damages
+            except DamagedCheckpoint as damage:
+                damages.append(damage)
+        said = "; ".join(f"{damage.where} {damage.problem}" for damage in damages) or "there is none"
+        mend = "bring one back from a copy, or choose another run.name to begin anew"
+        raise UserError(str(self.folder.root), f"holds no checkpoint that is whole: {said}", mend)
 
     def load(self, optimizer: RunOptimizer, record: Record) -> None:
         """Fill model, optimizer, schedule and generators from a checked checkpoint; a collective call.
@@ -120,46 +202,3 @@ class CheckpointStore:
             state = {"model": model_state(chunks, self._groups)}
             state = dist_checkpointing.load(state, str(self.folder.path(record.progress.step)))
         restore_model(state["model"], chunks)
-
-
-def _write(state: dict[str, Any], folder: Path) -> None:
-    """Megatron's synchronous save, with a failure of any rank's writers known on every rank."""
-    _keep_results_in_this_process()
-    try:
-        dist_checkpointing.save(state, str(folder))
-    except CheckpointException as error:  # no Exception; raised on all ranks, and only the first one's says why
-        said = [str(error) + (f": {os.strerror(errno.ENOSPC)}" if _is_full(folder) else "")]
-        dist.broadcast_object_list(said)
-        raise RuntimeError(said[0]) from None
-
-
-def _keep_results_in_this_process() -> None:
-    """Give Megatron's writer a plain queue for its results.
-
-    Its own belongs to a server process, which takes seconds to start, outlives a rank that is killed, and holds the
-    rank's output open. Saving here is synchronous: the queue never leaves this process.
-    """
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
-
-
-def _is_full(folder: Path) -> bool:
-    """Whether next to nothing can be written there: what a full disk makes libraries raise often does not say so."""
-    try:
-        return shutil.disk_usage(folder).free < _NEXT_TO_NOTHING
-    except OSError:
-        return False
-
-
-def _storage_problem(error: BaseException | None) -> str | None:
-    """What the disk did, from an error or what it came from; None if none of them is the disk's doing."""
-    problem = None
-    while error is not None:
-        # Megatron's writers are processes of their own: what they raise arrives as text.
-        for code in _STORAGE_ERRORS:
-            if getattr(error, "errno", None) == code or os.strerror(code) in str(error):
-                return os.strerror(code)
-        if any(text in str(error) for text in _TORCH_STORAGE_ERRORS):
-            problem = "the disk refuses; it may be full"  # unless what it came from says more
-        error = error.__cause__ or error.__context__
-    return problem

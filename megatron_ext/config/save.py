@@ -53,6 +53,11 @@ def to_yaml(config: RunConfig) -> str:
     Returns:
         The text. `load_config` of it is equal to `config` if that is whole (see `load.resolve`).
     """
+    return tree_to_yaml(TypeAdapter(RunConfig).dump_python(config, mode="json"))
+
+
+def tree_to_yaml(tree: dict[str, Any]) -> str:
+    """Write plain sections as YAML, their keys as they come; `load.read_tree` of the text is equal to `tree`."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
     yaml.default_flow_style = False
@@ -60,7 +65,7 @@ def to_yaml(config: RunConfig) -> str:
     yaml.allow_unicode = True
     yaml.width = 100_000  # a long pattern stays on one line
     stream = io.StringIO()
-    yaml.dump(TypeAdapter(RunConfig).dump_python(config, mode="json"), stream)
+    yaml.dump(tree, stream)
     return stream.getvalue()
 
 

@@ -128,6 +128,9 @@ class TrainingConfig:
         evaluation_sequences: samples evaluated a domain, at most; 0: all.
         checkpoint_every: steps between checkpoints; 0: only when the run ends or is asked to stop.
         keep_checkpoints: newest checkpoints kept; 0: all.
+        keep_every: checkpoints whose step is a multiple of this are kept besides, for ever; 0: none.
+        async_checkpoints: training goes on while a checkpoint is written, at the price of memory for a copy of the
+            state; without, it waits.
     """
 
     steps: PositiveInt = 1000
@@ -140,6 +143,8 @@ class TrainingConfig:
     evaluation_sequences: NonNegativeInt = 0
     checkpoint_every: NonNegativeInt = 0
     keep_checkpoints: NonNegativeInt = 2
+    keep_every: NonNegativeInt = 0
+    async_checkpoints: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

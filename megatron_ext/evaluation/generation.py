@@ -55,7 +55,7 @@ class Sampler:
 
 
 def generate(
-    decoder: Decoder, prompt: Tensor, *, vocab_size: int, max_tokens: int, end: int, choose: Choose
+    decoder: Decoder, prompt: Tensor, *, vocab_size: int, max_tokens: int, end: int | None, choose: Choose
 ) -> Iterator[int]:
     """The tokens that follow a prompt, each as soon as it is chosen.
 
@@ -64,7 +64,7 @@ def generate(
         prompt: its tokens, int64 [t] on the model's device, at least one.
         vocab_size: tokens to choose from; the model's vocabulary may be padded beyond it.
         max_tokens: how many at most.
-        end: token that ends the text; it is not given.
+        end: token that ends the text, and is not given; None: there is none.
         choose: takes one by its logits.
     """
     *earlier, tokens_bt = prompt[None].split(PROMPT_PIECE, dim=1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import optimizer as megatron_optimizer
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -29,9 +31,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 
 from megatron_ext.config.schema import OptimizerConfig
+from megatron_ext.optim.placing import placed
 from megatron_ext.platform import DTYPES, Platform
 
 _SCHEDULES = {"cosine": "cosine", "wsd": "WSD", "constant": "constant"}
+
+SHARDING = "fully_sharded_model_space"
+"""What Megatron calls a state whose pieces are placed in the parameters' own shapes."""
 
 
 class MegatronRunOptimizer:
@@ -55,7 +61,6 @@ class MegatronRunOptimizer:
         groups: ProcessGroupCollection,
         platform: Platform,
     ) -> None:
-        _use_torch_adamw_in_checkpoints()
         self._platform = platform
         self._sharded = config.sharding == "megatron"
         self._chunks = [self._wrap(chunk, groups) for chunk in chunks]
@@ -64,6 +69,8 @@ class MegatronRunOptimizer:
             overrides = get_standard_config_overrides(megatron_config)  # vectors have no weight decay
             overrides[ParamKey(attr="no_weight_decay")] = ParamGroupOverride(wd_mult=0.0)
             self._optimizer = get_megatron_optimizer(megatron_config, self._chunks, config_overrides=overrides)
+        for part in self._parts() if self._sharded else []:
+            part.sharded_param_state_fs_model_space = partial(_placed_state, part)
         self._scheduler = _schedule(self._optimizer, config, steps)
         transformer_config = get_model_config(self._chunks[0])
         transformer_config.finalize_model_grads_func = finalize_model_grads
@@ -102,13 +109,17 @@ class MegatronRunOptimizer:
         if loading and self._sharded:
             self._make_optimizer_state()
         # Stored a parameter at a time in the model's own shapes, whatever the layout was.
-        metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+        metadata = {"distrib_optim_sharding_type": SHARDING, "chained_optim_avoid_prefix": True}
         with self._platform.optimizer_context():
             state = self._optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
+        for own in _with_pieces(state):
+            own["param_state_sharding_type"] = "fully_reshardable"  # as whoever loads it with Megatron's own code may
         return {"optimizer": state, "schedule": self._scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the state that `sharded_state_dict(loading=True)` was filled with."""
+        for own in _with_pieces(state["optimizer"]):
+            del own["param_state"]  # has been filled where it is
         with self._platform.optimizer_context():
             self._optimizer.load_state_dict(state["optimizer"])
         self._give_each_parameter_its_own_step()
@@ -166,17 +177,23 @@ def _schedule(optimizer: Any, config: OptimizerConfig, steps: int) -> OptimizerP
     )
 
 
-def _copy_main_parameter_and_state(self: DistributedOptimizer, parameter: Any, tensors: dict[str, Any]) -> None:
-    """Megatron's own method fails on torch's AdamW: `step` is not among the tensors, fp32 parameters are leaves."""
-    group, order = self.model_param_group_index_map[parameter]
-    main = self.optimizer.param_groups[group]["params"][order]
-    with torch.no_grad():
-        for key, target in {"param": main, **self.optimizer.state[main]}.items():
-            if key in tensors:
-                target.copy_(tensors[key])
+def _placed_state(part: DistributedOptimizer, model_state: dict[str, Any], *_: Any) -> dict[int, Any]:
+    """This rank's pieces of main parameters and moments, in place of what Megatron (0.16.1) can no longer write."""
+    model_state, _ = extract_sharded_tensors_and_factories(model_state)
+    places = {place.data: place for place in nested_values(model_state)}
+    ranges = (pieces for buffer in part.gbuf_ranges for buckets in buffer.values() for pieces in buckets)
+    state: dict[int, Any] = {}
+    for pieces in ranges:
+        for parameter, piece in pieces["param_map"].items():
+            tensors = part._get_main_param_and_optimizer_states(parameter)
+            flat = {f"optimizer.state.{name}": tensor for name, tensor in tensors.items() if name != "step"}
+            place, span = places[parameter], piece["param"]
+            # Data-parallel ranks have no piece twice.
+            replica_id = (*place.replica_id[:2], part.distributed_optimizer_instance_id)
+            state[len(state)] = placed(place, span.start, span.end, flat, replica_id)
+    return state
 
 
-def _use_torch_adamw_in_checkpoints() -> None:
-    """Let Megatron's distributed optimizer load state into torch's AdamW, where no fused one is installed."""
-    if issubclass(megatron_optimizer.Adam, torch.optim.AdamW):
-        DistributedOptimizer._set_main_param_and_optimizer_states = _copy_main_parameter_and_state
+def _with_pieces(state: dict[Any, Any]) -> list[dict[str, Any]]:
+    """The states of distributed optimizers in a state of one optimizer, or of several by number."""
+    return [own for own in (state, *state.values()) if isinstance(own, dict) and "param_state" in own]

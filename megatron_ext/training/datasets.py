@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from megatron_ext.data.batches import Batch, micro_batch_indices, training_batch
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.data.verify import check_tokenizer, verify_shards
-from megatron_ext.errors import UserError
+from megatron_ext.parallel.agreement import on_every_rank
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,7 @@ class RunData:
     Attributes:
         root: folder of the manifest.
         manifest: what it holds.
+        tokenizer_file: tokenizer.json that made its tokens.
         train_domains: trained on.
         test_domains: tested on.
         samples: training samples in the run's order.
@@ -33,6 +33,7 @@ class RunData:
 
     root: Path
     manifest: Manifest
+    tokenizer_file: Path
     train_domains: list[str]
     test_domains: list[str]
     samples: TrainingSamples
@@ -57,36 +58,22 @@ def open_data(data: DataConfig, seed: int) -> RunData:
     """
     root, world_size = Path(data.path), dist.get_world_size()
     manifest = load_manifest(root)
-    check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
+    tokenizer_file = check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
     train = _chosen(manifest, "train", data.train_domains)
     test = _chosen(manifest, "test", data.test_domains)
     for split, domains in (("train", train), ("validation", train), ("test", test)):
         present = [domain for domain in domains if domain in manifest.domain_names(split)]
         if present:
-            _on_every_rank(
+            on_every_rank(
                 partial(verify_shards, root, manifest, [split], present, data.verify, dist.get_rank(), world_size)
             )
     store = TokenStore(root, manifest, "train", train)
-    return RunData(root, manifest, train, test, TrainingSamples(store, data.seq_length, seed))
+    return RunData(root, manifest, tokenizer_file, train, test, TrainingSamples(store, data.seq_length, seed))
 
 
 def _chosen(manifest: Manifest, split: str, asked: list[str] | None) -> list[str]:
     """The manifest's own names of the domains asked for; all of the split where none are."""
     return sorted({entry.domain for entry in manifest.select(split, asked)})
-
-
-def _on_every_rank(check: Callable[[], object]) -> None:
-    """Run a check whose work is shared; if it fails on any rank, fail on all with the first one's error."""
-    error: UserError | None = None
-    try:
-        check()
-    except UserError as found:
-        error = found
-    errors: list[UserError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    first = next((one for one in errors if one is not None), None)
-    if first is not None:
-        raise first
 
 
 def step_batches(

@@ -57,6 +57,15 @@ class TrainingLoop:
         Returns:
             Whether the run is finished.
         """
+        try:
+            finished = self._run(stop)
+            self.store.wait()
+        except BaseException:
+            self.store.abandon()
+            raise
+        return finished
+
+    def _run(self, stop: StopRequest) -> bool:
         if self.progress.step > self.last_evaluation and self._is_due(self.training.evaluate_every, False):
             self._evaluate()  # the stop that this run continues from came before it
         while self.progress.step < self.training.steps:
@@ -89,9 +98,13 @@ class TrainingLoop:
             self.progress.samples + self.training.global_batch_size,
             self.progress.tokens + result.tokens,
         )
-        peak_memory, asked = self._largest(self.trainer.platform.peak_memory_bytes(), stop.signal_name is not None)
+        peak_memory, asked, saving = self._largest(
+            self.trainer.platform.peak_memory_bytes(), stop.signal_name is not None, self.store.is_busy
+        )
         if self.records is not None:
             self.records.step(self._metrics(result, seconds, peak_memory))
+        if not saving:  # on any rank: all bring it forward at this step
+            self.store.advance()
         return bool(asked)
 
     def _batches(self) -> list[Batch]:

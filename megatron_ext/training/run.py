@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Record
+from megatron_ext.checkpoint.conversion.tokenizer_files import keep_tokenizer
+from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Record, Retention
 from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.pattern import parse_pattern
@@ -37,8 +39,9 @@ def train(config: RunConfig, *, resume: bool = False, from_step: int | None = No
 
     Args:
         config: checked and derived.
-        resume: continue from the newest checkpoint, or begin where there is none.
-        from_step: continue from the checkpoint of this step instead.
+        resume: continue from the newest checkpoint, or begin where there is none. If it is damaged, the one before
+            takes its place, with a warning.
+        from_step: continue from the checkpoint of this step instead, and no other.
 
     Raises:
         UserError: the data, the run's folder or a checkpoint is not what it must be, or the disk is full.
@@ -52,7 +55,7 @@ def train(config: RunConfig, *, resume: bool = False, from_step: int | None = No
         platform = select_platform(config.run.device, local_rank())
         start_process_group(platform)
         try:
-            _train(config, folder, step, platform, stop)
+            _train(config, folder, platform, stop, lambda store: _record(store, step, from_step))
         finally:
             dist.destroy_process_group()
 
@@ -66,22 +69,49 @@ def _starting_step(folder: Path, resume: bool, from_step: int | None) -> int | N
     """Step of the checkpoint to continue from; None: begin anew.
 
     Raises:
-        UserError: there is a run already and nobody asked to continue it.
+        UserError: there is a run already and nobody asked to continue it, or it cannot be continued.
     """
     if not resume:
         if (folder / METRICS).exists() or (folder / CHECKPOINTS).exists():
             raise UserError("run.name", f"{folder} holds a run already", "add --resume, or choose another run.name")
         return None
-    return from_step if from_step is not None else CheckpointFolder(folder / CHECKPOINTS).latest()
+    checkpoints = CheckpointFolder(folder / CHECKPOINTS)
+    step = from_step if from_step is not None else checkpoints.latest()
+    if step is not None and checkpoints.is_model_only(step):
+        problem = "holds a converted model alone: optimizer state, generators and data position are missing"
+        raise UserError(str(checkpoints.path(step)), problem, "it can generate text, and not be continued")
+    return step
 
 
-def _train(config: RunConfig, folder: Path, step: int | None, platform: Platform, stop: StopRequest) -> None:
+def _record(store: CheckpointStore, step: int | None, from_step: int | None) -> Record | None:
+    """The checked record of the checkpoint to continue from; None: begin anew."""
+    if step is None or from_step is not None:
+        return None if step is None else store.check(step)
+    record, damages = store.check_newest()
+    for damage in damages:
+        instead = f"continuing from step {record.progress.step} instead of step {step}"
+        _say_on_first_rank(f"selectron: warning: {damage.where}: {damage.problem}; {instead}")
+    return record
+
+
+def _train(
+    config: RunConfig,
+    folder: Path,
+    platform: Platform,
+    stop: StopRequest,
+    record_of: Callable[[CheckpointStore], Record | None],
+) -> None:
     data = open_data(config.data, config.training.seed)
     groups = make_process_groups(config.parallel, config.training.seed)
     store = CheckpointStore(
-        folder / CHECKPOINTS, identity(config, data), groups, platform, config.training.keep_checkpoints
+        folder / CHECKPOINTS,
+        identity(config, data),
+        groups,
+        platform,
+        Retention(config.training.keep_checkpoints, config.training.keep_every),
+        asynchronous=config.training.async_checkpoints,
     )
-    record = store.check(step) if step is not None else None
+    record = record_of(store)
     shape = model_shape(config, platform, data.vocab_size)
     trainer = build_trainer(config, shape, groups, platform)
     if record is not None:
@@ -116,7 +146,7 @@ def _loop(
     )
     flops = training_flops_per_token(shape, trainer.optimizer.chunks, config.data.seq_length)
     peak = platform.peak_flops(DTYPES[training.precision])
-    records = _records(config, folder, progress)
+    records = _records(config, folder, data, progress)
     last_evaluation = _sum_over(0 if records is None else records.last_evaluation, platform, None)
     return TrainingLoop(
         trainer=trainer,
@@ -133,13 +163,14 @@ def _loop(
     )
 
 
-def _records(config: RunConfig, folder: Path, progress: Progress) -> RunRecords | None:
+def _records(config: RunConfig, folder: Path, data: RunData, progress: Progress) -> RunRecords | None:
     """The run's folder and files, made by the first rank once everything before has been found right."""
     if dist.get_rank() != 0:
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _save_config(config, folder, progress.step)
+        keep_tokenizer(data.tokenizer_file, folder, data.manifest.tokenizer.eos_token)
         return RunRecords(folder, config.run.name, progress.step, config.training.steps)
     except OSError as error:
         raise UserError(str(folder), f"cannot be written ({error.strerror})", "choose another run.dir") from error
@@ -168,6 +199,7 @@ def identity(config: RunConfig, data: RunData) -> dict[str, Any]:
         "data.seq_length": config.data.seq_length,
         "data.train_domains": data.train_domains,
         "data.tokenizer": data.manifest.tokenizer.sha256,
+        "data.vocab_size": data.vocab_size,
         "training.seed": config.training.seed,
         "training.precision": config.training.precision,
     }

@@ -8,8 +8,20 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.folder import LATEST, RECORD, CheckpointFolder, Progress, Record
+from megatron_ext.checkpoint.contents import Content, content_of
+from megatron_ext.checkpoint.disk import NotAsWritten
+from megatron_ext.checkpoint.folder import (
+    LATEST,
+    RECORD,
+    CheckpointFolder,
+    DamagedCheckpoint,
+    Progress,
+    Record,
+    Retention,
+)
 from megatron_ext.errors import UserError
+
+KEEP_ALL = Retention()
 
 
 def parts(step: int) -> dict[str, Any]:
@@ -20,13 +32,27 @@ def parts(step: int) -> dict[str, Any]:
     }
 
 
-def save(folder: CheckpointFolder, step: int, keep: int = 0, content: bytes = b"state") -> Path:
+def finish(folder: CheckpointFolder, step: int, retention: Retention = KEEP_ALL) -> None:
+    partial = folder.partial(step)
+    written = {str(path.relative_to(partial)): content_of(path) for path in partial.rglob("*") if path.is_file()}
+    folder.finish(step, parts(step), written, retention)
+
+
+def save(folder: CheckpointFolder, step: int, retention: Retention = KEEP_ALL, content: bytes = b"state") -> Path:
     partial = folder.begin(step)
     (partial / "data.bin").write_bytes(content)
     (partial / "nested").mkdir()
     (partial / "nested" / "more.bin").write_bytes(content * 2)
-    folder.finish(step, parts(step), keep)
+    finish(folder, step, retention)
     return folder.path(step)
+
+
+def read(folder: CheckpointFolder, step: int) -> Record:
+    """The record of a checkpoint whose files are all as they were written."""
+    record = folder.read_record(step)
+    for name, content in record.files.items():
+        folder.check_file(step, name, content)
+    return record
 
 
 @pytest.fixture
@@ -50,16 +76,16 @@ def test_a_checkpoint_is_whole_once_finished(folder: CheckpointFolder) -> None:
     (partial / "data.bin").write_bytes(b"state")
     assert folder.steps() == []
     assert folder.latest() is None
-    folder.finish(3, parts(3), keep=0)
+    finish(folder, 3)
     assert names(folder) == [LATEST, "step_3"]
     assert folder.latest() == 3
-    record = folder.read_record(3)
-    assert record == Record(**parts(3), files={"data.bin": 5})
+    assert read(folder, 3) == Record(**parts(3), files={"data.bin": Content(5, "ccb356a16ce4d54a899465fe1ae32812")})
 
 
 def test_files_in_folders_are_recorded(folder: CheckpointFolder) -> None:
     save(folder, 3)
-    assert folder.read_record(3).files == {"data.bin": 5, "nested/more.bin": 10}
+    sizes = {name: content.size for name, content in read(folder, 3).files.items()}
+    assert sizes == {"data.bin": 5, "nested/more.bin": 10}
 
 
 def test_steps_are_in_the_order_of_numbers(folder: CheckpointFolder) -> None:
@@ -69,11 +95,56 @@ def test_steps_are_in_the_order_of_numbers(folder: CheckpointFolder) -> None:
     assert folder.latest() == 2  # what was saved last, as after --from-step
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(0, [1, 2, 3, 4]), (1, [4]), (2, [3, 4]), (9, [1, 2, 3, 4])])
-def test_the_newest_are_kept(folder: CheckpointFolder, keep: int, kept: list[int]) -> None:
-    for step in (1, 2, 3, 4):
-        save(folder, step, keep)
+@pytest.mark.parametrize(
+    ("newest", "every", "kept"),
+    [
+        (0, 0, [1, 2, 3, 4, 5]),
+        (1, 0, [5]),
+        (2, 0, [4, 5]),
+        (9, 0, [1, 2, 3, 4, 5]),
+        (1, 2, [2, 4, 5]),
+        (2, 2, [2, 4, 5]),
+        (2, 3, [3, 4, 5]),
+        (0, 2, [1, 2, 3, 4, 5]),
+    ],
+)
+def test_the_newest_are_kept_and_each_so_many_steps(
+    folder: CheckpointFolder, newest: int, every: int, kept: list[int]
+) -> None:
+    for step in (1, 2, 3, 4, 5):
+        save(folder, step, Retention(newest, every))
     assert folder.steps() == kept
+    assert names(folder) == [LATEST, *(f"step_{step}" for step in kept)]
+
+
+def test_what_was_just_saved_is_kept_whatever_later_steps_there_are(folder: CheckpointFolder) -> None:
+    for step in (3, 6, 9):
+        save(folder, step)
+    save(folder, 4, Retention(newest=1))  # continued from 3
+    assert folder.steps() == [4, 6, 9]
+    assert folder.latest() == 4
+    save(folder, 6, Retention(newest=1))
+    assert folder.steps() == [6, 9]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda path: (path / "data.bin").write_bytes(b"sta"), "data.bin has 3 bytes on the disk, and 5 were written"),
+        (lambda path: (path / "data.bin").unlink(), "data.bin has no bytes on the disk, and 5 were written"),
+        (lambda path: (path / "else.bin").write_bytes(b"a"), "else.bin has 1 bytes on the disk, and None were written"),
+    ],
+)
+def test_files_that_are_not_as_written_make_no_checkpoint(folder: CheckpointFolder, change, said: str) -> None:
+    save(folder, 3)
+    partial = folder.begin(6)
+    (partial / "data.bin").write_bytes(b"state")
+    written = {"data.bin": content_of(partial / "data.bin")}
+    change(partial)
+    with pytest.raises(NotAsWritten, match=said):
+        folder.finish(6, parts(6), written, KEEP_ALL)
+    assert folder.steps() == [3]
+    assert folder.latest() == 3
 
 
 def test_an_abandoned_checkpoint_leaves_nothing(folder: CheckpointFolder) -> None:
@@ -90,7 +161,14 @@ def test_what_a_killed_run_left_is_replaced(folder: CheckpointFolder) -> None:
     (left / "stale.bin").write_bytes(b"from a run that was killed")
     assert folder.steps() == []
     save(folder, 3)
-    assert folder.read_record(3).files.keys() == {"data.bin", "nested/more.bin"}
+    assert read(folder, 3).files.keys() == {"data.bin", "nested/more.bin"}
+    assert names(folder) == [LATEST, "step_3"]
+
+
+def test_what_a_run_killed_at_another_step_left_is_removed(folder: CheckpointFolder) -> None:
+    (folder.begin(6) / "data.bin").write_bytes(b"half")
+    (folder.root / ".step_1.dropped").mkdir()
+    save(folder, 3)
     assert names(folder) == [LATEST, "step_3"]
 
 
@@ -106,6 +184,11 @@ def test_a_damaged_folder_of_the_step_is_replaced(folder: CheckpointFolder) -> N
 def _half_a_file(path: Path) -> str:
     (path / "data.bin").write_bytes(b"sta")
     return "data.bin: has 3 bytes instead of 5"
+
+
+def _another_bit(path: Path) -> str:
+    (path / "data.bin").write_bytes(b"statd")  # of the same size
+    return "data.bin: has the checksum "
 
 
 def _no_file(path: Path) -> str:
@@ -133,6 +216,12 @@ def _another_record(path: Path) -> str:
     return "checkpoint.json: cannot be read"
 
 
+def _plain_sizes(path: Path) -> str:
+    raw = json.loads((path / RECORD).read_text())
+    (path / RECORD).write_text(json.dumps({**raw, "files": {"data.bin": 5}}))
+    return "checkpoint.json: cannot be read"
+
+
 def _unknown_field(path: Path) -> str:
     (path / RECORD).write_text(json.dumps({**json.loads((path / RECORD).read_text()), "colour": "red"}))
     return "checkpoint.json: cannot be read"
@@ -145,11 +234,13 @@ def _no_text(path: Path) -> str:
 
 DAMAGES = [
     _half_a_file,
+    _another_bit,
     _no_file,
     _no_record,
     _half_a_record,
     _empty_record,
     _another_record,
+    _plain_sizes,
     _unknown_field,
     _no_text,
 ]
@@ -160,12 +251,12 @@ def test_damage_is_named_with_the_way_on(folder: CheckpointFolder, damage) -> No
     for step in (3, 6, 9):
         save(folder, step)
     said = damage(folder.path(6))
-    with pytest.raises(UserError) as raised:
-        folder.read_record(6)
+    with pytest.raises(DamagedCheckpoint) as raised:
+        read(folder, 6)
     assert f"{folder.path(6)}/{said}" in str(raised.value)
     assert "--step to generate (there are: 3, 9)" in str(raised.value)
     assert "\n" not in str(raised.value)
-    assert folder.read_record(3).progress.step == 3
+    assert read(folder, 3).progress.step == 3
 
 
 @pytest.mark.parametrize("text", ["", "step_", "newest", "step_-3", "3.5"])

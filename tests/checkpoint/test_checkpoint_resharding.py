@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 State = dict[str, dict[str, torch.Tensor]]
 TP2_SP = {"tensor": 2, "sequence": True}
 TP2_PP2 = {"tensor": 2, "pipeline": 2}
+PAIR = "attention,gated_deltanet"
 HYBRID = "top1_chunk,gated_deltanet,attention,top1_element"
 
 
@@ -66,6 +67,16 @@ def test_parameters_and_moments_are_the_same_on_another_layout(
     name = "embedding.word_embeddings.weight"
     assert not torch.equal(expected["exp_avg"][name], expected["parameters"][name])
     assert not torch.equal(expected["exp_avg"][name], expected["exp_avg_sq"][name])
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), [(1, {}), (4, TP2_SP)], ids=["one process", "tp2_sp_dp2"])
+def test_pieces_of_data_parallel_ranks_are_the_whole_on_another_layout(
+    world_size: int, parallel: dict[str, Any], saved: Any, workers: Any
+) -> None:
+    root, expected = saved(PAIR, 4, {"context": 2})
+    found, _ = workers.run(resharded.load, world_size, root, PAIR, parallel)[0]
+    assert len(found) == 3
+    _check(found, expected)
 
 
 @pytest.mark.parametrize(("world_size", "parallel"), [(1, {}), (2, {"context": 2})], ids=["one process", "cp2"])

@@ -1,89 +1,38 @@
-"""The store: which failures are the disk's, and which runs may continue a checkpoint."""
+"""The store: which runs may continue a checkpoint, and from which when some are damaged."""
 
 from __future__ import annotations
 
-import errno
-import os
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from megatron_ext.checkpoint.folder import CheckpointFolder, Progress
-from megatron_ext.checkpoint.store import CheckpointStore, _storage_problem
+from megatron_ext.checkpoint.contents import CheckedFile
+from megatron_ext.checkpoint.folder import LATEST, RECORD, CheckpointFolder, DamagedCheckpoint, Progress, Retention
+from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.errors import UserError
-
-
-def caught(raise_it) -> BaseException:
-    try:
-        raise_it()
-    except BaseException as error:
-        return error
-    raise AssertionError
-
-
-def _cause() -> None:
-    try:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/run/file")
-    except OSError as error:
-        raise RuntimeError("Worker failure") from error
-
-
-def _context() -> None:
-    try:
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-    except OSError:
-        raise RuntimeError("while handling it")  # noqa: B904  (what libraries do)
-
-
-def _text() -> None:
-    raise RuntimeError("Worker failed: Traceback ... OSError: [Errno 28] No space left on device: '/run/file'")
-
-
-def _stream() -> None:
-    raise RuntimeError("basic_ios::clear: iostream error")
-
-
-@pytest.mark.parametrize(
-    ("raise_it", "problem"),
-    [
-        (_cause, "No space left on device"),
-        (_context, "Disk quota exceeded"),
-        (_text, "No space left on device"),
-        (_stream, "the disk refuses; it may be full"),
-    ],
-)
-def test_a_failure_of_the_disk_is_recognised_wherever_it_hides(raise_it, problem: str) -> None:
-    error = caught(raise_it)
-    assert _storage_problem(error) == problem
-
-
-@pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EIO", "EROFS", "EACCES", "EFBIG"])
-def test_every_refusal_of_the_disk_has_its_name(code: str) -> None:
-    number = getattr(errno, code)
-    error = OSError(number, os.strerror(number), "/run/file")
-    assert _storage_problem(error) == os.strerror(number)
-
-
-@pytest.mark.parametrize(
-    "error", [ValueError("a bug"), OSError(errno.ECONNRESET, "Connection reset by peer"), KeyError("name"), None]
-)
-def test_our_own_failures_are_not_the_disks(error: BaseException | None) -> None:
-    assert _storage_problem(error) is None
-
 
 IDENTITY = {"model.hidden_size": 8, "data.train_domains": ["A", "B"], "training.seed": 1}
 
 
 def store(root: Path, identity: dict[str, Any]) -> CheckpointStore:
-    return CheckpointStore(root, identity, cast(Any, None), cast(Any, None), keep=0)
+    return CheckpointStore(root, identity, cast(Any, None), cast(Any, None))
+
+
+def write(root: Path, step: int) -> Path:
+    """A checkpoint as the store leaves it, of one file."""
+    folder, content = CheckpointFolder(root), f"state of {step}".encode()
+    with CheckedFile(folder.begin(step) / "data.bin") as file:
+        file.write(content)
+    parts = {"progress": Progress(step, 4 * step, 256 * step), "identity": IDENTITY, "generators": [1, 1]}
+    folder.finish(step, parts, {"data.bin": file.content}, Retention())
+    return folder.path(step)
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    folder = CheckpointFolder(tmp_path)
-    (folder.begin(3) / "data.bin").write_bytes(b"state")
-    folder.finish(3, {"progress": Progress(3, 12, 768), "identity": IDENTITY, "generators": [1, 1]}, keep=0)
+    write(tmp_path, 3)
     return tmp_path
 
 
@@ -102,3 +51,73 @@ def test_a_run_that_differs_may_not(saved: Path, field: str, value: Any) -> None
     assert repr(value) in raised.value.problem
     assert str(saved / "step_3") in raised.value.problem
     assert repr(IDENTITY.get(field)) in raised.value.problem
+
+
+# --- which checkpoint to continue from ------------------------------------------------------------------------------
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    for step in (3, 6, 9):
+        write(tmp_path, step)
+    return tmp_path
+
+
+def test_the_newest_is_taken(three: Path) -> None:
+    record, damages = store(three, IDENTITY).check_newest()
+    assert (record.progress.step, damages) == (9, [])
+
+
+def test_the_newest_is_the_one_that_the_pointer_names(three: Path) -> None:
+    (three / LATEST).write_text("step_6\n")  # continued from 3 by --from-step: 9 is of another past
+    flip_a_bit(three / "step_6" / "data.bin")
+    record, damages = store(three, IDENTITY).check_newest()
+    assert record.progress.step == 3
+    assert [damage.where for damage in damages] == [str(three / "step_6" / "data.bin")]
+
+
+def test_damaged_ones_are_passed_over_and_named(three: Path) -> None:
+    flip_a_bit(three / "step_9" / "data.bin")
+    (three / "step_6" / RECORD).write_text("{")
+    record, damages = store(three, IDENTITY).check_newest()
+    assert record.progress == Progress(3, 12, 768)
+    assert [damage.where for damage in damages] == [str(three / "step_9" / "data.bin"), str(three / "step_6" / RECORD)]
+    assert "has the checksum" in damages[0].problem
+    assert "cannot be read" in damages[1].problem
+
+
+def test_a_pointer_to_a_checkpoint_that_is_gone_is_passed_over(three: Path) -> None:
+    shutil.rmtree(three / "step_9")
+    record, damages = store(three, IDENTITY).check_newest()
+    assert record.progress.step == 6
+    assert [damage.where for damage in damages] == [str(three / "step_9" / RECORD)]
+
+
+def test_if_all_are_damaged_one_error_names_them(three: Path) -> None:
+    for step in (3, 6, 9):
+        flip_a_bit(three / f"step_{step}" / "data.bin")
+    with pytest.raises(UserError, match="holds no checkpoint that is whole") as raised:
+        store(three, IDENTITY).check_newest()
+    assert not isinstance(raised.value, DamagedCheckpoint)
+    assert raised.value.where == str(three)
+    assert [str(three / f"step_{step}" / "data.bin") in raised.value.problem for step in (3, 6, 9)] == [True] * 3
+    assert "\n" not in str(raised.value)
+
+
+def test_another_run_is_no_damage(three: Path) -> None:
+    flip_a_bit(three / "step_9" / "data.bin")
+    with pytest.raises(UserError, match=r"training\.seed: 2, but the checkpoint") as raised:
+        store(three, {**IDENTITY, "training.seed": 2}).check_newest()
+    assert not isinstance(raised.value, DamagedCheckpoint)
+
+
+def test_a_step_that_is_named_has_no_other_in_its_place(three: Path) -> None:
+    flip_a_bit(three / "step_6" / "data.bin")
+    with pytest.raises(DamagedCheckpoint, match=r"step_6/data\.bin: has the checksum .*there are: 3, 9"):
+        store(three, IDENTITY).check(6)

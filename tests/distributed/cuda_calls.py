@@ -91,7 +91,7 @@ def run_watched(rank: int, world_size: int, config: RunConfig, folder: Path) -> 
         trainer = build_trainer(config, model_shape(config, platform, VOCABULARY), groups, platform)
         result = trainer.train_step(step_batches(config, groups, 0))
         trainer.losses([masked_batch([0, 1], groups) for _ in range(2)])
-        store = CheckpointStore(folder, {}, groups, platform, keep=0)
+        store = CheckpointStore(folder, {}, groups, platform)
         store.save(trainer.optimizer, Progress(step=1))
         store.load(trainer.optimizer, store.check(1))
         trainer.train_step(step_batches(config, groups, 1))

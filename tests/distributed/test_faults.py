@@ -134,11 +134,15 @@ def test_data_of_another_tokenizer_is_refused(
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
+# A rate that does not depend on the length of the run.
+SIX = ["training.steps=6", "optimizer.schedule=constant"]
+
+
 @pytest.fixture(scope="module")
 def six_steps(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     """The folder of a run with checkpoints after steps 3 and 6, to copy."""
     folder = tmp_path_factory.mktemp("six")
-    must_run(write_config(folder, data, folder), ["training.steps=6"])
+    must_run(write_config(folder, data, folder), SIX)
     return folder / "run"
 
 
@@ -151,24 +155,25 @@ def _unlink(path: Path) -> None:
     path.unlink()
 
 
+DAMAGES = [
+    ("__0_0.distcp", truncate),
+    ("__0_0.distcp", flip_a_byte),
+    ("__0_1.distcp", _unlink),
+    ("common.pt", truncate),
+    (".metadata", flip_a_byte),
+    ("checkpoint.json", truncate),
+    ("checkpoint.json", _unlink),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("__0_0.distcp", truncate),
-        ("__0_1.distcp", _unlink),
-        ("common.pt", truncate),
-        (".metadata", truncate),
-        ("checkpoint.json", truncate),
-        ("checkpoint.json", _unlink),
-    ],
-)
-def test_a_damaged_checkpoint_is_named_and_the_others_with_it(
+@pytest.mark.parametrize(("name", "damage"), DAMAGES)
+def test_a_damaged_checkpoint_that_is_asked_for_is_named_and_the_others_with_it(
     name: str, damage, tmp_path: Path, run_folder: Path, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(run_folder / "checkpoints" / "step_6" / name)
     before = snapshot(tmp_path)
-    assert call(config, "--resume") == 2
+    assert call(config, "--from-step", "6") == 2
     line = only_line(capsys.readouterr().err)
     assert str(run_folder / "checkpoints" / "step_6" / name) in line
     assert "--step to generate (there are: 3)" in line
@@ -176,15 +181,42 @@ def test_a_damaged_checkpoint_is_named_and_the_others_with_it(
 
 
 @pytest.mark.slow
-def test_a_run_with_a_damaged_checkpoint_continues_from_the_one_before(
+def test_if_all_checkpoints_are_damaged_one_line_says_so(
+    tmp_path: Path, run_folder: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip_a_byte(run_folder / "checkpoints" / "step_6" / "__0_0.distcp")
+    truncate(run_folder / "checkpoints" / "step_3" / "common.pt")
+    before = snapshot(tmp_path)
+    assert call(config, "--resume") == 2
+    line = only_line(capsys.readouterr().err)
+    assert "holds no checkpoint that is whole" in line
+    for name in ("step_6/__0_0.distcp", "step_3/common.pt"):
+        assert str(run_folder / "checkpoints" / name) in line
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_a_run_whose_newest_checkpoint_is_damaged_continues_from_the_one_before(
     run_folder: Path, config: Path, six_steps: Path
 ) -> None:
-    truncate(run_folder / "checkpoints" / "step_6" / "__0_0.distcp")
-    must_run(config, ["training.steps=6", "--from-step", "3"])
-    fields = ("step", "loss", "grad_norm", "lr")
-    assert [[r[f] for f in fields] for r in records(run_folder)] == [[r[f] for f in fields] for r in records(six_steps)]
-    whole = (six_steps / "checkpoints" / "step_6" / "__0_0.distcp").stat().st_size
-    assert (run_folder / "checkpoints" / "step_6" / "__0_0.distcp").stat().st_size == whole
+    damaged = run_folder / "checkpoints" / "step_6" / "__0_0.distcp"
+    flip_a_byte(damaged)
+    content = damaged.read_bytes()
+    errors = must_run(config, [*SIX, "training.steps=7", "--resume"], processes=2)
+    (warning,) = [line for line in errors.splitlines() if line.startswith("selectron: warning:")]
+    assert str(damaged) in warning
+    assert "has the checksum" in warning
+    assert warning.endswith("continuing from step 3 instead of step 6")
+    # Nothing of the steps that were lost is left twice, and each is as it was.
+    assert [r["step"] for r in records(run_folder)] == list(range(1, 8))
+    assert [r["loss"] for r in records(run_folder)][:6] == pytest.approx(
+        [r["loss"] for r in records(six_steps)], abs=1e-5, rel=0
+    )
+    assert [r["step"] for r in records(run_folder, "evaluation.jsonl")] == [5, 5, 5, 7, 7, 7]
+    checkpoints = run_folder / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_3", "step_6", "step_7"]
+    assert damaged.read_bytes() != content  # saved again
+    assert (checkpoints / "latest").read_text() == "step_7\n"
 
 
 @pytest.mark.slow
@@ -241,9 +273,9 @@ def _mount(folder: Path, size: int, *options: str) -> None:
 @pytest.mark.slow
 def test_a_disk_that_fills_while_saving(tmp_path: Path, data: Path, six_steps: Path, mount: Path) -> None:
     size = sum(file.stat().st_size for file in (six_steps / "checkpoints" / "step_3").iterdir())
-    _mount(mount, int(1.7 * size))  # room for one checkpoint and the records, not for two
+    _mount(mount, int(1.7 * size))  # room for one checkpoint and the records, not for two: it fills in the background
     config, checkpoints = write_config(tmp_path, data, mount), mount / "run" / "checkpoints"
-    code, errors = run(config, [*TP2, "training.steps=6"], processes=2)
+    code, errors = run(config, [*TP2, *SIX], processes=2)
     assert code == 2, errors
     line = one_line(errors)
     assert str(checkpoints / "step_6") in line
@@ -251,7 +283,7 @@ def test_a_disk_that_fills_while_saving(tmp_path: Path, data: Path, six_steps: P
     assert "from step 3" in line
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_3"]
     _mount(mount, 4 * size, "remount")
-    must_run(config, [*TP2, "training.steps=6", "--resume"], processes=2)
+    must_run(config, [*TP2, *SIX, "--resume"], processes=2)
     assert [r["step"] for r in records(mount / "run")] == list(range(1, 7))
     assert [r["loss"] for r in records(mount / "run")] == pytest.approx(
         [r["loss"] for r in records(six_steps)], abs=1e-5, rel=0

@@ -65,7 +65,7 @@ def _likeliest(run: Path, step: int) -> str:
     ids = tokenizer.encode(PROMPT).ids
     with groups_of_one_process("gloo") as groups:
         trainer = build_trainer(config, model_shape(config, platform, entry.vocab_size), groups, platform)
-        store = CheckpointStore(run / "checkpoints", {}, groups, platform, keep=0)
+        store = CheckpointStore(run / "checkpoints", {}, groups, platform)
         store.load(trainer.optimizer, store.check(step))
         model = trainer.optimizer.chunks[0].eval()
         for _ in range(NEW):

@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "launch": {"config"},
     "lone_mixer": MODEL,
     "diagnosis": MODEL | {"lone_mixer"},
-    "bench": MODEL | {"lone_mixer"},
+    "bench": MODEL | {"lone_mixer", "checkpoint", "training"},
     "generate": MODEL | {"training", "evaluation", "data_prep.tokenizer"},
     # The command calls everything.
     "cli": MODEL
@@ -69,7 +69,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 WHOLE_CONFIGURATION = "RunConfig"
-READERS = {"config", "training", "planning", "launch", "cli"}
+READERS = {"config", "training", "planning", "launch", "bench", "cli"}
 """Rooms that may read the whole configuration of a run; those below get their own part of it."""
 
 

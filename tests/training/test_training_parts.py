@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from megatron_ext.config.schema import TrainingConfig as Training
 from megatron_ext.data.samples import TrainingSamples
+from megatron_ext.errors import UserError
 from megatron_ext.optim.megatron import _schedule
 from megatron_ext.training.datasets import RunData, step_batches
 from megatron_ext.training.loop import TrainingLoop
@@ -83,7 +85,7 @@ def run_data(sha256: str = "a" * 64) -> RunData:
     object.__setattr__(tokenizer, "sha256", sha256)
     manifest = Manifest.__new__(Manifest)
     object.__setattr__(manifest, "tokenizer", tokenizer)
-    return RunData(Path("data"), manifest, ["First"], ["Other"], cast(TrainingSamples, None))
+    return RunData(Path("data"), manifest, Path("tokenizer.json"), ["First"], ["Other"], cast(TrainingSamples, None))
 
 
 def test_what_changes_the_curve_identifies_a_run() -> None:
@@ -186,24 +188,34 @@ def scripted(first: int, last_evaluation: int, stops: set[int]) -> ScriptedLoop:
     loop.progress, loop.last_evaluation = Progress(step=first), last_evaluation
     loop.trainer = cast(Any, SimpleNamespace(optimizer=None))
     save = lambda _, progress: loop.told.append(f"checkpoint {progress.step}")  # noqa: E731
-    loop.store = cast(Any, SimpleNamespace(save=save))
+    tell = lambda what: lambda: loop.told.append(what)  # noqa: E731
+    loop.store = cast(Any, SimpleNamespace(save=save, wait=tell("wait"), abandon=tell("abandon")))
     return loop
 
 
 def test_an_evaluation_that_a_stop_came_before_is_made_up_for() -> None:
     stopped = scripted(0, 0, stops={3})
     assert not stopped.run(StopRequest())
-    assert stopped.told == ["checkpoint 2", "checkpoint 3"]
+    assert stopped.told == ["checkpoint 2", "checkpoint 3", "wait"]
     resumed = scripted(3, 0, stops=set())
     assert resumed.run(StopRequest())
     told = ["evaluation 3", "checkpoint 4", "evaluation 6", "checkpoint 6", "evaluation 7", "checkpoint 7"]
-    assert resumed.told == told
+    assert resumed.told == [*told, "wait"]
 
 
 def test_an_evaluation_that_was_made_is_not_made_again() -> None:
     resumed = scripted(3, 3, stops={7})
     assert resumed.run(StopRequest())
-    assert resumed.told == ["checkpoint 4", "evaluation 6", "checkpoint 6", "evaluation 7", "checkpoint 7"]
+    assert resumed.told == ["checkpoint 4", "evaluation 6", "checkpoint 6", "evaluation 7", "checkpoint 7", "wait"]
+
+
+@pytest.mark.parametrize("error", [UserError("run", "cannot be written", "make room"), KeyboardInterrupt()])
+def test_an_error_leaves_no_save_behind(error: BaseException) -> None:
+    loop = scripted(0, 0, stops=set())
+    loop._evaluate = cast(Any, Mock(side_effect=error))  # type: ignore[method-assign]
+    with pytest.raises(type(error)):
+        loop.run(StopRequest())
+    assert loop.told == ["checkpoint 2", "abandon"]
 
 
 # --- the schedule ----------------------------------------------------------------------------------------------------

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_ext.config.schema import ModelConfig
 
@@ -68,3 +70,14 @@ class Family(Protocol):
 
     def rules(self, saved: SavedModel) -> Iterator[Rule]:
         """Rules that together name every tensor of both sides once."""
+
+
+@runtime_checkable
+class ShipsCode(Protocol):
+    """A family whose model is none of an installed library's: its Python files lie beside the weights."""
+
+    code: Sequence[Path]
+    """The files, as the folder is to hold them."""
+
+    def model(self, config: dict[str, Any]) -> Module:
+        """The model of a config.json, fp32, made by the files here: those of a folder may be anybody's."""

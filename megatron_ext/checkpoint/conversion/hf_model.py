@@ -1,0 +1,72 @@
+"""What transformers' model of a folder answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megatron_ext.checkpoint.conversion.family import Family, ShipsCode
+from megatron_ext.checkpoint.conversion.staged import on_meta, staged
+from megatron_ext.checkpoint.conversion.tensors import Tensors, check_keys
+from megatron_ext.checkpoint.conversion.tokenizer_files import read_json
+from megatron_ext.errors import UserError
+
+
+def can_answer(family: Family) -> bool:
+    """Whether a family's model runs on the CPU: transformers' do, and ours; flash-linear-attention's need a GPU."""
+    return isinstance(family, ShipsCode) or hasattr(_transformers(), family.architecture)
+
+
+def logits(folder: Path, family: Family, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
+    """What the model answers, computed in fp32.
+
+    Args:
+        folder: with its config.json.
+        family: of its architecture; see `can_answer`.
+        tensors: its weights, by its own keys.
+        tokens_bt: int64 [b, t].
+
+    Returns:
+        fp32 logits [b, t, v].
+
+    Raises:
+        UserError: transformers is not installed, or its model has other weights.
+    """
+    with on_meta():
+        model = _model(folder, family).eval()
+    names = _keys(model)
+    check_keys(set(names.values()), tensors.infos(), str(folder))
+    read: Callable[[str], Tensor] = lambda name: tensors.read(names[name]).float()  # noqa: E731
+    with torch.no_grad(), staged(model, read):
+        answer: Tensor = model(input_ids=tokens_bt, use_cache=False).logits
+    return answer.float()
+
+
+def _transformers() -> ModuleType:
+    try:
+        import transformers
+    except ImportError:
+        mend = "install selectron[hf], or leave the check out with --no-verify"
+        raise UserError("--verify", "needs transformers, which is not installed", mend) from None
+    return transformers
+
+
+def _model(folder: Path, family: Family) -> torch.nn.Module:
+    library = _transformers()
+    if isinstance(family, ShipsCode):
+        return family.model(read_json(folder / "config.json"))
+    config = library.AutoConfig.from_pretrained(folder)
+    model: torch.nn.Module = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
+
+
+def _keys(model: torch.nn.Module) -> dict[str, str]:
+    """The key of every parameter in a checkpoint; one that is shared has one."""
+    keys: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        keys.setdefault(id(parameter), name)
+    return {name: keys[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}

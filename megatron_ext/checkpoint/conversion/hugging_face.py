@@ -1,0 +1,94 @@
+"""Folders in Hugging Face's form: config.json, safetensors, tokenizer files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatron_ext.checkpoint.conversion.families import family_of_architecture
+from megatron_ext.checkpoint.conversion.family import Family, SavedModel, ShipsCode
+from megatron_ext.checkpoint.conversion.made import Made, to_ours, to_theirs
+from megatron_ext.checkpoint.conversion.safetensors_files import SafetensorsTensors, write_safetensors
+from megatron_ext.checkpoint.conversion.source import Source, SourceOptions, main_dtype
+from megatron_ext.checkpoint.conversion.tensors import Tensors
+from megatron_ext.checkpoint.conversion.tokenizer_files import KeptTokenizer, kept_tokenizer, read_json
+from megatron_ext.errors import UserError
+
+CONFIG = "config.json"
+
+
+def open_folder(path: Path, options: SourceOptions) -> Source:
+    """The model of a folder.
+
+    Raises:
+        UserError: its architecture is not known, its configuration says what ours cannot express, or it is damaged.
+    """
+    where = str(path / CONFIG)
+    config = read_json(path / CONFIG)
+    family = family_of_architecture(_architecture(config, where), where)
+    saved = _saved_model(family, config, where)
+    stored = SafetensorsTensors(path)
+    return Source(
+        path=path,
+        format="hugging_face",
+        saved=saved,
+        stored=stored,
+        tensors=Made(stored, to_ours(family.rules(saved)), str(path)),
+        tokenizer=kept_tokenizer(path, options.tokenizer),
+        family=family,
+    )
+
+
+def _architecture(config: dict[str, Any], where: str) -> str:
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        problem = f"architectures is {architectures!r}, and names no model"
+        raise UserError(where, problem, "give a folder that save_pretrained wrote")
+    return str(architectures[0])
+
+
+def _saved_model(family: Family, config: dict[str, Any], where: str) -> SavedModel:
+    try:
+        return family.saved_model(config)
+    except KeyError as error:
+        raise UserError(where, f"lacks {error.args[0]}", "give the model's own configuration") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        problem = f"{field} cannot be {first['input']!r} ({first['msg']})"
+        raise UserError(where, problem, "give the model's own configuration") from None
+
+
+def theirs(family: Family, saved: SavedModel, tensors: Tensors, where: str) -> Tensors:
+    """Our tensors as the family's."""
+    return Made(tensors, to_theirs(family.rules(saved)), where)
+
+
+def write_folder(
+    family: Family, saved: SavedModel, tensors: Tensors, tokenizer: KeptTokenizer | None, folder: Path, shard_bytes: int
+) -> None:
+    """Write a model, but for its tokenizer's files.
+
+    Args:
+        family: its architecture's.
+        saved: the model.
+        tensors: the family's.
+        tokenizer: whose tokens it knows; None: not known.
+        folder: exists.
+        shard_bytes: see `write_safetensors`.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    config = {**family.config(saved), "dtype": str(main_dtype(tensors.infos().values())).removeprefix("torch.")}
+    end = None if tokenizer is None else tokenizer.end_id
+    # Absent, transformers would take a Llama's own numbers.
+    config |= {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    write_safetensors(tensors, folder, shard_bytes)
+    for file in family.code if isinstance(family, ShipsCode) else ():
+        shutil.copyfile(file, folder / file.name)

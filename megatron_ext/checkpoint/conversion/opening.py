@@ -1,0 +1,43 @@
+"""Opening a checkpoint: what a folder is, and the reader of that form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_ext.checkpoint.conversion import hugging_face, plain_gpt, selectron_run
+from megatron_ext.checkpoint.conversion.our_model import expected_tensors
+from megatron_ext.checkpoint.conversion.source import Source, SourceOptions
+from megatron_ext.checkpoint.conversion.tensors import check_shapes
+from megatron_ext.checkpoint.conversion.torch_dist import METADATA
+from megatron_ext.checkpoint.folder import RECORD
+from megatron_ext.errors import UserError
+
+
+def open_source(path: Path, options: SourceOptions) -> Source:
+    """Open a run's folder (its newest checkpoint), a checkpoint of it, a Hugging Face folder, or plain Megatron's.
+
+    Raises:
+        UserError: it is none of them, damaged, or holds what no model of ours has.
+    """
+    source = _open(path, options)
+    check_shapes(expected_tensors(source.saved), source.tensors.infos(), str(source.path))
+    return source
+
+
+def _open(path: Path, options: SourceOptions) -> Source:
+    if not path.is_dir():
+        problem = "is no folder" if path.exists() else "is not there"
+        raise UserError(str(path), problem, "give the folder of a run, of a checkpoint or of a Hugging Face model")
+    if selectron_run.is_run(path):
+        return selectron_run.open_run(path, options)
+    if (path / RECORD).is_file():
+        return selectron_run.open_step(path, options)
+    if (path / hugging_face.CONFIG).is_file():
+        return hugging_face.open_folder(path, options)
+    if (path / plain_gpt.NEWEST).is_file() or (path / METADATA).is_file():
+        return plain_gpt.open_folder(path, options)
+    problem = (
+        f"is no checkpoint: there is no {RECORD} or checkpoints/ (ours), no {hugging_face.CONFIG} (Hugging Face), "
+        f"and no {METADATA} (Megatron's torch_dist)"
+    )
+    raise UserError(str(path), problem, "give a folder that holds one of them")

@@ -1,0 +1,73 @@
+"""Our model of a checkpoint: the tensors it must have, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_ext.checkpoint.conversion.family import SavedModel
+from megatron_ext.checkpoint.conversion.saved import shape_of
+from megatron_ext.checkpoint.conversion.staged import on_meta, staged
+from megatron_ext.checkpoint.conversion.tensors import TensorInfo, Tensors
+from megatron_ext.model import build_model
+from megatron_ext.parallel.groups import groups_of_one_process
+from megatron_ext.platform import select_platform
+
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""The tensors with a row a token."""
+
+
+@contextmanager
+def _model(saved: SavedModel) -> Iterator[MegatronModule]:
+    """The model in fp32, without numbers, within a process group of this process alone."""
+    platform = select_platform("cpu")
+    with groups_of_one_process(platform.communication) as groups:
+        with on_meta():
+            (model,) = build_model(shape_of(saved), platform, groups, seed=None)
+        yield model
+
+
+def expected_tensors(saved: SavedModel) -> dict[str, TensorInfo]:
+    """The tensors of a model, without vocabulary padding, by our keys; their type means nothing."""
+    with _model(saved) as model:
+        infos = {}
+        for key, parameter in model.named_parameters():  # in one process these are our keys
+            rows = (saved.vocab_size, *parameter.shape[1:]) if key in VOCABULARY else tuple(parameter.shape)
+            infos[key] = TensorInfo(rows, parameter.dtype)
+        return infos
+
+
+def logits_of(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
+    """What our model answers, computed in fp32.
+
+    Args:
+        saved: the model.
+        tensors: its weights, as `expected_tensors`.
+        tokens_bt: int64 [b, t].
+
+    Returns:
+        fp32 logits [b, t, v] of the tokenizer's v tokens.
+    """
+
+    def read(name: str) -> Tensor:
+        return _padded(tensors.read(name).float(), shapes[name])
+
+    with _model(saved) as model, torch.no_grad():
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        shared = ["embedding.word_embeddings."] if saved.model.tie_embeddings else []
+        positions_bt = torch.arange(tokens_bt.shape[1]).expand_as(tokens_bt)
+        with staged(model.eval(), read, keep=shared):
+            logits_btv: Tensor = model(tokens_bt, positions_bt, attention_mask=None)
+        return logits_btv[..., : saved.vocab_size].float()
+
+
+def _padded(tensor: Tensor, shape: torch.Size) -> Tensor:
+    if tensor.shape == shape:
+        return tensor
+    padded = tensor.new_zeros(shape)
+    padded[: len(tensor)] = tensor
+    return padded

@@ -1,0 +1,161 @@
+"""Checkpoints of plain megatron-core: a `GPTModel`, saved with dist_checkpointing by Megatron-LM or another trainer."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from megatron.core.transformer import enums
+
+from megatron_ext.checkpoint.conversion.family import SavedModel
+from megatron_ext.checkpoint.conversion.made import Made, Step
+from megatron_ext.checkpoint.conversion.our_model import VOCABULARY
+from megatron_ext.checkpoint.conversion.saved import configured_model
+from megatron_ext.checkpoint.conversion.source import Source, SourceOptions
+from megatron_ext.checkpoint.conversion.tensors import Tensors, without_padding
+from megatron_ext.checkpoint.conversion.tokenizer_files import KeptTokenizer, kept_tokenizer
+from megatron_ext.checkpoint.conversion.torch_dist import COMMON, TorchDistTensors, read_common
+from megatron_ext.checkpoint.folder import Progress
+from megatron_ext.config.schema import ModelConfig
+from megatron_ext.errors import UserError
+from megatron_ext.mixers.attention import AttentionConfig
+
+NEWEST = "latest_checkpointed_iteration.txt"
+
+_RENAMED = {
+    "self_attention.linear_qkv.weight": "self_attention.in_proj.weight",  # rows in the same order
+    "self_attention.linear_proj.weight": "self_attention.out_proj.weight",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+_LAYER = re.compile(r"^(decoder\.layers\.\d+\.)(.*)$")
+_POSITIONS = {"rope": "rope", "learned_absolute": "learned", "none": "none"}
+
+# What our model has one value for, by the name of Megatron-LM's argument.
+_FIXED = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "num_experts": None,
+    "multi_latent_attention": False,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "use_rope_scaling": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "apply_residual_connection_post_layernorm": False,
+    "apply_layernorm_1p": False,
+    "window_size": None,
+}
+
+
+def open_folder(path: Path, options: SourceOptions) -> Source:
+    """The model of a checkpoint; of Megatron-LM's `--save` folder, the newest.
+
+    Raises:
+        UserError: it is damaged, does not say its sizes, or has what our model has not.
+    """
+    path = _newest(path) if (path / NEWEST).is_file() else path
+    stored = TorchDistTensors(path)
+    if VOCABULARY[0] not in stored.infos():
+        problem = f"holds no {VOCABULARY[0]}, so it is no GPTModel of megatron-core"
+        raise UserError(str(path), problem, "give a checkpoint of one")
+    tokenizer = kept_tokenizer(path, options.tokenizer)
+    args = None if options.model_config is not None else _arguments(path)
+    saved = _saved_model(path, args, options, stored, tokenizer)
+    return Source(
+        path=path,
+        format="megatron_core",
+        saved=saved,
+        stored=stored,
+        tensors=without_padding(Made(stored, list(_steps(stored)), str(path)), saved.vocab_size, VOCABULARY),
+        tokenizer=tokenizer,
+        progress=None if args is None else _progress(args),
+        has_optimizer=stored.has_optimizer,
+    )
+
+
+def _newest(path: Path) -> Path:
+    iteration = (path / NEWEST).read_text().strip()
+    folder = path / (f"iter_{int(iteration):07d}" if iteration.isdecimal() else iteration)
+    if not folder.is_dir():
+        raise UserError(str(path / NEWEST), f"names {iteration}, and {folder} is not there", "copy it again, whole")
+    return folder
+
+
+def _arguments(path: Path) -> Namespace:
+    """Megatron-LM's arguments, which it keeps beside the tensors."""
+    mend = "give the model's sizes in a YAML file with --model-config (its `model` section)"
+    safe = [Namespace, *(kind for kind in vars(enums).values() if isinstance(kind, type) and issubclass(kind, Enum))]
+    try:
+        common = read_common(path, safe)
+    except UserError as error:
+        raise UserError(error.where, error.problem, mend) from error
+    args = common.get("args") if isinstance(common, dict) else None
+    if not isinstance(args, Namespace):
+        problem = "holds no args, and the tensors do not tell the number of heads, of query groups and the rotary base"
+        raise UserError(str(path / COMMON), problem, mend)
+    return args
+
+
+def _saved_model(
+    path: Path, args: Namespace | None, options: SourceOptions, stored: Tensors, tokenizer: KeptTokenizer | None
+) -> SavedModel:
+    rows = stored.infos()[VOCABULARY[0]].shape[0]
+    if options.model_config is not None:
+        return configured_model(options.model_config, rows if tokenizer is None else tokenizer.size)
+    vocab_size = tokenizer.size if tokenizer is not None else getattr(args, "vocab_size", None) or rows
+    try:
+        return _model_of_arguments(vars(args), vocab_size)
+    except KeyError as error:
+        problem = f"args does not say {error.args[0]}"
+        raise UserError(str(path / COMMON), problem, "give the model's sizes with --model-config") from None
+
+
+def _model_of_arguments(args: dict[str, Any], vocab_size: int) -> SavedModel:
+    for name, value in _FIXED.items():
+        if args.get(name, value) != value:
+            mend = f"only a GPTModel with {value!r} is the Transformer++"
+            raise UserError(f"args.{name}", f"is {args[name]!r}", mend)
+    position = args.get("position_embedding_type", "learned_absolute")
+    if position not in _POSITIONS:
+        raise UserError("args.position_embedding_type", f"is {position!r}", f"it can be {', '.join(_POSITIONS)}")
+    heads, layers = args["num_attention_heads"], args["num_layers"]
+    model = ModelConfig(
+        pattern=f"attention*{layers}",
+        hidden_size=args["hidden_size"],
+        num_attention_heads=heads,
+        num_query_groups=args["num_query_groups"] if args.get("group_query_attention") else heads,
+        head_dim=args.get("kv_channels") or args["hidden_size"] // heads,
+        ffn_hidden_size=args["ffn_hidden_size"],
+        max_position_embeddings=args.get("max_position_embeddings") or args["seq_length"],
+        tie_embeddings=not args["untie_embeddings_and_output_weights"],
+        rotary_base=float(args.get("rotary_base", 10000)),
+        norm_epsilon=float(args.get("norm_epsilon", 1e-5)),
+        init_std=float(args.get("init_method_std") or 0.02),
+    )
+    return SavedModel(
+        model=model,
+        layers=("attention",) * layers,
+        mixers={"attention": AttentionConfig(position_encoding=_POSITIONS[position])},  # type: ignore[arg-type]
+        vocab_size=vocab_size,
+        seq_length=args["seq_length"],
+    )
+
+
+def _steps(stored: Tensors) -> Iterator[Step]:
+    for key in stored.infos():
+        layer = _LAYER.match(key)
+        own = key if layer is None else layer[1] + _RENAMED.get(layer[2], layer[2])
+        yield Step((key,), (own,), list)
+
+
+def _progress(args: Namespace) -> Progress:
+    samples = getattr(args, "consumed_train_samples", 0) or 0
+    step = getattr(args, "iteration", 0) or 0
+    return Progress(step=step, samples=samples, tokens=samples * args.seq_length)

@@ -1,0 +1,58 @@
+"""What megatron-core's own GPTModel answers, the one with its own attention."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from torch import Tensor
+
+from megatron_ext.checkpoint.conversion.family import SavedModel
+from megatron_ext.checkpoint.conversion.saved import shape_of
+from megatron_ext.checkpoint.conversion.staged import on_meta, staged
+from megatron_ext.checkpoint.conversion.tensors import Tensors
+from megatron_ext.model import transformer_config
+from megatron_ext.parallel.groups import groups_of_one_process
+from megatron_ext.platform import select_platform
+
+_POSITIONS = {"rope": "rope", "learned": "learned_absolute", "none": "none"}
+_OUR_NAMES = {"linear_qkv": "in_proj", "linear_proj": "out_proj"}
+
+
+def logits(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
+    """What the model answers, computed in fp32.
+
+    Args:
+        saved: the model, of attention alone.
+        tensors: its weights by our keys.
+        tokens_bt: int64 [b, t].
+
+    Returns:
+        fp32 logits [b, t, v].
+    """
+
+    def read(name: str) -> Tensor:
+        for theirs, ours in _OUR_NAMES.items():
+            name = name.replace(f"self_attention.{theirs}.", f"self_attention.{ours}.")
+        return tensors.read(name).float()
+
+    t = tokens_bt.shape[1]
+    hidden_tt = torch.ones(t, t, dtype=torch.bool).triu(1)[None, None]
+    platform = select_platform("cpu")
+    shared = ["embedding.word_embeddings."] if saved.model.tie_embeddings else []
+    with groups_of_one_process(platform.communication) as groups, torch.no_grad():
+        with on_meta():
+            model = GPTModel(
+                config=transformer_config(shape_of(saved), platform),
+                transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+                vocab_size=saved.vocab_size,
+                max_sequence_length=saved.model.max_position_embeddings,
+                share_embeddings_and_output_weights=saved.model.tie_embeddings,
+                position_embedding_type=_POSITIONS[saved.mixers["attention"].position_encoding],
+                rotary_base=saved.model.rotary_base,
+                pg_collection=groups,
+            )
+        with staged(model.eval(), read, keep=shared):
+            positions_bt = torch.arange(t).expand_as(tokens_bt)
+            answer: Tensor = model(tokens_bt, positions_bt, attention_mask=hidden_tt)
+    return answer.float()

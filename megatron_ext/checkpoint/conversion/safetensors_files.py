@@ -1,0 +1,161 @@
+"""safetensors files with an index, read and written a tensor at a time.
+
+The form: 8 bytes little-endian with the header's length, the header (JSON: by name dtype, shape, place), the numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_ext.checkpoint.conversion.tensors import TensorInfo, Tensors
+from megatron_ext.errors import UserError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ALIGNMENT = 8
+_MEND = "copy the checkpoint again, whole"
+
+
+class SafetensorsTensors(Tensors):
+    """The tensors of a folder's safetensors files.
+
+    Args:
+        folder: with `model.safetensors`, or with an index and what it names.
+
+    Raises:
+        UserError: a file is missing or damaged, or of another form.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, Path] = {}
+        self._infos: dict[str, TensorInfo] = {}
+        for path in _files_of(folder):
+            for key, info in _header(path).items():
+                self._files[key], self._infos[key] = path, info
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """See `Tensors.infos`."""
+        return self._infos
+
+    def read(self, key: str) -> Tensor:
+        """See `Tensors.read`. The file is mapped while the tensor lives, so that its pages alone count as memory."""
+        with safe_open(self._files[key], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(key)
+        return tensor
+
+
+def _files_of(folder: Path) -> list[Path]:
+    if (folder / INDEX).is_file():
+        try:
+            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(str(folder / INDEX), "cannot be read as an index of safetensors files", _MEND) from error
+    elif (folder / SINGLE).is_file():
+        names = [SINGLE]
+    else:
+        problem = f"holds neither {SINGLE} nor {INDEX}"
+        raise UserError(str(folder), problem, "save the model as safetensors (save_pretrained does)")
+    for name in names:
+        if not (folder / name).is_file():
+            raise UserError(str(folder / name), f"is not there, and {INDEX} names it", _MEND)
+    return [folder / name for name in names]
+
+
+def _header(path: Path) -> dict[str, TensorInfo]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+            return {key: TensorInfo(tuple(part.get_shape()), DTYPES[part.get_dtype()]) for key, part in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise UserError(str(path), f"is damaged ({' '.join(str(error).split())})", _MEND) from error
+    except KeyError as error:
+        raise UserError(str(path), f"has numbers of type {error}", f"give one of {', '.join(DTYPES)}") from None
+
+
+@dataclass
+class Shard:
+    """What goes into one file.
+
+    Attributes:
+        infos: the tensors, in their order.
+        num_bytes: of their numbers.
+    """
+
+    infos: dict[str, TensorInfo] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+def shards_of(infos: Mapping[str, TensorInfo], shard_bytes: int) -> dict[str, Shard]:
+    """Share tensors out over files of at most that many bytes each, or of one tensor; by the file's name."""
+    shards = [Shard()]
+    for key, info in infos.items():
+        if shards[-1].infos and shards[-1].num_bytes + info.num_bytes > shard_bytes:
+            shards.append(Shard())
+        shards[-1].infos[key] = info
+        shards[-1].num_bytes += info.num_bytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
+
+
+def write_safetensors(tensors: Tensors, folder: Path, shard_bytes: int) -> None:
+    """Write tensors as they come, and the index where they are in several files.
+
+    Args:
+        tensors: of the types in `DTYPES`.
+        folder: exists.
+        shard_bytes: numbers in a file, at most, unless one tensor has more.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    shards, stream = shards_of(tensors.infos(), shard_bytes), tensors.stream()
+    for name, shard in shards.items():
+        with (folder / name).open("wb") as file:
+            file.write(_header_bytes(shard))
+            _write_numbers(file, shard, stream)
+    if len(shards) > 1:
+        weight_map = {key: name for name, shard in shards.items() for key in shard.infos}
+        index = {"metadata": {"total_size": tensors.num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _header_bytes(shard: Shard) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key, info in shard.infos.items():
+        start, end = end, end + info.num_bytes
+        header[key] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_numbers(file: IO[bytes], shard: Shard, stream: Iterator[tuple[str, Tensor]]) -> None:
+    for expected, info in shard.infos.items():
+        key, tensor = next(stream)
+        assert (key, tuple(tensor.shape), tensor.dtype) == (expected, info.shape, info.dtype), expected
+        file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        del tensor  # before the next one is made

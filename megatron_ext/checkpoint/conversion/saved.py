@@ -1,0 +1,109 @@
+"""The model that a checkpoint of ours holds, from what its record says, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from megatron_ext.checkpoint.conversion.family import SavedModel
+from megatron_ext.config.load import load_config
+from megatron_ext.config.pattern import parse_pattern
+from megatron_ext.config.schema import ModelConfig, ParallelConfig
+from megatron_ext.config.suggest import unknown_mixer
+from megatron_ext.config.validate import validate
+from megatron_ext.errors import UserError
+from megatron_ext.mixers.registry import load_all
+from megatron_ext.model import ModelShape
+from megatron_ext.platform import DTYPES
+
+VOCABULARY = "data.vocab_size"
+LENGTH = "data.seq_length"
+PRECISION = "training.precision"
+
+
+def saved_model(identity: Mapping[str, Any], where: str) -> SavedModel:
+    """The model that a record's identity describes.
+
+    Args:
+        identity: values by dotted field; see `training.run.identity`.
+        where: the record's file.
+
+    Raises:
+        UserError: it does not say all, as those of earlier versions did not.
+    """
+    needed = [*(f"model.{field.name}" for field in dataclasses.fields(ModelConfig)), VOCABULARY, LENGTH]
+    missing = [field for field in needed if field not in identity]
+    if missing:
+        mend = "give the run's config.yaml with --model-config, and its tokenizer.json with --tokenizer"
+        raise UserError(where, f"does not say {missing[0]} of the model", mend)
+    model = validate(ModelConfig, _section(identity, "model."), "model.")
+    layers = tuple(parse_pattern(model.pattern))
+    mixers = {name: _mixer(name, _section(identity, f"mixers.{name}.")) for name in sorted(set(layers))}
+    return SavedModel(
+        model=model, layers=layers, mixers=mixers, vocab_size=identity[VOCABULARY], seq_length=identity[LENGTH]
+    )
+
+
+def _section(identity: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in identity.items() if key.startswith(prefix)}
+
+
+def _mixer(name: str, fields: dict[str, Any]) -> Any:
+    known = load_all()
+    if name not in known:
+        raise unknown_mixer("model.pattern", name, known)
+    return validate(known[name].config_type, fields, f"mixers.{name}.")
+
+
+def identity_of(saved: SavedModel, precision: str) -> dict[str, Any]:
+    """What a record says of a model: `saved_model` of it is equal to `saved`."""
+    mixers = {name: mixer_fields(config) for name, config in sorted(saved.mixers.items())}
+    return {
+        **{f"model.{field}": value for field, value in dataclasses.asdict(saved.model).items()},
+        **{f"mixers.{name}.{field}": value for name, fields in mixers.items() for field, value in fields.items()},
+        LENGTH: saved.seq_length,
+        VOCABULARY: saved.vocab_size,
+        PRECISION: precision,
+    }
+
+
+def mixer_fields(config: Any) -> dict[str, Any]:
+    """A mixer's configuration as plain values, whole."""
+    fields: dict[str, Any] = TypeAdapter(type(config)).dump_python(config, mode="json")
+    return fields
+
+
+def configured_model(path: Path, vocab_size: int) -> SavedModel:
+    """The model that a YAML file describes: any run's configuration, of which `model` and `mixers` are read.
+
+    Raises:
+        UserError: the file, or a field of it, is at fault.
+    """
+    config = load_config(path, ["data.path=none"], load_all())
+    layers = tuple(parse_pattern(config.model.pattern))
+    return SavedModel(
+        model=config.model,
+        layers=layers,
+        mixers={name: _mixer(name, config.mixers[name]) for name in sorted(set(layers))},
+        vocab_size=vocab_size,
+        seq_length=config.data.seq_length,
+    )
+
+
+def shape_of(saved: SavedModel, precision: str = "fp32") -> ModelShape:
+    """What the model is built from in one process."""
+    assert precision in DTYPES
+    return ModelShape(
+        model=saved.model,
+        mixers=saved.layers,
+        mixer_configs=saved.mixers,
+        parallel=ParallelConfig(),
+        vocab_size=saved.vocab_size,
+        precision=precision,
+        recompute="none",
+        backend="local",
+    )

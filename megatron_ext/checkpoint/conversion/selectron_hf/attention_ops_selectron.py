@@ -1,0 +1,290 @@
+"""Attention and its sparse kin in plain torch, a block of queries at a time: no array of all pairs is held.
+
+Chunk or block c is the keys c * size .. (c + 1) * size - 1. Suffixes: b batch, t query, s key, h query head, g key and
+value head, n chunk, d width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .mixer_selectron import full_precision
+
+MOST_SCORES = 2**26
+"""Numbers that a block of queries may have as scores."""
+
+MOST_QUERIES = 1024
+ALWAYS_SELECTED = 3
+"""Native Sparse Attention always takes a query's own block, the one before and block 0."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some queries, and the keys and values from the first that one of them can see to the last.
+
+    Attributes:
+        q_bthd: the queries.
+        k_bsgd: keys.
+        v_bsgd: values.
+        queries_t: places of the queries among all keys, int64.
+        keys_s: places of these keys among all keys.
+    """
+
+    q_bthd: Tensor
+    k_bsgd: Tensor
+    v_bsgd: Tensor
+    queries_t: Tensor
+    keys_s: Tensor
+
+    def visible(self, window: int | None = None) -> Tensor:
+        """Which keys a query may see, bool [t, s]: its own and those before, at most `window`."""
+        t, s = self.queries_t[:, None], self.keys_s
+        return s <= t if window is None else (s <= t) & (s > t - window)
+
+    def products(self, keys_bngd: Tensor | None = None) -> Tensor:
+        """Unscaled products of queries and keys, or other vectors, [b, h, t, s], summed in fp32."""
+        k_bsgd = self.k_bsgd if keys_bngd is None else keys_bngd
+        q_bgrtd = self.q_bthd.float().unflatten(2, (k_bsgd.shape[2], -1)).permute(0, 2, 3, 1, 4)
+        return (q_bgrtd @ k_bsgd.float().permute(0, 2, 3, 1)[:, :, None]).flatten(1, 2)
+
+
+def _blocks(q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, window: int | None = None) -> Iterator[Block]:
+    """The queries in order; the last of them stands where the last key does."""
+    b, t, h, _ = q_bthd.shape
+    offset = k_bsgd.shape[1] - t
+    size = min(max(MOST_SCORES // (b * h * k_bsgd.shape[1]), 1), MOST_QUERIES)
+    places = torch.arange(k_bsgd.shape[1], device=q_bthd.device)
+    for start in range(0, t, size):
+        end = min(start + size, t)
+        keys = slice(0 if window is None else max(offset + start - window + 1, 0), offset + end)
+        own = slice(offset + start, offset + end)
+        yield Block(q_bthd[:, start:end], k_bsgd[:, keys], v_bsgd[:, keys], places[own], places[keys])
+
+
+def _in_blocks(attend: Callable[[Block], Tensor], blocks: Iterator[Block]) -> Tensor:
+    return torch.cat([attend(block) for block in blocks], 1)
+
+
+def _attend(q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """One softmax over the keys that a mask leaves, bool or a bias [b or 1, h or 1, t, s]; None: causal from key 0."""
+    out_bhtd = F.scaled_dot_product_attention(
+        q_bthd.transpose(1, 2),
+        k_bsgd.transpose(1, 2),
+        v_bsgd.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q_bthd.shape[2] != k_bsgd.shape[2],
+    )
+    return out_bhtd.transpose(1, 2)
+
+
+@full_precision
+def softmax_attention(
+    q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, *, scale: float, window: int | None, slopes_h: Tensor | None
+) -> Tensor:
+    """Causal softmax attention; ALiBi's biases are -slope times the distance.
+
+    Args:
+        q_bthd: queries [b, t, h, d].
+        k_bsgd: keys [b, s, g, d], those of the queries the last.
+        v_bsgd: values.
+        scale: factor on the products.
+        window: keys a query sees; None: all up to it.
+        slopes_h: of ALiBi, or None.
+    """
+    if window is None and slopes_h is None and q_bthd.shape[1] == k_bsgd.shape[1]:
+        return _attend(q_bthd, k_bsgd, v_bsgd, None, scale)
+
+    def attend(block: Block) -> Tensor:
+        visible_ts = block.visible(window)
+        if slopes_h is None:
+            return _attend(block.q_bthd, block.k_bsgd, block.v_bsgd, visible_ts, scale)
+        distance_ts = block.queries_t[:, None] - block.keys_s
+        bias_hts = (-slopes_h[:, None, None] * distance_ts).masked_fill(~visible_ts, -torch.inf)
+        # 16 bits cannot hold far distances: all of it in fp32.
+        q, k, v = (x.float() for x in (block.q_bthd, block.k_bsgd, block.v_bsgd))
+        return _attend(q, k, v, bias_hts[None], scale).to(v_bsgd.dtype)
+
+    return _in_blocks(attend, _blocks(q_bthd, k_bsgd, v_bsgd, window))
+
+
+def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
+    """2^(-8 i / n), i = 1..n; for n no power of two those of the next lower one, then every second of twice that."""
+    lower = 1 << (num_heads.bit_length() - 1)
+
+    def geometric(n: int) -> list[float]:
+        return [2.0 ** (-8.0 * i / n) for i in range(1, n + 1)]
+
+    slopes = geometric(lower) + geometric(2 * lower)[0::2][: num_heads - lower]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+@full_precision
+def top1_element(q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, *, scale: float, estimator: str) -> Tensor:
+    """The value whose key has the highest product with the query, the lowest place of equals (arXiv 2505.18522).
+
+    Args:
+        q_bthd: queries [b, t, h, d].
+        k_bsgd: keys [b, s, g, d], those of the queries the last.
+        v_bsgd: values.
+        scale: of the softmax that the gradient is of.
+        estimator: that gradient: `straight_through` or `selected`.
+    """
+
+    def attend(block: Block) -> Tensor:
+        seen = block.products().masked_fill(~block.visible(), -torch.inf)
+        best_bht1 = seen.argmax(-1, keepdim=True)
+        v_bhsd = block.v_bsgd.transpose(1, 2).repeat_interleave(block.q_bthd.shape[2] // block.v_bsgd.shape[2], 1)
+        if not (torch.is_grad_enabled() and (seen.requires_grad or v_bhsd.requires_grad)):
+            return v_bhsd.gather(2, best_bht1.expand(-1, -1, -1, v_bhsd.shape[-1])).transpose(1, 2)
+        weights = _weights_with_gradient(seen * scale, best_bht1, estimator)
+        return (weights @ v_bhsd.float()).to(v_bhsd.dtype).transpose(1, 2)
+
+    return _in_blocks(attend, _blocks(q_bthd, k_bsgd, v_bsgd))
+
+
+def _weights_with_gradient(scores_bhts: Tensor, best_bht1: Tensor, estimator: str) -> Tensor:
+    """One at the best key and zero elsewhere in value, with the estimator's gradient."""
+    if estimator == "straight_through":
+        p = scores_bhts.softmax(-1)
+        return torch.zeros_like(p).scatter(-1, best_bht1, 1.0) + (p - p.detach())
+    log_p = scores_bhts.log_softmax(-1).gather(-1, best_bht1)
+    return torch.zeros_like(scores_bhts).scatter(-1, best_bht1, (log_p - log_p.detach()).exp())
+
+
+def _means(x_bsgd: Tensor, size: int) -> Tensor:
+    """The mean of every whole chunk, fp32 [b, s // size, g, d]."""
+    whole = x_bsgd.shape[1] // size
+    return x_bsgd[:, : whole * size].float().unflatten(1, (whole, size)).mean(2)
+
+
+@full_precision
+def top1_chunk(
+    q_bthd: Tensor,
+    k_bsgd: Tensor,
+    v_bsgd: Tensor,
+    *,
+    scale: float,
+    chunk_size: int,
+    top_k: int,
+    score: str,
+    local: bool,
+) -> Tensor:
+    """One softmax over the query's own chunk and the best complete earlier ones (arXiv 2505.18522).
+
+    Args:
+        q_bthd: queries [b, t, h, d].
+        k_bsgd: keys [b, s, g, d] from the sequence's first on, those of the queries the last.
+        v_bsgd: values.
+        scale: factor on the products.
+        chunk_size: keys a chunk.
+        top_k: earlier chunks a query takes, the lowest of equals.
+        score: of a chunk: the product with its mean key (`approx`), its highest product (`exact`), or the logsumexp of
+            its scaled products (`exact_lse`).
+        local: whether the own chunk takes part; in chunk 0 it always does.
+    """
+    means_bngd = _means(k_bsgd, chunk_size) if score == "approx" else None
+
+    def attend(block: Block) -> Tensor:
+        own_t = block.queries_t // chunk_size
+        with torch.no_grad():
+            scores_bhtn = _chunk_scores(block, chunk_size, score, scale, means_bngd)
+            taken_bhtn = _best_chunks(scores_bhtn, own_t, top_k)
+        of_key_s = block.keys_s // chunk_size
+        own_ts = block.visible() & (of_key_s == own_t[:, None])
+        if not local:
+            own_ts = own_ts & (own_t == 0)[:, None]
+        # One chunk more, for the keys of a last one that is not whole.
+        mask_bhts = F.pad(taken_bhtn, (0, 1))[..., of_key_s] | own_ts
+        return _attend(block.q_bthd, block.k_bsgd, block.v_bsgd, mask_bhts, scale)
+
+    return _in_blocks(attend, _blocks(q_bthd, k_bsgd, v_bsgd))
+
+
+def _chunk_scores(block: Block, size: int, score: str, scale: float, means_bngd: Tensor | None) -> Tensor:
+    """Of every whole chunk for every query, fp32 [b, h, t, n]."""
+    whole = len(block.keys_s) // size
+    if means_bngd is not None:
+        return block.products(means_bngd[:, :whole])
+    products = block.products(block.k_bsgd[:, : whole * size]).unflatten(-1, (whole, size))
+    return products.amax(-1) if score == "exact" else (products * scale).logsumexp(-1)
+
+
+def _best_chunks(scores_bhtn: Tensor, own_t: Tensor, count: int) -> Tensor:
+    """Which of the chunks before its own a query takes, bool [b, h, t, n]."""
+    earlier_tn = torch.arange(scores_bhtn.shape[-1], device=own_t.device) < own_t[:, None]
+    # A stable sort, as topk promises no order among equal scores.
+    order = scores_bhtn.masked_fill(~earlier_tn, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    taken = torch.zeros_like(scores_bhtn, dtype=torch.bool).scatter(-1, order[..., :count], True)
+    return taken & earlier_tn
+
+
+@full_precision
+def native_sparse_attention(
+    q_bthd: Tensor,
+    k_bsgd: Tensor,
+    v_bsgd: Tensor,
+    gates_bthx: Tensor,
+    *,
+    scale: float,
+    block_size: int,
+    num_selected: int,
+    window: int,
+) -> Tensor:
+    """A gated sum of attention to mean blocks, to selected blocks and to a window (arXiv 2502.11089).
+
+    Args:
+        q_bthd: queries [b, t, h, d]; the heads of a group share their selection.
+        k_bsgd: keys [b, s, g, d] from the sequence's first on, those of the queries the last.
+        v_bsgd: values.
+        gates_bthx: of the three branches, fp32 [b, t, h, 3].
+        scale: factor on the products.
+        block_size: keys a block.
+        num_selected: blocks that the second branch takes in all.
+        window: keys that the third sees.
+    """
+    mean_keys, mean_values = _means(k_bsgd, block_size), _means(v_bsgd, block_size)
+    count = max(num_selected, ALWAYS_SELECTED)
+
+    def attend(block: Block) -> Tensor:
+        p_bhtn = _of_mean_blocks(block, mean_keys, block_size, scale)
+        compressed_bhtd = p_bhtn @ mean_values.transpose(1, 2).repeat_interleave(block.q_bthd.shape[2] // num_groups, 1)
+        # Summed before they are rounded.
+        q, k, v = (x.float() for x in (block.q_bthd, block.k_bsgd, block.v_bsgd))
+        selected = _attend(q, k, v, _selected_keys(block, p_bhtn.detach(), block_size, count), scale)
+        recent = _attend(q, k, v, block.visible(window), scale)
+        return torch.stack([compressed_bhtd.transpose(1, 2), selected, recent], -1)
+
+    num_groups = k_bsgd.shape[2]
+    branches_bthdx = _in_blocks(attend, _blocks(q_bthd, k_bsgd, v_bsgd))
+    return (branches_bthdx * gates_bthx[..., None, :]).sum(-1).to(v_bsgd.dtype)
+
+
+def _of_mean_blocks(block: Block, mean_keys_bngd: Tensor, size: int, scale: float) -> Tensor:
+    """Softmax over the whole blocks that end at or before a query, [b, h, t, n]; zeros where there is none."""
+    scores = block.products(mean_keys_bngd) * scale
+    num_ended_t1 = ((block.queries_t + 1) // size)[:, None]
+    ended_tn = torch.arange(scores.shape[-1], device=scores.device) < num_ended_t1
+    # A softmax over nothing is NaN: a query without such a block takes all, and then none.
+    return scores.masked_fill(~(ended_tn | (num_ended_t1 == 0)), -torch.inf).softmax(-1).masked_fill(~ended_tn, 0.0)
+
+
+def _selected_keys(block: Block, p_bhtn: Tensor, size: int, count: int) -> Tensor:
+    """The keys of the own block, the one before, block 0 and the most important ones: bool [b, h, t, s]."""
+    groups, own_t1 = block.k_bsgd.shape[2], (block.queries_t // size)[:, None]
+    n = torch.arange((len(block.keys_s) - 1) // size + 1, device=p_bhtn.device)
+    importance = p_bhtn.unflatten(1, (groups, -1)).sum(2)
+    # Of these keys' blocks alone; a last one that is not whole has no probability.
+    importance = F.pad(importance, (0, max(len(n) - importance.shape[-1], 0)))[..., : len(n)]
+    always_tn = (n == own_t1) | (n == own_t1 - 1) | (n == 0)
+    importance = importance.masked_fill(always_tn, torch.inf).masked_fill(n > own_t1, -torch.inf)
+    order = importance.sort(dim=-1, descending=True, stable=True).indices
+    taken = torch.zeros_like(importance, dtype=torch.bool).scatter(-1, order[..., :count], True) & (n <= own_t1)
+    keys_bgts = taken[..., block.keys_s // size] & block.visible()
+    return keys_bgts.repeat_interleave(block.q_bthd.shape[2] // groups, 1)

@@ -1,0 +1,158 @@
+"""Mixers with keys and values: softmax attention, Top-1 Element, Top-1 Chunk, MoBA, Native Sparse Attention.
+
+Suffixes: b batch, t position, s key, h query head, g key and value head, d width of a head.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention_ops_selectron import (
+    alibi_slopes,
+    native_sparse_attention,
+    softmax_attention,
+    top1_chunk,
+    top1_element,
+)
+from .cache_selectron import Beginning
+from .mixer_selectron import Mixer, Positions, cut_units
+
+NUM_BRANCHES = 3
+
+
+class KeyValueMixer(Mixer):
+    """Base: rows of the input projection are, for each group, [its queries | key | value]."""
+
+    window: int | None = None
+    projects_keys = True
+    num_gates = 0
+    """Gates of a query head."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.prepare()
+        queries = self.num_heads // self.num_groups
+        self.widths = [queries * self.head_dim, self.head_dim * self.projects_keys, self.head_dim]
+        self.widths.append(self.num_gates * queries)
+        self.in_proj = self.linear(self.hidden_size, self.num_groups * sum(self.widths))
+        self.out_proj = self.linear(self.num_heads * self.head_dim, self.hidden_size)
+        self.scale = self.head_dim**-0.5
+
+    def prepare(self) -> None:
+        """Take what the base needs from the settings."""
+
+    def attend(self, q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, gates_bthx: Tensor) -> Tensor:
+        """Outputs [b, t, h, d] of queries over keys and values, those of the queries the last."""
+        raise NotImplementedError
+
+    def frozen_keys(self, v_bsgd: Tensor, first: int) -> Tensor:
+        """Keys of a mixer that projects none, from a position on."""
+        raise NotImplementedError
+
+    def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
+        """See `Mixer.forward`."""
+        q, k, v, gates = cut_units(self.in_proj(x_bth), self.num_groups, self.widths)
+        q_bthd = q.flatten(2).unflatten(-1, (self.num_heads, self.head_dim))
+        if self.projects_keys and self.settings.position_encoding == "rope":
+            q_bthd, k = positions.rotate(q_bthd), positions.rotate(k)
+        v_bsgd = past.rows_so_far("values", v, self.window)
+        if self.projects_keys:
+            k_bsgd = past.rows_so_far("keys", k, self.window)
+        else:
+            k_bsgd = self.frozen_keys(v_bsgd, positions.first + positions.count - v_bsgd.shape[1])
+        gates_bthx = gates.flatten(2).unflatten(-1, (self.num_heads, self.num_gates))
+        projected: Tensor = self.out_proj(self.attend(q_bthd, k_bsgd, v_bsgd, gates_bthx).flatten(2))
+        return projected
+
+
+class Attention(KeyValueMixer):
+    """Softmax attention and the study's ablations of it."""
+
+    def prepare(self) -> None:
+        """See `KeyValueMixer.prepare`."""
+        self.window = self.settings.window
+        self.projects_keys = not self.settings.random_keys
+        self._frozen: Tensor | None = None
+
+    def attend(self, q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, gates_bthx: Tensor) -> Tensor:
+        """See `KeyValueMixer.attend`."""
+        alibi = self.settings.position_encoding == "alibi"
+        slopes = alibi_slopes(self.num_heads, q_bthd.device) if alibi else None
+        scale = self.scale / self.settings.temperature
+        return softmax_attention(q_bthd, k_bsgd, v_bsgd, scale=scale, window=self.window, slopes_h=slopes)
+
+    def frozen_keys(self, v_bsgd: Tensor, first: int) -> Tensor:
+        """Keys [b, s, g, d], a function of (seed, layer, group, position)."""
+        end = first + v_bsgd.shape[1]
+        if self._frozen is None or len(self._frozen) < end or self._frozen.device != v_bsgd.device:
+            # A power of two: a sequence that grows by a token a call has new ones drawn seldom.
+            count, seed = 1 << (end - 1).bit_length(), self.settings.random_keys_seed
+            identities = [(seed, self.layer_number, group) for group in range(self.num_groups)]
+            # A tensor made in inference mode could not take part in training later.
+            with torch.inference_mode(False):
+                vectors = [_random_vectors(count, self.head_dim, identity) for identity in identities]
+                self._frozen = torch.stack(vectors, 1).to(v_bsgd.device)
+        return self._frozen[first:end].to(v_bsgd.dtype).expand(v_bsgd.shape[0], -1, -1, -1)
+
+
+def _random_vectors(count: int, width: int, identity: tuple[int, ...]) -> Tensor:
+    """Standard normal fp32 vectors [count, width] on the CPU: vector i is a function of `identity` and i."""
+    digest = hashlib.blake2b(repr(identity).encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    # torch draws in blocks of 16 numbers, and differently where a last block is not whole.
+    return torch.randn(-(-count // 16) * 16, width, generator=generator, device="cpu", dtype=torch.float32)[:count]
+
+
+class Top1Element(KeyValueMixer):
+    """Each query takes the one value whose key scores highest."""
+
+    def attend(self, q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, gates_bthx: Tensor) -> Tensor:
+        """See `KeyValueMixer.attend`."""
+        return top1_element(q_bthd, k_bsgd, v_bsgd, scale=self.scale, estimator=self.settings.estimator)
+
+
+class Top1Chunk(KeyValueMixer):
+    """Each query attends to its own chunk and the best-scoring earlier ones."""
+
+    def prepare(self) -> None:
+        """See `KeyValueMixer.prepare`."""
+        chosen = self.settings
+        rule = {"chunk_size": chosen.chunk_size, "top_k": chosen.top_k, "score": chosen.score, "local": chosen.local}
+        self.rule: dict[str, Any] = rule
+
+    def attend(self, q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, gates_bthx: Tensor) -> Tensor:
+        """See `KeyValueMixer.attend`."""
+        return top1_chunk(q_bthd, k_bsgd, v_bsgd, scale=self.scale, **self.rule)
+
+
+class MoBA(Top1Chunk):
+    """Mixture of block attention: chunk selection by the mean key, with the own chunk, in one softmax."""
+
+    def prepare(self) -> None:
+        """See `KeyValueMixer.prepare`; its `top_k` counts the own block."""
+        chosen = self.settings
+        self.rule = {"chunk_size": chosen.block_size, "top_k": chosen.top_k - 1, "score": "approx", "local": True}
+
+
+class NSA(KeyValueMixer):
+    """Native Sparse Attention; a group's rows end with three gates for each of its query heads."""
+
+    num_gates = NUM_BRANCHES
+
+    def attend(self, q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, gates_bthx: Tensor) -> Tensor:
+        """See `KeyValueMixer.attend`."""
+        chosen = self.settings
+        return native_sparse_attention(
+            q_bthd,
+            k_bsgd,
+            v_bsgd,
+            gates_bthx.float().sigmoid(),
+            scale=self.scale,
+            block_size=chosen.block_size,
+            num_selected=chosen.num_selected,
+            window=chosen.window,
+        )

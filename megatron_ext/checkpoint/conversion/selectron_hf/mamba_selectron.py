@@ -1,0 +1,117 @@
+"""Mamba and Mamba-2.
+
+Suffixes: b batch, t position, c channel, u unit (a head; in Mamba-2 a group of heads), w width, n state, e value dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .cache_selectron import Beginning
+from .mixer_selectron import Mixer, Positions, cut_units, full_precision, short_convolution
+from .stateful_selectron import walk
+from .states_selectron import selective_scan
+
+
+class Mamba(Mixer):
+    """A diagonal state a channel (Gu, Dao 2023, arXiv 2312.00752); a head's rows are [x | gate z]."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        width, size = self.head_dim * self.settings.expand, self.settings.state_size
+        rank = self.settings.dt_rank or -(-self.hidden_size // 16)
+        self.width, self.parts = width, [rank, size, size]
+        self.in_proj = self.linear(self.hidden_size, self.num_heads * 2 * width)
+        self.out_proj = self.linear(self.num_heads * width, self.hidden_size)
+        self.conv_weight = self.parameter(self.num_heads, width, self.settings.conv_kernel_size)
+        self.conv_bias = self.parameter(self.num_heads, width)
+        self.x_proj = self.parameter(self.num_heads, sum(self.parts), width)
+        self.dt_proj = self.parameter(self.num_heads, width, rank)
+        self.dt_bias = self.parameter(self.num_heads, width)
+        self.A_log = self.parameter(self.num_heads, width, size)
+        self.D = self.parameter(self.num_heads, width)
+
+    def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
+        """See `Mixer.forward`."""
+        x, z = cut_units(self.in_proj(x_bth), self.num_heads, [self.width] * 2)
+        before = past.rows_before("convolution", x, self.conv_weight.shape[-1] - 1)
+        x_btc = short_convolution(x, before, self.conv_weight, self.conv_bias).to(x.dtype).flatten(2)
+        dt_btc, B_btn, C_btn = self._choices(x_btc)
+        A_cn, D_c = -self.A_log.float().exp().flatten(0, 1), self.D.float().flatten()
+        y_btc, state = selective_scan(x_btc, dt_btc, A_cn, B_btn, C_btn, past.state("state"))
+        past.keep_state("state", state)
+        y_btc = (y_btc + D_c * x_btc.float()).to(x.dtype)
+        projected: Tensor = self.out_proj((y_btc.float() * F.silu(z.flatten(2).float())).to(x.dtype))
+        return projected
+
+    def _choices(self, x_btc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A token's step sizes [b, t, c], B and C [b, t, n], fp32: a projection of the channels of all heads."""
+        low_btr, B_btn, C_btn = linear_to_fp32(x_btc, self.x_proj.transpose(0, 1).flatten(1)).split(self.parts, -1)
+        logits_btc = linear_to_fp32(low_btr.to(x_btc.dtype), self.dt_proj.flatten(0, 1))
+        return F.softplus(logits_btc + self.dt_bias.float().flatten()), B_btn, C_btn
+
+
+@full_precision
+def linear_to_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    """Features times a weight, summed and returned in fp32."""
+    return F.linear(x.float(), weight.float())
+
+
+class Mamba2(Mixer):
+    """A state a head (Dao, Gu 2024, arXiv 2405.21060); the heads of a group share B and C.
+
+    A group's rows are [x of its heads | B | C | gate z of its heads | step of its heads].
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        chosen, heads, units = self.settings, self.num_heads // self.num_groups, self.num_groups
+        self.heads, self.value_dim = heads, self.head_dim * chosen.expand
+        width, size = heads * self.value_dim, chosen.state_size
+        self.parts, self.steps = [width, size, size], heads if chosen.decay == "data_dependent" else 0
+        self.in_proj = self.linear(self.hidden_size, units * (2 * width + 2 * size + self.steps))
+        self.out_proj = self.linear(units * width, self.hidden_size)
+        if chosen.convolution:
+            self.conv_weight = self.parameter(units, sum(self.parts), chosen.conv_kernel_size)
+            self.conv_bias = self.parameter(units, sum(self.parts))
+        if chosen.decay != "none":
+            self.log_decay = self.parameter(units, heads)
+            self.step_bias = self.parameter(units, heads)
+        self.skip = self.parameter(units, heads)
+        if chosen.group_norm:
+            self.group_norm_weight = self.parameter(units, width)
+
+    def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
+        """See `Mixer.forward`."""
+        widths = [sum(self.parts), self.parts[0], self.steps]
+        xbc, gate, step = cut_units(self.in_proj(x_bth), self.num_groups, widths)
+        x_btuw, B_btun, C_btun = self._convolved(xbc, past).split(self.parts, -1)
+        x_btuhe = x_btuw.unflatten(-1, (self.heads, self.value_dim))
+        y = self._read_states(x_btuhe, B_btun, C_btun, step, past).to(x_bth.dtype)
+        y = y.float() + self.skip.float()[..., None] * x_btuhe.float()
+        y_btuw = y.flatten(-2) * F.silu(gate.float())
+        if self.settings.group_norm:
+            y_btuw = F.rms_norm(y_btuw, y_btuw.shape[-1:], eps=self.epsilon) * self.group_norm_weight.float()
+        projected: Tensor = self.out_proj(y_btuw.to(x_bth.dtype).flatten(2))
+        return projected
+
+    def _convolved(self, xbc: Tensor, past: Beginning) -> Tensor:
+        if not self.settings.convolution:
+            return F.silu(xbc)
+        before = past.rows_before("convolution", xbc, self.conv_weight.shape[-1] - 1)
+        return short_convolution(xbc, before, self.conv_weight, self.conv_bias).to(xbc.dtype)
+
+    def _read_states(self, x_btuhe: Tensor, B_btun: Tensor, C_btun: Tensor, step: Tensor, past: Beginning) -> Tensor:
+        """What each token reads from its head's state, [b, t, u, h, e]: S <- e^g S + B (step x)^T;  S^T C."""
+        k, q = (y.repeat_interleave(self.heads, 2) for y in (B_btun, C_btun))
+        written, decay = x_btuhe, None
+        if self.settings.decay != "none":
+            bias = self.step_bias.float()
+            steps = F.softplus(bias + step.float() if self.steps else bias)
+            written = (steps[..., None] * x_btuhe.float()).to(x_btuhe.dtype)
+            log_decay = -self.log_decay.float().exp() * steps
+            decay = log_decay.expand(x_btuhe.shape[:4]).flatten(2)[..., None]
+        return walk(past, q, k, written.flatten(2, 3), decay, 1.0).unflatten(2, (-1, self.heads))

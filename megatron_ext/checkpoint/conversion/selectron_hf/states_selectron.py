@@ -1,0 +1,240 @@
+"""Walks over a state in plain torch, in fp32, by chunks: what a chunk does inside itself is batched over chunks.
+
+Suffixes: b batch, h head, t position, n chunk, c and i, j position in a chunk, d key dim, e value dim, f d or 1. Every
+exponent of a decay is at most 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
+
+from .mixer_selectron import full_precision
+
+CHUNK_SIZE = 64
+CHUNK_SIZE_OF_VECTORS = 16
+"""A decay a key feature makes a number for each pair of positions and feature."""
+
+
+def _to_chunks(x_bthd: Tensor, size: int) -> Tensor:
+    """Cut [b, t, h, d] into [b, h, n, size, d]; the zeros at the end neither decay nor write."""
+    missing = -x_bthd.shape[1] % size
+    return pad(x_bthd.float(), (0, 0, 0, 0, 0, missing)).transpose(1, 2).unflatten(2, (-1, size))
+
+
+def _from_chunks(x_bhnce: Tensor, length: int) -> Tensor:
+    return x_bhnce.flatten(2, 3)[:, :, :length].transpose(1, 2)
+
+
+def _pair_decay(total_c1: Tensor) -> Tensor:
+    """e^(G_i - G_j) for j <= i, zero above: running sums of log decay [..., c, 1] to [..., i, j]."""
+    size = total_c1.shape[-2]
+    above = torch.ones(size, size, dtype=torch.bool, device=total_c1.device).triu(1)
+    # Masked before exp: above the diagonal the exponent is positive, and inf * 0 in the backward pass would be nan.
+    return (total_c1 - total_c1.mT).masked_fill(above, -torch.inf).exp()
+
+
+def _first_state(state: Tensor | None, k_bthd: Tensor, v_bthe: Tensor) -> Tensor:
+    b, _, h, d = k_bthd.shape
+    return state if state is not None else torch.zeros(b, h, d, v_bthe.shape[-1], device=k_bthd.device)
+
+
+@full_precision
+def linear_attention(
+    q_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, g_bthf: Tensor, state_bhde: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """S <- diag(exp(g_t)) S + k_t v_t^T;  o_t = scale * S^T q_t (Yang et al. 2023, arXiv 2312.06635).
+
+    Args:
+        q_bthd: queries [b, t, h, d], any floating dtype.
+        k_bthd: keys.
+        v_bthe: values.
+        g_bthf: log decay, at most 0, a number a token or one a key feature.
+        state_bhde: before the first token; None for zeros.
+        scale: factor on q.
+
+    Returns:
+        o [b, t, h, e] and the state after the last token, fp32.
+    """
+    length = q_bthd.shape[1]
+    size = min(CHUNK_SIZE if g_bthf.shape[-1] == 1 else CHUNK_SIZE_OF_VECTORS, length)
+    state = _first_state(state_bhde, k_bthd, v_bthe)
+    q, k, v, g = (_to_chunks(x, size) for x in (q_bthd, k_bthd, v_bthe, g_bthf))
+    q, total = q * scale, g.cumsum(-2)
+    if g.shape[-1] == 1:
+        weights = q @ k.mT * _pair_decay(total)
+    else:
+        weights = torch.einsum("bhnid,bhnjd,bhndij->bhnij", q, k, _pair_decay(total.mT[..., None]))
+    last = total[..., -1:, :]
+    written, kept = ((last - total).exp() * k).mT @ v, last.exp().mT
+    states = []
+    for n in range(written.shape[2]):
+        states.append(state)
+        state = kept[:, :, n] * state + written[:, :, n]
+    return _from_chunks((q * total.exp()) @ torch.stack(states, 2) + weights @ v, length), state
+
+
+@full_precision
+def rwkv6(
+    r_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, g_bthd: Tensor, u_hd: Tensor, state_bhde: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """o_t = (S + diag(u) k_t v_t^T)^T r_t;  S <- diag(exp(g_t)) S + k_t v_t^T (Peng et al. 2024, arXiv 2404.05892).
+
+    Linear attention reads S after token t is written, so that its query t is r_{t+1} here.
+
+    Args:
+        r_bthd: receptances [b, t, h, d], any floating dtype.
+        k_bthd: keys.
+        v_bthe: values.
+        g_bthd: log decay a key feature.
+        u_hd: bonus of the present token.
+        state_bhde: before the first token; None for zeros.
+
+    Returns:
+        o [b, t, h, e] and the state after the last token, fp32.
+    """
+    r, k, v, u = (x.float() for x in (r_bthd, k_bthd, v_bthe, u_hd))
+    state = _first_state(state_bhde, k, v)
+    next_r = torch.cat([r[:, 1:], torch.zeros_like(r[:, :1])], 1)
+    past, last = linear_attention(next_r, k, v, g_bthd, state, 1.0)
+    first = torch.einsum("bhd,bhde->bhe", r[:, 0], state)
+    present = (r * u * k).sum(-1, keepdim=True) * v
+    return torch.cat([first[:, None], past[:, :-1]], 1) + present, last
+
+
+@full_precision
+def delta_rule(
+    q_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, g_bth: Tensor, beta_bth: Tensor, state_bhde: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """S <- exp(g_t) S;  S <- S + beta_t k_t (v_t - S^T k_t)^T;  o_t = S^T q_t / sqrt(d) (arXiv 2412.06464).
+
+    What a chunk writes solves a triangular system (the WY form).
+
+    Args:
+        q_bthd: queries [b, t, h, d], any floating dtype.
+        k_bthd: keys.
+        v_bthe: values.
+        g_bth: log decay, at most 0.
+        beta_bth: strength of writing.
+        state_bhde: before the first token; None for zeros.
+
+    Returns:
+        o [b, t, h, e] and the state after the last token, fp32.
+    """
+    length, scale = q_bthd.shape[1], q_bthd.shape[-1] ** -0.5
+    size, state = min(CHUNK_SIZE, length), _first_state(state_bhde, k_bthd, v_bthe)
+    q, k, v, g, beta = (_to_chunks(x, size) for x in (q_bthd, k_bthd, v_bthe, g_bth[..., None], beta_bth[..., None]))
+    q, total = q * scale, g.cumsum(-2)
+    decay, kept, last = _pair_decay(total), total.exp(), total[..., -1:, :]
+    own, reads = _solved(beta * (k @ k.mT) * decay, beta * v, beta * kept * k)
+    to_end = ((last - total).exp() * k).mT
+    states, updates = [], []
+    for n in range(own.shape[2]):
+        states.append(state)
+        updates.append(own[:, :, n] - reads[:, :, n] @ state)
+        state = last[:, :, n].exp() * state + to_end[:, :, n] @ updates[-1]
+    out = (q * kept) @ torch.stack(states, 2) + (q @ k.mT * decay) @ torch.stack(updates, 2)
+    return _from_chunks(out, length), state
+
+
+@full_precision
+def rwkv7(
+    r_bthd: Tensor,
+    k_bthd: Tensor,
+    v_bthe: Tensor,
+    w_bthd: Tensor,
+    a_bthd: Tensor,
+    b_bthd: Tensor,
+    state_bhde: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """S <- (diag(exp(w_t)) + b_t a_t^T) S + k_t v_t^T;  o_t = S^T r_t (Peng et al. 2025, arXiv 2503.14456).
+
+    What is moved, u_t = S^T a_t, solves a triangular system in each chunk (the WY form).
+
+    Args:
+        r_bthd: receptances [b, t, h, d], any floating dtype.
+        k_bthd: keys.
+        v_bthe: values.
+        w_bthd: log decay a key feature, at most 0.
+        a_bthd: what is read from the old state.
+        b_bthd: where the read is added.
+        state_bhde: before the first token; None for zeros.
+
+    Returns:
+        o [b, t, h, e] and the state after the last token, fp32.
+    """
+    length, state = r_bthd.shape[1], _first_state(state_bhde, k_bthd, v_bthe)
+    size = min(CHUNK_SIZE_OF_VECTORS, length)
+    r, k, v, w, a, b = (_to_chunks(x, size) for x in (r_bthd, k_bthd, v_bthe, w_bthd, a_bthd, b_bthd))
+    total = w.cumsum(-2)
+    last, decay = total[..., -1:, :], _pair_decay(total.mT[..., None])
+    # a reads before its own token decays: a moves up by one, to fade as r does, and its products move back down.
+    next_a = pad(a[..., 1:, :], (0, 0, 0, 1))
+    ab, ak = (_down(torch.einsum("bhnid,bhnjd,bhndij->bhnij", next_a, x, decay)) for x in (b, k))
+    rb, rk = (torch.einsum("bhnid,bhnjd,bhndij->bhnij", r, x, decay) for x in (b, k))
+    own, reads = _solved(-ab, ak @ v, _down(total).exp() * a)
+    fade = (last - total).exp()
+    written, to_end, kept = (fade * k).mT @ v, (fade * b).mT, last.exp().mT
+    states, updates = [], []
+    for n in range(own.shape[2]):
+        states.append(state)
+        updates.append(own[:, :, n] + reads[:, :, n] @ state)
+        state = kept[:, :, n] * state + to_end[:, :, n] @ updates[-1] + written[:, :, n]
+    out = (r * total.exp()) @ torch.stack(states, 2) + rb @ torch.stack(updates, 2) + rk @ v
+    return _from_chunks(out, length), state
+
+
+def _down(x_c1: Tensor) -> Tensor:
+    """Move a chunk's rows down by one, [..., c, any]; the first becomes zero."""
+    return pad(x_c1[..., :-1, :], (0, 0, 1, 0))
+
+
+def _solved(system: Tensor, own: Tensor, reads: Tensor) -> tuple[Tensor, Tensor]:
+    """Solve (1 + what is below the system's diagonal) x = right for two right sides."""
+    right = torch.cat([own, reads], -1)
+    solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
+    own, reads = solved.split([own.shape[-1], reads.shape[-1]], -1)
+    return own, reads
+
+
+@full_precision
+def selective_scan(
+    x_btc: Tensor, dt_btc: Tensor, A_cn: Tensor, B_btn: Tensor, C_btn: Tensor, state_bcn: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """For each channel h <- exp(dt_t A) h + dt_t x_t B_t;  y_t = C_t . h (Gu, Dao 2023, arXiv 2312.00752).
+
+    Args:
+        x_btc: channels [b, t, c], any floating dtype.
+        dt_btc: step sizes, not negative.
+        A_cn: rates, at most 0.
+        B_btn: what writes.
+        C_btn: what reads.
+        state_bcn: before the first token; None for zeros.
+
+    Returns:
+        y [b, t, c] and the state after the last token, fp32.
+    """
+    x, dt, A, B, C = (y.float() for y in (x_btc, dt_btc, A_cn, B_btn, C_btn))
+    state = state_bcn if state_bcn is not None else torch.zeros(x.shape[0], *A.shape, device=x.device)
+    outputs = []
+    for parts in zip(*(y.split(CHUNK_SIZE_OF_VECTORS, 1) for y in (x, dt, B, C)), strict=True):
+        # The backward pass finds a chunk's states again: kept, they would be n numbers a channel and token.
+        y, state = checkpoint(_scan_chunk, *parts, A, state, use_reentrant=False, preserve_rng_state=False)
+        outputs.append(y)
+    return torch.cat(outputs, 1), state
+
+
+def _scan_chunk(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    kept = (dt[..., None] * A).exp()
+    written = (dt * x)[..., None] * B[:, :, None]
+    written = torch.cat([written[:, :1] + kept[:, :1] * state[:, None], written[:, 1:]], 1)
+    span = 1
+    while span < kept.shape[1]:  # Hillis, Steele 1986: each position has summed up `span` positions
+        joined = written[:, span:] + kept[:, span:] * written[:, :-span]
+        written = torch.cat([written[:, :span], joined], 1)
+        kept = torch.cat([kept[:, :span], kept[:, span:] * kept[:, :-span]], 1)
+        span *= 2
+    # A view of the last state would hold the chunk's others, too.
+    return torch.einsum("btcn,btn->btc", written, C), written[:, -1].clone()

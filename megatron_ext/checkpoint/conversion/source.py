@@ -1,0 +1,72 @@
+"""What there is to convert: any checkpoint that can be read, as a model of ours."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from megatron_ext.checkpoint.conversion.family import Family, SavedModel
+from megatron_ext.checkpoint.conversion.tensors import TensorInfo, Tensors
+from megatron_ext.checkpoint.conversion.tokenizer_files import KeptTokenizer
+from megatron_ext.checkpoint.folder import Progress
+
+Format = Literal["selectron", "hugging_face", "megatron_core"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions:
+    """What a user says of a checkpoint that does not say it itself.
+
+    Attributes:
+        model_config: YAML file with our `model` section, and maybe `mixers` and `data.seq_length`.
+        tokenizer: a tokenizer.json.
+    """
+
+    model_config: Path | None = None
+    tokenizer: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A checkpoint.
+
+    Attributes:
+        path: the folder with its tensors.
+        format: who wrote it.
+        saved: the model, in our terms.
+        stored: its tensors as they lie there.
+        tensors: the same as ours, without vocabulary padding.
+        tokenizer: its tokenizer, where it has one.
+        progress: how far its training was; None: it does not say.
+        has_optimizer: whether the optimizer's state is there.
+        family: of its architecture; None: not of another library.
+    """
+
+    path: Path
+    format: Format
+    saved: SavedModel
+    stored: Tensors
+    tensors: Tensors
+    tokenizer: KeptTokenizer | None = None
+    progress: Progress | None = None
+    has_optimizer: bool = False
+    family: Family | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of most of its numbers."""
+        return main_dtype(self.tensors.infos().values())
+
+
+def main_dtype(infos: Iterable[TensorInfo]) -> torch.dtype:
+    """The floating-point type that most of the numbers have."""
+    counts: Counter[torch.dtype] = Counter()
+    for info in infos:
+        if info.dtype.is_floating_point:
+            counts[info.dtype] += info.num_elements
+    return counts.most_common(1)[0][0]

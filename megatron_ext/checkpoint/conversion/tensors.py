@@ -1,0 +1,147 @@
+"""Tensors of a checkpoint, by key: what they are without reading them, and one of them at a time."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_ext.errors import UserError
+
+SHOWN = 4
+"""Names that a message lists; how many there are is said besides."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a tensor is.
+
+    Attributes:
+        shape: its sizes.
+        dtype: its numbers' type.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers in it."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its numbers."""
+        return self.num_elements * self.dtype.itemsize
+
+
+class Tensors(ABC):
+    """Named tensors that lie somewhere; few of them are in memory at a time."""
+
+    @abstractmethod
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """What there is, in the order in which it is best read."""
+
+    @abstractmethod
+    def read(self, key: str) -> Tensor:
+        """One of them.
+
+        Raises:
+            UserError: the file it lies in is missing or damaged.
+        """
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """All of them, one after the other; none that was given is held."""
+        for key in self.infos():
+            yield key, self.read(key)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all."""
+        return sum(info.num_bytes for info in self.infos().values())
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers in all."""
+        return sum(info.num_elements for info in self.infos().values())
+
+
+class Changed(Tensors):
+    """Tensors each of which is changed as it is read.
+
+    Args:
+        source: as they lie.
+        change: of a tensor, whose key is given, real or on the meta device.
+    """
+
+    def __init__(self, source: Tensors, change: Callable[[str, Tensor], Tensor]) -> None:
+        self._source, self._change = source, change
+        self._infos = {}
+        for key, info in source.infos().items():
+            changed = change(key, torch.empty(info.shape, dtype=info.dtype, device="meta"))
+            self._infos[key] = TensorInfo(tuple(changed.shape), changed.dtype)
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """See `Tensors.infos`."""
+        return self._infos
+
+    def read(self, key: str) -> Tensor:
+        """See `Tensors.read`."""
+        return self._change(key, self._source.read(key))
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Tensors.stream`."""
+        for key, tensor in self._source.stream():
+            yield key, self._change(key, tensor)
+
+
+def in_dtype(source: Tensors, dtype: torch.dtype | None) -> Tensors:
+    """The same tensors with their floating-point numbers in another type; None: as they are."""
+    if dtype is None:
+        return source
+    return Changed(source, lambda _, tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def check_keys(expected: Iterable[str], found: Iterable[str], where: str) -> None:
+    """Refuse tensors that are missing or that nobody knows.
+
+    Raises:
+        UserError: names the first of them.
+    """
+    expected, found = list(expected), list(found)
+    missing, unexpected = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    if missing or unexpected:
+        kinds = {"lacks": missing, "has besides": unexpected}
+        parts = [f"{kind} {_names(names)}" for kind, names in kinds.items() if names]
+        problem = f"does not hold the tensors of its configuration: {'; '.join(parts)}"
+        raise UserError(where, problem, "give a whole checkpoint with the configuration it was made with")
+
+
+def check_shapes(expected: Mapping[str, TensorInfo], found: Mapping[str, TensorInfo], where: str) -> None:
+    """Refuse tensors of other names or sizes than expected; their types may differ.
+
+    Raises:
+        UserError: names the first of them.
+    """
+    check_keys(expected, found, where)
+    wrong = [key for key, info in expected.items() if info.shape != found[key].shape]
+    if wrong:
+        key = wrong[0]
+        more = f", and {len(wrong) - 1} others do not fit" if len(wrong) > 1 else ""
+        problem = f"{key} is {list(found[key].shape)}, its configuration makes it {list(expected[key].shape)}{more}"
+        raise UserError(where, problem, "give the configuration that the model was made with")
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:SHOWN])
+    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"
+
+
+def without_padding(source: Tensors, vocab_size: int, keys: Iterable[str]) -> Tensors:
+    """The same tensors, those of the vocabulary cut to its size."""
+    cut = frozenset(keys)
+    return Changed(source, lambda key, tensor: tensor[:vocab_size] if key in cut else tensor)

@@ -1,0 +1,101 @@
+"""A tokenizer beside a model, in Hugging Face's form: tokenizer.json, and what AutoTokenizer must know besides.
+
+Run folders and exported ones keep the same two files, so that conversion copies them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from megatron_ext.errors import UserError
+from megatron_ext.files import write_whole
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+
+
+@dataclass(frozen=True)
+class KeptTokenizer:
+    """A tokenizer that lies beside a model.
+
+    Attributes:
+        file: its tokenizer.json.
+        end: token that ends a document; None: nothing says which.
+        end_id: its id.
+        size: largest id + 1.
+    """
+
+    file: Path
+    end: str | None
+    end_id: int | None
+    size: int
+
+
+def keep_tokenizer(source: Path, folder: Path, end: str | None) -> None:
+    """Write a tokenizer's files into a folder, each whole or not at all.
+
+    Args:
+        source: a tokenizer.json.
+        folder: exists.
+        end: token that ends a document; None: not known.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    write_whole(folder / TOKENIZER, source.read_bytes())
+    known = {} if end is None else {"eos_token": end}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **known}
+    write_whole(folder / TOKENIZER_CONFIG, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def kept_tokenizer(folder: Path, given: Path | None = None) -> KeptTokenizer | None:
+    """The tokenizer of a model's folder; None where there is none.
+
+    Args:
+        folder: of the model.
+        given: a tokenizer.json to take instead; what lies beside it counts as beside a model.
+
+    Raises:
+        UserError: its file cannot be read.
+    """
+    file = folder / TOKENIZER if given is None else given
+    if not file.is_file() and given is None:
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the binding raises bare Exception
+        problem = f"is no tokenizer.json ({' '.join(str(error).split())})"
+        raise UserError(str(file), problem, "give one that Hugging Face tokenizers wrote") from None
+    end = _end(file.parent)
+    end_id = None if end is None else tokenizer.token_to_id(end)
+    size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+    return KeptTokenizer(file, None if end_id is None else end, end_id, size)
+
+
+def _end(folder: Path) -> str | None:
+    for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
+        token = read_json(folder / name).get("eos_token") if (folder / name).is_file() else None
+        if token is not None:
+            return str(token["content"] if isinstance(token, dict) else token)  # an AddedToken, or its text
+    return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds one object.
+
+    Raises:
+        UserError: it cannot be read as one.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(str(path), f"cannot be read ({' '.join(str(error).split())})", "copy it again") from None
+    if not isinstance(content, dict):
+        raise UserError(str(path), "is no JSON object", "copy it again")
+    return content

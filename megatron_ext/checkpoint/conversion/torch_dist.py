@@ -1,0 +1,235 @@
+"""Checkpoints of torch.distributed.checkpoint in Megatron's form (torch_dist), a tensor at a time, in one process."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.futures import Future
+
+from megatron_ext.checkpoint.contents import CheckedFile, Content, content_of
+from megatron_ext.checkpoint.conversion.tensors import TensorInfo, Tensors
+from megatron_ext.errors import UserError
+
+METADATA = ".metadata"
+COMMON = "common.pt"
+
+_MEND = "copy the checkpoint again, whole, or give another one"
+_SAFE = {"torch", "torch.distributed.checkpoint", "torch.serialization", "collections", "pathlib", "pathlib._local"}
+_OTHER_TENSORS = ("optimizer.", "chained_")
+_LAYERS = re.compile(r"^(?P<before>(?:.*\.)?layers\.)(?P<after>[^.\d].*)$")
+
+
+class TorchDistTensors(Tensors):
+    """The model's tensors of a checkpoint; those of its optimizer are left out.
+
+    A tensor in which plain megatron-core has stacked those of all layers is given layer by layer, with the layer's
+    number in its key.
+
+    Args:
+        folder: with `.metadata`.
+
+    Raises:
+        UserError: it is damaged, or not all of its files are there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._metadata = _read_metadata(folder)
+        self._reader = filesystem.FileSystemReader(folder)
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._check_files()
+        everything = self._metadata.state_dict_metadata.items()
+        self._entries = {key: entry for key, entry in everything if isinstance(entry, TensorStorageMetadata)}
+        self.has_optimizer = any(key.startswith(_OTHER_TENSORS) for key in self._entries)
+        self._places: dict[str, tuple[str, int | None]] = {}  # key of a tensor, and the layer cut out of it
+        self._infos: dict[str, TensorInfo] = {}
+        for key, entry in self._entries.items():
+            if not key.startswith(_OTHER_TENSORS):
+                self._add(key, entry)
+
+    def _add(self, key: str, entry: TensorStorageMetadata) -> None:
+        shape, dtype = tuple(entry.size), entry.properties.dtype
+        stacked = _LAYERS.match(key)
+        if stacked is None:
+            self._places[key], self._infos[key] = (key, None), TensorInfo(shape, dtype)
+            return
+        for layer in range(shape[0]):
+            own = f"{stacked['before']}{layer}.{stacked['after']}"
+            self._places[own], self._infos[own] = (key, layer), TensorInfo(shape[1:], dtype)
+
+    def _check_files(self) -> None:
+        sizes: dict[str, int] = {}
+        for info in self._metadata.storage_data.values():
+            sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
+        for name, size in sizes.items():
+            path = self._folder / name
+            if not path.is_file():
+                raise UserError(str(path), "is not there, so the checkpoint is damaged", _MEND)
+            if path.stat().st_size < size:
+                problem = f"has {path.stat().st_size} bytes, fewer than {size}, so the checkpoint is damaged"
+                raise UserError(str(path), problem, _MEND)
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """See `Tensors.infos`."""
+        return self._infos
+
+    def read(self, key: str) -> Tensor:
+        """See `Tensors.read`."""
+        stored, layer = self._places[key]
+        entry = self._entries[stored]
+        offsets, sizes = [0] * len(entry.size), list(entry.size)
+        if layer is not None:
+            offsets[0], sizes[0] = layer, 1
+        wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        tensor = torch.empty(sizes, dtype=entry.properties.dtype)
+        items = create_read_items_for_chunk_list(stored, entry, [wanted])
+        assert sum(item.lengths.numel() for item in items) == tensor.numel(), f"{key} is not whole"
+        try:
+            self._reader.read_data(LoadPlan(items), _Into(tensor))
+        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            raise UserError(str(self._folder), f"{key} cannot be read, so the checkpoint is damaged", _MEND) from error
+        return tensor if layer is None else tensor[0]
+
+
+class _Into(DefaultLoadPlanner):
+    """Has what is read put into one tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        assert read_item.type == LoadItemType.TENSOR
+        place = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self._tensor[tuple(slice(start, start + length) for start, length in place)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """It lies where it belongs."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes what `.metadata` is made of, and nothing else: a checkpoint of somebody else's must not run code here."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """See `pickle.Unpickler.find_class`."""
+        allowed = module in _SAFE or module.startswith("torch.distributed.checkpoint.")
+        found = super().find_class(module, name) if allowed else None
+        if isinstance(found, type | torch.dtype | torch.memory_format | torch.layout) or name == "_get_layout":
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's metadata")
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except FileNotFoundError:
+        raise UserError(str(path), "is not there, so the checkpoint is damaged", _MEND) from None
+    except Exception as error:  # whatever bytes that are no pickle make of it
+        raise UserError(str(path), f"cannot be read ({_one_line(error)})", _MEND) from error
+    if not isinstance(metadata, Metadata) or not metadata.storage_data:
+        raise UserError(str(path), "is no checkpoint's metadata", _MEND)
+    return metadata
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def read_common(folder: Path, safe: list[Any] | None = None) -> Any:
+    """What Megatron keeps beside the tensors, without running any code of the file's.
+
+    Args:
+        folder: of the checkpoint.
+        safe: classes that may be in it, beside plain values and tensors.
+
+    Raises:
+        UserError: it cannot be read so.
+    """
+    path = folder / COMMON
+    try:
+        with torch.serialization.safe_globals(safe or []):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise UserError(str(path), f"cannot be read ({_one_line(error)})", _MEND) from error
+
+
+def write_torch_dist(tensors: Tensors, folder: Path) -> dict[str, Content]:
+    """Write a checkpoint that megatron.core.dist_checkpointing loads at any layout.
+
+    Args:
+        tensors: written as they come.
+        folder: exists.
+
+    Returns:
+        What each of its files holds.
+
+    Raises:
+        OSError: the disk refuses.
+        RuntimeError: the same, from torch.
+    """
+    shapes = {key: torch.empty(info.shape, dtype=info.dtype, device="meta") for key, info in tensors.infos().items()}
+    writer, planner = _OneAfterTheOther(folder), _Planner(tensors.stream())
+    # What torch.distributed.checkpoint.save does, which wraps what the disk raises in an exception of its own.
+    writer.set_up_storage_writer(is_coordinator=True)
+    planner.set_up_planner(shapes, is_coordinator=True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.finish(metadata, [writer.write_data(plan, planner).value()])
+    torch.save({}, folder / COMMON)
+    save_config(CheckpointingConfig("torch_dist"), str(folder))
+    return writer.written | {
+        path.name: content_of(path) for path in folder.iterdir() if path.name not in writer.written
+    }
+
+
+class _Planner(DefaultSavePlanner):
+    """Has the tensors made when they are written."""
+
+    def __init__(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._stream = stream
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        key, tensor = next(self._stream)
+        assert key == write_item.index.fqn, f"{key} where {write_item.index.fqn} was to come"
+        # Part of a larger one, it would be saved with all of that.
+        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+
+
+class _OneAfterTheOther(filesystem.FileSystemWriter):
+    """torch's writer, which holds all tensors of a file until it is written; this one holds none.
+
+    Attributes:
+        written: what its files hold.
+    """
+
+    written: dict[str, Content]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
+        results, name = [], f"{plan.storage_data.prefix}0{filesystem.DEFAULT_SUFFIX}"
+        with CheckedFile(Path(self.path) / name) as file:
+            for item in plan.items:
+                results.append(self._write_item(file, planner.resolve_data(item), item, name))
+        self.written = {name: file.content}
+        done: Future[list[Any]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write_item(self, file: Any, tensor: Any, item: WriteItem, name: str) -> Any:
+        format_ = filesystem.SerializationFormat.TORCH_SAVE
+        return filesystem._write_item(self.transforms, file, tensor, item, name, format_)

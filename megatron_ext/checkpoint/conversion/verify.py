@@ -1,0 +1,95 @@
+"""Showing that what was written is the model that was read: every tensor's bits, and what both models answer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_ext.checkpoint.conversion import hf_model, hugging_face, plain_model
+from megatron_ext.checkpoint.conversion.our_model import logits_of
+from megatron_ext.checkpoint.conversion.source import Source
+from megatron_ext.checkpoint.conversion.tensors import Tensors, check_shapes, in_dtype
+from megatron_ext.errors import UserError
+
+LIMIT = 1e-5
+"""Largest difference of two logits, relative to the largest logit or to 1.
+
+The models are computed in fp32 from the numbers that were written, so it is that of fp32's rounding, whatever --dtype.
+"""
+
+SEQUENCES, LENGTH = 2, 160
+"""Tokens that both are given: more than a chunk of Top-1 Chunk, where the model takes as many."""
+
+_MEND = "nothing was written; please report it, or leave the check out with --no-verify"
+
+
+def verify(source: Source, written: Source, dtype: torch.dtype | None) -> str:
+    """Compare a checkpoint with the one it was made from.
+
+    Args:
+        source: what was read.
+        written: what was written, read again.
+        dtype: type of its numbers; None: those of the source.
+
+    Returns:
+        A line that says what was compared.
+
+    Raises:
+        UserError: they differ.
+    """
+    expected = in_dtype(source.tensors, dtype)
+    check_shapes(expected.infos(), written.tensors.infos(), str(written.path))
+    _compare_bits(expected, written.tensors, str(written.path))
+    silent = [one for one in (source, written) if one.family is not None and not hf_model.can_answer(one.family)]
+    if silent:
+        (family,) = (one.family for one in silent[:1])
+        assert family is not None
+        return f"verified: every tensor; {family.architecture} runs on a GPU alone, so logits were not compared"
+    difference = _difference(source, written, expected)
+    if not difference <= LIMIT:
+        problem = f"logits differ from those of {source.path} by {difference:.1e}, more than {LIMIT:.0e}"
+        raise UserError(str(written.path), problem, _MEND)
+    return f"verified: every tensor; logits differ by {difference:.1e} of the largest, at most {LIMIT:.0e}"
+
+
+def _difference(source: Source, written: Source, expected: Tensors) -> float:
+    tokens_bt = fixed_tokens(source)
+    theirs_btv = logits(written, written.tensors, tokens_bt)
+    ours_btv = logits(source, expected, tokens_bt)
+    return float((ours_btv - theirs_btv).abs().max() / max(1.0, float(ours_btv.abs().max())))
+
+
+def _compare_bits(expected: Tensors, written: Tensors, where: str) -> None:
+    for key, tensor in written.stream():
+        if not torch.equal(_bits(tensor), _bits(expected.read(key))):
+            raise UserError(where, f"{key} is not what was to be written", _MEND)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A tensor's bytes, which are equal where numbers are not (NaN), and differ where they are equal (0 and -0)."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def fixed_tokens(source: Source) -> Tensor:
+    """The tokens that a model is asked about, int64 [b, t]: always the same ones."""
+    saved = source.saved
+    length = min(LENGTH, saved.model.max_position_embeddings or LENGTH)
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(saved.vocab_size, (SEQUENCES, length), generator=generator)
+
+
+def logits(source: Source, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
+    """What a checkpoint's own library answers in fp32, [b, t, v].
+
+    Args:
+        source: the checkpoint.
+        tensors: its weights in our terms, maybe of another type.
+        tokens_bt: int64 [b, t].
+    """
+    if source.format == "selectron":
+        return logits_of(source.saved, tensors, tokens_bt)
+    if source.format == "megatron_core":
+        return plain_model.logits(source.saved, tensors, tokens_bt)
+    assert source.family is not None
+    own = hugging_face.theirs(source.family, source.saved, tensors, str(source.path))
+    return hf_model.logits(source.path, source.family, own, tokens_bt)

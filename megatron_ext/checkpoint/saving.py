@@ -1,0 +1,216 @@
+"""A checkpoint on its way to the disk while training goes on.
+
+What takes time happens in a thread. Megatron has forked processes for it: a fork of a process with the threads of gloo,
+NCCL and CUDA may hang in a lock that one of them held, a rank that is killed leaves it behind with its memory and its
+output open, and it cannot copy from the GPU. The work, copies, torch.save, checksums, leaves Python's lock to the
+training thread: while 256 MB were saved, a thread that woke each half millisecond was never late by more than 7.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import (
+    SerializationFormat,
+    _metadata_fn,
+    _StorageWriterTransforms,
+    _write_item,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_ext.checkpoint.contents import CheckedFile, Content, content_of
+from megatron_ext.checkpoint.disk import Failure, NotAsWritten
+from megatron_ext.checkpoint.folder import CheckpointFolder, Retention
+from megatron_ext.checkpoint.plan import Item, Plan
+from megatron_ext.checkpoint.staging import OnHost
+from megatron_ext.files import force_to_disk
+
+FORMAT = CheckpointingConfig("torch_dist", 1)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank has put on the disk.
+
+    Attributes:
+        results: where each item lies, for the index.
+        files: what each of its files holds.
+    """
+
+    results: list[WriteResult]
+    files: dict[str, Content]
+
+
+class _Abandoned(Exception):
+    """Nobody waits for this save any more."""
+
+
+class Saving:
+    """One save: every rank writes its files, then the first makes the checkpoint whole.
+
+    Args:
+        folder: of the run's checkpoints.
+        step: that is saved.
+        plan: what this rank writes.
+        on_host: gives the tensors of the plan as they were at the save.
+        record_parts: see `CheckpointFolder.finish`.
+        retention: which checkpoints stay when it is whole.
+        executor: works in the background, one thing at a time.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        step: int,
+        plan: Plan,
+        on_host: OnHost,
+        record_parts: dict[str, Any],
+        retention: Retention,
+        executor: Executor,
+    ) -> None:
+        self.step = step
+        self._folder, self._plan, self._on_host, self._executor = folder, plan, on_host, executor
+        self._record_parts, self._retention = record_parts, retention
+        self._abandoned = Event()
+        self._common = io.BytesIO()
+        torch.save(plan.common, self._common)  # now: it may hold what training changes
+        self._writing: Future[Written | Failure] = executor.submit(self._write)
+        self._finishing: Future[Failure | None] | None = None
+        self._all_written = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this rank is at work for it."""
+        return not (self._finishing or self._writing).done()
+
+    def advance(self) -> bool:
+        """Go on when no rank is busy; a collective call.
+
+        Returns:
+            Whether the checkpoint is whole.
+
+        Raises:
+            SaveFailed: a rank could not write; on every rank, and nothing is left of the checkpoint.
+        """
+        first = dist.get_rank() == 0
+        if not self._all_written:
+            self._all_written = True
+            parts: list[Any] | None = [None] * dist.get_world_size() if first else None
+            dist.gather_object(self._writing.result(), parts)
+            if parts is not None:
+                self._finishing = self._executor.submit(self._finish, parts)
+            return False
+        said = [self._finishing.result() if self._finishing else None]
+        dist.broadcast_object_list(said)
+        if said[0] is not None:
+            raise SaveFailed(said[0])
+        return True
+
+    def wait(self) -> None:
+        """Stay until the checkpoint is whole; a collective call. Raises as `advance`."""
+        while not self.advance():
+            pass  # each call waits for what this rank still does, and the exchange in it for the others
+
+    def abandon(self) -> None:
+        """Leave it unfinished and remove what there is; each rank for itself."""
+        self._abandoned.set()
+        for work in (self._writing, self._finishing):
+            if work is not None:
+                work.exception()  # waits; what it says no longer matters
+        self._folder.abandon(self.step)
+
+    # --- in the background -------------------------------------------------------------------------------------------
+
+    def _write(self) -> Written | Failure:
+        try:
+            return self._write_files(self._folder.partial(self.step))
+        except Exception as error:
+            return Failure.of(error, self._folder.root)
+
+    def _write_files(self, partial: Path) -> Written:
+        copies = iter(self._on_host())
+        files = {
+            name: [(item, next(copies) if isinstance(data, Tensor) else data) for item, data in items]
+            for name, items in self._plan.files.items()
+        }
+        with ThreadPoolExecutor(max(len(files), 1)) as threads:
+            written = list(threads.map(lambda name: self._write_file(partial / name, files[name]), files))
+        contents = {name: content for name, (content, _) in zip(files, written, strict=True)}
+        if dist.get_rank() == 0:
+            contents[COMMON_STATE_FNAME] = _write_whole_file(partial / COMMON_STATE_FNAME, self._common)
+        for name, content in contents.items():
+            self._stop_if_abandoned()
+            _check(partial / name, content)
+        return Written([result for _, results in written for result in results], contents)
+
+    def _write_file(self, path: Path, items: Sequence[Item]) -> tuple[Content, list[WriteResult]]:
+        """One file of tensors and objects, each as torch.save writes it, as torch's reader expects them."""
+        transforms, results = _StorageWriterTransforms(), []
+        with CheckedFile(path) as file:
+            for item, data in items:
+                self._stop_if_abandoned()
+                results.append(_write_item(transforms, file, data, item, path.name, SerializationFormat.TORCH_SAVE))
+        return file.content, results
+
+    def _stop_if_abandoned(self) -> None:
+        if self._abandoned.is_set():
+            raise _Abandoned
+
+    def _finish(self, parts: Sequence[Written | Failure]) -> Failure | None:
+        """Index, record, rename, `latest`; on the first rank, with what all have said."""
+        failure = next((part for part in parts if isinstance(part, Failure)), None)
+        if failure is None:
+            try:
+                self._make_whole([part for part in parts if isinstance(part, Written)])
+            except Exception as error:
+                failure = Failure.of(error, self._folder.root)
+        if failure is not None:
+            self._folder.abandon(self.step)
+        return failure
+
+    def _make_whole(self, parts: Sequence[Written]) -> None:
+        self._stop_if_abandoned()
+        partial = self._folder.partial(self.step)
+        assert self._plan.metadata is not None
+        self._plan.writer.finish(self._plan.metadata, [part.results for part in parts])
+        save_config(FORMAT, str(partial))
+        force_to_disk(partial / CONFIG_FNAME)
+        files = {name: content for part in parts for name, content in part.files.items()}
+        files |= {name: content_of(partial / name) for name in (_metadata_fn, CONFIG_FNAME)}
+        self._folder.finish(self.step, self._record_parts, files, self._retention)
+
+
+class SaveFailed(Exception):
+    """A checkpoint could not be saved.
+
+    Args:
+        failure: of the first rank that has one.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.trace)
+        self.failure = failure
+
+
+def _write_whole_file(path: Path, content: io.BytesIO) -> Content:
+    with CheckedFile(path) as file:
+        file.write(content.getbuffer())
+    return file.content
+
+
+def _check(path: Path, written: Content) -> None:
+    """Read a file again: what the disk gives back must be what it was given."""
+    found = content_of(path)
+    if found != written:
+        raise NotAsWritten(f"{path.name} does not hold what was written into it ({found} instead of {written})")

@@ -1,0 +1,95 @@
+"""A copy of the state as it is at a save, made so fast that training hardly notices, and brought to the host later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_ext.platform import Platform
+
+OnHost = Callable[[], list[Tensor]]
+"""Gives the copies, in host memory; waits for them if need be, so it is for another thread to call."""
+
+_FILLED = 0.95
+"""Part of a GPU's memory that training and a copy may take together."""
+
+
+class Staging:
+    """Copies the tensors of one run's saves; its host memory is kept from save to save, as large as they are.
+
+    On a GPU the copy is made on the device, by kernels that the training stream takes in order: whatever changes the
+    tensors later finds it done. It is brought to pinned memory on a stream of its own, which a training step does not
+    wait for, and freed. Where the device has no room for it beside training, the copy goes to pinned memory at once,
+    and the save takes as long as the bus does.
+
+    Args:
+        platform: where the tensors are.
+    """
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+        self._host: list[Tensor] = []
+        self._on_device: bool | None = None
+
+    def copy(self, tensors: Sequence[Tensor]) -> OnHost:
+        """Copy tensors; from the return on they may be changed.
+
+        The copies before are overwritten: they must no longer be in use.
+        """
+        if not self._platform.is_cuda:
+            self._make_room(tensors)
+            torch._foreach_copy_(self._host, list(tensors))
+            return lambda: self._host
+        if self._has_room_on_device(tensors):
+            return self._copy_on_device(tensors)
+        self._make_room(tensors)
+        torch._foreach_copy_(self._host, list(tensors), non_blocking=True)
+        self._platform.synchronize()
+        return lambda: self._host
+
+    def _make_room(self, tensors: Sequence[Tensor]) -> None:
+        if [(t.shape, t.dtype) for t in self._host] != [(t.shape, t.dtype) for t in tensors]:
+            self._host = []
+            # Each has a storage of its own: torch.save writes storages whole.
+            self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=self._platform.is_cuda) for t in tensors]
+
+    def _has_room_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Asked once: later the memory that training has taken includes that of copies."""
+        if self._on_device is None:
+            device = self._platform.device
+            taken = torch.cuda.max_memory_reserved(device) + sum(t.nbytes for t in tensors)
+            self._on_device = taken < _FILLED * torch.cuda.mem_get_info(device)[1]
+        return self._on_device
+
+    def _copy_on_device(self, tensors: Sequence[Tensor]) -> OnHost:
+        copies = _empty_like(tensors)
+        torch._foreach_copy_(copies, [t.view(-1) for t in tensors])
+        copied = torch.cuda.Event()
+        copied.record()
+        shapes = [t.shape for t in tensors]
+
+        def on_host() -> list[Tensor]:
+            self._make_room([copy.view(shape) for copy, shape in zip(copies, shapes, strict=True)])
+            stream = torch.cuda.Stream(self._platform.device)
+            with torch.cuda.stream(stream):
+                stream.wait_event(copied)
+                for host, copy in zip(self._host, copies, strict=True):
+                    host.view(-1).copy_(copy, non_blocking=True)
+            stream.synchronize()
+            copies.clear()
+            return self._host
+
+        return on_host
+
+
+def _empty_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A flat tensor for each, those of one type in one piece of memory: one allocation instead of hundreds."""
+    found: dict[int, Tensor] = {}
+    for dtype in {t.dtype for t in tensors}:
+        numbers = [number for number, t in enumerate(tensors) if t.dtype == dtype]
+        sizes = [tensors[number].numel() for number in numbers]
+        whole = torch.empty(sum(sizes), dtype=dtype, device=tensors[numbers[0]].device)
+        found.update(zip(numbers, whole.split(sizes), strict=True))
+    return [found[number] for number in range(len(tensors))]

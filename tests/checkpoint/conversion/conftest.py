@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# The pool of processes and the models of the parity tests, which need not be among those that are run.
+sys.path.append(str(Path(__file__).parents[2] / "distributed"))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Any]:
+    """Four processes that work together as the ranks of a group."""
+    from pool import WorkerPool
+
+    workers = WorkerPool(4)
+    yield workers
+    workers.stop()
+
+
+@pytest.fixture(scope="session")
+def saved_run(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a run that was trained a little under a layout; each is made once."""
+    import saved_runs
+
+    known: dict[str, Path] = {}
+
+    def make(
+        pattern: str,
+        parallel: dict[str, Any] | None = None,
+        model: dict[str, Any] | None = None,
+        mixers: dict[str, Any] | None = None,
+        precision: str = "fp32",
+    ) -> Path:
+        case = (pattern, parallel or {}, model or {}, mixers or {}, precision)
+        if repr(case) not in known:
+            known[repr(case)] = tmp_path_factory.mktemp("saved") / "run"
+            world_size = case[1].get("tensor", 1) * case[1].get("pipeline", 1)
+            ranks.run(saved_runs.save, world_size, known[repr(case)], *case)
+        return known[repr(case)]
+
+    return make
+
+
+@pytest.fixture
+def convert(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`selectron convert` in this process; its exit code."""
+    from megatron_ext.cli import main
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the command sets it
+
+    def run(*arguments: object) -> int:
+        try:
+            return main(["convert", *map(str, arguments)])
+        except SystemExit as stop:
+            return int(stop.code or 0)
+
+    return run

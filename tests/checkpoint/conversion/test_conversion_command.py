@@ -1,0 +1,316 @@
+"""`selectron convert` and `selectron inspect`: what they refuse, what they say, and that nothing half-written stays."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.cli import main
+
+pytestmark = pytest.mark.slow
+
+Convert = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def run(saved_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of its own, as some of these tests damage it."""
+    folder = tmp_path_factory.mktemp("command") / "run"
+    shutil.copytree(saved_run("attention*2", {"tensor": 2}), folder)
+    return folder
+
+
+@pytest.fixture
+def hf(run: Path, convert: Convert, tmp_path: Path) -> Path:
+    """The run's model in two files."""
+    folder = tmp_path / "hf"
+    assert convert(run, folder, "--to", "hf", "--no-verify", "--shard-size", "0.0003") == 0
+    assert len(list(folder.glob("*.safetensors"))) == 2
+    return folder
+
+
+def error(capsys: pytest.CaptureFixture[str]) -> str:
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("selectron: error: ")
+    return line.removeprefix("selectron: error: ")
+
+
+def refused(convert: Convert, capsys: pytest.CaptureFixture[str], source: Path, folder: Path, *more: str) -> str:
+    """The one line of a conversion that fails, of which nothing is left."""
+    before = sorted(folder.iterdir())
+    capsys.readouterr()
+    assert convert(source, folder / "out", "--to", "megatron", *more) == 2
+    assert sorted(folder.iterdir()) == before
+    return error(capsys)
+
+
+def edited(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+def _no_shard(folder: Path) -> str:
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    return "model-00002-of-00002.safetensors: is not there, and model.safetensors.index.json names it; "
+
+
+def _half_a_shard(folder: Path) -> str:
+    path = folder / "model-00001-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    return "model-00001-of-00002.safetensors: is damaged ("
+
+
+def _no_index(folder: Path) -> str:
+    (folder / "model.safetensors.index.json").write_text("[]")
+    return "model.safetensors.index.json: cannot be read as an index"
+
+
+def _no_weights(folder: Path) -> str:
+    for path in folder.glob("model*"):
+        path.unlink()
+    return "hf: holds neither model.safetensors nor model.safetensors.index.json; "
+
+
+def _another_width(folder: Path) -> str:
+    edited(folder, intermediate_size=100)
+    return "mlp.linear_fc1.weight is [384, 64], its configuration makes it [200, 64]"
+
+
+def _more_layers(folder: Path) -> str:
+    edited(folder, num_hidden_layers=3)
+    return "hf: does not hold the tensors of its configuration: lacks model.layers.2.input_layernorm.weight, "
+
+
+def _fewer_layers(folder: Path) -> str:
+    edited(folder, num_hidden_layers=1)
+    return "has besides model.layers.1.input_layernorm.weight, "
+
+
+def _no_number(folder: Path) -> str:
+    edited(folder, hidden_size="64")
+    return "config.json: hidden_size cannot be '64'"
+
+
+def _no_field(folder: Path) -> str:
+    config = json.loads((folder / "config.json").read_text())
+    del config["intermediate_size"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return "config.json: lacks intermediate_size; "
+
+
+def _foreign(folder: Path) -> str:
+    edited(folder, architectures=["BertForMaskedLM"])
+    return "config.json: architecture BertForMaskedLM is not known here; give one of LlamaForCausalLM, "
+
+
+def _scaled_rotation(folder: Path) -> str:
+    edited(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4})
+    return "config.json: rope_parameters: rope_type 'llama3' is not 'default'; "
+
+
+def _biases(folder: Path) -> str:
+    edited(folder, attention_bias=True)
+    return "config.json: attention_bias: True is not False; "
+
+
+def _no_json(folder: Path) -> str:
+    (folder / "config.json").write_text("{")
+    return "config.json: cannot be read ("
+
+
+DAMAGES = [
+    *(_no_shard, _half_a_shard, _no_index, _no_weights),
+    *(_another_width, _more_layers, _fewer_layers, _no_number, _no_field, _no_json),
+    *(_foreign, _scaled_rotation, _biases),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__.strip("_"))
+def test_a_damaged_folder(
+    hf: Path, convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Any
+) -> None:
+    said = damage(hf)
+    assert said in refused(convert, capsys, hf, tmp_path)
+
+
+def test_a_damaged_run(run: Path, convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    shard = next((copy / "checkpoints" / "step_2").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert f"step_2/{shard.name}: has the checksum " in refused(convert, capsys, copy, tmp_path)
+    shard.unlink()
+    assert f"step_2/{shard.name}: is not there, so the checkpoint is damaged" in refused(
+        convert, capsys, copy, tmp_path
+    )
+
+
+def test_a_folder_of_something_else(convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "empty: is no checkpoint: there is no checkpoint.json" in refused(
+        convert, capsys, tmp_path / "empty", tmp_path
+    )
+    assert "none: is not there; " in refused(convert, capsys, tmp_path / "none", tmp_path)
+
+
+def test_an_older_record_says_what_to_give(
+    run: Path, convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    record = copy / "checkpoints" / "step_2" / "checkpoint.json"
+    content = json.loads(record.read_text())
+    del content["identity"]["data.vocab_size"]
+    record.write_text(json.dumps(content))
+    assert "does not say data.vocab_size of the model; give the run's config.yaml with --model-config" in refused(
+        convert, capsys, copy, tmp_path
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--to", "onnx"], "argument --to: invalid choice: 'onnx'"),
+        ([], "the following arguments are required: --to"),
+        (["--to", "deepspeed-universal"], "--to: deepspeed-universal cannot be written yet; "),
+        (["--to", "megatron", "--dtype", "fp16"], "--dtype: float16 is no precision of a run; give one of bf16, fp32"),
+        (["--to", "hf", "--shard-size", "0"], "--shard-size: 0 is not above 0; "),
+        (
+            ["--to", "hf", "--architecture", "MambaForCausalLM"],
+            "--architecture: MambaForCausalLM cannot hold the model",
+        ),
+    ],
+)
+def test_options(
+    run: Path, convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
+) -> None:
+    assert convert(run, tmp_path / "out", *arguments) == 2
+    assert error(capsys).startswith(line)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_there_is_kept(
+    run: Path, hf: Path, convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert convert(run, hf, "--to", "hf") == 2
+    assert "hf is there; give another folder, or add --overwrite" in error(capsys)
+    assert convert(hf, hf / "in it", "--to", "megatron", "--overwrite") == 2
+    assert "lie in each other" in error(capsys)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one.png").write_bytes(b"")
+    assert convert(run, tmp_path / "photos", "--to", "hf", "--overwrite") == 2
+    assert "photos holds no model to overwrite" in error(capsys)
+    edited(hf, architectures=["BertForMaskedLM"])
+    assert convert(hf, tmp_path / "photos", "--to", "hf") == 2
+    assert convert(run, hf, "--to", "hf", "--overwrite", "--no-verify") == 0
+    assert json.loads((hf / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "photos"]
+
+
+def test_a_dry_run_says_sizes_and_writes_nothing(
+    run: Path, convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert(run, tmp_path / "out", "--to", "hf", "--dry-run", "--shard-size", "0.0003") == 0
+    assert not list(tmp_path.iterdir())
+    said = capsys.readouterr().out
+    assert convert(run, tmp_path / "out", "--to", "hf", "--shard-size", "0.0003", "--no-verify") == 0
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        assert f"{path}  {path.stat().st_size / 1e6:,.1f} MB" in said
+
+
+def test_wrong_bits_are_found(
+    run: Path, convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_ext.checkpoint.conversion.families import llama
+
+    monkeypatch.setattr(llama, "_joined", lambda tensors: list(tensors[:1]) * 1 and [tensors[0].repeat(2, 1)])
+    assert convert(run, tmp_path / "hf", "--to", "hf") == 2
+    assert "mlp.linear_fc1.weight is not what was to be written" in error(capsys)
+    # A mistake that a way there and back hides shows in the answers.
+    monkeypatch.setattr(llama, "_halves", lambda tensors: list(tensors[0].chunk(2))[::-1])
+    monkeypatch.setattr(llama, "_joined", lambda tensors: [llama.torch.cat(list(tensors)[::-1])])
+    assert convert(run, tmp_path / "hf", "--to", "hf") == 2
+    assert "logits differ from those of" in error(capsys)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 300 kB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(folder)], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip("no right to mount a small disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron"])
+def test_a_full_disk(
+    run: Path,
+    convert: Convert,
+    small_disk: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    to: str,
+) -> None:
+    assert convert(run, small_disk / "out", "--to", to) == 2
+    assert "needs 0.6 MB, and " in error(capsys)
+    # Another may fill it meanwhile.
+    from megatron_ext.checkpoint.conversion import command
+
+    monkeypatch.setattr(command, "_check_space", lambda *_: None)
+    assert convert(run, small_disk / "out", "--to", to) == 2
+    assert f"{small_disk}/out: cannot be written: No space left on device; make room" in error(capsys)
+    assert not list(small_disk.iterdir())
+
+
+def inspected(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["inspect", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_inspect(run: Path, hf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    ours, theirs = inspected(capsys, run), inspected(capsys, hf, "--tensors")
+    alike = {"pattern": "attention*2", "layers": 2, "hidden_size": 64, "vocab_size": 300, "whole": True}
+    # Two tensors of the vocabulary, per layer two norms and four matrices, and the last norm.
+    alike["parameters"] = 2 * 300 * 64 + 2 * (2 * 64 + 3 * 64 * 64 + 64 * 64 + 3 * 64 * 192) + 64
+    for facts in (ours, theirs):
+        assert {key: facts[key] for key in alike} == alike
+        assert facts["to"]["hf"] is None
+        assert facts["to"]["megatron"] is None
+        assert "cannot be written" in facts["to"]["deepspeed-universal"]
+    assert (ours["format"], ours["step"], ours["tokens"], ours["optimizer_state"]) == ("selectron", 2, 512, True)
+    assert (theirs["format"], theirs["architecture"]) == ("hugging_face", "LlamaForCausalLM")
+    assert (theirs["step"], theirs["optimizer_state"]) == (None, False)
+    assert theirs["tensors"]["lm_head.weight"] == {"shape": [300, 64], "dtype": "float32"}
+    assert main(["inspect", str(run)]) == 0
+    assert "attention*2 (2 layers)" in capsys.readouterr().out
+
+
+def test_inspect_of_what_is_damaged(
+    hf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    said = _no_shard(hf)
+    capsys.readouterr()
+    assert main(["inspect", str(hf)]) == 2
+    assert said in error(capsys)
+    assert main(["inspect", str(hf), "--json"]) == 2
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["whole"] is False
+    assert said.split(":")[0] in facts["problem"]

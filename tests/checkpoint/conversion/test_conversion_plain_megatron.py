@@ -1,0 +1,130 @@
+"""Checkpoints that a GPTModel of megatron-core wrote by itself."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import plain_runs
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+
+MODEL = """
+model: {pattern: "attention*4", hidden_size: 64, num_attention_heads: 4, num_query_groups: 2, ffn_hidden_size: 96,
+        rotary_base: 5000.0}
+data: {path: none, seq_length: 32}
+"""
+
+
+class Runs:
+    """Executes a command, were it ever read as what it is."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.fixture(scope="module")
+def save(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Any]]:
+    """Save a model of so many ranks; its folder, and what it answers where it is of one."""
+
+    def run(tensor: int = 1, pipeline: int = 1, stacked: bool = False, extra: Any = None) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp("plain") / "model"
+        extra = plain_runs.arguments() if extra is None else extra
+        return folder, ranks.run(plain_runs.save, tensor * pipeline, folder, tensor, pipeline, stacked, extra)[0]
+
+    return run
+
+
+def answer(folder: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(input_ids=plain_runs.tokens()).logits
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["by layer", "stacked"])
+def test_a_gptmodel_becomes_llama(save: Any, convert: Callable[..., int], tmp_path: Path, stacked: bool) -> None:
+    folder, expected = save(stacked=stacked)
+    assert convert(folder, tmp_path / "hf", "--to", "hf") == 0
+    assert float((answer(tmp_path / "hf") - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)], ids=["tp2", "pp2"])
+def test_from_several_processes(
+    save: Any, convert: Callable[..., int], tmp_path: Path, tensor: int, pipeline: int
+) -> None:
+    """What is written is compared with the answers of megatron-core's own model."""
+    folder, _ = save(tensor, pipeline, stacked=pipeline == 2)
+    assert convert(folder, tmp_path / "run", "--to", "megatron") == 0
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_7\n"
+
+
+def test_the_newest_of_megatron_lms_folder(save: Any, convert: Callable[..., int], tmp_path: Path) -> None:
+    folder, _ = save()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    folder.rename(tmp_path / "iter_0000007")
+    assert convert(tmp_path, tmp_path.parent / f"{tmp_path.name}_hf", "--to", "hf", "--dry-run") == 0
+
+
+def test_sizes_that_nobody_knows(
+    save: Any, convert: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, expected = save(extra={})
+    assert convert(folder, tmp_path / "hf", "--to", "hf") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "holds no args" in line
+    assert "--model-config" in line
+    (tmp_path / "model.yaml").write_text(MODEL)
+    assert convert(folder, tmp_path / "hf", "--to", "hf", "--model-config", tmp_path / "model.yaml") == 0
+    # Without the arguments, nobody knows which rows are padding.
+    found = answer(tmp_path / "hf")[..., : plain_runs.VOCABULARY]
+    assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"swiglu": False}, "args.swiglu: is False; only a GPTModel with True is the Transformer++"),
+        ({"normalization": "LayerNorm"}, "args.normalization: is 'LayerNorm'; "),
+        ({"position_embedding_type": "yarn"}, "args.position_embedding_type: is 'yarn'; "),
+        ({"ffn_hidden_size": 128}, "decoder.layers.0.mlp.linear_fc1.weight is [192, 64], its configuration makes it"),
+        ({"num_layers": 3}, "has besides decoder.layers.3.input_layernorm.weight"),
+    ],
+)
+def test_what_is_no_transformer(
+    save: Any,
+    convert: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changed: dict[str, Any],
+    line: str,
+) -> None:
+    folder, _ = save(extra=plain_runs.arguments(**changed))
+    assert convert(folder, tmp_path / "hf", "--to", "hf") == 2
+    (found,) = capsys.readouterr().err.splitlines()
+    assert line in found
+    assert not list(tmp_path.iterdir())
+
+
+def test_code_in_a_checkpoint_is_not_run(
+    save: Any, convert: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = save()
+    torch.save({"args": Namespace(evil=Runs(tmp_path / "ran"))}, folder / "common.pt")
+    assert convert(folder, tmp_path / "hf", "--to", "hf") == 2
+    assert "common.pt: cannot be read" in capsys.readouterr().err
+    import pickle
+
+    (folder / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+    assert convert(folder, tmp_path / "hf", "--to", "hf") == 2
+    assert "mkdir is no part of a checkpoint's metadata" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
