@@ -82,7 +82,7 @@ class ModelShape:
 
 
 def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransformerConfig:
-    """Megatron's configuration of the block: RMSNorm, SwiGLU or squared ReLU, no biases, no dropout."""
+    """Megatron's configuration of the block: its norm, SwiGLU or squared ReLU, no biases of matrices, no dropout."""
     model, parallel, dtype = shape.model, shape.parallel, DTYPES[shape.precision]
     interleaved, swiglu = parallel.virtual_pipeline > 1, model.block == "transformer"
     recompute = (
@@ -98,7 +98,7 @@ def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransforme
         kv_channels=model.head_dim,
         ffn_hidden_size=model.ffn_hidden_size,
         rotary_base=model.rotary_base,
-        normalization="RMSNorm",
+        normalization="RMSNorm" if model.normalization == "rms_norm" else "LayerNorm",
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=swiglu,
         activation_func=torch.nn.functional.silu if swiglu else squared_relu,
@@ -175,8 +175,8 @@ def _build_chunk(
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     own = shape.mixers[first : first + get_num_layers_to_build(config, vp_stage, pp_rank)]
     block = TransformerBlockSubmodules(
-        layer_specs=layer_specs(own, shape.mixer_configs, shape.backend, shape.model.block),
-        layer_norm=provider(shape.backend).layer_norm(rms_norm=True),
+        layer_specs=layer_specs(own, shape.mixer_configs, shape.backend, shape.model.block, shape.model.normalization),
+        layer_norm=provider(shape.backend).layer_norm(rms_norm=shape.model.normalization == "rms_norm"),
     )
     chunk = GPTModel(
         config=config,

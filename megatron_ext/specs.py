@@ -40,17 +40,26 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class LayerNorm(torch.nn.LayerNorm):
+    """torch's LayerNorm, with its bias, in the same form."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
+        for parameter in (self.weight, self.bias):
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
 class LocalBackend(LocalSpecProvider):
-    """Megatron's own linears and torch's RMSNorm."""
+    """Megatron's own linears and torch's norms."""
 
     def column_parallel_linear(self) -> type:
         """The linear that splits its outputs over tensor-parallel ranks."""
         return AlignedColumnParallelLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        """RMSNorm, the only norm of the Transformer++ block."""
-        assert rms_norm, "the block has RMSNorm alone"
-        return RMSNorm
+        """The block's norm."""
+        return RMSNorm if rms_norm else LayerNorm
 
 
 def provider(backend: Backend) -> BackendSpecProvider:
@@ -63,7 +72,11 @@ def provider(backend: Backend) -> BackendSpecProvider:
 
 
 def layer_specs(
-    mixers: Sequence[str], mixer_configs: Mapping[str, Any], backend: Backend, block: str = "transformer"
+    mixers: Sequence[str],
+    mixer_configs: Mapping[str, Any],
+    backend: Backend,
+    block: str = "transformer",
+    normalization: str = "rms_norm",
 ) -> list[ModuleSpec]:
     """One spec a layer: norm, mixer, residual, and unless the block is `mixer` norm, feed-forward, residual.
 
@@ -72,8 +85,9 @@ def layer_specs(
         mixer_configs: by mixer name, its typed configuration.
         backend: whose linears and norms.
         block: what stands around the mixers, a key of `LAYERS`.
+        normalization: rms_norm or layer_norm.
     """
-    return [layer_spec(name, mixer_configs[name], backend, block) for name in mixers]
+    return [layer_spec(name, mixer_configs[name], backend, block, normalization) for name in mixers]
 
 
 def mixer_spec(mixer: str, mixer_config: Any, backend: Backend) -> ModuleSpec:
@@ -83,11 +97,13 @@ def mixer_spec(mixer: str, mixer_config: Any, backend: Backend) -> ModuleSpec:
     return ModuleSpec(load_all()[mixer].module, params={"mixer_config": mixer_config}, submodules=linears)
 
 
-def layer_spec(mixer: str, mixer_config: Any, backend: Backend, block: str = "transformer") -> ModuleSpec:
+def layer_spec(
+    mixer: str, mixer_config: Any, backend: Backend, block: str = "transformer", normalization: str = "rms_norm"
+) -> ModuleSpec:
     """The spec of one layer with the named mixer."""
     modules = provider(backend)
     column, row = modules.column_parallel_linear(), modules.row_parallel_linear()
-    norm = modules.layer_norm(rms_norm=True)
+    norm = modules.layer_norm(rms_norm=normalization == "rms_norm")
     layer = TransformerLayerSubmodules(
         input_layernorm=norm,
         self_attention=mixer_spec(mixer, mixer_config, backend),

@@ -68,30 +68,38 @@ def test_a_mixer_that_is_configured_but_in_no_layer_asks_for_no_table() -> None:
     assert not shape.learns_positions
 
 
-@pytest.mark.parametrize("block", ["transformer", "mixer"])
-def test_losses_are_those_of_the_block_written_out(one_process: Any, block: str) -> None:
+@pytest.mark.parametrize(
+    ("block", "normalization"), [("transformer", "rms_norm"), ("mixer", "rms_norm"), ("transformer", "layer_norm")]
+)
+def test_losses_are_those_of_the_block_written_out(one_process: Any, block: str, normalization: str) -> None:
     """By hand: norm, mixer, residual, and in the first block norm, SwiGLU, residual; final norm, output layer."""
     plain = replace(_shape("attention,gated_deltanet"), precision="fp32")
-    shape = replace(plain, model=replace(plain.model, block=block, init_std=0.2))
+    shape = replace(plain, model=replace(plain.model, block=block, normalization=normalization, init_std=0.2))
     (model,) = build_model(shape, CPU, one_process, seed=3)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.bias"):
+            assert parameter.unique().tolist() == [0.0]
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(5))
     tokens = torch.randint(0, 100, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(LENGTH).expand(2, -1)
     losses = model(tokens[:, :-1], positions, attention_mask=None, labels=tokens[:, 1:])
     with torch.no_grad():
         x = model.embedding.word_embeddings.weight[tokens[:, :-1]].transpose(0, 1)
         for layer in model.decoder.layers:
-            x = x + layer.self_attention(_norm(x, layer.input_layernorm.weight))[0]
+            x = x + layer.self_attention(_norm(x, layer.input_layernorm))[0]
             if block == "transformer":
-                x = x + _swiglu(_norm(x, layer.pre_mlp_layernorm.weight), layer.mlp)
-        logits = _norm(x, model.decoder.final_layernorm.weight) @ model.output_layer.weight.T
+                x = x + _swiglu(_norm(x, layer.pre_mlp_layernorm), layer.mlp)
+        logits = _norm(x, model.decoder.final_layernorm) @ model.output_layer.weight.T
         expected = torch.nn.functional.cross_entropy(
             logits.transpose(0, 1).flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
         ).view(2, LENGTH)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+def _norm(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    centred = x - x.mean(-1, keepdim=True) if hasattr(norm, "bias") else x
+    normed = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+    return normed + norm.bias if hasattr(norm, "bias") else normed
 
 
 def _swiglu(x: torch.Tensor, mlp: Any) -> torch.Tensor:

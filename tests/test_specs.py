@@ -17,7 +17,7 @@ from megatron_ext.mixers.top1_chunk import Top1Chunk, Top1ChunkConfig
 from megatron_ext.model import build_model
 from megatron_ext.parallel.aligned_linear import AlignedColumnParallelLinear
 from megatron_ext.platform import Platform
-from megatron_ext.specs import LocalBackend, RMSNorm, layer_spec, layer_specs, provider
+from megatron_ext.specs import LayerNorm, LocalBackend, RMSNorm, layer_spec, layer_specs, provider
 from megatron_ext.training.build import model_shape
 
 CPU = Platform(torch.device("cpu"), "gloo")
@@ -44,12 +44,23 @@ def test_the_local_back_end_is_megatrons_linears_aligned_and_torchs_norm() -> No
     assert isinstance(provider("local"), LocalBackend)
 
 
+@pytest.mark.parametrize(("kind", "names"), [(RMSNorm, ["weight"]), (LayerNorm, ["weight", "bias"])])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_the_norm_says_whether_its_gradient_must_be_summed(sequence_parallel: bool) -> None:
+def test_the_norm_says_whether_its_gradient_must_be_summed(
+    sequence_parallel: bool, kind: type, names: list[str]
+) -> None:
     config = SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=sequence_parallel)
-    norm = RMSNorm(config, 8, eps=1e-3)  # type: ignore[arg-type]
-    assert norm.weight.sequence_parallel is sequence_parallel
-    assert (norm.weight.dtype, norm.eps, norm.weight.shape) == (torch.bfloat16, 1e-3, (8,))
+    norm = kind(config, 8, eps=1e-3)
+    assert norm.eps == 1e-3
+    assert [name for name, _ in norm.named_parameters()] == names
+    for parameter in norm.parameters():
+        assert parameter.sequence_parallel is sequence_parallel
+        assert (parameter.dtype, parameter.shape) == (torch.bfloat16, (8,))
+
+
+def test_layer_norm_takes_the_place_of_every_norm_of_the_block() -> None:
+    layer = layer_spec("attention", CONFIGS["attention"], "local", normalization="layer_norm").submodules
+    assert layer.input_layernorm is layer.pre_mlp_layernorm is LayerNorm
 
 
 PATTERN = "(top1_chunk,gated_deltanet*2,attention)*2"

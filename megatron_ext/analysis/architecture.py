@@ -13,7 +13,7 @@ from megatron_ext.errors import UserError
 
 BASELINE = "attention"
 
-BLOCK = "transformer"
+BLOCK = {"block": "transformer", "normalization": "rms_norm"}
 """What stands around the mixers where a configuration, written before there was a choice, does not say."""
 
 TRAINING_FIELDS = ("steps", "global_batch_size", "precision")
@@ -87,7 +87,7 @@ def recipe(run: Run) -> dict[str, Any]:
     mixers = {name: PLAIN.get(name, {}) | (given.get(name) or {}) for name in used}
     training = config["training"]
     kept = {
-        "model": {"block": BLOCK, **config["model"], "pattern": run.pattern},
+        "model": {**BLOCK, **config["model"], "pattern": run.pattern},
         "mixers": mixers,
         "optimizer": {k: v for k, v in (config.get("optimizer") or {}).items() if k != "sharding"},
         "training": {key: training[key] for key in TRAINING_FIELDS if key in training},
@@ -139,7 +139,7 @@ def _base_name(pattern: str) -> str:
 def _settings(fields: Mapping[str, Any]) -> list[str]:
     """What of the block and the mixers' settings belongs in the name."""
     always: list[str] = []
-    departures = [_setting("model.block", fields["model.block"])] if fields["model.block"] != BLOCK else []
+    departures = [_setting(name, fields[f"model.{name}"]) for name in BLOCK if fields[f"model.{name}"] != BLOCK[name]]
     for key, value in fields.items():
         section, _, rest = key.partition(".")
         mixer, _, field = rest.partition(".")

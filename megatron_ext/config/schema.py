@@ -36,6 +36,7 @@ class ModelConfig:
         block: what stands around the mixers: the Transformer++ (feed-forward SwiGLU), RWKV-7's block (token shift
             before the mixer and the feed-forward, which is two matrices with a squared ReLU between), or nothing but a
             norm and the residual: a layer is the mixer, as in Mamba's own models.
+        normalization: the block's norms: RMSNorm, or LayerNorm with a bias.
         hidden_size: width of the residual stream.
         num_attention_heads: query heads of every mixer.
         num_query_groups: key/value heads (GQA); None: as many as query heads.
@@ -45,7 +46,7 @@ class ModelConfig:
         max_position_embeddings: size of a learned position table; None: data.seq_length.
         tie_embeddings: output layer shares the input embedding's weight.
         rotary_base: base of the rotary frequencies.
-        norm_epsilon: epsilon of every RMSNorm; RWKV's norm of a head's output has head_dim times that.
+        norm_epsilon: epsilon of every norm; RWKV's norm of a head's output has head_dim times that.
         init_std: standard deviation of normal initial weights; output projections divide it by the square root of
             their number: two a layer, or one where a layer is the mixer.
         vocab_size_multiple: the vocabulary is padded up to a multiple of this, whatever the layout.
@@ -53,6 +54,7 @@ class ModelConfig:
 
     pattern: str = "attention*12"
     block: Literal["transformer", "rwkv7", "mixer"] = "transformer"
+    normalization: Literal["rms_norm", "layer_norm"] = "rms_norm"
     hidden_size: PositiveInt = 768
     num_attention_heads: PositiveInt = 12
     num_query_groups: PositiveInt | None = None

@@ -66,9 +66,9 @@ def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter
 def initialize_model(chunks: Iterable[GPTModel], seed: int, tp_group: ProcessGroup) -> None:
     """Give every parameter of this rank its initial value (see the module's docstring).
 
-    Norm weights are 1; matrices are normal with the configuration's standard deviation, those that write into the
-    residual stream divided by the square root of their number (GPT-2); a mixer's own parameters follow their
-    `initializer`.
+    Norm weights are 1, their biases 0; matrices are normal with the configuration's standard deviation, those that
+    write into the residual stream divided by the square root of their number (GPT-2); a mixer's own parameters follow
+    their `initializer`.
 
     Args:
         chunks: model chunks of this rank, not yet wrapped.
@@ -113,6 +113,8 @@ def generator_for(*identity: int | str) -> torch.Generator:
 def _default_initializer(name: str, config: TransformerConfig) -> Initializer:
     if name.endswith("norm.weight"):
         return ones
+    if name.endswith("norm.bias"):
+        return zeros
     std = config.init_method_std
     if name.endswith(("out_proj.weight", "linear_fc2.weight")):
         std /= math.sqrt(getattr(config, "branches_per_layer", 2) * config.num_layers)

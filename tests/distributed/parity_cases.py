@@ -64,6 +64,11 @@ MODELS = {
     "rwkv7": Model("rwkv7*4"),
     # Of a mixer whose tokens the block shifts, and of one that does it itself.
     "rwkv7_block": Model("(top1_chunk,rwkv7)*2", chunks("exact"), {"block": "rwkv7"}),
+    "layer_norm": Model(
+        "(gated_deltanet,attention)*2",
+        model={"block": "rwkv7", "normalization": "layer_norm"},
+        layouts=("tp2_sp", "pp2", "tp2_pp2_sp"),
+    ),
     "mixer_block": Model(
         "(mamba,mamba2)*2",
         {"mamba2": {"state_size": 16}},

@@ -16,6 +16,10 @@ import torch.nn.functional as F
 from plain_flash_attention import flash_attn_func, varlen_backward, varlen_forward
 from torch import Tensor
 
+from megatron_ext.checkpoint.conversion.families import FAMILIES
+from megatron_ext.config.schema import ModelConfig
+from megatron_ext.mixers.registry import load_all
+
 
 def fla(path: str) -> Any:
     """What stands in flash-linear-attention under a dotted path."""
@@ -32,7 +36,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, replacements: Mapping[str, Any]) ->
 
 def later(path: str) -> Callable[..., Any]:
     """A function of fla's, imported when it is called."""
-    return lambda **given: fla(path)(**given)
+    return lambda *inputs, **given: fla(path)(*inputs, **given)
 
 
 def op(path: str, arguments: str, *, heads_first: bool = False) -> Callable[..., Any]:
@@ -116,6 +120,30 @@ def _based(*, scale: float, use_norm: bool, **given: Any) -> Tensor:
     return op("ops.based.naive.naive_parallel_based", "q k v", heads_first=True)(**given)[0]
 
 
+def _wkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **_: Any) -> tuple[Tensor, None]:
+    """Finch, equation 19: read the state and the present token, then fade and write."""
+    state, outputs = torch.zeros(*v.shape[:1], *v.shape[2:], v.shape[-1]), []
+    for t in range(r.shape[1]):
+        written = k[:, t, :, :, None] * v[:, t, :, None]
+        outputs.append(torch.einsum("bhd,bhde->bhe", r[:, t], state + u[..., None] * written))
+        state = w[:, t, ..., None].exp() * state + written
+    return torch.stack(outputs, 1), None
+
+
+def _wkv7(*, r: Tensor, scale: float, **given: Any) -> tuple[Tensor, None]:
+    """By fla's own recurrence, which divides the receptance by sqrt(d)."""
+    assert scale == 1.0
+    for of_the_kernel in ("safe_gate", "lower_bound", "chunk_size"):
+        given.pop(of_the_kernel)
+    recurrence = op("ops.generalized_delta_rule.dplr.naive.dplr_recurrence", "q k v a b w", heads_first=True)
+    return recurrence(q=r * r.shape[-1] ** 0.5, **given)
+
+
+def _shift(x: Tensor, _: Any = None, output_cache: bool = False, **__: Any) -> Any:
+    found = fla("modules.token_shift.token_shift_ref")(x)
+    return (found, None) if output_cache else found
+
+
 def _mean_pooling(x: Tensor, block_size: int, cu_seqlens: None) -> Tensor:
     return torch.stack([block.mean(1) for block in x.split(block_size, 1)], 1)
 
@@ -144,6 +172,13 @@ PLAIN: dict[str, Any] = {
     "ops.moba.parallel.flash_attn_varlen_func": varlen_forward,
     "ops.moba.parallel._flash_attn_varlen_forward": varlen_forward,
     "ops.moba.parallel._flash_attn_varlen_backward": varlen_backward,
+    "layers.rwkv6.token_shift": _shift,
+    "layers.rwkv6.fused_recurrent_rwkv6": _wkv6,
+    "layers.rwkv7.token_shift": _shift,
+    "layers.rwkv7.chunk_rwkv7": _wkv7,
+    "layers.rwkv7.fused_addcmul_rwkv7": later("ops.rwkv7.fused_addcmul.torch_addcmul_rwkv7"),
+    "layers.rwkv7.fused_k_rwkv7": later("ops.rwkv7.fused_k_update.k_update_ref"),
+    "layers.rwkv7.gate_output_correction": later("ops.rwkv7.gate_output_correction.gate_output_correction_ref"),
     # These two layers have plain forms of their own, which lack a plain SiLU.
     "layers.mamba.ACT2FN": {"silu": F.silu},
     "layers.mamba2.ACT2FN": {"silu": F.silu},
@@ -152,8 +187,28 @@ PLAIN: dict[str, Any] = {
 
 IN_MODELS: dict[str, Any] = {
     "modules.mlp.swiglu_linear": lambda gate, x, weight, bias: F.linear(F.silu(gate) * x, weight, bias),
+    "models.rwkv7.modeling_rwkv7.token_shift": _shift,
 }
 """The same, of what stands around the layers in whole models."""
+
+
+def converted(mixer: Any) -> dict[str, Tensor]:
+    """A mixer's weights by the names of the layer that a model's checkpoint is converted to."""
+    (name,) = [name for name, entry in load_all().items() if entry.module is type(mixer)]
+    sizes = mixer.config
+    model = ModelConfig(
+        hidden_size=sizes.hidden_size,
+        num_attention_heads=sizes.num_attention_heads,
+        num_query_groups=sizes.num_query_groups,
+        head_dim=sizes.kv_channels,
+    )
+    ours, theirs = dict(mixer.named_parameters()), {}
+    (family,) = [family for family in FAMILIES.values() if getattr(family, "mixer", None) == name]
+    for rule in family.mixer_rules(model, mixer.mixer_config):
+        made = rule.to_theirs([ours.pop(name) for name in rule.ours])
+        theirs.update(zip(rule.theirs, made, strict=True))
+    assert not ours
+    return theirs
 
 
 def assert_close(found: Tensor, expected: Tensor, name: str = "output") -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from beside_fla import PLAIN, assert_same_function, fla, replace
+from beside_fla import PLAIN, assert_same_function, converted, fla, replace
 from torch import Tensor
 
 from megatron_ext.mixers.registry import load_all
@@ -35,36 +35,17 @@ def _projections(mixer: Any, **widths: int) -> Weights:
     return {**named, "o_proj.weight": mixer.out_proj.weight}
 
 
-def _stateful(mixer: Any, norm: str, **more: int) -> Weights:
+def _stateful(mixer: Any, norm: str) -> Weights:
     widths = {"q": mixer.head_dim, "k": mixer.head_dim, "v": mixer.value_dim, "g": mixer.gate_width}
-    return {**_projections(mixer, **widths, **more), f"{norm}.weight": mixer.norm_weight}
+    return {**_projections(mixer, **widths), f"{norm}.weight": mixer.norm_weight}
 
 
 def _retnet(mixer: Any) -> Weights:
     return _stateful(mixer, "g_norm_swish_gate" if mixer.mixer_config.output_gate else "g_norm")
 
 
-def _gla(mixer: Any) -> Weights:
-    return _retnet(mixer) | {
-        "gk_proj.0.weight": mixer.decay_down,
-        "gk_proj.1.weight": mixer.decay_up.flatten(0, 1),
-        "gk_proj.1.bias": mixer.decay_bias.flatten(),
-    }
-
-
 def _linear_attention(mixer: Any) -> Weights:
     return _stateful(mixer, "norm")
-
-
-def _deltanet(mixer: Any, **more: int) -> Weights:
-    widths = [mixer.head_dim, mixer.head_dim, mixer.value_dim]
-    taps = dict(zip("qkv", mixer.conv_weight.split(widths, 1), strict=True))
-    convolutions = {f"{name}_conv1d.weight": weight.flatten(0, 1)[:, None] for name, weight in taps.items()}
-    return _stateful(mixer, "o_norm", b=1, **more) | convolutions
-
-
-def _gated_deltanet(mixer: Any) -> Weights:
-    return _deltanet(mixer, a=1) | {"A_log": mixer.log_decay, "dt_bias": mixer.step_bias}
 
 
 def _based(mixer: Any) -> Weights:
@@ -72,56 +53,21 @@ def _based(mixer: Any) -> Weights:
     return _projections(mixer, q=width, k=width, v=mixer.head_dim)
 
 
-def _key_value(mixer: Any, **more: int) -> Weights:
-    return _projections(mixer, q=mixer.output_width(), k=mixer.head_dim, v=mixer.head_dim, **more)
-
-
-def _nsa(mixer: Any) -> Weights:
-    return _key_value(mixer, g=3 * mixer.queries_per_group)
-
-
-def _mamba(mixer: Any) -> Weights:
-    rows = _rows(mixer, x=mixer.output_width(), z=mixer.output_width())
-    return {
-        "in_proj.weight": torch.cat([rows["x"], rows["z"]]),
-        "conv1d.weight": mixer.conv_weight.flatten(0, 1)[:, None],
-        "conv1d.bias": mixer.conv_bias.flatten(),
-        "x_proj.weight": mixer.x_proj.transpose(0, 1).flatten(1),
-        "dt_proj.weight": mixer.dt_proj.flatten(0, 1),
-        "dt_proj.bias": mixer.dt_bias.flatten(),
-        "A_log": mixer.A_log.flatten(0, 1),
-        "D": mixer.D.flatten(),
-        "out_proj.weight": mixer.out_proj.weight,
-    }
-
-
-def _mamba2(mixer: Any) -> Weights:
-    size, width = mixer.mixer_config.state_size, mixer.output_width()
-    rows = _rows(mixer, x=width, B=size, C=size, z=width, step=mixer.step_width)
-    taps, biases = (y.split([width, size, size], 1) for y in (mixer.conv_weight, mixer.conv_bias))
-    return {
-        "in_proj.weight": torch.cat([rows[name] for name in ("z", "x", "B", "C", "step")]),
-        "conv1d.weight": torch.cat([y.flatten(0, 1) for y in taps])[:, None],
-        "conv1d.bias": torch.cat([y.flatten() for y in biases]),
-        "dt_bias": mixer.step_bias.flatten(),
-        "A_log": mixer.log_decay.flatten(),
-        "D": mixer.skip.flatten(),
-        "norm.weight": mixer.group_norm_weight.flatten(),
-        "out_proj.weight": mixer.out_proj.weight,
-    }
+def _key_value(mixer: Any) -> Weights:
+    return _projections(mixer, q=mixer.output_width(), k=mixer.head_dim, v=mixer.head_dim)
 
 
 LAYERS: dict[str, tuple[str, Callable[[Any], Weights]]] = {
     "attention": ("attn.Attention", _key_value),
     "based": ("based.BasedLinearAttention", _based),
-    "deltanet": ("delta_net.DeltaNet", _deltanet),
-    "gated_deltanet": ("gated_deltanet.GatedDeltaNet", _gated_deltanet),
-    "gla": ("gla.GatedLinearAttention", _gla),
+    "deltanet": ("delta_net.DeltaNet", converted),
+    "gated_deltanet": ("gated_deltanet.GatedDeltaNet", converted),
+    "gla": ("gla.GatedLinearAttention", converted),
     "linear_attention": ("linear_attn.LinearAttention", _linear_attention),
-    "mamba": ("mamba.Mamba", _mamba),
-    "mamba2": ("mamba2.Mamba2", _mamba2),
+    "mamba": ("mamba.Mamba", converted),
+    "mamba2": ("mamba2.Mamba2", converted),
     "moba": ("moba.MoBA", _key_value),
-    "nsa": ("nsa.NativeSparseAttention", _nsa),
+    "nsa": ("nsa.NativeSparseAttention", converted),
     "retnet": ("multiscale_retention.MultiScaleRetention", _retnet),
 }
 """Of each mixer fla's layer, and how the layer's weights are made from the mixer's."""

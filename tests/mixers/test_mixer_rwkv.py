@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from beside_fla import assert_same_function, fla, op, replace
+from beside_fla import PLAIN, assert_same_function, converted, fla, replace
 from torch import Tensor
 
 from kernels.rwkv7 import rwkv7
@@ -19,46 +19,12 @@ MakeMixer = Callable[..., Any]
 HIDDEN, HEADS, HEAD_DIM = 24, 4, 6
 
 
-def _wkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **_: Any) -> tuple[Tensor, None]:
-    """Finch, equation 19: read the state and the present token, then fade and write."""
-    state, outputs = torch.zeros(*v.shape[:1], *v.shape[2:], v.shape[-1]), []
-    for t in range(r.shape[1]):
-        written = k[:, t, :, :, None] * v[:, t, :, None]
-        outputs.append(torch.einsum("bhd,bhde->bhe", r[:, t], state + u[..., None] * written))
-        state = w[:, t, ..., None].exp() * state + written
-    return torch.stack(outputs, 1), None
-
-
-def _wkv7(*, r: Tensor, scale: float, **given: Any) -> tuple[Tensor, None]:
-    """By fla's own recurrence, which divides the receptance by sqrt(d)."""
-    assert scale == 1.0
-    for of_the_kernel in ("safe_gate", "lower_bound", "chunk_size"):
-        given.pop(of_the_kernel)
-    recurrence = op("ops.generalized_delta_rule.dplr.naive.dplr_recurrence", "q k v a b w", heads_first=True)
-    return recurrence(q=r * r.shape[-1] ** 0.5, **given)
-
-
-def _shift(x: Tensor, _: Any = None, output_cache: bool = False, **__: Any) -> Any:
-    found = fla("modules.token_shift.token_shift_ref")(x)
-    return (found, None) if output_cache else found
-
-
 @pytest.fixture
 def theirs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.nn.Module]:
     """fla's layer on the CPU: what runs as Triton kernels there is replaced by fla's references or a loop."""
 
     pytest.importorskip("fla", reason="flash-linear-attention is not installed")
-    ops = "ops.rwkv7"
-    plain = {
-        "layers.rwkv6.token_shift": _shift,
-        "layers.rwkv6.fused_recurrent_rwkv6": _wkv6,
-        "layers.rwkv7.token_shift": _shift,
-        "layers.rwkv7.chunk_rwkv7": _wkv7,
-        "layers.rwkv7.fused_addcmul_rwkv7": fla(f"{ops}.fused_addcmul.torch_addcmul_rwkv7"),
-        "layers.rwkv7.fused_k_rwkv7": fla(f"{ops}.fused_k_update.k_update_ref"),
-        "layers.rwkv7.gate_output_correction": fla(f"{ops}.gate_output_correction.gate_output_correction_ref"),
-    }
-    replace(monkeypatch, plain)
+    replace(monkeypatch, PLAIN)
 
     def make(name: str, layer_idx: int = 0, layers: int = 2, hidden: int = HIDDEN) -> torch.nn.Module:
         sizes = {"hidden_size": hidden, "num_heads": HEADS, "layer_idx": layer_idx}
@@ -100,20 +66,7 @@ def _rwkv6_weights(mixer: Any) -> dict[str, Tensor]:
     }
 
 
-def _rwkv7_weights(mixer: Any) -> dict[str, Tensor]:
-    weights = {f"x_{name}": mixer.mu[i][None, None] for i, name in enumerate("rwkvag")}
-    weights |= {"k_k": mixer.removal_scale.flatten(), "k_a": mixer.key_rate.flatten(), "r_k": mixer.bonus}
-    weights |= {f"{name}_proj.weight": getattr(mixer, f"{name}_proj").flatten(0, 1) for name in "rkv"}
-    for name, ours in (("w", "decay"), ("a", "rate"), ("g", "gate")):
-        weights[f"{name}_lora.lora.0.weight"] = getattr(mixer, f"{ours}_down")
-        weights[f"{name}_lora.lora.2.weight"] = getattr(mixer, f"{ours}_up").flatten(0, 1)
-        if ours != "gate":
-            weights[f"{name}_lora.lora.2.bias"] = getattr(mixer, f"{ours}_base").flatten()
-    norm = {"g_norm.weight": mixer.group_norm_weight.flatten(), "g_norm.bias": mixer.group_norm_bias.flatten()}
-    return weights | norm | {"o_proj.weight": mixer.out_proj.weight}
-
-
-WEIGHTS = {"rwkv6": _rwkv6_weights, "rwkv7": _rwkv7_weights}
+WEIGHTS = {"rwkv6": _rwkv6_weights, "rwkv7": converted}
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -141,7 +94,7 @@ def test_rwkv7_begins_as_flash_linear_attention_does(
 ) -> None:
     mixer = _begin(make_mixer("rwkv7", layer_number=layer_idx + 1, layers=layers))
     expected = dict(theirs("rwkv7", layer_idx, layers).named_parameters())
-    for name, found in _rwkv7_weights(mixer).items():
+    for name, found in converted(mixer).items():
         if name.endswith("_proj.weight"):
             continue  # ours are normal, as everywhere in the model
         if name.endswith("lora.2.weight"):

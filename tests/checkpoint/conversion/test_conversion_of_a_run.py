@@ -16,7 +16,7 @@ from megatron_ext.cli import main
 pytestmark = pytest.mark.slow
 
 PROMPT = "karalo mitin sto"
-SETTINGS = [*TP2, "model.pattern=attention*2", "model.init_std=0.3", "training.steps=2", "training.checkpoint_every=2"]
+SETTINGS = [*TP2, "model.pattern=attention*2", "model.init_std=0.3", "training.steps=4", "training.checkpoint_every=2"]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_a_converted_run_says_what_it_lacks(
     capsys.readouterr()
     assert call(tmp_path / "model" / "config.yaml", "--resume") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "checkpoints/step_2: holds a converted model alone: optimizer state, generators and data position" in line
+    assert "checkpoints/step_4: holds a converted model alone: optimizer state, generators and data position" in line
     assert call(tmp_path / "model" / "config.yaml") == 2
     assert "holds a run already" in capsys.readouterr().err
 
@@ -68,7 +68,7 @@ def test_the_record_tells_the_model_whole(run: Path) -> None:
     """No field of it is left to a default that another version may change."""
     from megatron_ext.checkpoint.conversion.saved import identity_of, saved_model
 
-    identity = json.loads((run / "checkpoints" / "step_2" / "checkpoint.json").read_text())["identity"]
+    identity = json.loads((run / "checkpoints" / "step_4" / "checkpoint.json").read_text())["identity"]
     again = identity_of(saved_model(identity, "record"), "fp32")
     assert again == {key: identity[key] for key in again}
     assert {key for key in identity if key.startswith(("model.", "mixers."))} <= again.keys()

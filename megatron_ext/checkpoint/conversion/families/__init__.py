@@ -9,6 +9,7 @@ from megatron_ext.checkpoint.conversion.families.llama import Llama
 from megatron_ext.checkpoint.conversion.families.mamba import MambaFamily
 from megatron_ext.checkpoint.conversion.families.mamba2 import Mamba2Family
 from megatron_ext.checkpoint.conversion.families.nsa import NSAFamily
+from megatron_ext.checkpoint.conversion.families.rwkv7 import RWKV7Family
 from megatron_ext.checkpoint.conversion.families.selectron import Selectron
 from megatron_ext.checkpoint.conversion.family import Family, SavedModel
 from megatron_ext.errors import UserError
@@ -21,6 +22,7 @@ FAMILIES: dict[str, Family] = {
     "Mamba2ForCausalLM": Mamba2Family(),
     "MambaForCausalLM": MambaFamily(),
     "NSAForCausalLM": NSAFamily(),
+    "RWKV7ForCausalLM": RWKV7Family(),
     "SelectronForCausalLM": Selectron(),  # the last, as it can hold every model
 }
 

@@ -35,6 +35,8 @@ class OneMixerFamily(ABC):
     """Ours."""
     block: ClassVar[str]
     """The `model.block` that is its own."""
+    normalization: ClassVar[str] = "rms_norm"
+    """The `model.normalization` that is its own."""
     defaults: ClassVar[Mapping[str, Any]]
     """What it takes where its config.json says nothing, of the fields that are read."""
 
@@ -75,6 +77,8 @@ class OneMixerFamily(ABC):
             return f"model.pattern has {', '.join(others)}, and all its layers are {self.mixer}"
         if saved.model.block != self.block:
             return f"model.block is {saved.model.block}, and its block is ours called {self.block}"
+        if saved.model.normalization != self.normalization:
+            return f"model.normalization is {saved.model.normalization}, and it has {self.normalization}"
         return self.why_not_mixer(saved.model, saved.mixers[self.mixer])
 
     def config(self, saved: SavedModel) -> dict[str, Any]:
@@ -115,6 +119,7 @@ class OneMixerFamily(ABC):
         model = {
             "pattern": pattern,
             "block": self.block,
+            "normalization": self.normalization,
             "hidden_size": fields.whole("hidden_size"),
             "num_query_groups": model["num_attention_heads"],
             "max_position_embeddings": fields.whole("max_position_embeddings"),
@@ -144,7 +149,8 @@ class OneMixerFamily(ABC):
 
     def norm_rules(self, model: ModelConfig, ours: str, theirs: str) -> Iterator[Rule]:
         """Rules of one of the block's norms."""
-        yield renamed(f"{ours}.weight", f"{theirs}.weight")
+        for name in ("weight", "bias") if model.normalization == "layer_norm" else ("weight",):
+            yield renamed(f"{ours}.{name}", f"{theirs}.{name}")
 
 
 LENGTH = DataConfig(path="").seq_length

@@ -16,7 +16,11 @@ from megatron_ext.training.build import model_shape
 
 VOCABULARY, LENGTH = 101, 32
 NARROW = {"hidden_size": 24, "num_attention_heads": 4}
-OF_LAYER = {"mamba": "mixer", "mamba2": "mixer"}
+AROUND: dict[str, dict[str, Any]] = {
+    "mamba": {"block": "mixer"},
+    "mamba2": {"block": "mixer"},
+    "rwkv7": {"block": "rwkv7", "normalization": "layer_norm"},
+}
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,8 @@ class Case:
 
     def shape(self, cpu: Platform) -> ModelShape:
         """What it is built from, in fp32."""
-        sizes = {"pattern": f"{self.mixer}*2", "block": OF_LAYER.get(self.mixer, "transformer")}
-        model = ModelConfig(**sizes | NARROW | self.model)
+        sizes = {"pattern": f"{self.mixer}*2", **AROUND.get(self.mixer, {}), **NARROW, **self.model}
+        model = ModelConfig(**sizes)
         data, training = DataConfig(path="none", seq_length=LENGTH), TrainingConfig(precision="fp32")
         config = derive(RunConfig(data=data, model=model, mixers={self.mixer: self.settings}, training=training))
         return model_shape(config, cpu, VOCABULARY)
@@ -76,5 +80,11 @@ CASES = [
         "nsa",
         {"num_attention_heads": 32, "num_query_groups": 2, "head_dim": 4, "rotary_base": 500.0},
         {"block_size": 4, "num_selected": 4, "window": 5},
+    ),
+    Case("rwkv7", {"pattern": "rwkv7*3"}),
+    Case(
+        "rwkv7",
+        {"num_attention_heads": 2, "head_dim": 12, "ffn_hidden_size": 40, "tie_embeddings": True, "norm_epsilon": 1e-3},
+        {"decay_rank": 2, "rate_rank": 3, "gate_rank": 4},
     ),
 ]

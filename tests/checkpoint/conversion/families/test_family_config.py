@@ -33,6 +33,10 @@ NOT_THERE = [
     (Case("gla", {}, {"decay_temperature": 2.0}), "mixers.gla.decay_temperature is 2"),
     (Case("nsa"), "1 query heads share a key"),
     (Case("nsa", {"num_attention_heads": 24, "num_query_groups": 1, "head_dim": 4}), "24 query heads share a key"),
+    (Case("gla", {"normalization": "layer_norm"}), "model.normalization is layer_norm"),
+    (Case("rwkv7", {"normalization": "rms_norm"}), "model.normalization is rms_norm"),
+    (Case("rwkv7", {"pattern": "rwkv7"}), "model.pattern is of one layer"),
+    (Case("rwkv7", {"head_dim": 8}), "its heads fill model.hidden_size 24"),
     (replace(NSA, settings={"position_encoding": "none"}), "mixers.nsa.position_encoding is none"),
 ]
 
@@ -84,6 +88,12 @@ FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     ("nsa", {"block_counts": None}, "block_counts"),
     ("nsa", {"num_kv_heads": 5}, "num_heads"),
     ("nsa", {"num_hidden_layers": 0}, "num_hidden_layers"),
+    ("rwkv7", {"norm_first": True}, "norm_first"),
+    ("rwkv7", {"norm_bias": False}, "norm_bias"),
+    ("rwkv7", {"v_low_rank_dim": 32}, "v_low_rank_dim"),
+    ("rwkv7", {"value_dim": 48}, "value_dim"),
+    ("rwkv7", {"head_dim": 5}, "hidden_size"),
+    ("rwkv7", {"hidden_act": "relu"}, "hidden_act"),
     ("nsa", {"selectron": {"model": {"head_dim": 7}}}, "selectron"),
     ("nsa", {"selectron": {"model": {"pattern": "nsa,attention"}}}, "selectron"),
     ("nsa", {"selectron": {"model": {"block": "rwkv7"}}}, "selectron"),
@@ -115,8 +125,9 @@ def test_flash_linear_attentions_config_json_that_says_little_is_read_as_its_lib
     from beside_fla import fla
 
     for architecture in FAMILIES.keys() - {"MambaForCausalLM", "Mamba2ForCausalLM"}:
-        cls = fla(f"models.{architecture}").config_class
-        assert FAMILIES[architecture].saved_model({}) == FAMILIES[architecture].saved_model(cls().to_dict())
+        little = {"norm_first": False}  # RWKV-7's, whose default is not ours
+        whole = fla(f"models.{architecture}").config_class(**little).to_dict()
+        assert FAMILIES[architecture].saved_model(little) == FAMILIES[architecture].saved_model(whole)
 
 
 def test_residuals_in_fp32_and_how_a_model_began_are_no_part_of_it() -> None:
@@ -129,6 +140,20 @@ def test_residuals_in_fp32_and_how_a_model_began_are_no_part_of_it() -> None:
 def test_a_foreign_mamba_is_given_heads(hidden: int, heads: int, head_dim: int) -> None:
     model = family_of("mamba").saved_model({"hidden_size": hidden}).model
     assert (model.num_attention_heads, model.num_query_groups, model.head_dim) == (heads, heads, head_dim)
+
+
+@pytest.mark.parametrize("name", ["0.weight", "2.weight", "2.bias"])
+def test_a_value_residual_that_mixes_anything_in_is_refused(name: str) -> None:
+    model = saved(Case("rwkv7").shape(CPU))
+    (rule,) = [rule for rule in family_of("rwkv7").rules(model) if len(rule.theirs) == 4]
+    assert rule.theirs[0] == "model.layers.1.attn.v_proj.weight"
+    theirs = dict(zip(rule.theirs, rule.to_theirs([torch.ones(4, 6, 24)]), strict=True))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert theirs["model.layers.1.attn.v_lora.lora.2.bias"].to(dtype).sigmoid().unique().tolist() == [0.0]
+    theirs[f"model.layers.1.attn.v_lora.lora.{name}"].view(-1)[5] = 0.5
+    with pytest.raises(UserError, match="mixes the first layer's values") as caught:
+        rule.to_ours(list(theirs.values()))
+    assert caught.value.where == f"model.layers.1.attn.v_lora.lora.{name}"
 
 
 def test_what_config_json_cannot_say_is_written_beside_it() -> None:

@@ -1,0 +1,192 @@
+"""RWKV-7 and flash-linear-attention's RWKV7ForCausalLM.
+
+There each layer but the first mixes the first one's values into its own (the value residual), which ours do not. It is
+written as one that mixes in nothing, to the bit, and only such a one is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron_ext.checkpoint.conversion.families.fields import Fields
+from megatron_ext.checkpoint.conversion.families.fla_models import DEFAULTS
+from megatron_ext.checkpoint.conversion.families.one_mixer import OneMixerFamily
+from megatron_ext.checkpoint.conversion.families.tensors import flattened, renamed
+from megatron_ext.checkpoint.conversion.family import Rule, SavedModel
+from megatron_ext.config.schema import ModelConfig
+from megatron_ext.errors import UserError
+from megatron_ext.mixers.rwkv7 import RWKV7Config
+
+VALUE_RANK = 16
+"""Width of the middle of the matrices, all zeros, that the share of the first layer's values is made with."""
+
+NEUTRAL = -256.0
+"""That share's logit: its sigmoid is 0 in bf16, fp16 and fp32, which all have the number itself."""
+
+RANKS = {"decay_rank": "decay_low_rank_dim", "rate_rank": "a_low_rank_dim", "gate_rank": "gate_low_rank_dim"}
+
+
+class RWKV7Family(OneMixerFamily):
+    """Its `norm_first`, a further norm behind the embedding, is not ours, either."""
+
+    architecture: str = "RWKV7ForCausalLM"
+    model_type: ClassVar[str] = "rwkv7"
+    mixer: ClassVar[str] = "rwkv7"
+    block: ClassVar[str] = "rwkv7"
+    normalization: ClassVar[str] = "layer_norm"
+    embedding: ClassVar[str] = "model.embeddings"
+    final_norm: ClassVar[str] = "model.norm"
+    layer: ClassVar[str] = "model.layers"
+    mixer_name: ClassVar[str] = "attn"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **DEFAULTS,
+        "head_dim": 64,
+        "num_heads": None,
+        "value_dim": None,
+        "decay_low_rank_dim": 64,
+        "gate_low_rank_dim": 128,
+        "a_low_rank_dim": 64,
+        "v_low_rank_dim": 16,
+        "hidden_act": "sqrelu",
+        "norm_first": True,
+        "norm_bias": True,
+        "norm_eps": 1e-5,
+    }
+
+    def why_not(self, saved: SavedModel) -> str | None:
+        """See `Family.why_not`."""
+        if len(saved.layers) == 1:
+            return "model.pattern is of one layer, and it divides by the number of layers less one"
+        return super().why_not(saved)
+
+    def why_not_mixer(self, model: ModelConfig, mixer: RWKV7Config) -> str | None:
+        """See `OneMixerFamily.why_not_mixer`."""
+        assert model.head_dim is not None
+        width = model.num_attention_heads * model.head_dim
+        if width != model.hidden_size:
+            return (
+                f"its heads fill model.hidden_size {model.hidden_size}, and num_attention_heads * head_dim is {width}"
+            )
+        return None
+
+    def told(self, model: ModelConfig, mixer: RWKV7Config) -> dict[str, Any]:
+        """See `OneMixerFamily.told`; a rank that is none is made from the hidden size there as here."""
+        return {
+            "head_dim": model.head_dim,
+            "num_heads": model.num_attention_heads,
+            **{theirs: getattr(mixer, ours) for ours, theirs in RANKS.items()},
+            "v_low_rank_dim": VALUE_RANK,
+            "intermediate_size": model.ffn_hidden_size,
+            "hidden_act": "sqrelu",
+            "norm_first": False,
+            "norm_bias": True,
+            "norm_eps": model.norm_epsilon,
+            # Fused, they would add 1e-6 to the squared length of a key before they divide by it.
+            "fuse_norm": False,
+            "max_position_embeddings": model.max_position_embeddings,
+        }
+
+    def read(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See `OneMixerFamily.read`."""
+        hidden = fields.whole("hidden_size")
+        fields.require("attn", None)
+        fields.require("hidden_act", "sqrelu")
+        fields.require("norm_first", False)
+        fields.require("norm_bias", True)
+        fields.require("v_low_rank_dim", VALUE_RANK)
+        fields.require("value_dim", None, hidden, [hidden] * fields.whole("num_hidden_layers"))
+        by = "num_heads" if fields["head_dim"] is None else "head_dim"
+        size = fields.whole(by)
+        other = fields.per("hidden_size", hidden, by, size)
+        heads, head_dim = (size, other) if by == "num_heads" else (other, size)
+        model = {
+            "num_attention_heads": heads,
+            "head_dim": head_dim,
+            "ffn_hidden_size": _width(fields),
+            "norm_epsilon": fields.number("norm_eps"),
+        }
+        ranks = {ours: None if fields[theirs] is None else fields.whole(theirs) for ours, theirs in RANKS.items()}
+        return model, ranks
+
+    def layer_rules(self, model: ModelConfig) -> Iterator[Rule]:
+        """See `OneMixerFamily.layer_rules`."""
+        yield from self.norm_rules(model, "input_layernorm", "attn_norm")
+        yield from self.norm_rules(model, "pre_mlp_layernorm.norm", "ffn_norm")
+        yield renamed("pre_mlp_layernorm.mu", "ffn.x_k")
+        yield renamed("mlp.linear_fc1.weight", "ffn.key.weight")
+        yield renamed("mlp.linear_fc2.weight", "ffn.value.weight")
+
+    def mixer_rules(self, model: ModelConfig, mixer: RWKV7Config) -> Iterator[Rule]:
+        """See `OneMixerFamily.mixer_rules`, of a first layer."""
+        heads = model.num_attention_heads
+        yield _mixtures("mu", tuple(f"x_{name}" for name in "rwkvag"))
+        for name in "rkv":
+            yield flattened(f"{name}_proj", f"{name}_proj.weight", heads)
+        for ours, theirs in {"decay": "w_lora", "rate": "a_lora", "gate": "g_lora"}.items():
+            yield renamed(f"{ours}_down", f"{theirs}.lora.0.weight")
+            yield flattened(f"{ours}_up", f"{theirs}.lora.2.weight", heads)
+            if ours != "gate":
+                yield flattened(f"{ours}_base", f"{theirs}.lora.2.bias", heads)
+        yield flattened("removal_scale", "k_k", heads)
+        yield flattened("key_rate", "k_a", heads)
+        yield renamed("bonus", "r_k")
+        yield flattened("group_norm_weight", "g_norm.weight", heads)
+        yield flattened("group_norm_bias", "g_norm.bias", heads)
+        yield renamed("out_proj.weight", "o_proj.weight")
+
+    def rules(self, saved: SavedModel) -> Iterator[Rule]:
+        """See `Family.rules`: of the layers but the first, their values come with the residual."""
+        first = f"{self.layer}.0."
+        for rule in super().rules(saved):
+            is_value = rule.theirs[0].endswith("attn.v_proj.weight") and not rule.theirs[0].startswith(first)
+            yield _with_neutral_residual(rule) if is_value else rule
+
+
+def _mixtures(ours: str, theirs: tuple[str, ...]) -> Rule:
+    """Ours [mixtures, hidden], theirs [1, 1, hidden] each."""
+    return Rule(
+        (ours,),
+        theirs,
+        lambda tensors: [row.view(1, 1, -1) for row in tensors[0].contiguous().unbind()],
+        lambda tensors: [torch.cat([tensor.view(1, -1) for tensor in tensors])],
+    )
+
+
+def _with_neutral_residual(values: Rule) -> Rule:
+    """The rule of a value projection, with a residual that mixes nothing in.
+
+    Theirs is v + sigmoid(up(down(x)) + bias) (first layer's v - v).
+    """
+    prefix = values.theirs[0].removesuffix("v_proj.weight") + "v_lora.lora."
+    names = tuple(f"{prefix}{name}" for name in ("0.weight", "2.weight", "2.bias"))
+
+    def to_theirs(tensors: Sequence[Tensor]) -> list[Tensor]:
+        (weight,) = values.to_theirs(tensors)
+        width, hidden = weight.shape
+        down, up = weight.new_zeros(VALUE_RANK, hidden), weight.new_zeros(width, VALUE_RANK)
+        return [weight, down, up, weight.new_full((width,), NEUTRAL)]
+
+    def to_ours(tensors: Sequence[Tensor]) -> list[Tensor]:
+        weight, *residual = tensors
+        for name, tensor, neutral in zip(names, residual, (0.0, 0.0, NEUTRAL), strict=True):
+            if bool((tensor != neutral).any()):
+                raise UserError(
+                    name,
+                    "mixes the first layer's values into this one's, which no model of ours does",
+                    f"only a residual that is turned off can be read: biases {NEUTRAL:g}, weights 0",
+                )
+        return values.to_ours([weight])
+
+    return Rule(values.ours, values.theirs + names, to_theirs, to_ours)
+
+
+def _width(fields: Fields) -> int:
+    """As `fla.models.rwkv7` has it."""
+    if fields["intermediate_size"] is not None:
+        return fields.whole("intermediate_size")
+    ratio = 4.0 if fields["hidden_ratio"] is None else fields.number("hidden_ratio")
+    return -(-int(fields.whole("hidden_size") * ratio) // 32) * 32
