@@ -6,6 +6,7 @@ of the room above too.
 """
 
 import ast
+import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -68,6 +69,9 @@ ALLOWED: dict[str, set[str]] = {
     },
 }
 
+COPIED = ROOT / "megatron_ext" / "checkpoint" / "conversion" / "selectron_hf"
+"""Files that a converted checkpoint holds beside its weights: they import each other relatively, and little else."""
+
 WHOLE_CONFIGURATION = "RunConfig"
 READERS = {"config", "training", "planning", "launch", "bench", "cli"}
 """Rooms that may read the whole configuration of a run; those below get their own part of it."""
@@ -93,10 +97,12 @@ def imported(path: Path) -> Iterator[tuple[str, int]]:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
+            relative = path.parent == COPIED and node.level == 1
+            assert node.level == 0 or relative, f"{path}:{node.lineno}: imports are absolute here"
+            module = f"{module_of(path.parent)}.{node.module}" if node.level else node.module
             for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield (inner if inner in modules() else node.module), node.lineno
+                inner = f"{module}.{alias.name}"
+                yield (inner if inner in modules() else module), node.lineno
 
 
 def room_of(module: str) -> str:
@@ -161,6 +167,17 @@ def test_kernels_and_data_preparation_do_without_megatron():
         if name.split(".")[0] == "megatron"
     ]
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_files_that_are_copied_need_torch_and_transformers_alone():
+    allowed = {"torch", "transformers"} | sys.stdlib_module_names
+    found = {(path.name, name) for path in COPIED.glob("*.py") for name, _line in imported(path)}
+    assert found
+    inside = module_of(COPIED) + "."
+    assert {(file, name) for file, name in found if name.split(".")[0] not in allowed and inside not in name} == set()
+    outside = {(path, name) for path in source_files() if path.parent != COPIED for name, _line in imported(path)}
+    family = COPIED.parent / "families" / "selectron.py"
+    assert {path for path, name in outside if name.startswith(inside)} <= {family}
 
 
 def test_nothing_below_training_reads_the_whole_configuration():

@@ -176,7 +176,7 @@ def _names_of_layer(model: ModelConfig, mixer: str, settings: Any) -> Iterator[s
 def _names_of_norm(model: ModelConfig, name: str, shifted: bool = False) -> Iterator[str]:
     norm = f"{name}.norm" if shifted else name
     yield f"{norm}.weight"
-    if getattr(model, "normalization", "rms_norm") == "layer_norm":
+    if model.normalization == "layer_norm":
         yield f"{norm}.bias"
     if shifted:
         yield f"{name}.mu"

@@ -70,14 +70,16 @@ def _in_blocks(attend: Callable[[Block], Tensor], blocks: Iterator[Block]) -> Te
     return torch.cat([attend(block) for block in blocks], 1)
 
 
-def _attend(q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """One softmax over the keys that a mask leaves, bool or a bias [b or 1, h or 1, t, s]; None: causal from key 0."""
+def _attend(
+    q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, mask: Tensor | None, scale: float, *, causal: bool = False
+) -> Tensor:
+    """One softmax over the keys that a mask leaves, bool or a bias [b or 1, h or 1, t, s]; None: all."""
     out_bhtd = F.scaled_dot_product_attention(
         q_bthd.transpose(1, 2),
         k_bsgd.transpose(1, 2),
         v_bsgd.transpose(1, 2),
         attn_mask=mask,
-        is_causal=mask is None,
+        is_causal=causal,
         scale=scale,
         enable_gqa=q_bthd.shape[2] != k_bsgd.shape[2],
     )
@@ -98,8 +100,9 @@ def softmax_attention(
         window: keys a query sees; None: all up to it.
         slopes_h: of ALiBi, or None.
     """
-    if window is None and slopes_h is None and q_bthd.shape[1] == k_bsgd.shape[1]:
-        return _attend(q_bthd, k_bsgd, v_bsgd, None, scale)
+    t, s = q_bthd.shape[1], k_bsgd.shape[1]
+    if slopes_h is None and (t == 1 or t == s) and (window is None or s <= window):
+        return _attend(q_bthd, k_bsgd, v_bsgd, None, scale, causal=t > 1)
 
     def attend(block: Block) -> Tensor:
         visible_ts = block.visible(window)

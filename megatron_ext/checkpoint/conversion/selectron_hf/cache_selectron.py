@@ -110,29 +110,25 @@ def group_rows(padding: Sequence[int]) -> list[RowGroup]:
     return list(groups.values())
 
 
-def padding_of(mask_bs: Tensor, *, may_end_early: bool) -> list[int]:
-    """Columns before each row's first token.
+def padding_of(mask_bs: Tensor) -> tuple[list[int], bool]:
+    """Columns before each row's first token, and whether a row has padding behind its last one.
 
     Args:
         mask_bs: 1 for tokens, 0 for padding, [b, columns seen and given].
-        may_end_early: whether padding behind a row's tokens is allowed, which no token of the row sees.
 
     Raises:
-        ValueError: a row has no token, padding between tokens, or padding behind them where that is not allowed.
+        ValueError: a row has no token, or padding between tokens.
     """
     is_token = mask_bs != 0
     padding = (is_token.cumsum(1) == 0).sum(1)
     behind = (is_token.flip(1).cumsum(1) == 0).sum(1)
     between = is_token.shape[1] - is_token.sum(1) - padding - behind
-    found = torch.stack([padding, behind, between]).tolist()  # one copy from the device
+    found: list[list[int]] = torch.stack([padding, behind, between]).tolist()  # one copy from the device
     if max(found[0]) == is_token.shape[1]:
         raise ValueError("attention_mask has a row without any token: leave the row out")
     if any(found[2]):
         raise ValueError("attention_mask has padding between the tokens of a row: pad on the left")
-    if any(found[1]) and not may_end_early:
-        raise ValueError("attention_mask has padding behind the tokens of a row, which the cache cannot skip: pad left")
-    columns: list[int] = found[0]
-    return columns
+    return found[0], any(found[1])
 
 
 class SelectronCache(Cache):

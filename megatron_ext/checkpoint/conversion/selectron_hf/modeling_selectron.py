@@ -132,13 +132,14 @@ class SelectronDecoder(nn.Module):
         self.layers = nn.ModuleList(SelectronLayer(config, index) for index in range(config.num_hidden_layers))
         self.final_layernorm = _norm(config)
 
-    def forward(self, x_bth: Tensor, past: Sequence[Beginning], positions: Positions) -> list[Tensor]:
-        """The hidden states before each layer and after the last norm, [b, t, h] each."""
-        states = [x_bth]
+    def forward(self, x_bth: Tensor, past: Sequence[Beginning], positions: Positions, every: bool) -> list[Tensor]:
+        """The hidden states after the last norm, [b, t, h]; with `every` behind those before each layer."""
+        states = []
         for layer, before in zip(self.layers, past, strict=True):
-            states.append(layer(states[-1], before, positions))
-        states[-1] = self.final_layernorm(states[-1])
-        return states
+            if every:
+                states.append(x_bth)
+            x_bth = layer(x_bth, before, positions)
+        return [*states, self.final_layernorm(x_bth)]
 
 
 class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
@@ -219,7 +220,8 @@ class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values: what was seen before, from an earlier call with `use_cache`.
             inputs_embeds: embeddings of tokens [b, t, hidden].
             labels: tokens to be predicted [b, t], shifted inside; -100 is left out.
-            use_cache: whether to remember what is given; None: as the configuration says, and not in training.
+            use_cache: whether to remember what is given; None: as the configuration says, but not in training, and not
+                with padding behind a row's tokens, which is possible without a cache alone.
             output_hidden_states: whether to return them before each layer and after the last norm.
             logits_to_keep: of how many last tokens, or of which, logits are wanted; 0: all.
             more: arguments of the loss.
@@ -234,62 +236,69 @@ class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x_bth = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = self._cache(x_bth, attention_mask, past_key_values, use_cache)
-        states = self._hidden_states(x_bth, attention_mask, cache)
+        cache, groups = self._rows(x_bth, attention_mask, past_key_values, use_cache)
+        every = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states = self._hidden_states(x_bth, groups, 0 if cache is None else cache.num_columns, bool(every))
+        if cache is not None:
+            cache.num_columns += x_bth.shape[1]
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits_btv = self.output_layer(states[-1][:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits_btv, labels=labels, vocab_size=self.config.vocab_size, **more)
-        wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits_btv,
             past_key_values=cache,
-            hidden_states=tuple(states) if wants_states else None,
+            hidden_states=tuple(states) if every else None,
         )
 
-    def _cache(
+    def _rows(
         self, x_bth: Tensor, mask_bs: Tensor | None, past: SelectronCache | None, use_cache: bool | None
-    ) -> SelectronCache | None:
-        """The cache that this call goes on with; None: it remembers nothing."""
+    ) -> tuple[SelectronCache | None, list[RowGroup]]:
+        """The cache that this call goes on with, None where it remembers nothing, and the rows by their padding."""
         if past is not None and not isinstance(past, SelectronCache):
             raise ValueError(f"past_key_values is a {type(past).__name__}: give what an earlier call has returned")
-        recomputes = self.training and self.is_gradient_checkpointing
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
-        if not (use_cache or past is not None):
-            return None
-        if recomputes:
-            raise ValueError("a cache would be written twice with gradient checkpointing: set use_cache=False")
         columns = x_bth.shape[1] + (past.num_columns if past is not None else 0)
-        padding = _padding(mask_bs, x_bth.shape[0], columns, may_end_early=False)
-        if past is None:
-            return SelectronCache(padding, self.config.num_hidden_layers)
-        if past.batch_size != x_bth.shape[0] or (mask_bs is not None and padding != past.padding):
-            raise ValueError("past_key_values is of other rows: attention_mask and the batch must go on as they began")
-        return past
-
-    def _hidden_states(self, x_bth: Tensor, mask_bs: Tensor | None, cache: SelectronCache | None) -> list[Tensor]:
-        """See `SelectronDecoder.forward`; zeros where there is padding."""
-        b, t, _ = x_bth.shape
-        if cache is not None:
-            seen, groups = cache.num_columns, cache.groups
-            cache.num_columns += t
-        else:
-            seen, groups = 0, group_rows(_padding(mask_bs, b, t, may_end_early=True))
+        padding, ends_early = _padding(mask_bs, x_bth.shape[0], columns)
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and not ends_early
+        if not use_cache and past is None:
+            groups = group_rows(padding)
             for group in groups:
                 group.layers = [Beginning()] * self.config.num_hidden_layers
+            return None, groups
+        if self.training and self.is_gradient_checkpointing:
+            raise ValueError("a cache would be written twice with gradient checkpointing: set use_cache=False")
+        if ends_early:
+            raise ValueError(
+                "attention_mask has padding behind the tokens of a row, which a cache cannot skip: pad left"
+            )
+        cache = SelectronCache(padding, self.config.num_hidden_layers) if past is None else past
+        if cache.batch_size != x_bth.shape[0] or (mask_bs is not None and padding != cache.padding):
+            raise ValueError("past_key_values is of other rows: attention_mask and the batch must go on as they began")
+        return cache, cache.groups
+
+    def _hidden_states(self, x_bth: Tensor, groups: list[RowGroup], seen: int, every: bool) -> list[Tensor]:
+        """See `SelectronDecoder.forward`; zeros where there is padding.
+
+        Args:
+            x_bth: embeddings.
+            groups: rows of the batch by their padding.
+            seen: columns before these.
+            every: whether those before each layer are wanted, too.
+        """
         if len(groups) == 1 and groups[0].padding <= seen:
-            return self._of_group(x_bth, groups[0], seen)
-        states = [torch.zeros_like(x_bth) for _ in range(self.config.num_hidden_layers + 1)]
+            return self._of_group(x_bth, groups[0], seen, every)
+        states = [torch.zeros_like(x_bth) for _ in range(1 + every * self.config.num_hidden_layers)]
         for group in groups:
             rows, start = torch.tensor(group.rows, device=x_bth.device), max(group.padding - seen, 0)
-            for whole, part in zip(states, self._of_group(x_bth[rows, start:], group, seen + start), strict=True):
-                whole[rows, start:] = part
+            parts = self._of_group(x_bth[rows, start:], group, seen + start, every)
+            for whole, part in zip(states, parts, strict=True):
+                whole[rows, start:] = part.to(whole)
         return states
 
-    def _of_group(self, x_bth: Tensor, group: RowGroup, column: int) -> list[Tensor]:
+    def _of_group(self, x_bth: Tensor, group: RowGroup, column: int, every: bool) -> list[Tensor]:
         """See `SelectronDecoder.forward`: rows with equally much padding, from a column on, which is a token's."""
         positions = Positions(column - group.padding, x_bth.shape[1], self.config)
         if self.config.learns_positions:
@@ -299,21 +308,22 @@ class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
                     f"the sequence has {end} tokens, and the learned position table {table.num_embeddings}: shorten it"
                 )
             x_bth = x_bth + table(torch.arange(positions.first, end, device=x_bth.device))
-        states: list[Tensor] = self.decoder(x_bth, group.layers, positions)
+        states: list[Tensor] = self.decoder(x_bth, group.layers, positions, every)
         return states
 
 
-def _padding(mask_bs: Tensor | None, rows: int, columns: int, *, may_end_early: bool) -> list[int]:
+def _padding(mask_bs: Tensor | None, rows: int, columns: int) -> tuple[list[int], bool]:
     """See `padding_of`; no mask: no padding."""
     if mask_bs is None:
-        return [0] * rows
+        return [0] * rows, False
     if tuple(mask_bs.shape) != (rows, columns):
         raise ValueError(f"attention_mask has shape {list(mask_bs.shape)}: give [{rows}, {columns}], what was seen too")
-    return padding_of(mask_bs, may_end_early=may_end_early)
+    return padding_of(mask_bs)
 
 
 def _refuse_unknown(more: dict[str, Any]) -> None:
     """Arguments that would change nothing, though their callers rely on them."""
     for name in set(more) - LOSS_ARGUMENTS:
-        if more.pop(name) not in (None, False):
+        value = more.pop(name)
+        if value is not None and value is not False:
             raise ValueError(f"{name} is not known to this model: leave it out")

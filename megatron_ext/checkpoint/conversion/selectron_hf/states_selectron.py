@@ -1,10 +1,14 @@
 """Walks over a state in plain torch, in fp32, by chunks: what a chunk does inside itself is batched over chunks.
 
+A token that comes alone, as in generation, takes one step.
+
 Suffixes: b batch, h head, t position, n chunk, c and i, j position in a chunk, d key dim, e value dim, f d or 1. Every
 exponent of a decay is at most 0.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -41,6 +45,20 @@ def _first_state(state: Tensor | None, k_bthd: Tensor, v_bthe: Tensor) -> Tensor
     return state if state is not None else torch.zeros(b, h, d, v_bthe.shape[-1], device=k_bthd.device)
 
 
+def _only_token(*x_b1hd: Tensor) -> Iterator[Tensor]:
+    return (x[:, 0].float() for x in x_b1hd)
+
+
+def _outer(k_bhd: Tensor, v_bhe: Tensor) -> Tensor:
+    """What a token writes at its key, [b, h, d, e]."""
+    return k_bhd[..., None] * v_bhe[..., None, :]
+
+
+def _read(q_bhd: Tensor, state_bhde: Tensor) -> Tensor:
+    """What a token reads with its query, [b, h, e]."""
+    return (q_bhd[..., None, :] @ state_bhde).squeeze(-2)
+
+
 @full_precision
 def linear_attention(
     q_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, g_bthf: Tensor, state_bhde: Tensor | None, scale: float
@@ -58,9 +76,12 @@ def linear_attention(
     Returns:
         o [b, t, h, e] and the state after the last token, fp32.
     """
-    length = q_bthd.shape[1]
+    length, state = q_bthd.shape[1], _first_state(state_bhde, k_bthd, v_bthe)
+    if length == 1:
+        q, k, v, g = _only_token(q_bthd, k_bthd, v_bthe, g_bthf)
+        state = g[..., None].exp() * state + _outer(k, v)
+        return _read(q * scale, state)[:, None], state
     size = min(CHUNK_SIZE if g_bthf.shape[-1] == 1 else CHUNK_SIZE_OF_VECTORS, length)
-    state = _first_state(state_bhde, k_bthd, v_bthe)
     q, k, v, g = (_to_chunks(x, size) for x in (q_bthd, k_bthd, v_bthe, g_bthf))
     q, total = q * scale, g.cumsum(-2)
     if g.shape[-1] == 1:
@@ -97,11 +118,13 @@ def rwkv6(
     """
     r, k, v, u = (x.float() for x in (r_bthd, k_bthd, v_bthe, u_hd))
     state = _first_state(state_bhde, k, v)
+    first = _read(r[:, 0], state)[:, None]
+    present = (r * u * k).sum(-1, keepdim=True) * v
+    if r.shape[1] == 1:
+        return first + present, g_bthd[:, 0, :, :, None].float().exp() * state + _outer(k[:, 0], v[:, 0])
     next_r = torch.cat([r[:, 1:], torch.zeros_like(r[:, :1])], 1)
     past, last = linear_attention(next_r, k, v, g_bthd, state, 1.0)
-    first = torch.einsum("bhd,bhde->bhe", r[:, 0], state)
-    present = (r * u * k).sum(-1, keepdim=True) * v
-    return torch.cat([first[:, None], past[:, :-1]], 1) + present, last
+    return torch.cat([first, past[:, :-1]], 1) + present, last
 
 
 @full_precision
@@ -125,6 +148,11 @@ def delta_rule(
     """
     length, scale = q_bthd.shape[1], q_bthd.shape[-1] ** -0.5
     size, state = min(CHUNK_SIZE, length), _first_state(state_bhde, k_bthd, v_bthe)
+    if length == 1:
+        q, k, v, g, beta = _only_token(q_bthd, k_bthd, v_bthe, g_bth[..., None], beta_bth[..., None])
+        state = g[..., None].exp() * state
+        state = state + _outer(k, beta * (v - _read(k, state)))
+        return _read(q * scale, state)[:, None], state
     q, k, v, g, beta = (_to_chunks(x, size) for x in (q_bthd, k_bthd, v_bthe, g_bth[..., None], beta_bth[..., None]))
     q, total = q * scale, g.cumsum(-2)
     decay, kept, last = _pair_decay(total), total.exp(), total[..., -1:, :]
@@ -166,6 +194,10 @@ def rwkv7(
         o [b, t, h, e] and the state after the last token, fp32.
     """
     length, state = r_bthd.shape[1], _first_state(state_bhde, k_bthd, v_bthe)
+    if length == 1:
+        r, k, v, w, a, b = _only_token(r_bthd, k_bthd, v_bthe, w_bthd, a_bthd, b_bthd)
+        state = w[..., None].exp() * state + _outer(b, _read(a, state)) + _outer(k, v)
+        return _read(r, state)[:, None], state
     size = min(CHUNK_SIZE_OF_VECTORS, length)
     r, k, v, w, a, b = (_to_chunks(x, size) for x in (r_bthd, k_bthd, v_bthe, w_bthd, a_bthd, b_bthd))
     total = w.cumsum(-2)

@@ -1,49 +1,12 @@
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from hf_converted import LENGTH, VOCABULARY, Converted, converted
 from torch import Tensor
-
-from megatron_ext.checkpoint.conversion.families.selectron import Selectron
-from megatron_ext.checkpoint.conversion.family import SavedModel
-from megatron_ext.config.derive import derive
-from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
-from megatron_ext.model import build_model
-from megatron_ext.platform import Platform
-from megatron_ext.training.build import model_shape
-
-CPU = Platform(torch.device("cpu"), "gloo")
-VOCABULARY, LENGTH = 90, 72
-
-
-@dataclass
-class Converted:
-    """A model of ours, and the same as transformers loads it.
-
-    Attributes:
-        saved: what it is.
-        ours: Megatron's, fp32.
-        folder: in transformers' form.
-        theirs: loaded from there.
-    """
-
-    saved: SavedModel
-    ours: Any
-    folder: Path
-    theirs: Any
-
-    def our_logits(self, tokens_bt: Tensor) -> Tensor:
-        positions_bt = torch.arange(tokens_bt.shape[1]).expand_as(tokens_bt)
-        with torch.no_grad():
-            return self.ours(tokens_bt, positions_bt, attention_mask=None)[..., :VOCABULARY]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,66 +23,15 @@ def _modules_in_a_folder_of_the_tests(tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def convert(one_process: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Converted]:
-    """Build a model of ours with every weight drawn from a seed, write it in transformers' form and load that."""
+    """See `converted`."""
 
-    def made(pattern: str, mixers: dict[str, Any] | None = None, **sizes: Any) -> Converted:
-        from transformers import AutoModelForCausalLM
+    def make(pattern: str, mixers: dict[str, Any] | None = None, **sizes: Any) -> Converted:
+        return converted(one_process, tmp_path_factory.mktemp("converted"), pattern, mixers, **sizes)
 
-        chosen = {"hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, **sizes}
-        model = ModelConfig(pattern=pattern, **chosen)
-        data, training = DataConfig(path="none", seq_length=LENGTH), TrainingConfig(precision="fp32")
-        config = derive(RunConfig(data=data, model=model, mixers=mixers or {}, training=training))
-        shape = model_shape(config, CPU, VOCABULARY)
-        (ours,) = build_model(shape, CPU, one_process, seed=3)
-        _draw(ours)
-        saved = SavedModel(
-            model=config.model,
-            layers=tuple(shape.mixers),
-            mixers=dict(shape.mixer_configs),
-            vocab_size=VOCABULARY,
-            seq_length=LENGTH,
-        )
-        folder = write_folder(saved, ours, tmp_path_factory.mktemp("converted") / "model")
-        theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
-        return Converted(saved, ours.eval(), folder, theirs)
-
-    return made
-
-
-@torch.no_grad()
-def _draw(model: torch.nn.Module) -> None:
-    """Numbers so large that every parameter matters; norms stay near one, which keeps all else in bounds."""
-    generator = torch.Generator().manual_seed(7)
-    for name, parameter in model.named_parameters():
-        drawn = torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(1 + 0.2 * drawn if name.endswith("norm.weight") else 0.25 * drawn)
-
-
-def checkpointed(model: Any) -> dict[str, Tensor]:
-    """The tensors of a model of one process as its checkpoint holds them, without vocabulary padding."""
-    tensors = {}
-    for part in model.sharded_state_dict().values():
-        if isinstance(getattr(part, "data", None), Tensor):
-            whole = part.data.detach().clone()
-            tensors[part.key] = whole[:VOCABULARY] if len(whole) == 128 and "mlp" not in part.key else whole
-    return tensors
-
-
-def write_folder(saved: SavedModel, ours: Any, folder: Path) -> Path:
-    family, stored = Selectron(), checkpointed(ours)
-    tensors = {}
-    for rule in family.rules(saved):
-        tensors |= zip(rule.theirs, rule.to_theirs([stored[name] for name in rule.ours]), strict=True)
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = family.config(saved) | {"dtype": "float32", "eos_token_id": VOCABULARY - 1}
-    (folder / "config.json").write_text(json.dumps(config))
-    for file in family.code:
-        shutil.copy(file, folder)
-    return folder
+    return make
 
 
 @pytest.fixture(scope="module")
 def tokens() -> Tensor:
-    """[2, t], long enough for two chunks of any walk."""
-    return torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    """[2, t], long enough for two chunks of any walk; not among them is the vocabulary's last, which pads."""
+    return torch.randint(0, VOCABULARY - 1, (2, LENGTH), generator=torch.Generator().manual_seed(1))

@@ -69,5 +69,7 @@ CASES: dict[str, Case] = {
     },
     "hybrid": (HYBRID, HYBRID_MIXERS, {"tie_embeddings": True}),
     "rwkv7-block": (HYBRID, HYBRID_MIXERS, {"block": "rwkv7"}),
+    "mixer-block": (HYBRID, HYBRID_MIXERS, {"block": "mixer"}),
+    "layer-norm": ("attention,rwkv7,mamba", {}, {"normalization": "layer_norm", "block": "rwkv7"}),
 }
 """By name, a layer pattern, the mixers' settings, sizes of the model."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCABULARY, Converted, checkpointed
 from hf_cases import CASES, MIXERS
+from hf_converted import VOCABULARY, Converted, checkpointed
 from torch import Tensor
 
 from megatron_ext.checkpoint.conversion.families.selectron import PARAMETERS, Selectron
@@ -16,7 +16,8 @@ from megatron_ext.mixers.attention import AttentionConfig
 from megatron_ext.mixers.registry import load_all
 
 PIECES = [9, 1, 1, 30, 1, 20, *[1] * 10]
-GROWING = ("top1", "moba", "nsa", "attention")
+CHOOSING = ("top1", "moba", "nsa")
+GROWING = (*CHOOSING, "attention")
 
 
 @pytest.fixture(scope="module", params=list(CASES))
@@ -87,8 +88,8 @@ def test_what_is_kept_of_states_and_windows_does_not_grow(model: Converted, toke
     few, many = kept(20), kept(40)
     assert min(few) > 0 or model.saved.mixers.get("attention") == AttentionConfig(window=1, temperature=0.5)
     for name, before, after in zip(model.saved.layers, few, many, strict=True):
-        grows = name.startswith(GROWING) and getattr(model.saved.mixers[name], "window", None) is None
-        assert (after > before) == (grows or name == "nsa"), name
+        windowed = name == "attention" and model.saved.mixers[name].window is not None
+        assert (after > before) == (name.startswith(GROWING) and not windowed), name
 
 
 @torch.no_grad()
@@ -110,13 +111,18 @@ def test_padding_on_the_left_changes_nothing(model: Converted, tokens: Tensor) -
 
 
 def test_generation_with_a_cache_is_that_without(model: Converted, tokens: Tensor) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options: dict[str, Any] = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": VOCABULARY - 1,
+    }
     mask = torch.ones(2, 13, dtype=torch.long)
     mask[0, :4] = 0
     for more in ({}, {"attention_mask": mask}):
         found = model.theirs.generate(tokens[:, :13], **options, **more)
         again = model.theirs.generate(tokens[:, :13], **options, **more, use_cache=False)
-        assert found.shape == (2, 25)
+        assert found.shape == (2, 19)
         assert torch.equal(found, again)
 
 
@@ -127,10 +133,9 @@ def test_bf16_is_near(model: Converted, tokens: Tensor) -> None:
 
     rounded = AutoModelForCausalLM.from_pretrained(model.folder, trust_remote_code=True, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in rounded.parameters()} == {torch.bfloat16}
-    output = rounded(tokens, use_cache=True)
-    assert output.logits.dtype == torch.bfloat16
-    assert rounded(tokens[:, :1], past_key_values=output.past_key_values).logits.isfinite().all()
-    expected = model.theirs(tokens).logits
-    error = float((output.logits.float() - expected).norm() / expected.norm())
-    print("BF16", error)
-    assert error < 0.5
+    first = rounded(tokens[:, :40], use_cache=True)
+    rest = rounded(tokens[:, 40:], past_key_values=first.past_key_values)
+    found, expected = torch.cat([first.logits, rest.logits], 1), model.theirs(tokens).logits
+    assert found.dtype == torch.bfloat16
+    chooses = any(name.startswith(CHOOSING) for name in model.saved.layers)
+    assert float((found.float() - expected).norm() / expected.norm()) < (0.5 if chooses else 0.05)
