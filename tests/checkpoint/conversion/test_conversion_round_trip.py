@@ -83,16 +83,21 @@ def test_mamba_and_transformers_models(mixer: str, saved_run: Fixture, convert: 
     assert there_and_back(run, convert, tmp_path, pattern, model, {}, 32) == architecture
 
 
-@pytest.mark.parametrize("mixer", ["gla", "deltanet", "gated_deltanet"])
+RWKV7 = {"block": "rwkv7", "normalization": "layer_norm"}
+
+
+@pytest.mark.parametrize(
+    ("mixer", "model"), [("gla", {}), ("deltanet", {}), ("gated_deltanet", {}), ("rwkv7", RWKV7)], ids=str
+)
 def test_bits_of_models_of_flash_linear_attention(
-    mixer: str, saved_run: Fixture, convert: Fixture, tmp_path: Path
+    mixer: str, model: dict[str, Any], saved_run: Fixture, convert: Fixture, tmp_path: Path
 ) -> None:
-    run, pattern = saved_run(f"{mixer}*2", TP2_PP2), f"{mixer}*2"
+    run, pattern = saved_run(f"{mixer}*2", TP2_PP2, model), f"{mixer}*2"
     assert convert(run, tmp_path / "hf", "--to", "hf") == 0
     assert convert(tmp_path / "hf", tmp_path / "back", "--to", "megatron") == 0
-    with saved_runs.loaded(run, pattern, {}, {}) as ours:
+    with saved_runs.loaded(run, pattern, model, {}) as ours:
         before = saved_runs.parameters(ours)
-    with saved_runs.loaded(tmp_path / "back", pattern, {}, {}, multiple=4) as ours:
+    with saved_runs.loaded(tmp_path / "back", pattern, model, {}, multiple=4) as ours:
         after = saved_runs.parameters(ours)
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
 

@@ -40,6 +40,8 @@ class Llama:
             return f"it has no {', '.join(others)} layers"
         if saved.model.block != "transformer":
             return f"it has no {saved.model.block} block"
+        if saved.model.normalization != "rms_norm":
+            return f"it has no {saved.model.normalization}"
         attention = saved.mixers["attention"]
         for field in ("window", "temperature", "random_keys", "position_encoding"):
             if getattr(attention, field) != getattr(_PLAIN, field):

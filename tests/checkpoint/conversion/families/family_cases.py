@@ -60,7 +60,7 @@ OF_ONE_MIXER = {name: family for name, family in FAMILIES.items() if isinstance(
 
 def family_of(mixer: str) -> OneMixerFamily:
     """The one whose layers are our mixer."""
-    (found,) = [family for family in FAMILIES.values() if getattr(family, "mixer", None) == mixer]
+    (found,) = [family for family in OF_ONE_MIXER.values() if family.mixer == mixer]
     return found
 
 
