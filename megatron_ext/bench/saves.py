@@ -64,7 +64,7 @@ class Measured:
         floor_write: the same bytes in as many plain files at once, forced to the disk.
         check: reading every file and comparing its checksum, nothing of it being in memory.
         load: reading the state after that.
-        floor_read: the plain files, nothing of them being in memory.
+        floor_read: the plain files, nothing of them being in memory. This and the last three: medians.
     """
 
     parameters: int
@@ -130,8 +130,9 @@ class Bench:
         whole = [self._timed(partial(self._save_at_once, at_once)) for _ in range(WARM_UP + saves)][WARM_UP:]
         folder = at_once.folder.path(self._step)
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-        check, load = self._load(at_once, folder)
-        floor_write, floor_read = self._plain_files(sizes)
+        # All of the disk in turn, so that what else uses it meets all alike.
+        reads = [(*self._load(at_once, folder), *self._plain_files(sizes)) for _ in range(saves)]
+        check, load, floor_write, floor_read = (median(seconds) for seconds in zip(*reads, strict=True))
         return Measured(
             parameters=sum(p.numel() for chunk in self._trainer.optimizer.chunks for p in chunk.parameters()),
             size=sum(sizes.values()),
@@ -200,6 +201,8 @@ class Bench:
         """This rank's files again, as plain ones: seconds to write and to read those of all ranks."""
         folder, own = self._root / "plain", f"__{dist.get_rank()}_"
         folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob(f"{own}*"):
+            old.unlink()
         files = {folder / name: size for name, size in sizes.items() if name.startswith(own)}
         block = memoryview(np.random.default_rng(0).bytes(_BLOCK))
         with ThreadPoolExecutor(FILES_PER_RANK) as threads:

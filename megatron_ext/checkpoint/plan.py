@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 FILES_PER_RANK = 2
 """Each is written by a thread of its own."""
 
-Item = tuple[WriteItem, Tensor | io.BytesIO]
+Item = tuple[WriteItem, io.BytesIO | None]
+"""What is written, and its bytes; None stands for a tensor."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Plan:
     """What this rank writes of a state.
 
     Attributes:
-        files: by name, the items of this rank; their tensors are the live ones.
+        files: by name, the items of this rank. The tensors, which a plan does not keep alive, go with it.
         common: what all ranks have alike, which the first rank writes.
         writer: torch's, which writes the index when all is there.
         metadata: what the index says; on the first rank only.
@@ -42,16 +43,11 @@ class Plan:
     writer: FileSystemWriterAsync
     metadata: Metadata | None
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors of this rank, in the order of its files."""
-        return [data for items in self.files.values() for _, data in items if isinstance(data, Tensor)]
-
 
 class _Writer(FileSystemWriterAsync):
     """Megatron's writer as far as planning goes: it hands over the live tensors instead of copies of its own."""
 
-    files: dict[str, list[Item]]
+    files: dict[str, list[tuple[WriteItem, Tensor | io.BytesIO]]]
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         shares = _split_by_size_and_type(self.thread_count, plan.items)
@@ -74,12 +70,15 @@ class Planner:
         self._known: tuple[SavePlan | None, SavePlan | None, bool] = (None, None, False)
         self._metadata: Metadata | None = None
 
-    def plan(self, state: dict[str, Any], folder: Path) -> Plan:
+    def plan(self, state: dict[str, Any], folder: Path) -> tuple[Plan, list[Tensor]]:
         """Plan a save; a collective call.
 
         Args:
             state: sharded state dictionary; it is taken apart.
             folder: where the files will lie.
+
+        Returns:
+            The plan, and the live tensors in the order in which its files name them.
         """
         sharded, common = save_preprocess(state, validate_access_integrity=self._known[0] is None)
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
@@ -91,4 +90,11 @@ class Planner:
         )
         self._known = (central, local, alike)
         self._metadata = metadata if metadata is not None else self._metadata
-        return Plan(writer.files, common, writer, self._metadata)
+        live = writer.files
+        tensors = [data for items in live.values() for _, data in items if isinstance(data, Tensor)]
+        writer.files = {}
+        files = {
+            name: [(item, None if isinstance(data, Tensor) else data) for item, data in items]
+            for name, items in live.items()
+        }
+        return Plan(files, common, writer, self._metadata), tensors

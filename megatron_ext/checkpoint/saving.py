@@ -20,19 +20,19 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from torch import Tensor
 from torch.distributed.checkpoint.filesystem import (
     SerializationFormat,
     _metadata_fn,
     _StorageWriterTransforms,
     _write_item,
 )
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ext.checkpoint.contents import CheckedFile, Content, content_of
 from megatron_ext.checkpoint.disk import Failure, NotAsWritten
 from megatron_ext.checkpoint.folder import CheckpointFolder, Retention
-from megatron_ext.checkpoint.plan import Item, Plan
+from megatron_ext.checkpoint.plan import Plan
 from megatron_ext.checkpoint.staging import OnHost
 from megatron_ext.files import force_to_disk
 
@@ -141,7 +141,7 @@ class Saving:
     def _write_files(self, partial: Path) -> Written:
         copies = iter(self._on_host())
         files = {
-            name: [(item, next(copies) if isinstance(data, Tensor) else data) for item, data in items]
+            name: [(item, next(copies) if data is None else data) for item, data in items]
             for name, items in self._plan.files.items()
         }
         with ThreadPoolExecutor(max(len(files), 1)) as threads:
@@ -154,7 +154,7 @@ class Saving:
             _check(partial / name, content)
         return Written([result for _, results in written for result in results], contents)
 
-    def _write_file(self, path: Path, items: Sequence[Item]) -> tuple[Content, list[WriteResult]]:
+    def _write_file(self, path: Path, items: Sequence[tuple[WriteItem, Any]]) -> tuple[Content, list[WriteResult]]:
         """One file of tensors and objects, each as torch.save writes it, as torch's reader expects them."""
         transforms, results = _StorageWriterTransforms(), []
         with CheckedFile(path) as file:

@@ -12,6 +12,9 @@ from megatron_ext.platform import Platform
 OnHost = Callable[[], list[Tensor]]
 """Gives the copies, in host memory; waits for them if need be, so it is for another thread to call."""
 
+_AT_ONCE = 16 << 20
+"""Bytes given to the bus before it is waited for."""
+
 _FILLED = 0.95
 """Part of a GPU's memory that training and a copy may take together."""
 
@@ -65,7 +68,7 @@ class Staging:
 
     def _copy_on_device(self, tensors: Sequence[Tensor]) -> OnHost:
         copies = _empty_like(tensors)
-        torch._foreach_copy_(copies, [t.view(-1) for t in tensors])
+        torch._foreach_copy_(copies, [t.reshape(-1) for t in tensors])
         copied = torch.cuda.Event()
         copied.record()
         shapes = [t.shape for t in tensors]
@@ -75,13 +78,22 @@ class Staging:
             stream = torch.cuda.Stream(self._platform.device)
             with torch.cuda.stream(stream):
                 stream.wait_event(copied)
-                for host, copy in zip(self._host, copies, strict=True):
-                    host.view(-1).copy_(copy, non_blocking=True)
-            stream.synchronize()
+                self._fetch(copies, stream)
             copies.clear()
             return self._host
 
         return on_host
+
+    def _fetch(self, copies: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
+        """Bring copies to the host, a few at a time: more would hold up a step's kernels in the device's one queue."""
+        waiting = 0
+        for host, copy in zip(self._host, copies, strict=True):
+            host.view(-1).copy_(copy, non_blocking=True)
+            waiting += copy.nbytes
+            if waiting >= _AT_ONCE:
+                stream.synchronize()
+                waiting = 0
+        stream.synchronize()
 
 
 def _empty_like(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -64,7 +64,11 @@ class CheckpointStore:
         """
         self.wait()
         self._begin(progress.step)
-        plan, on_host = self._copied_state(optimizer, self.folder.partial(progress.step))
+        try:
+            plan, on_host = self._copied_state(optimizer, self.folder.partial(progress.step))
+        except BaseException:
+            self.folder.abandon(progress.step)
+            raise
         parts = {
             "progress": progress,
             "identity": self._identity,
@@ -118,8 +122,8 @@ class CheckpointStore:
         # Thousands of small objects for a moment: the collector would look through all that there is besides.
         with optimizer.whole(), _disable_gc(), self._platform.optimizer_context():
             state = run_state(optimizer, self._groups, self._platform, loading=False)
-            plan = self._planner.plan(state, partial)
-            return plan, self._staging.copy(plan.tensors)
+            plan, tensors = self._planner.plan(state, partial)
+            return plan, self._staging.copy(tensors)
 
     def _guarded(self, work: Callable[[], bool | None]) -> bool | None:
         assert self._saving is not None

@@ -1,0 +1,68 @@
+"""Copies of the state: of their own, exact, and in the same memory save after save."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.checkpoint.staging import Staging, _empty_like
+from megatron_ext.platform import Platform
+
+CPU = Platform(torch.device("cpu"), "gloo")
+
+
+def tensors() -> list[Tensor]:
+    """Of several types and shapes, some of them parts of others."""
+    whole = torch.arange(60.0).view(6, 10)
+    return [whole[1:3], torch.randn(7).bfloat16(), whole[4], torch.tensor(3), torch.empty(0, 4), whole.t()[:, 5]]
+
+
+def test_copies_stay_when_the_tensors_change() -> None:
+    live, staging = tensors(), Staging(CPU)
+    before = [t.clone() for t in live]
+    on_host = staging.copy(live)
+    for t in live:
+        t.zero_()
+    for copy, expected in zip(on_host(), before, strict=True):
+        assert torch.equal(copy, expected)
+        assert copy.dtype == expected.dtype
+        assert copy.untyped_storage().nbytes() == copy.nbytes  # torch.save writes no more than the tensor
+
+
+def test_memory_is_used_again_unless_the_tensors_are_others() -> None:
+    live, staging = tensors(), Staging(CPU)
+    places = [t.data_ptr() for t in staging.copy(live)()]
+    assert [t.data_ptr() for t in staging.copy(live)()] == places
+    others = [torch.ones(3, 3), *live[1:]]
+    assert torch.equal(staging.copy(others)()[0], torch.ones(3, 3))
+
+
+def test_flat_tensors_of_a_type_share_one_piece_of_memory() -> None:
+    live = tensors()
+    found = _empty_like(live)
+    assert [(t.dtype, t.shape) for t in found] == [(t.dtype, (t.numel(),)) for t in live]
+    storages = {t.dtype: t.untyped_storage().data_ptr() for t in found}
+    assert all(t.untyped_storage().data_ptr() == storages[t.dtype] for t in found)
+    for number, t in enumerate(found):
+        t.fill_(number)
+    assert all((t == number).all() for number, t in enumerate(found))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("room", [True, False])
+def test_a_gpu_goes_on_while_its_copies_are_fetched(room: bool) -> None:
+    platform = Platform(torch.device("cuda", 0), "nccl")
+    live, staging = [t.cuda() for t in tensors()] + [torch.randn(20 << 20, device="cuda")], Staging(platform)
+    staging._on_device = room
+    before = [t.cpu() for t in live]
+    for _ in range(2):
+        on_host = staging.copy(live)
+        changed = [t.clone() for t in live]
+        for t in live:
+            t.zero_()
+        for copy, expected in zip(on_host(), before, strict=True):
+            assert torch.equal(copy, expected)
+            assert copy.is_pinned() or not copy.numel()
+        for t, value in zip(live, changed, strict=True):
+            t.copy_(value)
