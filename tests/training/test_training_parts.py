@@ -81,8 +81,7 @@ def test_the_ranks_together_read_a_step_once(dp_size: int, cp_size: int) -> None
 
 
 def run_data(sha256: str = "a" * 64) -> RunData:
-    tokenizer = TokenizerEntry.__new__(TokenizerEntry)
-    object.__setattr__(tokenizer, "sha256", sha256)
+    tokenizer = TokenizerEntry("tokenizer.json", sha256, 300, "<|endoftext|>", 0)
     manifest = Manifest.__new__(Manifest)
     object.__setattr__(manifest, "tokenizer", tokenizer)
     return RunData(Path("data"), manifest, Path("tokenizer.json"), ["First"], ["Other"], cast(TrainingSamples, None))

@@ -17,6 +17,8 @@ from megatron_ext.checkpoint.conversion.source import Source
 from megatron_ext.checkpoint.conversion.tensors import in_dtype
 from megatron_ext.checkpoint.conversion.tokenizer_files import keep_tokenizer
 from megatron_ext.checkpoint.folder import Progress
+from megatron_ext.config.schema import RunSection
+from megatron_ext.config.validate import validate
 from megatron_ext.errors import UserError
 from megatron_ext.platform import DTYPES
 
@@ -87,6 +89,7 @@ class Megatron:
     def check(self, source: Source, wish: Wish) -> None:
         """See `Destination.check`."""
         self._precision(source, wish)
+        validate(RunSection, {"name": wish.name}, "run.")  # the folder is called as the run is
 
     def files(self, source: Source, wish: Wish) -> dict[str, int]:
         """See `Destination.files`."""

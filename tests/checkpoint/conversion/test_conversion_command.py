@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ext.cli import main
 
@@ -232,12 +233,12 @@ def test_wrong_bits_are_found(
 ) -> None:
     from megatron_ext.checkpoint.conversion.families import llama
 
-    monkeypatch.setattr(llama, "_joined", lambda tensors: list(tensors[:1]) * 1 and [tensors[0].repeat(2, 1)])
+    monkeypatch.setattr(llama, "_joined", lambda tensors: [tensors[0].repeat(2, 1)])
     assert convert(run, tmp_path / "hf", "--to", "hf") == 2
     assert "mlp.linear_fc1.weight is not what was to be written" in error(capsys)
     # A mistake that a way there and back hides shows in the answers.
     monkeypatch.setattr(llama, "_halves", lambda tensors: list(tensors[0].chunk(2))[::-1])
-    monkeypatch.setattr(llama, "_joined", lambda tensors: [llama.torch.cat(list(tensors)[::-1])])
+    monkeypatch.setattr(llama, "_joined", lambda tensors: [torch.cat(list(tensors)[::-1])])
     assert convert(run, tmp_path / "hf", "--to", "hf") == 2
     assert "logits differ from those of" in error(capsys)
     assert not list(tmp_path.iterdir())
