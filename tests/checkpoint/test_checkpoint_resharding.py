@@ -78,7 +78,7 @@ def test_pieces_of_data_parallel_ranks_are_the_whole_on_another_layout(
 ) -> None:
     root, expected = saved(PAIR, 4, {"context": 2})
     found, _ = workers.run(resharded.load, world_size, root, PAIR, parallel)[0]
-    assert len(found) == 3
+    assert len(found) == 4
     _check(found, expected)
 
 

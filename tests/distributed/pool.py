@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -167,6 +168,8 @@ def _process_group(rank: int, world_size: int, store: Path, timeout: float) -> I
         yield
         dist.barrier()  # none leaves while another still connects to it or reads from it
     finally:
+        if "deepspeed" in sys.modules:
+            _forget_deepspeed()
         destroy_process_groups()
         dist.destroy_process_group()
         _forget_models()
@@ -182,3 +185,27 @@ def _forget_models() -> None:
             for node in thing.grad_accs:
                 node.register_hook(lambda *_: None).hooks_dict_ref().clear()
     gc.collect()
+
+
+def _forget_deepspeed() -> None:
+    """DeepSpeed keeps hooks on parameters, groups in modules, and names of parameters for its messages."""
+    import deepspeed
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.utils import groups
+
+    kinds = (DeepSpeedEngine, ZeROOptimizer)
+    found = [thing for thing in gc.get_objects() if isinstance(thing, kinds) and vars(thing)]
+    engines = [thing for thing in found if isinstance(thing, DeepSpeedEngine)]
+    for thing in found:
+        if all(thing is not engine.optimizer for engine in engines):  # those an engine ends itself
+            thing.destroy()
+    # ZeRO-3's hooks and methods on modules and parameters are part of cycles that the collector cannot see.
+    modules = [module for engine in engines for module in engine.module.modules()]
+    parameters = [parameter for engine in engines for parameter in engine.module.parameters()]
+    for engine in engines:
+        engine.module.config.finalize_model_grads_func = None
+    for thing in [*parameters, *modules, *found]:
+        vars(thing).clear()
+    deepspeed.utils.debug.debug_clear_module_and_param_names()
+    deepspeed.comm.comm.cdb = groups.mpu = None

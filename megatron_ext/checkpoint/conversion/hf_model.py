@@ -59,9 +59,10 @@ def _model(folder: Path, family: Family) -> torch.nn.Module:
     library = _transformers()
     if isinstance(family, ShipsCode):
         return family.model(read_json(folder / "config.json"))
-    config = library.AutoConfig.from_pretrained(folder)
-    model: torch.nn.Module = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model
+    # By its name, not by AutoModelForCausalLM: flash-linear-attention puts models of its own in place of some.
+    architecture = getattr(library, family.architecture)
+    model: torch.nn.Module = architecture(architecture.config_class.from_pretrained(folder))
+    return model.float()
 
 
 def _keys(model: torch.nn.Module) -> dict[str, str]:
