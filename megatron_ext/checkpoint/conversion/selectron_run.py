@@ -132,9 +132,8 @@ def write_training(saved: SavedModel, training: Training, progress: Progress, fo
     if training.config is None:
         text = _config(saved, training.identity[PRECISION], folder.parent, name)
     else:
-        text = tree_to_yaml(
-            {**training.config, "run": {**_run_section(training.config), **_place(folder.parent, name)}}
-        )
+        section = {**(training.config.get("run") or {}), **_place(folder.parent, name)}
+        text = tree_to_yaml({**training.config, "run": section})
     (folder / CONFIG).write_text(text)
 
 
@@ -144,10 +143,6 @@ def _write_checkpoint(
     checkpoints = CheckpointFolder(folder / CHECKPOINTS)
     written = write_torch_dist(tensors, checkpoints.begin(progress.step), optimizer)
     checkpoints.finish(progress.step, {"progress": progress, **parts}, written, Retention())
-
-
-def _run_section(config: dict[str, Any]) -> dict[str, Any]:
-    return dict(config.get("run") or {})
 
 
 def _place(runs: Path, name: str) -> dict[str, str]:

@@ -85,11 +85,22 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
         problem = f"holds no {DESCRIPTION}, and DeepSpeed's files do not tell the model's sizes"
         raise UserError(str(path), problem, "give them in a YAML file with --model-config (its `model` section)")
     stored = _kind(path, PRECISE)
-    rows = stored.infos()[VOCABULARY[0]].shape[0] if VOCABULARY[0] in stored.infos() else 0
-    saved = configured_model(options.model_config, rows if tokenizer is None else tokenizer.size)
+    saved = configured_model(options.model_config, _rows(path, stored) if tokenizer is None else tokenizer.size)
     tensors = without_padding(_in_shape(stored, saved), saved.vocab_size, VOCABULARY)
     has_optimizer = bool(_kind(path, MOMENTS[0]).infos())
     return _source(path, saved, stored, tensors, tokenizer=tokenizer, has_optimizer=has_optimizer)
+
+
+def _rows(path: Path, stored: Tensors) -> int:
+    """Rows of the embedding."""
+    info = stored.infos().get(VOCABULARY[0])
+    if info is None:
+        problem = f"holds no {VOCABULARY[0]}, so it is of no GPTModel of megatron-core"
+        raise UserError(str(path / ZERO), problem, "give a checkpoint of one")
+    if len(info.shape) == 1:
+        problem = f"{VOCABULARY[0]} is flat, as ZeRO-3's are, so the tokens are not known"
+        raise UserError(str(path / ZERO), problem, "give the tokenizer.json with --tokenizer")
+    return info.shape[0]
 
 
 def _newest(path: Path) -> Path:

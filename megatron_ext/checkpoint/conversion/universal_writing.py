@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class _Files:
         path = self._folder / name
         path.parent.mkdir(exist_ok=True)
         with CheckedFile(path) as file:
-            torch.save(content, file)
+            torch.save(content, cast(Any, file))
         self.written[name] = file.content
 
 

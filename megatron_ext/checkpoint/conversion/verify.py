@@ -72,13 +72,13 @@ def _compare_training(source: Source, written: Source) -> None:
     for one, other in ((before.tensors, after.tensors), (before.optimizer.tensors, after.optimizer.tensors)):
         check_shapes(one.infos(), other.infos(), where)
         _compare_bits(one, other, where)
-    known = {
-        "the schedule": (before.optimizer.schedule, after.optimizer.schedule),
-        "the identity": (before.identity, after.identity),
-        "the progress": (source.progress, written.progress),
+    said = {
+        "the schedule": before.optimizer.schedule == after.optimizer.schedule,
+        "the identity": before.identity == after.identity,
+        "the progress": source.progress == written.progress,
     }
-    for name, (one, other) in known.items():
-        if one != other:
+    for name, is_the_same in said.items():
+        if not is_the_same:
             raise UserError(where, f"{name} is not what was to be written", _MEND)
 
 
