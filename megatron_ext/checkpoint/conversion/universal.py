@@ -85,22 +85,20 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
         problem = f"holds no {DESCRIPTION}, and DeepSpeed's files do not tell the model's sizes"
         raise UserError(str(path), problem, "give them in a YAML file with --model-config (its `model` section)")
     stored = _kind(path, PRECISE)
-    saved = configured_model(options.model_config, _rows(path, stored) if tokenizer is None else tokenizer.size)
+    tokens = _rows(path, stored, options.model_config) if tokenizer is None else tokenizer.size
+    saved = configured_model(options.model_config, tokens)
     tensors = without_padding(_in_shape(stored, saved), saved.vocab_size, VOCABULARY)
     has_optimizer = bool(_kind(path, MOMENTS[0]).infos())
     return _source(path, saved, stored, tensors, tokenizer=tokenizer, has_optimizer=has_optimizer)
 
 
-def _rows(path: Path, stored: Tensors) -> int:
-    """Rows of the embedding."""
+def _rows(path: Path, stored: Tensors, model_config: Path) -> int:
+    """Rows of the embedding, which is flat where DeepSpeed made it of ZeRO-3's."""
     info = stored.infos().get(VOCABULARY[0])
     if info is None:
         problem = f"holds no {VOCABULARY[0]}, so it is of no GPTModel of megatron-core"
         raise UserError(str(path / ZERO), problem, "give a checkpoint of one")
-    if len(info.shape) == 1:
-        problem = f"{VOCABULARY[0]} is flat, as ZeRO-3's are, so the tokens are not known"
-        raise UserError(str(path / ZERO), problem, "give the tokenizer.json with --tokenizer")
-    return info.shape[0]
+    return info.num_elements // configured_model(model_config, 1).model.hidden_size
 
 
 def _newest(path: Path) -> Path:
@@ -155,8 +153,11 @@ def _description(path: Path) -> Description:
     try:
         progress = None if raw["progress"] is None else Progress(**raw["progress"])
         files = {name: Content(**content) for name, content in raw["files"].items()}
+        unknown = [name for name in raw["dtypes"].values() if not isinstance(getattr(torch, name, None), torch.dtype)]
+        if unknown or (raw["schedule"] is not None and not isinstance(raw["schedule"]["num_steps"], int)):
+            raise ValueError("its dtypes or its schedule are none")
         return Description(**{**raw, "progress": progress, "files": files})
-    except (TypeError, KeyError, AttributeError) as error:
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise UserError(str(file), f"is no description of a checkpoint ({error})", _MEND) from None
 
 
@@ -194,7 +195,10 @@ def _tensor(file: Path) -> Tensor:
     try:
         with torch.serialization.safe_globals(_SAFE):  # type: ignore[arg-type]
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except pickle.UnpicklingError as error:  # torch's text is long, and tells how to let the file run what it likes
+        problem = "is damaged, or holds more than tensors and plain values, which is not read: it could run code"
+        raise UserError(str(file), problem, _MEND) from error
+    except (OSError, RuntimeError, EOFError) as error:
         raise UserError(str(file), f"cannot be read ({' '.join(str(error).split())[:200]})", _MEND) from error
     tensor = content.get("param") if isinstance(content, dict) else content
     if not isinstance(tensor, Tensor):

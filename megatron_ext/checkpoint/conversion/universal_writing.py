@@ -17,12 +17,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_ext.checkpoint.contents import CheckedFile, Content
 from megatron_ext.checkpoint.conversion.our_model import VOCABULARY, Split, splits
-from megatron_ext.checkpoint.conversion.saved import identity_of
+from megatron_ext.checkpoint.conversion.saved import identity_of, shape_of
 from megatron_ext.checkpoint.conversion.source import Source
-from megatron_ext.checkpoint.conversion.tensors import TensorInfo, Tensors
+from megatron_ext.checkpoint.conversion.tensors import Changed, TensorInfo, Tensors
 from megatron_ext.checkpoint.conversion.universal import DESCRIPTION, NEWEST, PRECISE, ZERO, Description
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.files import write_whole
@@ -51,8 +52,8 @@ def num_bytes(source: Source) -> int:
 def write_universal(source: Source, precision: str, folder: Path) -> None:
     """Write a universal checkpoint.
 
-    Parameters have the names that `named_parameters` of our model gives them, and keep the vocabulary's padding where
-    the source has its optimizer's state.
+    Parameters have the names that `named_parameters` of our model gives them. The vocabulary is padded: DeepSpeed's
+    loader would do it at ZeRO-1 and 2, but at ZeRO-3 it puts what is too short in the wrong place without a word.
 
     Args:
         source: what to write.
@@ -65,12 +66,12 @@ def write_universal(source: Source, precision: str, folder: Path) -> None:
     """
     tag, steps = tag_of(source), _steps(source)
     (folder / tag / ZERO).mkdir(parents=True)
-    files, split = _Files(folder / tag), splits(source.saved)
-    for key in _tensors(source).infos():
-        for kind, tensor in _kinds(source, key):
+    files, split, tensors = _Files(folder / tag), splits(source.saved), _tensors(source)
+    infos = tensors.infos()
+    for key in infos:
+        for kind, tensor in _kinds(source, tensors, key):
             files.save(f"{ZERO}/{key}/{kind}.pt", {"param": tensor, **_how_it_splits(key, split[key])})
         files.save(f"{ZERO}/{key}/step.pt", torch.tensor(float(steps)))
-    infos = _tensors(source).infos()
     files.save(f"{ZERO}/optimizer_state.pt", _optimizer_state(steps, len(infos)))
     for name in _MODEL_STATES:
         files.save(name, _model_states(source, infos, split))
@@ -93,25 +94,32 @@ class _Files:
 
 
 def _tensors(source: Source) -> Tensors:
-    """The model's: those that were trained, padding and all, where the optimizer's state is of the same shapes."""
-    return source.tensors if source.training is None else source.training.tensors
+    """The model's, with the rows of the vocabulary's padding: those that were trained with it, or zeros."""
+    if source.training is not None:
+        return source.training.tensors
+    rows = shape_of(source.saved).padded_vocab_size
+
+    def padded(key: str, tensor: Tensor) -> Tensor:
+        return functional.pad(tensor, (0, 0, 0, rows - len(tensor))) if key in VOCABULARY else tensor
+
+    return Changed(source.tensors, padded)
 
 
 def _steps(source: Source) -> int:
     return 0 if source.training is None else int(source.training.optimizer.schedule["num_steps"])
 
 
-def _kinds(source: Source, key: str) -> Iterator[tuple[str, Tensor]]:
+def _kinds(source: Source, tensors: Tensors, key: str) -> Iterator[tuple[str, Tensor]]:
     """A parameter's tensors, whole and alone in their storage, all of which torch would save."""
     if source.training is None:
-        yield PRECISE, _alone(source.tensors.read(key).float())
-        shape = source.tensors.infos()[key].shape
+        yield PRECISE, _alone(tensors.read(key).float())
+        shape = tensors.infos()[key].shape
         for moment in MOMENTS:  # ZeRO-3 wants them; one number is kept, whatever the shape
             yield moment, torch.zeros(()).expand(shape)
         return
     state = source.training.optimizer.tensors
     is_there = f"param.{key}" in state.infos()
-    precise = state.read(f"param.{key}") if is_there else source.training.tensors.read(key).float()
+    precise = state.read(f"param.{key}") if is_there else tensors.read(key).float()
     yield PRECISE, _alone(precise)
     for moment in MOMENTS if is_there else ():
         yield moment, _alone(state.read(f"{moment}.{key}"))

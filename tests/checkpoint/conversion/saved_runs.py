@@ -69,11 +69,14 @@ def trainer_and_store(folder: Path, config: Any) -> tuple[Any, CheckpointStore]:
     platform, groups = select_platform("cpu"), make_process_groups(config.parallel, 1)
     parity.count_anew()
     trainer = build_trainer(config, model_shape(config, platform, VOCABULARY), groups, platform)
-    tokenizer = SimpleNamespace(sha256="0" * 64)
-    data: Any = SimpleNamespace(
-        train_domains=["a"], manifest=SimpleNamespace(tokenizer=tokenizer), vocab_size=VOCABULARY
-    )
-    return trainer, CheckpointStore(folder / "checkpoints", identity(config, data), groups, platform)
+    return trainer, CheckpointStore(folder / "checkpoints", identity_of(config), groups, platform)
+
+
+def identity_of(config: Any) -> dict[str, Any]:
+    """What a run's record says of it."""
+    manifest = SimpleNamespace(tokenizer=SimpleNamespace(sha256="0" * 64))
+    data: Any = SimpleNamespace(train_domains=["a"], manifest=manifest, vocab_size=VOCABULARY)
+    return identity(config, data)
 
 
 @contextmanager

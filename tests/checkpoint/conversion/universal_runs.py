@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +12,7 @@ import parity
 import resharded
 import saved_runs
 import torch
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor
@@ -52,6 +54,31 @@ def load_by_deepspeed(
     rank: int, world_size: int, folder: Path, stage: int, pattern: str, parallel: dict[str, Any], model: dict[str, Any]
 ) -> tuple[State, set[float], int]:
     """The whole state of an engine that has loaded a checkpoint; the steps that Adam and the engine count."""
+    engine, chunk, groups = _engine(stage, pattern, parallel, model)
+    loaded, _ = engine.load_checkpoint(str(folder))
+    assert loaded is not None
+    state = _whole(chunk, groups, stage)
+    steps = {float(state["step"]) for state in engine.optimizer.optimizer.state.values()}
+    return state, steps, engine.global_steps
+
+
+def save_by_deepspeed(
+    rank: int, world_size: int, ours: Path, theirs: Path, stage: int, pattern: str, model: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Load into an engine, and have DeepSpeed save and convert; the parameters by their own names, on rank 0."""
+    engine, chunk, _ = _engine(stage, pattern, {}, model)
+    engine.load_checkpoint(str(ours))
+    chunk.universal_checkpoint_info = {"universal_checkpoint_version": 0.2}
+    engine.save_checkpoint(str(theirs), tag="plain")
+    if rank == 0:
+        places = {"input_folder": str(theirs / "plain"), "output_folder": str(theirs / "universal")}
+        workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+        ds_to_universal.main(Namespace(**places, **workers, strict=True, inject_missing_state=False))
+    return {name: safe_get_full_fp32_param(p).clone() for name, p in chunk.named_parameters()}
+
+
+def _engine(stage: int, pattern: str, parallel: dict[str, Any], model: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """An engine around a model of other weights, that model, and its groups."""
     platform, config = select_platform("cpu"), config_of(pattern, parallel, model, "none", "fp32")
     parity.count_anew()
     groups = make_process_groups(config.parallel, 1)
@@ -68,8 +95,10 @@ def load_by_deepspeed(
         },
         dist_init_required=False,
     )
-    loaded, _ = engine.load_checkpoint(str(folder))
-    assert loaded is not None
+    return engine, chunk, groups
+
+
+def _whole(chunk: Any, groups: Any, stage: int) -> State:
     parameters = list(chunk.parameters())
     found: State = {}
     for kind in ("param", "exp_avg", "exp_avg_sq"):
@@ -79,5 +108,4 @@ def load_by_deepspeed(
         found[kind] = parity.whole_parameters([chunk], groups.tp.rank(), values)
     with GatheredParameters(parameters) if stage == 3 else torch.no_grad():
         found["parameters"] = parity.whole_parameters([chunk], groups.tp.rank())
-    steps = {float(state["step"]) for state in engine.optimizer.optimizer.state.values()}
-    return found, steps, engine.global_steps
+    return found
