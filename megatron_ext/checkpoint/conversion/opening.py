@@ -30,12 +30,12 @@ def _open(path: Path, options: SourceOptions) -> Source:
     if not path.is_dir():
         problem = "is no folder" if path.exists() else "is not there"
         raise UserError(str(path), problem, "give the folder of a run, of a checkpoint or of a Hugging Face model")
+    if universal.is_universal(path):  # before runs: DeepSpeed, too, keeps a file `latest` for its other checkpoints
+        return universal.open_folder(path, options)
     if selectron_run.is_run(path):
         return selectron_run.open_run(path, options)
     if (path / RECORD).is_file():
         return selectron_run.open_step(path, options)
-    if universal.is_universal(path):
-        return universal.open_folder(path, options)
     if (path / hugging_face.CONFIG).is_file():
         return hugging_face.open_folder(path, options)
     if (path / plain_gpt.NEWEST).is_file() or (path / METADATA).is_file():

@@ -69,12 +69,19 @@ def save_by_deepspeed(
     engine, chunk, _ = _engine(stage, pattern, {}, model)
     engine.load_checkpoint(str(ours))
     chunk.universal_checkpoint_info = {"universal_checkpoint_version": 0.2}
+    chunk._register_state_dict_hook(_without_extra_state)
     engine.save_checkpoint(str(theirs), tag="plain")
     if rank == 0:
         places = {"input_folder": str(theirs / "plain"), "output_folder": str(theirs / "universal")}
         workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
         ds_to_universal.main(Namespace(**places, **workers, strict=True, inject_missing_state=False))
     return {name: safe_get_full_fp32_param(p).clone() for name, p in chunk.named_parameters()}
+
+
+def _without_extra_state(_: Any, state: dict[str, Any], *__: Any) -> None:
+    """Megatron's entries that are None, at which DeepSpeed's converter fails."""
+    for key in [key for key in state if key.endswith("_extra_state")]:
+        del state[key]
 
 
 def _engine(stage: int, pattern: str, parallel: dict[str, Any], model: dict[str, Any]) -> tuple[Any, Any, Any]:
