@@ -28,7 +28,12 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add = parser.add_argument
-    add("source", type=Path, metavar="SOURCE", help="run, checkpoint, Hugging Face folder or plain Megatron checkpoint")
+    add(
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="run, checkpoint, Hugging Face folder, DeepSpeed universal or plain Megatron checkpoint",
+    )
     add("destination", type=Path, metavar="DESTINATION", help="folder to write")
     add("--to", required=True, choices=FORMATS, help="format to write")
     add("--dtype", choices=PRECISIONS, help="type of the numbers (default: as they are)")
@@ -117,7 +122,8 @@ def _check_destination(source: Path, destination: Path, overwrite: bool) -> None
 def _is_model(folder: Path) -> bool:
     """Whether a folder is an empty one or what a conversion writes: nothing else is ever removed."""
     return folder.is_dir() and (
-        not any(folder.iterdir()) or any((folder / name).exists() for name in ("config.json", "checkpoints"))
+        not any(folder.iterdir())
+        or any((folder / name).exists() for name in ("config.json", "checkpoints", "latest_universal"))
     )
 
 
@@ -137,7 +143,10 @@ def _convert(source: Source, destination: Destination, wish: Wish, args: argpars
     with _beside(args.destination) as partial:
         destination.write(source, wish, partial)
         if args.verify:
-            print(verify(source, open_source(partial, SourceOptions()), wish.dtype), file=sys.stderr)
+            written, training = open_source(partial, SourceOptions()), destination.carries_training(source, wish)
+            print(verify(source, written, wish.dtype, with_training=training), file=sys.stderr)
+    if (remark := destination.remark(source, wish)) is not None:
+        print(remark, file=sys.stderr)
     if source.tokenizer is None:
         print("no tokenizer is there to be copied; --tokenizer FILE gives one", file=sys.stderr)
 

@@ -9,13 +9,14 @@ from typing import Protocol
 
 import torch
 
-from megatron_ext.checkpoint.conversion import hugging_face, selectron_run
+from megatron_ext.checkpoint.conversion import hugging_face, selectron_run, universal_writing
 from megatron_ext.checkpoint.conversion.families import family_for
 from megatron_ext.checkpoint.conversion.family import SavedModel
 from megatron_ext.checkpoint.conversion.safetensors_files import shards_of
 from megatron_ext.checkpoint.conversion.source import Source
 from megatron_ext.checkpoint.conversion.tensors import in_dtype
 from megatron_ext.checkpoint.conversion.tokenizer_files import keep_tokenizer
+from megatron_ext.checkpoint.conversion.universal import ZERO
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.config.schema import RunSection
 from megatron_ext.config.validate import validate
@@ -43,6 +44,12 @@ class Wish:
 class Destination(Protocol):
     """A format that can be written."""
 
+    def carries_training(self, source: Source, wish: Wish) -> bool:
+        """Whether the optimizer's state is written, too, and a training can go on."""
+
+    def remark(self, source: Source, wish: Wish) -> str | None:
+        """What a user may not expect of what is written; one line."""
+
     def check(self, source: Source, wish: Wish) -> None:
         """Whether a model can be written so.
 
@@ -65,6 +72,14 @@ class Destination(Protocol):
 class HuggingFace:
     """config.json, safetensors, tokenizer files, as `from_pretrained` reads them."""
 
+    def carries_training(self, source: Source, wish: Wish) -> bool:
+        """See `Destination.carries_training`."""
+        return False
+
+    def remark(self, source: Source, wish: Wish) -> str | None:
+        """See `Destination.remark`."""
+        return None
+
     def check(self, source: Source, wish: Wish) -> None:
         """See `Destination.check`."""
         family_for(source.saved, wish.architecture)
@@ -84,7 +99,21 @@ class HuggingFace:
 
 
 class Megatron:
-    """A run's folder with a checkpoint in Megatron's torch_dist, of the model alone."""
+    """A run's folder with a checkpoint in Megatron's torch_dist.
+
+    With the state of its optimizer where the source is a training of ours and keeps its types; else of the model alone.
+    """
+
+    def carries_training(self, source: Source, wish: Wish) -> bool:
+        """See `Destination.carries_training`."""
+        return source.training is not None and wish.dtype is None
+
+    def remark(self, source: Source, wish: Wish) -> str | None:
+        """See `Destination.remark`."""
+        if not source.has_optimizer or self.carries_training(source, wish):
+            return None
+        reason = "is of another library's form" if source.training is None else "belongs to a run of the types it has"
+        return f"the optimizer's state {reason}, and is left out: the run can generate text, and not be continued"
 
     def check(self, source: Source, wish: Wish) -> None:
         """See `Destination.check`."""
@@ -94,18 +123,24 @@ class Megatron:
     def files(self, source: Source, wish: Wish) -> dict[str, int]:
         """See `Destination.files`."""
         step = (source.progress or Progress()).step
-        return {f"checkpoints/step_{step}/__0_0.distcp": in_dtype(source.tensors, wish.dtype).num_bytes}
+        size = in_dtype(source.tensors, wish.dtype).num_bytes
+        if source.training is not None and self.carries_training(source, wish):
+            size = source.training.tensors.num_bytes + source.training.optimizer.tensors.num_bytes
+        return {f"checkpoints/step_{step}/__0_0.distcp": size}
 
     def write(self, source: Source, wish: Wish, folder: Path) -> None:
         """See `Destination.write`."""
         saved, tensors = _without_padding(source.saved), in_dtype(source.tensors, wish.dtype)
         progress, precision = source.progress or Progress(), self._precision(source, wish)
         _keep_tokenizer(source, folder)
+        if source.training is not None and self.carries_training(source, wish):
+            selectron_run.write_training(source.saved, source.training, progress, folder, wish.name)
+            return
         selectron_run.write_run(saved, tensors, precision, progress, folder, wish.name)
 
     def _precision(self, source: Source, wish: Wish) -> str:
         dtype = wish.dtype or source.dtype
-        names = [name for name, known in DTYPES.items() if known == dtype]
+        names = _precisions(dtype)
         if not names:
             kind = str(dtype).removeprefix("torch.")
             raise UserError("--dtype", f"{kind} is no precision of a run", f"give one of {', '.join(DTYPES)}")
@@ -113,19 +148,33 @@ class Megatron:
 
 
 class DeepSpeedUniversal:
-    """DeepSpeed's universal checkpoint."""
+    """DeepSpeed's universal checkpoint, with the state of its optimizer where the source is a training of ours."""
+
+    def carries_training(self, source: Source, wish: Wish) -> bool:
+        """See `Destination.carries_training`."""
+        return source.training is not None
+
+    def remark(self, source: Source, wish: Wish) -> str | None:
+        """See `Destination.remark`."""
+        if source.training is not None:
+            return None
+        return "no optimizer state of ours is there: DeepSpeed finds moments of zero after 0 steps, as Adam begins"
 
     def check(self, source: Source, wish: Wish) -> None:
         """See `Destination.check`."""
-        raise UserError("--to", "deepspeed-universal cannot be written yet", "give --to hf or --to megatron")
+        if wish.dtype is not None:
+            kind = str(wish.dtype).removeprefix("torch.")
+            problem = f"{kind} is for the numbers of a model, and a universal checkpoint holds the optimizer's, in fp32"
+            raise UserError("--dtype", problem, "leave it out")
 
     def files(self, source: Source, wish: Wish) -> dict[str, int]:
         """See `Destination.files`."""
-        raise AssertionError("refused by `check`")
+        return {f"{universal_writing.tag_of(source)}/{ZERO}": universal_writing.num_bytes(source)}
 
     def write(self, source: Source, wish: Wish, folder: Path) -> None:
         """See `Destination.write`."""
-        raise AssertionError("refused by `check`")
+        _keep_tokenizer(source, folder)
+        universal_writing.write_universal(source, (_precisions(source.dtype) or ["fp32"])[0], folder)
 
 
 DESTINATIONS: dict[str, Destination] = {
@@ -134,6 +183,11 @@ DESTINATIONS: dict[str, Destination] = {
     "deepspeed-universal": DeepSpeedUniversal(),
 }
 """By the name that `--to` takes."""
+
+
+def _precisions(dtype: torch.dtype) -> list[str]:
+    """Names of a type as that of a run; none, or one."""
+    return [name for name, known in DTYPES.items() if known == dtype]
 
 
 def _keep_tokenizer(source: Source, folder: Path) -> None:

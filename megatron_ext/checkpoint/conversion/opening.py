@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_ext.checkpoint.conversion import hugging_face, plain_gpt, selectron_run
+from megatron_ext.checkpoint.conversion import hugging_face, plain_gpt, selectron_run, universal
 from megatron_ext.checkpoint.conversion.our_model import expected_tensors
 from megatron_ext.checkpoint.conversion.source import Source, SourceOptions
 from megatron_ext.checkpoint.conversion.tensors import check_shapes
@@ -14,7 +14,9 @@ from megatron_ext.errors import UserError
 
 
 def open_source(path: Path, options: SourceOptions) -> Source:
-    """Open a run's folder (its newest checkpoint), a checkpoint of it, a Hugging Face folder, or plain Megatron's.
+    """Open a run's folder (its newest checkpoint), a checkpoint of it, a Hugging Face folder, or one of the others.
+
+    The others are DeepSpeed's universal checkpoints and plain Megatron's.
 
     Raises:
         UserError: it is none of them, damaged, or holds what no model of ours has.
@@ -28,6 +30,8 @@ def _open(path: Path, options: SourceOptions) -> Source:
     if not path.is_dir():
         problem = "is no folder" if path.exists() else "is not there"
         raise UserError(str(path), problem, "give the folder of a run, of a checkpoint or of a Hugging Face model")
+    if universal.is_universal(path):  # before runs: DeepSpeed, too, keeps a file `latest` for its other checkpoints
+        return universal.open_folder(path, options)
     if selectron_run.is_run(path):
         return selectron_run.open_run(path, options)
     if (path / RECORD).is_file():
@@ -38,6 +42,6 @@ def _open(path: Path, options: SourceOptions) -> Source:
         return plain_gpt.open_folder(path, options)
     problem = (
         f"is no checkpoint: there is no {RECORD} or checkpoints/ (ours), no {hugging_face.CONFIG} (Hugging Face), "
-        f"and no {METADATA} (Megatron's torch_dist)"
+        f"no {universal.NEWEST} or {universal.ZERO}/ (DeepSpeed), and no {METADATA} (Megatron's torch_dist)"
     )
     raise UserError(str(path), problem, "give a folder that holds one of them")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_ext.checkpoint.conversion.family import SavedModel
@@ -39,6 +41,31 @@ def expected_tensors(saved: SavedModel) -> dict[str, TensorInfo]:
             rows = (saved.vocab_size, *parameter.shape[1:]) if key in VOCABULARY else tuple(parameter.shape)
             infos[key] = TensorInfo(rows, parameter.dtype)
         return infos
+
+
+@dataclass(frozen=True)
+class Split:
+    """How tensor parallelism splits a parameter.
+
+    Attributes:
+        dim: the dimension; None: every rank has all of it.
+        parts: the whole is so many, one after the other along `dim`, and each is split: SwiGLU's gate and value.
+    """
+
+    dim: int | None
+    parts: int = 1
+
+
+def splits(saved: SavedModel) -> dict[str, Split]:
+    """How tensor parallelism splits each parameter of a model, by our keys."""
+    with _model(saved) as model:
+        gated = get_model_config(model).gated_linear_unit
+        found = {}
+        for key, parameter in model.named_parameters():
+            is_split = getattr(parameter, "tensor_model_parallel", False)
+            halves = 2 if gated and key.endswith("linear_fc1.weight") else 1
+            found[key] = Split(int(parameter.partition_dim), halves) if is_split else Split(None)
+        return found
 
 
 def logits_of(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ _FORMATS = {
     "selectron": "a run's checkpoint (Megatron torch_dist)",
     "hugging_face": "Hugging Face safetensors",
     "megatron_core": "a GPTModel of megatron-core (Megatron torch_dist)",
+    "deepspeed_universal": "DeepSpeed's universal checkpoint",
 }
-_ARCHITECTURES = {"selectron": "Selectron", "megatron_core": "GPTModel"}
+_ARCHITECTURES = {"selectron": "Selectron", "megatron_core": "GPTModel", "deepspeed_universal": "Selectron"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,18 +1,25 @@
-"""Runs of ours: reading a checkpoint's model, and writing a run folder around one."""
+"""Runs of ours: reading a checkpoint, and writing a run folder around one."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from megatron_ext.checkpoint.conversion.family import SavedModel
 from megatron_ext.checkpoint.conversion.our_model import VOCABULARY
-from megatron_ext.checkpoint.conversion.saved import configured_model, identity_of, mixer_fields, saved_model
-from megatron_ext.checkpoint.conversion.source import Source, SourceOptions
+from megatron_ext.checkpoint.conversion.saved import PRECISION, configured_model, identity_of, mixer_fields, saved_model
+from megatron_ext.checkpoint.conversion.source import Source, SourceOptions, Training
 from megatron_ext.checkpoint.conversion.tensors import Tensors, without_padding
 from megatron_ext.checkpoint.conversion.tokenizer_files import kept_tokenizer
-from megatron_ext.checkpoint.conversion.torch_dist import TorchDistTensors, write_torch_dist
+from megatron_ext.checkpoint.conversion.torch_dist import (
+    OptimizerState,
+    TorchDistTensors,
+    read_optimizer,
+    write_torch_dist,
+)
 from megatron_ext.checkpoint.folder import LATEST, RECORD, CheckpointFolder, Progress, Record, Retention
+from megatron_ext.config.load import read_tree
 from megatron_ext.config.save import tree_to_yaml
 from megatron_ext.errors import UserError
 
@@ -51,8 +58,8 @@ def open_step(path: Path, options: SourceOptions) -> Source:
     record = checkpoints.read_record(int(step))
     for name, content in record.files.items():
         checkpoints.check_file(int(step), name, content)
-    stored = TorchDistTensors(path)
-    tokenizer = kept_tokenizer(path.resolve().parents[1], options.tokenizer)
+    stored, run = TorchDistTensors(path), path.resolve().parents[1]
+    tokenizer = kept_tokenizer(run, options.tokenizer)
     saved = _saved(path, record, stored, options, tokenizer.size if tokenizer else None)
     return Source(
         path=path,
@@ -63,7 +70,20 @@ def open_step(path: Path, options: SourceOptions) -> Source:
         tokenizer=tokenizer,
         progress=record.progress,
         has_optimizer=stored.has_optimizer,
+        training=_training(path, run, record, saved, stored, is_told=options.model_config is not None),
     )
+
+
+def _training(
+    path: Path, run: Path, record: Record, saved: SavedModel, stored: TorchDistTensors, *, is_told: bool
+) -> Training | None:
+    """What the run goes on from. A record that did not say all of the model is completed with what the user said."""
+    optimizer = read_optimizer(stored, path)
+    if optimizer is None or record.model_only:
+        return None
+    told = identity_of(saved, record.identity[PRECISION]) if is_told and PRECISION in record.identity else {}
+    config = read_tree(run / CONFIG) if (run / CONFIG).is_file() else None
+    return Training(tensors=stored, optimizer=optimizer, identity={**record.identity, **told}, config=config)
 
 
 def _saved(path: Path, record: Record, stored: Tensors, options: SourceOptions, tokens: int | None) -> SavedModel:
@@ -87,11 +107,46 @@ def write_run(saved: SavedModel, tensors: Tensors, precision: str, progress: Pro
     Raises:
         OSError: the disk refuses.
     """
-    checkpoints = CheckpointFolder(folder / CHECKPOINTS)
-    written = write_torch_dist(tensors, checkpoints.begin(progress.step))
-    parts = {"progress": progress, "identity": identity_of(saved, precision), "generators": [], "model_only": True}
-    checkpoints.finish(progress.step, parts, written, Retention())
+    identity = identity_of(saved, precision)
+    _write_checkpoint(folder, progress, tensors, None, {"identity": identity, "generators": [], "model_only": True})
     (folder / CONFIG).write_text(_config(saved, precision, folder.parent, name))
+
+
+def write_training(saved: SavedModel, training: Training, progress: Progress, folder: Path, name: str) -> None:
+    """Write a run's folder with one checkpoint, from which `selectron train --resume` goes on.
+
+    The generators' states are left out: they are of one layout, and nothing is drawn from them.
+
+    Args:
+        saved: the model, as it was trained.
+        training: its state.
+        progress: how far it was.
+        folder: of the run; exists.
+        name: of the run.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    parts = {"identity": training.identity, "generators": []}
+    _write_checkpoint(folder, progress, training.tensors, training.optimizer, parts)
+    if training.config is None:
+        text = _config(saved, training.identity[PRECISION], folder.parent, name)
+    else:
+        section = {**(training.config.get("run") or {}), **_place(folder.parent, name)}
+        text = tree_to_yaml({**training.config, "run": section})
+    (folder / CONFIG).write_text(text)
+
+
+def _write_checkpoint(
+    folder: Path, progress: Progress, tensors: Tensors, optimizer: OptimizerState | None, parts: dict[str, Any]
+) -> None:
+    checkpoints = CheckpointFolder(folder / CHECKPOINTS)
+    written = write_torch_dist(tensors, checkpoints.begin(progress.step), optimizer)
+    checkpoints.finish(progress.step, {"progress": progress, **parts}, written, Retention())
+
+
+def _place(runs: Path, name: str) -> dict[str, str]:
+    return {"dir": str(runs), "name": name}
 
 
 def _config(saved: SavedModel, precision: str, runs: Path, name: str) -> str:
@@ -101,6 +156,6 @@ def _config(saved: SavedModel, precision: str, runs: Path, name: str) -> str:
         "model": asdict(saved.model),
         "mixers": {mixer: mixer_fields(config) for mixer, config in saved.mixers.items()},
         "training": {"precision": precision},
-        "run": {"dir": str(runs), "name": name},
+        "run": _place(runs, name),
     }
     return tree_to_yaml(tree)

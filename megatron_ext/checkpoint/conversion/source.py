@@ -6,16 +6,17 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from megatron_ext.checkpoint.conversion.family import Family, SavedModel
 from megatron_ext.checkpoint.conversion.tensors import TensorInfo, Tensors
 from megatron_ext.checkpoint.conversion.tokenizer_files import KeptTokenizer
+from megatron_ext.checkpoint.conversion.torch_dist import OptimizerState
 from megatron_ext.checkpoint.folder import Progress
 
-Format = Literal["selectron", "hugging_face", "megatron_core"]
+Format = Literal["selectron", "hugging_face", "megatron_core", "deepspeed_universal"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,23 @@ class SourceOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a run of ours needs to go on exactly, beside its progress.
+
+    Attributes:
+        tensors: the model's, with the padding of the vocabulary: its rows take part in every softmax and are trained.
+        optimizer: its state, for tensors of the same shapes.
+        identity: the record's: what a run that goes on must share.
+        config: the run's configuration, plain values; None: not there.
+    """
+
+    tensors: Tensors
+    optimizer: OptimizerState
+    identity: dict[str, Any]
+    config: dict[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Source:
     """A checkpoint.
 
@@ -43,7 +61,8 @@ class Source:
         tensors: the same as ours, without vocabulary padding.
         tokenizer: its tokenizer, where it has one.
         progress: how far its training was; None: it does not say.
-        has_optimizer: whether the optimizer's state is there.
+        has_optimizer: whether the optimizer's state is there, in whatever form.
+        training: the state of a training that can go on; None: of another library, or not there.
         family: of its architecture; None: not of another library.
     """
 
@@ -55,6 +74,7 @@ class Source:
     tokenizer: KeptTokenizer | None = None
     progress: Progress | None = None
     has_optimizer: bool = False
+    training: Training | None = None
     family: Family | None = None
 
     @property

@@ -70,6 +70,54 @@ class Tensors(ABC):
         return sum(info.num_elements for info in self.infos().values())
 
 
+class Listed(Tensors):
+    """Tensors that one function reads.
+
+    Args:
+        infos: what there is.
+        read: see `Tensors.read`.
+    """
+
+    def __init__(self, infos: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> None:
+        self._infos, self._read = infos, read
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """See `Tensors.infos`."""
+        return self._infos
+
+    def read(self, key: str) -> Tensor:
+        """See `Tensors.read`."""
+        return self._read(key)
+
+
+class Joined(Tensors):
+    """The tensors of several sources.
+
+    Args:
+        sources: by what their keys here begin with.
+    """
+
+    def __init__(self, sources: Mapping[str, Tensors]) -> None:
+        self._sources = sources
+        self._infos = {before + key: info for before, source in sources.items() for key, info in source.infos().items()}
+        self._places = {before + key: (source, key) for before, source in sources.items() for key in source.infos()}
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """See `Tensors.infos`."""
+        return self._infos
+
+    def read(self, key: str) -> Tensor:
+        """See `Tensors.read`."""
+        source, own = self._places[key]
+        return source.read(own)
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Tensors.stream`."""
+        for before, source in self._sources.items():
+            for key, tensor in source.stream():
+                yield before + key, tensor
+
+
 class Changed(Tensors):
     """Tensors each of which is changed as it is read.
 

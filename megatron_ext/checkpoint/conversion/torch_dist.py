@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.futures import Future
 
 from megatron_ext.checkpoint.contents import CheckedFile, Content, content_of
-from megatron_ext.checkpoint.conversion.tensors import TensorInfo, Tensors
+from megatron_ext.checkpoint.conversion.tensors import Joined, Listed, TensorInfo, Tensors
 from megatron_ext.errors import UserError
 
 METADATA = ".metadata"
@@ -28,6 +29,7 @@ COMMON = "common.pt"
 _MEND = "copy the checkpoint again, whole, or give another one"
 _SAFE = {"torch", "torch.distributed.checkpoint", "torch.serialization", "collections", "pathlib", "pathlib._local"}
 _OTHER_TENSORS = ("optimizer.", "chained_")
+_OPTIMIZER_STATE = "optimizer.state."
 _LAYERS = re.compile(r"^(?P<before>(?:.*\.)?layers\.)(?P<after>[^.\d].*)$")
 
 
@@ -87,7 +89,20 @@ class TorchDistTensors(Tensors):
 
     def read(self, key: str) -> Tensor:
         """See `Tensors.read`."""
-        stored, layer = self._places[key]
+        return self._read(*self._places[key])
+
+    @property
+    def optimizer(self) -> Tensors:
+        """The optimizer's state in our form (see `optim.state`), by `<kind>.<the parameter's key>`."""
+        begins = _OPTIMIZER_STATE
+        found = {key: entry for key, entry in self._entries.items() if key.startswith(begins)}
+        infos = {
+            key.removeprefix(begins): TensorInfo(tuple(entry.size), entry.properties.dtype)
+            for key, entry in found.items()
+        }
+        return Listed(infos, lambda key: self._read(begins + key, None))
+
+    def _read(self, stored: str, layer: int | None) -> Tensor:
         entry = self._entries[stored]
         offsets, sizes = [0] * len(entry.size), list(entry.size)
         if layer is not None:
@@ -95,11 +110,12 @@ class TorchDistTensors(Tensors):
         wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         tensor = torch.empty(sizes, dtype=entry.properties.dtype)
         items = create_read_items_for_chunk_list(stored, entry, [wanted])
-        assert sum(item.lengths.numel() for item in items) == tensor.numel(), f"{key} is not whole"
+        assert sum(item.lengths.numel() for item in items) == tensor.numel(), f"{stored} is not whole"
         try:
             self._reader.read_data(LoadPlan(items), _Into(tensor))
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            raise UserError(str(self._folder), f"{key} cannot be read, so the checkpoint is damaged", _MEND) from error
+            problem = f"{stored} cannot be read, so the checkpoint is damaged"
+            raise UserError(str(self._folder), problem, _MEND) from error
         return tensor if layer is None else tensor[0]
 
 
@@ -167,12 +183,39 @@ def read_common(folder: Path, safe: list[Any] | None = None) -> Any:
         raise UserError(str(path), f"cannot be read ({_one_line(error)})", _MEND) from error
 
 
-def write_torch_dist(tensors: Tensors, folder: Path) -> dict[str, Content]:
+@dataclass(frozen=True)
+class OptimizerState:
+    """An optimizer's state.
+
+    Attributes:
+        tensors: by `<kind>.<the parameter's key>`, fp32, in the parameter's whole shape; see `optim.state`.
+        schedule: the learning rate's, plain values; its `num_steps` are Adam's, too.
+    """
+
+    tensors: Tensors
+    schedule: dict[str, Any]
+
+
+def read_optimizer(stored: TorchDistTensors, folder: Path) -> OptimizerState | None:
+    """The optimizer's state of a run of ours; None: it is not there in our form.
+
+    Raises:
+        UserError: the schedule cannot be read.
+    """
+    tensors = stored.optimizer
+    if not tensors.infos():
+        return None
+    common = read_common(folder)
+    return OptimizerState(tensors, dict(common["optimizer"]["schedule"]))
+
+
+def write_torch_dist(tensors: Tensors, folder: Path, optimizer: OptimizerState | None = None) -> dict[str, Content]:
     """Write a checkpoint that megatron.core.dist_checkpointing loads at any layout.
 
     Args:
-        tensors: written as they come.
+        tensors: of the model, written as they come.
         folder: exists.
+        optimizer: what is written besides.
 
     Returns:
         What each of its files holds.
@@ -181,15 +224,18 @@ def write_torch_dist(tensors: Tensors, folder: Path) -> dict[str, Content]:
         OSError: the disk refuses.
         RuntimeError: the same, from torch.
     """
-    shapes = {key: torch.empty(info.shape, dtype=info.dtype, device="meta") for key, info in tensors.infos().items()}
-    writer, planner = _OneAfterTheOther(folder), _Planner(tensors.stream())
+    state = {_OPTIMIZER_STATE: optimizer.tensors} if optimizer else {}
+    everything = Joined({"": tensors, **state})
+    infos = everything.infos().items()
+    shapes = {key: torch.empty(info.shape, dtype=info.dtype, device="meta") for key, info in infos}
+    writer, planner = _OneAfterTheOther(folder), _Planner(everything.stream())
     # What torch.distributed.checkpoint.save does, which wraps what the disk raises in an exception of its own.
     writer.set_up_storage_writer(is_coordinator=True)
     planner.set_up_planner(shapes, is_coordinator=True)
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
     (plan,) = writer.prepare_global_plan(plans)
     writer.finish(metadata, [writer.write_data(plan, planner).value()])
-    torch.save({}, folder / COMMON)
+    torch.save({"optimizer": {"schedule": optimizer.schedule}} if optimizer else {}, folder / COMMON)
     save_config(CheckpointingConfig("torch_dist"), str(folder))
     return writer.written | {
         path.name: content_of(path) for path in folder.iterdir() if path.name not in writer.written

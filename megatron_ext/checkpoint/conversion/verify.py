@@ -23,13 +23,14 @@ SEQUENCES, LENGTH = 2, 160
 _MEND = "nothing was written; please report it, or leave the check out with --no-verify"
 
 
-def verify(source: Source, written: Source, dtype: torch.dtype | None) -> str:
+def verify(source: Source, written: Source, dtype: torch.dtype | None, *, with_training: bool = False) -> str:
     """Compare a checkpoint with the one it was made from.
 
     Args:
         source: what was read.
         written: what was written, read again.
         dtype: type of its numbers; None: those of the source.
+        with_training: whether the optimizer's state must be there, too.
 
     Returns:
         A line that says what was compared.
@@ -40,16 +41,20 @@ def verify(source: Source, written: Source, dtype: torch.dtype | None) -> str:
     expected = in_dtype(source.tensors, dtype)
     check_shapes(expected.infos(), written.tensors.infos(), str(written.path))
     _compare_bits(expected, written.tensors, str(written.path))
+    compared = "every tensor"
+    if with_training:
+        _compare_training(source, written)
+        compared += " and the optimizer's state"
     silent = [one for one in (source, written) if one.family is not None and not hf_model.can_answer(one.family)]
     if silent:
         (family,) = (one.family for one in silent[:1])
         assert family is not None
-        return f"verified: every tensor; {family.architecture} runs on a GPU alone, so logits were not compared"
+        return f"verified: {compared}; {family.architecture} runs on a GPU alone, so logits were not compared"
     difference = _difference(source, written, expected)
     if not difference <= LIMIT:
         problem = f"logits differ from those of {source.path} by {difference:.1e}, more than {LIMIT:.0e}"
         raise UserError(str(written.path), problem, _MEND)
-    return f"verified: every tensor; logits differ by {difference:.1e} of the largest, at most {LIMIT:.0e}"
+    return f"verified: {compared}; logits differ by {difference:.1e} of the largest, at most {LIMIT:.0e}"
 
 
 def _difference(source: Source, written: Source, expected: Tensors) -> float:
@@ -57,6 +62,24 @@ def _difference(source: Source, written: Source, expected: Tensors) -> float:
     theirs_btv = logits(written, written.tensors, tokens_bt)
     ours_btv = logits(source, expected, tokens_bt)
     return float((ours_btv - theirs_btv).abs().max() / max(1.0, float(ours_btv.abs().max())))
+
+
+def _compare_training(source: Source, written: Source) -> None:
+    """Compare what a run goes on from: tensors with their padding, the optimizer's, its steps, and the data's place."""
+    before, after, where = source.training, written.training, str(written.path)
+    if before is None or after is None:
+        raise UserError(where, "holds no optimizer state", _MEND)
+    for one, other in ((before.tensors, after.tensors), (before.optimizer.tensors, after.optimizer.tensors)):
+        check_shapes(one.infos(), other.infos(), where)
+        _compare_bits(one, other, where)
+    said = {
+        "the schedule": before.optimizer.schedule == after.optimizer.schedule,
+        "the identity": before.identity == after.identity,
+        "the progress": source.progress == written.progress,
+    }
+    for name, is_the_same in said.items():
+        if not is_the_same:
+            raise UserError(where, f"{name} is not what was to be written", _MEND)
 
 
 def _compare_bits(expected: Tensors, written: Tensors, where: str) -> None:
@@ -86,7 +109,7 @@ def logits(source: Source, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
         tensors: its weights in our terms, maybe of another type.
         tokens_bt: int64 [b, t].
     """
-    if source.format == "selectron":
+    if source.format in ("selectron", "deepspeed_universal"):
         return logits_of(source.saved, tensors, tokens_bt)
     if source.format == "megatron_core":
         return plain_model.logits(source.saved, tensors, tokens_bt)

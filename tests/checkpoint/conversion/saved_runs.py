@@ -51,17 +51,32 @@ def save(
     precision: str = "fp32",
 ) -> None:
     """Train two steps and save, as a run does."""
-    config, platform = run_config(pattern, parallel, model, mixers), select_platform("cpu")
-    config = replace(config, training=replace(config.training, precision=precision))
-    groups = make_process_groups(config.parallel, 1)
-    trainer = build_trainer(config, model_shape(config, platform, VOCABULARY), groups, platform)
+    config = run_config(pattern, parallel, model, mixers)
+    train_and_save(folder, replace(config, training=replace(config.training, precision=precision)))
+
+
+def train_and_save(folder: Path, config: Any) -> Any:
+    """The trainer, after two steps that were saved."""
+    trainer, store = trainer_and_store(folder, config)
     for step in range(STEPS):
         trainer.train_step(parity.step_batches(config, trainer.groups, step))
-    tokenizer = SimpleNamespace(sha256="0" * 64)
-    data: Any = SimpleNamespace(
-        train_domains=["a"], manifest=SimpleNamespace(tokenizer=tokenizer), vocab_size=VOCABULARY
-    )
-    CheckpointStore(folder / "checkpoints", identity(config, data), groups, platform).save(trainer.optimizer, PROGRESS)
+    store.save(trainer.optimizer, PROGRESS)
+    return trainer
+
+
+def trainer_and_store(folder: Path, config: Any) -> tuple[Any, CheckpointStore]:
+    """Both as a run makes them."""
+    platform, groups = select_platform("cpu"), make_process_groups(config.parallel, 1)
+    parity.count_anew()
+    trainer = build_trainer(config, model_shape(config, platform, VOCABULARY), groups, platform)
+    return trainer, CheckpointStore(folder / "checkpoints", identity_of(config), groups, platform)
+
+
+def identity_of(config: Any) -> dict[str, Any]:
+    """What a run's record says of it."""
+    manifest = SimpleNamespace(tokenizer=SimpleNamespace(sha256="0" * 64))
+    data: Any = SimpleNamespace(train_domains=["a"], manifest=manifest, vocab_size=VOCABULARY)
+    return identity(config, data)
 
 
 @contextmanager

@@ -72,4 +72,5 @@ def test_memory_is_that_of_two_tensors(llama: Path, tmp_path: Path) -> None:
     assert peak(llama, tmp_path / "run", "--to", "megatron", "--no-verify") < limit
     # Both models are run, too, a layer at a time.
     assert peak(tmp_path / "run", tmp_path / "hf", "--to", "hf", "--shard-size", "0.1", "--verify") < limit
+    assert peak(tmp_path / "run", tmp_path / "ds", "--to", "deepspeed-universal", "--verify") < limit
     assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 2

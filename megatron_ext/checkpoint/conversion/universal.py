@@ -1,0 +1,224 @@
+"""DeepSpeed's universal checkpoints: reading ours and others', a tensor at a time.
+
+`latest_universal` names the folder in which `zero/<parameter>/{fp32, exp_avg, exp_avg_sq, step}.pt` lie, a parameter's
+whole tensors; see deepspeed.checkpoint.ds_to_universal. Beside them a file of ours says what DeepSpeed's do not.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.checkpoint.contents import Content, content_of
+from megatron_ext.checkpoint.conversion.family import SavedModel
+from megatron_ext.checkpoint.conversion.our_model import VOCABULARY, expected_tensors
+from megatron_ext.checkpoint.conversion.saved import configured_model, saved_model
+from megatron_ext.checkpoint.conversion.source import Source, SourceOptions, Training
+from megatron_ext.checkpoint.conversion.tensors import (
+    Changed,
+    Joined,
+    Listed,
+    TensorInfo,
+    Tensors,
+    check_keys,
+    without_padding,
+)
+from megatron_ext.checkpoint.conversion.tokenizer_files import kept_tokenizer, read_json
+from megatron_ext.checkpoint.conversion.torch_dist import OptimizerState
+from megatron_ext.checkpoint.folder import Progress
+from megatron_ext.errors import UserError
+from megatron_ext.optim.state import MOMENTS
+
+NEWEST = "latest_universal"
+ZERO = "zero"
+DESCRIPTION = "selectron.json"
+PRECISE = "fp32"
+"""File of a parameter's precise values, as those of its moments are called by their names."""
+
+_MEND = "copy the checkpoint again, whole, or give another one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What our file says.
+
+    Attributes:
+        identity: of the model, and of the run where it is one's; see `folder.Record`.
+        dtypes: by our key, the type that the model has its tensor in.
+        progress: how far the training was; None: not said.
+        schedule: of the learning rate; None: there is no optimizer state, and the moments are nothing but zeros.
+        config: the run's configuration, plain values; None: not there.
+        files: what the others hold.
+    """
+
+    identity: dict[str, Any]
+    dtypes: dict[str, str]
+    progress: Progress | None
+    schedule: dict[str, Any] | None
+    config: dict[str, Any] | None
+    files: dict[str, Content]
+
+
+def is_universal(path: Path) -> bool:
+    """Whether a folder is a universal checkpoint, or holds some and says which is the newest."""
+    return (path / NEWEST).is_file() or (path / ZERO).is_dir()
+
+
+def open_folder(path: Path, options: SourceOptions) -> Source:
+    """The model of a universal checkpoint.
+
+    Raises:
+        UserError: it is damaged, or does not say its sizes.
+    """
+    root, path = (path, _newest(path)) if (path / NEWEST).is_file() else (path.resolve().parent, path)
+    tokenizer = kept_tokenizer(root, options.tokenizer)
+    if (path / DESCRIPTION).is_file():
+        return _ours(path, options, _description(path), tokenizer)
+    if options.model_config is None:
+        problem = f"holds no {DESCRIPTION}, and DeepSpeed's files do not tell the model's sizes"
+        raise UserError(str(path), problem, "give them in a YAML file with --model-config (its `model` section)")
+    stored = _kind(path, PRECISE)
+    tokens = _rows(path, stored, options.model_config) if tokenizer is None else tokenizer.size
+    saved = configured_model(options.model_config, tokens)
+    tensors = without_padding(_in_shape(stored, saved), saved.vocab_size, VOCABULARY)
+    has_optimizer = bool(_kind(path, MOMENTS[0]).infos())
+    return _source(path, saved, stored, tensors, tokenizer=tokenizer, has_optimizer=has_optimizer)
+
+
+def _rows(path: Path, stored: Tensors, model_config: Path) -> int:
+    """Rows of the embedding, which is flat where DeepSpeed made it of ZeRO-3's."""
+    info = stored.infos().get(VOCABULARY[0])
+    if info is None:
+        problem = f"holds no {VOCABULARY[0]}, so it is of no GPTModel of megatron-core"
+        raise UserError(str(path / ZERO), problem, "give a checkpoint of one")
+    return info.num_elements // configured_model(model_config, 1).model.hidden_size
+
+
+def _newest(path: Path) -> Path:
+    tag = (path / NEWEST).read_text().strip()
+    if not tag or not (path / tag / ZERO).is_dir():
+        raise UserError(str(path / NEWEST), f"names {tag!r}, and {path / tag / ZERO} is not there", _MEND)
+    return path / tag
+
+
+def _source(path: Path, saved: SavedModel, stored: Tensors, tensors: Tensors, **known: Any) -> Source:
+    return Source(path=path, format="deepspeed_universal", saved=saved, stored=stored, tensors=tensors, **known)
+
+
+def _ours(path: Path, options: SourceOptions, said: Description, tokenizer: Any) -> Source:
+    _check_files(path, said.files)
+    stored = _kind(path, PRECISE)
+    saved = saved_model(said.identity, str(path / DESCRIPTION))
+    if options.model_config is not None:
+        saved = configured_model(options.model_config, saved.vocab_size)
+    check_keys(said.dtypes, stored.infos(), str(path))
+    tensors = Changed(stored, lambda key, tensor: tensor.to(getattr(torch, said.dtypes[key])))
+    training = None if said.schedule is None else _training(path, said, stored, tensors)
+    return _source(
+        path,
+        saved,
+        stored,
+        without_padding(tensors, saved.vocab_size, VOCABULARY),
+        tokenizer=tokenizer,
+        progress=said.progress,
+        has_optimizer=training is not None,
+        training=training,
+    )
+
+
+def _training(path: Path, said: Description, stored: Tensors, tensors: Tensors) -> Training:
+    assert said.schedule is not None
+    moments = {f"{moment}.": _kind(path, moment) for moment in MOMENTS}
+    # A parameter that no optimizer has moments of is none that it has precise values of.
+    trained = {key: info for key, info in stored.infos().items() if key in moments[f"{MOMENTS[0]}."].infos()}
+    state = Joined({"param.": Listed(trained, stored.read), **moments})
+    return Training(
+        tensors=tensors,
+        optimizer=OptimizerState(state, said.schedule),
+        identity=said.identity,
+        config=said.config,
+    )
+
+
+def _description(path: Path) -> Description:
+    file = path / DESCRIPTION
+    raw = read_json(file)
+    try:
+        progress = None if raw["progress"] is None else Progress(**raw["progress"])
+        files = {name: Content(**content) for name, content in raw["files"].items()}
+        unknown = [name for name in raw["dtypes"].values() if not isinstance(getattr(torch, name, None), torch.dtype)]
+        if unknown or (raw["schedule"] is not None and not isinstance(raw["schedule"]["num_steps"], int)):
+            raise ValueError("its dtypes or its schedule are none")
+        return Description(**{**raw, "progress": progress, "files": files})
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise UserError(str(file), f"is no description of a checkpoint ({error})", _MEND) from None
+
+
+def _check_files(path: Path, files: Mapping[str, Content]) -> None:
+    for name, expected in files.items():
+        if not (path / name).is_file():
+            raise UserError(str(path / name), "is not there, so the checkpoint is damaged", _MEND)
+        if content_of(path / name) != expected:
+            raise UserError(str(path / name), "is not what was written, so the checkpoint is damaged", _MEND)
+
+
+def _kind(path: Path, kind: str) -> Tensors:
+    """One kind of tensor of all parameters that have it, by our keys; a parameter's file is read when it is."""
+    files: dict[str, Path] = {}
+    for file in sorted((path / ZERO).glob(f"*/{kind}.pt")):
+        files[file.parent.name.removeprefix("module.")] = file  # an engine around Megatron's wrapper for bf16
+    if not files and kind == PRECISE:
+        raise UserError(str(path / ZERO), f"holds no {kind}.pt of any parameter", _MEND)
+    infos = {}
+    for key, file in files.items():
+        tensor = _tensor(file)
+        infos[key] = TensorInfo(tuple(tensor.shape), tensor.dtype)
+    return Listed(infos, lambda key: _tensor(files[key]))
+
+
+class _SubparamShape:
+    """Stands for DeepSpeed's class of that name, which says how a tensor was split; it is read, and not used."""
+
+
+_SAFE = [(_SubparamShape, "deepspeed.checkpoint.universal_checkpoint.SubparamShape")]
+
+
+def _tensor(file: Path) -> Tensor:
+    """A parameter's tensor, still on the disk; no code of the file's is run."""
+    try:
+        with torch.serialization.safe_globals(_SAFE):  # type: ignore[arg-type]
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:  # torch's text is long, and tells how to let the file run what it likes
+        problem = "is damaged, or holds more than tensors and plain values, which is not read: it could run code"
+        raise UserError(str(file), problem, _MEND) from error
+    except (OSError, RuntimeError, EOFError) as error:
+        raise UserError(str(file), f"cannot be read ({' '.join(str(error).split())[:200]})", _MEND) from error
+    tensor = content.get("param") if isinstance(content, dict) else content
+    if not isinstance(tensor, Tensor):
+        raise UserError(str(file), "holds no tensor", _MEND)
+    return tensor
+
+
+def _in_shape(stored: Tensors, saved: SavedModel) -> Tensors:
+    """Tensors in their shapes: what DeepSpeed makes of ZeRO-3 is flat."""
+    if not _flat(stored.infos().values()):
+        return stored
+    expected = expected_tensors(saved)
+
+    def shaped(key: str, tensor: Tensor) -> Tensor:
+        inner = expected[key].shape[1:] if key in expected else ()
+        fits = tensor.dim() == 1 and tensor.numel() % max(1, math.prod(inner)) == 0
+        return tensor.view(-1, *inner) if inner and fits else tensor
+
+    return Changed(stored, shaped)
+
+
+def _flat(infos: Iterable[TensorInfo]) -> bool:
+    return all(len(info.shape) == 1 for info in infos)
