@@ -27,7 +27,8 @@ clean-demo: ## remove what the demo made
 	rm -rf runs/quickstart
 
 # Tests of one process each, two at a time; the others start processes of their own.
-SINGLE := tests/bench tests/kernels tests/mixers tests/parallel
+SINGLE := tests/bench tests/checkpoint/conversion/families tests/checkpoint/conversion/selectron_hf tests/kernels \
+          tests/mixers tests/parallel
 
 # A recursive make keeps the order under -j, too: what fails fast comes first.
 test: $(INSTALLED_DEV) ## lint, types and all tests
