@@ -75,6 +75,7 @@ class EngineRunOptimizer:
         self._shares_parameters = settings["zero_optimization"]["stage"] == 3
         self._scheduler = make_schedule(base, config, steps)
         self._chunks = [EngineChunk(self._engine)]
+        self._filled: list[Stretch] = []
         get_model_config(chunk).finalize_model_grads_func = self._count_tokens
 
     @property
@@ -123,15 +124,18 @@ class EngineRunOptimizer:
         """Optimizer and schedule state, placed in the whole model, for dist_checkpointing."""
         if loading:
             self._make_moments()
-        self._placed = list(self.stretches())
-        state = placed_state(model_state, self._placed, sharded=True)
+        stretches = list(self.stretches())
+        if loading:
+            self._filled = stretches
+        state = placed_state(model_state, stretches, sharded=True)
         return {"state": state, "schedule": self._scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the state that `sharded_state_dict(loading=True)` was filled with."""
         if self._shares_parameters:
-            for stretch in self._placed:
+            for stretch in self._filled:
                 _set_share(stretch)
+        self._filled = []
         set_steps(self._zero.optimizer, go_on_from(self._scheduler, state["schedule"]))
 
     def stretches(self) -> Iterator[Stretch]:

@@ -144,7 +144,8 @@ def _loop(
         config.data.seq_length,
         training.evaluation_sequences,
     )
-    flops = training_flops_per_token(shape, trainer.optimizer.chunks, config.data.seq_length)
+    with trainer.optimizer.whole():  # weights are counted
+        flops = training_flops_per_token(shape, trainer.optimizer.chunks, config.data.seq_length)
     peak = platform.peak_flops(DTYPES[training.precision])
     records = _records(config, folder, data, progress)
     last_evaluation = _sum_over(0 if records is None else records.last_evaluation, platform, None)

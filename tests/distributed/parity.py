@@ -33,7 +33,7 @@ from megatron_ext.data.batches import Batch, micro_batch_indices, training_batch
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.mixers import base, chosen_chunks, key_value, past
 from megatron_ext.mixers.registry import load_all
-from megatron_ext.model import build_model
+from megatron_ext.model import build_model, training_flops_per_token
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform import select_platform
 from megatron_ext.training.build import build_trainer, model_shape
@@ -167,6 +167,17 @@ def count_anew() -> None:
 
         Init.param_id = 0
         DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+
+
+def flops_per_token(rank: int, world_size: int, config: RunConfig) -> float:
+    """Model FLOPs a token that a run would report."""
+    platform = select_platform("cpu")
+    groups = make_process_groups(config.parallel, config.training.seed)
+    count_anew()
+    shape = model_shape(config, platform, VOCABULARY)
+    trainer = build_trainer(config, shape, groups, platform)
+    with trainer.optimizer.whole():
+        return training_flops_per_token(shape, trainer.optimizer.chunks, LENGTH)
 
 
 def plain_first_step(rank: int, world_size: int, config: RunConfig) -> tuple[float, float]:

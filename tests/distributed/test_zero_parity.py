@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import parity
 import pytest
 from parity_cases import LAYOUTS, MODELS, Model, chunks
 from pool import WorkerPool
@@ -61,6 +62,17 @@ def test_offloading_changes_no_number(pool: WorkerPool, sharding: str, offload: 
     fields = dict.fromkeys(offload, "cpu")
     outcome = _train(pool, MODELS["gated_deltanet"], 2, {}, sharding=sharding, **fields)
     _check(outcome, _reference(pool, MODELS["gated_deltanet"]))
+
+
+def test_shared_out_weights_are_counted(pool: WorkerPool) -> None:
+    of = {
+        sharding: pool.run(
+            parity.flops_per_token, 2, parity.run_config("gated_deltanet*4", {}, {}, {}, sharding=sharding)
+        )
+        for sharding in ("none", "zero3")
+    }
+    assert of["zero3"] == of["none"]
+    assert of["none"][0] > 1e5
 
 
 @pytest.mark.slow
