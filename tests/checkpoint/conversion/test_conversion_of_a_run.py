@@ -55,11 +55,12 @@ def test_a_run_there_and_back(
 def test_a_converted_run_says_what_it_lacks(
     run: Path, convert: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert convert(run, tmp_path / "model", "--to", "megatron", "--no-verify") == 0
+    assert convert(run, tmp_path / "hf", "--to", "hf", "--no-verify") == 0
+    assert convert(tmp_path / "hf", tmp_path / "model", "--to", "megatron", "--no-verify") == 0
     capsys.readouterr()
     assert call(tmp_path / "model" / "config.yaml", "--resume") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "checkpoints/step_4: holds a converted model alone: optimizer state, generators and data position" in line
+    assert "checkpoints/step_0: holds a converted model alone: optimizer state, generators and data position" in line
     assert call(tmp_path / "model" / "config.yaml") == 2
     assert "holds a run already" in capsys.readouterr().err
 
