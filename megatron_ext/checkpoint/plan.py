@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, _split_by_size_and_type
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
@@ -34,14 +36,26 @@ class Plan:
     Attributes:
         files: by name, the items of this rank. The tensors, which a plan does not keep alive, go with it.
         common: what all ranks have alike, which the first rank writes.
-        writer: torch's, which writes the index when all is there.
         metadata: what the index says; on the first rank only.
     """
 
     files: dict[str, list[Item]]
     common: dict[str, Any]
-    writer: FileSystemWriterAsync
     metadata: Metadata | None
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Where a tensor of a plan lies: in which of those held, how many elements after its first, and how."""
+
+    held: int
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def of(self, held: Sequence[Tensor]) -> Tensor:
+        whole = held[self.held]
+        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
 
 
 class _Writer(FileSystemWriterAsync):
@@ -63,27 +77,36 @@ class Planner:
     """Plans the saves of one run, whose state always has the same structure.
 
     The first two saves exchange the ranks' parts, the first also checks that they make a whole; Megatron finds the two
-    alike, and from the third on nothing is exchanged.
+    alike. From then on the plan is settled: nothing is described or exchanged, tensors are cut from those held as they
+    were before, and what is no tensor is taken anew.
     """
 
     def __init__(self) -> None:
         self._known: tuple[SavePlan | None, SavePlan | None, bool] = (None, None, False)
         self._metadata: Metadata | None = None
+        self._files: dict[str, list[WriteItem]] = {}
+        self._cuts: list[_Cut] = []
+        self._held: list[tuple[Any, ...]] = []
 
-    def plan(self, state: dict[str, Any], folder: Path) -> tuple[Plan, list[Tensor]]:
+    @property
+    def is_settled(self) -> bool:
+        """Whether `again` is to be called from now on; on all ranks alike."""
+        return self._known[2]
+
+    def plan(self, state: dict[str, Any], held: Sequence[Tensor], folder: Path) -> tuple[Plan, list[Tensor]]:
         """Plan a save; a collective call.
 
         Args:
             state: sharded state dictionary; it is taken apart.
+            held: what all of its tensors are views of.
             folder: where the files will lie.
 
         Returns:
             The plan, and the live tensors in the order in which its files name them.
         """
         sharded, common = save_preprocess(state, validate_access_integrity=self._known[0] is None)
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         (writer, metadata, _), central, local, alike, _ = save_state_dict_async_plan(
-            mcore_to_pyt_state_dict(by_key),
+            _by_key(sharded),
             _Writer(folder, thread_count=FILES_PER_RANK),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             cached_ckpt_structure=self._known,
@@ -92,9 +115,50 @@ class Planner:
         self._metadata = metadata if metadata is not None else self._metadata
         live = writer.files
         tensors = [data for items in live.values() for _, data in items if isinstance(data, Tensor)]
-        writer.files = {}
+        if alike:
+            self._files = {name: [item for item, _ in items] for name, items in live.items()}
+            self._cuts, self._held = _cuts(tensors, held), _structure(held)
         files = {
             name: [(item, None if isinstance(data, Tensor) else data) for item, data in items]
             for name, items in live.items()
         }
-        return Plan(files, common, writer, self._metadata), tensors
+        return Plan(files, common, self._metadata), tensors
+
+    def again(self, held: Sequence[Tensor], plain: dict[str, Any]) -> tuple[Plan, list[Tensor]]:
+        """The settled plan, as `plan` gives it.
+
+        Args:
+            held: as for `plan`; wherever they lie now.
+            plain: what of the state is no tensor.
+        """
+        assert _structure(held) == self._held, "a run's state always has the same structure"
+        sharded, common = save_preprocess(plain, validate_access_integrity=False)
+        objects = _by_key(sharded)
+        files = {name: [(item, objects.get(item.index.fqn)) for item in items] for name, items in self._files.items()}
+        return Plan(files, common, self._metadata), [cut.of(held) for cut in self._cuts]
+
+
+def _by_key(sharded: dict[str, Any]) -> dict[str, Any]:
+    """The parts that this rank writes, as torch's planner takes them."""
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    return mcore_to_pyt_state_dict(by_key)
+
+
+def _structure(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    return [(t.shape, t.dtype) for t in tensors]
+
+
+def _cuts(tensors: Sequence[Tensor], held: Sequence[Tensor]) -> list[_Cut]:
+    """Where each of some tensors lies in those held."""
+    by_storage: dict[int, list[tuple[int, Tensor]]] = {}
+    for number, whole in enumerate(held):
+        by_storage.setdefault(whole.untyped_storage().data_ptr(), []).append((number, whole))
+    return [_cut(t, by_storage.get(t.untyped_storage().data_ptr(), [])) for t in tensors]
+
+
+def _cut(tensor: Tensor, candidates: Sequence[tuple[int, Tensor]]) -> _Cut:
+    for number, whole in candidates:
+        offset = tensor.storage_offset() - whole.storage_offset()
+        if tensor.dtype == whole.dtype and 0 <= offset <= whole.numel() - tensor.numel():
+            return _Cut(number, int(offset), tensor.shape, tensor.stride())
+    raise AssertionError(f"what is saved is a view of the model or its optimizer, and one of {tensor.shape} is not")

@@ -9,8 +9,11 @@ training thread: while 256 MB were saved, a thread that woke each half milliseco
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import pickle
+import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -21,6 +24,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint.filesystem import (
+    FileSystemWriter,
     SerializationFormat,
     _metadata_fn,
     _StorageWriterTransforms,
@@ -35,6 +39,9 @@ from megatron_ext.checkpoint.folder import CheckpointFolder, Retention
 from megatron_ext.checkpoint.plan import Plan
 from megatron_ext.checkpoint.staging import OnHost
 from megatron_ext.files import force_to_disk
+
+_SOON = 1e-4
+"""Seconds; Python's own is 5 ms."""
 
 FORMAT = CheckpointingConfig("torch_dist", 1)
 
@@ -85,7 +92,7 @@ class Saving:
         self._abandoned = Event()
         self._common = io.BytesIO()
         torch.save(plan.common, self._common)  # now: it may hold what training changes
-        self._writing: Future[Written | Failure] = executor.submit(self._write)
+        self._writing: Future[bytes] = executor.submit(self._write)
         self._finishing: Future[Failure | None] | None = None
         self._all_written = False
 
@@ -106,7 +113,7 @@ class Saving:
         first = dist.get_rank() == 0
         if not self._all_written:
             self._all_written = True
-            parts: list[Any] | None = [None] * dist.get_world_size() if first else None
+            parts: list[Any] | None = [b""] * dist.get_world_size() if first else None
             dist.gather_object(self._writing.result(), parts)
             if parts is not None:
                 self._finishing = self._executor.submit(self._finish, parts)
@@ -132,11 +139,14 @@ class Saving:
 
     # --- in the background -------------------------------------------------------------------------------------------
 
-    def _write(self) -> Written | Failure:
-        try:
-            return self._write_files(self._folder.partial(self.step))
-        except Exception as error:
-            return Failure.of(error, self._folder.root)
+    def _write(self) -> bytes:
+        """What this rank has `Written`, or its `Failure`, as bytes: training would wait for the making of them."""
+        with _given_way():
+            try:
+                written: Written | Failure = self._write_files(self._folder.partial(self.step))
+            except Exception as error:
+                written = Failure.of(error, self._folder.root)
+            return pickle.dumps(written)
 
     def _write_files(self, partial: Path) -> Written:
         copies = iter(self._on_host())
@@ -167,23 +177,25 @@ class Saving:
         if self._abandoned.is_set():
             raise _Abandoned
 
-    def _finish(self, parts: Sequence[Written | Failure]) -> Failure | None:
+    def _finish(self, said: Sequence[bytes]) -> Failure | None:
         """Index, record, rename, `latest`; on the first rank, with what all have said."""
-        failure = next((part for part in parts if isinstance(part, Failure)), None)
-        if failure is None:
-            try:
-                self._make_whole([part for part in parts if isinstance(part, Written)])
-            except Exception as error:
-                failure = Failure.of(error, self._folder.root)
-        if failure is not None:
-            self._folder.abandon(self.step)
-        return failure
+        with _given_way():
+            parts: list[Written | Failure] = [pickle.loads(part) for part in said]
+            failure = next((part for part in parts if isinstance(part, Failure)), None)
+            if failure is None:
+                try:
+                    self._make_whole([part for part in parts if isinstance(part, Written)])
+                except Exception as error:
+                    failure = Failure.of(error, self._folder.root)
+            if failure is not None:
+                self._folder.abandon(self.step)
+            return failure
 
     def _make_whole(self, parts: Sequence[Written]) -> None:
         self._stop_if_abandoned()
         partial = self._folder.partial(self.step)
         assert self._plan.metadata is not None
-        self._plan.writer.finish(self._plan.metadata, [part.results for part in parts])
+        FileSystemWriter(partial).finish(self._plan.metadata, [part.results for part in parts])
         save_config(FORMAT, str(partial))
         force_to_disk(partial / CONFIG_FNAME)
         files = {name: content for part in parts for name, content in part.files.items()}
@@ -201,6 +213,17 @@ class SaveFailed(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.trace)
         self.failure = failure
+
+
+@contextmanager
+def _given_way() -> Iterator[None]:
+    """Within it the training thread gets Python's lock soon after it asks for it, which each of its operations does."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SOON)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _write_whole_file(path: Path, content: io.BytesIO) -> Content:

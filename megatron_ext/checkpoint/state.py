@@ -9,6 +9,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
 
 from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.platform import Platform
@@ -43,6 +44,22 @@ def run_state(
     if with_generators:
         state["generators"] = _generators(groups, platform)
     return state
+
+
+def plain_state(optimizer: RunOptimizer, groups: ProcessGroupCollection, platform: Platform) -> dict[str, Any]:
+    """The part of `run_state` that is no tensor: counts, and the states of generators."""
+    return {"optimizer": optimizer.plain_state(), "generators": _generators(groups, platform)}
+
+
+def held_tensors(optimizer: RunOptimizer) -> list[Tensor]:
+    """The tensors whose parts `run_state` places in the whole model, as they lie in memory, in an order that stays.
+
+    Args:
+        optimizer: within its `whole`.
+    """
+    chunks = [unwrap(chunk) for chunk in optimizer.chunks]
+    of_model = [t.detach() for chunk in chunks for t in (*chunk.parameters(), *chunk.buffers())]
+    return [*of_model, *(t for stretch in optimizer.stretches() for t in stretch.tensors.values())]
 
 
 def model_state(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> dict[str, Any]:

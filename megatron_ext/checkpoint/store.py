@@ -18,7 +18,15 @@ from megatron_ext.checkpoint.folder import CheckpointFolder, DamagedCheckpoint, 
 from megatron_ext.checkpoint.plan import Plan, Planner
 from megatron_ext.checkpoint.saving import SaveFailed, Saving
 from megatron_ext.checkpoint.staging import OnHost, Staging
-from megatron_ext.checkpoint.state import layout_of_generators, model_state, restore, restore_model, run_state
+from megatron_ext.checkpoint.state import (
+    held_tensors,
+    layout_of_generators,
+    model_state,
+    plain_state,
+    restore,
+    restore_model,
+    run_state,
+)
 from megatron_ext.errors import UserError
 from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.parallel.agreement import on_every_rank
@@ -121,8 +129,12 @@ class CheckpointStore:
         """Plan what this rank writes and copy it aside: afterwards training may change it. A collective call."""
         # Thousands of small objects for a moment: the collector would look through all that there is besides.
         with optimizer.whole(), _disable_gc(), self._platform.optimizer_context():
-            state = run_state(optimizer, self._groups, self._platform, loading=False)
-            plan, tensors = self._planner.plan(state, partial)
+            held = held_tensors(optimizer)
+            if self._planner.is_settled:
+                plan, tensors = self._planner.again(held, plain_state(optimizer, self._groups, self._platform))
+            else:
+                state = run_state(optimizer, self._groups, self._platform, loading=False)
+                plan, tensors = self._planner.plan(state, held, partial)
             return plan, self._staging.copy(tensors)
 
     def _guarded(self, work: Callable[[], bool | None]) -> bool | None:

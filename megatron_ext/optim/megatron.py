@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,12 +29,13 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_ext.config.schema import OptimizerConfig
-from megatron_ext.optim.schedule import go_on_from, make_schedule
-from megatron_ext.optim.state import MOMENTS, Stretch, make_moments, placed_state, set_steps
+from megatron_ext.optim.base import RunOptimizer
+from megatron_ext.optim.schedule import make_schedule
+from megatron_ext.optim.state import MOMENTS, Stretch, make_moments
 from megatron_ext.platform import DTYPES, Platform
 
 
-class MegatronRunOptimizer:
+class MegatronRunOptimizer(RunOptimizer):
     """`RunOptimizer` over Megatron's DistributedDataParallel and optimizer.
 
     Args:
@@ -56,83 +56,53 @@ class MegatronRunOptimizer:
         groups: ProcessGroupCollection,
         platform: Platform,
     ) -> None:
-        self._platform = platform
-        self._sharded = config.sharding == "megatron"
-        self._chunks = [self._wrap(chunk, groups) for chunk in chunks]
+        sharded = config.sharding == "megatron"
+        self._wrapped = wrapped = [_wrap(chunk, sharded) for chunk in chunks]
         with platform.optimizer_context():
             megatron_config = _megatron_config(config, precision)
             overrides = get_standard_config_overrides(megatron_config)  # vectors have no weight decay
             overrides[ParamKey(attr="no_weight_decay")] = ParamGroupOverride(wd_mult=0.0)
-            self._optimizer = get_megatron_optimizer(megatron_config, self._chunks, config_overrides=overrides)
-        self._scheduler = make_schedule(self._optimizer, config, steps)
-        transformer_config = get_model_config(self._chunks[0])
+            self._optimizer = get_megatron_optimizer(megatron_config, wrapped, config_overrides=overrides)
+        transformer_config = get_model_config(chunks[0])
         transformer_config.finalize_model_grads_func = finalize_model_grads
         transformer_config.grad_scale_func = self._optimizer.scale_loss
-
-    def _wrap(self, chunk: MegatronModule, groups: ProcessGroupCollection) -> DistributedDataParallel:
-        wrapping = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self._sharded)
-        return DistributedDataParallel(get_model_config(chunk), wrapping, chunk)
-
-    @property
-    def chunks(self) -> Sequence[torch.nn.Module]:
-        """Model chunks of this rank, wrapped."""
-        return self._chunks
+        self._platform = platform
+        self._parts: list[Any] = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        schedule = make_schedule(self._optimizer, config, steps)
+        super().__init__(wrapped, [part.optimizer for part in self._parts], schedule, sharded=sharded)
 
     def begin_step(self) -> None:
         """Set gradients to zero."""
-        for chunk in self._chunks:
+        for chunk in self._wrapped:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def finish_step(self) -> float:
-        """Clip, update parameters, advance the schedule. Returns the gradient norm before clipping."""
-        self._scheduler.step(increment=1)  # before the update: step 1 already has a rate above zero
+    def _update(self) -> float:
         with self._platform.optimizer_context():
             _updated, grad_norm, _zeros = self._optimizer.step()
         return float(grad_norm)
 
-    @property
-    def lr(self) -> float:
-        """Learning rate of the last update."""
-        return float(self._optimizer.param_groups[0]["lr"])
-
-    def whole(self) -> AbstractContextManager[None]:
-        """Nothing to do: parameters are whole on every rank."""
-        return nullcontext()
-
-    def sharded_state_dict(self, model_state: dict[str, Any], *, loading: bool) -> dict[str, Any]:
-        """Optimizer and schedule state, placed in the whole model, for dist_checkpointing."""
-        # There is no state before the first step, and the state is described by what is there.
-        if loading:
-            self._make_optimizer_state()
-        state = placed_state(model_state, self.stretches(), sharded=self._sharded)
-        return {"state": state, "schedule": self._scheduler.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state that `sharded_state_dict(loading=True)` was filled with: it was filled in place."""
-        done = go_on_from(self._scheduler, state["schedule"])
-        for part in self._parts():
-            set_steps(part.optimizer, done)
-
     def stretches(self) -> Iterator[Stretch]:
         """Optimizer state as this rank holds it."""
-        for part in self._parts():
+        for part in self._parts:
             sharded = isinstance(part, DistributedOptimizer)
             for parameter, start, main in _of_distributed(part) if sharded else _of_whole(part):
                 moments = {moment: part.optimizer.state[main][moment].view(-1) for moment in MOMENTS}
                 yield Stretch(parameter, start, {"param": main.detach().view(-1), **moments})
 
-    def _parts(self) -> list[Any]:
-        return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
-
-    def _make_optimizer_state(self) -> None:
-        for part in self._parts():
+    def _make_moments(self) -> None:
+        for part in self._parts:
             if part.optimizer.state:
                 continue
             if isinstance(part.optimizer, torch.optim.AdamW):
                 make_moments(part.optimizer)
             else:
                 part.init_state_fn(part.optimizer, part.config)
+
+
+def _wrap(chunk: MegatronModule, sharded: bool) -> DistributedDataParallel:
+    wrapping = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
+    return DistributedDataParallel(get_model_config(chunk), wrapping, chunk)
 
 
 def _of_distributed(part: DistributedOptimizer) -> Iterator[tuple[Tensor, int, Tensor]]:

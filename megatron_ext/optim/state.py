@@ -125,15 +125,19 @@ def _flat_index(offset: tuple[int, ...], shape: tuple[int, ...]) -> int:
     return sum(o * math.prod(shape[dim + 1 :]) for dim, o in enumerate(offset))
 
 
-def make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give torch's AdamW the state that it makes at its first step, so that there is something to load into."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
-                }
+def make_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor] | None = None) -> None:
+    """Give torch's AdamW the state that it makes at its first step, so that there is something to load into.
+
+    Args:
+        optimizer: torch's AdamW.
+        parameters: that it will update, where its groups do not hold them; None: those of its groups.
+    """
+    for parameter in parameters or [p for group in optimizer.param_groups for p in group["params"]]:
+        if not optimizer.state[parameter]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
+            }
 
 
 def set_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:

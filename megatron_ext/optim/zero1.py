@@ -8,7 +8,6 @@ them over to be reduced over data-parallel ranks (Rajbhandari et al., arXiv 1910
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,14 +21,15 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_ext.config.schema import OptimizerConfig
+from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.optim.deepspeed_groups import GroupsForDeepSpeed, join_process_group
 from megatron_ext.optim.parameter_groups import adamw
-from megatron_ext.optim.schedule import go_on_from, make_schedule
-from megatron_ext.optim.state import MOMENTS, Stretch, make_moments, placed_state, set_steps
+from megatron_ext.optim.schedule import make_schedule
+from megatron_ext.optim.state import MOMENTS, Stretch, make_moments
 from megatron_ext.platform import Platform
 
 
-class Zero1RunOptimizer:
+class Zero1RunOptimizer(RunOptimizer):
     """`RunOptimizer` over DeepSpeed's ZeRO-1.
 
     Args:
@@ -71,36 +71,19 @@ class Zero1RunOptimizer:
             check_grad_overflow=False,
             **_sizes_and_offload(settings["zero_optimization"], platform),
         )
-        self._scheduler = make_schedule(base, config, steps)
-        self._chunks = [ZeroChunk(chunk, self._zero) for chunk in chunks]
         get_model_config(chunks[0]).finalize_model_grads_func = self._reduce
-
-    @property
-    def chunks(self) -> Sequence[torch.nn.Module]:
-        """Model chunks of this rank, wrapped."""
-        return self._chunks
-
-    def whole(self) -> AbstractContextManager[None]:
-        """Nothing to do: parameters are whole on every rank."""
-        return nullcontext()
+        wrapped = [ZeroChunk(chunk, self._zero) for chunk in chunks]
+        super().__init__(wrapped, [base], make_schedule(base, config, steps), sharded=True)
 
     def begin_step(self) -> None:
         """Set gradients to zero."""
         self._zero.zero_grad()
         self._zero.set_gradient_accumulation_boundary(False)
 
-    def finish_step(self) -> float:
-        """Clip, update parameters, advance the schedule. Returns the gradient norm before clipping."""
-        self._scheduler.step(increment=1)  # before the update: step 1 already has a rate above zero
-        if not self._zero._hp_optimizer_states_linked:
-            self._make_moments()
+    def _update(self) -> float:
+        self._make_moments()
         self._zero.step()
         return float(self._zero._global_grad_norm)
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the last update."""
-        return float(self._zero.optimizer.param_groups[0]["lr"])
 
     def _reduce(self, chunks: Sequence[ZeroChunk], *arguments: Any, **options: Any) -> None:
         """What Megatron calls when all micro-batches are through; see its `finalize_model_grads`."""
@@ -113,23 +96,7 @@ class Zero1RunOptimizer:
         self._zero.reduce_gradients(pipeline_parallel=True)
 
     def _make_moments(self) -> None:
-        """Make Adam's moments for all groups before any is updated.
-
-        DeepSpeed ties parameters to what moments there are after the update of the first group, and never again.
-        """
-        make_moments(self._zero.optimizer)
-        self._zero._lazy_init_hp_params_optimizer_state()
-
-    def sharded_state_dict(self, model_state: dict[str, Any], *, loading: bool) -> dict[str, Any]:
-        """Optimizer and schedule state, placed in the whole model, for dist_checkpointing."""
-        if loading:
-            self._make_moments()
-        state = placed_state(model_state, self.stretches(), sharded=True)
-        return {"state": state, "schedule": self._scheduler.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state that `sharded_state_dict(loading=True)` was filled with: it was filled in place."""
-        set_steps(self._zero.optimizer, go_on_from(self._scheduler, state["schedule"]))
+        make_linked_moments(self._zero)
 
     def stretches(self) -> Iterator[Stretch]:
         """Optimizer state as this rank holds it."""
@@ -175,6 +142,16 @@ class ZeroChunk(torch.nn.Module):
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply gradients."""
         torch._foreach_mul_([p.main_grad for p in self.module.parameters()], factor)
+
+
+def make_linked_moments(zero: DeepSpeedZeroOptimizer) -> None:
+    """Make Adam's moments for all groups before any is updated, at stage 1 or 2.
+
+    DeepSpeed ties parameters to what moments there are after the update of the first group, and never again.
+    """
+    if not zero._hp_optimizer_states_linked:
+        make_moments(zero.optimizer)
+        zero._lazy_init_hp_params_optimizer_state()
 
 
 def linked_stretches(zero: DeepSpeedZeroOptimizer) -> Iterator[Stretch]:

@@ -26,15 +26,16 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_ext.config.schema import OptimizerConfig
+from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.optim.deepspeed_groups import GroupsForDeepSpeed, join_process_group
 from megatron_ext.optim.parameter_groups import adamw
-from megatron_ext.optim.schedule import go_on_from, make_schedule
-from megatron_ext.optim.state import MOMENTS, Stretch, make_moments, placed_state, set_steps
-from megatron_ext.optim.zero1 import linked_stretches
+from megatron_ext.optim.schedule import make_schedule
+from megatron_ext.optim.state import MOMENTS, Stretch, make_moments
+from megatron_ext.optim.zero1 import linked_stretches, make_linked_moments
 from megatron_ext.platform import Platform
 
 
-class EngineRunOptimizer:
+class EngineRunOptimizer(RunOptimizer):
     """`RunOptimizer` over DeepSpeed's engine, at stage 2 or 3.
 
     Args:
@@ -73,15 +74,8 @@ class EngineRunOptimizer:
         self._groups = groups
         self._parameters = list(chunk.parameters())
         self._shares_parameters = settings["zero_optimization"]["stage"] == 3
-        self._scheduler = make_schedule(base, config, steps)
-        self._chunks = [EngineChunk(self._engine)]
-        self._filled: list[Stretch] = []
         get_model_config(chunk).finalize_model_grads_func = self._count_tokens
-
-    @property
-    def chunks(self) -> Sequence[torch.nn.Module]:
-        """The model, wrapped."""
-        return self._chunks
+        super().__init__([EngineChunk(self._engine)], [base], make_schedule(base, config, steps), sharded=True)
 
     def whole(self) -> AbstractContextManager[None]:
         """Within it every rank holds its model-parallel part of the parameters whole; a collective call."""
@@ -92,17 +86,10 @@ class EngineRunOptimizer:
     def begin_step(self) -> None:
         """Nothing: the engine's own step leaves gradients at zero."""
 
-    def finish_step(self) -> float:
-        """Clip, update parameters, advance the schedule. Returns the gradient norm before clipping."""
-        self._scheduler.step(increment=1)  # before the update: step 1 already has a rate above zero
+    def _update(self) -> float:
         self._make_moments()
         self._engine.step()
         return float(self._engine.get_global_grad_norm())
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the last update."""
-        return float(self._zero.optimizer.param_groups[0]["lr"])
 
     def _count_tokens(self, chunks: Sequence[torch.nn.Module], num_tokens: Tensor, *_: Any, **__: Any) -> None:
         """What Megatron calls when all micro-batches are through: gradients are reduced by then, as averages of sums.
@@ -113,30 +100,17 @@ class EngineRunOptimizer:
         self._zero.loss_scale = float(num_tokens) / self._groups.dp_cp.size()
 
     def _make_moments(self) -> None:
-        """Make Adam's moments for all groups before any is updated; see `Zero1RunOptimizer`."""
-        if self._shares_parameters:
-            _make_moments_of_shares(self._zero)
-        elif not self._zero._hp_optimizer_states_linked:
-            make_moments(self._zero.optimizer)
-            self._zero._lazy_init_hp_params_optimizer_state()
-
-    def sharded_state_dict(self, model_state: dict[str, Any], *, loading: bool) -> dict[str, Any]:
-        """Optimizer and schedule state, placed in the whole model, for dist_checkpointing."""
-        if loading:
-            self._make_moments()
-        stretches = list(self.stretches())
-        if loading:
-            self._filled = stretches
-        state = placed_state(model_state, stretches, sharded=True)
-        return {"state": state, "schedule": self._scheduler.state_dict()}
+        if self._shares_parameters:  # its groups are empty between steps
+            make_moments(self._zero.optimizer, self._zero.fp32_partitioned_groups_flat)
+        else:
+            make_linked_moments(self._zero)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the state that `sharded_state_dict(loading=True)` was filled with."""
         if self._shares_parameters:
             for stretch in self._filled:
                 _set_share(stretch)
-        self._filled = []
-        set_steps(self._zero.optimizer, go_on_from(self._scheduler, state["schedule"]))
+        super().load_state_dict(state)
 
     def stretches(self) -> Iterator[Stretch]:
         """Optimizer state as this rank holds it."""
@@ -188,16 +162,6 @@ def _sum_over_sequence_parallel_ranks(chunk: torch.nn.Module, tp_group: dist.Pro
     for parameter in chunk.parameters():
         if getattr(parameter, "sequence_parallel", False):
             parameter.register_hook(summed)
-
-
-def _make_moments_of_shares(zero: Any) -> None:
-    """As `make_moments`, of the flat tensors that ZeRO-3 keeps out of the optimizer's groups between steps."""
-    for flat in zero.fp32_partitioned_groups_flat:
-        if not zero.optimizer.state[flat]:
-            zero.optimizer.state[flat] = {
-                "step": torch.zeros((), dtype=torch.float32, device=flat.device),
-                **{moment: torch.zeros_like(flat) for moment in MOMENTS},
-            }
 
 
 def _share(parameter: Any) -> Stretch | None:
