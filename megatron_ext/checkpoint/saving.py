@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import io
 import pickle
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -39,9 +37,6 @@ from megatron_ext.checkpoint.folder import CheckpointFolder, Retention
 from megatron_ext.checkpoint.plan import Plan
 from megatron_ext.checkpoint.staging import OnHost
 from megatron_ext.files import force_to_disk
-
-_SOON = 1e-4
-"""Seconds; Python's own is 5 ms."""
 
 FORMAT = CheckpointingConfig("torch_dist", 1)
 
@@ -141,12 +136,11 @@ class Saving:
 
     def _write(self) -> bytes:
         """What this rank has `Written`, or its `Failure`, as bytes: training would wait for the making of them."""
-        with _given_way():
-            try:
-                written: Written | Failure = self._write_files(self._folder.partial(self.step))
-            except Exception as error:
-                written = Failure.of(error, self._folder.root)
-            return pickle.dumps(written)
+        try:
+            written: Written | Failure = self._write_files(self._folder.partial(self.step))
+        except Exception as error:
+            written = Failure.of(error, self._folder.root)
+        return pickle.dumps(written)
 
     def _write_files(self, partial: Path) -> Written:
         copies = iter(self._on_host())
@@ -179,17 +173,16 @@ class Saving:
 
     def _finish(self, said: Sequence[bytes]) -> Failure | None:
         """Index, record, rename, `latest`; on the first rank, with what all have said."""
-        with _given_way():
-            parts: list[Written | Failure] = [pickle.loads(part) for part in said]
-            failure = next((part for part in parts if isinstance(part, Failure)), None)
-            if failure is None:
-                try:
-                    self._make_whole([part for part in parts if isinstance(part, Written)])
-                except Exception as error:
-                    failure = Failure.of(error, self._folder.root)
-            if failure is not None:
-                self._folder.abandon(self.step)
-            return failure
+        parts: list[Written | Failure] = [pickle.loads(part) for part in said]
+        failure = next((part for part in parts if isinstance(part, Failure)), None)
+        if failure is None:
+            try:
+                self._make_whole([part for part in parts if isinstance(part, Written)])
+            except Exception as error:
+                failure = Failure.of(error, self._folder.root)
+        if failure is not None:
+            self._folder.abandon(self.step)
+        return failure
 
     def _make_whole(self, parts: Sequence[Written]) -> None:
         self._stop_if_abandoned()
@@ -213,17 +206,6 @@ class SaveFailed(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.trace)
         self.failure = failure
-
-
-@contextmanager
-def _given_way() -> Iterator[None]:
-    """Within it the training thread gets Python's lock soon after it asks for it, which each of its operations does."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(_SOON)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def _write_whole_file(path: Path, content: io.BytesIO) -> Content:

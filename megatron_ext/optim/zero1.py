@@ -7,10 +7,12 @@ them over to be reduced over data-parallel ranks (Rajbhandari et al., arXiv 1910
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import NoopTimer
@@ -56,7 +58,7 @@ class Zero1RunOptimizer(RunOptimizer):
         join_process_group(platform.communication)
         _count_tied_weights_once(chunks)
         base = adamw(chunks, config)
-        self._zero = DeepSpeedZeroOptimizer(
+        self._zero = _ZeroOptimizer(
             base,
             {p: f"chunk{number}.{name}" for number, chunk in enumerate(chunks) for name, p in chunk.named_parameters()},
             timers=NoopTimer(),
@@ -142,6 +144,34 @@ class ZeroChunk(torch.nn.Module):
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply gradients."""
         torch._foreach_mul_([p.main_grad for p in self.module.parameters()], factor)
+
+
+class _ZeroOptimizer(DeepSpeedZeroOptimizer):
+    """DeepSpeed's, but for the gradient's norm: it launches three kernels a tensor, and the GPU waits for each."""
+
+    def get_grad_norm_direct(self, gradients: Iterable[Tensor], params: Iterable[Any], norm_type: float = 2) -> Tensor:
+        """The 2-norm of a group's gradient over all ranks; -1 if it is not finite.
+
+        Args:
+            gradients: this rank's part: of each of the parameters, then what fills the partition up.
+            params: of which this rank holds a part.
+            norm_type: 2; DeepSpeed asks for no other.
+        """
+        assert norm_type == 2
+        parts = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
+        counted = [part for part, parameter in zip(parts, params, strict=False) if self._counts(parameter)]
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        if counted:
+            square = torch.stack(torch._foreach_norm(counted)).double().square().sum()
+        dist.all_reduce(square, group=self.dp_process_group)
+        self._model_parallel_all_reduce(square, dist.ReduceOp.SUM)
+        norm = square.sqrt().float()
+        return torch.where(norm.isfinite(), norm, -1.0)
+
+    def _counts(self, parameter: Any) -> bool:
+        if getattr(parameter, "ds_pipe_replicated", False):
+            return False
+        return is_model_parallel_parameter(parameter) or self.model_parallel_rank == 0
 
 
 def make_linked_moments(zero: DeepSpeedZeroOptimizer) -> None:

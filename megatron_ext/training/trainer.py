@@ -67,7 +67,8 @@ class Trainer:
         self.optimizer.begin_step()
         reports = self._run(batches, _summed_loss, forward_only=False)
         grad_norm = self.optimizer.finish_step()
-        loss, tokens = self.reduce(sum((r["loss_and_tokens"] for r in reports), start=torch.zeros(2)))
+        none = torch.zeros(2, device=self.platform.device)
+        loss, tokens = self.reduce(sum((r["loss_and_tokens"] for r in reports), start=none))
         return StepResult(float(loss / tokens), int(tokens), grad_norm, self.optimizer.lr)
 
     @torch.no_grad()
@@ -117,8 +118,8 @@ def _summed_loss(batch: Batch, losses_bt: Tensor) -> tuple[Tensor, Tensor, dict[
     """The sum and its count travel together; Megatron divides the gradient by the count of the whole batch."""
     total = (losses_bt.float() * batch.loss_mask).sum()
     tokens = batch.loss_mask.sum()
-    report = torch.stack([total.detach(), tokens]).cpu()
-    return total, tokens.to(torch.int), {"loss_and_tokens": report}
+    # It stays on the device: to fetch it here would let the GPU run dry in every micro-batch.
+    return total, tokens.to(torch.int), {"loss_and_tokens": torch.stack([total.detach(), tokens])}
 
 
 def _kept_loss(batch: Batch, losses_bt: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
