@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_ext.bench.steps import TimedRun
 from megatron_ext.checkpoint.folder import Progress, Retention
 from megatron_ext.checkpoint.plan import FILES_PER_RANK
 from megatron_ext.checkpoint.store import CheckpointStore
-from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.files import force_to_disk
 from megatron_ext.platform import Platform
-from megatron_ext.training.build import build_trainer, model_shape
-from megatron_ext.training.datasets import step_batches
-from megatron_ext.training.trainer import Trainer
 
 WARM_UP = 2
 """Steps before any is timed, and saves: both are planned by all ranks together."""
@@ -79,22 +74,6 @@ class Measured:
     floor_read: float
 
 
-class RandomSamples:
-    """Stands for data: tokens from a seed.
-
-    Args:
-        seq_length: tokens a sample.
-        vocabulary: tokens there are.
-    """
-
-    def __init__(self, seq_length: int, vocabulary: int) -> None:
-        self.seq_length, self._vocabulary = seq_length, vocabulary
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        """Tokens [seq_length + 1] of a sample."""
-        return np.random.default_rng(index).integers(0, self._vocabulary, self.seq_length + 1)
-
-
 class Bench:
     """A run of random tokens, and its checkpoints. Every method is a collective call.
 
@@ -109,10 +88,9 @@ class Bench:
     def __init__(
         self, config: RunConfig, vocabulary: int, groups: ProcessGroupCollection, platform: Platform, root: Path
     ) -> None:
-        self._config, self._groups, self._platform, self._root = config, groups, platform, root
-        self._trainer: Trainer = build_trainer(config, model_shape(config, platform, vocabulary), groups, platform)
-        self._samples = cast(TrainingSamples, RandomSamples(config.data.seq_length, vocabulary))
-        self._step = 0
+        self._groups, self._platform, self._root = groups, platform, root
+        self._run = TimedRun(config, vocabulary, groups, platform)
+        self._timed = self._run.timed
 
     def measure(self, steps: int, saves: int) -> Measured:
         """All there is to know, in one run.
@@ -122,19 +100,19 @@ class Bench:
             saves: timed of each kind.
         """
         for _ in range(WARM_UP):
-            self._timed(self._train)
-        plain = median([self._timed(self._train) for _ in range(steps)])
+            self._timed(self._run.train)
+        plain = median([self._timed(self._run.train) for _ in range(steps)])
         later = self._store(asynchronous=True)
         first, *warm = [self._save(later) for _ in range(WARM_UP + saves)]
         at_once = self._store(asynchronous=False)
         whole = [self._timed(partial(self._save_at_once, at_once)) for _ in range(WARM_UP + saves)][WARM_UP:]
-        folder = at_once.folder.path(self._step)
+        folder = at_once.folder.path(self._run.step)
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
         # All of the disk in turn, so that what else uses it meets all alike.
         reads = [(*self._load(at_once, folder), *self._plain_files(sizes)) for _ in range(saves)]
         check, load, floor_write, floor_read = (median(seconds) for seconds in zip(*reads, strict=True))
         return Measured(
-            parameters=sum(p.numel() for chunk in self._trainer.optimizer.chunks for p in chunk.parameters()),
+            parameters=sum(p.numel() for chunk in self._run.trainer.optimizer.chunks for p in chunk.parameters()),
             size=sum(sizes.values()),
             step=plain,
             first=first,
@@ -150,36 +128,13 @@ class Bench:
         root = self._root / ("later" if asynchronous else "at_once")
         return CheckpointStore(root, {}, self._groups, self._platform, Retention(newest=1), asynchronous=asynchronous)
 
-    def _timed(self, work: Callable[[], object]) -> float:
-        """Seconds until all ranks have done something that they began together."""
-        dist.barrier()
-        started = time.perf_counter()
-        work()
-        self._platform.synchronize()
-        dist.barrier()
-        return time.perf_counter() - started
-
-    def _train(self) -> None:
-        training, groups = self._config.training, self._groups
-        batches = step_batches(
-            self._samples,
-            self._step * training.global_batch_size,
-            training,
-            layout_of(self._config, dist.get_world_size()),
-            dp_rank=groups.dp.rank(),
-            cp_rank=groups.cp.rank(),
-            cp_size=groups.cp.size(),
-        )
-        self._trainer.train_step(batches)
-        self._step += 1
-
     def _save(self, store: CheckpointStore) -> Save:
         """As the training loop does: after each step, all ranks ask whether one is still at work."""
         started = time.perf_counter()
-        stall = self._timed(lambda: store.save(self._trainer.optimizer, Progress(self._step)))
+        stall = self._timed(lambda: store.save(self._run.trainer.optimizer, Progress(self._run.step)))
         steps = []
         while store.is_saving:
-            steps.append(self._timed(self._train))
+            steps.append(self._timed(self._run.train))
             busy = torch.tensor(float(store.is_busy), device=self._platform.device)
             dist.all_reduce(busy, op=dist.ReduceOp.MAX)
             if not busy:
@@ -187,15 +142,15 @@ class Bench:
         return Save(stall=stall, steps=steps, whole_after=time.perf_counter() - started)
 
     def _save_at_once(self, store: CheckpointStore) -> None:
-        self._step += 1  # a checkpoint's name
-        store.save(self._trainer.optimizer, Progress(self._step))
+        self._run.step += 1  # a checkpoint's name
+        store.save(self._run.trainer.optimizer, Progress(self._run.step))
 
     def _load(self, store: CheckpointStore, folder: Path) -> tuple[float, float]:
         found: list[Any] = []
         self._forget(folder)
-        check = self._timed(lambda: found.append(store.check(self._step)))
+        check = self._timed(lambda: found.append(store.check(self._run.step)))
         self._forget(folder)
-        return check, self._timed(lambda: store.load(self._trainer.optimizer, found[0]))
+        return check, self._timed(lambda: store.load(self._run.trainer.optimizer, found[0]))
 
     def _plain_files(self, sizes: dict[str, int]) -> tuple[float, float]:
         """This rank's files again, as plain ones: seconds to write and to read those of all ranks."""

@@ -28,8 +28,15 @@ State = dict[str, dict[str, Tensor]]
 class Run:
     """A model that is trained a step at a time, and a store that saves it in the background."""
 
-    def __init__(self, root: Path, *, asynchronous: bool = True, retention: Retention | None = None) -> None:
-        self.config, self.trainer, plain = resharded.parts(root, "attention", {}, 1)
+    def __init__(
+        self,
+        root: Path,
+        *,
+        asynchronous: bool = True,
+        retention: Retention | None = None,
+        sharding: str = "megatron",
+    ) -> None:
+        self.config, self.trainer, plain = resharded.parts(root, "attention", {}, 1, fields={"sharding": sharding})
         groups, platform = self.trainer.groups, self.trainer.platform
         self.store = CheckpointStore(root, {}, groups, platform, retention, asynchronous=asynchronous)
         self.plain, self.step = plain, 0
@@ -59,14 +66,14 @@ def before_item(act: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def train_on(rank: int, world_size: int, root: Path) -> tuple[State, State, list[Any]]:
+def train_on(rank: int, world_size: int, root: Path, sharding: str) -> tuple[State, State, list[Any]]:
     """Save after each of four steps, the writing held up until the model has gone on by one.
 
     Returns:
         The state at the last save and the state that training made of it meanwhile, whole; and for each save the
         exchanges that planning took, and whether anything was to be seen of the checkpoint before it was let go.
     """
-    run, told = Run(root), []
+    run, told = Run(root, sharding=sharding), []
     run.train()
     for _ in range(4):
         at_save, let_go = resharded.whole(run.trainer), Event()
@@ -96,9 +103,9 @@ def counted_exchanges() -> Iterator[list[str]]:
         yield calls
 
 
-def save_at_once(rank: int, world_size: int, root: Path, steps: int) -> None:
+def save_at_once(rank: int, world_size: int, root: Path, steps: int, sharding: str) -> None:
     """The same run, saved once, with training waiting for it."""
-    run = Run(root, asynchronous=False)
+    run = Run(root, asynchronous=False, sharding=sharding)
     for _ in range(steps):
         run.train()
     run.save()

@@ -37,9 +37,10 @@ def contents(root: Path, step: int) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (root / f"step_{step}").glob("*.distcp")}
 
 
-def test_the_state_at_the_save_is_saved_whatever_training_does(workers: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharding", ["megatron", "zero1", "zero2", "zero3"])
+def test_the_state_at_the_save_is_saved_whatever_training_does(workers: Any, tmp_path: Path, sharding: str) -> None:
     root, at_once = tmp_path / "later", tmp_path / "at_once"
-    at_save, later, told = workers.run(saves.train_on, 2, root)[0]
+    at_save, later, told = workers.run(saves.train_on, 2, root, sharding)[0]
     assert not same(at_save, later)
     found, progress = workers.run(saves.read, 2, root, 4)[0]
     assert same(found, at_save)
@@ -50,7 +51,7 @@ def test_the_state_at_the_save_is_saved_whatever_training_does(workers: Any, tmp
     assert told[0][0] > told[1][0] > 0
     assert [planning for planning, *_ in told[2:]] == [0, 0]
     # To the last bit what a save without all this writes.
-    workers.run(saves.save_at_once, 2, at_once, 4)
+    workers.run(saves.save_at_once, 2, at_once, 4, sharding)
     assert contents(root, 4) == contents(at_once, 4)
     assert len(contents(root, 4)) == 4
 

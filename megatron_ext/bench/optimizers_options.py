@@ -1,0 +1,57 @@
+"""Options of `selectron bench optimizers`; one process, or as many as torchrun has started."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from kernels.bench.arguments import at_least_one, save_into, split
+from megatron_ext.bench.processes import add_run, config_of_run, is_first, process_groups, world_size
+from megatron_ext.errors import UserError
+
+DEFAULT = "megatron,zero1,zero2,zero3"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_run(parser)
+    add = parser.add_argument
+    add("--optimizers", default=DEFAULT, metavar="A,B,...", help="values of optimizer.sharding (%(default)s)")
+    add("--rounds", type=int, default=6, metavar="N", help="how often each has its turn (%(default)s)")
+    add("--steps", type=int, default=10, metavar="N", help="timed in a round (%(default)s)")
+    add("--output", type=Path, default=Path("bench/optimizers"), metavar="DIR", help="of the report (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, write the report and print its table on the first rank. Returns 0.
+
+    Raises:
+        UserError: the configuration does not allow it.
+        OptionError: an option or the output folder does not.
+    """
+    rounds, steps = at_least_one("--rounds", args.rounds), at_least_one("--steps", args.steps)
+    vocabulary, names = at_least_one("--vocabulary", args.vocabulary), split(args.optimizers)
+    configs = {name: config_of_run(args, [f"optimizer.sharding={name}"]) for name in names}
+    if not configs:
+        raise UserError("--optimizers", "names none", f"give e.g. {DEFAULT}")
+    from kernels.bench.report import describe_machine
+    from megatron_ext.bench import optimizers
+    from megatron_ext.platform import local_rank, select_platform
+
+    first = next(iter(configs.values()))
+    platform = select_platform(first.run.device, local_rank())
+    with process_groups(first, platform) as groups:
+        seconds = optimizers.measure(configs, vocabulary, groups, platform, rounds=rounds, steps=steps)
+    if is_first():
+        report = optimizers.Report(
+            name=args.config.stem,
+            overrides=tuple(args.overrides),
+            processes=world_size(),
+            machine=describe_machine(platform.device),
+            steps=steps,
+            seconds=seconds,
+        )
+        save_into(args.output, partial(optimizers.write, report))
+        print(optimizers.markdown(report))
+    return 0

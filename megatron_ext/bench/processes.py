@@ -1,0 +1,74 @@
+"""A benchmark of a training run: in one process, or in as many as torchrun has started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_ext.config.schema import RunConfig
+    from megatron_ext.platform import Platform
+
+VOCABULARY = 50304
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Declare which run it is."""
+    add = parser.add_argument
+    add("config", type=Path, metavar="CONFIG", help="YAML file, see examples/; its data are not read")
+    add("overrides", nargs="*", metavar="key=value", help="e.g. parallel.tensor=2 training.global_batch_size=64")
+    add("--vocabulary", type=int, default=VOCABULARY, metavar="N", help="tokens of the model (%(default)s)")
+
+
+def config_of_run(args: argparse.Namespace, more: Sequence[str] = ()) -> RunConfig:
+    """The run's configuration, checked.
+
+    Args:
+        args: see `add_run`.
+        more: overrides that come after those of the command line.
+
+    Raises:
+        UserError: it cannot be run.
+    """
+    from megatron_ext.config.load import load_config
+    from megatron_ext.config.rules import check
+    from megatron_ext.mixers.registry import load_all
+
+    config = load_config(args.config, [*args.overrides, *more], load_all())
+    check(config, world_size(), load_all())
+    return config
+
+
+def world_size() -> int:
+    """Processes there are."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first() -> bool:
+    """Whether this process writes the report."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+@contextmanager
+def process_groups(config: RunConfig, platform: Platform) -> Iterator[ProcessGroupCollection]:
+    """Of the processes that torchrun has started, or of this one."""
+    import torch.distributed as dist
+
+    from megatron_ext.parallel.groups import groups_of_one_process, make_process_groups
+    from megatron_ext.platform import start_process_group
+
+    if "RANK" not in os.environ:
+        with groups_of_one_process(platform.communication) as groups:
+            yield groups
+        return
+    start_process_group(platform)
+    try:
+        yield make_process_groups(config.parallel, config.training.seed)
+    finally:
+        dist.destroy_process_group()

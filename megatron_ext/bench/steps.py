@@ -1,0 +1,76 @@
+"""Training steps on random tokens, to be timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_ext.config.layout import layout_of
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.data.samples import TrainingSamples
+from megatron_ext.platform import Platform
+from megatron_ext.training.build import build_trainer, model_shape
+from megatron_ext.training.datasets import step_batches
+from megatron_ext.training.trainer import Trainer
+
+
+class RandomSamples:
+    """Stands for data: tokens from a seed.
+
+    Args:
+        seq_length: tokens a sample.
+        vocabulary: tokens there are.
+    """
+
+    def __init__(self, seq_length: int, vocabulary: int) -> None:
+        self.seq_length, self._vocabulary = seq_length, vocabulary
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Tokens [seq_length + 1] of a sample."""
+        return np.random.default_rng(index).integers(0, self._vocabulary, self.seq_length + 1)
+
+
+class TimedRun:
+    """A run whose steps are timed. Every method is a collective call.
+
+    Args:
+        config: of the run.
+        vocabulary: tokens of the model.
+        groups: process groups.
+        platform: where this runs.
+    """
+
+    def __init__(self, config: RunConfig, vocabulary: int, groups: ProcessGroupCollection, platform: Platform) -> None:
+        self._config, self._groups, self._platform = config, groups, platform
+        self.trainer: Trainer = build_trainer(config, model_shape(config, platform, vocabulary), groups, platform)
+        self._samples = cast(TrainingSamples, RandomSamples(config.data.seq_length, vocabulary))
+        self.step = 0
+
+    def train(self) -> None:
+        """One step."""
+        training, groups = self._config.training, self._groups
+        batches = step_batches(
+            self._samples,
+            self.step * training.global_batch_size,
+            training,
+            layout_of(self._config, dist.get_world_size()),
+            dp_rank=groups.dp.rank(),
+            cp_rank=groups.cp.rank(),
+            cp_size=groups.cp.size(),
+        )
+        self.trainer.train_step(batches)
+        self.step += 1
+
+    def timed(self, work: Callable[[], object]) -> float:
+        """Seconds until all ranks have done something that they began together."""
+        dist.barrier()
+        started = time.perf_counter()
+        work()
+        self._platform.synchronize()
+        dist.barrier()
+        return time.perf_counter() - started

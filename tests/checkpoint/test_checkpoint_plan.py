@@ -1,0 +1,103 @@
+"""The plan of a save, once settled, is what describing the whole state anew would give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+
+from megatron_ext.bench.steps import TimedRun
+from megatron_ext.checkpoint.plan import Plan, Planner
+from megatron_ext.checkpoint.state import held_tensors, plain_state, run_state
+from megatron_ext.mixers.registry import load_all
+from megatron_ext.platform import Platform
+
+CPU = Platform(torch.device("cpu"), "gloo")
+MIXERS = {"top1_chunk": {"chunk_size": 8}, "mamba2": {"state_size": 16}, "moba": {"block_size": 8, "top_k": 2}}
+MIXERS["nsa"] = {"block_size": 4, "num_selected": 4, "window": 5}
+ALL = ",".join(sorted(load_all()))
+
+
+def trained(groups: Any, model: dict[str, Any], pattern: str, **optimizer: Any) -> TimedRun:
+    used = {name: MIXERS[name] for name in pattern.split(",") if name in MIXERS}
+    run = TimedRun(parity.run_config(pattern, used, model, {}, **optimizer), parity.VOCABULARY, groups, CPU)
+    run.train()
+    return run
+
+
+def planned(planner: Planner, run: TimedRun, groups: Any, folder: Path) -> tuple[Plan, list[torch.Tensor]]:
+    optimizer = run.trainer.optimizer
+    held = held_tensors(optimizer)
+    if planner.is_settled:
+        return planner.again(held, plain_state(optimizer, groups, CPU))
+    return planner.plan(run_state(optimizer, groups, CPU, loading=False), held, folder)
+
+
+def told(plan: Plan) -> Any:
+    """What a plan says, bytes as such."""
+    files = {
+        name: [(item, None if data is None else data.getvalue()) for item, data in items]
+        for name, items in plan.files.items()
+    }
+    return files, plan.common
+
+
+@pytest.mark.parametrize(
+    ("model", "pattern", "optimizer"),
+    [
+        ({"num_query_groups": 4}, ALL, {"sharding": "megatron"}),
+        ({"num_query_groups": 4}, ALL, {"sharding": "none", "precision": "bf16"}),
+        ({"block": "rwkv7", "normalization": "layer_norm"}, "rwkv7,attention", {"sharding": "megatron"}),
+        ({"tie_embeddings": True}, "attention", {"sharding": "none"}),
+    ],
+)
+def test_a_settled_plan_is_that_of_the_state(
+    one_process: Any, tmp_path: Path, model: dict[str, Any], pattern: str, optimizer: dict[str, Any]
+) -> None:
+    run = trained(one_process, model, pattern, **optimizer)
+    planner, settled = Planner(), []
+    for _ in range(4):
+        settled.append(planner.is_settled)
+        plan, tensors = planned(planner, run, one_process, tmp_path)
+        run.train()
+    assert settled == [False, False, True, True]
+    plan, tensors = planned(planner, run, one_process, tmp_path)
+    expected_plan, expected = planned(Planner(), run, one_process, tmp_path)
+    assert told(plan) == told(expected_plan)
+    assert plan.common["optimizer"]["schedule"]["num_steps"] == 5
+    # The very same memory, not only the same numbers.
+    places = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+    assert places == [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in expected]
+    assert len(places) > 10
+
+
+def test_the_plan_is_for_wherever_tensors_lie(one_process: Any, tmp_path: Path) -> None:
+    run, planner = trained(one_process, {}, "attention", sharding="none"), Planner()
+    optimizer = run.trainer.optimizer
+    for _ in range(2):
+        planned(planner, run, one_process, tmp_path)
+    elsewhere = [t.clone() + 1 for t in held_tensors(optimizer)]
+    _, tensors = planner.again(elsewhere, plain_state(optimizer, one_process, CPU))
+    _, here = planned(planner, run, one_process, tmp_path)
+    assert all(torch.equal(there, t + 1) for there, t in zip(tensors, here, strict=True))
+
+
+def test_another_structure_is_a_bug(one_process: Any, tmp_path: Path) -> None:
+    run, planner = trained(one_process, {}, "attention", sharding="none"), Planner()
+    for _ in range(2):
+        planned(planner, run, one_process, tmp_path)
+    optimizer = run.trainer.optimizer
+    with pytest.raises(AssertionError, match="always has the same structure"):
+        planner.again(held_tensors(optimizer)[:-1], plain_state(optimizer, one_process, CPU))
+
+
+def test_what_lies_elsewhere_cannot_be_planned(one_process: Any, tmp_path: Path) -> None:
+    run, planner = trained(one_process, {}, "attention", sharding="none"), Planner()
+    planned(planner, run, one_process, tmp_path)
+    optimizer = run.trainer.optimizer
+    copies = [t.clone() for t in held_tensors(optimizer)]
+    with pytest.raises(AssertionError, match="is a view of the model or its optimizer, and one of"):
+        planner.plan(run_state(optimizer, one_process, CPU, loading=False), copies, tmp_path)
