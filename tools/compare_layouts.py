@@ -10,10 +10,7 @@ another machine joins the table by its losses.json; with `--devices ""` nothing 
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from training_runs import comparing, largest_difference, train
 
 LAYOUTS = {
     "1": [],
@@ -70,7 +68,6 @@ class Case:
             f"training.precision={self.precision}",
             f"run.device={self.device}",
             f"run.backend={self.backend}",
-            f"run.name={self.name}",
         ]
 
 
@@ -89,32 +86,20 @@ def cases(patterns: Sequence[str], devices: Sequence[str], backends: Sequence[st
 
 def run_case(case: Case, number: int, config: Path, output: Path, overrides: Sequence[str]) -> list[float]:
     """Train one case and return the loss of every step; an empty list if it failed (see its log)."""
-    environment = dict(os.environ, OMP_NUM_THREADS="4")
+    environment = {"OMP_NUM_THREADS": "4"}
     if case.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     elif case.processes == 1:
         environment["CUDA_VISIBLE_DEVICES"] = str(number % torch.cuda.device_count())
-    command = [sys.executable, "-m", "megatron_ext.cli", "train", str(config), *case.overrides(), *overrides]
-    command += [f"run.dir={output / 'runs'}", "--processes", str(case.processes)]
-    with (output / f"{case.name}.log").open("w") as log:
-        done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
-    if done.returncode:  # there may be metrics of an earlier run
-        return []
-    metrics = output / "runs" / case.name / "metrics.jsonl"
-    return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+    settings = [*case.overrides(), *overrides]
+    steps = train(config, settings, output, case.name, processes=case.processes, environment=environment)
+    return [step["loss"] for step in steps]
 
 
 def read_results(path: Path) -> dict[Case, list[float]]:
     """The cases of a losses.json."""
     rows = json.loads(path.read_text())["cases"]
     return {Case(**{key: row[key] for key in row if key != "losses"}): row["losses"] for row in rows}
-
-
-def largest_difference(losses: Sequence[float], reference: Sequence[float] | None) -> str:
-    """Of any two losses of a step; empty without two curves."""
-    if not losses or not reference:
-        return ""
-    return f"{max(abs(a - b) for a, b in zip(losses, reference, strict=True)):.1e}"
 
 
 def table(results: dict[Case, list[float]]) -> str:
@@ -139,10 +124,7 @@ def table(results: dict[Case, list[float]]) -> str:
 
 def main() -> int:
     """Run all cases. Returns 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*", help="key=value, for every run")
-    parser.add_argument("--output", type=Path, required=True)
+    parser = comparing(__doc__)
     parser.add_argument("--patterns", default="attention*4,top1_chunk*4,gated_deltanet*4")
     parser.add_argument("--devices", default="cpu")
     parser.add_argument("--backends", default="local")

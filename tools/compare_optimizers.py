@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
+from training_runs import comparing, largest_difference, train
 
 OPTIMIZERS = {
     "none": ["optimizer.sharding=none"],
@@ -57,17 +56,11 @@ class Outcome:
 
 def run(optimizer: str, number: int, args: argparse.Namespace) -> Outcome:
     """Train under one optimizer."""
-    name = f"{optimizer}-{number}"
-    command = [sys.executable, "-m", "megatron_ext.cli", "train", str(args.config), *args.overrides]
-    command += ["parallel.tensor=1", "parallel.sequence=false", *OPTIMIZERS[optimizer]]
-    command += [f"training.steps={args.steps}", "training.evaluate_every=0", "training.checkpoint_every=0"]
-    command += [f"run.dir={args.output / 'runs'}", f"run.name={name}", "--processes", str(args.processes)]
-    with (args.output / f"{name}.log").open("w") as log:
-        done = subprocess.run(command, stdout=log, stderr=log, check=False)
-    if done.returncode:
+    settings = [*args.overrides, "parallel.tensor=1", "parallel.sequence=false", *OPTIMIZERS[optimizer]]
+    settings += [f"training.steps={args.steps}", "training.evaluate_every=0", "training.checkpoint_every=0"]
+    steps = train(args.config, settings, args.output, f"{optimizer}-{number}", processes=args.processes)
+    if not steps:
         return Outcome(optimizer, [], [], 0)
-    lines = (args.output / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines]
     tokens = [b["tokens"] - a["tokens"] for a, b in zip([{"tokens": 0}, *steps], steps, strict=False)]
     return Outcome(
         optimizer,
@@ -100,17 +93,14 @@ def table(outcomes: Sequence[Outcome], skipped: int) -> str:
         fields += [f"{one.peak_memory / 2**30:.1f}", f"{one.losses[0]:.4f}", f"{one.losses[-1]:.4f}", ""]
         if reference is not None:
             fields[2] = f"{one.step_time(skipped) / reference.step_time(skipped):.3f}"
-            fields[-1] = f"{max(abs(a - b) for a, b in zip(one.losses, reference.losses, strict=True)):.1e}"
+            fields[-1] = largest_difference(one.losses, reference.losses)
         lines.append("| " + " | ".join(fields) + " |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     """Run all. Returns 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*", help="key=value, for every run")
-    parser.add_argument("--output", type=Path, required=True)
+    parser = comparing(__doc__)
     parser.add_argument("--optimizers", default="megatron,zero1,zero2,zero3,none,megatron-tp2")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=100)

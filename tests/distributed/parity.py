@@ -104,6 +104,7 @@ def run_config(
     precision: str = "fp32",
     recompute: str = "none",
     sharding: str = "megatron",
+    micro_batch_size: int = 2,
     **optimizer: Any,
 ) -> RunConfig:
     """The one small model and batch of all parity cases."""
@@ -116,7 +117,7 @@ def run_config(
             training=TrainingConfig(
                 steps=STEPS,
                 global_batch_size=8,
-                micro_batch_size=2,
+                micro_batch_size=micro_batch_size,
                 precision=cast(Any, precision),
                 seed=SEED,
                 recompute=cast(Any, recompute),

@@ -1,13 +1,13 @@
 """A few processes, started once a test session, that run a function together as the ranks of one process group.
 
-Imports neither torch nor Megatron itself: the workers do, once, and that is most of what a case would cost.
+Imports neither torch nor Megatron itself: the server does that forks the workers, once for all pools of a session, and
+that is most of what a case would cost.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
-import importlib
 import multiprocessing
 import os
 import pickle
@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 # CPU tests on a GPU machine stay CPU tests; one thread a process, as every process has the others beside it.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2])}
+# None of them starts a thread when it is imported: forking would leave it behind.
+_IMPORTED_ONCE = ["megatron_ext.training.build", "megatron_ext.optim.zero1", "megatron_ext.optim.zero23"]
 
 
 class WorkerFailed(AssertionError):
@@ -83,8 +85,9 @@ class WorkerPool:
         self._workers = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        with _environment(_ENVIRONMENT):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED_ONCE)
+        with _environment(_ENVIRONMENT):  # the server's, which the first pool starts, and through it the workers'
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
                 # Not daemons: saving a checkpoint starts processes of its own.
@@ -136,7 +139,6 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 def _serve(connection: Connection) -> None:
     """What a worker does until it is killed or its pool is gone."""
     os.setpgrp()  # so that it can be ended with all it started
-    importlib.import_module("megatron_ext.training.build")
     gc.freeze()  # what imports made stays; looking through it after every call would take longer than the call
     while True:
         try:

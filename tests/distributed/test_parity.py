@@ -42,8 +42,16 @@ def _reference(pool: WorkerPool, model: Model, precision: str = "fp32") -> Outco
 
 
 def _train(pool: WorkerPool, model: Model, world_size: int, parallel: dict[str, Any], **fields: Any) -> Outcome:
+    fields["micro_batch_size"] = _micro_batch_size(world_size, parallel)
     config = parity.run_config(model.pattern, model.mixers, model.model, parallel, **fields)
     return pool.run(parity.train, world_size, config)[0]
+
+
+def _micro_batch_size(world_size: int, parallel: dict[str, Any]) -> int:
+    """Every rank adds up the gradients of two micro-batches; of the reference's four if a pipeline must fill."""
+    fills = parallel.get("pipeline", 1) > 1
+    shares_out = world_size > parallel.get("tensor", 1) * parallel.get("context", 1)
+    return 2 if fills or shares_out else 4
 
 
 def _check(outcome: Outcome, reference: Outcome, loss: float = LOSS, norm: float = NORM, parameter: float = PARAMETER):

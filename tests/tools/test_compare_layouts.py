@@ -1,15 +1,9 @@
 """The table of losses by layout: what is compared with what, and cases of several machines in one."""
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
-PATH = Path(__file__).parents[2] / "tools" / "compare_layouts.py"
-SPEC = importlib.util.spec_from_file_location("compare_layouts", PATH)
-compare_layouts = importlib.util.module_from_spec(SPEC)
-sys.modules["compare_layouts"] = compare_layouts
-SPEC.loader.exec_module(compare_layouts)
+import compare_layouts
 
 
 def write(path, cases):

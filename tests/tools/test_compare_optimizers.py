@@ -1,14 +1,6 @@
 """The table of optimizers: the fastest round of each counts, its losses beside the reference's."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
-PATH = Path(__file__).parents[2] / "tools" / "compare_optimizers.py"
-SPEC = importlib.util.spec_from_file_location("compare_optimizers", PATH)
-compare_optimizers = importlib.util.module_from_spec(SPEC)
-sys.modules["compare_optimizers"] = compare_optimizers
-SPEC.loader.exec_module(compare_optimizers)
+import compare_optimizers
 
 
 def rows(outcomes, skipped):
