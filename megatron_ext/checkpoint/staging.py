@@ -98,12 +98,12 @@ class Staging:
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A flat copy of each, those of one type in one piece of memory and by few kernels, instead of hundreds."""
+    """A flat copy of each, beside it: those of one type in one piece of memory and by few kernels, not by hundreds."""
     found: dict[int, Tensor] = {}
-    for dtype in {t.dtype for t in tensors}:
-        numbers = [number for number, t in enumerate(tensors) if t.dtype == dtype]
+    for dtype, device in {(t.dtype, t.device) for t in tensors}:
+        numbers = [number for number, t in enumerate(tensors) if (t.dtype, t.device) == (dtype, device)]
         sizes = [tensors[number].numel() for number in numbers]
-        copies = torch.empty(sum(sizes), dtype=dtype, device=tensors[numbers[0]].device).split(sizes)
+        copies = torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes)
         torch._foreach_copy_(copies, [tensors[number].reshape(-1) for number in numbers])
         found.update(zip(numbers, copies, strict=True))
     return [found[number] for number in range(len(tensors))]

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from megatron_ext.optim.base import RunOptimizer
+from megatron_ext.optim.state import Stretch, placed_state
 from megatron_ext.platform import Platform
 
 
@@ -24,23 +25,24 @@ def unwrap(chunk: Any) -> Any:
 
 def run_state(
     optimizer: RunOptimizer,
+    stretches: Sequence[Stretch],
     groups: ProcessGroupCollection,
     platform: Platform,
     *,
-    loading: bool,
     with_generators: bool = True,
 ) -> dict[str, Any]:
     """The sharded state dictionary to save, or to have filled.
 
     Args:
-        optimizer: holds the model chunks and their optimizer.
+        optimizer: holds the model chunks and their optimizer; within its `whole`.
+        stretches: the optimizer's state.
         groups: process groups.
         platform: where this runs.
-        loading: whether the state is to be filled from a checkpoint.
         with_generators: whether the states of the random generators belong to it: they are of one layout.
     """
     model = model_state(optimizer.chunks, groups)
-    state = {"model": model, "optimizer": optimizer.sharded_state_dict(model, loading=loading)}
+    placed = placed_state(model, stretches, sharded=optimizer.shares_state)
+    state: dict[str, Any] = {"model": model, "optimizer": {"state": placed, **optimizer.plain_state()}}
     if with_generators:
         state["generators"] = _generators(groups, platform)
     return state
@@ -51,15 +53,11 @@ def plain_state(optimizer: RunOptimizer, groups: ProcessGroupCollection, platfor
     return {"optimizer": optimizer.plain_state(), "generators": _generators(groups, platform)}
 
 
-def held_tensors(optimizer: RunOptimizer) -> list[Tensor]:
-    """The tensors whose parts `run_state` places in the whole model, as they lie in memory, in an order that stays.
-
-    Args:
-        optimizer: within its `whole`.
-    """
+def held_tensors(optimizer: RunOptimizer, stretches: Sequence[Stretch]) -> list[Tensor]:
+    """The tensors whose parts `run_state` places in the whole model, as they lie in memory, in an order that stays."""
     chunks = [unwrap(chunk) for chunk in optimizer.chunks]
     of_model = [t.detach() for chunk in chunks for t in (*chunk.parameters(), *chunk.buffers())]
-    return [*of_model, *(t for stretch in optimizer.stretches() for t in stretch.tensors.values())]
+    return [*of_model, *(t for stretch in stretches for t in stretch.tensors.values())]
 
 
 def model_state(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> dict[str, Any]:
@@ -73,10 +71,10 @@ def model_state(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollectio
     return model
 
 
-def restore(state: dict[str, Any], optimizer: RunOptimizer, platform: Platform) -> None:
-    """Take a filled state into the model, the optimizer and the generators."""
+def restore(state: dict[str, Any], optimizer: RunOptimizer, stretches: Sequence[Stretch], platform: Platform) -> None:
+    """Take a filled `run_state` into the model, the optimizer and the generators."""
     restore_model(state["model"], optimizer.chunks)
-    optimizer.load_state_dict(state["optimizer"])
+    optimizer.take(stretches, state["optimizer"])
     if "generators" in state:
         _set_generators(state["generators"][0], platform)
 

@@ -129,11 +129,12 @@ class CheckpointStore:
         """Plan what this rank writes and copy it aside: afterwards training may change it. A collective call."""
         # Thousands of small objects for a moment: the collector would look through all that there is besides.
         with optimizer.whole(), _disable_gc(), self._platform.optimizer_context():
-            held = held_tensors(optimizer)
+            stretches = list(optimizer.stretches())
+            held = held_tensors(optimizer, stretches)
             if self._planner.is_settled:
                 plan, tensors = self._planner.again(held, plain_state(optimizer, self._groups, self._platform))
             else:
-                state = run_state(optimizer, self._groups, self._platform, loading=False)
+                state = run_state(optimizer, stretches, self._groups, self._platform)
                 plan, tensors = self._planner.plan(state, held, partial)
             return plan, self._staging.copy(tensors)
 
@@ -208,9 +209,11 @@ class CheckpointStore:
         """
         same_layout = record.generators == layout_of_generators(self._groups)
         with optimizer.whole(), self._platform.optimizer_context():
-            state = run_state(optimizer, self._groups, self._platform, loading=True, with_generators=same_layout)
+            optimizer.make_moments()
+            stretches = list(optimizer.stretches())
+            state = run_state(optimizer, stretches, self._groups, self._platform, with_generators=same_layout)
             state = dist_checkpointing.load(state, str(self.folder.path(record.progress.step)))
-            restore(state, optimizer, self._platform)
+            restore(state, optimizer, stretches, self._platform)
 
     def load_model(self, chunks: Sequence[torch.nn.Module], record: Record) -> None:
         """Fill the model alone from a checked checkpoint, nothing of its optimizer being read; a collective call."""

@@ -11,7 +11,7 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_ext.optim.schedule import go_on_from
-from megatron_ext.optim.state import Stretch, placed_state, set_steps
+from megatron_ext.optim.state import Stretch, set_steps
 
 
 class RunOptimizer(ABC):
@@ -21,7 +21,7 @@ class RunOptimizer(ABC):
         chunks: model chunks of this rank, wrapped: gradients accumulate in fp32, reduced over data-parallel ranks.
         adams: what updates them.
         schedule: of their learning rate.
-        sharded: whether data-parallel ranks hold different parts of the optimizer's state.
+        shares_state: whether data-parallel ranks hold different parts of the optimizer's state.
     """
 
     def __init__(
@@ -30,11 +30,10 @@ class RunOptimizer(ABC):
         adams: Sequence[torch.optim.Optimizer],
         schedule: OptimizerParamScheduler,
         *,
-        sharded: bool,
+        shares_state: bool,
     ) -> None:
         self.chunks = chunks
-        self._adams, self._scheduler, self._sharded = adams, schedule, sharded
-        self._filled: list[Stretch] = []  # while a checkpoint is loaded
+        self._adams, self._scheduler, self.shares_state = adams, schedule, shares_state
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -67,35 +66,24 @@ class RunOptimizer(ABC):
         return nullcontext()
 
     @abstractmethod
-    def stretches(self) -> Iterator[Stretch]:
-        """Optimizer state as this rank holds it, in an order that stays."""
-
-    def plain_state(self) -> dict[str, Any]:
-        """What of `sharded_state_dict` is no tensor."""
-        return {"schedule": self._scheduler.state_dict()}
-
-    def sharded_state_dict(self, model_state: dict[str, Any], *, loading: bool) -> dict[str, Any]:
-        """Optimizer and schedule state, placed in the whole model, for dist_checkpointing; see `optim.state`.
-
-        Args:
-            model_state: the model's, made within `whole`, with its parameters themselves as data.
-            loading: whether it is to be filled from a checkpoint.
-        """
-        # There is no state before the first step, and the state is described by what is there.
-        if loading:
-            self._make_moments()
-        stretches = list(self.stretches())
-        if loading:
-            self._filled = stretches
-        return {"state": placed_state(model_state, stretches, sharded=self._sharded), **self.plain_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state that `sharded_state_dict(loading=True)` was filled with: it was filled in place."""
-        self._filled = []
-        done = go_on_from(self._scheduler, state["schedule"])
-        for adam in self._adams:
-            set_steps(adam, done)
+    def make_moments(self) -> None:
+        """Make Adam's moments, if there are none: the first step would, and a checkpoint is loaded into them."""
 
     @abstractmethod
-    def _make_moments(self) -> None:
-        """Make Adam's moments, if there are none: the first step would."""
+    def stretches(self) -> Iterator[Stretch]:
+        """Optimizer state as this rank holds it, in an order that stays; what is written into it is to be `take`n."""
+
+    def plain_state(self) -> dict[str, Any]:
+        """What of its state is no tensor."""
+        return {"schedule": self._scheduler.state_dict()}
+
+    def take(self, stretches: Sequence[Stretch], plain: dict[str, Any]) -> None:
+        """Go on from a saved state.
+
+        Args:
+            stretches: this rank's, the saved values written into them.
+            plain: as it was saved.
+        """
+        done = go_on_from(self._scheduler, plain["schedule"])
+        for adam in self._adams:
+            set_steps(adam, done)

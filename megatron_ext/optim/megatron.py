@@ -69,7 +69,7 @@ class MegatronRunOptimizer(RunOptimizer):
         self._platform = platform
         self._parts: list[Any] = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         schedule = make_schedule(self._optimizer, config, steps)
-        super().__init__(wrapped, [part.optimizer for part in self._parts], schedule, sharded=sharded)
+        super().__init__(wrapped, [part.optimizer for part in self._parts], schedule, shares_state=sharded)
 
     def begin_step(self) -> None:
         """Set gradients to zero."""
@@ -90,7 +90,8 @@ class MegatronRunOptimizer(RunOptimizer):
                 moments = {moment: part.optimizer.state[main][moment].view(-1) for moment in MOMENTS}
                 yield Stretch(parameter, start, {"param": main.detach().view(-1), **moments})
 
-    def _make_moments(self) -> None:
+    def make_moments(self) -> None:
+        """Make Adam's moments, if there are none."""
         for part in self._parts:
             if part.optimizer.state:
                 continue

@@ -75,7 +75,7 @@ class Zero1RunOptimizer(RunOptimizer):
         )
         get_model_config(chunks[0]).finalize_model_grads_func = self._reduce
         wrapped = [ZeroChunk(chunk, self._zero) for chunk in chunks]
-        super().__init__(wrapped, [base], make_schedule(base, config, steps), sharded=True)
+        super().__init__(wrapped, [base], make_schedule(base, config, steps), shares_state=True)
 
     def begin_step(self) -> None:
         """Set gradients to zero."""
@@ -83,7 +83,7 @@ class Zero1RunOptimizer(RunOptimizer):
         self._zero.set_gradient_accumulation_boundary(False)
 
     def _update(self) -> float:
-        self._make_moments()
+        self.make_moments()
         self._zero.step()
         return float(self._zero._global_grad_norm)
 
@@ -97,7 +97,8 @@ class Zero1RunOptimizer(RunOptimizer):
         self._zero.set_gradient_accumulation_boundary(True)
         self._zero.reduce_gradients(pipeline_parallel=True)
 
-    def _make_moments(self) -> None:
+    def make_moments(self) -> None:
+        """Make Adam's moments, if there are none."""
         make_linked_moments(self._zero)
 
     def stretches(self) -> Iterator[Stretch]:

@@ -14,12 +14,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import GatheredParameters
-from deepspeed.utils import (
-    safe_get_local_fp32_param,
-    safe_get_local_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_optimizer_state,
-)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
@@ -75,7 +69,9 @@ class EngineRunOptimizer(RunOptimizer):
         self._parameters = list(chunk.parameters())
         self._shares_parameters = settings["zero_optimization"]["stage"] == 3
         get_model_config(chunk).finalize_model_grads_func = self._count_tokens
-        super().__init__([EngineChunk(self._engine)], [base], make_schedule(base, config, steps), sharded=True)
+        if self._shares_parameters:
+            self._make_moments_of_shares()
+        super().__init__([EngineChunk(self._engine)], [base], make_schedule(base, config, steps), shares_state=True)
 
     def whole(self) -> AbstractContextManager[None]:
         """Within it every rank holds its model-parallel part of the parameters whole; a collective call."""
@@ -87,7 +83,7 @@ class EngineRunOptimizer(RunOptimizer):
         """Nothing: the engine's own step leaves gradients at zero."""
 
     def _update(self) -> float:
-        self._make_moments()
+        self.make_moments()
         self._engine.step()
         return float(self._engine.get_global_grad_norm())
 
@@ -99,18 +95,31 @@ class EngineRunOptimizer(RunOptimizer):
         dist.all_reduce(num_tokens, group=self._groups.dp_cp)
         self._zero.loss_scale = float(num_tokens) / self._groups.dp_cp.size()
 
-    def _make_moments(self) -> None:
-        if self._shares_parameters:  # its groups are empty between steps
-            make_moments(self._zero.optimizer, self._zero.fp32_partitioned_groups_flat)
-        else:
+    def make_moments(self) -> None:
+        """Make Adam's moments, if there are none; those of shares are made at the start."""
+        if not self._shares_parameters:
             make_linked_moments(self._zero)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state that `sharded_state_dict(loading=True)` was filled with."""
-        if self._shares_parameters:
-            for stretch in self._filled:
-                _set_share(stretch)
-        super().load_state_dict(state)
+    def _make_moments_of_shares(self) -> None:
+        """Make Adam's moments for all that ZeRO-3 gave this rank, before there are gradients.
+
+        What lies on a disk (NVMe) is brought from there and back, and gradients would be lost on that way.
+        """
+        zero = self._zero
+        for number, flat in enumerate(zero.fp32_partitioned_groups_flat):
+            on_disk = zero._swappable_optimizer_subgroup(number)
+            if on_disk:
+                zero._optimizer_states_and_gradient_swap_in(number)
+            make_moments(zero.optimizer, [flat])  # its groups are empty between steps
+            if on_disk:
+                zero._optimizer_states_and_gradient_swap_out(number)
+
+    def take(self, stretches: Sequence[Stretch], plain: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        for stretch in stretches:
+            if self._on_disk(stretch.parameter):
+                self._bring_to_disk(stretch)
+        super().take(stretches, plain)
 
     def stretches(self) -> Iterator[Stretch]:
         """Optimizer state as this rank holds it."""
@@ -118,9 +127,41 @@ class EngineRunOptimizer(RunOptimizer):
             yield from linked_stretches(self._zero)
             return
         for parameter in self._parameters:
-            share = _share(parameter)
+            share = self._share(parameter)
             if share is not None:
                 yield share
+
+    def _share(self, parameter: Any) -> Stretch | None:
+        """The share of a parameter that ZeRO-3 gave this rank; None where others have all of it.
+
+        Shares are of one size, so the last ones are padded.
+        """
+        size, numel = parameter.ds_tensor.ds_numel, parameter.ds_numel
+        start = dist.get_rank(parameter.ds_process_group) * size
+        if start >= numel:
+            return None
+        length, tensors = min(size, numel - start), {}
+        for kind in ("param", *MOMENTS):
+            # DeepSpeed's public functions for this would copy what is offloaded onto the GPU.
+            state = None if kind == "param" else kind
+            held, _ = self._zero._get_fp32_opt_state_partition(parameter, True, state)
+            # From a disk it comes in a buffer that is for the next one, too.
+            tensors[kind] = (held.clone() if self._on_disk(parameter) else held).detach()[:length]
+        return Stretch(parameter, start, tensors)
+
+    def _on_disk(self, parameter: Any) -> bool:
+        """Whether DeepSpeed keeps this parameter's optimizer state on a disk."""
+        if not self._shares_parameters:
+            return False
+        group, *_ = self._zero.grad_position[self._zero.get_param_id(parameter)]
+        return bool(self._zero._swappable_optimizer_subgroup(group))
+
+    def _bring_to_disk(self, stretch: Stretch) -> None:
+        parameter: Any = stretch.parameter
+        for kind, tensor in stretch.tensors.items():
+            padded = tensor.new_zeros(parameter.ds_tensor.ds_numel)
+            padded[: len(tensor)] = tensor
+            self._zero.set_local_hp_param(padded, parameter, None if kind == "param" else kind)
 
 
 class EngineChunk(torch.nn.Module):
@@ -162,30 +203,3 @@ def _sum_over_sequence_parallel_ranks(chunk: torch.nn.Module, tp_group: dist.Pro
     for parameter in chunk.parameters():
         if getattr(parameter, "sequence_parallel", False):
             parameter.register_hook(summed)
-
-
-def _share(parameter: Any) -> Stretch | None:
-    """The share of a parameter that ZeRO-3 gave this rank; None where others have all of it.
-
-    Shares are of one size, so the last ones are padded.
-    """
-    size, numel = parameter.ds_tensor.ds_numel, parameter.ds_numel
-    start = dist.get_rank(parameter.ds_process_group) * size
-    if start >= numel:
-        return None
-    tensors = {"param": safe_get_local_fp32_param(parameter)}
-    tensors |= {moment: safe_get_local_optimizer_state(parameter, moment) for moment in MOMENTS}
-    length = min(size, numel - start)
-    return Stretch(parameter, start, {kind: tensor.detach()[:length] for kind, tensor in tensors.items()})
-
-
-def _set_share(stretch: Stretch) -> None:
-    """Write a share back: what was read may have been a copy of what lies on the CPU or a disk."""
-    parameter: Any = stretch.parameter
-    for kind, tensor in stretch.tensors.items():
-        padded = tensor.new_zeros(parameter.ds_tensor.ds_numel)
-        padded[: len(tensor)] = tensor
-        if kind == "param":
-            safe_set_local_fp32_param(parameter, padded)
-        else:
-            safe_set_local_optimizer_state(parameter, padded, kind)

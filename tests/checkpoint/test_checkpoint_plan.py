@@ -30,10 +30,15 @@ def trained(groups: Any, model: dict[str, Any], pattern: str, **optimizer: Any) 
 
 def planned(planner: Planner, run: TimedRun, groups: Any, folder: Path) -> tuple[Plan, list[torch.Tensor]]:
     optimizer = run.trainer.optimizer
-    held = held_tensors(optimizer)
+    stretches = list(optimizer.stretches())
+    held = held_tensors(optimizer, stretches)
     if planner.is_settled:
         return planner.again(held, plain_state(optimizer, groups, CPU))
-    return planner.plan(run_state(optimizer, groups, CPU, loading=False), held, folder)
+    return planner.plan(run_state(optimizer, stretches, groups, CPU), held, folder)
+
+
+def held(run: TimedRun) -> list[torch.Tensor]:
+    return held_tensors(run.trainer.optimizer, list(run.trainer.optimizer.stretches()))
 
 
 def told(plan: Plan) -> Any:
@@ -79,7 +84,7 @@ def test_the_plan_is_for_wherever_tensors_lie(one_process: Any, tmp_path: Path) 
     optimizer = run.trainer.optimizer
     for _ in range(2):
         planned(planner, run, one_process, tmp_path)
-    elsewhere = [t.clone() + 1 for t in held_tensors(optimizer)]
+    elsewhere = [t.clone() + 1 for t in held(run)]
     _, tensors = planner.again(elsewhere, plain_state(optimizer, one_process, CPU))
     _, here = planned(planner, run, one_process, tmp_path)
     assert all(torch.equal(there, t + 1) for there, t in zip(tensors, here, strict=True))
@@ -91,13 +96,14 @@ def test_another_structure_is_a_bug(one_process: Any, tmp_path: Path) -> None:
         planned(planner, run, one_process, tmp_path)
     optimizer = run.trainer.optimizer
     with pytest.raises(AssertionError, match="always has the same structure"):
-        planner.again(held_tensors(optimizer)[:-1], plain_state(optimizer, one_process, CPU))
+        planner.again(held(run)[:-1], plain_state(optimizer, one_process, CPU))
 
 
 def test_what_lies_elsewhere_cannot_be_planned(one_process: Any, tmp_path: Path) -> None:
     run, planner = trained(one_process, {}, "attention", sharding="none"), Planner()
     planned(planner, run, one_process, tmp_path)
     optimizer = run.trainer.optimizer
-    copies = [t.clone() for t in held_tensors(optimizer)]
+    copies = [t.clone() for t in held(run)]
+    state = run_state(optimizer, list(optimizer.stretches()), one_process, CPU)
     with pytest.raises(AssertionError, match="is a view of the model or its optimizer, and one of"):
-        planner.plan(run_state(optimizer, one_process, CPU, loading=False), copies, tmp_path)
+        planner.plan(state, copies, tmp_path)

@@ -197,7 +197,7 @@ def _forget_deepspeed() -> None:
     from deepspeed.utils import groups
 
     kinds = (DeepSpeedEngine, ZeROOptimizer)
-    found = [thing for thing in gc.get_objects() if isinstance(thing, kinds) and vars(thing)]
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), kinds) and vars(thing)]
     engines = [thing for thing in found if isinstance(thing, DeepSpeedEngine)]
     for thing in found:
         if all(thing is not engine.optimizer for engine in engines):  # those an engine ends itself

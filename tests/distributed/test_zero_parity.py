@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import parity
 import pytest
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from parity_cases import LAYOUTS, MODELS, Model, chunks
 from pool import WorkerPool
 from test_parity import BF16, _check, _reference, _train
@@ -62,6 +65,18 @@ def test_offloading_changes_no_number(pool: WorkerPool, sharding: str, offload: 
     fields = dict.fromkeys(offload, "cpu")
     outcome = _train(pool, MODELS["gated_deltanet"], 2, {}, sharding=sharding, **fields)
     _check(outcome, _reference(pool, MODELS["gated_deltanet"]))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not AsyncIOBuilder().is_compatible(verbose=False), reason="needs libaio, for which it builds")
+def test_offloading_to_a_disk_changes_no_number(pool: WorkerPool, tmp_path: Path) -> None:
+    model = Model("gated_deltanet*4", model={"ffn_hidden_size": 4096})  # what is below 1 MiB is not brought to a disk
+    disk = {"device": "nvme", "nvme_path": str(tmp_path / "disk"), "pin_memory": False}
+    settings = tmp_path / "deepspeed.json"
+    settings.write_text(json.dumps({"zero_optimization": {"offload_optimizer": disk}}))
+    outcome = _train(pool, model, 2, {}, sharding="zero3", deepspeed=str(settings))
+    _check(outcome, _reference(pool, model))
+    assert len(list(tmp_path.glob("disk/**/*.tensor.swp"))) >= 2 * 3
 
 
 def test_shared_out_weights_are_counted(pool: WorkerPool) -> None:
