@@ -15,7 +15,7 @@ from megatron_ext.checkpoint.conversion.family import SavedModel
 from megatron_ext.checkpoint.conversion.safetensors_files import shards_of
 from megatron_ext.checkpoint.conversion.source import Source
 from megatron_ext.checkpoint.conversion.tensors import in_dtype
-from megatron_ext.checkpoint.conversion.tokenizer_files import keep_tokenizer
+from megatron_ext.checkpoint.conversion.tokenizer_files import copy_tokenizer
 from megatron_ext.checkpoint.conversion.universal import ZERO
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.config.schema import RunSection
@@ -95,7 +95,7 @@ class HuggingFace:
         family = family_for(source.saved, wish.architecture)
         tensors = hugging_face.theirs(family, source.saved, in_dtype(source.tensors, wish.dtype), str(source.path))
         hugging_face.write_folder(family, source.saved, tensors, source.tokenizer, folder, wish.shard_bytes)
-        _keep_tokenizer(source, folder)
+        _copy_tokenizer(source, folder)
 
 
 class Megatron:
@@ -132,7 +132,7 @@ class Megatron:
         """See `Destination.write`."""
         saved, tensors = _without_padding(source.saved), in_dtype(source.tensors, wish.dtype)
         progress, precision = source.progress or Progress(), self._precision(source, wish)
-        _keep_tokenizer(source, folder)
+        _copy_tokenizer(source, folder)
         if source.training is not None and self.carries_training(source, wish):
             selectron_run.write_training(source.saved, source.training, progress, folder, wish.name)
             return
@@ -173,7 +173,7 @@ class DeepSpeedUniversal:
 
     def write(self, source: Source, wish: Wish, folder: Path) -> None:
         """See `Destination.write`."""
-        _keep_tokenizer(source, folder)
+        _copy_tokenizer(source, folder)
         universal_writing.write_universal(source, (_precisions(source.dtype) or ["fp32"])[0], folder)
 
 
@@ -190,9 +190,9 @@ def _precisions(dtype: torch.dtype) -> list[str]:
     return [name for name, known in DTYPES.items() if known == dtype]
 
 
-def _keep_tokenizer(source: Source, folder: Path) -> None:
+def _copy_tokenizer(source: Source, folder: Path) -> None:
     if source.tokenizer is not None:
-        keep_tokenizer(source.tokenizer.file, folder, source.tokenizer.end)
+        copy_tokenizer(source.tokenizer, folder)
 
 
 def _without_padding(saved: SavedModel) -> SavedModel:

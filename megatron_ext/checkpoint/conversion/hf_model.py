@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -40,8 +39,7 @@ def logits(folder: Path, family: Family, tensors: Tensors, tokens_bt: Tensor) ->
         model = _model(folder, family).eval()
     names = _keys(model)
     check_keys(set(names.values()), tensors.infos(), str(folder))
-    read: Callable[[str], Tensor] = lambda name: tensors.read(names[name]).float()  # noqa: E731
-    with torch.no_grad(), staged(model, read):
+    with torch.no_grad(), staged(model, lambda name: tensors.read(names[name])):
         answer: Tensor = model(input_ids=tokens_bt, use_cache=False).logits
     return answer.float()
 

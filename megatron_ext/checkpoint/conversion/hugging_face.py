@@ -7,8 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from megatron_ext.checkpoint.conversion.families import family_of_architecture
 from megatron_ext.checkpoint.conversion.family import Family, SavedModel, ShipsCode
 from megatron_ext.checkpoint.conversion.made import Made, to_ours, to_theirs
@@ -28,9 +26,11 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
         UserError: its architecture is not known, its configuration says what ours cannot express, or it is damaged.
     """
     where = str(path / CONFIG)
+    if options.model_config is not None:
+        raise UserError("--model-config", f"{where} tells the model already", "leave it out")
     config = read_json(path / CONFIG)
     family = family_of_architecture(_architecture(config, where), where)
-    saved = _saved_model(family, config, where)
+    saved = family.saved_model(config)
     stored = SafetensorsTensors(path)
     return Source(
         path=path,
@@ -49,18 +49,6 @@ def _architecture(config: dict[str, Any], where: str) -> str:
         problem = f"architectures is {architectures!r}, and names no model"
         raise UserError(where, problem, "give a folder that save_pretrained wrote")
     return str(architectures[0])
-
-
-def _saved_model(family: Family, config: dict[str, Any], where: str) -> SavedModel:
-    try:
-        return family.saved_model(config)
-    except KeyError as error:
-        raise UserError(where, f"lacks {error.args[0]}", "give the model's own configuration") from None
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
-        problem = f"{field} cannot be {first['input']!r} ({first['msg']})"
-        raise UserError(where, problem, "give the model's own configuration") from None
 
 
 def theirs(family: Family, saved: SavedModel, tensors: Tensors, where: str) -> Tensors:
@@ -85,9 +73,9 @@ def write_folder(
         OSError: the disk refuses.
     """
     config = {**family.config(saved), "dtype": str(main_dtype(tensors.infos().values())).removeprefix("torch.")}
-    end = None if tokenizer is None else tokenizer.end_id
-    # Absent, transformers would take a Llama's own numbers.
-    config |= {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+    begin, end = (None, None) if tokenizer is None else (tokenizer.begin_id, tokenizer.end_id)
+    # Absent, transformers would take a Llama's own numbers. In our data what ends a document begins the next.
+    config |= {"bos_token_id": end if begin is None else begin, "eos_token_id": end, "pad_token_id": None}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     write_safetensors(tensors, folder, shard_bytes)
     for file in family.code if isinstance(family, ShipsCode) else ():

@@ -12,6 +12,9 @@ from megatron_ext.checkpoint.conversion.torch_dist import METADATA
 from megatron_ext.checkpoint.folder import RECORD
 from megatron_ext.errors import UserError
 
+_OF_DEEPSPEED = "*_model_states.pt"
+"""Files of all DeepSpeed's checkpoints; universal ones have them, too."""
+
 
 def open_source(path: Path, options: SourceOptions) -> Source:
     """Open a run's folder (its newest checkpoint), a checkpoint of it, a Hugging Face folder, or one of the others.
@@ -32,6 +35,10 @@ def _open(path: Path, options: SourceOptions) -> Source:
         raise UserError(str(path), problem, "give the folder of a run, of a checkpoint or of a Hugging Face model")
     if universal.is_universal(path):  # before runs: DeepSpeed, too, keeps a file `latest` for its other checkpoints
         return universal.open_folder(path, options)
+    if any(path.glob(_OF_DEEPSPEED)) or any(path.glob(f"*/{_OF_DEEPSPEED}")):
+        problem = "is a checkpoint of DeepSpeed's that only the layout which wrote it can read"
+        mend = "make it universal by `python -m deepspeed.checkpoint.ds_to_universal`, and give that"
+        raise UserError(str(path), problem, mend)
     if selectron_run.is_run(path):
         return selectron_run.open_run(path, options)
     if (path / RECORD).is_file():

@@ -81,13 +81,12 @@ def logits_of(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
     """
 
     def read(name: str) -> Tensor:
-        return _padded(tensors.read(name).float(), shapes[name])
+        return _padded(tensors.read(name), shapes[name])
 
     with _model(saved) as model, torch.no_grad():
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        shared = ["embedding.word_embeddings."] if saved.model.tie_embeddings else []
         positions_bt = torch.arange(tokens_bt.shape[1]).expand_as(tokens_bt)
-        with staged(model.eval(), read, keep=shared):
+        with staged(model.eval(), read):
             logits_btv: Tensor = model(tokens_bt, positions_bt, attention_mask=None)
         return logits_btv[..., : saved.vocab_size].float()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.core.transformer import enums
 
+from megatron_ext.checkpoint.conversion.families.fields import Fields
 from megatron_ext.checkpoint.conversion.family import SavedModel
 from megatron_ext.checkpoint.conversion.made import Made, Step
 from megatron_ext.checkpoint.conversion.our_model import VOCABULARY
@@ -21,6 +22,7 @@ from megatron_ext.checkpoint.conversion.tokenizer_files import KeptTokenizer, ke
 from megatron_ext.checkpoint.conversion.torch_dist import COMMON, TorchDistTensors, read_common
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.config.schema import ModelConfig
+from megatron_ext.config.validate import validate
 from megatron_ext.errors import UserError
 from megatron_ext.mixers.attention import AttentionConfig
 
@@ -36,7 +38,7 @@ _LAYER = re.compile(r"^(decoder\.layers\.\d+\.)(.*)$")
 _POSITIONS = {"rope": "rope", "learned_absolute": "learned", "none": "none"}
 
 # What our model has one value for, by the name of Megatron-LM's argument.
-_FIXED = {
+_FIXED: dict[str, Any] = {
     "normalization": "RMSNorm",
     "swiglu": True,
     "add_bias_linear": False,
@@ -52,6 +54,18 @@ _FIXED = {
     "apply_layernorm_1p": False,
     "window_size": None,
 }
+
+_DEFAULTS: dict[str, Any] = {
+    "position_embedding_type": "learned_absolute",
+    "group_query_attention": False,
+    "kv_channels": None,
+    "max_position_embeddings": None,
+    "rotary_base": 10000,
+    "norm_epsilon": 1e-5,
+    "init_method_std": 0.02,
+    "vocab_size": None,
+}
+"""What Megatron-LM takes where an argument is not there."""
 
 
 def open_folder(path: Path, options: SourceOptions) -> Source:
@@ -109,43 +123,41 @@ def _saved_model(
     rows = stored.infos()[VOCABULARY[0]].shape[0]
     if options.model_config is not None:
         return configured_model(options.model_config, rows if tokenizer is None else tokenizer.size)
-    vocab_size = tokenizer.size if tokenizer is not None else getattr(args, "vocab_size", None) or rows
-    try:
-        return _model_of_arguments(vars(args), vocab_size)
-    except KeyError as error:
-        problem = f"args does not say {error.args[0]}"
-        raise UserError(str(path / COMMON), problem, "give the model's sizes with --model-config") from None
+    assert args is not None
+    fields = Fields(vars(args), _DEFAULTS | _FIXED, prefix="args.", mend="give the model's sizes with --model-config")
+    if tokenizer is not None:
+        return _model_of_arguments(fields, tokenizer.size)
+    return _model_of_arguments(fields, fields.whole_or("vocab_size", rows))
 
 
-def _model_of_arguments(args: dict[str, Any], vocab_size: int) -> SavedModel:
+def _model_of_arguments(fields: Fields, vocab_size: int) -> SavedModel:
     for name, value in _FIXED.items():
-        if args.get(name, value) != value:
-            mend = f"only a GPTModel with {value!r} is the Transformer++"
-            raise UserError(f"args.{name}", f"is {args[name]!r}", mend)
-    position = args.get("position_embedding_type", "learned_absolute")
-    if position not in _POSITIONS:
-        raise UserError("args.position_embedding_type", f"is {position!r}", f"it can be {', '.join(_POSITIONS)}")
-    heads, layers = args["num_attention_heads"], args["num_layers"]
-    model = ModelConfig(
-        pattern=f"attention*{layers}",
-        hidden_size=args["hidden_size"],
-        num_attention_heads=heads,
-        num_query_groups=args["num_query_groups"] if args.get("group_query_attention") else heads,
-        head_dim=args.get("kv_channels") or args["hidden_size"] // heads,
-        ffn_hidden_size=args["ffn_hidden_size"],
-        max_position_embeddings=args.get("max_position_embeddings") or args["seq_length"],
-        tie_embeddings=not args["untie_embeddings_and_output_weights"],
-        rotary_base=float(args.get("rotary_base", 10000)),
-        norm_epsilon=float(args.get("norm_epsilon", 1e-5)),
-        init_std=float(args.get("init_method_std") or 0.02),
-    )
+        fields.require(name, value)
+    fields.require("position_embedding_type", *_POSITIONS)
+    position, layers, length = fields["position_embedding_type"], fields.whole("num_layers"), fields.whole("seq_length")
+    model = {
+        "pattern": f"attention*{layers}",
+        "hidden_size": fields.whole("hidden_size"),
+        **_heads(fields),
+        "ffn_hidden_size": fields.whole("ffn_hidden_size"),
+        "max_position_embeddings": fields.whole_or("max_position_embeddings", length),
+        "tie_embeddings": not fields.flag("untie_embeddings_and_output_weights"),
+        "rotary_base": fields.number("rotary_base"),
+        "norm_epsilon": fields.number("norm_epsilon"),
+        "init_std": fields.number("init_method_std"),
+    }
     return SavedModel(
-        model=model,
+        model=validate(ModelConfig, model, "args."),
         layers=("attention",) * layers,
         mixers={"attention": AttentionConfig(position_encoding=_POSITIONS[position])},  # type: ignore[arg-type]
         vocab_size=vocab_size,
-        seq_length=args["seq_length"],
+        seq_length=length,
     )
+
+
+def _heads(fields: Fields) -> dict[str, int]:
+    groups = "num_query_groups" if fields.flag("group_query_attention") else "num_attention_heads"
+    return fields.heads("num_attention_heads", groups, "kv_channels")
 
 
 def _steps(stored: Tensors) -> Iterator[Step]:

@@ -34,12 +34,11 @@ def logits(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
     def read(name: str) -> Tensor:
         for theirs, ours in _OUR_NAMES.items():
             name = name.replace(f"self_attention.{theirs}.", f"self_attention.{ours}.")
-        return tensors.read(name).float()
+        return tensors.read(name)
 
     t = tokens_bt.shape[1]
     hidden_tt = torch.ones(t, t, dtype=torch.bool).triu(1)[None, None]
     platform = select_platform("cpu")
-    shared = ["embedding.word_embeddings."] if saved.model.tie_embeddings else []
     with groups_of_one_process(platform.communication) as groups, torch.no_grad():
         with on_meta():
             model = GPTModel(
@@ -52,7 +51,7 @@ def logits(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
                 rotary_base=saved.model.rotary_base,
                 pg_collection=groups,
             )
-        with staged(model.eval(), read, keep=shared):
+        with staged(model.eval(), read):
             positions_bt = torch.arange(t).expand_as(tokens_bt)
             answer: Tensor = model(tokens_bt, positions_bt, attention_mask=hidden_tt)
     return answer.float()

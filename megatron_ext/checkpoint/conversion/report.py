@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.checkpoint.conversion.command import add_source_options, hide_gpus, source_options
+from megatron_ext.checkpoint.conversion.source_arguments import add_source_options, open_asked
 from megatron_ext.errors import EXIT_USER_ERROR, UserError
 
 if TYPE_CHECKING:
@@ -42,11 +42,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: it is none, or damaged.
     """
-    hide_gpus()
-    from megatron_ext.checkpoint.conversion.opening import open_source
-
     try:
-        facts = describe(open_source(args.path, source_options(args)), with_tensors=args.tensors)
+        facts = describe(open_asked(args.path, args), with_tensors=args.tensors)
     except UserError as error:
         if not args.json:
             raise

@@ -69,7 +69,8 @@ class SafetensorsTensors(Tensors):
 def _files_of(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         try:
-            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+            places = json.loads((folder / INDEX).read_text())["weight_map"]
+            names = sorted({Path(name).name for name in places.values()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(str(folder / INDEX), "cannot be read as an index of safetensors files", _MEND) from error
     elif (folder / SINGLE).is_file():

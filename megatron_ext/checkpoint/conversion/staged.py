@@ -1,14 +1,20 @@
-"""Running a model whose weights are not in memory: each part's are read when its turn comes, and dropped after it."""
+"""Running a model whose weights are not in memory: each is read by what computes with it, and dropped after that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+PIECE = 1 << 22
+"""Numbers of a matrix that are made fp32 at a time."""
 
 
 @contextmanager
@@ -31,54 +37,92 @@ def on_meta() -> Iterator[None]:
 
 
 @contextmanager
-def staged(model: Module, read: Callable[[str], Tensor], keep: Collection[str] = ()) -> Iterator[None]:
-    """Within it, a model without numbers can be run, without gradients.
-
-    The parts are the members of its module lists (its layers), and what else has parameters of its own.
+def staged(model: Module, read: Callable[[str], Tensor]) -> Iterator[None]:
+    """Within it, a model without numbers can be run in fp32, without gradients.
 
     Args:
         model: its parameters on the meta device.
-        read: a parameter's numbers, by the name that `named_parameters` gives it.
-        keep: parts, by the beginning of their parameters' names, whose numbers others use, and which are not dropped.
+        read: a parameter's numbers in any type, by the name that `named_parameters` gives it.
     """
-    handles = []
-    for name, part in _parts(model):
-        handles.append(part.register_forward_pre_hook(_Fill(name, part, read), prepend=True))
-        if name not in keep:
-            handles.append(part.register_forward_hook(_drop, always_call=True))
+    replaced = []
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        path, _, last = name.rpartition(".")
+        module = model.get_submodule(path)
+        replaced.append((module, last, parameter))
+        module._parameters[last] = Unread.of(parameter, partial(read, name))  # type: ignore[assignment]
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for module, last, parameter in replaced:
+            module._parameters[last] = parameter
 
 
-def _parts(model: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
-    for name, child in model.named_children():
-        if isinstance(child, torch.nn.ModuleList):
-            yield from ((f"{prefix}{name}.{number}.", layer) for number, layer in enumerate(child))
-        elif child._parameters:
-            yield f"{prefix}{name}.", child
-        else:
-            yield from _parts(child, f"{prefix}{name}.")
+class Unread(Tensor):
+    """A weight on the disk. It has its shape; what is computed with it reads it.
+
+    A product with a matrix, and rows that are looked up in one, are made of it as it is stored; all else gets fp32.
+    """
+
+    _is_param = True  # as torch asks whether something is a Parameter
+    _read: Callable[[], Tensor]
+    _is_turned: bool
+    device = torch.device("cpu")  # where its numbers will be
+    is_meta = False
+
+    @staticmethod
+    def of(empty: Tensor, read: Callable[[], Tensor], *, is_turned: bool = False) -> Unread:
+        """A weight that is read so.
+
+        Args:
+            empty: has its shape, and attributes that others look for.
+            read: its numbers.
+            is_turned: it is the transpose of what is read.
+        """
+        weight: Unread = Tensor._make_subclass(Unread, empty.detach())
+        vars(weight).update(vars(empty))
+        weight._read, weight._is_turned = read, is_turned
+        return weight
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """See torch's `__torch_function__`."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _OF_SHAPE or getattr(func, "__name__", "") == "__get__":
+                return func(*args, **kwargs)
+            if func in (Tensor.t, torch.t) and not args[0]._is_turned:
+                return cls.of(func(Tensor.as_subclass(args[0], Tensor)), args[0]._read, is_turned=True)
+            if func in _PRODUCTS and not kwargs and _is_matrix(args[1], turned=True):
+                return _product(_numbers(args[0]), args[1])
+            if func is F.linear and _is_matrix(args[1], turned=False):
+                bias = args[2] if len(args) > 2 else kwargs.get("bias")
+                product = _product(_numbers(args[0]), args[1])
+                return product if bias is None else product + _numbers(bias)
+            if func is F.embedding and _is_matrix(args[1], turned=False):
+                return func(args[0], args[1]._read(), *args[2:], **kwargs).float()
+            return func(*tree_map(_numbers, tuple(args)), **tree_map(_numbers, kwargs))
 
 
-class _Fill:
-    def __init__(self, prefix: str, part: Module, read: Callable[[str], Tensor]) -> None:
-        self._prefix, self._part, self._read = prefix, part, read
-
-    def __call__(self, *_: Any) -> None:
-        for name, parameter in list(self._part.named_parameters()):
-            _put(self._part, name, parameter, self._read(self._prefix + name))
+_OF_SHAPE = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__, Tensor.is_floating_point}
+_PRODUCTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
 
 
-def _drop(part: Module, *_: Any) -> None:
-    for name, parameter in list(part.named_parameters()):
-        _put(part, name, parameter, parameter.detach().to("meta"))
+def _is_matrix(weight: Any, *, turned: bool) -> bool:
+    return isinstance(weight, Unread) and weight._is_turned == turned and weight.dim() == 2
 
 
-def _put(part: Module, name: str, parameter: Parameter, numbers: Tensor) -> None:
-    *path, last = name.split(".")
-    new = Parameter(numbers, requires_grad=False)
-    vars(new).update(vars(parameter))
-    part.get_submodule(".".join(path))._parameters[last] = new
+def _numbers(value: Any) -> Any:
+    if not isinstance(value, Unread):
+        return value
+    numbers = value._read().float()
+    return numbers.t() if value._is_turned else numbers
+
+
+def _product(x: Tensor, weight: Unread) -> Tensor:
+    """Of x, [..., n], and the transpose of a matrix [m, n], some of whose rows are made fp32 at a time: [..., m]."""
+    stored = weight._read()
+    product = x.new_empty(*x.shape[:-1], len(stored))
+    rows = max(1, PIECE // max(1, stored.shape[1]))
+    for made, piece in zip(product.split(rows, -1), stored.split(rows), strict=True):
+        made.copy_(F.linear(x, piece.float()))
+    return product

@@ -179,7 +179,7 @@ def check_shapes(expected: Mapping[str, TensorInfo], found: Mapping[str, TensorI
     wrong = [key for key, info in expected.items() if info.shape != found[key].shape]
     if wrong:
         key = wrong[0]
-        more = f", and {len(wrong) - 1} others do not fit" if len(wrong) > 1 else ""
+        more = f", and {len(wrong) - 1} more do not fit" if len(wrong) > 1 else ""
         problem = f"{key} is {list(found[key].shape)}, its configuration makes it {list(expected[key].shape)}{more}"
         raise UserError(where, problem, "give the configuration that the model was made with")
 

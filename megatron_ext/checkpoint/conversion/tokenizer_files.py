@@ -18,6 +18,11 @@ from megatron_ext.files import write_whole
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
+COMPANIONS = (
+    *(TOKENIZER_CONFIG, SPECIAL_TOKENS, "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
+)
+"""Files that transformers writes beside a tokenizer.json."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,14 @@ class KeptTokenizer:
         end: token that ends a document; None: nothing says which.
         end_id: its id.
         size: largest id + 1.
+        begin_id: id of the token that a document begins with; None: nothing says which.
     """
 
     file: Path
     end: str | None
     end_id: int | None
     size: int
+    begin_id: int | None = None
 
 
 def keep_tokenizer(source: Path, folder: Path, end: str | None) -> None:
@@ -52,6 +59,18 @@ def keep_tokenizer(source: Path, folder: Path, end: str | None) -> None:
     known = {} if end is None else {"eos_token": end}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **known}
     write_whole(folder / TOKENIZER_CONFIG, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def copy_tokenizer(tokenizer: KeptTokenizer, folder: Path) -> None:
+    """Copy a tokenizer into a folder with what transformers keeps beside it; what it must know is written at least.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    keep_tokenizer(tokenizer.file, folder, tokenizer.end)
+    for name in COMPANIONS:
+        if (companion := tokenizer.file.parent / name).is_file():
+            write_whole(folder / name, companion.read_bytes())
 
 
 def kept_tokenizer(folder: Path, given: Path | None = None) -> KeptTokenizer | None:
@@ -72,15 +91,15 @@ def kept_tokenizer(folder: Path, given: Path | None = None) -> KeptTokenizer | N
     except Exception as error:  # the binding raises bare Exception
         problem = f"is no tokenizer.json ({' '.join(str(error).split())})"
         raise UserError(str(file), problem, "give one that Hugging Face tokenizers wrote") from None
-    end = _end(file.parent)
-    end_id = None if end is None else tokenizer.token_to_id(end)
+    end, begin = (_special(file.parent, f"{kind}_token") for kind in ("eos", "bos"))
+    end_id, begin_id = (None if token is None else tokenizer.token_to_id(token) for token in (end, begin))
     size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
-    return KeptTokenizer(file, None if end_id is None else end, end_id, size)
+    return KeptTokenizer(file, None if end_id is None else end, end_id, size, begin_id)
 
 
-def _end(folder: Path) -> str | None:
+def _special(folder: Path, kind: str) -> str | None:
     for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
-        token = read_json(folder / name).get("eos_token") if (folder / name).is_file() else None
+        token = read_json(folder / name).get(kind) if (folder / name).is_file() else None
         if token is not None:
             return str(token["content"] if isinstance(token, dict) else token)  # an AddedToken, or its text
     return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -108,31 +109,58 @@ class TorchDistTensors(Tensors):
         if layer is not None:
             offsets[0], sizes[0] = layer, 1
         wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        tensor = torch.empty(sizes, dtype=entry.properties.dtype)
         items = create_read_items_for_chunk_list(stored, entry, [wanted])
-        assert sum(item.lengths.numel() for item in items) == tensor.numel(), f"{stored} is not whole"
+        assert sum(item.lengths.numel() for item in items) == math.prod(sizes), f"{stored} is not whole"
+        into = _Into(torch.Size(sizes), entry.properties.dtype)
         try:
-            self._reader.read_data(LoadPlan(items), _Into(tensor))
+            self._reader.read_data(LoadPlan(items), into)
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
             problem = f"{stored} cannot be read, so the checkpoint is damaged"
             raise UserError(str(self._folder), problem, _MEND) from error
-        return tensor if layer is None else tensor[0]
+        return into.tensor if layer is None else into.tensor[0]
 
 
 class _Into(DefaultLoadPlanner):
-    """Has what is read put into one tensor."""
+    """Has what is read put into one tensor; what is read as a whole is that tensor, and is not held twice.
 
-    def __init__(self, tensor: Tensor) -> None:
+    Attributes:
+        tensor: of the shape and type that were asked for.
+    """
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         super().__init__()
-        self._tensor = tensor
+        self._shape, self._dtype = shape, dtype
+        self.tensor = torch.empty(0, dtype=dtype)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         assert read_item.type == LoadItemType.TENSOR
+        if read_item.lengths == self._shape:
+            return cast(Tensor, _Taken(self))
+        if self.tensor.shape != self._shape:
+            self.tensor = torch.empty(self._shape, dtype=self._dtype)
         place = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return self._tensor[tuple(slice(start, start + length) for start, length in place)]
+        return self.tensor[tuple(slice(start, start + length) for start, length in place)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """It lies where it belongs."""
+
+
+class _Taken:
+    """Stands for the tensor that torch's reader copies what it has read into, and takes that as it is."""
+
+    def __init__(self, into: _Into) -> None:
+        self._into = into
+
+    def detach(self) -> _Taken:
+        return self
+
+    def size(self) -> torch.Size:
+        return self._into._shape
+
+    def copy_(self, tensor: Tensor) -> None:
+        # Part of a larger one, it would hold all of that.
+        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+        self._into.tensor = tensor.to(self._into._dtype) if whole else tensor.to(self._into._dtype, copy=True)
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_ext.cli import main
 
@@ -95,14 +97,14 @@ def _fewer_layers(folder: Path) -> str:
 
 def _no_number(folder: Path) -> str:
     edited(folder, hidden_size="64")
-    return "config.json: hidden_size cannot be '64'"
+    return 'config.json: hidden_size: "64" is not a whole number above 0; '
 
 
 def _no_field(folder: Path) -> str:
     config = json.loads((folder / "config.json").read_text())
     del config["intermediate_size"]
     (folder / "config.json").write_text(json.dumps(config))
-    return "config.json: lacks intermediate_size; "
+    return "config.json: intermediate_size: missing; "
 
 
 def _foreign(folder: Path) -> str:
@@ -112,12 +114,37 @@ def _foreign(folder: Path) -> str:
 
 def _scaled_rotation(folder: Path) -> str:
     edited(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4})
-    return "config.json: rope_parameters: rope_type 'llama3' is not 'default'; "
+    return 'config.json: rope_parameters.rope_type: "llama3", which no model of ours has; only "default" can be read'
 
 
 def _biases(folder: Path) -> str:
     edited(folder, attention_bias=True)
-    return "config.json: attention_bias: True is not False; "
+    return "config.json: attention_bias: true, which no model of ours has; only false can be read"
+
+
+def _no_heads(folder: Path) -> str:
+    edited(folder, num_attention_heads=0)
+    return "config.json: num_attention_heads: 0 is not a whole number above 0; "
+
+
+def _heads_of_no_group(folder: Path) -> str:
+    edited(folder, num_key_value_heads=3)
+    return "config.json: num_attention_heads: 4 does not divide by num_key_value_heads 3; "
+
+
+def _no_rotation(folder: Path) -> str:
+    edited(folder, rope_parameters=[1])
+    return "config.json: rope_parameters: [1] is no section of fields; "
+
+
+def _part_of_a_rotation(folder: Path) -> str:
+    edited(folder, partial_rotary_factor=0.5)
+    return "config.json: partial_rotary_factor: 0.5, which no model of ours has; only 1.0 can be read"
+
+
+def _no_names(folder: Path) -> str:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": 5}}))
+    return "model.safetensors.index.json: cannot be read as an index"
 
 
 def _no_json(folder: Path) -> str:
@@ -128,7 +155,7 @@ def _no_json(folder: Path) -> str:
 DAMAGES = [
     *(_no_shard, _half_a_shard, _no_index, _no_weights),
     *(_another_width, _more_layers, _fewer_layers, _no_number, _no_field, _no_json),
-    *(_foreign, _scaled_rotation, _biases),
+    *(_foreign, _scaled_rotation, _biases, _no_heads, _heads_of_no_group, _no_rotation, _part_of_a_rotation, _no_names),
 ]
 
 
@@ -160,6 +187,12 @@ def test_a_folder_of_something_else(convert: Convert, tmp_path: Path, capsys: py
         convert, capsys, tmp_path / "empty", tmp_path
     )
     assert "none: is not there; " in refused(convert, capsys, tmp_path / "none", tmp_path)
+    (tmp_path / "empty" / "latest").write_text("global_step5")
+    (tmp_path / "empty" / "global_step5").mkdir()
+    (tmp_path / "empty" / "global_step5" / "mp_rank_00_model_states.pt").write_bytes(b"")
+    for folder in (tmp_path / "empty", tmp_path / "empty" / "global_step5"):
+        said = refused(convert, capsys, folder, tmp_path)
+        assert "is a checkpoint of DeepSpeed's that only the layout which wrote it can read; make it universal" in said
 
 
 def test_an_older_record_says_what_to_give(
@@ -183,7 +216,10 @@ def test_an_older_record_says_what_to_give(
         ([], "the following arguments are required: --to"),
         (["--to", "deepspeed-universal", "--dtype", "bf16"], "--dtype: bfloat16 is for the numbers of a model, and "),
         (["--to", "megatron", "--dtype", "fp16"], "--dtype: float16 is no precision of a run; give one of bf16, fp32"),
-        (["--to", "hf", "--shard-size", "0"], "--shard-size: 0 is not above 0; "),
+        (["--to", "hf", "--shard-size", "0"], "--shard-size: 0 is no size above 0; "),
+        (["--to", "hf", "--shard-size", "inf"], "--shard-size: inf is no size above 0; "),
+        (["--to", "megatron", "--shard-size", "2"], "--shard-size: 2.0 says nothing to --to megatron; leave it out"),
+        (["--to", "megatron", "--architecture", "LlamaForCausalLM"], "--architecture: LlamaForCausalLM says nothing"),
         (
             ["--to", "hf", "--architecture", "MambaForCausalLM"],
             "--architecture: MambaForCausalLM cannot hold the model",
@@ -209,12 +245,78 @@ def test_what_is_there_is_kept(
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "one.png").write_bytes(b"")
     assert convert(run, tmp_path / "photos", "--to", "hf", "--overwrite") == 2
-    assert "photos holds no model to overwrite" in error(capsys)
+    assert "photos holds one.png, which no conversion writes, and overwriting would remove it; " in error(capsys)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "vocab.txt").write_text("a")
+    assert convert(run, tmp_path / "other", "--to", "hf", "--overwrite") == 2
+    assert "other holds no model to overwrite" in error(capsys)
+    (tmp_path / "file").write_text("a")
+    assert convert(run, tmp_path / "file", "--to", "hf", "--overwrite") == 2
+    assert "file is a file, and no model to overwrite" in error(capsys)
     edited(hf, architectures=["BertForMaskedLM"])
     assert convert(hf, tmp_path / "photos", "--to", "hf") == 2
+    (hf / "metrics.jsonl").write_text("")  # of a training
+    assert convert(run, hf, "--to", "hf", "--overwrite") == 2
+    (hf / "metrics.jsonl").unlink()
     assert convert(run, hf, "--to", "hf", "--overwrite", "--no-verify") == 0
     assert json.loads((hf / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "photos"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "hf", "other", "photos"]
+
+
+def test_a_destination_by_a_link_and_by_a_dot(
+    run: Path, hf: Path, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(hf)
+    assert convert(run, tmp_path / "link", "--to", "hf", "--overwrite", "--no-verify") == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (hf / "model.safetensors").is_file()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert convert(run, ".", "--to", "megatron", "--overwrite", "--no-verify") == 0
+    assert (tmp_path / "here" / "checkpoints" / "latest").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "hf", "link"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=str)
+def test_a_conversion_that_is_ended_leaves_nothing(
+    run: Path, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    from megatron_ext.checkpoint.conversion import hugging_face
+
+    before = signal.getsignal(number)
+
+    def write(tensors: Any, folder: Path, shard_bytes: int) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(hugging_face, "write_safetensors", write)
+    assert convert(run, tmp_path / "deep" / "er" / "hf", "--to", "hf") == 128 + number
+    assert not list(tmp_path.iterdir())
+    assert signal.getsignal(number) is before
+
+
+def test_what_was_there_comes_back_where_the_new_cannot_be_put(
+    run: Path, hf: Path, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Path.rename
+
+    def renamed(path: Path, to: Path) -> Path:
+        if path.name == ".hf.partial":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return rename(path, to)
+
+    before = {path.name: path.read_bytes() for path in hf.iterdir()}
+    monkeypatch.setattr(Path, "rename", renamed)
+    assert convert(run, hf, "--to", "hf", "--overwrite", "--no-verify") == 2
+    assert {path.name: path.read_bytes() for path in hf.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_what_is_said_of_a_model_that_says_it_itself(
+    hf: Path, convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(convert, capsys, hf, tmp_path, "--model-config", "model.yaml")
+    assert said == f"--model-config: {hf}/config.json tells the model already; leave it out"
 
 
 def test_a_dry_run_says_sizes_and_writes_nothing(
@@ -231,14 +333,19 @@ def test_a_dry_run_says_sizes_and_writes_nothing(
 def test_wrong_bits_are_found(
     run: Path, convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_ext.checkpoint.conversion.families import llama
+    from megatron_ext.checkpoint.conversion.families import tensors
 
-    monkeypatch.setattr(llama, "_joined", lambda tensors: [tensors[0].repeat(2, 1)])
+    apart, together = tensors.apart, tensors.together
+    # Of the feed-forward's first matrix, which is of one unit.
+    monkeypatch.setattr(
+        tensors, "together", lambda parts, units: parts[0].repeat(2, 1) if units == 1 else together(parts, units)
+    )
     assert convert(run, tmp_path / "hf", "--to", "hf") == 2
     assert "mlp.linear_fc1.weight is not what was to be written" in error(capsys)
     # A mistake that a way there and back hides shows in the answers.
-    monkeypatch.setattr(llama, "_halves", lambda tensors: list(tensors[0].chunk(2))[::-1])
-    monkeypatch.setattr(llama, "_joined", lambda tensors: [torch.cat(list(tensors)[::-1])])
+    order = {1: -1}
+    monkeypatch.setattr(tensors, "apart", lambda x, units, widths: apart(x, units, widths)[:: order.get(units, 1)])
+    monkeypatch.setattr(tensors, "together", lambda parts, units: together(parts[:: order.get(units, 1)], units))
     assert convert(run, tmp_path / "hf", "--to", "hf") == 2
     assert "logits differ from those of" in error(capsys)
     assert not list(tmp_path.iterdir())
@@ -273,7 +380,7 @@ def test_a_full_disk(
     # Another may fill it meanwhile.
     from megatron_ext.checkpoint.conversion import command
 
-    monkeypatch.setattr(command, "_check_space", lambda *_: None)
+    monkeypatch.setattr(command, "check_space", lambda *_: None)
     assert convert(run, small_disk / "out", "--to", to) == 2
     assert f"{small_disk}/out: cannot be written: No space left on device; make room" in error(capsys)
     assert not list(small_disk.iterdir())

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from megatron_ext.checkpoint.conversion.families.fields import Fields, where
+from megatron_ext.checkpoint.conversion.families.tensors import renamed, rows, under
 from megatron_ext.checkpoint.conversion.family import Rule, SavedModel
 from megatron_ext.config.schema import ModelConfig
+from megatron_ext.config.validate import show, validate
 from megatron_ext.errors import UserError
 from megatron_ext.mixers.attention import AttentionConfig
 
 _PLAIN = AttentionConfig()
-_FIXED = {
+_FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -25,7 +24,18 @@ _FIXED = {
 }
 """Fields of config.json that our model has one value for; absent, they have it, too."""
 
-_MEND = "only a Llama without it is the Transformer++"
+_DEFAULTS: dict[str, Any] = {
+    **_FIXED,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "rope_parameters": None,
+    "rope_theta": None,
+    "partial_rotary_factor": 1.0,
+}
 
 
 class Llama:
@@ -77,88 +87,65 @@ class Llama:
 
     def saved_model(self, config: dict[str, Any]) -> SavedModel:
         """See `Family.saved_model`."""
+        fields = Fields(config, _DEFAULTS)
         for field, value in _FIXED.items():
-            if config.get(field, value) != value:
-                raise UserError(f"config.json: {field}", f"{config[field]!r} is not {value!r}", _MEND)
-        heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
-        length = config.get("max_position_embeddings", 2048)
-        model = ModelConfig(
-            pattern=f"attention*{layers}",
-            hidden_size=config["hidden_size"],
-            num_attention_heads=heads,
-            num_query_groups=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            ffn_hidden_size=config["intermediate_size"],
-            max_position_embeddings=length,
-            tie_embeddings=config.get("tie_word_embeddings", False),
-            rotary_base=_rotary_base(config),
-            norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
-            init_std=float(config.get("initializer_range", 0.02)),
-        )
+            fields.require(field, value)
+        layers, length = fields.whole("num_hidden_layers"), fields.whole("max_position_embeddings")
+        model = {
+            "pattern": f"attention*{layers}",
+            "hidden_size": fields.whole("hidden_size"),
+            **fields.heads("num_attention_heads", "num_key_value_heads", "head_dim"),
+            "ffn_hidden_size": fields.whole("intermediate_size"),
+            "max_position_embeddings": length,
+            "tie_embeddings": fields.flag("tie_word_embeddings"),
+            "rotary_base": _rotary_base(fields),
+            "norm_epsilon": fields.number("rms_norm_eps"),
+            "init_std": fields.number("initializer_range"),
+        }
         return SavedModel(
-            model=model,
+            model=validate(ModelConfig, model, where("")),
             layers=("attention",) * layers,
             mixers={"attention": _PLAIN},
-            vocab_size=config["vocab_size"],
+            vocab_size=fields.whole("vocab_size"),
             seq_length=length,
         )
 
     def rules(self, saved: SavedModel) -> Iterator[Rule]:
         """See `Family.rules`."""
-        yield _same("embedding.word_embeddings.weight", "model.embed_tokens.weight")
+        yield renamed("embedding.word_embeddings.weight", "model.embed_tokens.weight")
         for layer in range(len(saved.layers)):
-            yield from _layer(saved.model, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
-        yield _same("decoder.final_layernorm.weight", "model.norm.weight")
+            yield from under(_layer(saved.model), f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+        yield renamed("decoder.final_layernorm.weight", "model.norm.weight")
         if not saved.model.tie_embeddings:
-            yield _same("output_layer.weight", "lm_head.weight")
+            yield renamed("output_layer.weight", "lm_head.weight")
 
 
-def _rotary_base(config: dict[str, Any]) -> float:
-    rope = config.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
-        problem = f"rope_type {rope['rope_type']!r} is not 'default'"
-        raise UserError("config.json: rope_parameters", problem, _MEND)
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        problem = f"partial_rotary_factor {rope['partial_rotary_factor']} is not 1"
-        raise UserError("config.json: rope_parameters", problem, _MEND)
-    return float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+def _rotary_base(fields: Fields) -> float:
+    """Of `rope_parameters` as transformers 5 writes it, of the field of its own before that, or Llama's own."""
+    fields.require("partial_rotary_factor", 1.0)
+    rope = {} if fields["rope_parameters"] is None else fields["rope_parameters"]
+    if not isinstance(rope, dict):
+        raise UserError(where("rope_parameters"), f"{show(rope)} is no section of fields", "leave it out")
+    base = 10000.0 if fields["rope_theta"] is None else fields.number("rope_theta")
+    defaults = {"rope_type": "default", "partial_rotary_factor": 1.0, "rope_theta": base}
+    parameters = Fields(rope, defaults, prefix=where("rope_parameters."))
+    parameters.require("rope_type", "default")
+    parameters.require("partial_rotary_factor", 1.0)
+    return parameters.number("rope_theta")
 
 
-def _layer(model: ModelConfig, ours: str, theirs: str) -> Iterator[Rule]:
-    yield _same(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight")
-    attention = tuple(f"{theirs}self_attn.{name}_proj.weight" for name in "qkv")
-    split, join = partial(_split_groups, model), partial(_join_groups, model)
-    yield Rule((f"{ours}self_attention.in_proj.weight",), attention, split, join)
-    yield _same(f"{ours}self_attention.out_proj.weight", f"{theirs}self_attn.o_proj.weight")
-    yield _same(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight")
-    gated = (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight")
-    yield Rule((f"{ours}mlp.linear_fc1.weight",), gated, _halves, _joined)
-    yield _same(f"{ours}mlp.linear_fc2.weight", f"{theirs}mlp.down_proj.weight")
-
-
-def _same(ours: str, theirs: str) -> Rule:
-    return Rule((ours,), (theirs,), list, list)
-
-
-def _halves(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list(tensors[0].chunk(2))
-
-
-def _joined(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.cat(list(tensors))]
-
-
-def _split_groups(model: ModelConfig, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Rows [queries | key | value] of each query group to the queries, keys and values of all."""
-    groups, width = model.num_query_groups, model.head_dim
-    assert groups is not None
-    assert width is not None
-    queries = model.num_attention_heads // groups * width
-    rows = tensors[0].unflatten(0, (groups, queries + 2 * width))
-    return [part.flatten(0, 1) for part in rows.split([queries, width, width], 1)]
-
-
-def _join_groups(model: ModelConfig, tensors: Sequence[Tensor]) -> list[Tensor]:
-    groups = model.num_query_groups
-    assert groups is not None
-    return [torch.cat([tensor.unflatten(0, (groups, -1)) for tensor in tensors], 1).flatten(0, 1)]
+def _layer(model: ModelConfig) -> Iterator[Rule]:
+    assert model.num_query_groups is not None
+    assert model.head_dim is not None
+    assert model.ffn_hidden_size is not None
+    yield renamed("input_layernorm.weight", "input_layernorm.weight")
+    # Ours has the queries, the key and the value of a query group next to each other.
+    queries, d = model.num_attention_heads // model.num_query_groups, model.head_dim
+    attention = {f"self_attn.{name}_proj.weight": width for name, width in {"q": queries * d, "k": d, "v": d}.items()}
+    yield rows("self_attention.in_proj.weight", attention, model.num_query_groups)
+    yield renamed("self_attention.out_proj.weight", "self_attn.o_proj.weight")
+    yield renamed("pre_mlp_layernorm.weight", "post_attention_layernorm.weight")
+    # Megatron's first matrix is [gate; value].
+    halves = {f"mlp.{name}_proj.weight": model.ffn_hidden_size for name in ("gate", "up")}
+    yield rows("mlp.linear_fc1.weight", halves, units=1)
+    yield renamed("mlp.linear_fc2.weight", "mlp.down_proj.weight")

@@ -62,14 +62,9 @@ class NSAFamily(FlaTransformer):
     def read_mixer(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
         """See `FlaTransformer.read_mixer`."""
         fields.require("qkv_bias", False)
-        heads = fields.whole("num_heads")
-        groups = heads if fields["num_kv_heads"] is None else fields.whole("num_kv_heads")
-        fields.per("num_heads", heads, "num_kv_heads", groups)
         names = {"block_size": "block_size", "num_selected": "block_counts", "window": "window_size"}
         return {
-            "num_attention_heads": heads,
-            "num_query_groups": groups,
-            "head_dim": fields.whole("head_dim"),
+            **fields.heads("num_heads", "num_kv_heads", "head_dim"),
             "rotary_base": fields.number("rope_theta"),
         }, {ours: fields.whole(theirs) for ours, theirs in names.items()}
 

@@ -81,8 +81,11 @@ def rows_in_order(ours: str, theirs: str, units: int, widths: dict[str, int], or
     """
 
     def to_theirs(x: Tensor) -> Tensor:
-        kinds = dict(zip(widths, apart(x, units, list(widths.values())), strict=True))
-        return torch.cat([kinds[kind] for kind in order])
+        kinds = dict(zip(widths, x.unflatten(0, (units, -1)).split(list(widths.values()), 1), strict=True))
+        made = torch.empty_like(x)
+        for kind, part in zip(order, made.split([units * widths[kind] for kind in order]), strict=True):
+            part.unflatten(0, (units, -1)).copy_(kinds[kind])  # kind by kind: all of them would be held twice
+        return made
 
     def to_ours(x: Tensor) -> Tensor:
         kinds = dict(zip(order, x.split([units * widths[kind] for kind in order]), strict=True))

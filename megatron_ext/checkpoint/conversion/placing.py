@@ -1,0 +1,132 @@
+"""Where a conversion writes: a folder that is there whole or not at all, and what may be replaced by it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_ext.checkpoint.disk import is_full, storage_problem
+from megatron_ext.errors import UserError
+from megatron_ext.files import force_to_disk
+
+_MODELS = ("config.json", "checkpoints", "latest_universal")
+"""One of these is in every folder that a conversion writes."""
+
+_WRITTEN = (
+    *_MODELS,
+    *("config.yaml", "global_step*", "*.safetensors", "model.safetensors.index.json", "*_selectron.py"),
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "vocab.txt", "merges.txt", "__pycache__"),
+)
+"""And nothing else, but for what transformers leaves there."""
+
+
+def check_destination(source: Path, destination: Path, *, overwrite: bool) -> None:
+    """Refuse a destination that is there, is part of the source, or holds what is no model.
+
+    Raises:
+        UserError: it is one of these.
+    """
+    ours, theirs = source.resolve(), destination.resolve()
+    if ours == theirs or ours in theirs.parents or theirs in ours.parents:
+        raise UserError("DESTINATION", f"{destination} and SOURCE lie in each other", "give another folder")
+    if not theirs.exists():
+        return
+    if not overwrite:
+        raise UserError("DESTINATION", f"{destination} is there", "give another folder, or add --overwrite")
+    if not theirs.is_dir():
+        raise UserError("DESTINATION", f"{destination} is a file, and no model to overwrite", "give another folder")
+    names = sorted(path.name for path in theirs.iterdir())
+    foreign = [name for name in names if not any(fnmatch(name, pattern) for pattern in _WRITTEN)]
+    if foreign:
+        problem = f"{destination} holds {foreign[0]}, which no conversion writes, and overwriting would remove it"
+        raise UserError("DESTINATION", problem, "move it away, or give another folder")
+    if names and not set(names) & set(_MODELS):
+        raise UserError("DESTINATION", f"{destination} holds no model to overwrite", "give another folder")
+
+
+def check_space(destination: Path, needed: int) -> None:
+    """Refuse to begin where so many bytes have no room.
+
+    Raises:
+        UserError: they have none.
+    """
+    there = next(path for path in destination.resolve().parents if path.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        problem = f"needs {needed / 1e6:,.1f} MB, and {there} has {free / 1e6:,.1f} MB left"
+        raise UserError("DESTINATION", problem, "make room, or give a folder on another disk")
+
+
+@contextmanager
+def beside(destination: Path) -> Iterator[Path]:
+    """A folder that takes the destination's place when all went well, and is removed when not, or when one is ended.
+
+    Raises:
+        UserError: the disk refuses.
+    """
+    place = destination.resolve()
+    partial, new = place.with_name(f".{place.name}.partial"), [path for path in place.parents if not path.exists()]
+    with _ended_by_exceptions():
+        try:
+            if partial.exists():  # of one that was killed
+                shutil.rmtree(partial)
+            partial.mkdir(parents=True)
+            yield partial
+            _replace(partial, place)
+        except BaseException as error:
+            problem = os.strerror(errno.ENOSPC) if is_full(place.parent) else storage_problem(error)
+            shutil.rmtree(partial, ignore_errors=True)
+            for folder in new:
+                with suppress(OSError):
+                    folder.rmdir()
+            if isinstance(error, UserError) or not isinstance(error, Exception) or problem is None:
+                raise
+            mend = "make room, or give a folder that can be written"
+            raise UserError(str(destination), f"cannot be written: {problem}", mend) from error
+
+
+@contextmanager
+def _ended_by_exceptions() -> Iterator[None]:
+    """Within it, a signal that would end the process is an exception, as Ctrl-C is; exit codes are a shell's."""
+
+    def end(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    numbers = [signal.SIGTERM, signal.SIGHUP] if threading.current_thread() is threading.main_thread() else []
+    before = {number: signal.getsignal(number) for number in numbers}
+    changed = [number for number, handler in before.items() if handler is signal.SIG_DFL]
+    for number in changed:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, before[number])
+
+
+def _replace(partial: Path, place: Path) -> None:
+    for path in partial.rglob("*"):
+        force_to_disk(path)
+    if place.exists():
+        old = place.with_name(f".{place.name}.old")
+        if old.exists():  # of one that was killed
+            shutil.rmtree(old)
+        place.rename(old)
+        try:
+            partial.rename(place)
+        except BaseException:
+            old.rename(place)
+            raise
+        shutil.rmtree(old)
+    else:
+        partial.rename(place)
+    force_to_disk(place.parent)
