@@ -26,16 +26,11 @@ demo: $(INSTALLED) ## prepare text, train three architectures, compare them: run
 clean-demo: ## remove what the demo made
 	rm -rf runs/quickstart
 
-# Tests of one process each, two at a time; the others start processes of their own.
-SINGLE := tests/bench tests/checkpoint/conversion/families tests/checkpoint/conversion/selectron_hf tests/kernels \
-          tests/mixers tests/parallel
-
 # A recursive make keeps the order under -j, too: what fails fast comes first.
 test: $(INSTALLED_DEV) ## lint, types and all tests
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15 --numprocesses 2 --dist worksteal $(SINGLE)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15 $(addprefix --ignore=,$(SINGLE))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15 --numprocesses 2 --dist worksteal
 
 quick: $(INSTALLED_DEV) ## the tests without the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --durations=5

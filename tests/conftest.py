@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,20 @@ if not torch.cuda.is_available():
 # interrupts. A handler of our own is not passed on; being ignored is.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# The pool of processes is a module of the distributed tests, which need not be among those that are run.
+sys.path.append(str(Path(__file__).parent / "distributed"))
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Any]:
+    """Four processes for the whole session that work together as the ranks of a group."""
+    from pool import WorkerPool
+
+    workers = WorkerPool(4)
+    yield workers
+    workers.stop()
 
 
 @pytest.fixture(scope="module")

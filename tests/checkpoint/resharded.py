@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.checkpoint.store import CheckpointStore
+from megatron_ext.config.schema import RunConfig
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform import select_platform
 from megatron_ext.training.build import build_trainer, model_shape
@@ -21,26 +22,45 @@ from megatron_ext.training.trainer import Trainer
 STEPS = 2
 
 
-def _config(pattern: str, parallel: dict[str, Any], seed: int, model: dict[str, Any], fields: dict[str, Any]) -> Any:
-    settings: dict[str, dict[str, Any]] = {"top1_chunk": {"chunk_size": 8}, "mamba2": {"state_size": 16}}
-    used = {name: fields for name, fields in settings.items() if name in pattern.split(",")}
-    config = parity.run_config(pattern, used, model, parallel, **fields)
-    return replace(config, training=replace(config.training, seed=seed))
+@dataclass(frozen=True)
+class Run:
+    """A model under a layout, and the folder of its checkpoints.
+
+    Attributes:
+        root: that folder.
+        pattern: of the model's layers.
+        parallel: fields of `parallel`.
+        model: further fields of `model`.
+        fields: what else `parity.run_config` takes.
+    """
+
+    root: Path
+    pattern: str
+    parallel: dict[str, Any]
+    model: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, seed: int) -> RunConfig:
+        settings: dict[str, dict[str, Any]] = {"top1_chunk": {"chunk_size": 8}, "mamba2": {"state_size": 16}}
+        used = {name: settings[name] for name in self.pattern.split(",") if name in settings}
+        config = parity.run_config(self.pattern, used, self.model, self.parallel, **self.fields)
+        return replace(config, training=replace(config.training, seed=seed))
 
 
-def parts(
-    root: Path,
-    pattern: str,
-    parallel: dict[str, Any],
-    seed: int,
-    model: dict[str, Any] | None = None,
-    fields: dict[str, Any] | None = None,
-) -> tuple[Any, Trainer, CheckpointStore]:
-    config, platform = _config(pattern, parallel, seed, model or {}, fields or {}), select_platform("cpu")
+def begun(run: Run, seed: int) -> tuple[RunConfig, Trainer, CheckpointStore]:
+    """The run before its first step, from the initial weights of a seed."""
+    config, platform = run.config(seed), select_platform("cpu")
     parity.count_anew()
     groups = make_process_groups(config.parallel, seed)
     trainer = build_trainer(config, model_shape(config, platform, parity.VOCABULARY), groups, platform)
-    return config, trainer, CheckpointStore(root, {}, groups, platform)
+    return config, trainer, CheckpointStore(run.root, {}, groups, platform)
+
+
+def loaded(run: Run) -> tuple[RunConfig, Trainer]:
+    """The run after its checkpoint, which is loaded into a model of other initial weights."""
+    config, trainer, store = begun(run, seed=2)
+    store.load(trainer.optimizer, store.check(STEPS))
+    return config, trainer
 
 
 def whole(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
@@ -66,44 +86,24 @@ def whole(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def save(
-    rank: int,
-    world_size: int,
-    root: Path,
-    pattern: str,
-    parallel: dict[str, Any],
-    model: dict[str, Any] | None = None,
-    fields: dict[str, Any] | None = None,
-) -> dict[str, dict[str, Tensor]]:
+def save(rank: int, world_size: int, run: Run) -> dict[str, dict[str, Tensor]]:
     """Train a little, save, and return the whole state."""
-    config, trainer, store = parts(root, pattern, parallel, 1, model, fields)
+    config, trainer, store = begun(run, seed=1)
     for step in range(STEPS):
         trainer.train_step(parity.step_batches(config, trainer.groups, step))
     store.save(trainer.optimizer, Progress(step=STEPS, samples=8 * STEPS, tokens=256 * STEPS))
     return whole(trainer)
 
 
-def load(
-    rank: int,
-    world_size: int,
-    root: Path,
-    pattern: str,
-    parallel: dict[str, Any],
-    model: dict[str, Any] | None = None,
-    fields: dict[str, Any] | None = None,
-) -> tuple[dict[str, dict[str, Tensor]], int]:
-    """Load into a model of other initial weights; the whole state, and the steps that the schedule counts."""
-    _, trainer, store = parts(root, pattern, parallel, 2, model, fields)
-    store.load(trainer.optimizer, store.check(STEPS))
+def load(rank: int, world_size: int, run: Run) -> tuple[dict[str, dict[str, Tensor]], int]:
+    """Load; the whole state, and the steps that the schedule counts."""
+    _, trainer = loaded(run)
     counted = trainer.optimizer._scheduler.num_steps  # type: ignore[attr-defined]
     return whole(trainer), counted
 
 
-def go_on(
-    rank: int, world_size: int, root: Path, pattern: str, parallel: dict[str, Any], fields: dict[str, Any]
-) -> list[float]:
-    """Losses of the steps after the checkpoint, of a model that was loaded from it."""
-    config, trainer, store = parts(root, pattern, parallel, 2, {}, fields)
-    store.load(trainer.optimizer, store.check(STEPS))
+def go_on(rank: int, world_size: int, run: Run) -> list[float]:
+    """Load; losses of the steps after the checkpoint."""
+    config, trainer = loaded(run)
     steps = range(STEPS, STEPS + 3)
     return [trainer.train_step(parity.step_batches(config, trainer.groups, step)).loss for step in steps]

@@ -36,7 +36,9 @@ class Run:
         retention: Retention | None = None,
         sharding: str = "megatron",
     ) -> None:
-        self.config, self.trainer, plain = resharded.parts(root, "attention", {}, 1, fields={"sharding": sharding})
+        self.config, self.trainer, plain = resharded.begun(
+            resharded.Run(root, "attention", {}, fields={"sharding": sharding}), seed=1
+        )
         groups, platform = self.trainer.groups, self.trainer.platform
         self.store = CheckpointStore(root, {}, groups, platform, retention, asynchronous=asynchronous)
         self.plain, self.step = plain, 0
@@ -114,7 +116,7 @@ def save_at_once(rank: int, world_size: int, root: Path, steps: int, sharding: s
 
 def read(rank: int, world_size: int, root: Path, step: int) -> tuple[State, Progress]:
     """What a checkpoint holds, put into a model of other weights, and the progress that its record tells."""
-    _, trainer, store = resharded.parts(root, "attention", {}, 2)
+    _, trainer, store = resharded.begun(resharded.Run(root, "attention", {}), seed=2)
     record = store.check(step)
     store.load(trainer.optimizer, record)
     return resharded.whole(trainer), record.progress

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import resharded
 import torch
+from resharded import Run
 
 from megatron_ext.mixers.registry import load_all
 
@@ -28,18 +29,18 @@ def _models_of_all_mixers() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def saved(workers: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Save a model under a layout, once: (folder, the whole state that its ranks held)."""
-    known: dict[str, tuple[Path, State]] = {}
+def saved(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Save a model under a layout, once: (the run, the whole state that its ranks held)."""
+    known: dict[str, tuple[Run, State]] = {}
 
-    def save(pattern: str, world_size: int, parallel: dict[str, Any], **fields: Any) -> tuple[Path, State]:
-        key = repr((pattern, world_size, parallel, fields))
+    def save(
+        pattern: str, world_size: int, parallel: dict[str, Any], *, model: dict[str, Any] | None = None, **fields: Any
+    ) -> tuple[Run, State]:
+        key = repr((pattern, world_size, parallel, model, fields))
         if key not in known:
             root = tmp_path_factory.mktemp("resharded") / "checkpoints"
-            known[key] = (
-                root,
-                workers.run(resharded.save, world_size, root, pattern, parallel, {}, fields)[0],
-            )
+            run = Run(root, pattern, parallel, model or {}, fields)
+            known[key] = run, pool.run(resharded.save, world_size, run)[0]
         return known[key]
 
     return save
@@ -58,10 +59,10 @@ def _check(found: State, expected: State) -> None:
     ids=["one process", "tp2_sp", "pp2", "pp2_interleaved"],
 )
 def test_parameters_and_moments_are_the_same_on_another_layout(
-    world_size: int, parallel: dict[str, Any], saved: Any, workers: Any
+    world_size: int, parallel: dict[str, Any], saved: Any, pool: Any
 ) -> None:
-    root, expected = saved(HYBRID, 2, TP2_SP)
-    found, steps = workers.run(resharded.load, world_size, root, HYBRID, parallel)[0]
+    run, expected = saved(HYBRID, 2, TP2_SP)
+    found, steps = pool.run(resharded.load, world_size, replace(run, parallel=parallel))[0]
     assert steps == resharded.STEPS
     assert len(found) == 4
     _check(found, expected)
@@ -74,10 +75,10 @@ def test_parameters_and_moments_are_the_same_on_another_layout(
 
 @pytest.mark.parametrize(("world_size", "parallel"), [(1, {}), (4, TP2_SP)], ids=["one process", "tp2_sp_dp2"])
 def test_pieces_of_data_parallel_ranks_are_the_whole_on_another_layout(
-    world_size: int, parallel: dict[str, Any], saved: Any, workers: Any
+    world_size: int, parallel: dict[str, Any], saved: Any, pool: Any
 ) -> None:
-    root, expected = saved(PAIR, 4, {"context": 2})
-    found, _ = workers.run(resharded.load, world_size, root, PAIR, parallel)[0]
+    run, expected = saved(PAIR, 4, {"context": 2})
+    found, _ = pool.run(resharded.load, world_size, replace(run, parallel=parallel))[0]
     assert len(found) == 4
     _check(found, expected)
 
@@ -85,10 +86,10 @@ def test_pieces_of_data_parallel_ranks_are_the_whole_on_another_layout(
 @pytest.mark.parametrize(("world_size", "parallel"), [(1, {}), (2, {"context": 2})], ids=["one process", "cp2"])
 @pytest.mark.parametrize("pattern", _models_of_all_mixers())
 def test_every_mixer_moves_from_tp2_pp2(
-    pattern: str, world_size: int, parallel: dict[str, Any], saved: Any, workers: Any
+    pattern: str, world_size: int, parallel: dict[str, Any], saved: Any, pool: Any
 ) -> None:
-    root, expected = saved(pattern, 4, TP2_PP2)
-    found, _ = workers.run(resharded.load, world_size, root, pattern, parallel)[0]
+    run, expected = saved(pattern, 4, TP2_PP2)
+    found, _ = pool.run(resharded.load, world_size, replace(run, parallel=parallel))[0]
     assert found["parameters"]
     _check(found, expected)
 
@@ -106,13 +107,13 @@ BLOCKS = {
 @pytest.mark.parametrize(("world_size", "parallel"), [(1, {}), (2, TP2_SP)], ids=["one process", "tp2_sp"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_other_blocks_move_from_tp2_pp2(
-    block: str, world_size: int, parallel: dict[str, Any], workers: Any, tmp_path: Path
+    block: str, world_size: int, parallel: dict[str, Any], saved: Any, pool: Any
 ) -> None:
     pattern, model, name = BLOCKS[block]
-    expected = workers.run(resharded.save, 4, tmp_path, pattern, TP2_PP2, model)[0]
+    run, expected = saved(pattern, 4, TP2_PP2, model=model)
     assert name in expected["parameters"]
     assert any("mlp" in key for key in expected["parameters"]) is (block != "mixer")
-    found, _ = workers.run(resharded.load, world_size, tmp_path, pattern, parallel, model)[0]
+    found, _ = pool.run(resharded.load, world_size, replace(run, parallel=parallel))[0]
     _check(found, expected)
 
 
@@ -131,34 +132,40 @@ OPTIMIZERS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("target", OPTIMIZERS)
 @pytest.mark.parametrize("source", OPTIMIZERS)
-def test_any_optimizer_takes_over_from_any_other(source: str, target: str, saved: Any, workers: Any) -> None:
+def test_any_optimizer_takes_over_from_any_other(source: str, target: str, saved: Any, pool: Any) -> None:
     size, parallel, fields = OPTIMIZERS[source]
-    root, expected = saved(HYBRID, size, parallel, **fields)
+    run, expected = saved(HYBRID, size, parallel, **fields)
     size, parallel, fields = OPTIMIZERS[target]
-    found, steps = workers.run(resharded.load, size, root, HYBRID, parallel, {}, fields)[0]
+    found, steps = pool.run(resharded.load, size, replace(run, parallel=parallel, fields=fields))[0]
     assert steps == resharded.STEPS
     assert found.keys() == {"parameters", "param", "exp_avg", "exp_avg_sq"}
     _check(found, expected)
 
 
-@pytest.mark.parametrize("target", OPTIMIZERS)
-def test_training_goes_on_as_under_the_first_optimizer(target: str, saved: Any, workers: Any) -> None:
+@pytest.fixture(scope="module")
+def gone_on(saved: Any, pool: Any) -> tuple[Run, list[float]]:
+    """A run with a checkpoint, and its losses after that."""
+    size, parallel, fields = OPTIMIZERS["zero1 tp2_sp_pp2"]
+    run, _ = saved(HYBRID, size, parallel, **fields)
+    return run, pool.run(resharded.go_on, size, run)[0]
+
+
+@pytest.mark.parametrize("target", [name for name in OPTIMIZERS if name != "zero1 tp2_sp_pp2"])
+def test_training_goes_on_as_under_the_first_optimizer(
+    target: str, gone_on: tuple[Run, list[float]], pool: Any
+) -> None:
     """Moments, steps and rates that are taken over wrongly would show in the steps that follow."""
-    source = "zero1 tp2_sp_pp2"
-    size, parallel, fields = OPTIMIZERS[source]
-    root, _ = saved(HYBRID, size, parallel, **fields)
-    expected = workers.run(resharded.go_on, size, root, HYBRID, parallel, fields)[0]
+    run, expected = gone_on
     size, parallel, fields = OPTIMIZERS[target]
-    found = workers.run(resharded.go_on, size, root, HYBRID, parallel, fields)[0]
+    found = pool.run(resharded.go_on, size, replace(run, parallel=parallel, fields=fields))[0]
     assert found == pytest.approx(expected, abs=2e-6)
     assert max(expected) - min(expected) > 1e-3
 
 
 @pytest.mark.parametrize(("source", "target"), [("megatron", "zero1"), ("zero3", "none"), ("none", "zero2")])
-def test_in_bf16_precise_parameters_are_taken_over(source: str, target: str, saved: Any, workers: Any) -> None:
-    root, expected = saved(HYBRID, 2, {}, sharding=source, precision="bf16")
-    fields = {"sharding": target, "precision": "bf16"}
-    found, _ = workers.run(resharded.load, 2, root, HYBRID, {}, {}, fields)[0]
+def test_in_bf16_precise_parameters_are_taken_over(source: str, target: str, saved: Any, pool: Any) -> None:
+    run, expected = saved(HYBRID, 2, {}, sharding=source, precision="bf16")
+    found, _ = pool.run(resharded.load, 2, replace(run, fields={"sharding": target, "precision": "bf16"}))[0]
     _check(found, expected)
     name = "layer 1 mlp.linear_fc1.weight"
     assert torch.equal(expected["param"][name].bfloat16().float(), expected["parameters"][name])

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import saves
 import torch
-from pool import WorkerFailed, WorkerPool
+from pool import WorkerFailed
 
 from megatron_ext.checkpoint.folder import Progress
 
 pytestmark = pytest.mark.slow
 
 LEFT = ["latest", "step_1"]
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Any]:
-    """Two are enough here; and one is killed, for which fresh ones are started."""
-    workers = WorkerPool(2)
-    yield workers
-    workers.stop()
 
 
 def same(a: saves.State, b: saves.State) -> bool:
@@ -38,11 +29,11 @@ def contents(root: Path, step: int) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("sharding", ["megatron", "zero1", "zero2", "zero3"])
-def test_the_state_at_the_save_is_saved_whatever_training_does(workers: Any, tmp_path: Path, sharding: str) -> None:
+def test_the_state_at_the_save_is_saved_whatever_training_does(pool: Any, tmp_path: Path, sharding: str) -> None:
     root, at_once = tmp_path / "later", tmp_path / "at_once"
-    at_save, later, told = workers.run(saves.train_on, 2, root, sharding)[0]
+    at_save, later, told = pool.run(saves.train_on, 2, root, sharding)[0]
     assert not same(at_save, later)
-    found, progress = workers.run(saves.read, 2, root, 4)[0]
+    found, progress = pool.run(saves.read, 2, root, 4)[0]
     assert same(found, at_save)
     assert progress == Progress(4, 32, 1024)  # of the save, not of the step that was made meanwhile
     # Planned together twice, then no more; and nothing of a checkpoint is to be seen before it is whole.
@@ -51,21 +42,21 @@ def test_the_state_at_the_save_is_saved_whatever_training_does(workers: Any, tmp
     assert told[0][0] > told[1][0] > 0
     assert [planning for planning, *_ in told[2:]] == [0, 0]
     # To the last bit what a save without all this writes.
-    workers.run(saves.save_at_once, 2, at_once, 4, sharding)
+    pool.run(saves.save_at_once, 2, at_once, 4, sharding)
     assert contents(root, 4) == contents(at_once, 4)
     assert len(contents(root, 4)) == 4
 
 
-def test_a_checkpoint_is_whole_when_all_ranks_are_done(workers: Any, tmp_path: Path) -> None:
-    told = workers.run(saves.poll, 2, tmp_path)
+def test_a_checkpoint_is_whole_when_all_ranks_are_done(pool: Any, tmp_path: Path) -> None:
+    told = pool.run(saves.poll, 2, tmp_path)
     # Two polls while rank 1 writes; one in which the first rank is told of all files; one in which all know.
     assert [[(newest, there) for newest, there, _ in rank][:2] for rank in told] == [[(0, []), (0, [])]] * 2
     assert [[known for *_, known in rank] for rank in told] == [[False, False, False, True]] * 2
     assert [rank[3] for rank in told] == [(1, [1], True)] * 2
 
 
-def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(workers: Any, tmp_path: Path) -> None:
-    for said, left, steps in workers.run(saves.fail, 2, tmp_path, saves.FULL):
+def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(pool: Any, tmp_path: Path) -> None:
+    for said, left, steps in pool.run(saves.fail, 2, tmp_path, saves.FULL):
         assert said == [
             f"UserError: {tmp_path}/step_2: cannot be saved: No space left on device; "
             "make room and start again with --resume (from step 1)"
@@ -74,26 +65,26 @@ def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(workers: Any, tmp_pa
         assert steps == [1, 3]  # whoever goes on all the same can
 
 
-def test_an_error_of_ours_on_one_rank_is_raised_on_all_with_its_traceback(workers: Any, tmp_path: Path) -> None:
-    for (said,), left, steps in workers.run(saves.fail, 2, tmp_path, ValueError("a bug")):
+def test_an_error_of_ours_on_one_rank_is_raised_on_all_with_its_traceback(pool: Any, tmp_path: Path) -> None:
+    for (said,), left, steps in pool.run(saves.fail, 2, tmp_path, ValueError("a bug")):
         assert said.startswith("RuntimeError: the checkpoint of step 2 could not be saved\nTraceback")
         assert said.endswith("ValueError: a bug\n")
         assert (left, steps) == (LEFT, [1, 3])
 
 
-def test_files_are_read_again_before_they_count(workers: Any, tmp_path: Path) -> None:
-    for said in workers.run(saves.disk_that_forgets, 2, tmp_path):
+def test_files_are_read_again_before_they_count(pool: Any, tmp_path: Path) -> None:
+    for said in pool.run(saves.disk_that_forgets, 2, tmp_path):
         assert f"UserError: {tmp_path}/step_1: cannot be saved: __1_0.distcp does not hold what was written" in said
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_left_of_a_save_that_is_given_up(workers: Any, tmp_path: Path) -> None:
-    assert workers.run(saves.abandon, 2, tmp_path) == [(LEFT, 1)] * 2
+def test_nothing_is_left_of_a_save_that_is_given_up(pool: Any, tmp_path: Path) -> None:
+    assert pool.run(saves.abandon, 2, tmp_path) == [(LEFT, 1)] * 2
 
 
-def test_a_rank_that_is_killed_while_saving_leaves_the_checkpoint_before(workers: Any, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_while_saving_leaves_the_checkpoint_before(pool: Any, tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="rank 1 died"):
-        workers.run(saves.be_killed, 2, tmp_path, timeout=30.0)
+        pool.run(saves.be_killed, 2, tmp_path, timeout=30.0)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".step_2.partial", *LEFT]
-    _, progress = workers.run(saves.read, 1, tmp_path, 1)[0]
+    _, progress = pool.run(saves.read, 1, tmp_path, 1)[0]
     assert progress == Progress(1, 8, 256)

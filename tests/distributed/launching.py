@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from pool import ENVIRONMENT
+
 from megatron_ext.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -38,8 +40,7 @@ def write_config(folder: Path, data: Path, runs: Path) -> Path:
 def environment() -> dict[str, str]:
     """Of a command, whatever launcher the tests themselves run under."""
     launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return {key: value for key, value in os.environ.items() if key not in launcher} | own
+    return {key: value for key, value in os.environ.items() if key not in launcher} | ENVIRONMENT
 
 
 def start(config: Path, arguments: Sequence[str], processes: int) -> subprocess.Popen[str]:

@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import Any
 
 # CPU tests on a GPU machine stay CPU tests; one thread a process, as every process has the others beside it.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2])}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": str(Path(__file__).parents[2]),
+    # Megatron hands functions of a line to torch.compile. On the CPU importing it takes as long as torch itself, and
+    # compiling one, in every process, longer than most cases.
+    "TORCHDYNAMO_DISABLE": "1",
+}
 # None of them starts a thread when it is imported: forking would leave it behind.
 _IMPORTED_ONCE = ["megatron_ext.training.build", "megatron_ext.optim.zero1", "megatron_ext.optim.zero23"]
 
@@ -87,7 +94,7 @@ class WorkerPool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_IMPORTED_ONCE)
-        with _environment(_ENVIRONMENT):  # the server's, which the first pool starts, and through it the workers'
+        with _environment(ENVIRONMENT):  # the server's, which the first pool starts, and through it the workers'
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
                 # Not daemons: saving a checkpoint starts processes of its own.

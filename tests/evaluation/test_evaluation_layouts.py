@@ -22,9 +22,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(pair: Any, root: Path) -> list[dict[str, Any]]:
+def alone(pool: Any, root: Path) -> list[dict[str, Any]]:
     """One process, a sample at a time."""
-    return pair.run(evaluated.evaluate, 1, root, {}, 1)[0]
+    return pool.run(evaluated.evaluate, 1, root, {}, 1)[0]
 
 
 def test_every_label_of_every_document_counts_once(alone: list[dict[str, Any]], root: Path) -> None:
@@ -43,8 +43,8 @@ def test_every_label_of_every_document_counts_once(alone: list[dict[str, Any]], 
         assert (record["step"], record["tokens"]) == (7, 99)
 
 
-def test_sums_by_document_are_those_of_a_token_at_a_time(alone: list[dict[str, Any]], pair: Any, root: Path) -> None:
-    expected = pair.run(evaluated.by_hand, 1, root)[0]
+def test_sums_by_document_are_those_of_a_token_at_a_time(alone: list[dict[str, Any]], pool: Any, root: Path) -> None:
+    expected = pool.run(evaluated.by_hand, 1, root)[0]
     for record in alone:
         documents = expected[f"{record['domain']}/{record['split']}"]
         assert record["documents"] == sorted(documents)
@@ -65,9 +65,9 @@ def same(records: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 5, 64])
-def test_padding_counts_for_nothing(size: int, alone: list[dict[str, Any]], pair: Any, root: Path) -> None:
+def test_padding_counts_for_nothing(size: int, alone: list[dict[str, Any]], pool: Any, root: Path) -> None:
     """Sizes that leave the last micro-batch part empty; of 64 nearly all is padding."""
-    same(pair.run(evaluated.evaluate, 1, root, {}, size)[0], alone)
+    same(pool.run(evaluated.evaluate, 1, root, {}, size)[0], alone)
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_padding_counts_for_nothing(size: int, alone: list[dict[str, Any]], pair
     ids=["dp2", "tp2_sp", "cp2", "pp2", "pp2_interleaved"],
 )
 def test_every_layout_gives_the_same(
-    parallel: dict[str, Any], alone: list[dict[str, Any]], pair: Any, root: Path
+    parallel: dict[str, Any], alone: list[dict[str, Any]], pool: Any, root: Path
 ) -> None:
-    first, second = pair.run(evaluated.evaluate, 2, root, parallel, 3)
+    first, second = pool.run(evaluated.evaluate, 2, root, parallel, 3)
     assert first == second  # on every rank
     same(first, alone)
 
 
-def test_fewer_sequences_are_the_same_ones_on_every_layout(pair: Any, root: Path) -> None:
-    alone = pair.run(evaluated.evaluate, 1, root, {}, 1, 5)[0]
+def test_fewer_sequences_are_the_same_ones_on_every_layout(pool: Any, root: Path) -> None:
+    alone = pool.run(evaluated.evaluate, 1, root, {}, 1, 5)[0]
     assert all(record["num_tokens"] <= 5 * evaluated.LENGTH for record in alone)
-    same(pair.run(evaluated.evaluate, 2, root, {}, 2, 5)[0], alone)
+    same(pool.run(evaluated.evaluate, 2, root, {}, 2, 5)[0], alone)
