@@ -55,7 +55,7 @@ def deepspeed_config(optimizer: OptimizerConfig, training: TrainingConfig, num_m
         return ours
     path = Path(optimizer.deepspeed)
     theirs = _read(path)
-    _refuse_what_is_not_theirs(theirs, optimizer.sharding, path)
+    _refuse_what_is_not_theirs(theirs, optimizer, path)
     batches = {
         "train_batch_size": training.global_batch_size,
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
@@ -113,20 +113,28 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _refuse_what_is_not_theirs(theirs: Mapping[str, Any], sharding: str, path: Path) -> None:
+def _refuse_what_is_not_theirs(theirs: Mapping[str, Any], optimizer: OptimizerConfig, path: Path) -> None:
     for name, reason in _NOT_OURS.items():
         section = theirs.get(name)
         is_off = section is None or (isinstance(section, dict) and section.get("enabled") is False)
         if not is_off:
             raise UserError(f"{path}: {name}", reason, "take it out of the file")
-    if sharding != "zero1":
+    zero = theirs.get("zero_optimization", {})
+    if optimizer.sharding != "zero3" and zero.get("offload_optimizer", {}).get("device") == "nvme":
+        reason = "DeepSpeed brings optimizer state to a disk at stage 3 alone; before, it would stay on the CPU"
+        mend = "set optimizer.sharding=zero3, or the device to cpu"
+        raise UserError(f"{path}: zero_optimization.offload_optimizer.device", reason, mend)
+    if optimizer.sharding != "zero1":
         return
     known = {*_of_the_run(OptimizerConfig(sharding="zero1"), TrainingConfig()), "train_batch_size", "optimizer"}
     unknown = [name for name in theirs if name not in known | _UNREAD | _NOT_OURS.keys()]
-    unknown += [f"zero_optimization.{name}" for name in theirs.get("zero_optimization", {}) if name not in _OF_ZERO1]
+    unknown += [f"zero_optimization.{name}" for name in zero if name not in _OF_ZERO1]
     for name in unknown:
         reason = "is read by DeepSpeed's engine, which zero1 does without"
         raise UserError(f"{path}: {name}", reason, "take it out of the file, or set optimizer.sharding=zero2")
+    if "reduce_bucket_size" in zero and optimizer.offload == "none" and "offload_optimizer" not in zero:
+        reason = "zero1 reduces gradients in buckets where the optimizer is offloaded alone; else all at once"
+        raise UserError(f"{path}: zero_optimization.reduce_bucket_size", reason, "take it out of the file")
 
 
 def _refuse_contradictions(theirs: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:

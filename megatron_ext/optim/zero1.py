@@ -136,7 +136,9 @@ class ZeroChunk(torch.nn.Module):
     def gradients_to_deepspeed(self) -> None:
         """Hand on what Megatron made of them, which may be other tensors."""
         for parameter in self.module.parameters():
-            setattr(parameter, self._attribute, parameter.main_grad)
+            gradient = getattr(parameter, self._attribute)
+            if parameter.main_grad is not gradient:
+                gradient.copy_(parameter.main_grad)
             del parameter.main_grad
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
@@ -148,7 +150,40 @@ class ZeroChunk(torch.nn.Module):
 
 
 class _ZeroOptimizer(DeepSpeedZeroOptimizer):
-    """DeepSpeed's, but for the gradient's norm: it launches three kernels a tensor, and the GPU waits for each."""
+    """DeepSpeed's, with gradients reduced and their norm taken in few calls.
+
+    A group's gradients are added up in one flat fp32 tensor, laid out as its parameters are, and one reduce-scatter
+    gives each data-parallel rank the sum of its part. DeepSpeed would put them together at the end of a step, add them
+    up for all ranks and take its part of each: hundreds of kernels, and a GPU waits for each to be launched. That is
+    left as it is where the optimizer is offloaded.
+    """
+
+    _flat: Sequence[Tensor] = ()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set gradients to zero."""
+        super().zero_grad(set_to_none)
+        if self.cpu_offload:
+            return
+        if not self._flat:
+            self._flat = [torch.empty_like(flat, dtype=torch.float32) for flat in self.bit16_groups_flat]
+        attribute = "grad_accum" if self.use_grad_accum_attribute else "grad"
+        for gradients, flat, group in zip(self._flat, self.bit16_groups_flat, self.bit16_groups, strict=True):
+            gradients.zero_()
+            for parameter in group:
+                assert parameter.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+                start = parameter.storage_offset() - flat.storage_offset()
+                setattr(parameter, attribute, gradients[start : start + parameter.numel()].view_as(parameter))
+
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """Sum gradients over data-parallel ranks."""
+        if self.cpu_offload:
+            super().reduce_gradients(pipeline_parallel)
+            return
+        for number, (gradients, group) in enumerate(zip(self._flat, self.real_dp_process_group, strict=True)):
+            part = self._build_compact_grad_partition_buffer(number)
+            dist.reduce_scatter_tensor(part.flat_partition, gradients, group=group)
+            self.averaged_gradients[number] = part
 
     def get_grad_norm_direct(self, gradients: Iterable[Tensor], params: Iterable[Any], norm_type: float = 2) -> Tensor:
         """The 2-norm of a group's gradient over all ranks; -1 if it is not finite.

@@ -108,11 +108,28 @@ def test_zero1_refuses_what_only_the_engine_reads(tmp_path: Path, content: dict[
     with pytest.raises(UserError, match="engine") as raised:
         merged(tmp_path, content, "zero1")
     assert raised.value.where.endswith(f": {field}")
-    assert merged(tmp_path, {"zero_optimization": {"reduce_bucket_size": 7}}, "zero1")["zero_optimization"] == {
+    assert merged(tmp_path, {"zero_optimization": {"allgather_bucket_size": 7}}, "zero1")["zero_optimization"] == {
         "stage": 1,
-        "reduce_bucket_size": 7,
+        "allgather_bucket_size": 7,
         "overlap_comm": False,
     }
+
+
+def test_zero1_reduces_in_buckets_where_it_is_offloaded(tmp_path: Path) -> None:
+    content = {"zero_optimization": {"reduce_bucket_size": 7}}
+    with pytest.raises(UserError, match="all at once") as raised:
+        merged(tmp_path, content, "zero1")
+    assert raised.value.where.endswith(": zero_optimization.reduce_bucket_size")
+    assert merged(tmp_path, content, "zero1", offload="cpu")["zero_optimization"]["reduce_bucket_size"] == 7
+    assert merged(tmp_path, content, "zero2")["zero_optimization"]["reduce_bucket_size"] == 7
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "zero2"])
+def test_a_disk_is_for_stage_3_alone(tmp_path: Path, sharding: str) -> None:
+    content = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/local"}}}
+    with pytest.raises(UserError, match="stage 3 alone") as raised:
+        merged(tmp_path, content, sharding)
+    assert raised.value.where.endswith(": zero_optimization.offload_optimizer.device")
 
 
 @pytest.mark.parametrize(("content", "words"), [("{", "is not JSON"), ("[]", "holds a list")])
