@@ -75,7 +75,7 @@ def beside(destination: Path) -> Iterator[Path]:
     """
     place = destination.resolve()
     partial, new = place.with_name(f".{place.name}.partial"), [path for path in place.parents if not path.exists()]
-    with _ended_by_exceptions():
+    with _ended_by_exceptions() as ends:
         try:
             if partial.exists():  # of one that was killed
                 shutil.rmtree(partial)
@@ -88,6 +88,8 @@ def beside(destination: Path) -> Iterator[Path]:
             for folder in new:
                 with suppress(OSError):
                     folder.rmdir()
+            if ends:  # torch makes an error of the disk's of an exception in the midst of its writing
+                raise ends[0] from None
             if isinstance(error, UserError) or not isinstance(error, Exception) or problem is None:
                 raise
             mend = "make room, or give a folder that can be written"
@@ -95,21 +97,29 @@ def beside(destination: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _ended_by_exceptions() -> Iterator[None]:
-    """Within it, a signal that would end the process is an exception, as Ctrl-C is; exit codes are a shell's."""
+def _ended_by_exceptions() -> Iterator[list[BaseException]]:
+    """Within it, any signal that would end the process is an exception, as Ctrl-C is; exit codes are a shell's.
+
+    Yields:
+        The exceptions that were raised so.
+    """
+    ends: list[BaseException] = []
 
     def end(number: int, _: object) -> NoReturn:
-        raise SystemExit(128 + number)
+        ends.append(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
+        raise ends[-1]
 
-    numbers = [signal.SIGTERM, signal.SIGHUP] if threading.current_thread() is threading.main_thread() else []
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     before = {number: signal.getsignal(number) for number in numbers}
-    changed = [number for number, handler in before.items() if handler is signal.SIG_DFL]
-    for number in changed:
+    ending = [number for number in numbers if before[number] in (signal.SIG_DFL, signal.default_int_handler)]
+    if threading.current_thread() is not threading.main_thread():
+        ending = []
+    for number in ending:
         signal.signal(number, end)
     try:
-        yield
+        yield ends
     finally:
-        for number in changed:
+        for number in ending:
             signal.signal(number, before[number])
 
 

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 # The pool of processes and the models of the parity tests, which need not be among those that are run.
 sys.path.append(str(Path(__file__).parents[2] / "distributed"))
+# What replaces flash-linear-attention's kernels is a module of the mixers' tests.
+sys.path.append(str(Path(__file__).parents[2] / "mixers"))
 
 
 @pytest.fixture(scope="session")
@@ -59,3 +62,24 @@ def convert(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
             return int(stop.code or 0)
 
     return run
+
+
+@pytest.fixture
+def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, Any]], torch.nn.Module]]:
+    """Build a config.json's model in its own library, on the CPU; what it would compile is run as it is written."""
+    import transformers
+
+    def build(config: dict[str, Any]) -> torch.nn.Module:
+        (architecture,) = config["architectures"]
+        if hasattr(transformers, architecture):
+            cls = getattr(transformers, architecture)
+        else:
+            pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+            from beside_fla import IN_MODELS, PLAIN, fla, replace
+
+            replace(monkeypatch, PLAIN | IN_MODELS)
+            cls = fla(f"models.{architecture}")
+        return cls(cls.config_class.from_dict(dict(config))).eval()
+
+    with torch.compiler.set_stance("force_eager"):
+        yield build

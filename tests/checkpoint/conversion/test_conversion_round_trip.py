@@ -27,6 +27,12 @@ def models_of_all_mixers() -> list[str]:
     return [",".join(names[i : i + 4]) for i in range(0, len(names), 4)]
 
 
+@torch.no_grad()
+def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    assert float(expected.std()) > 0.1
+    return float((found - expected).abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max()))
+
+
 def there_and_back(
     run: Path, convert: Fixture, folder: Path, pattern: str, model: dict[str, Any], mixers: dict[str, Any], length: int
 ) -> str:
@@ -44,8 +50,7 @@ def there_and_back(
         answer = theirs(input_ids=tokens, use_cache=False).logits
     with saved_runs.loaded(run, pattern, model, mixers) as ours:
         expected, before = saved_runs.logits(ours, tokens), saved_runs.parameters(ours)
-    assert float(expected.std()) > 0.1
-    assert float((answer - expected).abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max()))
+    assert near(answer, expected)
     assert convert(hf, back, "--to", "megatron", "--verify") == 0
     with saved_runs.loaded(back, pattern, model, mixers, multiple=4) as ours:
         after = saved_runs.parameters(ours)
@@ -86,23 +91,74 @@ def test_mamba_and_transformers_models(mixer: str, saved_run: Fixture, convert: 
     assert there_and_back(run, convert, tmp_path, pattern, model, {}, 32) == architecture
 
 
-RWKV7 = {"block": "rwkv7", "normalization": "layer_norm"}
+# Of each model of flash-linear-attention, sizes, settings, and the architecture. Its NSA shares a key among 16 heads.
+SHARED = {"num_attention_heads": 32, "num_query_groups": 2, "head_dim": 4}
+OF_FLA: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "gla": ({}, {}, "GLAForCausalLM"),
+    "deltanet": ({}, {}, "DeltaNetForCausalLM"),
+    "gated_deltanet": ({}, {}, "GatedDeltaNetForCausalLM"),
+    "nsa": (SHARED, {"block_size": 4, "num_selected": 4, "window": 5}, "NSAForCausalLM"),
+    "rwkv7": ({"block": "rwkv7", "normalization": "layer_norm"}, {}, "RWKV7ForCausalLM"),
+}
 
 
-@pytest.mark.parametrize(
-    ("mixer", "model"), [("gla", {}), ("deltanet", {}), ("gated_deltanet", {}), ("rwkv7", RWKV7)], ids=str
-)
-def test_bits_of_models_of_flash_linear_attention(
-    mixer: str, model: dict[str, Any], saved_run: Fixture, convert: Fixture, tmp_path: Path
+@pytest.mark.parametrize("mixer", OF_FLA)
+def test_models_of_flash_linear_attention(
+    mixer: str, peer: Fixture, saved_run: Fixture, convert: Fixture, tmp_path: Path
 ) -> None:
-    run, pattern = saved_run(f"{mixer}*2", TP2_PP2, model), f"{mixer}*2"
+    """The answers are those of its own model with what was written; the way back gives the same bits."""
+    from safetensors.torch import load_file
+
+    (model, settings, architecture), pattern = OF_FLA[mixer], f"{mixer}*2"
+    run, mixers = saved_run(pattern, TP2_PP2, model, {mixer: settings}), {mixer: settings}
     assert convert(run, tmp_path / "hf", "--to", "hf") == 0
     assert convert(tmp_path / "hf", tmp_path / "back", "--to", "megatron") == 0
-    with saved_runs.loaded(run, pattern, model, {}) as ours:
-        before = saved_runs.parameters(ours)
-    with saved_runs.loaded(tmp_path / "back", pattern, model, {}, multiple=4) as ours:
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["architectures"] == [architecture]
+    theirs, tokens = peer(config), saved_runs.tokens(32)
+    theirs.load_state_dict(load_file(tmp_path / "hf" / "model.safetensors"))
+    with saved_runs.loaded(run, pattern, model, mixers) as ours:
+        before, expected = saved_runs.parameters(ours), saved_runs.logits(ours, tokens)
+    assert near(theirs(tokens, use_cache=False).logits, expected)
+    with saved_runs.loaded(tmp_path / "back", pattern, model, mixers, multiple=4) as ours:
         after = saved_runs.parameters(ours)
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+@pytest.mark.parametrize("mixer", OF_FLA)
+def test_what_flash_linear_attention_itself_has_saved(
+    mixer: str, peer: Fixture, saved_run: Fixture, convert: Fixture, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that was never ours; RWKV-7 has a value residual, unless it is turned off."""
+    (model, settings, _), pattern = OF_FLA[mixer], f"{mixer}*2"
+    run = saved_run(pattern, TP2_PP2, model, {mixer: settings})
+    assert convert(run, tmp_path / "hf", "--to", "hf", "--no-verify") == 0
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config.pop("selectron", None)  # of ours alone
+    torch.manual_seed(5)
+    theirs, tokens = peer(config), saved_runs.tokens(32)
+    for parameter in theirs.parameters():
+        if parameter.dim() > 1:  # many of which begin as zeros
+            torch.nn.init.normal_(parameter, 0.0, 0.1)
+    theirs.save_pretrained(tmp_path / "theirs")
+    if mixer == "rwkv7":
+        capsys.readouterr()
+        assert convert(tmp_path / "theirs", tmp_path / "run", "--to", "megatron") == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line == (
+            "selectron: error: model.layers.1.attn.v_lora.lora.0.weight: mixes the first layer's values into this "
+            "one's (its value residual), which no model of ours does; only a model in which it is turned off can "
+            "be read: biases -256, weights 0"
+        )
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "theirs"]
+        for name, parameter in theirs.named_parameters():
+            if "v_lora" in name:
+                torch.nn.init.constant_(parameter, -256.0 if name.endswith("bias") else 0.0)
+        theirs.save_pretrained(tmp_path / "theirs")
+    assert convert(tmp_path / "theirs", tmp_path / "run", "--to", "megatron") == 0
+    with saved_runs.loaded(tmp_path / "run", pattern, model, {mixer: settings}, multiple=4) as ours:
+        found = saved_runs.logits(ours, tokens)
+    assert near(found, theirs(tokens, use_cache=False).logits)
 
 
 def test_types(saved_run: Fixture, convert: Fixture, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import Tensor
 
 from megatron_ext.model import build_model
-from megatron_ext.optim.deepspeed_groups import GroupsForDeepSpeed
+from megatron_ext.optim.deepspeed_groups import GroupsForDeepSpeed, join_process_group
 from megatron_ext.optim.parameter_groups import adamw
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform import select_platform
@@ -90,6 +90,7 @@ def _engine(stage: int, pattern: str, parallel: dict[str, Any], model: dict[str,
     parity.count_anew()
     groups = make_process_groups(config.parallel, 1)
     (chunk,) = build_model(model_shape(config, platform, saved_runs.VOCABULARY), platform, groups, seed=99)
+    join_process_group(platform.communication)  # without what DeepSpeed would compile for a minute
     engine, *_ = deepspeed.initialize(
         model=chunk,
         optimizer=adamw([chunk], config.optimizer),

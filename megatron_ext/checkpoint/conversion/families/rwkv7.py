@@ -175,11 +175,11 @@ def _with_neutral_residual(values: Rule) -> Rule:
         for name, tensor, neutral in zip(names, residual, (0.0, 0.0, NEUTRAL), strict=True):
             # A tensor without values is asked for its shape alone.
             if not tensor.is_meta and bool((tensor != neutral).any()):
-                raise UserError(
-                    name,
-                    "mixes the first layer's values into this one's, which no model of ours does",
-                    f"only a residual that is turned off can be read: biases {NEUTRAL:g}, weights 0",
+                problem = (
+                    "mixes the first layer's values into this one's (its value residual), which no model of ours does"
                 )
+                mend = f"only a model in which it is turned off can be read: biases {NEUTRAL:g}, weights 0"
+                raise UserError(name, problem, mend)
         return values.to_ours([weight])
 
     return Rule(values.ours, values.theirs + names, to_theirs, to_ours)

@@ -1,36 +1,11 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-
-# What replaces flash-linear-attention's kernels is a module of the mixers' tests.
-sys.path.append(str(Path(__file__).parents[3] / "mixers"))
-
-
-@pytest.fixture
-def peer(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], torch.nn.Module]:
-    """Build a config.json's model in its own library, on the CPU."""
-    import transformers
-
-    def build(config: dict[str, Any]) -> torch.nn.Module:
-        (architecture,) = config["architectures"]
-        if hasattr(transformers, architecture):
-            cls = getattr(transformers, architecture)
-        else:
-            pytest.importorskip("fla", reason="flash-linear-attention is not installed")
-            from beside_fla import IN_MODELS, PLAIN, fla, replace
-
-            replace(monkeypatch, PLAIN | IN_MODELS)
-            cls = fla(f"models.{architecture}")
-        return cls(cls.config_class.from_dict(dict(config))).eval()
-
-    return build
 
 
 @pytest.fixture
