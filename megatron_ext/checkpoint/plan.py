@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, _split_by_size_and_type
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
@@ -46,16 +45,18 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Where a tensor of a plan lies: in which of those held, how many elements after its first, and how."""
+    """Where a tensor of a plan lies: in which of those held, how many elements after its first, and how many."""
 
     held: int
     offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
+    numel: int
 
     def of(self, held: Sequence[Tensor]) -> Tensor:
+        """The elements, 1-D. Each call of torch's counts here: training waits for hundreds of them."""
         whole = held[self.held]
-        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
+        if whole.dim() == 1 and len(whole) == self.numel:
+            return whole
+        return whole.as_strided((self.numel,), (1,), whole.storage_offset() + self.offset)
 
 
 class _Writer(FileSystemWriterAsync):
@@ -102,7 +103,7 @@ class Planner:
             folder: where the files will lie.
 
         Returns:
-            The plan, and the live tensors in the order in which its files name them.
+            The plan, and the live tensors, 1-D, in the order in which its files name them.
         """
         sharded, common = save_preprocess(state, validate_access_integrity=self._known[0] is None)
         (writer, metadata, _), central, local, alike, _ = save_state_dict_async_plan(
@@ -122,7 +123,7 @@ class Planner:
             name: [(item, None if isinstance(data, Tensor) else data) for item, data in items]
             for name, items in live.items()
         }
-        return Plan(files, common, self._metadata), tensors
+        return Plan(files, common, self._metadata), [t.view(-1) for t in tensors]
 
     def again(self, held: Sequence[Tensor], plain: dict[str, Any]) -> tuple[Plan, list[Tensor]]:
         """The settled plan, as `plan` gives it.
@@ -160,5 +161,5 @@ def _cut(tensor: Tensor, candidates: Sequence[tuple[int, Tensor]]) -> _Cut:
     for number, whole in candidates:
         offset = tensor.storage_offset() - whole.storage_offset()
         if tensor.dtype == whole.dtype and 0 <= offset <= whole.numel() - tensor.numel():
-            return _Cut(number, int(offset), tensor.shape, tensor.stride())
+            return _Cut(number, int(offset), tensor.numel())
     raise AssertionError(f"what is saved is a view of the model or its optimizer, and one of {tensor.shape} is not")

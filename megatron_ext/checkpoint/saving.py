@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import (
     FileSystemWriter,
     SerializationFormat,
@@ -145,7 +146,7 @@ class Saving:
     def _write_files(self, partial: Path) -> Written:
         copies = iter(self._on_host())
         files = {
-            name: [(item, next(copies) if data is None else data) for item, data in items]
+            name: [(item, _shaped(item, next(copies)) if data is None else data) for item, data in items]
             for name, items in self._plan.files.items()
         }
         with ThreadPoolExecutor(max(len(files), 1)) as threads:
@@ -206,6 +207,11 @@ class SaveFailed(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.trace)
         self.failure = failure
+
+
+def _shaped(item: WriteItem, flat: Tensor) -> Tensor:
+    assert item.tensor_data is not None
+    return flat.view(item.tensor_data.chunk.sizes)
 
 
 def _write_whole_file(path: Path, content: io.BytesIO) -> Content:

@@ -37,7 +37,7 @@ class Staging:
         self._on_device: bool | None = None
 
     def copy(self, tensors: Sequence[Tensor]) -> OnHost:
-        """Copy tensors; from the return on they may be changed.
+        """Copy tensors, 1-D; from the return on they may be changed.
 
         The copies before are overwritten: they must no longer be in use.
         """
@@ -55,10 +55,10 @@ class Staging:
         return lambda: self._host
 
     def _make_room(self, tensors: Sequence[Tensor]) -> None:
-        if [(t.shape, t.dtype) for t in self._host] != [(t.shape, t.dtype) for t in tensors]:
+        if [(len(t), t.dtype) for t in self._host] != [(len(t), t.dtype) for t in tensors]:
             self._host = []
             # Each has a storage of its own: torch.save writes storages whole.
-            self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=self._platform.is_cuda) for t in tensors]
+            self._host = [torch.empty(len(t), dtype=t.dtype, pin_memory=self._platform.is_cuda) for t in tensors]
 
     def _has_room_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Asked once: later the memory that training has taken includes that of copies."""
@@ -72,10 +72,9 @@ class Staging:
         copies = _copies(tensors)
         copied = torch.cuda.Event()
         copied.record()
-        shapes = [t.shape for t in tensors]
 
         def on_host() -> list[Tensor]:
-            self._make_room([copy.view(shape) for copy, shape in zip(copies, shapes, strict=True)])
+            self._make_room(copies)
             stream = torch.cuda.Stream(self._platform.device)
             with torch.cuda.stream(stream):
                 stream.wait_event(copied)
@@ -89,7 +88,7 @@ class Staging:
         """Bring copies to the host, a few at a time: more would hold up a step's kernels in the device's one queue."""
         waiting = 0
         for host, copy in zip(self._host, copies, strict=True):
-            host.view(-1).copy_(copy, non_blocking=True)
+            host.copy_(copy, non_blocking=True)
             waiting += copy.nbytes
             if waiting >= _AT_ONCE:
                 stream.synchronize()
@@ -98,12 +97,12 @@ class Staging:
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A flat copy of each, beside it: those of one type in one piece of memory and by few kernels, not by hundreds."""
+    """A copy of each, beside it: those of one type in one piece of memory and by few kernels, not by hundreds."""
     found: dict[int, Tensor] = {}
     for dtype, device in {(t.dtype, t.device) for t in tensors}:
         numbers = [number for number, t in enumerate(tensors) if (t.dtype, t.device) == (dtype, device)]
-        sizes = [tensors[number].numel() for number in numbers]
+        sizes = [len(tensors[number]) for number in numbers]
         copies = torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes)
-        torch._foreach_copy_(copies, [tensors[number].reshape(-1) for number in numbers])
+        torch._foreach_copy_(copies, [tensors[number] for number in numbers])
         found.update(zip(numbers, copies, strict=True))
     return [found[number] for number in range(len(tensors))]

@@ -76,6 +76,7 @@ def test_a_settled_plan_is_that_of_the_state(
     # The very same memory, not only the same numbers.
     places = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
     assert places == [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in expected]
+    assert all(t.dim() == 1 for t in tensors)
     assert len(places) > 10
 
 
