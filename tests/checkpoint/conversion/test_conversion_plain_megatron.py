@@ -93,10 +93,18 @@ def test_sizes_that_nobody_knows(
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"swiglu": False}, "args.swiglu: is False; only a GPTModel with True is the Transformer++"),
-        ({"normalization": "LayerNorm"}, "args.normalization: is 'LayerNorm'; "),
-        ({"position_embedding_type": "yarn"}, "args.position_embedding_type: is 'yarn'; "),
+        ({"swiglu": False}, "args.swiglu: false, which no model of ours has; only true can be read"),
+        (
+            {"normalization": "LayerNorm"},
+            'args.normalization: "LayerNorm", which no model of ours has; only "RMSNorm" can be read',
+        ),
+        (
+            {"position_embedding_type": "yarn"},
+            'args.position_embedding_type: "yarn", which no model of ours has; only "rope" or ',
+        ),
         ({"ffn_hidden_size": 128}, "decoder.layers.0.mlp.linear_fc1.weight is [192, 64], its configuration makes it"),
+        ({"num_layers": "4"}, 'args.num_layers: "4" is not a whole number above 0; '),
+        ({"num_query_groups": 3}, "args.num_attention_heads: 4 does not divide by num_query_groups 3; "),
         ({"num_layers": 3}, "has besides decoder.layers.3.input_layernorm.weight"),
     ],
 )
