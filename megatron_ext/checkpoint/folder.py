@@ -118,7 +118,9 @@ class CheckpointFolder:
             return None
         name = pointer.read_text().strip()
         if not name.removeprefix("step_").isdecimal():
-            raise UserError(str(pointer), f"{name!r} names no checkpoint", f"write one of {self._others(-1)} into it")
+            there = ", ".join(f"step_{step}" for step in self.steps())
+            mend = f"write one of them into it: {there}" if there else "no checkpoint is there: remove the file"
+            raise UserError(str(pointer), f"{name!r} names no checkpoint", mend)
         return int(name.removeprefix("step_"))
 
     def begin(self, step: int) -> Path:

@@ -15,17 +15,7 @@ sys.path.append(str(Path(__file__).parents[2] / "mixers"))
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Any]:
-    """Four processes that work together as the ranks of a group."""
-    from pool import WorkerPool
-
-    workers = WorkerPool(4)
-    yield workers
-    workers.stop()
-
-
-@pytest.fixture(scope="session")
-def saved_run(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def saved_run(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The folder of a run that was trained a little under a layout; each is made once."""
     import saved_runs
 
@@ -42,7 +32,7 @@ def saved_run(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[
         if repr(case) not in known:
             known[repr(case)] = tmp_path_factory.mktemp("saved") / "run"
             world_size = case[1].get("tensor", 1) * case[1].get("pipeline", 1)
-            ranks.run(saved_runs.save, world_size, known[repr(case)], *case)
+            pool.run(saved_runs.save, world_size, known[repr(case)], *case)
         return known[repr(case)]
 
     return make

@@ -32,13 +32,13 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def save(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Any]]:
+def save(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Any]]:
     """Save a model of so many ranks; its folder, and what it answers where it is of one."""
 
     def run(tensor: int = 1, pipeline: int = 1, stacked: bool = False, extra: Any = None) -> tuple[Path, Any]:
         folder = tmp_path_factory.mktemp("plain") / "model"
         extra = plain_runs.arguments() if extra is None else extra
-        return folder, ranks.run(plain_runs.save, tensor * pipeline, folder, tensor, pipeline, stacked, extra)[0]
+        return folder, pool.run(plain_runs.save, tensor * pipeline, folder, tensor, pipeline, stacked, extra)[0]
 
     return run
 

@@ -41,8 +41,8 @@ RUNS: dict[str, tuple[int, tuple[Any, ...]]] = {
 class Converted:
     """Runs of `RUNS` as universal checkpoints, each made once."""
 
-    def __init__(self, ranks: Any, folder: Path) -> None:
-        self._ranks, self._folder = ranks, folder
+    def __init__(self, pool: Any, folder: Path) -> None:
+        self._pool, self._folder = pool, folder
         self._known: dict[str, tuple[Path, State]] = {}
 
     def __call__(self, name: str) -> tuple[Path, Path, State]:
@@ -52,15 +52,15 @@ class Converted:
         folder = self._folder / name.replace(" ", "_")
         if name not in self._known:
             world_size, case = RUNS[name]
-            state = self._ranks.run(universal_runs.save, world_size, folder / "run", *case)[0]
+            state = self._pool.run(universal_runs.save, world_size, folder / "run", *case)[0]
             assert main(["convert", str(folder / "run"), str(folder / "ds"), "--to", "deepspeed-universal"]) == 0
             self._known[name] = (folder, state)
         return folder / "run", folder / "ds", self._known[name][1]
 
 
 @pytest.fixture(scope="module")
-def converted(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Converted:
-    return Converted(ranks, tmp_path_factory.mktemp("universal"))
+def converted(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    return Converted(pool, tmp_path_factory.mktemp("universal"))
 
 
 def check(found: State, expected: State) -> None:
@@ -77,13 +77,13 @@ def check(found: State, expected: State) -> None:
 )
 @pytest.mark.parametrize("name", [name for name in RUNS if "bf16" not in name])
 def test_deepspeeds_own_loader(
-    name: str, world_size: int, parallel: dict[str, Any], stage: int, converted: Converted, ranks: Any
+    name: str, world_size: int, parallel: dict[str, Any], stage: int, converted: Converted, pool: Any
 ) -> None:
     import universal_runs
 
     _, folder, expected = converted(name)
     pattern, _, model, *_ = RUNS[name][1]
-    answer = ranks.run(universal_runs.load_by_deepspeed, world_size, folder, stage, pattern, parallel, model)
+    answer = pool.run(universal_runs.load_by_deepspeed, world_size, folder, stage, pattern, parallel, model)
     found, adam_steps, engine_steps = answer[0]
     check(found, expected)
     assert adam_steps == {saved_runs.STEPS}
@@ -92,16 +92,16 @@ def test_deepspeeds_own_loader(
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_goes_on_from_what_came_back(name: str, converted: Converted, ranks: Any, convert: Fixture) -> None:
+def test_a_run_goes_on_from_what_came_back(name: str, converted: Converted, pool: Any, convert: Fixture) -> None:
     import universal_runs
 
     run, folder, expected = converted(name)
     back = folder.parent / "back"
     assert convert(folder, back, "--to", "megatron") == 0
     world_size, case = RUNS[name]
-    state, losses = ranks.run(universal_runs.go_on, world_size, back, *case)[0]
+    state, losses = pool.run(universal_runs.go_on, world_size, back, *case)[0]
     check(state, expected)
-    assert losses == ranks.run(universal_runs.go_on, world_size, run, *case)[0][1]
+    assert losses == pool.run(universal_runs.go_on, world_size, run, *case)[0][1]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_what_deepspeed_itself_has_written(
     stage: int,
     world_size: int,
     converted: Converted,
-    ranks: Any,
+    pool: Any,
     convert: Fixture,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -146,7 +146,7 @@ def test_what_deepspeed_itself_has_written(
     pattern, _, model, *_ = case
     theirs, back = tmp_path / "theirs", tmp_path / "back"
     places = (converted("pp2 zero1")[1], theirs)
-    parameters = ranks.run(universal_runs.save_by_deepspeed, world_size, *places, stage, pattern, model)[0]
+    parameters = pool.run(universal_runs.save_by_deepspeed, world_size, *places, stage, pattern, model)[0]
     capsys.readouterr()
     assert convert(theirs, back, "--to", "megatron") == 2
     assert "universal: holds no selectron.json, and DeepSpeed's files do not tell the model's sizes; " in error(capsys)
@@ -182,7 +182,7 @@ def test_inspect(converted: Converted, capsys: pytest.CaptureFixture[str], monke
 
 
 def test_a_model_without_optimizer_state(
-    converted: Converted, ranks: Any, convert: Fixture, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    converted: Converted, pool: Any, convert: Fixture, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """DeepSpeed begins with moments of zero, and the way back knows that they are none."""
     import universal_runs
@@ -198,7 +198,7 @@ def test_a_model_without_optimizer_state(
     assert moment.stat().st_size < 10_000 < saved_runs.VOCABULARY * 64 * 4
     pattern, _, model, *_ = RUNS["pp2 zero1"][1]
     for stage in (1, 3):
-        answer = ranks.run(universal_runs.load_by_deepspeed, 2, folder, stage, pattern, {}, model)
+        answer = pool.run(universal_runs.load_by_deepspeed, 2, folder, stage, pattern, {}, model)
         found, steps, _ = answer[0]
         assert steps == {0}
         assert all(not tensor.any() for kind in ("exp_avg", "exp_avg_sq") for tensor in found[kind].values())
