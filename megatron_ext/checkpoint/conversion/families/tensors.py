@@ -81,7 +81,8 @@ def rows_in_order(ours: str, theirs: str, units: int, widths: dict[str, int], or
     """
 
     def to_theirs(x: Tensor) -> Tensor:
-        kinds = dict(zip(widths, x.unflatten(0, (units, -1)).split(list(widths.values()), 1), strict=True))
+        of_units = x.detach().unflatten(0, (units, -1))
+        kinds = dict(zip(widths, of_units.split(list(widths.values()), 1), strict=True))
         made = torch.empty_like(x)
         for kind, part in zip(order, made.split([units * widths[kind] for kind in order]), strict=True):
             part.unflatten(0, (units, -1)).copy_(kinds[kind])  # kind by kind: all of them would be held twice
