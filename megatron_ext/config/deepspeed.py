@@ -14,6 +14,9 @@ from typing import Any
 from megatron_ext.config.schema import OptimizerConfig, TrainingConfig
 from megatron_ext.errors import UserError
 
+_AT_STAGE_3_ALONE = {"offload_optimizer": ("nvme",), "offload_param": ("cpu", "nvme")}
+"""Devices to which only stage 3 brings something; before, it would stay where it is."""
+
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 """Stage of ZeRO, by `optimizer.sharding`."""
 
@@ -34,6 +37,10 @@ _NOT_OURS = {
 
 _OF_ZERO1 = {"stage", "reduce_bucket_size", "allgather_bucket_size", "offload_optimizer", "overlap_comm"}
 """Fields of `zero_optimization` that DeepSpeed's optimizer takes without its engine; the last may be false alone."""
+
+_PREFETCH = "stage3_prefetch_bucket_size"
+"""Of parameters on a disk it must be 0: the queue has the last ones twice, for forward and for backward, and DeepSpeed
+asks for a second buffer for them, which is an assertion's end."""
 
 _UNREAD = {"steps_per_print", "wall_clock_breakdown"}
 """Of the engine's fields those that change nothing but what is printed, so that zero1 may leave them unread."""
@@ -56,6 +63,9 @@ def deepspeed_config(optimizer: OptimizerConfig, training: TrainingConfig, num_m
     path = Path(optimizer.deepspeed)
     theirs = _read(path)
     _refuse_what_is_not_theirs(theirs, optimizer, path)
+    if _section(theirs, path, "zero_optimization", "offload_param").get("device") == "nvme":
+        _leave_prefetch_out(theirs["zero_optimization"], path)
+        ours["zero_optimization"][_PREFETCH] = 0
     batches = {
         "train_batch_size": training.global_batch_size,
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
@@ -119,22 +129,63 @@ def _refuse_what_is_not_theirs(theirs: Mapping[str, Any], optimizer: OptimizerCo
         is_off = section is None or (isinstance(section, dict) and section.get("enabled") is False)
         if not is_off:
             raise UserError(f"{path}: {name}", reason, "take it out of the file")
-    zero = theirs.get("zero_optimization", {})
-    if optimizer.sharding != "zero3" and zero.get("offload_optimizer", {}).get("device") == "nvme":
-        reason = "DeepSpeed brings optimizer state to a disk at stage 3 alone; before, it would stay on the CPU"
-        mend = "set optimizer.sharding=zero3, or the device to cpu"
-        raise UserError(f"{path}: zero_optimization.offload_optimizer.device", reason, mend)
-    if optimizer.sharding != "zero1":
-        return
+    _refuse_what_goes_nowhere(theirs, optimizer.sharding, path)
+    if optimizer.sharding == "zero1":
+        for name, reason, mend in _unread_by_zero1(theirs, optimizer, path):
+            raise UserError(f"{path}: {name}", reason, mend)
+
+
+def _refuse_what_goes_nowhere(theirs: Mapping[str, Any], sharding: str, path: Path) -> None:
+    """Refuse offloading that DeepSpeed would leave undone at this stage, or has no place for."""
+    for section, devices in _AT_STAGE_3_ALONE.items():
+        offload = _section(theirs, path, "zero_optimization", section)
+        where, device = f"{path}: zero_optimization.{section}", offload.get("device", "none")
+        if device in devices and sharding != "zero3":
+            reason = f"{device}, which DeepSpeed does at stage 3 alone"
+            raise UserError(f"{where}.device", reason, "set optimizer.sharding=zero3, or another device")
+        if device == "nvme" and not offload.get("nvme_path"):
+            raise UserError(
+                f"{where}.nvme_path", "is not there, and the device is nvme", "name a folder on a local disk"
+            )
+
+
+def _unread_by_zero1(
+    theirs: Mapping[str, Any], optimizer: OptimizerConfig, path: Path
+) -> Iterator[tuple[str, str, str]]:
+    """Name, reason and mend of each field that would change nothing."""
+    engines = "is read by DeepSpeed's engine, which zero1 does without"
+    mend = "take it out of the file, or set optimizer.sharding=zero2"
     known = {*_of_the_run(OptimizerConfig(sharding="zero1"), TrainingConfig()), "train_batch_size", "optimizer"}
-    unknown = [name for name in theirs if name not in known | _UNREAD | _NOT_OURS.keys()]
-    unknown += [f"zero_optimization.{name}" for name in zero if name not in _OF_ZERO1]
-    for name in unknown:
-        reason = "is read by DeepSpeed's engine, which zero1 does without"
-        raise UserError(f"{path}: {name}", reason, "take it out of the file, or set optimizer.sharding=zero2")
-    if "reduce_bucket_size" in zero and optimizer.offload == "none" and "offload_optimizer" not in zero:
-        reason = "zero1 reduces gradients in buckets where the optimizer is offloaded alone; else all at once"
-        raise UserError(f"{path}: zero_optimization.reduce_bucket_size", reason, "take it out of the file")
+    yield from ((name, engines, mend) for name in theirs if name not in known | _UNREAD | _NOT_OURS.keys())
+    zero = _section(theirs, path, "zero_optimization")
+    is_offloaded = optimizer.offload != "none" or "offload_optimizer" in zero
+    for name in zero:
+        if name not in _OF_ZERO1:
+            yield f"zero_optimization.{name}", engines, mend
+        elif name == "reduce_bucket_size" and not is_offloaded:
+            reason = "zero1 reduces gradients in buckets where the optimizer is offloaded alone; else all at once"
+            yield f"zero_optimization.{name}", reason, "take it out of the file"
+
+
+def _leave_prefetch_out(zero: Mapping[str, Any], path: Path) -> None:
+    """Refuse to prefetch parameters from a disk."""
+    value = zero.get(_PREFETCH, AUTO)
+    if value not in (AUTO, 0):
+        reason = f"{value}, and DeepSpeed's prefetch from a disk fails where backward follows forward"
+        raise UserError(f"{path}: zero_optimization.{_PREFETCH}", reason, "set it to 0, or take it out of the file")
+
+
+def _section(theirs: Mapping[str, Any], path: Path, *names: str) -> Mapping[str, Any]:
+    """A section of the file; empty if it is not there."""
+    section: Any = theirs
+    for depth, name in enumerate(names, start=1):
+        section = section.get(name) or {}
+        if not isinstance(section, Mapping):
+            where = f"{path}: {'.'.join(names[:depth])}"
+            raise UserError(
+                where, f"{json.dumps(section)} is not an object", "give DeepSpeed's section, or leave it out"
+            )
+    return section
 
 
 def _refuse_contradictions(theirs: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:

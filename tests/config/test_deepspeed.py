@@ -92,7 +92,7 @@ def test_what_contradicts_the_run_is_refused_by_name(
 
 
 def test_offload_that_contradicts_the_runs_is_refused(tmp_path: Path) -> None:
-    content = {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}
+    content = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/local"}}}
     with pytest.raises(UserError, match=r"nvme.*cpu"):
         merged(tmp_path, content, "zero3", offload="cpu")
 
@@ -124,12 +124,53 @@ def test_zero1_reduces_in_buckets_where_it_is_offloaded(tmp_path: Path) -> None:
     assert merged(tmp_path, content, "zero2")["zero_optimization"]["reduce_bucket_size"] == 7
 
 
-@pytest.mark.parametrize("sharding", ["zero1", "zero2"])
-def test_a_disk_is_for_stage_3_alone(tmp_path: Path, sharding: str) -> None:
-    content = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/local"}}}
-    with pytest.raises(UserError, match="stage 3 alone") as raised:
+@pytest.mark.parametrize(
+    ("sharding", "section", "device"),
+    [
+        ("zero1", "offload_optimizer", "nvme"),
+        ("zero2", "offload_optimizer", "nvme"),
+        ("zero2", "offload_param", "cpu"),
+        ("zero2", "offload_param", "nvme"),
+    ],
+)
+def test_what_stage_3_alone_offloads(tmp_path: Path, sharding: str, section: str, device: str) -> None:
+    content = {"zero_optimization": {section: {"device": device, "nvme_path": "/local"}}}
+    with pytest.raises(UserError, match=f"{device}, .* stage 3 alone") as raised:
         merged(tmp_path, content, sharding)
-    assert raised.value.where.endswith(": zero_optimization.offload_optimizer.device")
+    assert raised.value.where.endswith(f": zero_optimization.{section}.device")
+    assert merged(tmp_path, content, "zero3")["zero_optimization"][section]["device"] == device
+
+
+def test_parameters_on_a_disk_are_not_prefetched(tmp_path: Path) -> None:
+    zero: dict[str, Any] = {"offload_param": {"device": "nvme", "nvme_path": "/local"}}
+    assert (
+        merged(tmp_path, {"zero_optimization": zero}, "zero3")["zero_optimization"]["stage3_prefetch_bucket_size"] == 0
+    )
+    zero["stage3_prefetch_bucket_size"] = 5
+    with pytest.raises(UserError, match=r"5, .*set it to 0") as raised:
+        merged(tmp_path, {"zero_optimization": zero}, "zero3")
+    assert raised.value.where.endswith(": zero_optimization.stage3_prefetch_bucket_size")
+    zero["offload_param"]["device"] = "cpu"
+    assert (
+        merged(tmp_path, {"zero_optimization": zero}, "zero3")["zero_optimization"]["stage3_prefetch_bucket_size"] == 5
+    )
+
+
+@pytest.mark.parametrize("section", ["offload_optimizer", "offload_param"])
+def test_a_disk_needs_a_folder(tmp_path: Path, section: str) -> None:
+    with pytest.raises(UserError, match="name a folder") as raised:
+        merged(tmp_path, {"zero_optimization": {section: {"device": "nvme"}}}, "zero3")
+    assert raised.value.where.endswith(f": zero_optimization.{section}.nvme_path")
+
+
+@pytest.mark.parametrize(
+    ("zero", "field"), [(3, "zero_optimization"), ({"offload_param": "nvme"}, "zero_optimization.offload_param")]
+)
+def test_a_section_is_an_object(tmp_path: Path, zero: Any, field: str) -> None:
+    with pytest.raises(UserError, match="is not an object") as raised:
+        merged(tmp_path, {"zero_optimization": zero}, "zero3")
+    assert raised.value.where.endswith(f": {field}")
+    assert merged(tmp_path, {"zero_optimization": {"offload_param": None}}, "zero3")["zero_optimization"]["stage"] == 3
 
 
 @pytest.mark.parametrize(("content", "words"), [("{", "is not JSON"), ("[]", "holds a list")])

@@ -69,15 +69,19 @@ def test_offloading_changes_no_number(pool: WorkerPool, sharding: str, offload: 
 
 @pytest.mark.slow
 @pytest.mark.skipif("SELECTRON_TEST_NVME" not in os.environ, reason="needs libaio, and minutes to build an operator")
-def test_offloading_to_a_disk_changes_no_number(pool: WorkerPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sections", [["offload_optimizer"], ["offload_optimizer", "offload_param"]], ids="+".join)
+def test_offloading_to_a_disk_changes_no_number(pool: WorkerPool, tmp_path: Path, sections: list[str]) -> None:
     model = Model("gated_deltanet*4", model={"ffn_hidden_size": 4096})  # what is below 1 MiB is not brought to a disk
     disk = {"device": "nvme", "nvme_path": str(tmp_path / "disk"), "pin_memory": False}
+    of_parameters = {"max_in_cpu": 0, "buffer_size": 10**6}
+    zero = {section: disk | (of_parameters if section == "offload_param" else {}) for section in sections}
     settings = tmp_path / "deepspeed.json"
-    settings.write_text(json.dumps({"zero_optimization": {"offload_optimizer": disk}}))
+    settings.write_text(json.dumps({"zero_optimization": zero}))
     config = parity.run_config(model.pattern, {}, model.model, {}, sharding="zero3", deepspeed=str(settings))
     outcome = pool.run(parity.train, 2, config, timeout=900.0)[0]
     _check(outcome, _reference(pool, model))
-    assert len(list(tmp_path.glob("disk/**/*.tensor.swp"))) >= 2 * 3
+    assert len(list(tmp_path.glob("disk/**/optimizer/**/*.tensor.swp"))) >= 2 * 3
+    assert bool(list(tmp_path.glob("disk/**/*_param.tensor.swp"))) == ("offload_param" in sections)
 
 
 def test_shared_out_weights_are_counted(pool: WorkerPool) -> None:

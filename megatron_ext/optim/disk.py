@@ -1,0 +1,60 @@
+"""What DeepSpeed needs to keep state on a local disk (NVMe), looked at before it starts: it would end in assertions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.ops.op_builder import AsyncIOBuilder
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
+
+from megatron_ext.errors import UserError
+
+
+def check_disk(settings: Mapping[str, Any], chunk: torch.nn.Module, data_parallel_size: int) -> None:
+    """Refuse offloading to a disk that cannot work here.
+
+    Args:
+        settings: DeepSpeed's configuration, whole; one without such offloading is not looked at further.
+        chunk: the model, unshared.
+        data_parallel_size: ranks that share a parameter.
+
+    Raises:
+        UserError: the folder cannot be written to, a buffer is too small, or DeepSpeed cannot build its operator.
+    """
+    zero = settings["zero_optimization"]
+    to_disk = {
+        f"zero_optimization.{name}": zero[name]
+        for name in ("offload_optimizer", "offload_param")
+        if (zero.get(name) or {}).get("device") == "nvme"
+    }
+    for where, section in to_disk.items():
+        _check_folder(Path(section["nvme_path"]), f"{where}.nvme_path")
+    if to_disk and not AsyncIOBuilder().is_compatible(verbose=False):
+        mend = "install libaio's development files and a C++ compiler (Debian: libaio-dev, g++)"
+        raise UserError(next(iter(to_disk)), "DeepSpeed cannot build its operator async_io", mend)
+    if "zero_optimization.offload_param" in to_disk:
+        buffer = DeepSpeedZeroOffloadParamConfig(**zero["offload_param"]).buffer_size
+        _check_buffer(buffer, chunk, data_parallel_size)
+
+
+def _check_folder(folder: Path, where: str) -> None:
+    mend = "name a folder on a local disk"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(where, f"{folder} cannot be made ({error.strerror})", mend) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(where, f"{folder} cannot be written to", mend)
+
+
+def _check_buffer(buffer_size: int, chunk: torch.nn.Module, data_parallel_size: int) -> None:
+    """A rank's share of each parameter goes through one buffer; counts are of elements."""
+    name, parameter = max(chunk.named_parameters(), key=lambda named: named[1].numel())
+    share = -(-parameter.numel() // data_parallel_size)
+    if buffer_size < share:
+        problem = f"{buffer_size:,} is less than the {share:,} elements that a rank has of {name}"
+        raise UserError("zero_optimization.offload_param.buffer_size", problem, f"set it to {share} or more")
