@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from kernels.bench.report import machine_line, table
+from kernels.bench.report import table
+from megatron_ext.bench.run_report import RunReport
 from megatron_ext.bench.steps import TimedRun
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.files import write_whole
 from megatron_ext.platform import Platform
 
 WARM_UP = 3
@@ -57,69 +55,44 @@ def measure(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """All of a comparison.
+class Report(RunReport):
+    """A comparison of optimizers.
 
     Attributes:
-        name: of the configuration.
-        overrides: laid over it.
-        processes: how many.
-        machine: where it ran.
         steps: timed in a round.
         seconds: see `measure`; the first is what the others are beside.
     """
 
-    name: str
-    overrides: tuple[str, ...]
-    processes: int
-    machine: dict[str, str | None]
+    stem = "optimizers"
+
     steps: int
     seconds: dict[str, list[float]]
+
+    def numbers(self) -> dict[str, Any]:
+        """In seconds."""
+        return {"steps": self.steps, "seconds": self.seconds, "beside_first": beside_first(self.seconds)}
+
+    def about(self) -> str:
+        """Rounds and their steps."""
+        rounds = len(next(iter(self.seconds.values())))
+        return f". Medians of {rounds} rounds of {self.steps} steps."
+
+    def table(self) -> list[str]:
+        """A row an optimizer."""
+        ratios = beside_first(self.seconds)
+        rows = [
+            (
+                name,
+                f"{1e3 * median(seconds):.1f}",
+                f"{median(ratios[name]):.3f}",
+                f"{min(ratios[name]):.3f} to {max(ratios[name]):.3f}",
+            )
+            for name, seconds in self.seconds.items()
+        ]
+        return table(("optimizer", "ms a step", f"beside {next(iter(self.seconds))}", "in a round"), rows)
 
 
 def beside_first(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """A step's time by that of the first in the same round; a list of rounds by name."""
     first = next(iter(seconds.values()))
     return {name: [a / b for a, b in zip(own, first, strict=True)] for name, own in seconds.items()}
-
-
-def markdown(report: Report) -> str:
-    """The table, with the machine above it."""
-    ratios, first = beside_first(report.seconds), next(iter(report.seconds))
-    rows = [
-        (
-            name,
-            f"{1e3 * median(seconds):.1f}",
-            f"{median(ratios[name]):.3f}",
-            f"{min(ratios[name]):.3f} to {max(ratios[name]):.3f}",
-        )
-        for name, seconds in report.seconds.items()
-    ]
-    lines = [
-        machine_line(report.machine),
-        "",
-        f"`{' '.join([report.name, *report.overrides])}`, {report.processes} processes. Medians of "
-        f"{len(report.seconds[first])} rounds of {report.steps} steps.",
-        "",
-        *table(("optimizer", "ms a step", f"beside {first}", "in a round"), rows),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def to_dict(report: Report) -> dict[str, Any]:
-    """All numbers, in seconds."""
-    return {
-        "machine": report.machine,
-        "configuration": report.name,
-        "overrides": list(report.overrides),
-        "processes": report.processes,
-        "steps": report.steps,
-        "seconds": report.seconds,
-        "beside_first": beside_first(report.seconds),
-    }
-
-
-def write(report: Report, folder: Path) -> None:
-    """Write optimizers.json and optimizers.md, each whole or not at all."""
-    write_whole(folder / "optimizers.json", (json.dumps(to_dict(report), indent=1) + "\n").encode())
-    write_whole(folder / "optimizers.md", markdown(report).encode())

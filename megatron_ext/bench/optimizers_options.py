@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 
-from kernels.bench.arguments import at_least_one, save_into, split
-from megatron_ext.bench.processes import add_run, config_of_run, is_first, process_groups, world_size
+from kernels.bench.arguments import at_least_one, split
+from megatron_ext.bench.processes import add_run, config_of_run, process_groups, which_run
 from megatron_ext.errors import UserError
 
 DEFAULT = "megatron,zero1,zero2,zero3"
@@ -32,26 +31,20 @@ def run(args: argparse.Namespace) -> int:
     """
     rounds, steps = at_least_one("--rounds", args.rounds), at_least_one("--steps", args.steps)
     vocabulary, names = at_least_one("--vocabulary", args.vocabulary), split(args.optimizers)
-    configs = {name: config_of_run(args, [f"optimizer.sharding={name}"]) for name in names}
-    if not configs:
+    if not names:
         raise UserError("--optimizers", "names none", f"give e.g. {DEFAULT}")
+    configs = {name: config_of_run(args, [f"optimizer.sharding={name}"]) for name in names}
     from kernels.bench.report import describe_machine
     from megatron_ext.bench import optimizers
+    from megatron_ext.bench.run_report import publish
     from megatron_ext.platform import local_rank, select_platform
 
     first = next(iter(configs.values()))
     platform = select_platform(first.run.device, local_rank())
     with process_groups(first, platform) as groups:
         seconds = optimizers.measure(configs, vocabulary, groups, platform, rounds=rounds, steps=steps)
-    if is_first():
-        report = optimizers.Report(
-            name=args.config.stem,
-            overrides=tuple(args.overrides),
-            processes=world_size(),
-            machine=describe_machine(platform.device),
-            steps=steps,
-            seconds=seconds,
-        )
-        save_into(args.output, partial(optimizers.write, report))
-        print(optimizers.markdown(report))
+    report = optimizers.Report(
+        **which_run(args), machine=describe_machine(platform.device), steps=steps, seconds=seconds
+    )
+    publish(report, args.output)
     return 0

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -43,6 +43,11 @@ def config_of_run(args: argparse.Namespace, more: Sequence[str] = ()) -> RunConf
     config = load_config(args.config, [*args.overrides, *more], load_all())
     check(config, world_size(), load_all())
     return config
+
+
+def which_run(args: argparse.Namespace) -> dict[str, Any]:
+    """How a report names the run: see `RunReport`."""
+    return {"name": args.config.stem, "overrides": tuple(args.overrides), "processes": world_size()}
 
 
 def world_size() -> int:

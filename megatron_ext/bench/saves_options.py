@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from functools import partial
 from pathlib import Path
 
-from kernels.bench.arguments import at_least_one, save_into
-from megatron_ext.bench.processes import add_run, config_of_run, is_first, process_groups, world_size
+from kernels.bench.arguments import at_least_one
+from megatron_ext.bench.processes import add_run, config_of_run, process_groups, which_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +31,9 @@ def run(args: argparse.Namespace) -> int:
     vocabulary = at_least_one("--vocabulary", args.vocabulary)
     config = config_of_run(args)
     from kernels.bench.report import describe_machine
-    from megatron_ext.bench import saves_report as report
+    from megatron_ext.bench.run_report import publish
     from megatron_ext.bench.saves import Bench
+    from megatron_ext.bench.saves_report import Report, host
     from megatron_ext.platform import local_rank, select_platform
 
     platform = select_platform(config.run.device, local_rank())
@@ -43,14 +43,6 @@ def run(args: argparse.Namespace) -> int:
             measured = Bench(config, vocabulary, groups, platform, root).measure(steps, saves)
         finally:
             shutil.rmtree(root, ignore_errors=True)
-    if is_first():
-        done = report.Report(
-            name=args.config.stem,
-            overrides=tuple(args.overrides),
-            processes=world_size(),
-            machine=describe_machine(platform.device) | report.host(),
-            measured=measured,
-        )
-        save_into(args.output, partial(report.write, done))
-        print(report.markdown(done))
+    machine = describe_machine(platform.device) | host()
+    publish(Report(**which_run(args), machine=machine, measured=measured), args.output)
     return 0

@@ -2,53 +2,57 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kernels.bench.report import digits, machine_line, table
+from kernels.bench.report import digits, table
+from megatron_ext.bench.run_report import RunReport
 from megatron_ext.bench.saves import Measured
-from megatron_ext.files import write_whole
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """All of a run.
+class Report(RunReport):
+    """What saves of one run cost.
 
     Attributes:
-        name: of the configuration.
-        overrides: laid over it.
-        processes: how many.
-        machine: where it ran.
         measured: numbers.
     """
 
-    name: str
-    overrides: tuple[str, ...]
-    processes: int
-    machine: dict[str, str | None]
+    stem = "checkpoints"
+
     measured: Measured
 
+    def numbers(self) -> dict[str, Any]:
+        """Seconds, bytes, and what follows from them."""
+        return {"measured": asdict(self.measured), "derived": derived(self.measured)}
 
-def host() -> dict[str, str | None]:
-    """What a machine has besides its GPU."""
-    return {"processor": f"{platform.machine()} x {os.cpu_count()}", "system": platform.release()}
+    def about(self) -> str:
+        """Size and number of checkpoints."""
+        measured = self.measured
+        return f", {measured.size / 1e6:,.0f} MB a checkpoint. Medians of {len(measured.saves)} saves."
 
-
-def to_dict(report: Report) -> dict[str, Any]:
-    """All numbers; seconds, bytes, and what follows from them."""
-    return {
-        "machine": report.machine,
-        "configuration": report.name,
-        "overrides": list(report.overrides),
-        "processes": report.processes,
-        "measured": asdict(report.measured),
-        "derived": derived(report.measured),
-    }
+    def table(self) -> list[str]:
+        """A row a number."""
+        found = derived(self.measured)
+        percent = {name: f"{100 * value:.1f} %" for name, value in found.items() if name.endswith("of_a_step")}
+        rows = [
+            ("training step, nothing being saved", f"{digits(1e3 * self.measured.step)} ms"),
+            ("stall of a save", f"{digits(found['stall_ms'])} ms, {percent['stall_of_a_step']} of a step"),
+            ("the longest of them", f"{percent['worst_stall_of_a_step']} of a step"),
+            ("stall of the first save, which is planned", f"{percent['first_stall_of_a_step']} of a step"),
+            ("what the steps beside a save take longer, together", f"{percent['slowed_by_of_a_step']} of a step"),
+            ("whole after", f"{digits(found['whole_after_s'])} s"),
+            ("stall of a save that is waited for", f"{percent['at_once_of_a_step']} of a step"),
+            ("written, with checksums and read again", f"{digits(found['save_gb_per_s'])} GB/s"),
+            ("plain files of the same sizes, written", f"{digits(found['floor_write_gb_per_s'])} GB/s"),
+            ("checked before loading", f"{digits(found['check_gb_per_s'])} GB/s"),
+            ("loaded", f"{digits(found['load_gb_per_s'])} GB/s"),
+            ("plain files, read", f"{digits(found['floor_read_gb_per_s'])} GB/s"),
+        ]
+        return table(("what", "measured"), rows)
 
 
 def derived(measured: Measured) -> dict[str, float]:
@@ -72,36 +76,6 @@ def derived(measured: Measured) -> dict[str, float]:
     }
 
 
-def markdown(report: Report) -> str:
-    """The table, with the machine above it."""
-    measured, found = report.measured, derived(report.measured)
-    percent = {name: f"{100 * value:.1f} %" for name, value in found.items() if name.endswith("of_a_step")}
-    rows = [
-        ("training step, nothing being saved", f"{digits(1e3 * measured.step)} ms"),
-        ("stall of a save", f"{digits(found['stall_ms'])} ms, {percent['stall_of_a_step']} of a step"),
-        ("the longest of them", f"{percent['worst_stall_of_a_step']} of a step"),
-        ("stall of the first save, which is planned", f"{percent['first_stall_of_a_step']} of a step"),
-        ("what the steps beside a save take longer, together", f"{percent['slowed_by_of_a_step']} of a step"),
-        ("whole after", f"{digits(found['whole_after_s'])} s"),
-        ("stall of a save that is waited for", f"{percent['at_once_of_a_step']} of a step"),
-        ("written, with checksums and read again", f"{digits(found['save_gb_per_s'])} GB/s"),
-        ("plain files of the same sizes, written", f"{digits(found['floor_write_gb_per_s'])} GB/s"),
-        ("checked before loading", f"{digits(found['check_gb_per_s'])} GB/s"),
-        ("loaded", f"{digits(found['load_gb_per_s'])} GB/s"),
-        ("plain files, read", f"{digits(found['floor_read_gb_per_s'])} GB/s"),
-    ]
-    lines = [
-        machine_line(report.machine),
-        "",
-        f"`{' '.join([report.name, *report.overrides])}`, {report.processes} processes, "
-        f"{measured.size / 1e6:,.0f} MB a checkpoint. Medians of {len(measured.saves)} saves.",
-        "",
-        *table(("what", "measured"), rows),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def write(report: Report, folder: Path) -> None:
-    """Write checkpoints.json and checkpoints.md, each whole or not at all."""
-    write_whole(folder / "checkpoints.json", (json.dumps(to_dict(report), indent=1) + "\n").encode())
-    write_whole(folder / "checkpoints.md", markdown(report).encode())
+def host() -> dict[str, str | None]:
+    """What a machine has besides its GPU."""
+    return {"processor": f"{platform.machine()} x {os.cpu_count()}", "system": platform.release()}

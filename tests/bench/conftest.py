@@ -6,6 +6,8 @@ import pytest
 
 from kernels.bench.timing import Times
 from megatron_ext.bench.cases import SIZES, LayerShape, Size
+from megatron_ext.config.derive import derive
+from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
 
 
 class FakeMeter:
@@ -36,3 +38,15 @@ def shape(monkeypatch: pytest.MonkeyPatch) -> LayerShape:
     """A shape that a CPU can take, and its size by the name `tiny`."""
     monkeypatch.setitem(SIZES, "tiny", TINY)
     return LayerShape(size_name="tiny", size=TINY, length=70, batch=2)
+
+
+@pytest.fixture
+def small_run() -> RunConfig:
+    """A run that takes milliseconds a step; its data are not read."""
+    return derive(
+        RunConfig(
+            data=DataConfig(path="none", seq_length=16),
+            model=ModelConfig(pattern="attention", hidden_size=32, num_attention_heads=2, ffn_hidden_size=64),
+            training=TrainingConfig(global_batch_size=2, micro_batch_size=1, precision="fp32"),
+        )
+    )

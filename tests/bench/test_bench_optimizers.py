@@ -13,21 +13,13 @@ import torch
 from megatron_ext.bench import optimizers
 from megatron_ext.bench.steps import TimedRun
 from megatron_ext.cli import main
-from megatron_ext.config.derive import derive
-from megatron_ext.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
+from megatron_ext.config.schema import OptimizerConfig, RunConfig
 from megatron_ext.platform import Platform
 
 CPU = Platform(torch.device("cpu"), "gloo")
-CONFIG = derive(
-    RunConfig(
-        data=DataConfig(path="none", seq_length=16),
-        model=ModelConfig(pattern="attention", hidden_size=32, num_attention_heads=2, ffn_hidden_size=64),
-        training=TrainingConfig(global_batch_size=2, micro_batch_size=1, precision="fp32"),
-    )
-)
 
 
-def test_all_train_in_turn(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_train_in_turn(one_process: Any, small_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[str] = []
     train = TimedRun.train
 
@@ -37,7 +29,7 @@ def test_all_train_in_turn(one_process: Any, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(TimedRun, "train", noting)
     names = ("none", "megatron")
-    configs = {name: replace(CONFIG, optimizer=OptimizerConfig(sharding=name)) for name in names}
+    configs = {name: replace(small_run, optimizer=OptimizerConfig(sharding=name)) for name in names}
     found = optimizers.measure(configs, 100, one_process, CPU, rounds=2, steps=1)
     assert {name: len(seconds) for name, seconds in found.items()} == {"none": 2, "megatron": 2}
     assert all(second > 0 for seconds in found.values() for second in seconds)
@@ -45,8 +37,8 @@ def test_all_train_in_turn(one_process: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert turns == 3 * none + 3 * megatron + 2 * none + 2 * megatron + 2 * megatron + 2 * none
 
 
-def test_steps_are_those_of_training(one_process: Any) -> None:
-    run = TimedRun(CONFIG, 100, one_process, CPU)
+def test_steps_are_those_of_training(one_process: Any, small_run: RunConfig) -> None:
+    run = TimedRun(small_run, 100, one_process, CPU)
     (chunk,) = run.trainer.optimizer.chunks
     before = [parameter.detach().clone() for parameter in chunk.parameters()]
     assert run.timed(run.train) > 0
@@ -65,9 +57,9 @@ REPORT = optimizers.Report(
 
 
 def test_the_table_by_hand(tmp_path: Path) -> None:
-    optimizers.write(REPORT, tmp_path)
+    REPORT.write(tmp_path)
     text = (tmp_path / "optimizers.md").read_text()
-    assert text == optimizers.markdown(REPORT)
+    assert text == REPORT.markdown()
     assert "`small a=1`, 2 processes. Medians of 3 rounds of 10 steps." in text
     assert "| megatron | 250.0 | 1.000 | 1.000 to 1.000 |" in text
     assert "| zero1 | 250.0 | 1.000 | 0.900 to 1.100 |" in text

@@ -12,22 +12,14 @@ import torch
 from megatron_ext.bench import saves_report as report
 from megatron_ext.bench.saves import WARM_UP, Bench, Measured, Save
 from megatron_ext.cli import main
-from megatron_ext.config.derive import derive
-from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
+from megatron_ext.config.schema import RunConfig
 from megatron_ext.platform import Platform
 
 CPU = Platform(torch.device("cpu"), "gloo")
-CONFIG = derive(
-    RunConfig(
-        data=DataConfig(path="none", seq_length=16),
-        model=ModelConfig(pattern="attention", hidden_size=32, num_attention_heads=2, ffn_hidden_size=64),
-        training=TrainingConfig(global_batch_size=2, micro_batch_size=1, precision="fp32"),
-    )
-)
 
 
-def test_every_number_is_measured(one_process: Any, tmp_path: Path) -> None:
-    found = Bench(CONFIG, 100, one_process, CPU, tmp_path).measure(steps=1, saves=2)
+def test_every_number_is_measured(one_process: Any, small_run: RunConfig, tmp_path: Path) -> None:
+    found = Bench(small_run, 100, one_process, CPU, tmp_path).measure(steps=1, saves=2)
     # fp32 parameters, the optimizer's main ones and two moments, with what torch.save puts around them.
     assert 16 * found.parameters < found.size < 16 * found.parameters + 200_000
     assert len(found.saves) == 2
@@ -85,12 +77,12 @@ def test_shares_and_speeds_by_hand() -> None:
 
 def test_the_report_is_written_whole(tmp_path: Path) -> None:
     done = report.Report(name="small", overrides=("a=1",), processes=2, machine={"torch": "2"}, measured=MEASURED)
-    report.write(done, tmp_path)
+    done.write(tmp_path)
     raw = json.loads((tmp_path / "checkpoints.json").read_text())
     assert raw["measured"]["saves"][1]["stall"] == 0.03
     assert raw["derived"]["stall_of_a_step"] == pytest.approx(0.04)
     text = (tmp_path / "checkpoints.md").read_text()
-    assert text == report.markdown(done)
+    assert text == done.markdown()
     assert "| stall of a save | 20.0 ms, 4.0 % of a step |" in text
     assert "`small a=1`, 2 processes, 4,000 MB a checkpoint. Medians of 3 saves." in text
 
