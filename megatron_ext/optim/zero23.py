@@ -143,12 +143,13 @@ class EngineRunOptimizer(RunOptimizer):
         if start >= numel:
             return None
         length, tensors = min(size, numel - start), {}
+        on_disk = self._on_disk(parameter)
         for kind in ("param", *MOMENTS):
             # DeepSpeed's public functions for this would copy what is offloaded onto the GPU.
             state = None if kind == "param" else kind
             held, _ = self._zero._get_fp32_opt_state_partition(parameter, True, state)
             # From a disk it comes in a buffer that is for the next one, too.
-            tensors[kind] = (held.clone() if self._on_disk(parameter) else held).detach()[:length]
+            tensors[kind] = (held.clone() if on_disk else held).detach()[:length]
         return Stretch(parameter, start, tensors)
 
     def _on_disk(self, parameter: Any) -> bool:

@@ -81,8 +81,8 @@ def rows_in_order(ours: str, theirs: str, units: int, widths: dict[str, int], or
     """
 
     def to_theirs(x: Tensor) -> Tensor:
-        rows = torch.arange(len(x), device=x.device).unflatten(0, (units, -1)).split(list(widths.values()), 1)
-        kinds = dict(zip(widths, rows, strict=True))
+        numbers = torch.arange(len(x), device=x.device).unflatten(0, (units, -1)).split(list(widths.values()), 1)
+        kinds = dict(zip(widths, numbers, strict=True))
         return x[torch.cat([kinds[kind].reshape(-1) for kind in order])]  # no part of x is held twice
 
     def to_ours(x: Tensor) -> Tensor:
