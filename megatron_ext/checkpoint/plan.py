@@ -54,7 +54,7 @@ class _Cut:
     def of(self, held: Sequence[Tensor]) -> Tensor:
         """The elements, 1-D. Each call of torch's counts here: training waits for hundreds of them."""
         whole = held[self.held]
-        if whole.dim() == 1 and len(whole) == self.numel:
+        if whole.dim() == 1 and whole.numel() == self.numel:
             return whole
         return whole.as_strided((self.numel,), (1,), whole.storage_offset() + self.offset)
 

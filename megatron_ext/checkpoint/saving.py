@@ -23,9 +23,7 @@ from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingCon
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import (
-    FileSystemWriter,
     SerializationFormat,
-    _metadata_fn,
     _StorageWriterTransforms,
     _write_item,
 )
@@ -35,11 +33,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_ext.checkpoint.contents import CheckedFile, Content, content_of
 from megatron_ext.checkpoint.disk import Failure, NotAsWritten
 from megatron_ext.checkpoint.folder import CheckpointFolder, Retention
+from megatron_ext.checkpoint.index import FILE_NAME as INDEX
+from megatron_ext.checkpoint.index import Index
 from megatron_ext.checkpoint.plan import Plan
 from megatron_ext.checkpoint.staging import OnHost
 from megatron_ext.files import force_to_disk
 
 FORMAT = CheckpointingConfig("torch_dist", 1)
+
+HEAD_START = 0.03
+"""Seconds that the background leaves to training where nobody waits for it: a step that begins has a GPU to give work
+to, and two threads of Python's take turns. Later in the step the GPU has work in store."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,11 @@ class Written:
     """What a rank has put on the disk.
 
     Attributes:
-        results: where each item lies, for the index.
+        results: where each item lies, for the `Index`: a list of `WriteResult`, pickled.
         files: what each of its files holds.
     """
 
-    results: list[WriteResult]
+    results: bytes
     files: dict[str, Content]
 
 
@@ -67,6 +71,7 @@ class Saving:
         step: that is saved.
         plan: what this rank writes.
         on_host: gives the tensors of the plan as they were at the save.
+        index: of the run's checkpoints.
         record_parts: see `CheckpointFolder.finish`.
         retention: which checkpoints stay when it is whole.
         executor: works in the background, one thing at a time.
@@ -78,14 +83,15 @@ class Saving:
         step: int,
         plan: Plan,
         on_host: OnHost,
+        index: Index,
         record_parts: dict[str, Any],
         retention: Retention,
         executor: Executor,
     ) -> None:
         self.step = step
         self._folder, self._plan, self._on_host, self._executor = folder, plan, on_host, executor
-        self._record_parts, self._retention = record_parts, retention
-        self._abandoned = Event()
+        self._index, self._record_parts, self._retention = index, record_parts, retention
+        self._abandoned, self._hurried = Event(), Event()
         self._common = io.BytesIO()
         torch.save(plan.common, self._common)  # now: it may hold what training changes
         self._writing: Future[bytes] = executor.submit(self._write)
@@ -122,12 +128,14 @@ class Saving:
 
     def wait(self) -> None:
         """Stay until the checkpoint is whole; a collective call. Raises as `advance`."""
+        self._hurried.set()
         while not self.advance():
             pass  # each call waits for what this rank still does, and the exchange in it for the others
 
     def abandon(self) -> None:
         """Leave it unfinished and remove what there is; each rank for itself."""
         self._abandoned.set()
+        self._hurried.set()
         for work in (self._writing, self._finishing):
             if work is not None:
                 work.exception()  # waits; what it says no longer matters
@@ -137,6 +145,7 @@ class Saving:
 
     def _write(self) -> bytes:
         """What this rank has `Written`, or its `Failure`, as bytes: training would wait for the making of them."""
+        self._hurried.wait(HEAD_START)
         try:
             written: Written | Failure = self._write_files(self._folder.partial(self.step))
         except Exception as error:
@@ -144,6 +153,7 @@ class Saving:
         return pickle.dumps(written)
 
     def _write_files(self, partial: Path) -> Written:
+        partial.mkdir(parents=True, exist_ok=True)
         copies = iter(self._on_host())
         files = {
             name: [(item, _shaped(item, next(copies)) if data is None else data) for item, data in items]
@@ -157,7 +167,7 @@ class Saving:
         for name, content in contents.items():
             self._stop_if_abandoned()
             _check(partial / name, content)
-        return Written([result for _, results in written for result in results], contents)
+        return Written(pickle.dumps([result for _, results in written for result in results]), contents)
 
     def _write_file(self, path: Path, items: Sequence[tuple[WriteItem, Any]]) -> tuple[Content, list[WriteResult]]:
         """One file of tensors and objects, each as torch.save writes it, as torch's reader expects them."""
@@ -174,6 +184,7 @@ class Saving:
 
     def _finish(self, said: Sequence[bytes]) -> Failure | None:
         """Index, record, rename, `latest`; on the first rank, with what all have said."""
+        self._hurried.wait(HEAD_START)
         parts: list[Written | Failure] = [pickle.loads(part) for part in said]
         failure = next((part for part in parts if isinstance(part, Failure)), None)
         if failure is None:
@@ -189,11 +200,11 @@ class Saving:
         self._stop_if_abandoned()
         partial = self._folder.partial(self.step)
         assert self._plan.metadata is not None
-        FileSystemWriter(partial).finish(self._plan.metadata, [part.results for part in parts])
+        self._index.write(partial, self._plan.metadata, [part.results for part in parts])
         save_config(FORMAT, str(partial))
         force_to_disk(partial / CONFIG_FNAME)
         files = {name: content for part in parts for name, content in part.files.items()}
-        files |= {name: content_of(partial / name) for name in (_metadata_fn, CONFIG_FNAME)}
+        files |= {name: content_of(partial / name) for name in (INDEX, CONFIG_FNAME)}
         self._folder.finish(self.step, self._record_parts, files, self._retention)
 
 

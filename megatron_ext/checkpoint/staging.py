@@ -55,10 +55,10 @@ class Staging:
         return lambda: self._host
 
     def _make_room(self, tensors: Sequence[Tensor]) -> None:
-        if [(len(t), t.dtype) for t in self._host] != [(len(t), t.dtype) for t in tensors]:
+        if [(t.numel(), t.dtype) for t in self._host] != [(t.numel(), t.dtype) for t in tensors]:
             self._host = []
             # Each has a storage of its own: torch.save writes storages whole.
-            self._host = [torch.empty(len(t), dtype=t.dtype, pin_memory=self._platform.is_cuda) for t in tensors]
+            self._host = [torch.empty(t.numel(), dtype=t.dtype, pin_memory=self._platform.is_cuda) for t in tensors]
 
     def _has_room_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Asked once: later the memory that training has taken includes that of copies."""
@@ -99,9 +99,11 @@ class Staging:
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """A copy of each, beside it: those of one type in one piece of memory and by few kernels, not by hundreds."""
     found: dict[int, Tensor] = {}
-    for dtype, device in {(t.dtype, t.device) for t in tensors}:
-        numbers = [number for number, t in enumerate(tensors) if (t.dtype, t.device) == (dtype, device)]
-        sizes = [len(tensors[number]) for number in numbers]
+    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for number, t in enumerate(tensors):
+        alike.setdefault((t.dtype, t.device), []).append(number)
+    for (dtype, device), numbers in alike.items():
+        sizes = [tensors[number].numel() for number in numbers]  # len is slower, and training waits
         copies = torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes)
         torch._foreach_copy_(copies, [tensors[number] for number in numbers])
         found.update(zip(numbers, copies, strict=True))

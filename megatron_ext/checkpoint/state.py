@@ -55,9 +55,7 @@ def plain_state(optimizer: RunOptimizer, groups: ProcessGroupCollection, platfor
 
 def held_tensors(optimizer: RunOptimizer, stretches: Sequence[Stretch]) -> list[Tensor]:
     """The tensors whose parts `run_state` places in the whole model, as they lie in memory, in an order that stays."""
-    chunks = [unwrap(chunk) for chunk in optimizer.chunks]
-    of_model = [t.detach() for chunk in chunks for t in (*chunk.parameters(), *chunk.buffers())]
-    return [*of_model, *(t for stretch in stretches for t in stretch.tensors.values())]
+    return [*optimizer.held_by_model(), *(t for stretch in stretches for t in stretch.tensors.values())]
 
 
 def model_state(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> dict[str, Any]:

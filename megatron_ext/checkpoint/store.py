@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.checkpoint.disk import Failure
 from megatron_ext.checkpoint.folder import CheckpointFolder, DamagedCheckpoint, Progress, Record, Retention
+from megatron_ext.checkpoint.index import Index
 from megatron_ext.checkpoint.plan import Plan, Planner
 from megatron_ext.checkpoint.saving import SaveFailed, Saving
 from megatron_ext.checkpoint.staging import OnHost, Staging
@@ -58,7 +59,7 @@ class CheckpointStore:
         self.folder = CheckpointFolder(root)
         self._identity, self._groups, self._platform = identity, groups, platform
         self._retention, self._asynchronous = retention or Retention(), asynchronous
-        self._planner, self._staging = Planner(), Staging(platform)
+        self._planner, self._staging, self._index = Planner(), Staging(platform), Index()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: Saving | None = None
 
@@ -71,7 +72,8 @@ class CheckpointStore:
             UserError: the disk is full or refuses; the checkpoints before stay as they were.
         """
         self.wait()
-        self._begin(progress.step)
+        if not self._planner.is_settled:
+            self._begin(progress.step)
         try:
             plan, on_host = self._copied_state(optimizer, self.folder.partial(progress.step))
         except BaseException:
@@ -82,7 +84,9 @@ class CheckpointStore:
             "identity": self._identity,
             "generators": layout_of_generators(self._groups),
         }
-        self._saving = Saving(self.folder, progress.step, plan, on_host, parts, self._retention, self._executor)
+        self._saving = Saving(
+            self.folder, progress.step, plan, on_host, self._index, parts, self._retention, self._executor
+        )
         if not self._asynchronous:
             self.wait()
 
@@ -114,7 +118,11 @@ class CheckpointStore:
             self._saving = None
 
     def _begin(self, step: int) -> None:
-        """Make the folder, before any rank writes into it; a collective call."""
+        """Make the folder, in which runs that were killed may have left something; a collective call.
+
+        At a run's first saves alone: later ones find nothing, and each rank makes the folder where training does not
+        wait for it.
+        """
         failure: list[Failure | None] = [None]
         if dist.get_rank() == 0:
             try:

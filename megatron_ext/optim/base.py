@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from megatron_ext.optim.schedule import go_on_from
 from megatron_ext.optim.state import Stretch, set_steps
@@ -33,6 +34,7 @@ class RunOptimizer(ABC):
         shares_state: bool,
     ) -> None:
         self.chunks = chunks
+        self._modules = [module for chunk in chunks for module in chunk.modules()]
         self._adams, self._scheduler, self.shares_state = adams, schedule, shares_state
 
     # --- a step ------------------------------------------------------------------------------------------------------
@@ -64,6 +66,16 @@ class RunOptimizer(ABC):
         have afterwards.
         """
         return nullcontext()
+
+    def held_by_model(self) -> list[Tensor]:
+        """Parameters and buffers as they lie in memory, in an order that stays; one that is shared, more than once."""
+        # Not by parameters() and buffers(), which look for what is shared: a save has training wait for this.
+        return [
+            tensor.detach()
+            for module in self._modules
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+            if tensor is not None
+        ]
 
     @abstractmethod
     def make_moments(self) -> None:

@@ -211,6 +211,23 @@ def abandon(rank: int, world_size: int, root: Path) -> tuple[list[str], int | No
     return sorted(path.name for path in root.iterdir()), run.store.folder.latest()
 
 
+def take_its_time(rank: int, world_size: int, root: Path) -> tuple[list[int], list[str]]:
+    """Saves whose background would begin in an hour: two that are waited for in the end, one that is given up.
+
+    Returns:
+        How many checkpoints there were before each was waited for or given up, and what there is in the end.
+    """
+    run, there = Run(root), []
+    with patch.object(saving, "HEAD_START", 3600.0):
+        for end in (run.store.wait, run.store.wait, run.store.abandon):
+            run.train()
+            run.save()
+            there.append(len(run.store.folder.steps()))
+            end()
+    dist.barrier()
+    return there, sorted(path.name for path in root.iterdir())
+
+
 def be_killed(rank: int, world_size: int, root: Path) -> None:
     """Save; then be killed, rank 1 alone, in the middle of a file of the next save."""
     run, items = Run(root), []

@@ -82,6 +82,11 @@ def test_nothing_is_left_of_a_save_that_is_given_up(pool: Any, tmp_path: Path) -
     assert pool.run(saves.abandon, 2, tmp_path) == [(LEFT, 1)] * 2
 
 
+def test_whoever_waits_does_not_wait_for_the_head_start_of_training(pool: Any, tmp_path: Path) -> None:
+    told = pool.run(saves.take_its_time, 2, tmp_path, timeout=60.0)
+    assert told == [([0, 1, 2], ["latest", "step_1", "step_2"])] * 2
+
+
 def test_a_rank_that_is_killed_while_saving_leaves_the_checkpoint_before(pool: Any, tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="rank 1 died"):
         pool.run(saves.be_killed, 2, tmp_path, timeout=30.0)
