@@ -90,10 +90,20 @@ def beside(destination: Path) -> Iterator[Path]:
                     folder.rmdir()
             if ends:  # torch makes an error of the disk's of an exception in the midst of its writing
                 raise ends[0] from None
-            if isinstance(error, UserError) or not isinstance(error, Exception) or problem is None:
+            if isinstance(error, UserError):
+                raise _as_if_in_place(error, partial, destination) from error
+            if not isinstance(error, Exception) or problem is None:
                 raise
             mend = "make room, or give a folder that can be written"
             raise UserError(str(destination), f"cannot be written: {problem}", mend) from error
+
+
+def _as_if_in_place(error: UserError, partial: Path, destination: Path) -> UserError:
+    """What was found in the folder that is gone by now, said of the one that the user named."""
+    where, problem, mend = (
+        text.replace(str(partial), str(destination)) for text in (error.where, error.problem, error.mend)
+    )
+    return UserError(where, problem, mend)
 
 
 @contextmanager

@@ -350,7 +350,7 @@ def test_wrong_bits_are_found(
     monkeypatch.setattr(tensors, "apart", lambda x, units, widths: apart(x, units, widths)[:: order.get(units, 1)])
     monkeypatch.setattr(tensors, "together", lambda parts, units: together(parts[:: order.get(units, 1)], units))
     assert convert(run, tmp_path / "hf", "--to", "hf") == 2
-    assert "logits differ from those of" in error(capsys)
+    assert f"{tmp_path}/hf: logits differ from those of" in error(capsys)  # not the folder in which it was checked
     assert not list(tmp_path.iterdir())
 
 
