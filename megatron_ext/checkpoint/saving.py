@@ -12,6 +12,7 @@ import io
 import pickle
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -92,8 +93,7 @@ class Saving:
         self._folder, self._plan, self._on_host, self._executor = folder, plan, on_host, executor
         self._index, self._record_parts, self._retention = index, record_parts, retention
         self._abandoned, self._hurried = Event(), Event()
-        self._common = io.BytesIO()
-        torch.save(plan.common, self._common)  # now: it may hold what training changes
+        self._common = deepcopy(plan.common)  # it may hold what training changes
         self._writing: Future[bytes] = executor.submit(self._write)
         self._finishing: Future[Failure | None] | None = None
         self._all_written = False
@@ -225,7 +225,9 @@ def _shaped(item: WriteItem, flat: Tensor) -> Tensor:
     return flat.view(item.tensor_data.chunk.sizes)
 
 
-def _write_whole_file(path: Path, content: io.BytesIO) -> Content:
+def _write_whole_file(path: Path, saved: dict[str, Any]) -> Content:
+    content = io.BytesIO()
+    torch.save(saved, content)
     with CheckedFile(path) as file:
         file.write(content.getbuffer())
     return file.content
