@@ -24,6 +24,9 @@ import torch
 
 CPU = torch.device("cpu")
 _PREFIX = "megatron.core"
+_UNCOMPILED = "_torchdynamo_orig_callable"
+"""Where torch.compile keeps the function that it was given. Megatron has small ones compiled as it is imported, which
+on the CPU takes a C++ compiler and up to 20 s a process."""
 _FACTORIES = (
     *("arange", "as_tensor", "empty", "empty_like", "full", "full_like", "ones", "ones_like"),
     *("rand", "randint", "randn", "randperm", "tensor", "zeros", "zeros_like"),
@@ -134,6 +137,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 def _rebind(module: types.ModuleType) -> None:
     if module.__dict__.get("torch") is torch:
         module.torch = _proxy  # type: ignore[attr-defined]
+    for name, value in list(vars(module).items()):
+        if isinstance(value, types.FunctionType) and hasattr(value, _UNCOMPILED):
+            setattr(module, name, getattr(value, _UNCOMPILED))
     adapt = _ADAPTED.get(module.__name__)
     if adapt is not None:
         adapt(module)
@@ -190,6 +196,7 @@ def _clip_on_the_cpu(clip_grads: Any) -> None:
 
 
 _ADAPTED: dict[str, Callable[[Any], None]] = {
+    "megatron.core.jit": lambda jit: jit.disable_jit_fuser(),
     "megatron.core.tensor_parallel.random": _use_the_cpu_generator,
     "megatron.core.optimizer": _use_torch_adamw,
     "megatron.core.optimizer.distrib_optimizer": _expect_torch_adamw,

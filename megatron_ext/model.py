@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.activations import squared_relu
+from megatron.core import activations
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -104,7 +104,7 @@ def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransforme
         normalization="RMSNorm" if model.normalization == "rms_norm" else "LayerNorm",
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=swiglu,
-        activation_func=torch.nn.functional.silu if swiglu else squared_relu,
+        activation_func=torch.nn.functional.silu if swiglu else activations.squared_relu,
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,

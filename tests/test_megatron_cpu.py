@@ -26,13 +26,14 @@ def test_torch_itself_is_not_altered_by_installing() -> None:
     """In a process of its own: nobody else's torch may change, only what megatron.core calls torch."""
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", _INSTALL_AND_COMPARE], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == ["unaltered", "rebound", "later", "once"]
+    assert run.stdout.split() == ["unaltered", "rebound", "later", "uncompiled", "once"]
 
 
 _INSTALL_AND_COMPARE = """
 import sys, torch
-import megatron.core.utils
+import megatron.core.activations, megatron.core.utils
 from megatron_ext import megatron_cpu
+compiled = megatron.core.activations.squared_relu
 owners = [torch, torch.cuda, torch.Tensor, torch.nn.Module, torch.random]
 before = [dict(vars(owner)) for owner in owners]
 assert not megatron_cpu.installed()
@@ -46,7 +47,11 @@ print("rebound")
 assert "megatron.core.ssm.mamba_layer" not in sys.modules
 import megatron.core.ssm.mamba_layer as later
 assert later.torch is megatron.core.utils.torch
+from megatron.core.fusions.fused_bias_gelu import bias_gelu
+assert not hasattr(bias_gelu, "_torchdynamo_orig_callable")
 print("later")
+assert megatron.core.activations.squared_relu is compiled._torchdynamo_orig_callable
+print("uncompiled")
 finders = len(sys.meta_path)
 megatron_cpu.install()
 assert len(sys.meta_path) == finders and later.torch is megatron.core.utils.torch
