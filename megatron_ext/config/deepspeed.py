@@ -42,6 +42,11 @@ _PREFETCH = "stage3_prefetch_bucket_size"
 """Of parameters on a disk it must be 0: the queue has the last ones twice, for forward and for backward, and DeepSpeed
 asks for a second buffer for them, which is an assertion's end."""
 
+_WHY_OURS = {
+    f"zero_optimization.{_PREFETCH}": "DeepSpeed's prefetch from a disk fails where backward follows forward",
+}
+"""Why a field has the run's value, where the run's own configuration does not speak of it."""
+
 _UNREAD = {"steps_per_print", "wall_clock_breakdown"}
 """Of the engine's fields those that change nothing but what is printed, so that zero1 may leave them unread."""
 
@@ -63,8 +68,7 @@ def deepspeed_config(optimizer: OptimizerConfig, training: TrainingConfig, num_m
     path = Path(optimizer.deepspeed)
     theirs = _read(path)
     _refuse_what_is_not_theirs(theirs, optimizer, path)
-    if _section(theirs, path, "zero_optimization", "offload_param").get("device") == "nvme":
-        _leave_prefetch_out(theirs["zero_optimization"], path)
+    if "offload_param" in on_disk(theirs.get("zero_optimization") or {}):
         ours["zero_optimization"][_PREFETCH] = 0
     batches = {
         "train_batch_size": training.global_batch_size,
@@ -74,6 +78,11 @@ def deepspeed_config(optimizer: OptimizerConfig, training: TrainingConfig, num_m
     _refuse_contradictions(theirs, {**ours, **batches, "optimizer": _adamw(optimizer)}, path)
     kept = {key: value for key, value in theirs.items() if key not in {*batches, "optimizer"}}
     return _merged(ours, kept)
+
+
+def on_disk(zero: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The sections of DeepSpeed's `zero_optimization` whose state lies on a local disk (NVMe), by their names."""
+    return {name: zero[name] for name in _AT_STAGE_3_ALONE if (zero.get(name) or {}).get("device") == "nvme"}
 
 
 def _of_the_run(optimizer: OptimizerConfig, training: TrainingConfig) -> dict[str, Any]:
@@ -138,15 +147,14 @@ def _refuse_what_is_not_theirs(theirs: Mapping[str, Any], optimizer: OptimizerCo
 def _refuse_what_goes_nowhere(theirs: Mapping[str, Any], sharding: str, path: Path) -> None:
     """Refuse offloading that DeepSpeed would leave undone at this stage, or has no place for."""
     for section, devices in _AT_STAGE_3_ALONE.items():
-        offload = _section(theirs, path, "zero_optimization", section)
-        where, device = f"{path}: zero_optimization.{section}", offload.get("device", "none")
+        device = _section(theirs, path, "zero_optimization", section).get("device")
         if device in devices and sharding != "zero3":
-            reason = f"{device}, which DeepSpeed does at stage 3 alone"
-            raise UserError(f"{where}.device", reason, "set optimizer.sharding=zero3, or another device")
-        if device == "nvme" and not offload.get("nvme_path"):
-            raise UserError(
-                f"{where}.nvme_path", "is not there, and the device is nvme", "name a folder on a local disk"
-            )
+            where, reason = f"zero_optimization.{section}.device", f"{device}, which DeepSpeed does at stage 3 alone"
+            raise UserError(f"{path}: {where}", reason, "set optimizer.sharding=zero3, or another device")
+    for section, offload in on_disk(_section(theirs, path, "zero_optimization")).items():
+        if not offload.get("nvme_path"):
+            where = f"{path}: zero_optimization.{section}.nvme_path"
+            raise UserError(where, "is not there, and the device is nvme", "name a folder on a local disk")
 
 
 def _unread_by_zero1(
@@ -167,14 +175,6 @@ def _unread_by_zero1(
             yield f"zero_optimization.{name}", reason, "take it out of the file"
 
 
-def _leave_prefetch_out(zero: Mapping[str, Any], path: Path) -> None:
-    """Refuse to prefetch parameters from a disk."""
-    value = zero.get(_PREFETCH, AUTO)
-    if value not in (AUTO, 0):
-        reason = f"{value}, and DeepSpeed's prefetch from a disk fails where backward follows forward"
-        raise UserError(f"{path}: zero_optimization.{_PREFETCH}", reason, "set it to 0, or take it out of the file")
-
-
 def _section(theirs: Mapping[str, Any], path: Path, *names: str) -> Mapping[str, Any]:
     """A section of the file; empty if it is not there."""
     section: Any = theirs
@@ -191,8 +191,11 @@ def _section(theirs: Mapping[str, Any], path: Path, *names: str) -> Mapping[str,
 def _refuse_contradictions(theirs: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
     for name, value, own in _in_both(theirs, ours):
         if value != AUTO and not _means_the_same(value, own):
-            problem = f"{json.dumps(value)}, and the run's own configuration says {json.dumps(own)}"
-            raise UserError(f"{path}: {name}", problem, "change the run's, or take it out of the file")
+            problem = f"the run's own configuration says {json.dumps(own)}"
+            mend = "change the run's, or take it out of the file"
+            if name in _WHY_OURS:
+                problem, mend = _WHY_OURS[name], f"set it to {json.dumps(own)}, or take it out of the file"
+            raise UserError(f"{path}: {name}", f"{json.dumps(value)}, and {problem}", mend)
 
 
 def _in_both(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -14,30 +14,25 @@ from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfi
 from megatron_ext.errors import UserError
 
 
-def check_disk(settings: Mapping[str, Any], chunk: torch.nn.Module, data_parallel_size: int) -> None:
+def check_disk(sections: Mapping[str, Mapping[str, Any]], chunk: torch.nn.Module, data_parallel_size: int) -> None:
     """Refuse offloading to a disk that cannot work here.
 
     Args:
-        settings: DeepSpeed's configuration, whole; one without such offloading is not looked at further.
+        sections: of DeepSpeed's `zero_optimization`, those whose state lies on a disk, by name; none is fine.
         chunk: the model, unshared.
         data_parallel_size: ranks that share a parameter.
 
     Raises:
         UserError: the folder cannot be written to, a buffer is too small, or DeepSpeed cannot build its operator.
     """
-    zero = settings["zero_optimization"]
-    to_disk = {
-        f"zero_optimization.{name}": zero[name]
-        for name in ("offload_optimizer", "offload_param")
-        if (zero.get(name) or {}).get("device") == "nvme"
-    }
-    for where, section in to_disk.items():
-        _check_folder(Path(section["nvme_path"]), f"{where}.nvme_path")
-    if to_disk and not AsyncIOBuilder().is_compatible(verbose=False):
+    for name, section in sections.items():
+        _check_folder(Path(section["nvme_path"]), f"zero_optimization.{name}.nvme_path")
+    if sections and not AsyncIOBuilder().is_compatible(verbose=False):
+        where = f"zero_optimization.{next(iter(sections))}"
         mend = "install libaio's development files and a C++ compiler (Debian: libaio-dev, g++)"
-        raise UserError(next(iter(to_disk)), "DeepSpeed cannot build its operator async_io", mend)
-    if "zero_optimization.offload_param" in to_disk:
-        buffer = DeepSpeedZeroOffloadParamConfig(**zero["offload_param"]).buffer_size
+        raise UserError(where, "DeepSpeed cannot build its operator async_io", mend)
+    if "offload_param" in sections:
+        buffer = DeepSpeedZeroOffloadParamConfig(**sections["offload_param"]).buffer_size
         _check_buffer(buffer, chunk, data_parallel_size)
 
 

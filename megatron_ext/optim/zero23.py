@@ -22,7 +22,6 @@ from torch import Tensor
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.optim.deepspeed_groups import GroupsForDeepSpeed, join_process_group
-from megatron_ext.optim.disk import check_disk
 from megatron_ext.optim.parameter_groups import adamw
 from megatron_ext.optim.schedule import make_schedule
 from megatron_ext.optim.state import MOMENTS, Stretch, make_moments
@@ -42,7 +41,7 @@ class EngineRunOptimizer(RunOptimizer):
         settings: DeepSpeed's configuration, whole.
 
     Raises:
-        UserError: the model has parameters of several dtypes, or offloading to a disk cannot work here.
+        UserError: the model has parameters of several dtypes.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class EngineRunOptimizer(RunOptimizer):
     ) -> None:
         (chunk,) = chunks
         join_process_group(platform.communication)
-        check_disk(settings, chunk, groups.dp_cp.size())
         _sum_over_sequence_parallel_ranks(chunk, groups.tp)
         base = adamw(chunks, config)
         self._engine, *_ = deepspeed.initialize(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from pydantic import TypeAdapter
 
-from megatron_ext.config.deepspeed import STAGES, deepspeed_config
+from megatron_ext.config.deepspeed import STAGES, deepspeed_config, on_disk
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import RunConfig
@@ -58,6 +58,8 @@ def _optimizer(
         from megatron_ext.optim.zero1 import Zero1RunOptimizer
 
         return Zero1RunOptimizer(chunks, optimizer, training.steps, groups, platform, settings)
+    from megatron_ext.optim.disk import check_disk
     from megatron_ext.optim.zero23 import EngineRunOptimizer
 
+    check_disk(on_disk(settings["zero_optimization"]), chunks[0], groups.dp_cp.size())
     return EngineRunOptimizer(chunks, optimizer, training.steps, groups, platform, settings)

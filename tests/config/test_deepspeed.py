@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.deepspeed import deepspeed_config
+from megatron_ext.config.deepspeed import deepspeed_config, on_disk
 from megatron_ext.config.schema import OptimizerConfig, TrainingConfig
 from megatron_ext.errors import UserError
 
@@ -36,6 +36,13 @@ def test_offload_of_the_run() -> None:
     optimizer = OptimizerConfig(sharding="zero3", offload="cpu", offload_parameters="cpu")
     zero = deepspeed_config(optimizer, TRAINING, 2)["zero_optimization"]
     assert zero["offload_optimizer"]["device"] == zero["offload_param"]["device"] == "cpu"
+
+
+def test_what_lies_on_a_disk() -> None:
+    nvme, zero = {"device": "nvme", "nvme_path": "/local"}, {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    assert on_disk(zero) == {}
+    assert on_disk({**zero, "offload_param": nvme}) == {"offload_param": nvme}
+    assert list(on_disk({"offload_optimizer": nvme, "offload_param": nvme})) == ["offload_optimizer", "offload_param"]
 
 
 def test_what_the_run_does_not_speak_of_is_kept(tmp_path: Path) -> None:
