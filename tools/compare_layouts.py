@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 from training_runs import comparing, largest_difference, train
 
+from kernels.bench.report import write_both
+
 LAYOUTS = {
     "1": [],
     "TP2+SP": ["parallel.tensor=2", "parallel.sequence=true"],
@@ -149,8 +151,7 @@ def main() -> int:
         results |= read_results(Path(path))
     results |= dict(zip(chosen, losses, strict=True))
     rows = [{**asdict(case), "losses": values} for case, values in results.items()]
-    (args.output / "losses.json").write_text(json.dumps({"torch": torch.__version__, "cases": rows}, indent=1))
-    (args.output / "losses.md").write_text(table(results))
+    write_both(args.output, "losses", {"torch": torch.__version__, "cases": rows}, table(results))
     print(table(results))
     return 0 if all(results.values()) else 1
 

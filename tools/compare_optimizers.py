@@ -9,7 +9,6 @@ on the machine does not count for one of them. Writes optimizers.json and optimi
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 from training_runs import comparing, largest_difference, train
+
+from kernels.bench.report import write_both
 
 OPTIMIZERS = {
     "none": ["optimizer.sharding=none"],
@@ -116,8 +117,7 @@ def main() -> int:
         for name in names:
             outcomes.append(run(name, number, args))
             found = {"torch": torch.__version__, "runs": [asdict(outcome) for outcome in outcomes]}
-            (args.output / "optimizers.json").write_text(json.dumps(found) + "\n")
-            (args.output / "optimizers.md").write_text(table(outcomes, args.steps // 5))
+            write_both(args.output, "optimizers", found, table(outcomes, args.steps // 5))
     print(table(outcomes, args.steps // 5))
     return 0 if all(outcome.losses for outcome in outcomes) else 1
 

@@ -273,8 +273,13 @@ def digits(x: float) -> str:
 
 def write(report: Report, folder: Path) -> None:
     """Write kernels.json and kernels.md, each whole or not at all."""
-    _write_whole(folder / "kernels.json", json.dumps(to_dict(report), indent=1) + "\n")
-    _write_whole(folder / "kernels.md", markdown(report))
+    write_both(folder, "kernels", to_dict(report), markdown(report))
+
+
+def write_both(folder: Path, stem: str, numbers: dict[str, Any], text: str) -> None:
+    """Write a report's STEM.json and STEM.md, each whole or not at all."""
+    _write_whole(folder / f"{stem}.json", json.dumps(numbers, indent=1) + "\n")
+    _write_whole(folder / f"{stem}.md", text)
 
 
 def _write_whole(path: Path, text: str) -> None:

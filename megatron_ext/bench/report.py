@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kernels.bench.report import digits, finite, machine_line, table
+from kernels.bench.report import digits, finite, machine_line, table, write_both
 from kernels.bench.timing import Times
 from kernels.dispatch import Choice
 from megatron_ext.bench.cases import FLA, OURS, LayerShape, Plan
 from megatron_ext.bench.ours import CHECKED_LENGTH, LIMIT, Agreement
-from megatron_ext.files import write_whole
 
 COLUMNS = (
     "size",
@@ -206,5 +204,4 @@ def _choice_lines(report: Report) -> list[str]:
 
 def write(report: Report, folder: Path) -> None:
     """Write layers.json and layers.md, each whole or not at all."""
-    write_whole(folder / "layers.json", (json.dumps(to_dict(report), indent=1) + "\n").encode())
-    write_whole(folder / "layers.md", markdown(report).encode())
+    write_both(folder, "layers", to_dict(report), markdown(report))

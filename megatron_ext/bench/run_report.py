@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
@@ -10,9 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kernels.bench.arguments import save_into
-from kernels.bench.report import machine_line
+from kernels.bench.report import machine_line, write_both
 from megatron_ext.bench.processes import is_first
-from megatron_ext.files import write_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +56,7 @@ class RunReport(ABC):
 
     def write(self, folder: Path) -> None:
         """Write STEM.json and STEM.md, each whole or not at all."""
-        write_whole(folder / f"{self.stem}.json", (json.dumps(self.to_dict(), indent=1) + "\n").encode())
-        write_whole(folder / f"{self.stem}.md", self.markdown().encode())
+        write_both(folder, self.stem, self.to_dict(), self.markdown())
 
 
 def publish(report: RunReport, folder: Path) -> None:
