@@ -1,0 +1,74 @@
+"""What tests of language need of a model: how likely it finds a text, and how it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Request:
+    """Tokens whose probability is asked for.
+
+    Attributes:
+        context: what stands before them, at least one token.
+        continuation: the tokens, at least one.
+    """
+
+    context: Sequence[int]
+    continuation: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a continuation is.
+
+    Attributes:
+        log_probability: of all its tokens, in nats.
+        is_greedy: whether each of them is the likeliest, the lowest token of equals.
+    """
+
+    log_probability: float
+    is_greedy: bool
+
+
+class TextModel(Protocol):
+    """A language model with its tokenizer, under any layout. Its calls are collective: every rank gives the same
+    arguments and gets the same results.
+    """
+
+    @property
+    def end_id(self) -> int:
+        """Token that ends a document."""
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a forward pass takes at most, those of a continuation but the last included."""
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, without special ones; the names of such tokens in it are text."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens."""
+
+    def scores(self, requests: Sequence[Request]) -> list[Score]:
+        """Scores in the order of the requests.
+
+        Raises:
+            ValueError: a request is longer than `max_length` allows.
+        """
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, is_done: Callable[[Sequence[int]], bool]
+    ) -> list[list[int]]:
+        """The likeliest next tokens, one after the other (greedy), for each prompt.
+
+        Args:
+            prompts: tokens, at least one each; with `max_tokens` they fit into `max_length`.
+            max_tokens: how many at most.
+            is_done: told what has been generated for a prompt after each token, whether that is enough.
+
+        Returns:
+            What follows each prompt: the end-of-document token ends it and is left out.
+        """
