@@ -1,0 +1,169 @@
+"""A language model with its tokenizer, under any layout: the `TextModel` that tests of language are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_ext.evaluation.decoding import decoding
+from megatron_ext.evaluation.generation import generate, greedy
+from megatron_ext.evaluation.next_tokens import NextTokens, Text
+from megatron_ext.evaluation.text_model import Request, Score
+from megatron_ext.platform import Platform
+
+IsDone = Callable[[Sequence[int]], bool]
+
+
+class Coder(Protocol):
+    """What a language model needs of a tokenizer."""
+
+    @property
+    def end_id(self) -> int:
+        """Token that ends a document."""
+
+    @property
+    def size(self) -> int:
+        """Tokens there are."""
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, without special ones."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens."""
+
+
+class LanguageModel:
+    """A `TextModel` over a model's chunks; see there for what its calls mean.
+
+    It generates with what each layer remembers where one process holds the whole model, else by reading the whole text
+    again for each token. Data-parallel ranks share the texts in both.
+
+    Args:
+        chunks: of the model on this rank, see `build_model`.
+        coder: its tokenizer.
+        groups: process groups.
+        platform: where this runs.
+        max_length: tokens that a forward pass takes at most.
+        micro_batch_size: texts a forward pass.
+        multiple: see `NextTokens`.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        coder: Coder,
+        groups: ProcessGroupCollection,
+        platform: Platform,
+        *,
+        max_length: int,
+        micro_batch_size: int,
+        multiple: int,
+    ) -> None:
+        self._chunks, self._coder, self._groups, self._platform = list(chunks), coder, groups, platform
+        self._max_length = max_length
+        self._next_tokens = NextTokens(
+            chunks,
+            groups,
+            platform,
+            vocab_size=coder.size,
+            micro_batch_size=micro_batch_size,
+            multiple=multiple,
+        )
+
+    @property
+    def end_id(self) -> int:
+        """Token that ends a document."""
+        return self._coder.end_id
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a forward pass takes at most."""
+        return self._max_length
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, without special ones."""
+        return self._coder.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens."""
+        return self._coder.decode(tokens)
+
+    def scores(self, requests: Sequence[Request]) -> list[Score]:
+        """How likely continuations are; see `TextModel`."""
+        texts = [_text_of(request) for request in requests]
+        for text in texts:
+            self._check_length(len(text.tokens))
+        answers = self._next_tokens(texts)
+        return [
+            Score(float(log_p), int(misses) == 0)
+            for log_p, misses in zip(answers.log_probabilities, answers.misses, strict=True)
+        ]
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, is_done: IsDone) -> list[list[int]]:
+        """The likeliest continuations; see `TextModel`."""
+        for prompt in prompts:
+            self._check_length(len(prompt) + max_tokens)
+        groups = self._groups
+        if max(groups.tp.size(), groups.cp.size(), groups.pp.size()) == 1:
+            return self._generate_remembering(prompts, max_tokens, is_done)
+        return self._generate_reading_again(prompts, max_tokens, is_done)
+
+    def _check_length(self, length: int) -> None:
+        if length > self._max_length:
+            raise ValueError(f"{length} tokens are more than the {self._max_length} that the model takes")
+
+    def _generate_remembering(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, is_done: IsDone
+    ) -> list[list[int]]:
+        dp = self._groups.dp
+        own = [self._continue(prompt, max_tokens, is_done) for prompt in prompts[dp.rank() :: dp.size()]]
+        shares: list[list[list[int]]] = [[] for _ in range(dp.size())]
+        dist.all_gather_object(shares, own, group=dp)
+        return [shares[number % dp.size()][number // dp.size()] for number in range(len(prompts))]
+
+    def _continue(self, prompt: Sequence[int], max_tokens: int, is_done: IsDone) -> list[int]:
+        (model,) = self._chunks
+        found: list[int] = []
+        with decoding(model) as decoder:
+            for token in generate(
+                decoder,
+                torch.tensor(prompt, device=self._platform.device),
+                vocab_size=self._coder.size,
+                max_tokens=max_tokens,
+                end=self.end_id,
+                choose=greedy,
+            ):
+                found.append(token)
+                if is_done(found):
+                    break
+        return found
+
+    def _generate_reading_again(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, is_done: IsDone
+    ) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in prompts]
+        open_numbers = list(range(len(prompts)))
+        for _ in range(max_tokens):
+            if not open_numbers:
+                break
+            answers = self._next_tokens([Text([*prompts[number], *found[number]]) for number in open_numbers])
+            going_on = []
+            for number, token in zip(open_numbers, answers.next_tokens.tolist(), strict=True):
+                if token == self.end_id:
+                    continue
+                found[number].append(token)
+                if not is_done(found[number]):
+                    going_on.append(number)
+            open_numbers = going_on
+        return found
+
+
+def _text_of(request: Request) -> Text:
+    if not request.context or not request.continuation:
+        raise ValueError("a request needs a context and a continuation of a token each, at least")
+    tokens = [*request.context, *request.continuation]
+    return Text(tokens[:-1], request.continuation)

@@ -1,0 +1,124 @@
+"""What one rank does in a case of `test_language_model.py`: build a model and ask it for what comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_ext.config.derive import derive
+from megatron_ext.config.schema import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
+from megatron_ext.evaluation.language_model import LanguageModel
+from megatron_ext.evaluation.text_model import Request, Score
+from megatron_ext.model import build_model
+from megatron_ext.parallel.groups import make_process_groups
+from megatron_ext.platform import select_platform
+from megatron_ext.training.build import model_shape
+
+VOCABULARY = 61
+END = 3
+LENGTH = 64
+
+
+class Numbers:
+    """A tokenizer whose texts are the tokens, written as characters."""
+
+    end_id, size = END, VOCABULARY
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+def _chunks(parallel: dict[str, Any], precision: str, tied: bool) -> tuple[list[Any], Any, Any]:
+    config = derive(
+        RunConfig(
+            data=DataConfig(path="none", seq_length=LENGTH),
+            # A large spread of initial weights, so that tokens differ in how likely they are.
+            model=ModelConfig(
+                pattern="attention,gated_deltanet,attention*2",
+                hidden_size=32,
+                num_attention_heads=4,
+                init_std=0.3,
+                tie_embeddings=tied,
+            ),
+            parallel=ParallelConfig(**parallel),
+            training=TrainingConfig(precision=precision, global_batch_size=12, micro_batch_size=3),
+        )
+    )
+    platform = select_platform("cpu")
+    groups = make_process_groups(config.parallel, 1)
+    return build_model(model_shape(config, platform, VOCABULARY), platform, groups, seed=5), groups, platform
+
+
+def ask(
+    rank: int,
+    world_size: int,
+    parallel: dict[str, Any],
+    requests: list[Request],
+    prompts: list[list[int]],
+    precision: str = "fp32",
+    tied: bool = False,
+) -> tuple[list[Score], list[list[int]]]:
+    """Scores and continuations of at most 9 tokens, or until one is above 50."""
+    chunks, groups, platform = _chunks(parallel, precision, tied)
+    model = LanguageModel(
+        chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=8 * world_size
+    )
+    scores = model.scores(requests)
+    assert all(chunk.training for chunk in chunks)
+    return scores, model.generate(prompts, 9, lambda tokens: tokens[-1] > 50)
+
+
+def too_long(rank: int, world_size: int) -> list[str]:
+    """What is said of texts that are longer than the model takes."""
+    chunks, groups, platform = _chunks({}, "fp32", tied=False)
+    model = LanguageModel(chunks, Numbers(), groups, platform, max_length=10, micro_batch_size=1, multiple=1)
+    assert len(model.scores([Request([1] * 5, [2] * 6)])) == 1  # the last token is not read
+    said = []
+    for call in (
+        lambda: model.scores([Request([1] * 5, [2] * 7)]),
+        lambda: model.generate([[1] * 5], 6, lambda _: False),
+        lambda: model.scores([Request([], [2])]),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def by_hand(
+    rank: int, world_size: int, requests: list[Request], prompts: list[list[int]], tied: bool = False
+) -> tuple[list[tuple[float, bool]], list[list[int]]]:
+    """The same in one process, a token at a time from all logits, in float64."""
+    (model,), _, _ = _chunks({}, "fp32", tied)
+    model.eval()
+
+    def log_p(tokens: list[int]) -> torch.Tensor:
+        tokens_bt = torch.tensor([tokens])
+        with torch.no_grad():
+            logits = model(tokens_bt, torch.arange(len(tokens))[None], attention_mask=None)[0, -1, :VOCABULARY]
+        return logits.double().log_softmax(0)
+
+    scores = []
+    for request in requests:
+        tokens, total, greedy = list(request.context), 0.0, True
+        for token in request.continuation:
+            found = log_p(tokens)
+            total, greedy = total + float(found[token]), greedy and int(found.argmax()) == token
+            tokens.append(token)
+        scores.append((total, greedy))
+    texts = []
+    for prompt in prompts:
+        text: list[int] = []
+        while len(text) < 9 and (not text or text[-1] <= 50):
+            token = int(log_p([*prompt, *text]).argmax())
+            if token == END:
+                break
+            text.append(token)
+        texts.append(text)
+    return scores, texts
