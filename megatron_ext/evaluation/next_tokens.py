@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.utils import unwrap_model
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from megatron_ext.data.batches import micro_batch_indices
 from megatron_ext.evaluation.vocabulary import Vocabulary
+from megatron_ext.parallel.schedule import evaluating, run_schedule
 from megatron_ext.platform import Platform
 
 NOTHING = -1
@@ -105,12 +105,11 @@ class NextTokens:
         self._vocabulary = Vocabulary(vocab_size, groups.tp)
         self._micro_batch_size, self._multiple = micro_batch_size, multiple
 
-    @torch.no_grad()
     def __call__(self, texts: Sequence[Text]) -> Answers:
         """Ask for all texts, which every rank gives alike."""
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number].tokens))
         found = torch.zeros(len(texts), 3, dtype=torch.float64, device=self._platform.device)
-        with _without_output_layer(self._chunks) as output:
+        with evaluating(self._chunks), _without_output_layer(self._chunks) as output:
             for numbers in self._rounds(order):
                 for micro_batch, answers_b3 in self._run(texts, numbers, output):
                     is_text = micro_batch.numbers != NOTHING
@@ -133,17 +132,14 @@ class NextTokens:
         longest = max(len(texts[number].tokens) for number in numbers)
         length = -(-longest // self._multiple) * self._multiple
         batches = [self._micro_batch(texts, numbers, index, length) for index in range(self._groups.pp.size())]
-        iterators = [iter(batches) for _ in self._chunks]
-        several = len(self._chunks) > 1
-        answers: list[Tensor] = get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, partial(self._ask, output)),
-            data_iterator=iterators if several else iterators[0],
-            model=self._chunks if several else self._chunks[0],
-            num_microbatches=len(batches),
+        answers: list[Tensor] = run_schedule(
+            partial(_forward_step, partial(self._ask, output)),
+            self._chunks,
+            batches,
             seq_length=length,
             micro_batch_size=self._micro_batch_size,
             forward_only=True,
-            collect_non_loss_data=True,
+            collects=True,
         )
         return list(zip(batches, answers, strict=True)) if output is not None else []
 
@@ -212,16 +208,13 @@ class _OutputLayer:
 
 @contextmanager
 def _without_output_layer(chunks: Sequence[torch.nn.Module]) -> Iterator[_OutputLayer | None]:
-    """Within it the model is in evaluation mode and gives its last hidden states [t, b, hidden].
+    """Within it the model gives its last hidden states [t, b, hidden].
 
     Yields:
         Its output layer; None on ranks without one.
     """
     models: list[GPTModel] = [unwrap_model(chunk) for chunk in chunks]
     last = next((model for model in models if model.post_process), None)
-    was_training = [chunk.training for chunk in chunks]
-    for chunk in chunks:
-        chunk.eval()
     output = None
     if last is not None:
         tied = last.share_embeddings_and_output_weights
@@ -233,8 +226,6 @@ def _without_output_layer(chunks: Sequence[torch.nn.Module]) -> Iterator[_Output
     finally:
         if last is not None:
             last.post_process = True
-        for chunk, training in zip(chunks, was_training, strict=True):
-            chunk.train(training)
 
 
 def _forward_step(ask: Any, batches: Iterator[_MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:

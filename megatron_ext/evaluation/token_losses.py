@@ -1,0 +1,82 @@
+"""The loss of every token of some batches, under every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from megatron_ext.data.batches import Batch
+from megatron_ext.parallel.schedule import evaluating, run_schedule
+from megatron_ext.platform import Platform
+
+
+class TokenLosses:
+    """Forward passes over this rank's model chunks.
+
+    Args:
+        chunks: of this rank.
+        groups: process groups.
+        platform: where this runs.
+        seq_length: tokens a sample, whole.
+        micro_batch_size: samples a forward pass.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        groups: ProcessGroupCollection,
+        platform: Platform,
+        seq_length: int,
+        micro_batch_size: int,
+    ) -> None:
+        self.chunks, self.groups, self.platform = list(chunks), groups, platform
+        self._seq_length, self._micro_batch_size = seq_length, micro_batch_size
+
+    @property
+    def on_last_stage(self) -> bool:
+        """Whether this rank computes losses."""
+        return self.groups.pp.rank() == self.groups.pp.size() - 1
+
+    def losses(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Losses [b, t/cp], fp32, of each micro-batch, without gradients; empty but on the last stage."""
+        with evaluating(self.chunks):
+            return [report["losses_bt"] for report in self._run(batches, _kept_loss, forward_only=True)]
+
+    def reduce(self, sums: Tensor) -> Tensor:
+        """Sum over all data, in float64, known on every rank; only the last stage's values count."""
+        total = sums.to(self.platform.device, torch.float64)
+        dist.all_reduce(total, group=self.groups.dp_cp)
+        last = dist.get_process_group_ranks(self.groups.pp)[-1]
+        dist.broadcast(total, src=last, group=self.groups.pp)
+        return total.cpu()
+
+    def _run(
+        self, batches: Sequence[Batch], loss: Callable[..., Any], *, forward_only: bool
+    ) -> list[dict[str, Tensor]]:
+        """What `loss` reports of each micro-batch; empty but on the last stage."""
+        reports: list[dict[str, Tensor]] = run_schedule(
+            partial(_forward_step, loss),
+            self.chunks,
+            [batch.to(self.platform.device) for batch in batches],
+            seq_length=self._seq_length,
+            micro_batch_size=self._micro_batch_size,
+            forward_only=forward_only,
+        )
+        return reports if self.on_last_stage else []
+
+
+def _forward_step(loss: Callable[..., Any], batches: Iterator[Batch], model: torch.nn.Module) -> tuple[Tensor, Any]:
+    batch = next(batches)
+    output = model(batch.tokens, batch.position_ids, attention_mask=None, labels=batch.labels)
+    return output, partial(loss, batch)
+
+
+def _kept_loss(batch: Batch, losses_bt: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    tokens = batch.loss_mask.sum().to(torch.int)
+    return losses_bt.sum(), tokens, {"losses_bt": losses_bt.float().cpu()}
