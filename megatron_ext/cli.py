@@ -146,16 +146,25 @@ def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
         sys.stdout.write(to_yaml(config))
         return 0
+
+    def train_here() -> None:
+        from megatron_ext.training.run import train
+
+        train(config, resume=args.resume, from_step=args.from_step)
+
+    return _as_ranks("train", arguments, processes, train_here)
+
+
+def _as_ranks(verb: str, arguments: Sequence[str], processes: int | None, work: Callable[[], None]) -> int:
+    """Do a rank's work: in this process, if it is one or the only one, else in as many as were asked for."""
     if "RANK" not in os.environ:
         from megatron_ext.launch import local
 
         if processes and processes > 1:
-            return local.launch(local.train_command(arguments), processes)
+            return local.launch(local.rank_command(verb, arguments), processes)
         store = local.rendezvous_store()  # served while it lives: as long as this function runs
         os.environ.update(local.rank_environment(0, 1, store.port))
-    from megatron_ext.training.run import train
-
-    train(config, resume=args.resume, from_step=args.from_step)
+    work()
     return 0
 
 
@@ -236,6 +245,21 @@ def _generate(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from megatron_ext import generate
 
     return generate.run(args)
+
+
+# --- evaluate --------------------------------------------------------------------------------------------------------
+
+
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    from megatron_ext import evaluate
+
+    evaluate.add_arguments(parser)
+
+
+def _evaluate(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from megatron_ext import evaluate
+
+    return _as_ranks("evaluate", arguments, _world_size(args.processes), evaluate.work(args))
 
 
 # --- convert, inspect ------------------------------------------------------------------------------------------------
@@ -340,6 +364,7 @@ VERBS = {
     "prepare": _Verb(help="turn documents into tokenised shards", add_arguments=_add_prepare, run=_prepare),
     "report": _Verb(help="compare runs at equal training loss", add_arguments=_add_report, run=_report),
     "generate": _Verb(help="let a trained model continue a text", add_arguments=_add_generate, run=_generate),
+    "evaluate": _Verb(help="put a trained model to tests", add_arguments=_add_evaluate, run=_evaluate),
     "convert": _Verb(help="turn a checkpoint into another format", add_arguments=_add_convert, run=_convert),
     "inspect": _Verb(help="say what a checkpoint is", add_arguments=_add_inspect, run=_inspect),
     "bench": _Verb(

@@ -154,6 +154,29 @@ def apply_override(tree: Tree, override: str, mixer_configs: Mixers) -> None:
     node[last] = _parse(text, key)
 
 
+def read_fields(overrides: Sequence[str], kind: type, prefix: str) -> Tree:
+    """The fields of one dataclass as overrides say them.
+
+    Args:
+        overrides: `field=value`, the value read as YAML.
+        kind: the dataclass; none of its fields is a section.
+        prefix: dotted name of its place, with its closing point; for messages.
+
+    Raises:
+        UserError: a field does not exist, or a value is no YAML.
+    """
+    known = [prefix + name for name in field_names(kind)]
+    tree = {}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        if not equals:
+            raise UserError(prefix + override, "is not an override", f"write it like {known[0]}=...")
+        if prefix + name not in known:
+            raise UserError(prefix + name, "no such field", _suggest_key(prefix + name, known))
+        tree[name] = _parse(text, prefix + name)
+    return tree
+
+
 def known_keys(mixer_configs: Mixers) -> list[str]:
     """Return the dotted names of all fields, those of the registered mixers included."""
     keys = [f"{section}.{name}" for section, kind in sections(RunConfig).items() for name in field_names(kind)]

@@ -41,9 +41,9 @@ class Patience:
     to_kill: float = 15.0
 
 
-def train_command(arguments: Sequence[str]) -> list[str]:
-    """Return the command line of one rank: this `selectron train` again."""
-    return [sys.executable, "-m", "megatron_ext.cli", "train", *arguments]
+def rank_command(verb: str, arguments: Sequence[str]) -> list[str]:
+    """Return the command line of one rank: this `selectron VERB` again."""
+    return [sys.executable, "-m", "megatron_ext.cli", verb, *arguments]
 
 
 def launch(command: Sequence[str], processes: int, patience: Patience | None = None) -> int:

@@ -1,13 +1,16 @@
-"""A trained run, opened to be used: its model in one process, whatever layout it was trained in."""
+"""A trained run, opened to be used: its model under any layout, whatever layout it was trained in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
 
 from data_prep.manifest import load_manifest
 from megatron_ext.checkpoint.conversion.tokenizer_files import KeptTokenizer, kept_tokenizer
@@ -20,9 +23,16 @@ from megatron_ext.errors import UserError
 from megatron_ext.mixers.registry import load_all
 from megatron_ext.model import ModelShape, build_model
 from megatron_ext.parallel.groups import groups_of_one_process
-from megatron_ext.platform import Platform, select_platform
+from megatron_ext.platform import Platform, local_rank, select_platform
 from megatron_ext.training.build import model_shape
 from megatron_ext.training.run import CHECKPOINTS, CONFIG
+
+AS_NEW = {
+    **{f"parallel.{field.name}": field.default for field in fields(ParallelConfig)},
+    "run.device": "auto",
+    "run.backend": "auto",
+}
+"""Fields that belong to the machines a run was trained on, and what they are elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +41,16 @@ class TrainedRun:
 
     Attributes:
         folder: of the run.
+        config: of the run, with what belonged to its machines changed.
         record: of the checkpoint to use.
-        shape: what the model is built from in one process.
+        shape: what the model is built from.
         seed: of the run.
         tokenizer: what made its tokens.
         platform: where this process computes.
     """
 
     folder: Path
+    config: RunConfig
     record: Record
     shape: ModelShape
     seed: int
@@ -46,12 +58,13 @@ class TrainedRun:
     platform: Platform
 
 
-def open_run(folder: Path, step: int | None = None) -> TrainedRun:
-    """Read what a run was, for use on this machine in one process.
+def open_run(folder: Path, step: int | None = None, overrides: Sequence[str] = ()) -> TrainedRun:
+    """Read what a run was, for use on this machine, in one process unless told otherwise.
 
     Args:
         folder: of the run.
         step: of the checkpoint that will be used; None: the newest.
+        overrides: of its configuration, `section.field=value`: a layout, say.
 
     Raises:
         UserError: no run or no such checkpoint is there, or its tokenizer is missing.
@@ -59,13 +72,14 @@ def open_run(folder: Path, step: int | None = None) -> TrainedRun:
     if not (folder / CONFIG).is_file():
         problem = f"holds no {CONFIG}" if folder.is_dir() else "is no folder"
         raise UserError(str(folder), problem, "give the folder of a run: run.dir/run.name")
-    config = _for_one_process(load_config(folder / CONFIG, [], load_all()))
+    as_new = [f"{name}={json.dumps(value)}" for name, value in AS_NEW.items()]
+    config = load_config(folder / CONFIG, [*as_new, *overrides], load_all())
     record = _record(CheckpointFolder(folder / CHECKPOINTS), step)
     tokenizer = _tokenizer(folder, config)
-    platform = select_platform()
+    platform = select_platform(config.run.device, local_rank())
     # A converted model may have rows for more tokens than its tokenizer knows.
     shape = model_shape(config, platform, record.identity.get("data.vocab_size", tokenizer.size))
-    return TrainedRun(folder, record, shape, config.training.seed, tokenizer, platform)
+    return TrainedRun(folder, config, record, shape, config.training.seed, tokenizer, platform)
 
 
 def _tokenizer(folder: Path, config: RunConfig) -> KeptTokenizer:
@@ -80,11 +94,6 @@ def _tokenizer(folder: Path, config: RunConfig) -> KeptTokenizer:
     return KeptTokenizer(file, entry.eos_token, entry.eos_id, entry.vocab_size)
 
 
-def _for_one_process(config: RunConfig) -> RunConfig:
-    """The run's configuration without what belongs to the machines it was trained on."""
-    return replace(config, parallel=ParallelConfig(), run=replace(config.run, device="auto", backend="auto"))
-
-
 @contextmanager
 def trained_model(run: TrainedRun) -> Iterator[torch.nn.Module]:
     """The model of a run, with the weights of a checkpoint; within a process group of this process alone.
@@ -96,10 +105,24 @@ def trained_model(run: TrainedRun) -> Iterator[torch.nn.Module]:
         UserError: the checkpoint is damaged.
     """
     with groups_of_one_process(run.platform.communication) as groups:
-        store = CheckpointStore(run.folder / CHECKPOINTS, {}, groups, run.platform)
-        (model,) = build_model(run.shape, run.platform, groups, run.seed)
-        store.load_model([model], store.check(run.record.progress.step))
+        (model,) = trained_chunks(run, groups)
         yield model
+
+
+def trained_chunks(run: TrainedRun, groups: ProcessGroupCollection) -> list[MegatronModule]:
+    """The model chunks of this rank, with the weights of a checkpoint; a collective call.
+
+    Args:
+        run: whose model.
+        groups: arranged as `run.config.parallel` says.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    store = CheckpointStore(run.folder / CHECKPOINTS, {}, groups, run.platform)
+    chunks = build_model(run.shape, run.platform, groups, run.seed)
+    store.load_model(chunks, store.check(run.record.progress.step))
+    return chunks
 
 
 def _record(checkpoints: CheckpointFolder, step: int | None) -> Record:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.launch import reporting
-from megatron_ext.launch.local import Patience, launch, rank_environment, train_command
+from megatron_ext.launch.local import Patience, launch, rank_command, rank_environment
 
 ROOT = Path(__file__).parents[2]
 PRELUDE = """
@@ -201,7 +201,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
 
 
 def test_train_command_repeats_the_arguments() -> None:
-    assert train_command(["c.yaml", "a=b"])[1:] == ["-m", "megatron_ext.cli", "train", "c.yaml", "a=b"]
+    assert rank_command("train", ["c.yaml", "a=b"])[1:] == ["-m", "megatron_ext.cli", "train", "c.yaml", "a=b"]
 
 
 def test_under_torchrun_one_rank_speaks(

@@ -52,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "lone_mixer": MODEL,
     "diagnosis": MODEL | {"lone_mixer"},
     "bench": MODEL | {"lone_mixer", "checkpoint", "training"},
+    "evaluate": MODEL | {"training", "evaluation"},
     "generate": MODEL | {"training", "evaluation", "data_prep.tokenizer"},
     # The command calls everything.
     "cli": MODEL
@@ -65,6 +66,7 @@ ALLOWED: dict[str, set[str]] = {
         "data_prep",
         "diagnosis",
         "generate",
+        "evaluate",
         "bench",
     },
 }

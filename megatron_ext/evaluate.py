@@ -1,0 +1,104 @@
+"""The `evaluate` verb: its arguments, and what they ask for, read before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import UserError
+
+SUITES = ("domains", "retrieval", "fewshot")
+
+OF_THE_MACHINE = re.compile(
+    r"parallel\.\w+|run\.(device|backend)|training\.micro_batch_size|data\.(path|train_domains|test_domains|seq_length)"
+)
+"""Fields of a run that may be others than it was trained with: its model stays what it is."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN_OR_CHECKPOINT", help="folder of a run, or of one of its checkpoints")
+    fields = "a suite's, e.g. domains.sequences=64; or the run's, e.g. parallel.tensor=2 data.path=DIR"
+    add("overrides", nargs="*", metavar="key=value", help=fields)
+    add(
+        "--suite", default="domains", metavar="NAMES", help=f"of {', '.join(SUITES)}; several with commas (%(default)s)"
+    )
+    add("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
+    add("--output", type=Path, metavar="DIR", help="folder for the results (default: evaluation/step_N in the run's)")
+    add("--processes", type=int, metavar="N", help="processes to start on this machine (default 1)")
+
+
+def work(args: argparse.Namespace) -> Callable[[], None]:
+    """What a rank does, once all that is asked for has been found right.
+
+    Args:
+        args: see `add_arguments`.
+
+    Raises:
+        UserError: a suite or a field is not there, or a value is out of its range.
+    """
+    names = [name.strip() for name in args.suite.split(",")]
+    for name in names:
+        if name not in SUITES:
+            raise UserError("--suite", f"no suite {name!r}", f"choose from: {', '.join(SUITES)}")
+    own, of_the_run = _sorted(args.overrides, names)
+    suites = {name: _options(name, own[name]) for name in dict.fromkeys(names)}
+    folder, step = _checkpoint(args.run, args.step)
+    return partial(_evaluate, folder, suites, step, of_the_run, args.output)
+
+
+def _evaluate(
+    folder: Path, suites: dict[str, Any], step: int | None, overrides: Sequence[str], output: Path | None
+) -> None:
+    from megatron_ext.training.evaluation import evaluate
+
+    evaluate(folder, suites, step=step, overrides=overrides, output=output)
+
+
+def _checkpoint(path: Path, step: int | None) -> tuple[Path, int | None]:
+    """The run's folder, and the step that a checkpoint's own folder says."""
+    found = re.fullmatch(r"step_(\d+)", path.name)
+    if found is None or path.parent.name != "checkpoints":
+        return path, step
+    if step not in (None, int(found[1])):
+        raise UserError("--step", f"{step}, and {path} is of another", "leave one of the two out")
+    return path.parent.parent, int(found[1])
+
+
+def _sorted(overrides: Sequence[str], suites: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Overrides of each suite, without its name, and those of the run."""
+    own: dict[str, list[str]] = {name: [] for name in suites}
+    of_the_run = []
+    for override in overrides:
+        key = override.partition("=")[0]
+        section, _, rest = override.partition(".")
+        if section in own:
+            own[section].append(rest)
+        elif section in SUITES:
+            raise UserError(key, f"is of a suite that is not asked for: --suite {','.join(suites)}", "add it there")
+        elif not OF_THE_MACHINE.fullmatch(key):
+            mend = "choose a layout (parallel.*), a device, a micro-batch or data, or a suite's own field"
+            raise UserError(key, "cannot be changed of a trained model", mend)
+        else:
+            of_the_run.append(override)
+    return own, of_the_run
+
+
+def _options(suite: str, overrides: Sequence[str]) -> Any:
+    """A suite's typed options."""
+    from megatron_ext.config.load import read_fields
+    from megatron_ext.config.validate import validate
+
+    kind = _kind(suite)
+    return validate(kind, read_fields(overrides, kind, f"{suite}."), prefix=f"{suite}.")
+
+
+def _kind(suite: str) -> type[Any]:
+    from megatron_ext.evaluation.domain_results import DomainOptions
+
+    return {"domains": DomainOptions}[suite]

@@ -1,0 +1,147 @@
+"""Losses by domain with their uncertainty, as numbers and as a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ConfigDict, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass as checked_dataclass
+from scipy import stats
+
+from data_prep.manifest import Manifest
+from kernels.bench.report import table, write_both
+
+FloatArray = npt.NDArray[np.float64]
+
+STEM = "domains"
+"""Of the names of the files."""
+
+COLUMNS = ("domain", "split", "documents", "tokens", "nats a token", "95 % interval", "nats a byte", "bits a byte")
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True))
+class DomainOptions:
+    """How domains are evaluated.
+
+    Attributes:
+        sequences: windows a domain, at most, spread over it; 0: all.
+        resamples: bootstrap resamples of the documents.
+        confidence: of the intervals.
+        seed: of the resamples.
+    """
+
+    sequences: NonNegativeInt = 0
+    resamples: PositiveInt = 2000
+    confidence: float = 0.95
+    seed: NonNegativeInt = 1
+
+
+@dataclass(frozen=True)
+class DomainLoss:
+    """Loss on the text of one domain.
+
+    Attributes:
+        domain: its name.
+        split: `validation` (held-out text of a training domain) or `test` (out of domain).
+        documents: evaluated, in whole or in part.
+        tokens: evaluated.
+        loss: nats a token.
+        interval: of `loss`, from a bootstrap over documents; None: one document has none.
+        loss_per_byte: nats a byte of UTF-8; None: not all of the domain was evaluated, whose bytes alone are known.
+        bits_per_byte: the same in bits.
+    """
+
+    domain: str
+    split: str
+    documents: int
+    tokens: int
+    loss: float
+    interval: tuple[float, float] | None
+    loss_per_byte: float | None
+    bits_per_byte: float | None
+
+
+def domain_losses(records: Sequence[dict[str, Any]], manifest: Manifest, options: DomainOptions) -> list[DomainLoss]:
+    """What an evaluation by domain has found, with its uncertainty.
+
+    Args:
+        records: of `DomainEvaluator.evaluate`.
+        manifest: of the data.
+        options: see there.
+    """
+    return [_domain_loss(record, manifest, options) for record in records]
+
+
+def _domain_loss(record: dict[str, Any], manifest: Manifest, options: DomainOptions) -> DomainLoss:
+    nats, tokens = np.array(record["document_loss"]), np.array(record["document_tokens"], dtype=np.float64)
+    (entry,) = manifest.select(record["split"], [record["domain"]])
+    # The first token of a domain is no label: nothing stands before it.
+    is_whole = record["num_tokens"] == entry.tokens - 1
+    per_byte = record["loss"] * record["num_tokens"] / entry.bytes if is_whole else None
+    return DomainLoss(
+        domain=record["domain"],
+        split=record["split"],
+        documents=len(nats),
+        tokens=record["num_tokens"],
+        loss=record["loss"],
+        interval=ratio_interval(nats, tokens, options) if len(nats) > 1 else None,
+        loss_per_byte=per_byte,
+        bits_per_byte=None if per_byte is None else per_byte / math.log(2),
+    )
+
+
+def ratio_interval(nats: FloatArray, tokens: FloatArray, options: DomainOptions) -> tuple[float, float]:
+    """Percentile interval of a loss a token, documents being drawn again as a whole (Efron 1979).
+
+    Args:
+        nats: [documents] summed losses.
+        tokens: [documents] tokens they are the losses of.
+        options: resamples, confidence and seed.
+    """
+    found = stats.bootstrap(
+        (nats, tokens),
+        _ratio,
+        paired=True,
+        vectorized=True,
+        method="percentile",
+        n_resamples=options.resamples,
+        batch=max(1, 10**7 // len(nats)),
+        confidence_level=options.confidence,
+        rng=np.random.default_rng(options.seed),
+    )
+    low, high = found.confidence_interval
+    return float(low), float(high)
+
+
+def _ratio(nats: FloatArray, tokens: FloatArray, axis: int) -> FloatArray:
+    ratio: FloatArray = nats.sum(axis=axis) / tokens.sum(axis=axis)
+    return ratio
+
+
+def write_domains(losses: Sequence[DomainLoss], about: dict[str, Any], folder: Path) -> str:
+    """Write domains.json and domains.md.
+
+    Args:
+        losses: by domain.
+        about: which model and options, for the JSON.
+        folder: exists.
+
+    Returns:
+        The table.
+    """
+    text = "\n".join(table(COLUMNS, [_cells(loss) for loss in losses])) + "\n"
+    write_both(folder, STEM, {**about, "domains": [asdict(loss) for loss in losses]}, text)
+    return text
+
+
+def _cells(loss: DomainLoss) -> list[str]:
+    interval = "" if loss.interval is None else "{:.4f} to {:.4f}".format(*loss.interval)
+    per_byte = ["" if value is None else f"{value:.4f}" for value in (loss.loss_per_byte, loss.bits_per_byte)]
+    counts = [f"{loss.documents:,}", f"{loss.tokens:,}"]
+    return [loss.domain, loss.split, *counts, f"{loss.loss:.4f}", interval, *per_byte]
