@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from data_prep.manifest import load_manifest
 from megatron_ext.config.derive import derive
 from megatron_ext.config.schema import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
-from megatron_ext.data.batches import evaluation_batch
+from megatron_ext.data.batches import evaluation_batch, micro_batch_indices, training_batch
+from megatron_ext.data.samples import TrainingSamples
+from megatron_ext.data.shards import TokenStore
 from megatron_ext.evaluation.domains import DomainEvaluator, EvaluationDomain, evaluation_domains
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform import select_platform
@@ -60,3 +64,24 @@ def by_hand(rank: int, world_size: int, root: Path) -> dict[str, dict[int, list[
                 if sample.document_ids[place] >= 0:
                     documents.setdefault(int(sample.document_ids[place]), []).append(float(losses_bt[0, place]))
     return found
+
+
+def one_batch(rank: int, world_size: int, root: Path, parallel: dict[str, Any]) -> tuple[float, float]:
+    """The mean loss of a training batch, by evaluation and by an optimizer step."""
+    trainer = _trainer(root, parallel, 3)
+    samples = TrainingSamples(TokenStore(root, load_manifest(root), "train"), LENGTH, seed=1)
+    groups = trainer.groups
+    batches = [
+        training_batch(
+            samples,
+            micro_batch_indices(0, number, 3, groups.dp.rank(), groups.dp.size()),
+            groups.cp.rank(),
+            groups.cp.size(),
+        )
+        for number in range(4 // groups.dp.size())
+    ]
+    sums = torch.zeros(2, dtype=torch.float64)
+    for losses_bt in trainer.losses(batches):
+        sums += torch.stack([losses_bt.double().sum(), torch.tensor(float(losses_bt.numel()))])
+    loss, count = trainer.reduce(sums)
+    return float(loss / count), trainer.train_step(batches).loss

@@ -93,3 +93,11 @@ def test_fewer_sequences_are_the_same_ones_on_every_layout(pool: Any, root: Path
     alone = pool.run(evaluated.evaluate, 1, root, {}, 1, 5)[0]
     assert all(record["num_tokens"] <= 5 * evaluated.LENGTH for record in alone)
     same(pool.run(evaluated.evaluate, 2, root, {}, 2, 5)[0], alone)
+
+
+@pytest.mark.parametrize(
+    "parallel", [{}, {"tensor": 2, "sequence": True}, {"context": 2}, {"pipeline": 2}], ids=["dp2", "tp2", "cp2", "pp2"]
+)
+def test_the_loss_of_a_batch_is_that_of_training(parallel: dict[str, Any], pool: Any, root: Path) -> None:
+    for evaluated_loss, training_loss in pool.run(evaluated.one_batch, 2, root, parallel):
+        assert evaluated_loss == pytest.approx(training_loss, abs=1e-6)

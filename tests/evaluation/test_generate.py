@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from corpora import prepared
-from launching import TP2, must_run, write_config
 from tokenizers import Tokenizer
 
 from data_prep.manifest import load_manifest
@@ -25,23 +23,6 @@ from megatron_ext.training.build import build_trainer, model_shape
 pytestmark = pytest.mark.slow
 
 PROMPT, NEW = "karalo mitin sto", 20
-RUN = [
-    *TP2,
-    "model.pattern=top1_chunk,gated_deltanet,attention,mamba",
-    "mixers.attention.position_encoding=learned",
-    "model.init_std=0.3",  # so that the likeliest token stands out
-    "training.steps=4",
-    "optimizer.lr=0.05",  # and another step has another text
-]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its folder, with checkpoints of steps 2 and 4 and a position table for 64 tokens."""
-    folder = tmp_path_factory.mktemp("generated")
-    data = prepared(folder, documents=60)
-    must_run(write_config(folder, data, folder), [*RUN, "training.checkpoint_every=2"], processes=2)
-    return folder / "run"
 
 
 def _generate(run: Path, *arguments: str) -> int:

@@ -1,0 +1,27 @@
+"""A trained run, shared by the tests of what is done with one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from corpora import prepared
+from launching import TP2, must_run, write_config
+
+RUN = [
+    *TP2,
+    "model.pattern=top1_chunk,gated_deltanet,attention,mamba",
+    "mixers.attention.position_encoding=learned",
+    "model.init_std=0.3",  # so that the likeliest token stands out
+    "training.steps=4",
+    "optimizer.lr=0.05",  # and another step has another text
+]
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its folder, with checkpoints of steps 2 and 4 and a position table for 64 tokens."""
+    folder = tmp_path_factory.mktemp("generated")
+    data = prepared(folder, documents=60)
+    must_run(write_config(folder, data, folder), [*RUN, "training.checkpoint_every=2"], processes=2)
+    return folder / "run"

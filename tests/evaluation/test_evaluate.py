@@ -1,0 +1,72 @@
+"""`selectron evaluate` on a run that was trained by two processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, environment
+
+from megatron_ext.cli import main
+
+
+def _evaluate(*arguments: str) -> str:
+    command = [sys.executable, "-m", "megatron_ext.cli", "evaluate", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _in_training(run: Path) -> dict[tuple[str, str], float]:
+    records = [json.loads(line) for line in (run / "evaluation.jsonl").open()]
+    return {(r["domain"], r["split"]): r["loss"] for r in records if r["step"] == 4}
+
+
+def _losses(path: Path) -> dict[tuple[str, str], float]:
+    return {(domain["domain"], domain["split"]): domain["loss"] for domain in json.loads(path.read_text())["domains"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [["--processes", "1"], ["--processes", "2", "parallel.pipeline=2"]], ids=str)
+def test_losses_are_those_of_training(run: Path, tmp_path: Path, layout: list[str]) -> None:
+    """It evaluates six windows a domain when it ends, under TP2 with sequence parallelism."""
+    said = _evaluate(str(run), "domains.sequences=6", "--output", str(tmp_path / "out"), *layout)
+    assert _losses(tmp_path / "out" / "domains.json") == pytest.approx(_in_training(run), abs=2e-6)
+    assert said == (tmp_path / "out" / "domains.md").read_text() + "\n"
+
+
+@pytest.mark.slow
+def test_a_checkpoints_folder_says_its_step(run: Path) -> None:
+    _evaluate(str(run / "checkpoints" / "step_2"), "domains.sequences=6")
+    results = run / "evaluation" / "step_2" / "domains.json"
+    assert json.loads(results.read_text())["step"] == 2
+    assert _losses(results) != pytest.approx(_in_training(run), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--suite", "domain"], "--suite: no suite 'domain'; choose from: domains, retrieval, fewshot"),
+        (["domains.resample=3"], "domains.resample: no such field; did you mean domains.resamples?"),
+        (["domains.sequences=-1"], "domains.sequences: -1 is out of range; give a value of at least 0"),
+        (["domains.sequences"], "domains.sequences: is not an override; write it like domains.sequences=..."),
+        (["fewshot.limit=3"], "fewshot.limit: is of a suite that is not asked for: --suite domains; add it there"),
+        (["model.hidden_size=8"], "model.hidden_size: cannot be changed of a trained model; "),
+        (["--processes", "0"], "--processes: 0 is less than 1; give 1 or more"),
+    ],
+)
+def test_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], line: str
+) -> None:
+    assert main(["evaluate", str(tmp_path), *arguments]) == 2
+    (found,) = capsys.readouterr().err.splitlines()
+    assert found.startswith(f"selectron: error: {line}")
+
+
+def test_a_checkpoint_of_another_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "step_7"
+    assert main(["evaluate", str(folder), "--step", "8"]) == 2
+    assert capsys.readouterr().err.endswith(f"--step: 8, and {folder} is of another; leave one of the two out\n")
