@@ -15,6 +15,7 @@ of each window are resampled as well, the same ones in all runs of equal seed, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,12 @@ BLOCK_ELEMENTS = 2**22
 
 INTERVAL = (2.5, 97.5)
 """Percentiles of the reported 95 % interval."""
+
+RESOLUTION = 0.004
+"""Nats a token within which the study calls two losses at equal training loss the same."""
+
+NORMAL_HALF_WIDTH = 1.96
+"""Standard errors on each side of a 95 % interval."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,19 @@ class Measured:
     seed_spread: FloatArray
     documents: int
     tokens: int
+
+    def documents_needed(self, level: int, difference: float = RESOLUTION) -> int:
+        """Documents of this kind that would tell a gap of `difference` from none.
+
+        With as many the 95 % interval of the gap is `difference` on each side, as far as it comes from documents: their
+        part of the standard error falls with the root of their number. Batches and seeds are no matter of documents.
+
+        Args:
+            level: index of a training loss.
+            difference: nats a token, above 0.
+        """
+        half_width = NORMAL_HALF_WIDTH * float(self.gap.document_error[level])
+        return math.ceil(self.documents * (half_width / difference) ** 2)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,15 @@ from jinja2 import Environment, StrictUndefined
 
 from megatron_ext.analysis.architecture import Architecture
 from megatron_ext.analysis.figure import DARK, LIGHT, draw, split_loss
-from megatron_ext.analysis.matched import ALL_DOMAINS, Comparison, Estimate, Measured, compare, training_loss
+from megatron_ext.analysis.matched import (
+    ALL_DOMAINS,
+    RESOLUTION,
+    Comparison,
+    Estimate,
+    Measured,
+    compare,
+    training_loss,
+)
 from megatron_ext.analysis.runs import Run, Split, read_runs
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
@@ -48,8 +56,10 @@ COLUMNS = (
     "seed_standard_deviation",
     "documents",
     "tokens",
+    "documents_needed",
 )
-"""Columns of matched_loss.csv: a row an architecture, domain (or all) and training loss; losses in nats a token."""
+"""Columns of matched_loss.csv: a row an architecture, domain (or all) and training loss; losses in nats a token;
+documents_needed: to tell a gap of `RESOLUTION` from none."""
 
 
 def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
@@ -104,7 +114,7 @@ def _csv_row(one: Measured, level: int, comparison: Comparison, seeds: int) -> l
     spread = "" if math.isnan(one.seed_spread[level]) else f"{one.seed_spread[level]:.6f}"
     headline = str(level == comparison.headline).lower()
     names = [one.architecture, split, one.domain, f"{x:.6f}", headline]
-    return [*names, *numbers, seeds, spread, one.documents, one.tokens]
+    return [*names, *numbers, seeds, spread, one.documents, one.tokens, one.documents_needed(level)]
 
 
 def render_page(comparison: Comparison, picture: bytes) -> str:
@@ -122,6 +132,7 @@ def render_page(comparison: Comparison, picture: bytes) -> str:
         single=single,
         window=comparison.window,
         resamples=RESAMPLES,
+        resolution=RESOLUTION,
         matched_at=_number(comparison.training_losses[comparison.headline]),
         pictures={
             "light": _data_uri(picture),
@@ -168,6 +179,8 @@ def _cell(one: Measured, at: int, *, is_baseline: bool) -> dict[str, str]:
         "document_error": "" if is_baseline else _number(gap.document_error[at]),
         "interval": "" if is_baseline else f"{_signed(gap.low[at])} to {_signed(gap.high[at])}",
         "verdict": "" if is_baseline else _verdict(gap, at),
+        "documents": _count(one.documents),
+        "documents_needed": "" if is_baseline else _count(one.documents_needed(at)),
     }
 
 

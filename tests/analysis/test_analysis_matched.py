@@ -148,6 +148,22 @@ def test_standard_error_is_that_of_a_mean_for_independent_documents(tmp_path, do
     assert gap.high[at] - gap.low[at] == pytest.approx(2 * 1.96 * gap.error[at], rel=0.1)
 
 
+def test_as_many_documents_as_are_needed_tell_a_gap_from_none(tmp_path):
+    """What 300 documents say is needed, tried with that many others."""
+
+    def measured(name, documents):
+        runs = [Synthetic(wobble=w, documents={"web": 5, "code": documents}, **d) for w, d in ((0, {}), (0.3, DELTA))]
+        result = comparison_of(tmp_path / name, *runs, resamples=2000)
+        return result.select("test")[1], result.headline
+
+    few, at = measured("few", 300)
+    needed = few.documents_needed(at, difference=0.02)
+    assert 500 < needed < 5000
+    assert few.documents_needed(at) == pytest.approx(25 * few.documents_needed(at, difference=0.02), rel=0.05)
+    many, at = measured("many", needed)
+    assert (many.gap.high[at] - many.gap.low[at]) / 2 == pytest.approx(0.02, rel=0.15)
+
+
 def test_pairing_removes_what_is_hard_for_all(tmp_path):
     """Documents differ by 0.5 nats, the two runs on one document by 0.02 only: the gap must be known far better."""
     result = comparison_of(tmp_path, Synthetic(), Synthetic(**DELTA, wobble=0.02))
