@@ -1,0 +1,35 @@
+"""What few-shot tests are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_ext.evaluation.fewshot.published import PUBLISHED_SETS
+
+Split = Literal["published", "validation"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewshotOptions:
+    """What to test on.
+
+    Attributes:
+        tasks: lm-eval's names of tasks, groups and tags.
+        num_fewshot: examples before each question; None: as many as a task says, most often none.
+        limit: rows a task, the first ones; None: all.
+        data: folder with the files of `PUBLISHED_SETS`, one folder each; None: those tasks, too, read what lm-eval
+            does, from the Hugging Face hub.
+        split: rows of the tasks over `data`; see `local_task`.
+        include_path: folder of the user's own definitions; None: lm-eval's alone.
+        seed: of the choice of examples; lm-eval's own unless told.
+    """
+
+    tasks: tuple[str, ...] = tuple(PUBLISHED_SETS)
+    num_fewshot: int | None = None
+    limit: int | None = None
+    data: Path | None = None
+    split: Split = "published"
+    include_path: Path | None = None
+    seed: int = 1234

@@ -1,0 +1,226 @@
+"""Test sets as their authors publish them, read from local files into the columns that lm-eval's tasks expect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import UserError
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PublishedSet:
+    """Where the rows of one of lm-eval's tasks come from.
+
+    Attributes:
+        definition: file of lm-eval's own definition, within its folder of tasks.
+        folder: where the files lie, or below, within the user's folder.
+        files: by split, the names of its file, the authors' own first; the others are those of exported copies.
+        to_row: from a row of the file, and its number, to lm-eval's columns.
+        home: where the authors publish the files.
+    """
+
+    definition: str
+    folder: str
+    files: Mapping[str, tuple[str, ...]]
+    to_row: Callable[[Row, int], Row]
+    home: str
+
+
+def _piqa(row: Row, number: int) -> Row:
+    return {name: row[name] for name in ("goal", "sol1", "sol2")} | {"label": _one_of(int(row["label"]), (0, 1))}
+
+
+def _arc(row: Row, number: int) -> Row:
+    return _multiple_choice(row, "question")
+
+
+def _openbookqa(row: Row, number: int) -> Row:
+    return _multiple_choice(row, "question_stem")
+
+
+def _multiple_choice(row: Row, stem_name: str) -> Row:
+    """AI2's own form keeps stem and choices in `question`; copies have a column for each."""
+    if isinstance(row.get("question"), dict):
+        stem, listed = row["question"]["stem"], row["question"]["choices"]
+        choices = {name: [choice[name] for choice in listed] for name in ("text", "label")}
+    else:
+        stem, choices = row[stem_name], {name: list(row["choices"][name]) for name in ("text", "label")}
+    _one_of(row["answerKey"].lstrip(), choices["label"])
+    return {"id": row["id"], stem_name: stem, "choices": choices, "answerKey": row["answerKey"]}
+
+
+def _winogrande(row: Row, number: int) -> Row:
+    if "_" not in row["sentence"]:
+        raise ValueError("the sentence has no _")
+    _one_of(row["answer"], ("1", "2"))
+    return {name: row[name] for name in ("sentence", "option1", "option2", "answer")}
+
+
+def _boolq(row: Row, number: int) -> Row:
+    """SuperGLUE's form, or that of BoolQ's authors: there the title stands apart, and the label is `answer`."""
+    title = f"{row['title']} -- " if "title" in row else ""
+    label = row["label"] if "label" in row else row["answer"]
+    _one_of(label, (False, True))
+    return {"question": row["question"], "passage": title + row["passage"], "idx": number, "label": int(label)}
+
+
+def _hellaswag(row: Row, number: int) -> Row:
+    """The authors' form, or with `ctx` alone where a copy's text has been cleaned up: it is not capitalised again."""
+    context = {name: row[name] for name in ("ctx_a", "ctx_b")} if "ctx_a" in row else {"ctx_a": row["ctx"], "ctx_b": ""}
+    endings = list(row["endings"])
+    label = _one_of(int(row["label"]), range(len(endings)))
+    return {
+        "ind": row["ind"],
+        "activity_label": row["activity_label"],
+        **context,
+        "endings": endings,
+        "label": str(label),
+    }
+
+
+def _one_of(value: Any, known: Any) -> Any:
+    if value not in known:
+        raise ValueError(f"the answer {value!r} is none of {list(known)}")
+    return value
+
+
+def _arc_set(name: str, definition: str) -> PublishedSet:
+    published = {"train": "Train", "validation": "Dev", "test": "Test"}
+    files = {split: (f"{name}-{word}.jsonl", f"{name}*{split}*.jsonl") for split, word in published.items()}
+    return PublishedSet(definition, "arc", files, _arc, "https://allenai.org/data/arc")
+
+
+PUBLISHED_SETS: dict[str, PublishedSet] = {
+    "piqa": PublishedSet(
+        "piqa/piqa.yaml",
+        "piqa",
+        {"train": ("train.jsonl", "*train*.jsonl"), "validation": ("valid.jsonl", "*validation*.jsonl")},
+        _piqa,
+        "https://yonatanbisk.com/piqa/data/",
+    ),
+    "arc_easy": _arc_set("ARC-Easy", "arc/arc_easy.yaml"),
+    "arc_challenge": _arc_set("ARC-Challenge", "arc/arc_challenge.yaml"),
+    "winogrande": PublishedSet(
+        "winogrande/default.yaml",
+        "winogrande",
+        {
+            "train": ("train_xl.jsonl", "winogrande_xl*train*.jsonl"),
+            "validation": ("dev.jsonl", "winogrande_xl*validation*.jsonl"),
+        },
+        _winogrande,
+        "https://winogrande.allenai.org",
+    ),
+    "openbookqa": PublishedSet(
+        "openbookqa/openbookqa.yaml",
+        "openbookqa",
+        {
+            "train": ("train.jsonl", "main*train*.jsonl"),
+            "validation": ("dev.jsonl", "main*validation*.jsonl"),
+            "test": ("test.jsonl", "main*test*.jsonl"),
+        },
+        _openbookqa,
+        "https://allenai.org/data/open-book-qa",
+    ),
+    "boolq": PublishedSet(
+        "super_glue/boolq/default.yaml",
+        "boolq",
+        {"train": ("train.jsonl", "*train*.jsonl"), "validation": ("val.jsonl", "dev.jsonl", "*validation*.jsonl")},
+        _boolq,
+        "https://super.gluebenchmark.com/tasks",
+    ),
+    "hellaswag": PublishedSet(
+        "hellaswag/hellaswag.yaml",
+        "hellaswag",
+        {
+            "train": ("hellaswag_train.jsonl", "*train*.jsonl"),
+            "validation": ("hellaswag_val.jsonl", "*validation*.jsonl"),
+        },
+        _hellaswag,
+        "https://github.com/rowanz/hellaswag/tree/master/data",
+    ),
+}
+"""By the name of lm-eval's task."""
+
+
+def find_file(task: str, split: str, data: Path) -> Path:
+    """The file of a split of a task.
+
+    Args:
+        task: one of `PUBLISHED_SETS`.
+        split: train, validation or test.
+        data: the user's folder, with a folder for each test set.
+
+    Raises:
+        UserError: there is none, or several of one name.
+    """
+    test_set = PUBLISHED_SETS[task]
+    folder = data / test_set.folder
+    for name in test_set.files[split]:
+        found = sorted(folder.rglob(name))
+        if len(found) > 1:
+            raise UserError(
+                "fewshot.data", f"{found[0]} and {found[1]} could both be {task}'s {split} rows", "keep one"
+            )
+        if found:
+            return found[0]
+    raise UserError(
+        "fewshot.data",
+        f"{task}'s {split} rows are not there: {folder / test_set.files[split][0]}",
+        f"get the file from {test_set.home}, or set fewshot.split=validation to do with the validation rows alone",
+    )
+
+
+def read_rows(task: str, path: Path) -> list[Row]:
+    """Rows of a file of a task, in lm-eval's columns and the file's order.
+
+    Raises:
+        UserError: a line that is no row of this test set, by its number, or no rows at all.
+    """
+    to_row = PUBLISHED_SETS[task].to_row
+    rows = []
+    for number, (line, given) in enumerate(_with_labels(path)):
+        try:
+            rows.append(to_row(given, number))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            problem = f"no field {error}" if isinstance(error, KeyError) else str(error)
+            raise UserError(f"{path}:{line}", f"not a row of {task}: {problem}", _GET_AGAIN) from error
+    if not rows:
+        raise UserError(str(path), "has no rows", _GET_AGAIN)
+    return rows
+
+
+_GET_AGAIN = "take the file as its authors publish it"
+
+
+def _with_labels(path: Path) -> Iterator[tuple[int, Row]]:
+    """Numbers of lines and rows; labels that stand in a file beside it, as PIQA's do, are added."""
+    rows = list(_parsed(path))
+    beside = path.with_name(f"{path.stem}-labels.lst")
+    if not beside.exists():
+        yield from rows
+        return
+    labels = beside.read_text(encoding="utf-8").split()
+    if len(labels) != len(rows):
+        raise UserError(str(beside), f"{len(labels)} labels for the {len(rows)} rows of {path.name}", _GET_AGAIN)
+    for (line, row), label in zip(rows, labels, strict=True):
+        yield line, {**row, "label": label}
+
+
+def _parsed(path: Path) -> Iterator[tuple[int, Row]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{path}:{number}", f"no JSON: {error}", _GET_AGAIN) from error
+            if not isinstance(row, dict):
+                raise UserError(f"{path}:{number}", "a row is an object with named fields", _GET_AGAIN)
+            yield number, row

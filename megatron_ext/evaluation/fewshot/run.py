@@ -1,0 +1,100 @@
+"""Few-shot tests of a model: which tasks, over which rows, and what was found.
+
+lm-eval is imported where it is called: it takes seconds, and is not installed everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import asdict
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_ext.errors import UserError
+from megatron_ext.evaluation.fewshot.options import FewshotOptions
+from megatron_ext.evaluation.fewshot.results import FewshotResults, task_results
+from megatron_ext.evaluation.text_model import TextModel
+
+BOOTSTRAP_DRAWS = 100_000
+"""As many as lm-eval draws."""
+
+
+def evaluate_fewshot(model: TextModel, options: FewshotOptions) -> FewshotResults | None:
+    """Test a model. Collective: every rank calls it with the same options.
+
+    The generators of random numbers of this process are afterwards what they were.
+
+    Returns:
+        What was found, on the first rank; None on others, which print nothing either.
+
+    Raises:
+        UserError: lm-eval is not installed, a task is not known, does not generate greedily or runs code, or a file is
+            missing or damaged.
+    """
+    if find_spec("lm_eval") is None:
+        raise UserError("fewshot", "lm-eval is not installed", "pip install 'selectron[eval]'")
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    start = time.monotonic()
+    with ExitStack() as stack:
+        stack.enter_context(_own_random_numbers())
+        if not is_first:
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(redirect_stdout(nowhere))
+            stack.enter_context(redirect_stderr(nowhere))
+        found = _evaluate(model, options, is_first)
+    if not is_first:
+        return None
+    return FewshotResults(
+        **found,
+        seconds=time.monotonic() - start,
+        lm_eval=metadata.version("lm-eval"),
+        settings=asdict(options) | {"data": _text(options.data), "include_path": _text(options.include_path)},
+    )
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+@contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """Seeds as lm-eval sets them; training goes on with the numbers it would have had."""
+    from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        random.seed(DEFAULT_RANDOM_SEED)
+        np.random.seed(DEFAULT_OTHER_SEED)
+        torch.manual_seed(DEFAULT_OTHER_SEED)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _evaluate(model: TextModel, options: FewshotOptions, is_first: bool) -> dict[str, Any]:
+    """The fields of `FewshotResults` that lm-eval tells."""
+    from lm_eval.evaluator import evaluate
+
+    from megatron_ext.evaluation.fewshot.adapter import SelectronLM
+    from megatron_ext.evaluation.fewshot.tasks import LocalTask, load_tasks
+
+    loaded = load_tasks(options, model.max_length)
+    lm = SelectronLM(model)
+    # Some standard errors are drawn by processes that lm-eval starts: once, not on every rank.
+    draws = BOOTSTRAP_DRAWS if is_first else 0
+    found = evaluate(lm=lm, task_dict=loaded, limit=options.limit, log_samples=False, bootstrap_iters=draws)
+    sources = {name: task.sources for name, task in loaded["tasks"].items() if isinstance(task, LocalTask)}
+    return {"tasks": task_results(found, sources), "asked": lm.asked, "truncated": lm.truncated}

@@ -1,0 +1,160 @@
+"""Tasks of lm-eval, the seven of `PUBLISHED_SETS` over the user's files: prompts, choices and metrics are lm-eval's.
+
+Imports lm-eval.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import lm_eval.tasks
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._index import Kind
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from megatron_ext.errors import UserError
+from megatron_ext.evaluation.fewshot.adapter import greedy_generation
+from megatron_ext.evaluation.fewshot.options import FewshotOptions, Split
+from megatron_ext.evaluation.fewshot.published import PUBLISHED_SETS, Row, find_file, read_rows
+
+VALIDATION_ALONE = {"training_split": None, "test_split": "validation", "fewshot_split": "validation"}
+"""Rows and examples from one split: where both are the same, lm-eval leaves a row out of its own examples only if it is
+the test split."""
+
+
+class LocalTask(ConfigurableTask):
+    """A task of lm-eval whose rows are given.
+
+    Args:
+        config: lm-eval's definition.
+        rows: by split.
+        sources: files they were read from, by split.
+    """
+
+    def __init__(self, config: dict[str, Any], rows: Mapping[str, Sequence[Row]], sources: Mapping[str, Path]) -> None:
+        self._rows, self.sources = rows, dict(sources)
+        super().__init__(config=config)
+
+    def download(self, dataset_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Take the rows that were given, where lm-eval would ask the hub."""
+        self.dataset = datasets.DatasetDict(
+            {split: datasets.Dataset.from_list(list(rows)) for split, rows in self._rows.items()}
+        )
+
+
+def local_task(task: str, data: Path, num_fewshot: int, split: Split) -> LocalTask:
+    """One of `PUBLISHED_SETS` over files in a folder.
+
+    Args:
+        task: its name.
+        data: the user's folder, with a folder for each test set.
+        num_fewshot: examples before each question.
+        split: `published`: rows as lm-eval takes them, the test split's where their labels are published (ARC,
+            OpenBookQA), else validation; examples from the training rows. `validation`: both from the validation rows.
+
+    Raises:
+        UserError: a file is missing or damaged, or has too few rows for that many examples.
+    """
+    config = load_yaml(Path(lm_eval.tasks.__file__).parent / PUBLISHED_SETS[task].definition)
+    config.pop("tag", None)
+    if split == "validation":
+        config |= VALIDATION_ALONE
+    elif not num_fewshot:
+        config["training_split"] = None  # its rows are not read
+    evaluated = config.get("test_split") or config["validation_split"]
+    examples = config.get("fewshot_split") or config["training_split"]
+    wanted = dict.fromkeys([evaluated, examples] if num_fewshot else [evaluated])
+    sources = {name: find_file(task, name, data) for name in wanted}
+    rows = {name: read_rows(task, path) for name, path in sources.items()}
+    if num_fewshot and len(rows[examples]) <= num_fewshot:
+        problem = f"{num_fewshot} examples before each question, of the {len(rows[examples])} in {sources[examples]}"
+        raise UserError("fewshot.num_fewshot", problem, "ask for fewer than there are rows")
+    config["validation_split"] = "validation" if "validation" in rows else None
+    return LocalTask(config, rows, sources)
+
+
+def load_tasks(options: FewshotOptions, max_length: int) -> dict[str, Any]:
+    """Tasks and groups as `lm_eval.evaluate` takes them, each told its examples.
+
+    Args:
+        options: which, and over which rows.
+        max_length: tokens that the model takes at most.
+
+    Raises:
+        UserError: see `evaluate_fewshot`.
+    """
+    if options.include_path is not None and not options.include_path.is_dir():
+        raise UserError("fewshot.include_path", f"{options.include_path} is no folder", "name one with lm-eval's YAMLs")
+    manager = TaskManager(include_path=options.include_path, include_defaults=False)  # the user's own
+    local = set() if options.data is None else set(PUBLISHED_SETS) - set(manager.all_tasks)
+    if others := [name for name in options.tasks if name not in local and not _knows(manager, name)]:
+        # Reading all of lm-eval's definitions takes seconds: done only where one of them is asked for.
+        manager = TaskManager(include_path=options.include_path)
+        for name in others:
+            _check_name(name, manager)
+    shots = options.num_fewshot or 0
+    names = dict.fromkeys(inner for name in options.tasks for inner in _members(name, manager))
+    loaded = _load(
+        manager,
+        [
+            local_task(name, options.data, shots, options.split) if options.data and name in local else name
+            for name in names
+        ],
+    )
+    for name, task in loaded["tasks"].items():
+        _check_task(name, task, max_length)
+        _set_examples(task, options)
+    return loaded
+
+
+def _knows(manager: TaskManager, name: str) -> bool:
+    return name in manager.task_index or Path(name).is_file()
+
+
+def _check_name(name: str, manager: TaskManager) -> None:
+    if not _knows(manager, name):
+        close = difflib.get_close_matches(name, manager.all_tasks, n=5)
+        mend = f"did you mean {', '.join(close)}?" if close else "`lm-eval ls tasks` lists all names"
+        raise UserError("fewshot.tasks", f"lm-eval has no task, group or tag {name!r}", mend)
+
+
+def _members(name: str, manager: TaskManager) -> list[str]:
+    """The tasks of a tag, as some of them may be local; else the name itself."""
+    entry = manager.task_index.get(name)
+    return sorted(entry.tags) if entry is not None and entry.kind is Kind.TAG else [name]
+
+
+def _load(manager: TaskManager, specs: list[str | LocalTask]) -> dict[str, Any]:
+    """Load tasks that lm-eval knows by name; most of them ask the Hugging Face hub for their rows."""
+    try:
+        return manager.load(specs)
+    except OSError as error:
+        names = ", ".join(spec for spec in specs if isinstance(spec, str))
+        known = ", ".join(PUBLISHED_SETS)
+        mend = f"have the rows in the Hugging Face cache, or the files of {known} in a folder (fewshot.data)"
+        first_line = next(iter(str(error).splitlines()), "")
+        raise UserError("fewshot.tasks", f"rows could not be read ({names}): {first_line}", mend) from error
+
+
+def _check_task(name: str, task: Any, max_length: int) -> None:
+    """Refuse what a text model cannot be asked, before it is asked anything."""
+    elsewhere = "leave the task out"
+    if getattr(task, "UNSAFE_CODE", False):
+        raise UserError("fewshot.tasks", f"{name} runs code that a model has written", elsewhere)
+    if getattr(task, "MULTIMODAL", False):
+        raise UserError("fewshot.tasks", f"{name} shows pictures or plays sounds", elsewhere)
+    if task.OUTPUT_TYPE == "generate_until":
+        greedy_generation(task.config.generation_kwargs or {}, max_length)
+
+
+def _set_examples(task: Any, options: FewshotOptions) -> None:
+    """As `lm_eval.simple_evaluate` does: a task that says it takes none is left at that."""
+    default = task.get_config("num_fewshot")
+    if default is None or (options.num_fewshot is not None and default != 0):
+        task.set_config(key="num_fewshot", value=options.num_fewshot or 0)
+    task.set_fewshot_seed(seed=options.seed)
