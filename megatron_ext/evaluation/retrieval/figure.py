@@ -1,0 +1,104 @@
+"""The picture: mean scores as heat maps, a panel a task with depth, length to the right and depth downwards."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+
+from megatron_ext.evaluation.retrieval.results import RetrievalResults, Summary
+
+DPI = 150
+PAPER, INK, MUTED, EMPTY = "#ffffff", "#1a1a1a", "#5c5c5c", "#e4e4e4"
+SCORES = LinearSegmentedColormap.from_list("scores", ["#fdf1e8", "#56B4E9", "#0072B2", "#00263d"])
+"""From light to dark, so that it reads without colour, too; grey is left for what was not tested."""
+
+WHITE_ABOVE = 0.45
+"""Scores on whose colour white letters are easier to read than black ones."""
+
+COLUMNS = 3
+CELL = (0.56, 0.34)
+"""Inches of a cell."""
+MARGIN = (0.95, 0.95)
+"""Inches of a panel beside and above its cells: title and labels."""
+
+Grid = npt.NDArray[np.float64]
+
+
+def draw(results: RetrievalResults) -> bytes:
+    """The picture as PNG: mean scores in per cent; `–` marks what was not tested.
+
+    Tasks without a depth share the last panel, one row a task.
+    """
+    lengths = sorted(results.options.lengths)
+    panels = _panels(results, lengths)
+    columns = min(COLUMNS, len(panels))
+    rows = [panels[at : at + columns] for at in range(0, len(panels), columns)]
+    heights = [max(len(labels) for _, labels, _ in row) * CELL[1] + MARGIN[1] for row in rows]
+    width = columns * (max(len(lengths), 4) * CELL[0] + MARGIN[0]) + 0.8
+    figure = Figure(figsize=(width, sum(heights) + 0.5), dpi=DPI, layout="constrained", facecolor=PAPER)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
+    for ax in axes.ravel()[len(panels) :]:
+        ax.set_visible(False)
+    for ax, (title, labels, grid) in zip(axes.ravel(), panels, strict=False):
+        image = _draw_panel(ax, title, labels, [_length(length) for length in lengths], grid)
+    _draw_scale(figure, image, axes)
+    figure.supxlabel("length in tokens", fontsize=10, color=INK)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})  # the same results give the same bytes
+    return buffer.getvalue()
+
+
+def _panels(results: RetrievalResults, lengths: Sequence[int]) -> list[tuple[str, list[str], Grid]]:
+    """Title, labels of the rows and scores [rows, lengths] of each panel; NaN: not tested."""
+    depths = sorted(results.options.depths)
+    by_depth = results.by_depth()
+    with_depth = list(dict.fromkeys(one.task for one in by_depth if one.depth is not None))
+    without = list(dict.fromkeys(one.task for one in by_depth if one.depth is None))
+    labels = [f"{100 * depth:.3g} %" for depth in depths]
+    panels = [(task, labels, _grid(by_depth, [(task, depth) for depth in depths], lengths)) for task in with_depth]
+    if without:
+        panels.append(("no one depth", without, _grid(by_depth, [(task, None) for task in without], lengths)))
+    return panels
+
+
+def _grid(found: Sequence[Summary], rows: Sequence[tuple[str, float | None]], lengths: Sequence[int]) -> Grid:
+    scores = {(one.task, one.depth, one.length): one.score for one in found}
+    return np.array([[scores.get((*row, length), math.nan) for length in lengths] for row in rows])
+
+
+def _draw_panel(ax: Axes, title: str, rows: Sequence[str], columns: Sequence[str], grid: Grid) -> AxesImage:
+    ax.set_facecolor(EMPTY)
+    image = ax.imshow(grid, cmap=SCORES, vmin=0.0, vmax=1.0, aspect="auto")
+    ax.set_title(title, loc="left", fontsize=10.5, color=INK)
+    ax.set_xticks(range(len(columns)), columns)
+    ax.set_yticks(range(len(rows)), rows)
+    ax.tick_params(colors=MUTED, labelsize=8.5, length=0)
+    for (row, column), score in np.ndenumerate(grid):
+        text = "\u2013" if math.isnan(score) else f"{100 * score:.0f}"
+        color = PAPER if score > WHITE_ABOVE else INK
+        ax.text(column, row, text, ha="center", va="center", fontsize=8.5, color=color)
+    ax.spines[:].set_visible(False)
+    return image
+
+
+def _draw_scale(figure: Figure, image: AxesImage, axes: npt.NDArray[np.object_]) -> None:
+    scale = figure.colorbar(image, ax=axes, fraction=0.03, aspect=30, pad=0.01)
+    scale.set_label("mean score", fontsize=9.5, color=INK)
+    scale.set_ticks([0.0, 0.5, 1.0], labels=["0 %", "50 %", "100 %"])
+    scale.ax.tick_params(colors=MUTED, labelsize=8.5, length=0)
+    scale.outline.set_visible(False)
+
+
+def _length(tokens: int) -> str:
+    """`128k` for whole multiples of 1024."""
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)

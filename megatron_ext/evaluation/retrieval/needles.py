@@ -1,0 +1,124 @@
+"""Needles in a haystack: the eight tasks of RULER (Hsieh et al. 2024, arXiv 2404.06654, section 3)."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from megatron_ext.evaluation.retrieval.haystack import NOISE_LINES, Haystack, insert
+from megatron_ext.evaluation.retrieval.options import TaskName
+from megatron_ext.evaluation.retrieval.samples import Draft, Place
+from megatron_ext.evaluation.retrieval.words import Distinct, pair
+
+MAX_TOKENS = 128
+
+NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
+ONE = (
+    "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz you about the "
+    "{kind} afterwards.\n{context}\nWhat is the special magic {kind} for {query} mentioned in the provided text? "
+    "The special magic {kind} for {query} mentioned in the provided text is"
+)
+SEVERAL = (
+    "Some special magic {kind}s are hidden within the following text. Make sure to memorize it. I will quiz you about "
+    "the {kind}s afterwards.\n{context}\nWhat are all the special magic {kind}s for {query} mentioned in the provided "
+    "text? The special magic {kind}s for {query} mentioned in the provided text are"
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of RULER's table.
+
+    Attributes:
+        hay: noise; text, the user's (RULER: Paul Graham's essays); or further needles.
+        key: what keys are: an adjective and a noun, or a UUID.
+        value: what values are: seven digits, or a UUID.
+        keys: needles' keys, those asked for included.
+        values: of a key.
+        queries: keys asked for, the first ones.
+    """
+
+    hay: Literal["noise", "text", "needles"]
+    key: Literal["word", "uuid"] = "word"
+    value: Literal["number", "uuid"] = "number"
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+
+    @property
+    def has_depth(self) -> bool:
+        """Whether one needle is asked for; several lie at depths of their own."""
+        return self.values == self.queries == 1
+
+
+VARIANTS: dict[TaskName, Variant] = {
+    "niah_single_1": Variant("noise"),
+    "niah_single_2": Variant("text"),
+    "niah_single_3": Variant("text", value="uuid"),
+    "niah_multikey_1": Variant("text", keys=4),
+    "niah_multikey_2": Variant("needles"),
+    "niah_multikey_3": Variant("needles", key="uuid", value="uuid"),
+    "niah_multivalue": Variant("text", values=4),
+    "niah_multiquery": Variant("text", keys=4, queries=4),
+}
+
+
+def _number(rng: random.Random) -> str:
+    return str(rng.randint(1_000_000, 9_999_999))
+
+
+def _uuid(rng: random.Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+DRAWS = {"word": pair, "number": _number, "uuid": _uuid}
+
+
+def draft(variant: Variant, place: Place, haystack: Haystack) -> Draft:
+    """Needles, the one asked for at the place's depth and all others anywhere, and the question for them.
+
+    No two needles share a key or a value. A haystack of text begins at a sentence of the sample's own, where RULER's
+    samples all begin alike; it ends where there is no room for the next sentence.
+    """
+    keys = Distinct(DRAWS[variant.key], place.random("keys"))
+    values = Distinct(DRAWS[variant.value], place.random("values"))
+    own = [(key, value) for key in range(variant.keys) for value in range(variant.values)]
+    needle = partial(_needle, variant, keys, values)
+    rng = place.random("depths")
+    depths = [rng.random() for _ in own]
+    if place.depth is not None:
+        depths[0] = place.depth
+    hidden = [(depth, needle(key, index)) for index, (depth, (key, _)) in enumerate(zip(depths, own, strict=True))]
+    query = _enumerate(keys.first(variant.queries))
+    hay, separator = _hay(variant, place, haystack, needle, len(own))
+
+    def prompt(size: int) -> str:
+        context = separator.join(insert(hay(size), hidden))
+        return (ONE if variant.has_depth else SEVERAL).format(kind=variant.value, context=context, query=query)
+
+    return Draft(prompt, tuple(values.first(variant.queries * variant.values)))
+
+
+def _needle(variant: Variant, keys: Distinct, values: Distinct, key: int, value: int) -> str:
+    """The needle with the key and the value of those numbers."""
+    return NEEDLE.format(kind=variant.value, key=keys[key], value=values[value])
+
+
+def _hay(
+    variant: Variant, place: Place, haystack: Haystack, needle: Callable[[int, int], str], own: int
+) -> tuple[Callable[[int], list[str]], str]:
+    """What gives an amount of hay, and what stands between its pieces."""
+    if variant.hay == "needles":
+        return lambda size: [needle(index, index) for index in range(own, own + size)], "\n"
+    source = haystack if variant.hay == "text" else NOISE_LINES
+    start = place.random("start").randrange(len(source.pieces))
+    return partial(source.cut, start), source.separator
+
+
+def _enumerate(names: Sequence[str]) -> str:
+    """`a`, or `a, b, and c`."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"

@@ -1,0 +1,32 @@
+"""Passkey retrieval (Mohtashami & Jaggi 2023, arXiv 2305.16300, section 4.2)."""
+
+from __future__ import annotations
+
+from megatron_ext.evaluation.retrieval.haystack import NOISE, Haystack
+from megatron_ext.evaluation.retrieval.samples import Draft, Place
+
+MAX_TOKENS = 16
+LARGEST_KEY = 50000
+
+TASK = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there."
+)
+KEY = "The pass key is {key}. Remember it. {key} is the pass key."
+QUESTION = "What is the pass key? The pass key is"
+
+
+def draft(place: Place, _: Haystack) -> Draft:
+    """A number between repetitions of the noise, which is its only hay.
+
+    The noise comes in whole repetitions, as in LongLoRA (arXiv 2309.12307); landmark attention cuts it anywhere.
+    """
+    assert place.depth is not None
+    depth, key = place.depth, str(place.random("key").randint(1, LARGEST_KEY))
+
+    def prompt(size: int) -> str:
+        before = int(size * depth)
+        lines = [TASK, " ".join([NOISE] * before), KEY.format(key=key), " ".join([NOISE] * (size - before)), QUESTION]
+        return "\n".join(line for line in lines if line)
+
+    return Draft(prompt, (key,))

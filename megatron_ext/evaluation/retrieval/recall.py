@@ -1,0 +1,42 @@
+"""Multi-query associative recall, MQAR (Arora et al. 2023, arXiv 2312.04927, section 4 and appendix E)."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Sequence
+
+from megatron_ext.evaluation.retrieval.alphabet import check_length, draw
+from megatron_ext.evaluation.retrieval.samples import Place, TokenSample
+
+PAIRS = 16
+POWER = 0.01
+"""Of the law of gaps: the gap g has a probability proportional to g^(POWER - 1)."""
+
+
+def make(place: Place, alphabet: Sequence[int]) -> TokenSample:
+    """Pairs of a key and a value at the start, then every key once more, its value foretold.
+
+    Keys, values and the tokens between the queries are all different sets, so that what follows a key is always its
+    value; the paper draws what is between from the whole vocabulary, or leaves it blank. A language model that never
+    trained on such sequences is tested without an example.
+
+    Raises:
+        Unfit: the sequence is too short, or ordinary tokens are too few.
+    """
+    check_length(place, 4 * PAIRS)
+    rng = place.random("sequence")
+    drawn, between = draw(rng, alphabet, 2 * PAIRS, place)
+    pairs = list(zip(drawn[:PAIRS], drawn[PAIRS:], strict=True))
+    tokens = [token for pair in pairs for token in pair]
+    tokens += rng.choices(between, k=place.length - len(tokens))
+    starts = [2 * PAIRS + 2 * slot for slot in _slots(rng, (place.length - 2 * PAIRS) // 2)]
+    for start, pair in zip(starts, pairs, strict=True):
+        tokens[start : start + 2] = pair
+    return TokenSample(place, tuple(tokens), tuple(sorted(start + 1 for start in starts)))
+
+
+def _slots(rng: random.Random, count: int) -> list[int]:
+    """A slot of two tokens for each pair, drawn by the law of gaps without repetition (Efraimidis & Spirakis 2006)."""
+    weights = {slot: (slot + 1) ** (POWER - 1) for slot in range(count)}
+    return heapq.nlargest(PAIRS, weights, key=lambda slot: rng.random() ** (1 / weights[slot]))

@@ -1,0 +1,90 @@
+"""Results as files: every answer as JSON, means as a table and as a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, fields
+from pathlib import Path
+from typing import Any
+
+from kernels.bench.report import table
+from megatron_ext.evaluation.retrieval.figure import draw
+from megatron_ext.evaluation.retrieval.results import CONFIDENCE, RetrievalResults, Summary
+from megatron_ext.files import write_whole
+
+SCHEMA = "selectron.retrieval.1"
+"""Of retrieval.json: `schema`, `options`, `haystack`, `max_length` (the model's, tokens), `confidence`; `by_length` and
+`by_depth`, lists of `Summary`; `records`, of `Record`; `skipped`, of `Skipped`. Scores are from 0 to 1."""
+
+STEM = "retrieval"
+
+
+def write_results(results: RetrievalResults, folder: Path) -> None:
+    """Write retrieval.json, .csv, .md and, if anything was tested, .png, each whole or not at all.
+
+    Args:
+        results: what to write.
+        folder: made where it is not there; files of an earlier test in it are replaced.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    picture = folder / f"{STEM}.png"
+    if results.records:
+        write_whole(picture, draw(results))
+    else:
+        picture.unlink(missing_ok=True)  # it would be that of an earlier test
+    texts = {"md": markdown(results), "csv": tidy(results), "json": json.dumps(to_dict(results), indent=1) + "\n"}
+    for suffix, text in texts.items():
+        write_whole(folder / f"{STEM}.{suffix}", text.encode())
+
+
+def to_dict(results: RetrievalResults) -> dict[str, Any]:
+    """All of the results, as `SCHEMA` says."""
+    return {
+        "schema": SCHEMA,
+        "options": asdict(results.options),
+        "haystack": results.haystack,
+        "max_length": results.max_length,
+        "confidence": CONFIDENCE,
+        "by_length": [asdict(one) for one in results.by_length()],
+        "by_depth": [asdict(one) for one in results.by_depth()],
+        "skipped": [asdict(one) for one in results.skipped],
+        "records": [asdict(one) for one in results.records],
+    }
+
+
+def tidy(results: RetrievalResults) -> str:
+    """CSV, a row a task, length and depth; an empty depth: the task has none."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow([field.name for field in fields(Summary)])
+    writer.writerows(["" if cell is None else cell for cell in astuple(one)] for one in results.by_depth())
+    return buffer.getvalue()
+
+
+def markdown(results: RetrievalResults) -> str:
+    """A table of tasks by lengths, and what was left out below it."""
+    options = results.options
+    lengths = sorted(options.lengths)
+    found = {(one.task, one.length): one for one in results.by_length()}
+    rows = [[task, *(_cell(found.get((task, length))) for length in lengths)] for task in options.tasks]
+    lines = [
+        f"Mean scores in per cent, with Wilson's interval of {100 * CONFIDENCE:.0f} %; {options.samples} samples of a "
+        f"task, length and depth; depths {', '.join(f'{100 * depth:.3g} %' for depth in options.depths)}; "
+        f"haystack: {results.haystack}; seed {options.seed}.",
+        "",
+        *table(["task", *(f"{length} tokens" for length in lengths)], rows),
+        *_skipped_lines(results),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(one: Summary | None) -> str:
+    return "\u2013" if one is None else f"{100 * one.score:.1f} ({100 * one.low:.1f} to {100 * one.high:.1f})"
+
+
+def _skipped_lines(results: RetrievalResults) -> Sequence[str]:
+    lines = [f"* {one.task} at {one.length} tokens: {one.reason}" for one in results.skipped]
+    return ["", "Not tested:", "", *lines] if lines else []
