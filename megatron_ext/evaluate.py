@@ -100,5 +100,7 @@ def _options(suite: str, overrides: Sequence[str]) -> Any:
 
 def _kind(suite: str) -> type[Any]:
     from megatron_ext.evaluation.domain_results import DomainOptions
+    from megatron_ext.evaluation.fewshot.options import FewshotOptions
+    from megatron_ext.evaluation.retrieval.options import RetrievalOptions
 
-    return {"domains": DomainOptions}[suite]
+    return {"domains": DomainOptions, "retrieval": RetrievalOptions, "fewshot": FewshotOptions}[suite]

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 from scipy import stats
 
 from data_prep.manifest import Manifest
 from kernels.bench.report import table, write_both
+from megatron_ext.config.schema import STRICT
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -25,7 +26,7 @@ STEM = "domains"
 COLUMNS = ("domain", "split", "documents", "tokens", "nats a token", "95 % interval", "nats a byte", "bits a byte")
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True))
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class DomainOptions:
     """How domains are evaluated.
 

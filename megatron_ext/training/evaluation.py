@@ -18,7 +18,13 @@ from megatron_ext.config.rules import check
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.domain_results import DomainOptions, domain_losses, write_domains
 from megatron_ext.evaluation.domains import DomainEvaluator, evaluation_domains
+from megatron_ext.evaluation.fewshot import results as fewshot
+from megatron_ext.evaluation.fewshot.options import FewshotOptions
+from megatron_ext.evaluation.fewshot.run import evaluate_fewshot
 from megatron_ext.evaluation.language_model import LanguageModel
+from megatron_ext.evaluation.retrieval import report as retrieval
+from megatron_ext.evaluation.retrieval.options import RetrievalOptions
+from megatron_ext.evaluation.retrieval.run import evaluate_retrieval
 from megatron_ext.evaluation.token_losses import TokenLosses
 from megatron_ext.mixers.registry import load_all
 from megatron_ext.parallel.agreement import on_every_rank
@@ -185,4 +191,20 @@ def _about(run: TrainedRun) -> dict[str, Any]:
     return {"run": run.folder.name, "step": progress.step, "tokens": progress.tokens}
 
 
-SUITES: dict[str, Suite] = {"domains": _domains}
+def _retrieval(evaluated: Evaluated, options: RetrievalOptions, output: Path) -> str:
+    results = evaluate_retrieval(evaluated.language_model(), options)
+    if dist.get_rank() != 0:
+        return ""
+    retrieval.write_results(results, _about(evaluated.run), output)
+    return retrieval.markdown(results)
+
+
+def _fewshot(evaluated: Evaluated, options: FewshotOptions, output: Path) -> str:
+    results = evaluate_fewshot(evaluated.language_model(), options)
+    if results is None:
+        return ""
+    fewshot.write_results(results, _about(evaluated.run), output)
+    return fewshot.markdown(results)
+
+
+SUITES: dict[str, Suite] = {"domains": _domains, "retrieval": _retrieval, "fewshot": _fewshot}

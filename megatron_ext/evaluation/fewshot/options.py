@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from megatron_ext.config.schema import STRICT
 from megatron_ext.evaluation.fewshot.published import PUBLISHED_SETS
 
 Split = Literal["published", "validation"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class FewshotOptions:
     """What to test on.
 
@@ -26,10 +29,10 @@ class FewshotOptions:
         seed: of the choice of examples; lm-eval's own unless told.
     """
 
-    tasks: tuple[str, ...] = tuple(PUBLISHED_SETS)
-    num_fewshot: int | None = None
-    limit: int | None = None
+    tasks: Annotated[tuple[str, ...], Field(min_length=1)] = tuple(PUBLISHED_SETS)
+    num_fewshot: NonNegativeInt | None = None
+    limit: PositiveInt | None = None
     data: Path | None = None
     split: Split = "published"
     include_path: Path | None = None
-    seed: int = 1234
+    seed: NonNegativeInt = 1234

@@ -136,10 +136,15 @@ def _source_lines(results: FewshotResults) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def write_results(results: FewshotResults, folder: Path) -> None:
-    """Write fewshot.json and fewshot.md into a folder, each whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_both(folder, "fewshot", finite(_to_dict(results)), markdown(results))
+def write_results(results: FewshotResults, about: dict[str, Any], folder: Path) -> None:
+    """Write fewshot.json and fewshot.md into a folder, each whole or not at all.
+
+    Args:
+        results: what to write.
+        about: which model it was, for the JSON.
+        folder: exists.
+    """
+    write_both(folder, "fewshot", {**about, **finite(_to_dict(results))}, markdown(results))
 
 
 def _to_dict(results: FewshotResults) -> dict[str, Any]:

@@ -16,26 +16,31 @@ from megatron_ext.evaluation.retrieval.results import CONFIDENCE, RetrievalResul
 from megatron_ext.files import write_whole
 
 SCHEMA = "selectron.retrieval.1"
-"""Of retrieval.json: `schema`, `options`, `haystack`, `max_length` (the model's, tokens), `confidence`; `by_length` and
-`by_depth`, lists of `Summary`; `records`, of `Record`; `skipped`, of `Skipped`. Scores are from 0 to 1."""
+"""Of retrieval.json, beside which model it was: `schema`, `options`, `haystack`, `max_length` (the model's, tokens),
+`confidence`; `by_length` and `by_depth`, lists of `Summary`; `records`, of `Record`; `skipped`, of `Skipped`. Scores are
+from 0 to 1."""
 
 STEM = "retrieval"
 
 
-def write_results(results: RetrievalResults, folder: Path) -> None:
+def write_results(results: RetrievalResults, about: dict[str, Any], folder: Path) -> None:
     """Write retrieval.json, .csv, .md and, if anything was tested, .png, each whole or not at all.
 
     Args:
         results: what to write.
-        folder: made where it is not there; files of an earlier test in it are replaced.
+        about: which model it was, for the JSON.
+        folder: exists; files of an earlier test in it are replaced.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     picture = folder / f"{STEM}.png"
     if results.records:
         write_whole(picture, draw(results))
     else:
         picture.unlink(missing_ok=True)  # it would be that of an earlier test
-    texts = {"md": markdown(results), "csv": tidy(results), "json": json.dumps(to_dict(results), indent=1) + "\n"}
+    texts = {
+        "md": markdown(results),
+        "csv": tidy(results),
+        "json": json.dumps({**about, **to_dict(results)}, indent=1) + "\n",
+    }
     for suffix, text in texts.items():
         write_whole(folder / f"{STEM}.{suffix}", text.encode())
 
