@@ -173,6 +173,48 @@ def test_a_task_that_takes_no_examples_takes_none(model: PlainModel, tmp_path: P
     assert results.tasks[0].num_fewshot == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ({"tasks": ()}, "fewshot.tasks"),
+        ({"limit": 0}, "fewshot.limit"),
+        ({"num_fewshot": -1}, "fewshot.num_fewshot"),
+        ({"split": "validation"}, "fewshot.split"),
+    ],
+)
+def test_options_that_mean_nothing(given: dict[str, Any], where: str) -> None:
+    with pytest.raises(UserError) as caught:
+        FewshotOptions(**given)
+    assert caught.value.where == where
+
+
+def test_an_answer_longer_than_the_model_takes_is_told(model: PlainModel, tmp_path: Path) -> None:
+    options = own_task(tmp_path)
+    (tmp_path / "own.yaml").write_text((tmp_path / "own.yaml").read_text().replace("generate_until", "loglikelihood"))
+    (tmp_path / "rows.txt").write_text("#" * (MAX_LENGTH + 1))
+    error = refused(model, options)
+    assert f"{MAX_LENGTH + 1} tokens are asked for after" in error.problem
+    assert f"at most {MAX_LENGTH}" in error.mend
+
+
+def test_a_group_is_its_tasks_together(model: PlainModel, tmp_path: Path) -> None:
+    """lm-eval's mean over rows, of tasks of two and of one row."""
+    greedy = "generation_kwargs: {until: ['x'], max_gen_toks: 4}\nmetric_list: [{metric: acc}]\n"
+    for name in ("full", "none"):
+        own_task(tmp_path, name, f"{greedy}process_results: !function scored.{name}\n")
+    definition = tmp_path / "none.yaml"
+    definition.write_text(definition.read_text().replace("rows.txt", "row.txt"))
+    (tmp_path / "row.txt").write_text("often\n")
+    (tmp_path / "scored.py").write_text(
+        "def full(doc, found):\n    return {'acc': 1.0}\ndef none(doc, found):\n    return {'acc': 0.0}\n"
+    )
+    (tmp_path / "pair.yaml").write_text("group: pair\ntask: [full, none]\naggregate_metric_list: [{metric: acc}]\n")
+    results = evaluate_fewshot(model, FewshotOptions(tasks=("pair",), include_path=tmp_path))
+    assert results is not None
+    found = {task.name: (task.rows, task.metrics[0].value) for task in results.tasks}
+    assert found == {"pair": (None, pytest.approx(2 / 3)), "full": (2, 1.0), "none": (1, 0.0)}
+
+
 def test_without_lm_eval_one_line_says_how_to_get_it(model: PlainModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_ext.evaluation.fewshot.run.find_spec", lambda name: None)
     assert "pip install 'selectron[eval]'" in str(refused(model, FewshotOptions()))
