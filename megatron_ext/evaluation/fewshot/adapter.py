@@ -125,12 +125,15 @@ class SelectronLM(TemplateLM):
         return [(score.log_probability, score.is_greedy) for score in scores]
 
     def _request(self, texts: Any, context: list[int], continuation: list[int]) -> Request:
-        """What is asked for, with the end of a context that is too long."""
+        """What is asked for, with the end of a context that is too long.
+
+        Raises:
+            UserError: the tokens do not fit without their context either, or there are none.
+        """
         if not context or not 0 < len(continuation) <= self.max_length:
-            raise ValueError(
-                f"{len(context)} tokens before {len(continuation)}: lm-eval's models take one at least before one at "
-                f"least, and {self.max_length} at most; the texts: {texts!r}"
-            )
+            problem = f"{len(continuation)} tokens are asked for after {len(context)}, of {str(texts)[:80]!r}"
+            mend = f"this model takes at least one after one, and at most {self.max_length}: leave the task out for it"
+            raise UserError("fewshot.tasks", problem, mend)
         room = self.max_length + 1 - len(continuation)
         return Request(self._end_of(context, room), continuation)
 

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from megatron_ext.config.schema import STRICT
+from megatron_ext.errors import UserError
 from megatron_ext.evaluation.fewshot.published import PUBLISHED_SETS
 
 Split = Literal["published", "validation"]
@@ -23,10 +24,13 @@ class FewshotOptions:
         num_fewshot: examples before each question; None: as many as a task says, most often none.
         limit: rows a task, the first ones; None: all.
         data: folder with the files of `PUBLISHED_SETS`, one folder each; None: those tasks, too, read what lm-eval
-            does, from the Hugging Face hub.
+            does, from the Hugging Face hub, as all other tasks and groups do.
         split: rows of the tasks over `data`; see `local_task`.
         include_path: folder of the user's own definitions; None: lm-eval's alone.
         seed: of the choice of examples; lm-eval's own unless told.
+
+    Raises:
+        UserError: a split without `data`.
     """
 
     tasks: Annotated[tuple[str, ...], Field(min_length=1)] = tuple(PUBLISHED_SETS)
@@ -36,3 +40,8 @@ class FewshotOptions:
     split: Split = "published"
     include_path: Path | None = None
     seed: NonNegativeInt = 1234
+
+    def __post_init__(self) -> None:
+        if self.split != "published" and self.data is None:
+            problem = f"{self.split!r} chooses among the files in fewshot.data, which is not set"
+            raise UserError("fewshot.split", problem, "set fewshot.data or leave fewshot.split out")

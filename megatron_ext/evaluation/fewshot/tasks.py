@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,7 @@ def load_tasks(options: FewshotOptions, max_length: int) -> dict[str, Any]:
     manager = TaskManager(include_path=options.include_path, include_defaults=False)  # the user's own
     local = set() if options.data is None else set(PUBLISHED_SETS) - set(manager.all_tasks)
     if others := [name for name in options.tasks if name not in local and not _knows(manager, name)]:
-        # Reading all of lm-eval's definitions takes seconds: done only where one of them is asked for.
-        manager = TaskManager(include_path=options.include_path)
+        manager = _all_definitions(options.include_path)
         for name in others:
             _check_name(name, manager)
     shots = options.num_fewshot or 0
@@ -110,6 +110,12 @@ def load_tasks(options: FewshotOptions, max_length: int) -> dict[str, Any]:
         _check_task(name, task, max_length)
         _set_examples(task, options)
     return loaded
+
+
+@cache
+def _all_definitions(include_path: Path | None) -> TaskManager:
+    """lm-eval's and the user's. Reading them takes seconds: done once, and only where one of lm-eval's is asked for."""
+    return TaskManager(include_path=include_path)
 
 
 def _knows(manager: TaskManager, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""A few invented questions in the forms of seven test sets: as their authors publish them, and as lm-eval reads them."""
+"""A few invented questions of seven test sets: in the forms their authors publish, and in those that lm-eval reads."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _winogrande(dice: random.Random, number: int) -> tuple[dict[str, Any], dict[
 def _boolq(dice: random.Random, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Passages of up to a few hundred tokens, more than the small model takes."""
     title, answer = dice.choice(THINGS).capitalize(), dice.random() < 0.5
-    passage = ". ".join(_said(dice) for _ in range(1 + 6 * (number % 3))) + "."
+    passage = ". ".join(_said(dice) for _ in range(1 + 12 * (number % 3))) + "."
     question = f"is it so that {_said(dice)}"
     published = {"question": question, "title": title, "answer": answer, "passage": passage}
     return published, {

@@ -1,0 +1,257 @@
+"""The same numbers and texts as lm-eval's own Hugging Face model gives, from a model that only scores and generates."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
+from questions import SETS, write_questions
+from small_model import MAX_LENGTH, PlainModel, lm_evals_own, small_llama, small_tokenizer
+
+from megatron_ext.evaluation.fewshot.adapter import SelectronLM
+from megatron_ext.evaluation.fewshot.options import FewshotOptions
+from megatron_ext.evaluation.fewshot.results import FewshotResults
+from megatron_ext.evaluation.fewshot.run import evaluate_fewshot
+
+LM_EVAL_TASKS = Path(lm_eval.__file__).parent / "tasks"
+DEFINITIONS = {
+    "piqa": "piqa/piqa.yaml",
+    "arc_easy": "arc/arc_easy.yaml",
+    "arc_challenge": "arc/arc_challenge.yaml",
+    "winogrande": "winogrande/default.yaml",
+    "openbookqa": "openbookqa/openbookqa.yaml",
+    "boolq": "super_glue/boolq/default.yaml",
+    "hellaswag": "hellaswag/hellaswag.yaml",
+}
+OWN_TASKS = {
+    "whole_texts": """
+task: whole_texts
+output_type: loglikelihood_rolling
+test_split: train
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
+""",
+    "last_words": """
+task: last_words
+output_type: loglikelihood
+test_split: train
+doc_to_text: "{{text.split(' ')[:-1]|join(' ')}}"
+doc_to_target: "{{' ' + text.split(' ')[-1]}}"
+metric_list: [{metric: perplexity, aggregation: perplexity}, {metric: acc, aggregation: mean}]
+""",
+    "going_on": """
+task: going_on
+output_type: generate_until
+test_split: train
+doc_to_text: "{{text}}"
+doc_to_target: "{{text[:1]}}"
+generation_kwargs: {until: ["e", " t"], max_gen_toks: 20}
+metric_list: [{metric: exact_match, aggregation: mean}]
+""",
+}
+
+
+def texts() -> list[str]:
+    """From two words to several times what the model takes."""
+    dice = random.Random(5)
+    words = ["kettle", "rolls", "naïve", "under", "the", "ladder,", "often"]
+    return [" ".join(dice.choices(words, k=length)) for length in (2, 3, 8, 21, 60, 150, 400)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`published`: files as their authors give them; `columns`: the same rows as from the hub; `own`: definitions."""
+    folder = tmp_path_factory.mktemp("fewshot")
+    write_questions(folder / "published", folder / "columns")
+    (folder / "own").mkdir()
+    for name, definition in OWN_TASKS.items():
+        source = f"dataset_path: text\ndataset_kwargs: {{data_files: {folder}/texts.txt, cache_dir: {folder}/cache}}\n"
+        (folder / "own" / f"{name}.yaml").write_text(source + definition)
+    (folder / "texts.txt").write_text("\n".join(texts()))
+    return folder
+
+
+def definitions(folder: Path, **changes: Any) -> Path:
+    """lm-eval's definitions with the rows of `columns` in place of the hub's."""
+    there = folder / ("lm_eval" + "_".join(changes))
+    there.mkdir(exist_ok=True)
+    for task, path in DEFINITIONS.items():
+        splits = ", ".join(f"{split}: {folder}/columns/{task}/{split}.jsonl" for split in SETS[task][1])
+        lines = [
+            f"include: {LM_EVAL_TASKS / path}",
+            f"task: {task}",
+            "dataset_path: json",
+            "dataset_name: null",
+            f"dataset_kwargs: {{cache_dir: {folder}/cache, data_files: {{{splits}}}}}",
+            *(f"{name}: {value}" for name, value in changes.items()),
+        ]
+        (there / f"{task}.yaml").write_text("\n".join(lines))
+    return there
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path) -> tuple[PlainModel, Any]:
+    """One model: as ours and as lm-eval's."""
+    tokenizer = small_tokenizer([path.read_text() for path in sorted((folder / "columns").rglob("*.jsonl"))])
+    model = small_llama(tokenizer.get_vocab_size())
+    return PlainModel(model, tokenizer), lm_evals_own(model, tokenizer)
+
+
+def lm_evals_numbers(own: Any, tasks: list[str], include: Path, **options: Any) -> dict[tuple[str, str, str], Any]:
+    manager = TaskManager(include_path=str(include), include_defaults=False)
+    found = simple_evaluate(model=own, tasks=list(tasks), task_manager=manager, **options)
+    return {
+        (task, *key.split(",")): value
+        for task, numbers in found["results"].items()
+        for key, value in numbers.items()
+        if "," in key
+    }
+
+
+def our_numbers(results: FewshotResults | None) -> dict[tuple[str, str, str], Any]:
+    assert results is not None
+    numbers: dict[tuple[str, str, str], Any] = {}
+    for task in results.tasks:
+        for metric in task.metrics:
+            numbers[task.name, metric.name, metric.filter] = metric.value
+            numbers[task.name, f"{metric.name}_stderr", metric.filter] = metric.stderr
+    return numbers
+
+
+def same(ours: dict[tuple[str, str, str], Any], theirs: dict[tuple[str, str, str], Any]) -> None:
+    """Equal in every digit; lm-eval prints four behind the point, and N/A for what it does not know."""
+    assert ours == {key: None if value == "N/A" else value for key, value in theirs.items()}
+
+
+@pytest.mark.parametrize("shots", [0, 2])
+def test_seven_tasks_are_lm_evals_own(shots: int, both: tuple[PlainModel, Any], folder: Path) -> None:
+    model, own = both
+    results = evaluate_fewshot(model, FewshotOptions(data=folder / "published", num_fewshot=shots))
+    theirs = lm_evals_numbers(own, list(DEFINITIONS), definitions(folder), num_fewshot=shots)
+    same(our_numbers(results), theirs)
+    assert results is not None
+    assert 0 < results.truncated < results.asked
+    accuracies = {task: theirs[task, "acc", "none"] for task in DEFINITIONS}
+    assert len(set(accuracies.values())) > 2, "or any numbers would do"
+    assert [task.num_fewshot for task in results.tasks] == [shots] * 7
+    splits = {task.name: set(task.sources) - ({"train"} if shots else set()) for task in results.tasks}
+    assert splits["arc_easy"] == splits["openbookqa"] == {"test"}
+    assert splits["piqa"] == splits["boolq"] == {"validation"}
+
+
+def test_validation_rows_can_be_all_there_is(both: tuple[PlainModel, Any], folder: Path) -> None:
+    """Examples come from them, too, but never the question itself; another seed takes other examples."""
+    model, own = both
+    asked = {"num_fewshot": 2, "limit": 4}
+    include = definitions(folder, training_split="null", test_split="validation", fewshot_split="validation")
+    found = {}
+    for seed in (1234, 7):
+        options = FewshotOptions(data=folder / "published", split="validation", seed=seed, **asked)
+        model.asked.clear()
+        results = evaluate_fewshot(model, options)
+        same(our_numbers(results), lm_evals_numbers(own, list(DEFINITIONS), include, fewshot_random_seed=seed, **asked))
+        assert results is not None
+        assert {(task.rows, task.rows_there, *task.sources) for task in results.tasks} == {(4, 6, "validation")}
+        found[seed] = str(model.asked)
+    assert found[1234] != found[7]
+
+
+def test_tasks_of_the_users_own(both: tuple[PlainModel, Any], folder: Path) -> None:
+    """Perplexities of texts longer than the model takes, of last words with a drawn standard error, and generation."""
+    model, own = both
+    results = evaluate_fewshot(model, FewshotOptions(tasks=tuple(OWN_TASKS), include_path=folder / "own"))
+    theirs = lm_evals_numbers(own, list(OWN_TASKS), folder / "own")
+    same(our_numbers(results), theirs)
+    assert theirs["last_words", "perplexity_stderr", "none"] > 0
+
+
+def requests(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
+    return [Instance(kind, {}, args, 0, ("task", 0, 1)) for args in arguments]
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation"),
+    [
+        ("the kettle", " rolls"),
+        ("the kettle ", "rolls"),  # the space belongs to what follows
+        ("the kettle \n ", "rolls under"),
+        ("", "the kettle"),
+        ("", "k"),
+        ("under " * 300, "the ladder"),
+        ("the", " under" * 60),
+    ],
+)
+def test_texts_are_cut_into_tokens_alike(context: str, continuation: str, both: tuple[PlainModel, Any]) -> None:
+    model, own = both
+    asked = requests("loglikelihood", [(context, continuation)])
+    assert SelectronLM(model).loglikelihood(asked) == own.loglikelihood(asked)
+
+
+def test_whole_texts_are_read_window_by_window(both: tuple[PlainModel, Any]) -> None:
+    model, own = both
+    asked = requests("loglikelihood_rolling", [(text,) for text in [*texts(), ""]])
+    model.asked.clear()
+    assert SelectronLM(model).loglikelihood_rolling(asked) == own.loglikelihood_rolling(asked)
+    assert max(len(request.context) + len(request.continuation) for (request, *_) in model.asked) == MAX_LENGTH + 1
+
+
+def test_the_likeliest_tokens_are_known_as_such(both: tuple[PlainModel, Any]) -> None:
+    """What a model generates is what it likes best; with another token somewhere it is not."""
+    model, own = both
+    context = model.encode("the kettle rolls")
+    (likeliest,) = model.generate([context], 6, lambda _: False)
+    others = [[*likeliest[:place], 7, *likeliest[place + 1 :]] for place in range(6)]
+    asked = [(("", str(tokens)), context, tokens) for tokens in [likeliest, *others]]
+    found = SelectronLM(model)._loglikelihood_tokens(asked)
+    assert [is_greedy for _, is_greedy in found] == [True] + [False] * 6
+    assert found == own._loglikelihood_tokens(asked)
+
+
+def generation(until: Any, max_tokens: int) -> list[tuple[str, dict[str, Any]]]:
+    return [(text, {"until": until, "max_gen_toks": max_tokens}) for text in texts()[::2]]
+
+
+def test_generated_texts_are_the_same(both: tuple[PlainModel, Any]) -> None:
+    """Prompts are cut to leave room."""
+    model, own = both
+    asked = requests("generate_until", generation([], 1) + generation("e", 100) + generation(["\n\n"], 12))
+    assert SelectronLM(model).generate_until(asked) == own.generate_until(asked)
+
+
+def test_texts_end_before_what_ends_them(both: tuple[PlainModel, Any]) -> None:
+    """Be that part of a token or of several; of two, before the first that comes."""
+    model, own = both
+    free = SelectronLM(model).generate_until(requests("generate_until", generation([], 40)))
+    asked, expected = [], []
+    for whole, (text, arguments) in zip(free, generation([], 40), strict=True):
+        for until in ([whole[10]], [whole[12:17]], [whole[20:23], whole[6:9]], ["never there", whole[15:17]]):
+            asked.append((text, arguments | {"until": until}))
+            expected.append(whole[: min(whole.find(stop) for stop in until if stop in whole)])
+    instances = requests("generate_until", asked)
+    assert SelectronLM(model).generate_until(instances) == own.generate_until(instances) == expected
+
+
+def test_the_end_of_a_document_ends_a_text(both: tuple[PlainModel, Any]) -> None:
+    """A model whose likeliest token is, sooner or later, the end."""
+    model, own = both
+    asked = requests("generate_until", [(text, {"until": [], "max_gen_toks": 30}) for text in texts()])
+    free = SelectronLM(model).generate_until(asked)
+    end_row = own.model.lm_head.weight[model.end_id]
+    kept = end_row.clone()
+    with torch.no_grad():
+        end_row.copy_(1.5 * own.model.lm_head.weight[model.encode(free[-1])[2]])
+    try:
+        ended = SelectronLM(model).generate_until(asked)
+        assert ended == own.generate_until(asked)
+        assert ended != free
+    finally:
+        with torch.no_grad():
+            end_row.copy_(kept)

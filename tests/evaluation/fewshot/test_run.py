@@ -1,0 +1,220 @@
+"""What a run says, writes, refuses and leaves alone."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from questions import write_questions
+from small_model import MAX_LENGTH, PlainModel, small_llama, small_tokenizer
+
+from megatron_ext.errors import UserError
+from megatron_ext.evaluation.fewshot.adapter import greedy_generation
+from megatron_ext.evaluation.fewshot.options import FewshotOptions
+from megatron_ext.evaluation.fewshot.results import write_results
+from megatron_ext.evaluation.fewshot.run import evaluate_fewshot
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    write_questions(folder / "published", folder / "columns")
+    return folder / "published"
+
+
+@pytest.fixture
+def model(data: Path) -> PlainModel:
+    tokenizer = small_tokenizer([path.read_text() for path in sorted(data.rglob("*.jsonl"))])
+    return PlainModel(small_llama(tokenizer.get_vocab_size()), tokenizer)
+
+
+def own_task(folder: Path, name: str = "own", more: str = "") -> FewshotOptions:
+    (folder / "rows.txt").write_text("the kettle rolls\nunder the ladder\n")
+    (folder / f"{name}.yaml").write_text(
+        f"task: {name}\noutput_type: generate_until\ntest_split: train\ndoc_to_text: '{{{{text}}}}'\n"
+        f"doc_to_target: '{{{{text}}}}'\ndataset_path: text\n"
+        f"dataset_kwargs: {{data_files: {folder}/rows.txt, cache_dir: {folder}/cache}}\n{more}"
+    )
+    return FewshotOptions(tasks=(name,), include_path=folder)
+
+
+def test_results_are_written_for_machines_and_readers(model: PlainModel, data: Path, tmp_path: Path) -> None:
+    results = evaluate_fewshot(model, FewshotOptions(tasks=("boolq", "piqa"), data=data, limit=5))
+    assert results is not None
+    write_results(results, tmp_path / "new" / "folder")
+    numbers = json.loads((tmp_path / "new" / "folder" / "fewshot.json").read_text())
+    piqa = numbers["tasks"]["piqa"]
+    assert {metric["name"]: metric["higher_is_better"] for metric in piqa["metrics"]} == {"acc": True, "acc_norm": True}
+    assert (piqa["version"], piqa["rows"], piqa["rows_there"], piqa["num_fewshot"]) == (1.0, 5, 6, 0)
+    assert piqa["sources"] == {"validation": str(data / "piqa" / "valid.jsonl")}
+    assert numbers["lm_eval"].startswith("0.4.")
+    assert (numbers["asked"], numbers["settings"]["seed"]) == (20, 1234)
+    lines = (tmp_path / "new" / "folder" / "fewshot.md").read_text().splitlines()
+    accuracy = piqa["metrics"][0]
+    assert f"| piqa | 1.0 | 0 | 5 of 6 | none | acc | {accuracy['value']:.4f} | {accuracy['stderr']:.4f} |" in lines
+    assert f"{numbers['truncated']} of 20 texts were longer" in lines[0]
+    assert numbers["truncated"] > 0
+
+
+def test_local_tasks_ask_no_network_and_leave_random_numbers_alone(
+    model: PlainModel, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("asked the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    expected = [float(torch.rand(1)), np.random.rand(), random.random()]
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    evaluate_fewshot(model, FewshotOptions(data=data, num_fewshot=1, limit=2))
+    assert [float(torch.rand(1)), np.random.rand(), random.random()] == expected
+
+
+def test_every_rank_asks_the_same_and_the_first_one_speaks(
+    model: PlainModel, data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = FewshotOptions(tasks=("hellaswag", "arc_easy"), data=data, num_fewshot=1)
+    found, asked, said = [], [], []
+    for rank in (0, 1):
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        model.asked.clear()
+        found.append(evaluate_fewshot(model, options))
+        asked.append(list(model.asked))
+        said.append("".join(capfd.readouterr()))
+    assert asked[0] == asked[1]
+    assert sum(len(requests) for requests in asked[0]) > 20
+    assert found[0] is not None
+    assert found[1] is None
+    assert said[0]
+    assert not said[1]
+
+
+@pytest.mark.slow
+def test_a_tag_is_its_tasks_and_a_name_that_is_none_is_answered_by_others(model: PlainModel, data: Path) -> None:
+    """Reads all of lm-eval's definitions, as for any task of lm-eval that is not local."""
+    results = evaluate_fewshot(model, FewshotOptions(tasks=("ai2_arc",), data=data, limit=2))
+    assert results is not None
+    assert [(task.name, set(task.sources)) for task in results.tasks] == [
+        ("arc_challenge", {"test"}),
+        ("arc_easy", {"test"}),
+    ]
+    with pytest.raises(UserError, match=r"no task, group or tag 'wino_grande'; did you mean .*winogrande"):
+        evaluate_fewshot(model, FewshotOptions(tasks=("piqa", "wino_grande"), data=data))
+    assert "lm-eval ls tasks" in str(refused(model, FewshotOptions(tasks=("%",), data=data)))
+
+
+def refused(model: PlainModel, options: FewshotOptions) -> UserError:
+    model.asked.clear()
+    with pytest.raises(UserError) as caught:
+        evaluate_fewshot(model, options)
+    assert not model.asked
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def test_too_few_examples_and_files_that_are_missing(model: PlainModel, data: Path, tmp_path: Path) -> None:
+    error = refused(model, FewshotOptions(tasks=("piqa",), data=data, num_fewshot=6))
+    assert "6 examples before each question, of the 6 in" in error.problem
+    error = refused(model, FewshotOptions(tasks=("piqa", "boolq"), data=tmp_path))
+    assert str(tmp_path / "piqa" / "valid.jsonl") in error.problem
+    assert "https://" in error.mend
+    error = refused(model, FewshotOptions(tasks=("piqa",), data=data, include_path=tmp_path / "nowhere"))
+    assert error.where == "fewshot.include_path"
+
+
+def test_rows_that_cannot_be_read(model: PlainModel, tmp_path: Path) -> None:
+    options = own_task(tmp_path)
+    (tmp_path / "rows.txt").unlink()
+    assert "rows could not be read (own)" in refused(model, options).problem
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("generation_kwargs: {do_sample: true, temperature: 0.7}\n", "do_sample=True, temperature=0.7"),
+        ("generation_kwargs: {until: ['x'], num_beams: 4}\n", "num_beams=4"),
+        ("generation_kwargs: {until: ['x']}\n", f"up to 256 tokens, and the model takes {MAX_LENGTH}"),
+        ("generation_kwargs: {until: ['x'], max_gen_toks: 4}\nunsafe_code: true\n", "runs code"),
+        ("generation_kwargs: {until: ['x'], max_gen_toks: 4}\ndoc_to_image: text\n", "shows pictures"),
+    ],
+)
+def test_what_a_text_model_does_not_do_is_refused_before_it_is_asked(
+    more: str, said: str, model: PlainModel, tmp_path: Path
+) -> None:
+    assert said in refused(model, own_task(tmp_path, more=more)).problem
+
+
+def test_arguments_that_are_greedy_all_the_same() -> None:
+    given = {"until": "x", "do_sample": False, "temperature": 0.8, "top_p": 0.95, "num_beams": 1, "max_new_tokens": 9}
+    generation = greedy_generation(given, 64)
+    assert (generation.until, generation.max_tokens) == (("x",), 9)
+
+
+def test_a_task_that_takes_no_examples_takes_none(model: PlainModel, tmp_path: Path) -> None:
+    options = own_task(tmp_path, more="num_fewshot: 0\ngeneration_kwargs: {until: ['x'], max_gen_toks: 4}\n")
+    results = evaluate_fewshot(model, FewshotOptions(tasks=options.tasks, include_path=tmp_path, num_fewshot=1))
+    assert results is not None
+    assert results.tasks[0].num_fewshot == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ({"tasks": ()}, "fewshot.tasks"),
+        ({"limit": 0}, "fewshot.limit"),
+        ({"num_fewshot": -1}, "fewshot.num_fewshot"),
+        ({"split": "validation"}, "fewshot.split"),
+    ],
+)
+def test_options_that_mean_nothing(given: dict[str, Any], where: str) -> None:
+    with pytest.raises(UserError) as caught:
+        FewshotOptions(**given)
+    assert caught.value.where == where
+
+
+def test_an_answer_longer_than_the_model_takes_is_told(model: PlainModel, tmp_path: Path) -> None:
+    options = own_task(tmp_path)
+    (tmp_path / "own.yaml").write_text((tmp_path / "own.yaml").read_text().replace("generate_until", "loglikelihood"))
+    (tmp_path / "rows.txt").write_text("#" * (MAX_LENGTH + 1))
+    error = refused(model, options)
+    assert f"{MAX_LENGTH + 1} tokens are asked for after" in error.problem
+    assert f"at most {MAX_LENGTH}" in error.mend
+
+
+def test_a_group_is_its_tasks_together(model: PlainModel, tmp_path: Path) -> None:
+    """lm-eval's mean over rows, of tasks of two and of one row."""
+    greedy = "generation_kwargs: {until: ['x'], max_gen_toks: 4}\nmetric_list: [{metric: acc}]\n"
+    for name in ("full", "none"):
+        own_task(tmp_path, name, f"{greedy}process_results: !function scored.{name}\n")
+    definition = tmp_path / "none.yaml"
+    definition.write_text(definition.read_text().replace("rows.txt", "row.txt"))
+    (tmp_path / "row.txt").write_text("often\n")
+    (tmp_path / "scored.py").write_text(
+        "def full(doc, found):\n    return {'acc': 1.0}\ndef none(doc, found):\n    return {'acc': 0.0}\n"
+    )
+    (tmp_path / "pair.yaml").write_text("group: pair\ntask: [full, none]\naggregate_metric_list: [{metric: acc}]\n")
+    results = evaluate_fewshot(model, FewshotOptions(tasks=("pair",), include_path=tmp_path))
+    assert results is not None
+    found = {task.name: (task.rows, task.metrics[0].value) for task in results.tasks}
+    assert found == {"pair": (None, pytest.approx(2 / 3)), "full": (2, 1.0), "none": (1, 0.0)}
+
+
+def test_without_lm_eval_one_line_says_how_to_get_it(model: PlainModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_ext.evaluation.fewshot.run.find_spec", lambda name: None)
+    assert "pip install 'selectron[eval]'" in str(refused(model, FewshotOptions()))
