@@ -17,8 +17,8 @@ from megatron_ext.files import write_whole
 
 SCHEMA = "selectron.retrieval.1"
 """Of retrieval.json, beside which model it was: `schema`, `options`, `haystack`, `max_length` (the model's, tokens),
-`confidence`; `by_length` and `by_depth`, lists of `Summary`; `records`, of `Record`; `skipped`, of `Skipped`. Scores are
-from 0 to 1."""
+`confidence`; `by_length` and `by_depth`, lists of `Summary`; `records`, of `Record`; `skipped`, of `Skipped`. Scores
+are from 0 to 1."""
 
 STEM = "retrieval"
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -49,14 +46,8 @@ def small_llama(vocab_size: int) -> LlamaForCausalLM:
 
 def lm_evals_own(model: LlamaForCausalLM, tokenizer: Tokenizer) -> Any:
     """lm-eval's Hugging Face model, a text at a time."""
-    # accelerate spreads weights and processes; lm-eval imports it always, and calls none of it for a model it is given.
-    names = ("Accelerator", "InitProcessGroupKwargs", "find_executable_batch_size")
-    accelerate, utils = ModuleType("accelerate"), ModuleType("accelerate.utils")
-    for name in names:
-        setattr(accelerate, name, None)
-    utils.get_max_memory = None  # type: ignore[attr-defined]
-    with mock.patch.dict(sys.modules, {"accelerate": accelerate, "accelerate.utils": utils}):
-        from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.huggingface import HFLM
+
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
     return HFLM(pretrained=model, tokenizer=fast, batch_size=1)
 

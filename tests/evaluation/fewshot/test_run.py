@@ -15,6 +15,7 @@ import torch.distributed as dist
 from questions import write_questions
 from small_model import MAX_LENGTH, PlainModel, small_llama, small_tokenizer
 
+from megatron_ext.config.validate import validate
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.fewshot.adapter import greedy_generation
 from megatron_ext.evaluation.fewshot.options import FewshotOptions
@@ -48,15 +49,16 @@ def own_task(folder: Path, name: str = "own", more: str = "") -> FewshotOptions:
 def test_results_are_written_for_machines_and_readers(model: PlainModel, data: Path, tmp_path: Path) -> None:
     results = evaluate_fewshot(model, FewshotOptions(tasks=("boolq", "piqa"), data=data, limit=5))
     assert results is not None
-    write_results(results, tmp_path / "new" / "folder")
-    numbers = json.loads((tmp_path / "new" / "folder" / "fewshot.json").read_text())
+    write_results(results, {"step": 7}, tmp_path)
+    numbers = json.loads((tmp_path / "fewshot.json").read_text())
+    assert numbers["step"] == 7
     piqa = numbers["tasks"]["piqa"]
     assert {metric["name"]: metric["higher_is_better"] for metric in piqa["metrics"]} == {"acc": True, "acc_norm": True}
     assert (piqa["version"], piqa["rows"], piqa["rows_there"], piqa["num_fewshot"]) == (1.0, 5, 6, 0)
     assert piqa["sources"] == {"validation": str(data / "piqa" / "valid.jsonl")}
     assert numbers["lm_eval"].startswith("0.4.")
     assert (numbers["asked"], numbers["settings"]["seed"]) == (20, 1234)
-    lines = (tmp_path / "new" / "folder" / "fewshot.md").read_text().splitlines()
+    lines = (tmp_path / "fewshot.md").read_text().splitlines()
     accuracy = piqa["metrics"][0]
     assert f"| piqa | 1.0 | 0 | 5 of 6 | none | acc | {accuracy['value']:.4f} | {accuracy['stderr']:.4f} |" in lines
     assert f"{numbers['truncated']} of 20 texts were longer" in lines[0]
@@ -176,7 +178,7 @@ def test_a_task_that_takes_no_examples_takes_none(model: PlainModel, tmp_path: P
 @pytest.mark.parametrize(
     ("given", "where"),
     [
-        ({"tasks": ()}, "fewshot.tasks"),
+        ({"tasks": []}, "fewshot.tasks"),
         ({"limit": 0}, "fewshot.limit"),
         ({"num_fewshot": -1}, "fewshot.num_fewshot"),
         ({"split": "validation"}, "fewshot.split"),
@@ -184,7 +186,7 @@ def test_a_task_that_takes_no_examples_takes_none(model: PlainModel, tmp_path: P
 )
 def test_options_that_mean_nothing(given: dict[str, Any], where: str) -> None:
     with pytest.raises(UserError) as caught:
-        FewshotOptions(**given)
+        validate(FewshotOptions, given, prefix="fewshot.")
     assert caught.value.where == where
 
 
