@@ -302,6 +302,15 @@ def domains_are_disjoint(f: Facts) -> Broken:
     return f"{', '.join(both)} is among data.train_domains too", "keep a domain for training or for the test"
 
 
+@rule("data.weights")
+def some_weight_is_positive(f: Facts) -> Broken:
+    """Without one there is nothing to read."""
+    weights = f.config.data.weights
+    if weights is None or any(weights.values()):
+        return None
+    return f"{weights or 'no domain'} has no weight above 0", "give one, or leave it out: in proportion to tokens"
+
+
 def _not_a_set(domains: list[str] | None) -> Broken:
     if domains is None:
         return None

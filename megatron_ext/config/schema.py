@@ -102,16 +102,26 @@ class DataConfig:
         tokenizer: a tokenizer.json that must be the one the data was made with; None: the one kept beside the manifest.
         train_domains: domains to train on; None: every domain of the manifest that has a train split.
         test_domains: out-of-domain test domains; None: every domain that has a test split.
+        weights: part of the samples that each training domain has, in any unit; None: in proportion to its tokens.
+            After any number of samples a domain has had its part of them to within one sample; a domain that has been
+            read through begins again.
         seq_length: tokens a sample, whole, before context parallelism splits it.
         verify: what is checked of the shards before training: their sha256, or their size alone.
+        on_damaged: what becomes of a run for which that check finds a shard of training text missing or damaged. stop:
+            it does not begin. skip: it does without the shard, with a warning, a line in skipped_shards.jsonl and the
+            order of all other samples as it was; a sample of the shard reads another in its place. Text to evaluate on
+            is never skipped, and a shard that fails later than that check stops the run by its name: `--resume` with
+            skip goes on without it.
     """
 
     path: str
     tokenizer: str | None = None
     train_domains: list[str] | None = None
     test_domains: list[str] | None = None
+    weights: dict[str, NonNegativeFloat] | None = None
     seq_length: PositiveInt = 2048
     verify: Literal["sha256", "size"] = "sha256"
+    on_damaged: Literal["stop", "skip"] = "stop"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -42,6 +42,7 @@ class TokenStore:
         self._landmarks: dict[int, Landmarks] = {}
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self.domains = [entry.domain for entry in entries]
+        self._domain_starts = _starts([sum(shard.tokens for shard in entry.shards) for entry in entries])
 
     @property
     def num_tokens(self) -> int:
@@ -52,6 +53,18 @@ class TokenStore:
     def num_documents(self) -> int:
         """Documents in the stream."""
         return int(self._document_starts[-1])
+
+    def domain_range(self, domain: str) -> tuple[int, int]:
+        """(First token, number of tokens) in the stream of one of `domains`."""
+        number = self.domains.index(domain)
+        start, end = self._domain_starts[number : number + 2].tolist()
+        return start, end - start
+
+    def shard_range(self, file: str) -> tuple[int, int]:
+        """(First token, number of tokens) in the stream of a shard, by the name of its tar in the manifest."""
+        number = [shard.file for shard in self._shards].index(file)
+        start, end = self._token_starts[number : number + 2].tolist()
+        return start, end - start
 
     def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
         """Tokens [start, start + length) of the stream.

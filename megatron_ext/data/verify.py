@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.manifest import Manifest, VerifyMode, verify_shard, verify_tokenizer
+from data_prep.manifest import Manifest, ShardEntry, VerifyMode, verify_shard, verify_tokenizer
+from megatron_ext.errors import UserError
 
 
 def verify_shards(
@@ -35,13 +37,58 @@ def verify_shards(
         UserError: a shard is missing, truncated or altered (the message names the file), or a split or domain is not
             in the manifest.
     """
-    names = None if domains is None else list(domains)
-    wanted: list[str | None] = [None] if splits is None else [*splits]
-    chosen = [entry for split in wanted for entry in manifest.select(split, names)]
-    shards = [shard for entry in chosen for shard in entry.shards][rank::world_size]
+    shards = _share(manifest, splits, domains, rank, world_size)
     for shard in shards:
         verify_shard(root, shard, mode)
     return len(shards)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A shard that cannot be read, or not as it was made.
+
+    Attributes:
+        shard: name of its tar in the manifest.
+        tokens: that it held.
+        problem: the file at fault, and what is wrong with it.
+    """
+
+    shard: str
+    tokens: int
+    problem: str
+
+
+def find_damage(
+    root: Path,
+    manifest: Manifest,
+    split: str,
+    domains: Iterable[str],
+    mode: VerifyMode = "sha256",
+    rank: int = 0,
+    world_size: int = 1,
+) -> list[Damage]:
+    """Check as `verify_shards` does, but go on, and say what was found.
+
+    Raises:
+        UserError: a split or domain is not in the manifest.
+    """
+    found = []
+    for shard in _share(manifest, [split], domains, rank, world_size):
+        try:
+            verify_shard(root, shard, mode)
+        except UserError as error:
+            found.append(Damage(shard.file, shard.tokens, f"{error.where} {error.problem}"))
+    return found
+
+
+def _share(
+    manifest: Manifest, splits: Iterable[str] | None, domains: Iterable[str] | None, rank: int, world_size: int
+) -> list[ShardEntry]:
+    """Every `world_size`-th shard of the splits and domains."""
+    names = None if domains is None else list(domains)
+    wanted: list[str | None] = [None] if splits is None else [*splits]
+    chosen = [entry for split in wanted for entry in manifest.select(split, names)]
+    return [shard for entry in chosen for shard in entry.shards][rank::world_size]
 
 
 def check_tokenizer(root: Path, manifest: Manifest, tokenizer_path: Path | None = None) -> Path:

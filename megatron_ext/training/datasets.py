@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,8 +16,9 @@ from megatron_ext.config.schema import DataConfig, TrainingConfig
 from megatron_ext.data.batches import Batch, micro_batch_indices, training_batch
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.data.shards import TokenStore
-from megatron_ext.data.verify import check_tokenizer, verify_shards
-from megatron_ext.parallel.agreement import on_every_rank
+from megatron_ext.data.verify import Damage, check_tokenizer, find_damage, verify_shards
+from megatron_ext.data.weights import domain_weights
+from megatron_ext.parallel.agreement import from_every_rank, on_every_rank
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class RunData:
         train_domains: trained on.
         test_domains: tested on.
         samples: training samples in the run's order.
+        weights: of the training domains, if they have any.
+        damages: shards of training text that the samples do without.
     """
 
     root: Path
@@ -37,6 +42,8 @@ class RunData:
     train_domains: list[str]
     test_domains: list[str]
     samples: TrainingSamples
+    weights: dict[str, float] | None = None
+    damages: Sequence[Damage] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -56,19 +63,31 @@ def open_data(data: DataConfig, seed: int) -> RunData:
     Raises:
         UserError: something is missing, damaged or from another tokenizer.
     """
-    root, world_size = Path(data.path), dist.get_world_size()
+    root = Path(data.path)
     manifest = load_manifest(root)
     tokenizer_file = check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
     train = _chosen(manifest, "train", data.train_domains)
     test = _chosen(manifest, "test", data.test_domains)
+    weights = None if data.weights is None else domain_weights(data.weights, train, manifest)
+    damages = _verified(root, manifest, train, test, data)
+    samples = TrainingSamples(
+        TokenStore(root, manifest, "train", train), data.seq_length, seed, weights, [one.shard for one in damages]
+    )
+    return RunData(root, manifest, tokenizer_file, train, test, samples, weights, damages)
+
+
+def _verified(root: Path, manifest: Manifest, train: list[str], test: list[str], data: DataConfig) -> list[Damage]:
+    """Shards of training text to do without, the same on every rank; any other damage is an error."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    damages: list[Damage] = []
     for split, domains in (("train", train), ("validation", train), ("test", test)):
         present = [domain for domain in domains if domain in manifest.domain_names(split)]
-        if present:
-            on_every_rank(
-                partial(verify_shards, root, manifest, [split], present, data.verify, dist.get_rank(), world_size)
-            )
-    store = TokenStore(root, manifest, "train", train)
-    return RunData(root, manifest, tokenizer_file, train, test, TrainingSamples(store, data.seq_length, seed))
+        if present and split == "train" and data.on_damaged == "skip":
+            found = find_damage(root, manifest, split, present, data.verify, rank, world_size)
+            damages += sorted(chain.from_iterable(from_every_rank(found)), key=lambda one: one.shard)
+        elif present:
+            on_every_rank(partial(verify_shards, root, manifest, [split], present, data.verify, rank, world_size))
+    return damages
 
 
 def _chosen(manifest: Manifest, split: str, asked: list[str] | None) -> list[str]:

@@ -23,6 +23,7 @@ from megatron_ext.evaluation.domains import DomainEvaluator, evaluation_domains
 from megatron_ext.model import ModelShape, training_flops_per_token
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform import DTYPES, Platform, local_rank, select_platform, start_process_group
+from megatron_ext.training import skipped
 from megatron_ext.training.build import build_trainer, model_shape
 from megatron_ext.training.datasets import RunData, open_data
 from megatron_ext.training.loop import TrainingLoop
@@ -102,6 +103,8 @@ def _train(
     record_of: Callable[[CheckpointStore], Record | None],
 ) -> None:
     data = open_data(config.data, config.training.seed)
+    for warning in skipped.warnings(data.damages, data.samples):
+        _say_on_first_rank(warning)
     groups = make_process_groups(config.parallel, config.training.seed)
     store = CheckpointStore(
         folder / CHECKPOINTS,
@@ -171,6 +174,7 @@ def _records(config: RunConfig, folder: Path, data: RunData, progress: Progress)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _save_config(config, folder, progress.step)
+        skipped.keep(folder, data.damages, data.samples, progress.step)
         keep_tokenizer(data.tokenizer_file, folder, data.manifest.tokenizer.eos_token)
         return RunRecords(folder, config.run.name, progress.step, config.training.steps)
     except OSError as error:
@@ -199,6 +203,7 @@ def identity(config: RunConfig, data: RunData) -> dict[str, Any]:
         **{f"mixers.{name}.{field}": value for name, fields in used.items() for field, value in fields.items()},
         "data.seq_length": config.data.seq_length,
         "data.train_domains": data.train_domains,
+        "data.weights": data.weights,
         "data.tokenizer": data.manifest.tokenizer.sha256,
         "data.vocab_size": data.vocab_size,
         "training.seed": config.training.seed,

@@ -151,6 +151,13 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         "data.test_domains: B is among data.train_domains too; keep a domain for training or for the test",
         {"data": {"train_domains": ["A", "B"], "test_domains": ["C"]}},
     ),
+    "some_weight_is_positive": (
+        1,
+        {"data": {"weights": {"C4": 0.0, "Book": 0}}},
+        "data.weights: {'C4': 0.0, 'Book': 0.0} has no weight above 0; "
+        "give one, or leave it out: in proportion to tokens",
+        {"data": {"weights": {"C4": 0.0, "Book": 1}}},
+    ),
     "batch_divides_by_replicas": (
         2,
         {"training": {"global_batch_size": 12}},

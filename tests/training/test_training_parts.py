@@ -101,6 +101,9 @@ def test_what_changes_the_curve_identifies_a_run() -> None:
     for field, other in changed.items():
         assert identity(other, run_data())[field] != base[field], field
     assert identity(config, run_data("b" * 64))["data.tokenizer"] == "b" * 64
+    weighted = replace(run_data(), weights={"First": 1.0})
+    assert identity(config, weighted)["data.weights"] == {"First": 1.0}
+    assert base["data.weights"] is None  # as a checkpoint from before there were weights says by saying nothing
 
 
 def test_layout_length_and_unused_mixers_do_not() -> None:
