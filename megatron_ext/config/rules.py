@@ -311,6 +311,15 @@ def some_weight_is_positive(f: Facts) -> Broken:
     return f"{weights or 'no domain'} has no weight above 0", "give one, or leave it out: in proportion to tokens"
 
 
+@rule("data.reset_positions")
+def reset_positions_are_read(f: Facts) -> Broken:
+    """Position ids go to a learned table; rotary angles and ALiBi are of distances, which the start does not change."""
+    fields = [f.config.mixers.get(name, {}) for name in f.layers]
+    if not f.config.data.reset_positions or any(one.get("position_encoding") == "learned" for one in fields):
+        return None
+    return "true, and no mixer has position_encoding learned", "set it to false"
+
+
 def _not_a_set(domains: list[str] | None) -> Broken:
     if domains is None:
         return None

@@ -112,6 +112,9 @@ class DataConfig:
             order of all other samples as it was; a sample of the shard reads another in its place. Text to evaluate on
             is never skipped, and a shard that fails later than that check stops the run by its name: `--resume` with
             skip goes on without it.
+        document_boundaries: batches say where the documents of a packed sample begin (`Batch.cu_seqlens`). No mixer
+            reads that yet: every one mixes across documents.
+        reset_positions: positions begin at 0 with every document of a sample, for a learned position table.
     """
 
     path: str
@@ -122,6 +125,8 @@ class DataConfig:
     seq_length: PositiveInt = 2048
     verify: Literal["sha256", "size"] = "sha256"
     on_damaged: Literal["stop", "skip"] = "stop"
+    document_boundaries: bool = False
+    reset_positions: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -75,6 +75,10 @@ class TrainingSamples:
         """Sample `index` >= 0, without end: int64 array [T + 1]."""
         return self._store.read(self.place(index), self.seq_length + 1)
 
+    def document_starts(self, index: int) -> npt.NDArray[np.int64]:
+        """Which of the T inputs of sample `index` are the first of a document: int64, ascending."""
+        return self._store.document_starts(self.place(index), self.seq_length)
+
 
 def _check(windows: Windows, seq_length: int, tokens: int, where: str) -> None:
     """Refuse a stretch of the stream without a window, or without enough whole ones."""

@@ -93,6 +93,16 @@ class TokenStore:
             parts.append(np.repeat(np.arange(document, document + len(tokens)), tokens))
         return np.concatenate(parts)
 
+    def document_starts(self, start: int, length: int) -> npt.NDArray[np.int64]:
+        """Which of the tokens [start, start + length) are the first of a document: int64, counted from `start`."""
+        self._check_range(start, length)
+        parts = [np.empty(0, dtype=np.int64)]
+        for number, first, count in self._pieces(start, length):
+            found = self._shard(number).documents(first, count).starts
+            inside = np.unique(found[(found >= first) & (found < first + count)])  # an empty document begins no token
+            parts.append(inside + int(self._token_starts[number]) - start)
+        return np.concatenate(parts)
+
     def _check_range(self, start: int, length: int) -> None:
         if start < 0 or length < 0 or start + length > self.num_tokens:
             raise IndexError(f"tokens [{start}, {start + length}) of a stream of {self.num_tokens}")

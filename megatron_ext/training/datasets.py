@@ -13,7 +13,7 @@ import torch.distributed as dist
 from data_prep.manifest import Manifest, load_manifest
 from megatron_ext.config.layout import Layout
 from megatron_ext.config.schema import DataConfig, TrainingConfig
-from megatron_ext.data.batches import Batch, micro_batch_indices, training_batch
+from megatron_ext.data.batches import NO_PACKING, Batch, Packing, micro_batch_indices, training_batch
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.data.verify import Damage, check_tokenizer, find_damage, verify_shards
@@ -104,6 +104,7 @@ def step_batches(
     dp_rank: int,
     cp_rank: int,
     cp_size: int,
+    packing: Packing = NO_PACKING,
 ) -> list[Batch]:
     """This rank's micro-batches of the step that begins at a sample."""
     return [
@@ -114,6 +115,7 @@ def step_batches(
             ),
             cp_rank,
             cp_size,
+            packing,
         )
         for micro_batch in range(layout.num_micro_batches)
     ]

@@ -18,6 +18,7 @@ from megatron_ext.config.layout import layout_of
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.save import save_config, to_yaml
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.data.batches import Packing
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.domains import DomainEvaluator, evaluation_domains
 from megatron_ext.model import ModelShape, training_flops_per_token
@@ -164,6 +165,7 @@ def _loop(
         peak_flops=None if peak is None else _sum_over(peak, platform, None),
         progress=progress,
         last_evaluation=int(last_evaluation),
+        packing=Packing(config.data.document_boundaries, config.data.reset_positions),
     )
 
 
@@ -203,7 +205,9 @@ def identity(config: RunConfig, data: RunData) -> dict[str, Any]:
         **{f"mixers.{name}.{field}": value for name, fields in used.items() for field, value in fields.items()},
         "data.seq_length": config.data.seq_length,
         "data.train_domains": data.train_domains,
+        # What a checkpoint from before there were such fields says of them: nothing.
         "data.weights": data.weights,
+        "data.reset_positions": config.data.reset_positions or None,
         "data.tokenizer": data.manifest.tokenizer.sha256,
         "data.vocab_size": data.vocab_size,
         "training.seed": config.training.seed,

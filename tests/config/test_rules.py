@@ -158,6 +158,16 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         "give one, or leave it out: in proportion to tokens",
         {"data": {"weights": {"C4": 0.0, "Book": 1}}},
     ),
+    "reset_positions_are_read": (
+        1,
+        {"data": {"reset_positions": True}},
+        "data.reset_positions: true, and no mixer has position_encoding learned; set it to false",
+        {
+            "data": {"reset_positions": True},
+            "model": {"pattern": "attention*3,top1_element"},
+            "mixers": {"top1_element": {"position_encoding": "learned"}},
+        },
+    ),
     "batch_divides_by_replicas": (
         2,
         {"training": {"global_batch_size": 12}},
