@@ -1,0 +1,130 @@
+"""How fast batches are read, by context length and number of shards, and how soon a run that resumes has its first."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from megatron_ext.bench.loader_report import Resume, Row
+from megatron_ext.data.batches import micro_batch_indices, training_batch
+from megatron_ext.data.opening import open_samples, shard_files
+from megatron_ext.data.samples import TrainingSamples
+from megatron_ext.data.verify import verify_shards
+
+TOKEN_BYTES = 2 + 3 * 8 + 4
+"""A token as it is stored, and as an input, a label, a position and a weight: what must be moved at the least."""
+
+SEED = 1234
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one rank reads.
+
+    Attributes:
+        root: a prepared folder.
+        length: tokens a sample.
+        batch: samples a micro-batch.
+        rank: this one.
+        ranks: how many read at once, each its data-parallel share.
+        seconds: how long.
+    """
+
+    root: Path
+    length: int
+    batch: int
+    rank: int
+    ranks: int
+    seconds: float
+
+
+def read(reading: Reading) -> float:
+    """Tokens a second of one rank, from its first batch on: what opening each shard costs is in it."""
+    samples, _ = open_samples(reading.root, reading.length, SEED)
+    _micro_batch(samples, reading, 0)  # torch has been used once
+    number, started = 0, time.perf_counter()
+    while time.perf_counter() - started < reading.seconds:
+        number += 1
+        _micro_batch(samples, reading, number)
+    return number * reading.batch * reading.length / (time.perf_counter() - started)
+
+
+def _micro_batch(samples: TrainingSamples, reading: Reading, number: int) -> None:
+    training_batch(samples, micro_batch_indices(0, number, reading.batch, reading.rank, reading.ranks))
+
+
+def measure(root: Path, shards: int, length: int, batch: int, ranks: int, seconds: float) -> Row:
+    """Read with several processes at once.
+
+    Args:
+        root: a prepared folder.
+        shards: that its training text is in.
+        length: tokens a sample.
+        batch: samples a micro-batch.
+        ranks: processes.
+        seconds: how long.
+    """
+    readings = [Reading(root, length, batch, rank, ranks, seconds) for rank in range(ranks)]
+    if ranks == 1:
+        return Row(shards, length, batch, ranks, read(readings[0]))
+    with multiprocessing.get_context("spawn").Pool(ranks) as pool:
+        return Row(shards, length, batch, ranks, sum(pool.map(read, readings, chunksize=1)))
+
+
+def resume(root: Path, shards: int, length: int, sample: int, repeat: int) -> Resume:
+    """Seconds from nothing open to the first sample, with the operating system's copies of the files forgotten.
+
+    Args:
+        root: a prepared folder.
+        shards: that its training text is in.
+        length: tokens a sample.
+        sample: how many the run has read before.
+        repeat: how often; the median counts.
+    """
+    opening, checked = [], []
+    for _ in range(repeat):
+        for path in shard_files(root):
+            _forget(path)
+        started = time.perf_counter()
+        samples, manifest = open_samples(root, length, SEED)
+        training_batch(samples, [sample])
+        opening.append(time.perf_counter() - started)
+        verify_shards(root, manifest, ["train"], mode="size")
+        checked.append(time.perf_counter() - started)
+    return Resume(shards, length, sample, median(opening), median(checked))
+
+
+def _forget(path: Path) -> None:
+    """Ask the operating system to drop what it keeps of a file in memory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # what is not on the disk yet cannot be dropped
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def floor(seconds: float = 1.0) -> float:
+    """Tokens a second that one core cannot pass: their bytes, copied from memory to memory."""
+    source = np.ones(1 << 23, dtype=np.int64)  # larger than any cache that a core has for itself
+    target = np.empty_like(source)
+    speeds = [source.nbytes / spent for spent in _copies(source, target, seconds)]
+    return median(speeds) / TOKEN_BYTES
+
+
+def _copies(source: np.ndarray, target: np.ndarray, seconds: float) -> Iterator[float]:
+    np.copyto(target, source)
+    ends = time.perf_counter() + seconds
+    while True:
+        started = time.perf_counter()
+        np.copyto(target, source)
+        yield time.perf_counter() - started
+        if time.perf_counter() > ends:
+            return
