@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -60,7 +59,7 @@ def _micro_batch(samples: TrainingSamples, reading: Reading, number: int) -> Non
     training_batch(samples, micro_batch_indices(0, number, reading.batch, reading.rank, reading.ranks))
 
 
-def measure(root: Path, shards: int, length: int, batch: int, ranks: int, seconds: float) -> Row:
+def measure(root: Path, shards: int, length: int, batch: int, ranks: int, seconds: float, *, cold: bool) -> Row:
     """Read with several processes at once.
 
     Args:
@@ -70,12 +69,19 @@ def measure(root: Path, shards: int, length: int, batch: int, ranks: int, second
         batch: samples a micro-batch.
         ranks: processes.
         seconds: how long.
+        cold: the operating system has forgotten the files before; else they are in its memory.
     """
+    for path in shard_files(root):
+        if cold:
+            _forget(path)
+        else:
+            path.read_bytes()
+    best = floor(batch * length)
     readings = [Reading(root, length, batch, rank, ranks, seconds) for rank in range(ranks)]
     if ranks == 1:
-        return Row(shards, length, batch, ranks, read(readings[0]))
+        return Row(shards, length, batch, ranks, cold, read(readings[0]), best)
     with multiprocessing.get_context("spawn").Pool(ranks) as pool:
-        return Row(shards, length, batch, ranks, sum(pool.map(read, readings, chunksize=1)))
+        return Row(shards, length, batch, ranks, cold, sum(pool.map(read, readings, chunksize=1)), best)
 
 
 def resume(root: Path, shards: int, length: int, sample: int, repeat: int) -> Resume:
@@ -111,20 +117,14 @@ def _forget(path: Path) -> None:
         os.close(descriptor)
 
 
-def floor(seconds: float = 1.0) -> float:
-    """Tokens a second that one core cannot pass: their bytes, copied from memory to memory."""
-    source = np.ones(1 << 23, dtype=np.int64)  # larger than any cache that a core has for itself
+def floor(tokens: int, seconds: float = 0.3) -> float:
+    """Tokens a second that one core cannot pass: the bytes of a micro-batch, copied from memory to memory."""
+    source = np.ones(tokens * TOKEN_BYTES, dtype=np.uint8)
     target = np.empty_like(source)
-    speeds = [source.nbytes / spent for spent in _copies(source, target, seconds)]
-    return median(speeds) / TOKEN_BYTES
-
-
-def _copies(source: np.ndarray, target: np.ndarray, seconds: float) -> Iterator[float]:
-    np.copyto(target, source)
+    spent: list[float] = []
     ends = time.perf_counter() + seconds
-    while True:
+    while not spent or time.perf_counter() < ends:
         started = time.perf_counter()
         np.copyto(target, source)
-        yield time.perf_counter() - started
-        if time.perf_counter() > ends:
-            return
+        spent.append(time.perf_counter() - started)
+    return tokens / median(spent)

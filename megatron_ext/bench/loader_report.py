@@ -19,14 +19,18 @@ class Row:
         length: tokens a sample.
         batch: samples a micro-batch.
         ranks: processes that read at once.
+        cold: the files were not in the operating system's memory.
         tokens_per_second: of all of them.
+        floor: tokens a second at which one core copies the bytes of such batches.
     """
 
     shards: int
     length: int
     batch: int
     ranks: int
+    cold: bool
     tokens_per_second: float
+    floor: float
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,6 @@ class Report:
         data: what was read.
         machine: where.
         seconds: that each row was read for.
-        floor: tokens a second at which one core copies their bytes.
         rows: speeds.
         resumes: times to a first batch.
     """
@@ -64,29 +67,25 @@ class Report:
     data: str
     machine: dict[str, str | None]
     seconds: float
-    floor: float
     rows: Sequence[Row]
     resumes: Sequence[Resume]
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers, with units in their names."""
-        numbers = asdict(self)
-        return {
-            **{name: numbers[name] for name in ("machine", "data", "seconds", "rows", "resumes")},
-            "floor_tokens_per_second": self.floor,
-        }
+        return asdict(self)
 
     def markdown(self) -> str:
         """The tables, with the machine above them."""
-        head = ("shards", "tokens a sample", "samples a batch", "ranks", "million tokens/s", "of the floor")
+        head = ("shards", "tokens a sample", "samples a batch", "ranks", "files", "million tokens/s", "of the floor")
         rows = [
             (
                 f"{row.shards:,}",
                 f"{row.length:,}",
                 f"{row.batch}",
                 f"{row.ranks}",
+                "on the disk" if row.cold else "in memory",
                 f"{row.tokens_per_second / 1e6:.1f}",
-                f"{100 * row.tokens_per_second / (row.ranks * self.floor):.0f} %",
+                f"{100 * row.tokens_per_second / (row.ranks * row.floor):.0f} %",
             )
             for row in self.rows
         ]
@@ -101,8 +100,8 @@ class Report:
             for one in self.resumes
         ]
         about = (
-            f"{self.data}. Each row was read for {self.seconds:g} s. Floor: {self.floor / 1e6:.0f} million tokens/s a "
-            "core, the 30 bytes that a token is stored and given in, copied from memory to memory."
+            f"{self.data}. Each row was read for {self.seconds:g} s. Floor: the 30 bytes that a token is stored and "
+            "given in, copied from memory to memory by each rank, measured beside each row."
         )
         lines = [
             machine_line(self.machine),

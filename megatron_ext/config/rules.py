@@ -280,6 +280,26 @@ def fetched_chunks_lie_on_one_rank(f: Facts) -> Broken:
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
+@rule("data.cache_dir")
+def data_elsewhere_has_a_cache(f: Facts) -> Broken:
+    """Samples are read in any order: over a network each would fetch its few kilobytes alone."""
+    data = f.config.data
+    if ("://" in data.path) == (data.cache_dir is not None):
+        return None
+    if data.cache_dir is None:
+        return f"null, with data.path {data.path}", "give a folder on a local disk"
+    return f"{data.cache_dir}, with data.path {data.path} on this machine", "leave it out"
+
+
+@rule("data.cache_gib")
+def limit_is_of_a_cache(f: Facts) -> Broken:
+    """There is nothing else that it could limit."""
+    data = f.config.data
+    if data.cache_gib is None or data.cache_dir is not None:
+        return None
+    return f"{data.cache_gib:g}, without data.cache_dir", "leave it out"
+
+
 @rule("data.train_domains")
 def train_domains_are_a_set(f: Facts) -> Broken:
     """No training domains: nothing to learn; one named twice: a slip, since it would not count twice."""

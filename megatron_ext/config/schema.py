@@ -98,7 +98,11 @@ class DataConfig:
     """Prepared data (see `selectron prepare`).
 
     Attributes:
-        path: folder with manifest.json and the shards.
+        path: folder with manifest.json and the shards; or its address as fsspec takes it, s3://bucket/folder.
+        cache_dir: local folder for copies of shards that lie at an address: each is copied when it is first opened, by
+            one process of a machine, and its sha256 compared with the manifest's; `verify` then means that all have
+            the right size at the address. Validation and test shards are copied before training.
+        cache_gib: GiB of training text kept there, at most, and a shard a process; None: all of it.
         tokenizer: a tokenizer.json that must be the one the data was made with; None: the one kept beside the manifest.
         train_domains: domains to train on; None: every domain of the manifest that has a train split.
         test_domains: out-of-domain test domains; None: every domain that has a test split.
@@ -118,6 +122,8 @@ class DataConfig:
     """
 
     path: str
+    cache_dir: str | None = None
+    cache_gib: PositiveFloat | None = None
     tokenizer: str | None = None
     train_domains: list[str] | None = None
     test_domains: list[str] | None = None

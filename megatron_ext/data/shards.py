@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.manifest import Manifest
+from data_prep.manifest import Manifest, ShardEntry
 from megatron_ext.data.shard_file import Landmarks, OpenShard
 
 OPEN_SHARDS = 128
@@ -27,14 +28,22 @@ class TokenStore:
         manifest: what is in it.
         split: train, validation or test.
         domains: their names, in the long or short form; None: every domain of the split.
+        holding: entered while a shard is opened: its files lie under `root` then; None: they always do.
 
     Raises:
         UserError: the split or a domain is not there.
     """
 
-    def __init__(self, root: Path, manifest: Manifest, split: str, domains: Iterable[str] | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        manifest: Manifest,
+        split: str,
+        domains: Iterable[str] | None = None,
+        holding: Callable[[ShardEntry], AbstractContextManager[object]] | None = None,
+    ) -> None:
         entries = manifest.select(split, domains)
-        self._root = root
+        self._root, self._holding = root, holding or nullcontext
         self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
         self._shards = [shard for entry in entries for shard in entry.shards]
         self._token_starts = _starts([shard.tokens for shard in self._shards])
@@ -123,7 +132,9 @@ class TokenStore:
         if shard is not None:
             self._open.move_to_end(number)
             return shard
-        shard = OpenShard(self._root, self._shards[number], self._dtype, self._landmarks.get(number))
+        entry = self._shards[number]
+        with self._holding(entry):
+            shard = OpenShard(self._root, entry, self._dtype, self._landmarks.get(number))
         self._open[number], self._landmarks[number] = shard, shard.landmarks
         if len(self._open) > OPEN_SHARDS:
             self._open.popitem(last=False)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from data_prep.manifest import Manifest, ShardEntry, VerifyMode, verify_shard, verify_tokenizer
 from megatron_ext.errors import UserError
+
+Check = Callable[[ShardEntry], None]
+"""Raises a `UserError` that names what is wrong with a shard."""
 
 
 def verify_shards(
@@ -18,6 +22,7 @@ def verify_shards(
     mode: VerifyMode = "sha256",
     rank: int = 0,
     world_size: int = 1,
+    check: Check | None = None,
 ) -> int:
     """Check this rank's share of the shards and their indexes; the ranks together check every one once.
 
@@ -29,6 +34,7 @@ def verify_shards(
         mode: `sha256` reads the files whole, `size` compares sizes alone.
         rank: this process among those that check.
         world_size: processes that check.
+        check: of one shard, in the place of that by `mode`.
 
     Returns:
         The number of shards that this rank checked.
@@ -38,8 +44,9 @@ def verify_shards(
             in the manifest.
     """
     shards = _share(manifest, splits, domains, rank, world_size)
+    check = check or partial(_check_here, root, mode)
     for shard in shards:
-        verify_shard(root, shard, mode)
+        check(shard)
     return len(shards)
 
 
@@ -66,19 +73,24 @@ def find_damage(
     mode: VerifyMode = "sha256",
     rank: int = 0,
     world_size: int = 1,
+    check: Check | None = None,
 ) -> list[Damage]:
     """Check as `verify_shards` does, but go on, and say what was found.
 
     Raises:
         UserError: a split or domain is not in the manifest.
     """
-    found = []
+    check, found = check or partial(_check_here, root, mode), []
     for shard in _share(manifest, [split], domains, rank, world_size):
         try:
-            verify_shard(root, shard, mode)
+            check(shard)
         except UserError as error:
             found.append(Damage(shard.file, shard.tokens, f"{error.where} {error.problem}"))
     return found
+
+
+def _check_here(root: Path, mode: VerifyMode, shard: ShardEntry) -> None:
+    verify_shard(root, shard, mode)
 
 
 def _share(

@@ -14,6 +14,7 @@ from data_prep.manifest import Manifest, load_manifest
 from megatron_ext.config.layout import Layout
 from megatron_ext.config.schema import DataConfig, TrainingConfig
 from megatron_ext.data.batches import NO_PACKING, Batch, Packing, micro_batch_indices, training_batch
+from megatron_ext.data.cache import ShardCache, is_url
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.data.verify import Damage, check_tokenizer, find_damage, verify_shards
@@ -26,7 +27,7 @@ class RunData:
     """Prepared data that was found whole.
 
     Attributes:
-        root: folder of the manifest.
+        root: folder of the manifest; a cache's own of data that lies elsewhere.
         manifest: what it holds.
         tokenizer_file: tokenizer.json that made its tokens.
         train_domains: trained on.
@@ -63,30 +64,39 @@ def open_data(data: DataConfig, seed: int) -> RunData:
     Raises:
         UserError: something is missing, damaged or from another tokenizer.
     """
-    root = Path(data.path)
+    cache = ShardCache(data.path, Path(data.cache_dir or ""), data.cache_gib) if is_url(data.path) else None
+    root = Path(data.path) if cache is None else cache.root
     manifest = load_manifest(root)
     tokenizer_file = check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
     train = _chosen(manifest, "train", data.train_domains)
     test = _chosen(manifest, "test", data.test_domains)
     weights = None if data.weights is None else domain_weights(data.weights, train, manifest)
-    damages = _verified(root, manifest, train, test, data)
-    samples = TrainingSamples(
-        TokenStore(root, manifest, "train", train), data.seq_length, seed, weights, [one.shard for one in damages]
-    )
+    damages = _verified(root, manifest, train, test, data, cache)
+    store = TokenStore(root, manifest, "train", train, None if cache is None else cache.holding)
+    samples = TrainingSamples(store, data.seq_length, seed, weights, [one.shard for one in damages])
     return RunData(root, manifest, tokenizer_file, train, test, samples, weights, damages)
 
 
-def _verified(root: Path, manifest: Manifest, train: list[str], test: list[str], data: DataConfig) -> list[Damage]:
-    """Shards of training text to do without, the same on every rank; any other damage is an error."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def _verified(
+    root: Path, manifest: Manifest, train: list[str], test: list[str], data: DataConfig, cache: ShardCache | None
+) -> list[Damage]:
+    """Shards of training text to do without, the same on every rank; any other damage is an error.
+
+    Of a cache, shards of training text are looked for at their address; the others are copied, to every machine.
+    """
+    share = (data.verify, dist.get_rank(), dist.get_world_size(), None if cache is None else cache.check)
     damages: list[Damage] = []
     for split, domains in (("train", train), ("validation", train), ("test", test)):
         present = [domain for domain in domains if domain in manifest.domain_names(split)]
-        if present and split == "train" and data.on_damaged == "skip":
-            found = find_damage(root, manifest, split, present, data.verify, rank, world_size)
+        if not present:
+            continue
+        if split == "train" and data.on_damaged == "skip":
+            found = find_damage(root, manifest, split, present, *share)
             damages += sorted(chain.from_iterable(from_every_rank(found)), key=lambda one: one.shard)
-        elif present:
-            on_every_rank(partial(verify_shards, root, manifest, [split], present, data.verify, rank, world_size))
+        elif split == "train" or cache is None:
+            on_every_rank(partial(verify_shards, root, manifest, [split], present, *share))
+        else:
+            on_every_rank(partial(verify_shards, root, manifest, [split], present, check=cache.keep))
     return damages
 
 

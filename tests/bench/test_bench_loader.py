@@ -50,15 +50,15 @@ def test_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_report_by_hand(tmp_path: Path) -> None:
-    rows, resumes = [Row(10, 2048, 4, 2, 2.5e7)], [Resume(1000, 102400, 32_000_000, 0.05, 0.25)]
-    report = Report("`data`", {"torch": "2"}, 5, 1e8, rows, resumes)
+    rows, resumes = [Row(10, 2048, 4, 2, False, 2.5e7, 1e8)], [Resume(1000, 102400, 32_000_000, 0.05, 0.25)]
+    report = Report("`data`", {"torch": "2"}, 5, rows, resumes)
     report.write(tmp_path)
     text = (tmp_path / "loader.md").read_text()
-    assert "`data`. Each row was read for 5 s. Floor: 100 million tokens/s a core" in text
-    assert "| 10 | 2,048 | 4 | 2 | 25.0 | 12 % |" in text
+    assert "`data`. Each row was read for 5 s." in text
+    assert "| 10 | 2,048 | 4 | 2 | in memory | 25.0 | 12 % |" in text
     assert "| 1,000 | 102,400 | 32,000,000 | 50 | 250 |" in text
     raw = json.loads((tmp_path / "loader.json").read_text())
-    assert raw["floor_tokens_per_second"] == 1e8
+    assert raw["rows"][0]["floor"] == 1e8
     assert raw["rows"][0]["tokens_per_second"] == 2.5e7
     assert raw["resumes"][0]["seconds_checked"] == 0.25
 
@@ -67,7 +67,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     options = ["--shards", "1,2", "--shard-tokens", "3000", "--lengths", "64", "--ranks", "1", "--samples", "0,1000"]
     assert main(["bench", "loader", *options, "--seconds", "0.05", "--output", str(tmp_path)]) == 0
     raw = json.loads((tmp_path / "loader.json").read_text())
-    assert [(row["shards"], row["length"], row["batch"]) for row in raw["rows"]] == [(1, 64, 128), (2, 64, 128)]
+    assert [(row["shards"], row["batch"], row["cold"]) for row in raw["rows"]] == [
+        (1, 128, False),
+        (1, 128, True),
+        (2, 128, False),
+        (2, 128, True),
+    ]
     assert all(row["tokens_per_second"] > 0 for row in raw["rows"])
     assert [(one["shards"], one["sample"]) for one in raw["resumes"]] == [(1, 0), (1, 1000), (2, 0), (2, 1000)]
     assert capsys.readouterr().out == (tmp_path / "loader.md").read_text() + "\n"

@@ -133,6 +133,18 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
             "mixers": {"top1_chunk": {"chunk_size": 64}},
         },
     ),
+    "data_elsewhere_has_a_cache": (
+        1,
+        {"data": {"path": "s3://bucket/data"}},
+        "data.cache_dir: null, with data.path s3://bucket/data; give a folder on a local disk",
+        {"data": {"path": "s3://bucket/data", "cache_dir": "/tmp/cache"}},
+    ),
+    "limit_is_of_a_cache": (
+        1,
+        {"data": {"cache_gib": 2.5}},
+        "data.cache_gib: 2.5, without data.cache_dir; leave it out",
+        {"data": {"path": "s3://bucket/data", "cache_dir": "/tmp/cache", "cache_gib": 2.5}},
+    ),
     "train_domains_are_a_set": (
         1,
         {"data": {"train_domains": ["A", "B", "A"]}},
@@ -270,6 +282,7 @@ def test_second_halves_of_rules() -> None:
         sections({"parallel": {"context": 2}, "data": {"seq_length": 31}}), 2
     )
     assert "5, with optimizer.schedule cosine" in line_of(sections({"optimizer": {"decay_steps": 5}}), 1)
+    assert "data.cache_dir: here, with data.path" in line_of(sections({"data": {"cache_dir": "here"}}), 1)
     late = {"optimizer": {"schedule": "wsd", "decay_steps": 6, "warmup_steps": 5}, "training": {"steps": 10}}
     assert "warm-up 5 + decay_steps 6 is more than training.steps 10" in line_of(sections(late), 1)
     assert "do not divide by that" in line_of(sections({"parallel": {"tensor": 8}}), 1)
