@@ -21,6 +21,10 @@ BLOCK = 4 << 20
 _AGAIN = "copy it there again or prepare the data again"
 
 
+class Unreachable(UserError):
+    """What lies at an address could not be looked at; whether it is whole is not known."""
+
+
 def is_url(path: str) -> bool:
     """Whether prepared data lies elsewhere: s3://bucket/folder, not a folder of this machine."""
     return "://" in path
@@ -94,6 +98,7 @@ class ShardCache:
 
         Raises:
             UserError: one is not; it is named.
+            Unreachable: nobody answers.
         """
         for name, size, _ in _files_of(shard):
             try:
@@ -169,9 +174,9 @@ class ShardCache:
         except OSError as error:
             raise self._unreadable(name, error) from None
 
-    def _unreadable(self, name: str, error: OSError) -> UserError:
+    def _unreadable(self, name: str, error: OSError) -> Unreachable:
         reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
-        return UserError(f"{self._url}/{name}", f"cannot be read ({reason})", _AGAIN)
+        return Unreachable(f"{self._url}/{name}", f"cannot be read ({reason})", _AGAIN)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

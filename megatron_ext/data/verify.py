@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from data_prep.manifest import Manifest, ShardEntry, VerifyMode, verify_shard, verify_tokenizer
+from megatron_ext.data.cache import Unreachable
 from megatron_ext.errors import UserError
 
 Check = Callable[[ShardEntry], None]
@@ -78,19 +79,25 @@ def find_damage(
     """Check as `verify_shards` does, but go on, and say what was found.
 
     Raises:
-        UserError: a split or domain is not in the manifest.
+        UserError: a split or domain is not in the manifest, or a network fails: that says nothing of the shards.
     """
     check, found = check or partial(_check_here, root, mode), []
     for shard in _share(manifest, [split], domains, rank, world_size):
         try:
             check(shard)
+        except Unreachable:
+            raise
         except UserError as error:
             found.append(Damage(shard.file, shard.tokens, f"{error.where} {error.problem}"))
     return found
 
 
 def _check_here(root: Path, mode: VerifyMode, shard: ShardEntry) -> None:
-    verify_shard(root, shard, mode)
+    try:
+        verify_shard(root, shard, mode)
+    except OSError as error:  # a disk that fails in the middle of a file does not say of which
+        problem = f"or its index cannot be read ({error.strerror})"
+        raise UserError(str(root / shard.file), problem, "copy it again or prepare the data again") from None
 
 
 def _share(

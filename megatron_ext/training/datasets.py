@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -91,13 +91,19 @@ def _verified(
         if not present:
             continue
         if split == "train" and data.on_damaged == "skip":
-            found = find_damage(root, manifest, split, present, *share)
-            damages += sorted(chain.from_iterable(from_every_rank(found)), key=lambda one: one.shard)
+            damages += _of_every_rank(partial(find_damage, root, manifest, split, present, *share))
         elif split == "train" or cache is None:
             on_every_rank(partial(verify_shards, root, manifest, [split], present, *share))
         else:
             on_every_rank(partial(verify_shards, root, manifest, [split], present, check=cache.keep))
     return damages
+
+
+def _of_every_rank(find: Callable[[], list[Damage]]) -> list[Damage]:
+    """What the ranks found together, in the order of the shards' names."""
+    found: list[Damage] = []
+    on_every_rank(lambda: found.extend(find()))
+    return sorted(chain.from_iterable(from_every_rank(found)), key=lambda one: one.shard)
 
 
 def _chosen(manifest: Manifest, split: str, asked: list[str] | None) -> list[str]:

@@ -117,6 +117,15 @@ def test_damage_at_the_address_is_named_and_nothing_is_left(cache, remote, manif
     assert not list(cache.root.rglob("*.partial"))
 
 
+def test_a_network_that_fails_is_no_damage(cache, manifest, monkeypatch):
+    def fails(_: str) -> int:
+        raise TimeoutError
+
+    monkeypatch.setattr(cache._files, "size", fails)
+    with pytest.raises(UserError, match=r"train/C4/000000\.index\.npy: cannot be read \(TimeoutError\); "):
+        find_damage(cache.root, manifest, "train", ["C4"], check=cache.check)
+
+
 def test_the_shard_not_opened_for_longest_goes_first(remote, tmp_path, manifest):
     shards = train_shards(manifest)[:5]
     room = 100 + sum(shards[number].bytes + shards[number].index_bytes for number in (0, 3, 4))

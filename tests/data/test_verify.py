@@ -88,6 +88,17 @@ def test_all_damage_of_a_split_is_found(copy, manifest):
     assert [one.shard for one in find_damage(copy, manifest, "train", ["C4"], "size")] == [broken[0].file]
 
 
+def test_a_disk_that_fails_is_damage_and_named(prepared, manifest, monkeypatch):
+    def fails(_: Path) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("data_prep.manifest.sha256_of", fails)
+    shards = manifest.select("train", ["C4"])[0].shards
+    found = find_damage(prepared, manifest, "train", ["C4"])
+    assert [damage.shard for damage in found] == [shard.file for shard in shards]
+    assert found[0].problem == f"{prepared / shards[0].file} or its index cannot be read (Input/output error)"
+
+
 def test_tokenizer(prepared, manifest, tmp_path):
     assert check_tokenizer(prepared, manifest) == prepared / "tokenizer.json"
     same = shutil.copy(prepared / "tokenizer.json", tmp_path / "same.json")
