@@ -44,15 +44,19 @@ class Reading:
     seconds: float
 
 
-def read(reading: Reading) -> float:
-    """Tokens a second of one rank, from its first batch on: what opening each shard costs is in it."""
+def read(reading: Reading) -> tuple[float, float]:
+    """Tokens a second of one rank, and a second of its processor, from its first batch on.
+
+    What opening each shard costs is in it.
+    """
     samples, _ = open_samples(reading.root, reading.length, SEED)
     _micro_batch(samples, reading, 0)  # torch has been used once
-    number, started = 0, time.perf_counter()
+    number, started, worked = 0, time.perf_counter(), time.process_time()
     while time.perf_counter() - started < reading.seconds:
         number += 1
         _micro_batch(samples, reading, number)
-    return number * reading.batch * reading.length / (time.perf_counter() - started)
+    tokens = number * reading.batch * reading.length
+    return tokens / (time.perf_counter() - started), tokens / (time.process_time() - worked)
 
 
 def _micro_batch(samples: TrainingSamples, reading: Reading, number: int) -> None:
@@ -79,9 +83,12 @@ def measure(root: Path, shards: int, length: int, batch: int, ranks: int, second
     best = floor(batch * length)
     readings = [Reading(root, length, batch, rank, ranks, seconds) for rank in range(ranks)]
     if ranks == 1:
-        return Row(shards, length, batch, ranks, cold, read(readings[0]), best)
-    with multiprocessing.get_context("spawn").Pool(ranks) as pool:
-        return Row(shards, length, batch, ranks, cold, sum(pool.map(read, readings, chunksize=1)), best)
+        speeds = [read(readings[0])]
+    else:
+        with multiprocessing.get_context("spawn").Pool(ranks) as pool:
+            speeds = pool.map(read, readings, chunksize=1)
+    wall, work = (sum(speed) for speed in zip(*speeds, strict=True))
+    return Row(shards, length, batch, ranks, cold, wall, work / ranks, best)
 
 
 def resume(root: Path, shards: int, length: int, sample: int, repeat: int) -> Resume:

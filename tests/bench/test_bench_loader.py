@@ -44,18 +44,19 @@ def test_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(loader, "training_batch", noting)
     clock = iter(range(100))
     monkeypatch.setattr(loader.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(loader.time, "process_time", iter((10.0, 12.0)).__next__)
     # One batch to warm up; then the clock is read once a batch and stands at 3 and, at the end, 4 s.
-    assert loader.read(loader.Reading(tmp_path, 100, 2, 1, 2, 3.0)) == 2 * 2 * 100 / 4
+    assert loader.read(loader.Reading(tmp_path, 100, 2, 1, 2, 3.0)) == (2 * 2 * 100 / 4, 2 * 2 * 100 / 2)
     assert read == [2, 3, 6, 7, 10, 11]  # the second of two ranks
 
 
 def test_the_report_by_hand(tmp_path: Path) -> None:
-    rows, resumes = [Row(10, 2048, 4, 2, False, 2.5e7, 1e8)], [Resume(1000, 102400, 32_000_000, 0.05, 0.25)]
+    rows, resumes = [Row(10, 2048, 4, 2, False, 2.5e7, 1.2e7, 1e8)], [Resume(1000, 102400, 32_000_000, 0.05, 0.25)]
     report = Report("`data`", {"torch": "2"}, 5, rows, resumes)
     report.write(tmp_path)
     text = (tmp_path / "loader.md").read_text()
     assert "`data`. Each row was read for 5 s." in text
-    assert "| 10 | 2,048 | 4 | 2 | in memory | 25.0 | 12 % |" in text
+    assert "| 10 | 2,048 | 4 | 2 | in memory | 25.0 | 12.0 | 12 % |" in text
     assert "| 1,000 | 102,400 | 32,000,000 | 50 | 250 |" in text
     raw = json.loads((tmp_path / "loader.json").read_text())
     assert raw["rows"][0]["floor"] == 1e8
