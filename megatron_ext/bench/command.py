@@ -1,4 +1,4 @@
-"""What `selectron bench` does: one benchmark, of kernels, of layers, of checkpoints or of optimizers."""
+"""What `selectron bench` does: one benchmark, of kernels, layers, checkpoints, optimizers or the loading of data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 
 from kernels.bench import options as kernels
 from kernels.bench.cases import OptionError
+from megatron_ext.bench import loader_options as loader
 from megatron_ext.bench import optimizers_options as optimizers
 from megatron_ext.bench import options as layers
 from megatron_ext.bench import saves_options as checkpoints
@@ -19,6 +20,7 @@ SUBJECTS = {
         "what a checkpoint costs training, and how fast it is saved and loaded",
     ),
     "optimizers": (optimizers, "a training step under one optimizer and another, in turn in the same processes"),
+    "loader": (loader, "how fast batches of prepared data are read, and how soon a resumed run has its first"),
 }
 
 

@@ -280,6 +280,26 @@ def fetched_chunks_lie_on_one_rank(f: Facts) -> Broken:
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
+@rule("data.cache_dir")
+def data_elsewhere_has_a_cache(f: Facts) -> Broken:
+    """Samples are read in any order: over a network each would fetch its few kilobytes alone."""
+    data = f.config.data
+    if ("://" in data.path) == (data.cache_dir is not None):
+        return None
+    if data.cache_dir is None:
+        return f"null, with data.path {data.path}", "give a folder on a local disk"
+    return f"{data.cache_dir}, with data.path {data.path} on this machine", "leave it out"
+
+
+@rule("data.cache_gib")
+def limit_is_of_a_cache(f: Facts) -> Broken:
+    """There is nothing else that it could limit."""
+    data = f.config.data
+    if data.cache_gib is None or data.cache_dir is not None:
+        return None
+    return f"{data.cache_gib:g}, without data.cache_dir", "leave it out"
+
+
 @rule("data.train_domains")
 def train_domains_are_a_set(f: Facts) -> Broken:
     """No training domains: nothing to learn; one named twice: a slip, since it would not count twice."""
@@ -300,6 +320,24 @@ def domains_are_disjoint(f: Facts) -> Broken:
     if not both:
         return None
     return f"{', '.join(both)} is among data.train_domains too", "keep a domain for training or for the test"
+
+
+@rule("data.weights")
+def some_weight_is_positive(f: Facts) -> Broken:
+    """Without one there is nothing to read."""
+    weights = f.config.data.weights
+    if weights is None or any(weights.values()):
+        return None
+    return f"{weights or 'no domain'} has no weight above 0", "give one, or leave it out: in proportion to tokens"
+
+
+@rule("data.reset_positions")
+def reset_positions_are_read(f: Facts) -> Broken:
+    """Position ids go to a learned table; rotary angles and ALiBi are of distances, which the start does not change."""
+    fields = [f.config.mixers.get(name, {}) for name in f.layers]
+    if not f.config.data.reset_positions or any(one.get("position_encoding") == "learned" for one in fields):
+        return None
+    return "true, and no mixer has position_encoding learned", "set it to false"
 
 
 def _not_a_set(domains: list[str] | None) -> Broken:

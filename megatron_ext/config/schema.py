@@ -98,20 +98,41 @@ class DataConfig:
     """Prepared data (see `selectron prepare`).
 
     Attributes:
-        path: folder with manifest.json and the shards.
+        path: folder with manifest.json and the shards; or its address as fsspec takes it, s3://bucket/folder.
+        cache_dir: local folder for copies of shards that lie at an address: each is copied when it is first opened, by
+            one process of a machine, and its sha256 compared with the manifest's; `verify` then means that all have
+            the right size at the address. Validation and test shards are copied before training.
+        cache_gib: GiB of training text kept there, at most, and a shard a process; None: all of it.
         tokenizer: a tokenizer.json that must be the one the data was made with; None: the one kept beside the manifest.
         train_domains: domains to train on; None: every domain of the manifest that has a train split.
         test_domains: out-of-domain test domains; None: every domain that has a test split.
+        weights: part of the samples that each training domain has, in any unit; None: in proportion to its tokens.
+            After any number of samples a domain has had its part of them to within one sample; a domain that has been
+            read through begins again.
         seq_length: tokens a sample, whole, before context parallelism splits it.
         verify: what is checked of the shards before training: their sha256, or their size alone.
+        on_damaged: what becomes of a run for which that check finds a shard of training text missing or damaged. stop:
+            it does not begin. skip: it does without the shard, with a warning, a line in skipped_shards.jsonl and the
+            order of all other samples as it was; a sample of the shard reads another in its place. Text to evaluate on
+            is never skipped, and a shard that fails later than that check stops the run by its name: `--resume` with
+            skip goes on without it.
+        document_boundaries: batches say where the documents of a packed sample begin (`Batch.cu_seqlens`). No mixer
+            reads that yet: every one mixes across documents.
+        reset_positions: positions begin at 0 with every document of a sample, for a learned position table.
     """
 
     path: str
+    cache_dir: str | None = None
+    cache_gib: PositiveFloat | None = None
     tokenizer: str | None = None
     train_domains: list[str] | None = None
     test_domains: list[str] | None = None
+    weights: dict[str, NonNegativeFloat] | None = None
     seq_length: PositiveInt = 2048
     verify: Literal["sha256", "size"] = "sha256"
+    on_damaged: Literal["stop", "skip"] = "stop"
+    document_boundaries: bool = False
+    reset_positions: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

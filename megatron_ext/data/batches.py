@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,10 @@ class Batch:
         tokens: int64 [b, t] inputs.
         labels: int64 [b, t], the token after each input.
         loss_mask: float32 [b, t], 1 where the label counts.
-        position_ids: int64 [b, t], position in the whole sequence, not in the slice.
+        position_ids: int64 [b, t], position in the whole sequence, not in the slice; or in the document, see `Packing`.
         document_ids: int64 [b, t], the document of each label, -1 on padding; None for training.
+        cu_seqlens: int32 [n + 1], where the n pieces of documents among the b * t inputs, row after row, begin, and
+            b * t; None unless asked for. A row begins a piece, also where its document began before the slice.
     """
 
     tokens: torch.Tensor
@@ -29,17 +32,28 @@ class Batch:
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
     document_ids: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on another device."""
-        documents = None if self.document_ids is None else self.document_ids.to(device)
-        return Batch(
-            tokens=self.tokens.to(device),
-            labels=self.labels.to(device),
-            loss_mask=self.loss_mask.to(device),
-            position_ids=self.position_ids.to(device),
-            document_ids=documents,
-        )
+        moved: dict[str, Any] = {name: part.to(device) for name, part in vars(self).items() if part is not None}
+        return Batch(**moved)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What a training batch says of the documents that its samples are packed from.
+
+    Attributes:
+        boundaries: it has `cu_seqlens`.
+        reset_positions: position ids begin at 0 with every document; one that began before its sample, with that.
+    """
+
+    boundaries: bool = False
+    reset_positions: bool = False
+
+
+NO_PACKING = Packing()
 
 
 def micro_batch_indices(
@@ -61,7 +75,9 @@ def micro_batch_indices(
     return range(first, first + micro_batch_size)
 
 
-def training_batch(samples: TrainingSamples, indices: Sequence[int], cp_rank: int = 0, cp_size: int = 1) -> Batch:
+def training_batch(
+    samples: TrainingSamples, indices: Sequence[int], cp_rank: int = 0, cp_size: int = 1, packing: Packing = NO_PACKING
+) -> Batch:
     """Read training samples and keep this context-parallel rank's contiguous slice of them.
 
     Args:
@@ -69,12 +85,28 @@ def training_batch(samples: TrainingSamples, indices: Sequence[int], cp_rank: in
         indices: their b global indices.
         cp_rank: this rank among the context-parallel ones.
         cp_size: how many there are; divides the sequence length.
+        packing: what it says of documents.
 
     Raises:
         ValueError: `cp_size` does not divide the sequence length.
     """
+    part = _slice(samples.seq_length, cp_rank, cp_size)
     tokens = np.stack([samples[index] for index in indices])
-    return _batch(tokens, np.ones((len(indices), samples.seq_length), dtype=np.float32), None, cp_rank, cp_size)
+    positions = torch.arange(part.start, part.stop).repeat(len(indices), 1)
+    cu_seqlens = None
+    if packing.boundaries or packing.reset_positions:
+        starts = [np.union1d([0], samples.document_starts(index)) for index in indices]
+        if packing.boundaries:
+            cu_seqlens = torch.from_numpy(_cu_seqlens(starts, part))
+        if packing.reset_positions:
+            positions = _tensor(np.stack([_positions(row, samples.seq_length) for row in starts])[:, part])
+    return Batch(
+        tokens=_tensor(tokens[:, :-1][:, part]),
+        labels=_tensor(tokens[:, 1:][:, part]),
+        loss_mask=torch.ones(positions.shape),
+        position_ids=positions,
+        cu_seqlens=cu_seqlens,
+    )
 
 
 def evaluation_batch(samples: EvaluationSamples, indices: Sequence[int], cp_rank: int = 0, cp_size: int = 1) -> Batch:
@@ -82,31 +114,38 @@ def evaluation_batch(samples: EvaluationSamples, indices: Sequence[int], cp_rank
 
     Indices beyond the last sample give rows that are padding throughout and count for nothing.
     """
+    part = _slice(samples.seq_length, cp_rank, cp_size)
     read = [samples[index] for index in indices]
-    tokens, mask = np.stack([item.tokens for item in read]), np.stack([item.loss_mask for item in read])
-    return _batch(tokens, mask, np.stack([item.document_ids for item in read]), cp_rank, cp_size)
-
-
-def _batch(
-    tokens: npt.NDArray[np.int64],
-    loss_mask: npt.NDArray[np.float32],
-    document_ids: npt.NDArray[np.int64] | None,
-    cp_rank: int,
-    cp_size: int,
-) -> Batch:
-    """Cut [b, T + 1] tokens into inputs and labels, then both to the slice of one context-parallel rank."""
-    length = tokens.shape[1] - 1
-    if length % cp_size:
-        raise ValueError(f"a sequence of {length} does not divide by {cp_size} context-parallel ranks")
-    part = slice(cp_rank * length // cp_size, (cp_rank + 1) * length // cp_size)
-    positions = np.broadcast_to(np.arange(length), (len(tokens), length))
+    tokens = np.stack([item.tokens for item in read])
     return Batch(
         tokens=_tensor(tokens[:, :-1][:, part]),
         labels=_tensor(tokens[:, 1:][:, part]),
-        loss_mask=_tensor(loss_mask[:, part]),
-        position_ids=_tensor(positions[:, part]),
-        document_ids=None if document_ids is None else _tensor(document_ids[:, part]),
+        loss_mask=_tensor(np.stack([item.loss_mask[part] for item in read])),
+        position_ids=torch.arange(part.start, part.stop).repeat(len(read), 1),
+        document_ids=_tensor(np.stack([item.document_ids[part] for item in read])),
     )
+
+
+def _slice(length: int, cp_rank: int, cp_size: int) -> slice:
+    """Positions of one context-parallel rank."""
+    if length % cp_size:
+        raise ValueError(f"a sequence of {length} does not divide by {cp_size} context-parallel ranks")
+    return slice(cp_rank * length // cp_size, (cp_rank + 1) * length // cp_size)
+
+
+def _cu_seqlens(starts: Sequence[npt.NDArray[np.int64]], part: slice) -> npt.NDArray[np.int32]:
+    """Where documents begin in a slice of every row, which begins one itself: int32 [n + 1]."""
+    size = part.stop - part.start
+    rows = [
+        row * size + np.concatenate([[0], found[(found > part.start) & (found < part.stop)] - part.start])
+        for row, found in enumerate(starts)
+    ]
+    return np.concatenate([*rows, [len(starts) * size]]).astype(np.int32)
+
+
+def _positions(starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
+    """Position of each of a sample's inputs in its document: int64 [T]."""
+    return np.arange(length) - np.repeat(starts, np.diff(np.append(starts, length)).astype(np.int64))
 
 
 def _tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:

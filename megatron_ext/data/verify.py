@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from data_prep.manifest import Manifest, VerifyMode, verify_shard, verify_tokenizer
+from data_prep.manifest import Manifest, ShardEntry, VerifyMode, verify_shard, verify_tokenizer
+from megatron_ext.data.cache import Unreachable
+from megatron_ext.errors import UserError
+
+Check = Callable[[ShardEntry], None]
+"""Raises a `UserError` that names what is wrong with a shard."""
 
 
 def verify_shards(
@@ -16,6 +23,7 @@ def verify_shards(
     mode: VerifyMode = "sha256",
     rank: int = 0,
     world_size: int = 1,
+    check: Check | None = None,
 ) -> int:
     """Check this rank's share of the shards and their indexes; the ranks together check every one once.
 
@@ -27,6 +35,7 @@ def verify_shards(
         mode: `sha256` reads the files whole, `size` compares sizes alone.
         rank: this process among those that check.
         world_size: processes that check.
+        check: of one shard, in the place of that by `mode`.
 
     Returns:
         The number of shards that this rank checked.
@@ -35,13 +44,70 @@ def verify_shards(
         UserError: a shard is missing, truncated or altered (the message names the file), or a split or domain is not
             in the manifest.
     """
+    shards = _share(manifest, splits, domains, rank, world_size)
+    check = check or partial(_check_here, root, mode)
+    for shard in shards:
+        check(shard)
+    return len(shards)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A shard that cannot be read, or not as it was made.
+
+    Attributes:
+        shard: name of its tar in the manifest.
+        tokens: that it held.
+        problem: the file at fault, and what is wrong with it.
+    """
+
+    shard: str
+    tokens: int
+    problem: str
+
+
+def find_damage(
+    root: Path,
+    manifest: Manifest,
+    split: str,
+    domains: Iterable[str],
+    mode: VerifyMode = "sha256",
+    rank: int = 0,
+    world_size: int = 1,
+    check: Check | None = None,
+) -> list[Damage]:
+    """Check as `verify_shards` does, but go on, and say what was found.
+
+    Raises:
+        UserError: a split or domain is not in the manifest, or a network fails: that says nothing of the shards.
+    """
+    check, found = check or partial(_check_here, root, mode), []
+    for shard in _share(manifest, [split], domains, rank, world_size):
+        try:
+            check(shard)
+        except Unreachable:
+            raise
+        except UserError as error:
+            found.append(Damage(shard.file, shard.tokens, f"{error.where} {error.problem}"))
+    return found
+
+
+def _check_here(root: Path, mode: VerifyMode, shard: ShardEntry) -> None:
+    try:
+        verify_shard(root, shard, mode)
+    except OSError as error:  # a disk that fails in the middle of a file does not say of which
+        problem = f"or its index cannot be read ({error.strerror})"
+        raise UserError(str(root / shard.file), problem, "copy it again or prepare the data again") from None
+
+
+def _share(
+    manifest: Manifest, splits: Iterable[str] | None, domains: Iterable[str] | None, rank: int, world_size: int
+) -> list[ShardEntry]:
+    """Every `world_size`-th shard of the splits and domains."""
     names = None if domains is None else list(domains)
     wanted: list[str | None] = [None] if splits is None else [*splits]
     chosen = [entry for split in wanted for entry in manifest.select(split, names)]
-    shards = [shard for entry in chosen for shard in entry.shards][rank::world_size]
-    for shard in shards:
-        verify_shard(root, shard, mode)
-    return len(shards)
+    return [shard for entry in chosen for shard in entry.shards][rank::world_size]
 
 
 def check_tokenizer(root: Path, manifest: Manifest, tokenizer_path: Path | None = None) -> Path:

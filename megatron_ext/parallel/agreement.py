@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
 from megatron_ext.errors import UserError
+
+T = TypeVar("T")
 
 
 def on_every_rank(check: Callable[[], object]) -> None:
@@ -25,10 +28,21 @@ def on_every_rank(check: Callable[[], object]) -> None:
         check()
     except UserError as found:
         error = found
-    errors: list[UserError | None] = [error]
-    if dist.is_initialized():
-        errors = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
-    first = next((one for one in errors if one is not None), None)
+    first = next((one for one in from_every_rank(error) if one is not None), None)
     if first is not None:
         raise first
+
+
+def from_every_rank(value: T) -> list[T]:
+    """What each rank has, in the order of the ranks, on all of them.
+
+    A collective call; without a process group, this process is all there is.
+
+    Args:
+        value: this rank's; it travels as a pickle.
+    """
+    if not dist.is_initialized():
+        return [value]
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return cast(list[T], values)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,11 +13,13 @@ import torch.distributed as dist
 from data_prep.manifest import Manifest, load_manifest
 from megatron_ext.config.layout import Layout
 from megatron_ext.config.schema import DataConfig, TrainingConfig
-from megatron_ext.data.batches import Batch, micro_batch_indices, training_batch
+from megatron_ext.data.batches import NO_PACKING, Batch, Packing, micro_batch_indices, training_batch
+from megatron_ext.data.cache import ShardCache, is_url
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.data.shards import TokenStore
-from megatron_ext.data.verify import check_tokenizer, verify_shards
-from megatron_ext.parallel.agreement import on_every_rank
+from megatron_ext.data.verify import Damage, check_tokenizer, find_damage, verify_shards
+from megatron_ext.data.weights import domain_weights
+from megatron_ext.parallel.agreement import from_every_rank, on_every_rank
 
 
 @dataclass(frozen=True)
@@ -23,12 +27,14 @@ class RunData:
     """Prepared data that was found whole.
 
     Attributes:
-        root: folder of the manifest.
+        root: folder of the manifest; a cache's own of data that lies elsewhere.
         manifest: what it holds.
         tokenizer_file: tokenizer.json that made its tokens.
         train_domains: trained on.
         test_domains: tested on.
         samples: training samples in the run's order.
+        weights: of the training domains, if they have any.
+        damages: shards of training text that the samples do without.
     """
 
     root: Path
@@ -37,6 +43,8 @@ class RunData:
     train_domains: list[str]
     test_domains: list[str]
     samples: TrainingSamples
+    weights: dict[str, float] | None = None
+    damages: Sequence[Damage] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -56,19 +64,46 @@ def open_data(data: DataConfig, seed: int) -> RunData:
     Raises:
         UserError: something is missing, damaged or from another tokenizer.
     """
-    root, world_size = Path(data.path), dist.get_world_size()
+    cache = ShardCache(data.path, Path(data.cache_dir or ""), data.cache_gib) if is_url(data.path) else None
+    root = Path(data.path) if cache is None else cache.root
     manifest = load_manifest(root)
     tokenizer_file = check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
     train = _chosen(manifest, "train", data.train_domains)
     test = _chosen(manifest, "test", data.test_domains)
+    weights = None if data.weights is None else domain_weights(data.weights, train, manifest)
+    damages = _verified(root, manifest, train, test, data, cache)
+    store = TokenStore(root, manifest, "train", train, None if cache is None else cache.holding)
+    samples = TrainingSamples(store, data.seq_length, seed, weights, [one.shard for one in damages])
+    return RunData(root, manifest, tokenizer_file, train, test, samples, weights, damages)
+
+
+def _verified(
+    root: Path, manifest: Manifest, train: list[str], test: list[str], data: DataConfig, cache: ShardCache | None
+) -> list[Damage]:
+    """Shards of training text to do without, the same on every rank; any other damage is an error.
+
+    Of a cache, shards of training text are looked for at their address; the others are copied, to every machine.
+    """
+    share = (data.verify, dist.get_rank(), dist.get_world_size(), None if cache is None else cache.check)
+    damages: list[Damage] = []
     for split, domains in (("train", train), ("validation", train), ("test", test)):
         present = [domain for domain in domains if domain in manifest.domain_names(split)]
-        if present:
-            on_every_rank(
-                partial(verify_shards, root, manifest, [split], present, data.verify, dist.get_rank(), world_size)
-            )
-    store = TokenStore(root, manifest, "train", train)
-    return RunData(root, manifest, tokenizer_file, train, test, TrainingSamples(store, data.seq_length, seed))
+        if not present:
+            continue
+        if split == "train" and data.on_damaged == "skip":
+            damages += _of_every_rank(partial(find_damage, root, manifest, split, present, *share))
+        elif split == "train" or cache is None:
+            on_every_rank(partial(verify_shards, root, manifest, [split], present, *share))
+        else:
+            on_every_rank(partial(verify_shards, root, manifest, [split], present, check=cache.keep))
+    return damages
+
+
+def _of_every_rank(find: Callable[[], list[Damage]]) -> list[Damage]:
+    """What the ranks found together, in the order of the shards' names."""
+    found: list[Damage] = []
+    on_every_rank(lambda: found.extend(find()))
+    return sorted(chain.from_iterable(from_every_rank(found)), key=lambda one: one.shard)
 
 
 def _chosen(manifest: Manifest, split: str, asked: list[str] | None) -> list[str]:
@@ -85,6 +120,7 @@ def step_batches(
     dp_rank: int,
     cp_rank: int,
     cp_size: int,
+    packing: Packing = NO_PACKING,
 ) -> list[Batch]:
     """This rank's micro-batches of the step that begins at a sample."""
     return [
@@ -95,6 +131,7 @@ def step_batches(
             ),
             cp_rank,
             cp_size,
+            packing,
         )
         for micro_batch in range(layout.num_micro_batches)
     ]

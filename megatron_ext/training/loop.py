@@ -12,7 +12,7 @@ from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.config.layout import Layout
 from megatron_ext.config.schema import TrainingConfig
-from megatron_ext.data.batches import Batch
+from megatron_ext.data.batches import NO_PACKING, Batch, Packing
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.evaluation.domains import DomainEvaluator
 from megatron_ext.training.datasets import step_batches
@@ -37,6 +37,7 @@ class TrainingLoop:
         peak_flops: of all devices together; None where unknown.
         progress: how far the run is.
         last_evaluation: step of the newest evaluation there is; 0: none.
+        packing: what batches say of documents.
     """
 
     trainer: Trainer
@@ -50,6 +51,7 @@ class TrainingLoop:
     peak_flops: float | None
     progress: Progress
     last_evaluation: int
+    packing: Packing = NO_PACKING
 
     def run(self, stop: StopRequest) -> bool:
         """Train to the last step, or until a stop is asked for; a checkpoint is left either way.
@@ -117,6 +119,7 @@ class TrainingLoop:
             dp_rank=groups.dp.rank(),
             cp_rank=groups.cp.rank(),
             cp_size=groups.cp.size(),
+            packing=self.packing,
         )
 
     def _largest(self, *values: float) -> list[int]:

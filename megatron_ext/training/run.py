@@ -18,11 +18,13 @@ from megatron_ext.config.layout import layout_of
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.save import save_config, to_yaml
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.data.batches import Packing
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.domains import DomainEvaluator, evaluation_domains
 from megatron_ext.model import ModelShape, training_flops_per_token
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform import DTYPES, Platform, local_rank, select_platform, start_process_group
+from megatron_ext.training import skipped
 from megatron_ext.training.build import build_trainer, model_shape
 from megatron_ext.training.datasets import RunData, open_data
 from megatron_ext.training.loop import TrainingLoop
@@ -102,6 +104,8 @@ def _train(
     record_of: Callable[[CheckpointStore], Record | None],
 ) -> None:
     data = open_data(config.data, config.training.seed)
+    for warning in skipped.warnings(data.damages, data.samples):
+        _say_on_first_rank(warning)
     groups = make_process_groups(config.parallel, config.training.seed)
     store = CheckpointStore(
         folder / CHECKPOINTS,
@@ -161,6 +165,7 @@ def _loop(
         peak_flops=None if peak is None else _sum_over(peak, platform, None),
         progress=progress,
         last_evaluation=int(last_evaluation),
+        packing=Packing(config.data.document_boundaries, config.data.reset_positions),
     )
 
 
@@ -171,6 +176,7 @@ def _records(config: RunConfig, folder: Path, data: RunData, progress: Progress)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _save_config(config, folder, progress.step)
+        skipped.keep(folder, data.damages, data.samples, progress.step)
         keep_tokenizer(data.tokenizer_file, folder, data.manifest.tokenizer.eos_token)
         return RunRecords(folder, config.run.name, progress.step, config.training.steps)
     except OSError as error:
@@ -199,6 +205,9 @@ def identity(config: RunConfig, data: RunData) -> dict[str, Any]:
         **{f"mixers.{name}.{field}": value for name, fields in used.items() for field, value in fields.items()},
         "data.seq_length": config.data.seq_length,
         "data.train_domains": data.train_domains,
+        # What a checkpoint from before there were such fields says of them: nothing.
+        "data.weights": data.weights,
+        "data.reset_positions": config.data.reset_positions or None,
         "data.tokenizer": data.manifest.tokenizer.sha256,
         "data.vocab_size": data.vocab_size,
         "training.seed": config.training.seed,

@@ -23,6 +23,11 @@ class AttentionConfig:
 
 
 @checked(frozen=True, kw_only=True, config=STRICT)
+class Top1ElementConfig(AttentionConfig):
+    position_encoding: Literal["rope", "learned"] = "rope"
+
+
+@checked(frozen=True, kw_only=True, config=STRICT)
 class Top1ChunkConfig:
     chunk_size: PositiveInt = 128
     score: Literal["approx", "exact", "exact_lse"] = "exact"
@@ -45,7 +50,7 @@ class FakeMixer:
 MIXERS = {
     "attention": FakeMixer(AttentionConfig),
     "top1_chunk": FakeMixer(Top1ChunkConfig, chunk_field="chunk_size"),
-    "top1_element": FakeMixer(AttentionConfig),
+    "top1_element": FakeMixer(Top1ElementConfig),
     "gated_deltanet": FakeMixer(StatefulConfig, gathers_keys_and_values=False),
     "retnet": FakeMixer(StatefulConfig, gathers_keys_and_values=False, hands_on_states=True, units_are_groups=True),
 }

@@ -133,6 +133,18 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
             "mixers": {"top1_chunk": {"chunk_size": 64}},
         },
     ),
+    "data_elsewhere_has_a_cache": (
+        1,
+        {"data": {"path": "s3://bucket/data"}},
+        "data.cache_dir: null, with data.path s3://bucket/data; give a folder on a local disk",
+        {"data": {"path": "s3://bucket/data", "cache_dir": "/tmp/cache"}},
+    ),
+    "limit_is_of_a_cache": (
+        1,
+        {"data": {"cache_gib": 2.5}},
+        "data.cache_gib: 2.5, without data.cache_dir; leave it out",
+        {"data": {"path": "s3://bucket/data", "cache_dir": "/tmp/cache", "cache_gib": 2.5}},
+    ),
     "train_domains_are_a_set": (
         1,
         {"data": {"train_domains": ["A", "B", "A"]}},
@@ -150,6 +162,23 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         {"data": {"train_domains": ["A", "B"], "test_domains": ["B", "C"]}},
         "data.test_domains: B is among data.train_domains too; keep a domain for training or for the test",
         {"data": {"train_domains": ["A", "B"], "test_domains": ["C"]}},
+    ),
+    "some_weight_is_positive": (
+        1,
+        {"data": {"weights": {"C4": 0.0, "Book": 0}}},
+        "data.weights: {'C4': 0.0, 'Book': 0.0} has no weight above 0; "
+        "give one, or leave it out: in proportion to tokens",
+        {"data": {"weights": {"C4": 0.0, "Book": 1}}},
+    ),
+    "reset_positions_are_read": (
+        1,
+        {"data": {"reset_positions": True}},
+        "data.reset_positions: true, and no mixer has position_encoding learned; set it to false",
+        {
+            "data": {"reset_positions": True},
+            "model": {"pattern": "attention*3,top1_element"},
+            "mixers": {"top1_element": {"position_encoding": "learned"}},
+        },
     ),
     "batch_divides_by_replicas": (
         2,
@@ -253,6 +282,7 @@ def test_second_halves_of_rules() -> None:
         sections({"parallel": {"context": 2}, "data": {"seq_length": 31}}), 2
     )
     assert "5, with optimizer.schedule cosine" in line_of(sections({"optimizer": {"decay_steps": 5}}), 1)
+    assert "data.cache_dir: here, with data.path" in line_of(sections({"data": {"cache_dir": "here"}}), 1)
     late = {"optimizer": {"schedule": "wsd", "decay_steps": 6, "warmup_steps": 5}, "training": {"steps": 10}}
     assert "warm-up 5 + decay_steps 6 is more than training.steps 10" in line_of(sections(late), 1)
     assert "do not divide by that" in line_of(sections({"parallel": {"tensor": 8}}), 1)

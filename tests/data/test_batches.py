@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.data.batches import evaluation_batch, micro_batch_indices, training_batch
+from megatron_ext.data.batches import Packing, evaluation_batch, micro_batch_indices, training_batch
 from megatron_ext.data.samples import EvaluationSamples, TrainingSamples
 
 T = 24
@@ -54,6 +54,34 @@ def test_slices_of_the_context_ranks_make_the_whole(store, cp_size):
     assert all(part.document_ids is None for part in parts)
 
 
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
+def test_documents_of_packed_samples(store, documents, cp_size):
+    """Token by token: the stream's documents by webdataset, one position after the other."""
+    length, indices = 240, [0, 1, 5, 2]  # several documents in each
+    samples = TrainingSamples(store, length, 1)
+    in_document = [place for document in documents["train"] for place in range(len(document))]
+    t = length // cp_size
+    for rank in range(cp_size):
+        batch = training_batch(samples, indices, rank, cp_size, Packing(boundaries=True, reset_positions=True))
+        positions, begins = [], []
+        for row, index in enumerate(indices):
+            start = samples.place(index)
+            for place in range(rank * t, (rank + 1) * t):
+                positions.append(min(place, in_document[start + place]))
+                if place == rank * t or in_document[start + place] == 0:
+                    begins.append(row * t + place - rank * t)
+        assert batch.position_ids.flatten().tolist() == positions
+        assert batch.position_ids.is_contiguous()
+        assert (batch.cu_seqlens.tolist(), batch.cu_seqlens.dtype) == ([*begins, 4 * t], torch.int32)
+        plain = training_batch(samples, indices, rank, cp_size)
+        assert plain.cu_seqlens is None
+        assert torch.equal(plain.tokens, batch.tokens)
+        assert torch.equal(plain.position_ids, torch.arange(rank * t, (rank + 1) * t).expand(4, t))
+    assert len(begins) > 4
+    alone = training_batch(samples, indices, packing=Packing(boundaries=True))
+    assert torch.equal(alone.position_ids[0], torch.arange(length))
+
+
 def test_evaluation_batch(store):
     samples = EvaluationSamples(store, T)
     last = len(samples) - 1
@@ -71,8 +99,11 @@ def test_evaluation_batch(store):
 
 def test_moving_keeps_everything(store):
     batch = evaluation_batch(EvaluationSamples(store, T), [0]).to("meta")
-    assert {part.device.type for part in vars(batch).values()} == {"meta"}
-    assert training_batch(TrainingSamples(store, T, 0), [0]).to("cpu").document_ids is None
+    assert {part.device.type for part in vars(batch).values() if part is not None} == {"meta"}
+    assert batch.document_ids is not None
+    packed = training_batch(TrainingSamples(store, T, 0), [0], packing=Packing(boundaries=True))
+    assert packed.to("cpu").document_ids is None
+    assert packed.to("meta").cu_seqlens.shape == packed.cu_seqlens.shape
 
 
 def test_indivisible_sequence(store):

@@ -1,3 +1,5 @@
+import shutil
+
 import numpy as np
 import pytest
 
@@ -25,6 +27,36 @@ def test_a_run_resumed_at_a_sample_reads_what_the_whole_run_reads(prepared, mani
     whole = [TrainingSamples(store, T, 3)[i] for i in range(100)]
     resumed = TrainingSamples(type(store)(prepared, manifest, "train"), T, 3)
     assert all(np.array_equal(resumed[i], whole[i]) for i in range(61, 100))
+
+
+@pytest.mark.parametrize("weights", [None, {"C4": 0.7, "CommonCrawl": 0.3}])
+def test_without_a_lost_shard_all_other_samples_are_as_they_were(prepared, manifest, store, tmp_path, weights):
+    whole = TrainingSamples(store, T, 3, weights)
+    entry = manifest.select("train", ["CommonCrawl"])[0].shards[1]
+    root = shutil.copytree(prepared, tmp_path / "copy")
+    (root / entry.file).unlink()
+    without = TrainingSamples(type(store)(root, manifest, "train"), T, 3, weights, [entry.file])
+    first, length = store.shard_range(entry.file)
+    assert length == entry.tokens
+    assert (without.num_windows, whole.lost_windows) == (whole.num_windows, 0)
+    assert length // T <= without.lost_windows <= length // T + 2
+    changed = 0
+    for index in range(2 * whole.num_windows):
+        sample, place = without[index], whole.place(index)  # nothing reads the file that is not there
+        if place < first + length and place + T >= first:
+            changed += 1
+        else:
+            assert np.array_equal(sample, whole[index])
+    assert weights or changed == 2 * without.lost_windows
+
+
+def test_a_domain_that_is_mostly_lost_is_not_skipped(store, manifest):
+    shards = [shard.file for shard in manifest.select("train", ["C4"])[0].shards]
+    with pytest.raises(
+        UserError, match=r"^data.on_damaged: skip would leave out (\d+) of the \1 samples an epoch of C4; "
+    ):
+        TrainingSamples(store, T, 3, {"C4": 1, "CommonCrawl": 1}, shards)
+    TrainingSamples(store, T, 3, {"C4": 0, "CommonCrawl": 1}, shards)
 
 
 def test_longest_possible_window(store):

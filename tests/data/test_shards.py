@@ -24,6 +24,8 @@ def test_stream_is_the_documents_one_after_the_other(prepared, manifest, documen
         assert read.dtype == documents_read.dtype == np.int64
         assert np.array_equal(read, stream[start : start + length])
         assert np.array_equal(documents_read, ids[start : start + length])
+        before = np.concatenate([[-1], ids])[start : start + length]
+        assert np.array_equal(store.document_starts(start, length), np.flatnonzero(documents_read != before))
 
 
 def test_domains_alone_and_in_any_order(prepared, manifest, store):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.tokenizer import train_tokenizer
-from megatron_ext.data.verify import check_tokenizer, verify_shards
+from megatron_ext.data.verify import check_tokenizer, find_damage, verify_shards
 from megatron_ext.errors import UserError
 
 
@@ -70,6 +70,33 @@ def test_every_shard_is_some_ranks_and_only_that_rank_sees_it(copy, manifest):
             else:
                 verify_shards(copy, manifest, mode="size", rank=rank, world_size=4)
         (copy / shard.file).write_bytes(kept)
+
+
+def test_all_damage_of_a_split_is_found(copy, manifest):
+    entries = manifest.select("train", ["C4", "CommonCrawl"])
+    broken = [entries[0].shards[0], entries[1].shards[1], entries[1].shards[2]]
+    damage(copy / broken[0].file, "missing")
+    damage(copy / broken[1].index, "truncated")
+    damage(copy / broken[2].file, "flipped")
+    damage(copy / manifest.select("test")[0].shards[0].file, "missing")  # not asked for
+    found = [find_damage(copy, manifest, "train", ["C4", "CommonCrawl"], "sha256", rank, 2) for rank in range(2)]
+    assert {one.shard: one.tokens for part in found for one in part} == {one.file: one.tokens for one in broken}
+    problems = {one.shard: one.problem for part in found for one in part}
+    assert problems[broken[0].file] == f"{copy / broken[0].file} is missing"
+    assert f"{copy / broken[1].index} is truncated" in problems[broken[1].file]
+    assert f"{copy / broken[2].file} sha256 differs" in problems[broken[2].file]
+    assert [one.shard for one in find_damage(copy, manifest, "train", ["C4"], "size")] == [broken[0].file]
+
+
+def test_a_disk_that_fails_is_damage_and_named(prepared, manifest, monkeypatch):
+    def fails(_: Path) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("data_prep.manifest.sha256_of", fails)
+    shards = manifest.select("train", ["C4"])[0].shards
+    found = find_damage(prepared, manifest, "train", ["C4"])
+    assert [damage.shard for damage in found] == [shard.file for shard in shards]
+    assert found[0].problem == f"{prepared / shards[0].file} or its index cannot be read (Input/output error)"
 
 
 def test_tokenizer(prepared, manifest, tmp_path):

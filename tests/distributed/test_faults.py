@@ -111,6 +111,22 @@ def test_a_damaged_shard_is_named_once_by_all_ranks(tmp_path: Path, own_data: Pa
     assert snapshot(tmp_path) == before
 
 
+def test_a_damaged_shard_is_skipped_where_that_is_asked_for(
+    tmp_path: Path, own_data: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip_a_byte(own_data / "train/First/000000.tar")
+    skip = [f"data.path={own_data}", "data.on_damaged=skip"]
+    assert call(config, *skip) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("selectron: warning: ")]
+    assert str(own_data / "train/First/000000.tar") in said[0]
+    assert "the run does without" in said[1]
+    (line,) = (tmp_path / "run" / "skipped_shards.jsonl").read_text().splitlines()
+    assert '"shard": "train/First/000000.tar"' in line
+    flip_a_byte(own_data / "validation/First/000000.tar")  # results rest on it
+    assert call(config, *skip, "run.name=other") == 2
+    assert str(own_data / "validation/First/000000.tar") in one_line(capsys.readouterr().err)
+
+
 def test_data_of_another_tokenizer_is_refused(
     tmp_path: Path, own_data: Path, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

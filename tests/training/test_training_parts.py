@@ -95,12 +95,16 @@ def test_what_changes_the_curve_identifies_a_run() -> None:
         "model.pattern": replace(config, model=replace(config.model, pattern="attention*2")),
         "mixers.top1_chunk.chunk_size": replace(config, mixers={"top1_chunk": {"chunk_size": 8}}),
         "data.seq_length": replace(config, data=replace(config.data, seq_length=24)),
+        "data.reset_positions": replace(config, data=replace(config.data, reset_positions=True)),
         "training.seed": replace(config, training=replace(config.training, seed=2)),
         "training.precision": replace(config, training=replace(config.training, precision="fp32")),
     }
     for field, other in changed.items():
         assert identity(other, run_data())[field] != base[field], field
     assert identity(config, run_data("b" * 64))["data.tokenizer"] == "b" * 64
+    weighted = replace(run_data(), weights={"First": 1.0})
+    assert identity(config, weighted)["data.weights"] == {"First": 1.0}
+    assert base["data.weights"] is None  # as a checkpoint from before there were weights says by saying nothing
 
 
 def test_layout_length_and_unused_mixers_do_not() -> None:

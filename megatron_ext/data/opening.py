@@ -1,0 +1,34 @@
+"""A prepared folder's training samples in one call, without the checks that a run makes first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from data_prep.manifest import Manifest, load_manifest
+from megatron_ext.data.samples import TrainingSamples
+from megatron_ext.data.shards import TokenStore
+
+
+def open_samples(root: Path, seq_length: int, seed: int) -> tuple[TrainingSamples, Manifest]:
+    """Training samples of all domains in proportion to their tokens, and the manifest.
+
+    Args:
+        root: a prepared folder.
+        seq_length: T, input tokens a sample.
+        seed: of the order.
+
+    Raises:
+        UserError: the folder has no manifest or no training text, or too little for one sample.
+    """
+    manifest = load_manifest(root)
+    return TrainingSamples(TokenStore(root, manifest, "train"), seq_length, seed), manifest
+
+
+def shard_files(root: Path) -> list[Path]:
+    """Tars and indexes of a prepared folder's training text.
+
+    Raises:
+        UserError: the folder has no manifest or no training text.
+    """
+    shards = [shard for entry in load_manifest(root).select("train") for shard in entry.shards]
+    return [root / name for shard in shards for name in (shard.file, shard.index)]

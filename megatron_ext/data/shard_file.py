@@ -1,0 +1,160 @@
+"""One shard, open for reading: any range of its tokens by two reads, one of the index and one of the tar."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from data_prep.manifest import ShardEntry
+from megatron_ext.errors import UserError
+
+STRIDE = 64
+"""Documents between two that a shard's `Landmarks` know; an index of a kilobyte is read for a range between them."""
+
+_ROW = np.dtype("<i8")
+_MEND = "copy it again or prepare the data again"
+
+
+@dataclass(frozen=True)
+class Landmarks:
+    """What is kept of a shard's index when its files are closed: 1/8 of a byte a document.
+
+    Attributes:
+        header: bytes before the rows of the index file.
+        starts: int64 [1 + documents / STRIDE, rounded up], the shard's tokens before every STRIDE-th document, and all.
+    """
+
+    header: int
+    starts: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The n documents that a range of a shard's tokens touches.
+
+    Attributes:
+        first: number of the first in the shard.
+        starts: int64 [n + 1], the shard's tokens before each, and after the last.
+        offsets: int64 [n], where each one's tokens begin in the tar, in bytes.
+    """
+
+    first: int
+    starts: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+
+
+class OpenShard:
+    """Reads without memory maps: a file that is cut short or fails under a map kills the process without its name.
+
+    Args:
+        root: folder of the manifest.
+        entry: what the manifest says.
+        dtype: of the stored tokens.
+        landmarks: from an earlier opening; None: the index is read whole and compared with the manifest.
+
+    Raises:
+        UserError: a file is missing, cannot be read or does not fit the manifest; it is named.
+    """
+
+    def __init__(self, root: Path, entry: ShardEntry, dtype: np.dtype, landmarks: Landmarks | None = None) -> None:
+        self._tar_path, self._index_path, self._dtype = root / entry.file, root / entry.index, dtype
+        self._documents = entry.documents
+        self._tar = self._opened(self._tar_path)
+        self._index = self._opened(self._index_path)
+        self.landmarks = self._survey(entry) if landmarks is None else landmarks
+
+    def read_into(self, out: npt.NDArray[np.int64], start: int) -> None:
+        """Fill int64 [n] with the shard's tokens [start, start + n)."""
+        if not len(out):
+            return
+        found, size = self.documents(start, len(out)), self._dtype.itemsize
+        edges = np.clip(found.starts - start, 0, len(out))
+        offsets = found.offsets + np.maximum(start - found.starts[:-1], 0) * size
+        base = int(offsets[0])
+        content = _read(self._tar, self._tar_path, base, int(offsets[-1] + (edges[-1] - edges[-2]) * size) - base)
+        places = zip(edges[:-1].tolist(), edges[1:].tolist(), (offsets - base).tolist(), strict=True)
+        for begin, end, offset in places:
+            out[begin:end] = np.frombuffer(content, self._dtype, end - begin, offset)
+
+    def documents(self, start: int, length: int) -> Documents:
+        """The documents of the shard's tokens [start, start + length), `length` above 0."""
+        marks = self.landmarks.starts
+        low = int(marks.searchsorted(start, side="right")) - 1
+        high = int(marks.searchsorted(start + length - 1, side="right"))
+        rows = self._rows(self.landmarks.header, low * STRIDE, min(high * STRIDE, self._documents))
+        starts = np.empty(len(rows) + 1, dtype=np.int64)
+        starts[0] = marks[low]
+        np.cumsum(rows[:, 1], out=starts[1:])
+        starts[1:] += marks[low]
+        first = int(starts.searchsorted(start, side="right")) - 1
+        last = int(starts.searchsorted(start + length, side="left"))
+        return Documents(low * STRIDE + first, starts[first : last + 1], rows[first:last, 0])
+
+    def _opened(self, path: Path) -> int:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
+
+    def _rows(self, header: int, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """Rows [begin, end) of the index: int64 [end - begin, 2], byte offset in the tar and number of tokens."""
+        row_bytes = 2 * _ROW.itemsize
+        content = _read(self._index, self._index_path, header + begin * row_bytes, (end - begin) * row_bytes)
+        return np.frombuffer(content, _ROW).astype(np.int64, copy=False).reshape(-1, 2)
+
+    def _survey(self, entry: ShardEntry) -> Landmarks:
+        """Read the index whole, and hold it against the manifest and the tar."""
+        size = os.fstat(self._index).st_size
+        header = size - 2 * _ROW.itemsize * entry.documents
+        if not _is_header(os.pread(self._index, max(header, 0), 0), entry.documents):
+            raise UserError(str(self._index_path), "does not fit the manifest", _MEND)
+        rows = self._rows(header, 0, entry.documents)
+        ends = rows[:, 0] + rows[:, 1] * self._dtype.itemsize
+        in_order = bool((rows >= 0).all() and (rows[1:, 0] >= ends[:-1]).all())
+        if not in_order or int(rows[:, 1].sum()) != entry.tokens:
+            raise UserError(str(self._index_path), "does not fit the manifest", _MEND)
+        found = os.fstat(self._tar).st_size
+        if int(ends.max(initial=0)) > found:
+            raise UserError(str(self._tar_path), f"is truncated: found {found} bytes", _MEND)
+        marks = np.concatenate([[0], np.cumsum(rows[:, 1])])[::STRIDE]
+        if entry.documents % STRIDE:
+            marks = np.append(marks, entry.tokens)
+        return Landmarks(header, marks.astype(np.int64))
+
+
+def _is_header(content: bytes, documents: int) -> bool:
+    """Whether bytes are the header of an .npy file of int64 [documents, 2]."""
+    if len(content) < 10 or content[:8] != np.lib.format.magic(1, 0):
+        return False
+    described = content[10:].decode("latin1")
+    return all(part in described for part in ("'<i8'", "'fortran_order': False", f"({documents}, 2)"))
+
+
+def _read(descriptor: int, path: Path, offset: int, length: int) -> bytes:
+    """Bytes [offset, offset + length) of a file.
+
+    Raises:
+        UserError: the disk fails, or the file ends before.
+    """
+    parts = []
+    while length:
+        try:
+            part = os.pread(descriptor, length, offset)
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        if not part:
+            raise UserError(str(path), f"is truncated: found {os.fstat(descriptor).st_size} bytes", _MEND)
+        parts.append(part)
+        offset, length = offset + len(part), length - len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(str(path), f"cannot be read ({error.strerror})", _MEND)

@@ -1,0 +1,51 @@
+"""The weights of a configuration, held against the domains that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from data_prep.manifest import Manifest, match_domain
+from megatron_ext.data.blend import shares
+from megatron_ext.errors import UserError
+
+_FIELD = "data.weights"
+
+
+def domain_weights(asked: Mapping[str, float], train_domains: Sequence[str], manifest: Manifest) -> dict[str, float]:
+    """The weight of each training domain, by the manifest's own name of it.
+
+    Args:
+        asked: weights by name, in SlimPajama's long form or the short one, in any case.
+        train_domains: the run's, by the manifest's names.
+        manifest: of the data.
+
+    Raises:
+        UserError: a name means no training domain, two mean the same, a domain has no weight, or the weights cannot be
+            (see `blend.shares`).
+    """
+    found: dict[str, float] = {}
+    for name, weight in asked.items():
+        domain = _domain(name, train_domains, manifest)
+        if domain in found:
+            raise UserError(_FIELD, f"{name} has two weights under two names", "give each domain one")
+        found[domain] = weight
+    without = [domain for domain in train_domains if domain not in found]
+    if without:
+        mend = "give every training domain one (0: it is not read), or leave it out of data.train_domains"
+        raise UserError(_FIELD, f"has none for {', '.join(without)}", mend)
+    try:
+        shares(list(found.values()))
+    except ValueError as error:
+        raise UserError(_FIELD, str(error), "give each 0 or a part of some size, and not all 0") from None
+    return found
+
+
+def _domain(name: str, train_domains: Sequence[str], manifest: Manifest) -> str:
+    domain = match_domain(name, train_domains)
+    if domain is not None:
+        return domain
+    there = manifest.domain_names("train")
+    if match_domain(name, there) is None:
+        raise UserError(_FIELD, f"no domain {name} in the train split", f"choose from: {', '.join(there)}")
+    problem = f"{name} is not among data.train_domains ({', '.join(train_domains)})"
+    raise UserError(_FIELD, problem, "add it there, or leave its weight out")

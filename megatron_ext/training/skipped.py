@@ -1,0 +1,57 @@
+"""What a run does without is said aloud and kept beside its other records: `data.on_damaged: skip`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.data.samples import TrainingSamples
+from megatron_ext.data.verify import Damage
+from megatron_ext.files import write_whole
+
+SKIPPED = "skipped_shards.jsonl"
+
+
+def warnings(damages: Sequence[Damage], samples: TrainingSamples) -> Iterator[str]:
+    """A line for each shard, and one for what is lost with them; none if nothing is."""
+    for damage in damages:
+        yield f"selectron: warning: {damage.problem}: skipped ({damage.tokens:,} tokens)"
+    if damages:
+        left = samples.num_windows - samples.lost_windows
+        yield (
+            f"selectron: warning: data.on_damaged skip: the run does without {_tokens(damages):,} tokens; "
+            f"{left:,} of {samples.num_windows:,} samples an epoch are left, and stand in for the others"
+        )
+
+
+def keep(folder: Path, damages: Sequence[Damage], samples: TrainingSamples, step: int) -> None:
+    """Write down what is skipped from a step on, if that has changed.
+
+    Args:
+        folder: of the run.
+        damages: what is skipped.
+        samples: without it.
+        step: steps done before.
+    """
+    path = folder / SKIPPED
+    lines = path.read_text().splitlines() if path.exists() else []
+    kept = [line for line in lines if json.loads(line)["step"] < step]
+    record: dict[str, Any] = {
+        "step": step,
+        "tokens": _tokens(damages),
+        "samples_an_epoch": samples.num_windows - samples.lost_windows,
+        "of_samples": samples.num_windows,
+        "shards": [asdict(damage) for damage in damages],
+    }
+    before = json.loads(kept[-1])["shards"] if kept else []
+    if record["shards"] != before:
+        kept.append(json.dumps(record))
+    if kept != lines:
+        write_whole(path, "".join(f"{line}\n" for line in kept).encode())
+
+
+def _tokens(damages: Sequence[Damage]) -> int:
+    return sum(damage.tokens for damage in damages)

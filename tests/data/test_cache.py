@@ -1,0 +1,183 @@
+"""Prepared data at an address: what is copied, by whom, what is refused and what is removed."""
+
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from data_prep.manifest import Manifest, ShardEntry
+from megatron_ext.data.cache import ShardCache, is_url
+from megatron_ext.data.shards import TokenStore
+from megatron_ext.data.verify import find_damage
+from megatron_ext.errors import UserError
+
+
+@pytest.fixture
+def remote(prepared, tmp_path) -> Path:
+    return Path(shutil.copytree(prepared, tmp_path / "remote"))
+
+
+@pytest.fixture
+def cache(remote, tmp_path) -> ShardCache:
+    return ShardCache(f"file://{remote}", tmp_path / "cache")
+
+
+def train_shards(manifest: Manifest) -> list[ShardEntry]:
+    return [shard for entry in manifest.select("train") for shard in entry.shards]
+
+
+def copies(cache: ShardCache) -> set[str]:
+    found = {path.relative_to(cache.root).as_posix() for path in cache.root.rglob("*.tar")}
+    return {name for name in found if not name.startswith(".locks/")}
+
+
+def test_shards_come_when_they_are_read(cache, prepared, manifest, documents):
+    assert cache.manifest == manifest
+    assert (cache.root / "tokenizer.json").read_bytes() == (prepared / "tokenizer.json").read_bytes()
+    store = TokenStore(cache.root, cache.manifest, "train", holding=cache.holding)
+    stream = np.concatenate(documents["train"])
+    first, *others = train_shards(manifest)
+    assert copies(cache) == set()
+    assert np.array_equal(store.read(3, 20), stream[3:23])
+    assert copies(cache) == {first.file}
+    assert np.array_equal(store.read(0, store.num_tokens), stream)
+    assert copies(cache) == {shard.file for shard in (first, *others)}
+    assert cache.copied == 1 + 2 * (1 + len(others))  # the tokenizer; tars and indexes, each once
+    assert not list(cache.root.rglob("*.partial"))
+
+
+def test_an_address_without_a_disk_behind_it(prepared, manifest, tmp_path):
+    memory = fsspec.filesystem("memory")
+    memory.put(str(prepared), "/prepared", recursive=True)
+    try:
+        cache = ShardCache("memory://prepared", tmp_path / "cache")
+        shard = train_shards(manifest)[0]
+        cache.check(shard)
+        with cache.holding(shard):
+            assert (cache.root / shard.file).read_bytes() == (prepared / shard.file).read_bytes()
+    finally:
+        memory.rm("/prepared", recursive=True)
+
+
+def take(url: str, folder: Path, start: object, found: object) -> None:
+    cache = ShardCache(url, folder)
+    start.wait()
+    for shard in train_shards(cache.manifest)[:3]:
+        with cache.holding(shard):
+            pass
+    found.put(cache.copied)
+
+
+def test_two_processes_copy_a_shard_once(remote, cache, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    start, found = context.Barrier(2), context.Queue()
+    arguments = (f"file://{remote}", tmp_path / "cache", start, found)
+    processes = [context.Process(target=take, args=arguments) for _ in range(2)]
+    for process in processes:
+        process.start()
+    assert sum(found.get(timeout=60) for _ in processes) == 2 * 3
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+
+
+def test_a_later_process_copies_nothing_again(cache, remote, tmp_path, manifest):
+    shard = train_shards(manifest)[0]
+    cache.keep(shard)
+    again = ShardCache(f"file://{remote}", tmp_path / "cache")
+    again.keep(shard)
+    assert again.copied == 0
+    (again.root / shard.file).write_bytes(b"cut short")
+    again.keep(shard)
+    assert again.copied == 1
+
+
+def test_damage_at_the_address_is_named_and_nothing_is_left(cache, remote, manifest):
+    whole, flipped, cut, gone = train_shards(manifest)[:4]
+    content = bytearray((remote / flipped.file).read_bytes())
+    content[700] ^= 1
+    (remote / flipped.file).write_bytes(content)
+    os.truncate(remote / cut.index, 100)
+    (remote / gone.file).unlink()
+    found = find_damage(cache.root, manifest, "train", ["C4", "CommonCrawl"], check=cache.check)
+    assert {damage.shard for damage in found} == {cut.file, gone.file}  # bytes are compared when they come
+    for shard, said in (
+        (flipped, rf"remote/{flipped.file}: sha256 differs: expected [0-9a-f]+, found [0-9a-f]+; copy it there again"),
+        (cut, rf"remote/{cut.index}: sha256 differs"),
+        (gone, rf"remote/{gone.file}: cannot be read \(No such file or directory\); copy it there again"),
+    ):
+        with pytest.raises(UserError, match=said), cache.holding(shard):
+            pass
+        assert not (cache.root / shard.file).exists()
+    cache.keep(whole)
+    assert not list(cache.root.rglob("*.partial"))
+
+
+def test_a_network_that_fails_is_no_damage(cache, manifest, monkeypatch):
+    def fails(_: str) -> int:
+        raise TimeoutError
+
+    monkeypatch.setattr(cache._files, "size", fails)
+    with pytest.raises(UserError, match=r"train/C4/000000\.index\.npy: cannot be read \(TimeoutError\); "):
+        find_damage(cache.root, manifest, "train", ["C4"], check=cache.check)
+
+
+def test_the_shard_not_opened_for_longest_goes_first(remote, tmp_path, manifest):
+    shards = train_shards(manifest)[:5]
+    room = 100 + sum(shards[number].bytes + shards[number].index_bytes for number in (0, 3, 4))
+    cache = ShardCache(f"file://{remote}", tmp_path / "cache", gib=room / 2**30)
+    kept = manifest.select("test")[0].shards[0]
+    cache.keep(kept)
+    for number, shard in enumerate((shards[0], shards[1], shards[2], shards[0], shards[3])):
+        cache.keep(shard)
+        os.utime(cache.root / shard.file, ns=(number, number))
+    cache.keep(shards[4])
+    assert copies(cache) == {kept.file} | {shards[number].file for number in (0, 3, 4)}
+    assert {path.name for path in cache.root.rglob("*.npy")} == {
+        Path(shard.index).name for shard in (kept, shards[0], shards[3], shards[4])
+    }
+    tiny = ShardCache(f"file://{remote}", tmp_path / "cache", gib=2**-30)
+    with cache.holding(shards[0]):
+        tiny.keep(shards[1])  # what is being opened stays, and so does what just came
+        assert copies(cache) == {kept.file, shards[0].file, shards[1].file}
+
+
+def test_other_data_at_the_same_address_is_another_folder(cache, remote, tmp_path):
+    manifest = remote / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"duplicates": 0', '"duplicates": 1'))
+    assert ShardCache(f"file://{remote}", tmp_path / "cache").root != cache.root
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        (
+            "file:" + "//" + "/nowhere",
+            "file:" + "//" + "/nowhere/manifest.json: cannot be read (No such file or directory); ",
+        ),
+        ("nosuch://bucket", "data.path: nosuch://bucket cannot be read (Protocol not known: nosuch)"),
+    ],
+)
+def test_addresses_that_are_none(tmp_path, url, said):
+    with pytest.raises(UserError) as caught:
+        ShardCache(url, tmp_path)
+    assert str(caught.value).startswith(said)
+
+
+def test_a_full_disk_is_no_fault_of_the_data(cache, manifest, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megatron_ext.data.cache.force_to_disk", full)
+    with pytest.raises(UserError, match=r"^data.cache_dir: .* cannot be written \(No space left on device\); "):
+        cache.keep(train_shards(manifest)[0])
+    assert copies(cache) == set()
+
+
+def test_what_an_address_is():
+    assert is_url("s3://bucket/data")
+    assert not is_url("data/prepared")

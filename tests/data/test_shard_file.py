@@ -1,0 +1,113 @@
+"""One shard's file and index, made by hand: garbage between documents, empty ones, and damage while it is open."""
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep.manifest import ShardEntry
+from megatron_ext.data import shard_file
+from megatron_ext.data.shard_file import OpenShard
+from megatron_ext.errors import UserError
+
+UINT16 = np.dtype("<u2")
+COUNTS = [3, 0, 1, 250, 0, 0, 7, 64, 1, 1, 0] * 20
+"""More documents than two landmarks are apart; runs of empty ones stand on some of those."""
+
+
+def made(root: Path, counts: list[int] = COUNTS) -> tuple[ShardEntry, np.ndarray]:
+    """A shard of documents with those numbers of tokens, and all its tokens."""
+    generator = np.random.default_rng(5)
+    tokens = generator.integers(0, 65536, sum(counts)).astype(np.int64)
+    content, rows, used = b"", [], 0
+    for count in counts:
+        content += generator.bytes(int(generator.integers(1, 60)))  # nothing is aligned
+        rows.append((len(content), count))
+        content += tokens[used : used + count].astype(UINT16).tobytes()
+        used += count
+    (root / "a.tar").write_bytes(content)
+    np.save(root / "a.npy", np.array(rows, dtype="<i8").reshape(-1, 2))
+    size = (root / "a.npy").stat().st_size
+    return ShardEntry("a.tar", "a.npy", len(counts), len(tokens), len(content), size, "", ""), tokens
+
+
+@pytest.mark.parametrize("stride", [1, 2, 64, 1000])
+def test_any_range_is_read(tmp_path, monkeypatch, stride):
+    monkeypatch.setattr(shard_file, "STRIDE", stride)
+    entry, tokens = made(tmp_path)
+    owners = np.repeat(np.arange(len(COUNTS)), COUNTS)
+    first = OpenShard(tmp_path, entry, UINT16)
+    again = OpenShard(tmp_path, entry, UINT16, first.landmarks)
+    generator = np.random.default_rng(1)
+    for number in range(300):
+        start = int(generator.integers(0, len(tokens)))
+        length = 1 + int(generator.integers(0, min(len(tokens) - start, 3 if number % 2 else 2000)))
+        out = np.empty(length, dtype=np.int64)
+        (first, again)[number % 2].read_into(out, start)
+        assert np.array_equal(out, tokens[start : start + length])
+        found = first.documents(start, length)
+        assert found.first == owners[start]
+        assert found.first + len(found.offsets) - 1 == owners[start + length - 1]
+        assert np.array_equal(
+            found.starts, np.concatenate([[0], np.cumsum(COUNTS)])[found.first :][: len(found.starts)]
+        )
+
+
+def test_cut_short_while_it_is_open(tmp_path):
+    entry, tokens = made(tmp_path)
+    shard = OpenShard(tmp_path, entry, UINT16)
+    os.truncate(tmp_path / "a.tar", entry.bytes // 2)
+    out = np.empty(len(tokens), dtype=np.int64)
+    with pytest.raises(UserError) as caught:
+        shard.read_into(out, 0)
+    assert str(caught.value).startswith(f"{tmp_path / 'a.tar'}: is truncated: found {entry.bytes // 2} bytes; ")
+
+
+def test_a_disk_that_fails_is_named(tmp_path, monkeypatch):
+    entry, _ = made(tmp_path)
+    shard = OpenShard(tmp_path, entry, UINT16)
+
+    def fails(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", fails)
+    with pytest.raises(UserError, match=r"a\.npy: cannot be read \(Input/output error\); "):
+        shard.read_into(np.empty(3, dtype=np.int64), 0)
+
+
+def test_reads_that_give_less_than_asked_go_on(tmp_path, monkeypatch):
+    entry, tokens = made(tmp_path)
+    shard, whole = OpenShard(tmp_path, entry, UINT16), os.pread
+    monkeypatch.setattr(os, "pread", lambda file, length, offset: whole(file, min(length, 100), offset))
+    out = np.empty(len(tokens), dtype=np.int64)
+    shard.read_into(out, 0)
+    assert np.array_equal(out, tokens)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        np.array([(0, 2), (0, 2)]),  # one over the other
+        np.array([(0, 5), (10, -1)]),
+        np.array([(0, 2), (4, 1)]),  # other tokens than the manifest says
+        np.array([(0, 2), (4, 2)], dtype=np.int32),
+        np.array([(0, 2, 0), (4, 2, 0)]),
+        np.asfortranarray([(0, 2), (4, 2)]),
+    ],
+)
+def test_index_that_cannot_be(tmp_path, rows):
+    made(tmp_path)
+    np.save(tmp_path / "a.npy", rows)
+    entry = ShardEntry("a.tar", "a.npy", 2, 4, 0, 0, "", "")
+    with pytest.raises(UserError, match=r"a\.npy: does not fit the manifest; "):
+        OpenShard(tmp_path, entry, UINT16)
+
+
+def test_descriptors_are_given_back(tmp_path):
+    entry, _ = made(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        OpenShard(tmp_path, entry, UINT16)
+    assert len(os.listdir("/proc/self/fd")) == before

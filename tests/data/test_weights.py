@@ -1,0 +1,120 @@
+"""Samples by domain's weight: from text to tokens, against streams read by webdataset alone."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from megatron_ext.data.batches import micro_batch_indices, training_batch
+from megatron_ext.data.order import sample_positions
+from megatron_ext.data.samples import TrainingSamples
+from megatron_ext.data.shards import TokenStore
+from megatron_ext.data.weights import domain_weights
+from megatron_ext.data.windows import derived_seed
+from megatron_ext.errors import UserError
+
+T = 37
+WEIGHTS = {"C4": 0.6, "CommonCrawl": 0.4}
+TRAIN = ["C4", "CommonCrawl"]
+
+
+@pytest.fixture
+def samples(store) -> TrainingSamples:
+    return TrainingSamples(store, T, 3, WEIGHTS)
+
+
+@pytest.fixture
+def streams(prepared, manifest) -> dict[str, np.ndarray]:
+    stores = {name: TokenStore(prepared, manifest, "train", [name]) for name in TRAIN}
+    return {name: store.read(0, store.num_tokens) for name, store in stores.items()}
+
+
+def slowly(streams: dict[str, np.ndarray], seed: int, upto: int) -> list[np.ndarray]:
+    """The first samples, counted from the first on: three of C4 for two of CommonCrawl."""
+    orders, given, found = {}, Counter(), []
+    for name, stream in streams.items():
+        total = (len(stream) - 1) // T
+        orders[name] = sample_positions(derived_seed(seed, name), np.arange(upto), total)
+    for index in range(upto):
+        name = "C4" if 5 * given["C4"] + 2 < 3 * index + 3 else "CommonCrawl"  # 0.6 * (index + 1), to the nearest
+        start = int(orders[name][given[name]]) * T
+        found.append(streams[name][start : start + T + 1])
+        given[name] += 1
+    return found
+
+
+def test_equal_to_the_slow_way_over_several_epochs(samples, streams):
+    slow = slowly(streams, 3, 4 * samples.num_windows)
+    assert all(np.array_equal(samples[index], sample) for index, sample in enumerate(slow))
+
+
+def test_no_sample_goes_over_the_edge_of_a_domain(samples, streams):
+    views = [np.lib.stride_tricks.sliding_window_view(stream, T + 1) for stream in streams.values()]
+    windows = {window.tobytes() for view in views for window in view}
+    assert all(samples[index].tobytes() in windows for index in range(samples.num_windows))
+
+
+def test_resumed_anywhere_it_goes_on_as_before(samples, prepared, manifest):
+    whole = [samples[index] for index in range(60)]
+    resumed = TrainingSamples(TokenStore(prepared, manifest, "train"), T, 3, WEIGHTS)
+    assert all(np.array_equal(resumed[index], whole[index]) for index in range(59, 30, -1))
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_a_step_is_the_same_on_any_number_of_ranks(samples, dp_size):
+    rows = [
+        row
+        for rank in range(dp_size)
+        for micro_batch in range(8 // (2 * dp_size))
+        for row in training_batch(samples, micro_batch_indices(16, micro_batch, 2, rank, dp_size)).tokens.tolist()
+    ]
+    assert sorted(rows) == sorted(samples[index][:-1].tolist() for index in range(16, 24))
+
+
+def test_without_a_weight_a_domain_is_not_read(store, streams):
+    samples = TrainingSamples(store, T, 3, {"C4": 0.0, "CommonCrawl": 1.0})
+    labels = np.sort(np.concatenate([samples[i][1:] for i in range((len(streams["CommonCrawl"]) - 1) // T)]))
+    stream = streams["CommonCrawl"]
+    assert np.array_equal(labels, np.sort(stream[1 : (len(stream) - 1) // T * T + 1]))
+
+
+def test_a_domain_too_short_for_a_sample(store, streams):
+    length = min(len(stream) for stream in streams.values())
+    with pytest.raises(UserError, match=rf"data.seq_length: {length} needs {length + 1} tokens, C4 has {length}; "):
+        TrainingSamples(store, length, 0, WEIGHTS)
+    TrainingSamples(store, length, 0, {"C4": 0, "CommonCrawl": 1})
+
+
+def test_names_in_any_form(manifest):
+    assert domain_weights({"RedPajamaCommonCrawl": 2, "c4": 0}, TRAIN, manifest) == {"C4": 0, "CommonCrawl": 2}
+
+
+@pytest.mark.parametrize(
+    ("weights", "train", "message"),
+    [
+        ({"C4": 1, "Law": 1}, TRAIN, "no domain Law in the train split; choose from: C4, CommonCrawl"),
+        (
+            {"C4": 1, "CommonCrawl": 1},
+            ["C4"],
+            "CommonCrawl is not among data.train_domains (C4); add it there, or leave its weight out",
+        ),
+        ({"C4": 1, "c4": 2}, TRAIN, "c4 has two weights under two names; give each domain one"),
+        (
+            {"C4": 1},
+            TRAIN,
+            "has none for CommonCrawl; give every training domain one (0: it is not read), "
+            "or leave it out of data.train_domains",
+        ),
+        ({"C4": -1, "CommonCrawl": 2}, TRAIN, "weights [-1, 2]; give each 0 or a part of some size, and not all 0"),
+        ({"C4": 0, "CommonCrawl": 0}, TRAIN, "weights [0, 0]; give each 0 or a part of some size, and not all 0"),
+        (
+            {"C4": 1, "CommonCrawl": 1e-6},
+            TRAIN,
+            "weight 1e-06 is less than 1/100000 of the whole; give each 0 or a part of some size, and not all 0",
+        ),
+    ],
+)
+def test_weights_that_cannot_be(manifest, weights, train, message):
+    with pytest.raises(UserError) as caught:
+        domain_weights(weights, train, manifest)
+    assert str(caught.value) == f"data.weights: {message}"

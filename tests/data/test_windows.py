@@ -1,0 +1,64 @@
+"""Windows of a stretch with lost tokens, against a reference that looks at every token of every window."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.data.order import sample_position
+from megatron_ext.data.windows import Windows, derived_seed
+
+T, START, TOKENS = 7, 100, 500
+
+
+def places(windows: Windows, epochs: int = 1) -> list[int]:
+    return [windows.place(index) for index in range(epochs * windows.total)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 40)), max_size=6))
+def test_a_window_is_lost_if_any_of_its_tokens_is(lost):
+    windows = Windows(START, TOKENS, T, 3, lost)
+    gone = {token for first, length in lost for token in range(first, first + length)}
+    starts = [START + number * T for number in range((TOKENS - 1) // T)]
+    broken = {start for start in starts if any(token in gone for token in range(start, start + T + 1))}
+    assert (windows.total, windows.lost) == (len(starts), len(broken))
+    assert windows.too_few == (len(broken) > len(starts) / 2)
+    if windows.too_few:
+        return
+    whole = places(Windows(START, TOKENS, T, 3), epochs=2)
+    for place, before in zip(places(windows, epochs=2), whole, strict=True):
+        assert place not in broken
+        assert place == before or before in broken  # all that can be read as before is
+
+
+def test_each_once_an_epoch_and_in_the_order():
+    windows = Windows(START, TOKENS, T, 3)
+    assert places(windows, 2) == [START + T * sample_position(3, index, 71) for index in range(2 * 71)]
+    assert set(Counter(places(windows, 2)).values()) == {2}
+
+
+def test_what_stands_in_for_lost_windows_is_spread():
+    """A third is lost: what is read in its place comes from everywhere, other windows in every epoch."""
+    windows = Windows(0, 3001, 1, 3, [(1000, 999)])
+    assert windows.lost == 1000
+    read = Counter(places(windows))
+    assert sum(read.values()) == 3000
+    assert max(read.values()) <= 8
+    # Each attempt is a permutation: of those 1,000 samples two in three find windows that are unlike each other.
+    assert sum(number > 1 for number in read.values()) > 600
+    again = Counter(windows.place(index) for index in range(3000, 6000))
+    assert again != read
+
+
+def test_seeds_of_parts_differ():
+    seeds = {derived_seed(seed, name) for seed in range(20) for name in ("C4", "ArXiv", "instead 1", "instead 2")}
+    assert len(seeds) == 80
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert derived_seed(1234, "C4") == 4306377510028374983
+
+
+@pytest.mark.parametrize("tokens", [0, 1, T])
+def test_too_short_for_one(tokens):
+    assert Windows(0, tokens, T, 0).total == 0

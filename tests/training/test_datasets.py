@@ -1,0 +1,70 @@
+"""A run's data as it is opened: from a folder, from an address, with weights, with a shard that is damaged."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from corpora import prepared
+
+from megatron_ext.config.schema import DataConfig
+from megatron_ext.errors import UserError
+from megatron_ext.training.datasets import RunData, open_data
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("prepared"))
+
+
+def opened(path: Path | str, **fields: Any) -> RunData:
+    return open_data(DataConfig(path=str(path), seq_length=32, **fields), seed=3)
+
+
+def same(one: RunData, other: RunData) -> bool:
+    return all(np.array_equal(one.samples[index], other.samples[index]) for index in range(2 * one.samples.num_windows))
+
+
+def test_an_address_gives_what_the_folder_gives(folder: Path, tmp_path: Path) -> None:
+    here, there = opened(folder), opened(f"file://{folder}", cache_dir=str(tmp_path))
+    assert there.root.parent == tmp_path
+    kept = {path.relative_to(there.root).parts[0] for path in there.root.rglob("*.npy")}
+    assert kept == {"validation", "test"}  # what is evaluated on comes at once
+    assert there.tokenizer_file.read_bytes() == here.tokenizer_file.read_bytes()
+    assert same(here, there)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_damaged_shard(folder: Path, tmp_path: Path, cached: bool) -> None:
+    whole = opened(folder)
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    shard = copy / "train/First/000001.tar"
+    shard.unlink()
+    path, fields = (f"file://{copy}", {"cache_dir": str(tmp_path / "cache")}) if cached else (str(copy), {})
+    with pytest.raises(UserError, match=r"copy/train/First/000001\.tar: is missing; "):
+        opened(path, **fields)
+    without = opened(path, on_damaged="skip", **fields)
+    assert [damage.shard for damage in without.damages] == ["train/First/000001.tar"]
+    assert 0 < without.samples.lost_windows < whole.samples.num_windows / 2
+    assert not same(whole, without)
+    (copy / "test/Other/000000.tar").unlink()
+    if cached:
+        opened(path, on_damaged="skip", **fields)  # a copy of it is there
+        fields = {"cache_dir": str(tmp_path / "another")}
+    with pytest.raises(UserError, match=r"test/Other/000000\.tar: (is missing|cannot be read)"):
+        opened(path, on_damaged="skip", **fields)
+
+
+def test_weights(folder: Path) -> None:
+    data = opened(folder, weights={"Second": 1, "First": 3})
+    assert data.weights == {"First": 3, "Second": 1}
+    assert not same(data, opened(folder))
+    with pytest.raises(
+        UserError, match=r"^data.weights: no domain Third in the train split; choose from: First, Second$"
+    ):
+        opened(folder, weights={"Third": 1})
