@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 from data_prep.embedded import CODE, DOCS
 from data_prep.execution import Execution
-from data_prep.manifest import Manifest
+from data_prep.manifest import Manifest, load_manifest
 from data_prep.prepare import EMBEDDED, TRAIN_TOKENIZER, PrepareOptions, prepare
 from megatron_ext.errors import UserError
 
@@ -17,7 +18,7 @@ INPUT_FORMS = "file, folder or URL of jsonl[.zst|.gz], parquet, WebDataset tars,
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `selectron prepare`."""
-    parser.add_argument("--input", required=True, help=f"{INPUT_FORMS}; or `{EMBEDDED}`")
+    parser.add_argument("--input", help=f"{INPUT_FORMS}; or `{EMBEDDED}`")
     parser.add_argument("--output", required=True, help="folder to make; refused if it is there and not empty")
     parser.add_argument("--train-domains", help=f"training domains, separated by commas ({EMBEDDED}: {DOCS})")
     parser.add_argument("--test-domains", help=f"out-of-domain test domains ({EMBEDDED}: {CODE})")
@@ -38,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help="at a malformed record")
     parser.add_argument("--shard-tokens", type=int, default=64_000_000, help="tokens a shard (%(default)s)")
+    parser.add_argument(
+        "--export-megatron",
+        metavar="PREFIX",
+        help="write PREFIX_<split>_<domain>_text_document.bin and .idx too; without --input, of a finished --output",
+    )
     _add_execution(parser)
 
 
@@ -61,14 +67,31 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: see `data_prep.prepare.prepare`.
     """
+    _check_export(arguments)
+    output = Path(arguments.output)
+    if arguments.input is None:
+        return _export(arguments, load_manifest(output))
     manifest = prepare(_options(arguments))
     if manifest is None:
-        print(
-            f"submitted to Slurm: {arguments.output} appears when the jobs are done; logs in {arguments.output}.slurm"
-        )
-    else:
-        print(summary(manifest, arguments.output))
+        print(f"submitted to Slurm: {output} appears when the jobs are done; the last one logs to {output}.slurm")
+        return 0
+    print(summary(manifest, arguments.output))
+    return _export(arguments, manifest) if arguments.export_megatron else 0
+
+
+def _export(arguments: argparse.Namespace, manifest: Manifest) -> int:
+    from data_prep.indexed import export  # brings Megatron and torch, which nothing else here needs
+
+    for prefix in export(Path(arguments.output), manifest, Path(arguments.export_megatron)):
+        print(f"exported: {prefix}.bin and .idx")
     return 0
+
+
+def _check_export(arguments: argparse.Namespace) -> None:
+    if arguments.input is None and arguments.export_megatron is None:
+        raise UserError("--input", "is not given", "name the documents, or export with --export-megatron what is there")
+    if arguments.export_megatron and arguments.executor == "slurm" and arguments.input is not None:
+        raise UserError("--export-megatron", "waits for the Slurm jobs", "export in a call of its own, without --input")
 
 
 def summary(manifest: Manifest, output: str) -> str:

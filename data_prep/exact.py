@@ -20,6 +20,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from data_prep.splits import fingerprint
 from data_prep.steps import place_of
+from data_prep.storage import locked
 from megatron_ext.files import write_whole
 
 RUN_DOCUMENTS = 4_000_000
@@ -48,6 +49,11 @@ class WriteFingerprints(PipelineStep):
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Consume the documents of a task."""
+        with locked(self.folder / f"{rank:05d}.lock"):
+            self._write_runs(data, rank)
+        yield from ()
+
+    def _write_runs(self, data: Iterator[Document], rank: int) -> None:
         rows = array("Q")
         run = 0
         for document in data:
@@ -56,7 +62,6 @@ class WriteFingerprints(PipelineStep):
                 self._write(rank, run, rows)
                 run, rows = run + 1, array("Q")
         self._write(rank, run, rows)
-        yield from ()
 
     def _write(self, rank: int, run: int, rows: array[int]) -> None:
         table = np.frombuffer(rows.tobytes(), ROW)
@@ -76,6 +81,11 @@ class FindDuplicates(PipelineStep):
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Search a bucket; there are `world_size` of them."""
+        with locked(self.folder / f"{rank:05d}.lock"):
+            _save(self.folder / f"{rank:05d}.npy", self._later_copies(rank, world_size))
+        yield from ()
+
+    def _later_copies(self, rank: int, world_size: int) -> npt.NDArray[np.uint64]:
         bounds = [np.uint64((bucket << 64) // world_size) for bucket in (rank, rank + 1) if bucket < world_size]
         parts = []
         for path in sorted(self.fingerprints.glob("*.npy")):
@@ -84,9 +94,7 @@ class FindDuplicates(PipelineStep):
             parts.append(np.array(table[start : end[0] if end else None]))
         rows = np.concatenate(parts)
         rows = rows[np.lexsort((rows["place"], rows["hash"]))]
-        later = rows["place"][1:][rows["hash"][1:] == rows["hash"][:-1]]
-        _save(self.folder / f"{rank:05d}.npy", np.sort(later))
-        yield from ()
+        return np.sort(rows["place"][1:][rows["hash"][1:] == rows["hash"][:-1]])
 
 
 class DropDuplicates(PipelineStep):

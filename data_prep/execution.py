@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import multiprocess
 from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
@@ -109,6 +110,8 @@ class QuietExecutor(LocalPipelineExecutor):
 
     def run(self) -> Any:
         """Run every task that is not finished."""
+        # Workers are forked from a process that has imported all this once.
+        multiprocess.get_context(self.start_method).set_forkserver_preload(["data_prep.stages"])
         logger.disable("datatrove")
         try:
             return super().run()

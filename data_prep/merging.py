@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+
 from data_prep.manifest import VERSION, DomainEntry, Manifest, ShardEntry, SkippedEntry, TokenizerEntry, save_manifest
 from data_prep.splits import SplitPlan
+from data_prep.storage import publish
 from data_prep.vocabularies import token_dtype
 from data_prep.writing import TaskResult, in_order, load_result
 from megatron_ext.errors import UserError
@@ -84,6 +89,34 @@ class Merge:
             if written.exists():  # else it was moved before a stop
                 written.rename(self.root / new)
         return moved
+
+
+class Finish(PipelineStep):
+    """Makes the prepared folder; as a step of its own, it can be the last job of a chain.
+
+    Args:
+        merging: what makes the content.
+        output: what the folder is called in the end.
+    """
+
+    type = "WRITER"
+    name = "manifest"
+
+    def __init__(self, merging: Merge, output: Path) -> None:
+        super().__init__()
+        self.merging = merging
+        self.output = output
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Merge and rename, as the only task there is."""
+        self.merge()
+        yield from ()
+
+    def merge(self) -> Manifest:
+        """Merge what the tasks wrote, and give the folder its name."""
+        manifest = self.merging.run()
+        publish(self.merging.root, self.output)
+        return manifest
 
 
 def _sum(before: DomainEntry, entry: DomainEntry) -> DomainEntry:

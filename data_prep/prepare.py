@@ -13,9 +13,11 @@ from data_prep.corpus import open_files
 from data_prep.documents import Corpus, Problems
 from data_prep.execution import Execution, check_execution, run_stages
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest, match_domain
+from data_prep.merging import Finish
+from data_prep.slurm import submit
 from data_prep.splits import SplitPlan
 from data_prep.stages import Preparation
-from data_prep.storage import sha256_of, whole_folder
+from data_prep.storage import publish, sha256_of, unfinished_folder
 from data_prep.tokenizer import JsonTokenizer, train_tokenizer
 from data_prep.vocabularies import TextTokenizer, end_of_document, keep_tokenizer, open_tokenizer
 from megatron_ext.errors import UserError
@@ -93,9 +95,10 @@ def prepare(options: PrepareOptions) -> Manifest | None:
         corpus = open_corpus(options)
         tasks = options.tasks or default_tasks(corpus)
         recorded = {**_recorded(options), "tasks": tasks}
-        with whole_folder(output, _begun(recorded, corpus, options)) as partial:
+        with unfinished_folder(output, _begun(recorded, corpus, options)) as partial:
             if (partial / MANIFEST_NAME).exists():  # stopped between the manifest and the renaming of the folder
-                return load_manifest(partial)
+                publish(partial, output)
+                return load_manifest(output)
             return _fill(partial, corpus, options, recorded)
     except OSError as error:
         where = str(error.filename or output)
@@ -166,9 +169,12 @@ def _fill(root: Path, corpus: Corpus, options: PrepareOptions, recorded: dict[st
         on_error=options.on_error,
         shard_tokens=options.shard_tokens,
     )
-    merge = preparation.merge(recorded)
+    finish = Finish(preparation.merge(recorded), Path(options.output))
+    if options.execution.executor == "slurm":
+        submit(preparation.stages(), finish, f"{options.output}.slurm", options.execution)
+        return None
     run_stages(preparation.stages(), options.execution, corpus.total_bytes, progress=options.progress)
-    return merge.run()
+    return finish.merge()
 
 
 def _plan(corpus: Corpus, options: PrepareOptions) -> SplitPlan:

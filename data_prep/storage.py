@@ -33,8 +33,8 @@ def sha256_of(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def whole_folder(output: Path, begun: dict[str, Any]) -> Iterator[Path]:
-    """Give a `.partial` folder to fill; on success it becomes `output`.
+def unfinished_folder(output: Path, begun: dict[str, Any]) -> Iterator[Path]:
+    """Give a `.partial` folder to fill; `publish` makes it `output`.
 
     A `.partial` folder that a stopped writer left is given again as it is, so that work can go on. After a mistake of
     the user's, one that was made by this call is removed; after anything else it stays.
@@ -56,7 +56,6 @@ def whole_folder(output: Path, begun: dict[str, Any]) -> Iterator[Path]:
         is_new = _begin(partial, begun)
         try:
             yield partial
-            publish(partial, output)
         except UserError:
             if is_new:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -89,6 +88,17 @@ def publish(partial: Path, output: Path) -> None:
     _force_folders_to_disk(partial)
     partial.rename(output)
     force_to_disk(output.parent)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a file locked, waiting for whoever holds it.
+
+    Processes of a killed `prepare` may still be at work on their task when the next call comes to it: that one waits.
+    """
+    with path.open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        yield
 
 
 def _begin(partial: Path, begun: dict[str, Any]) -> bool:

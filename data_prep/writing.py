@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import shutil
 from collections.abc import Iterable, Iterator
@@ -21,6 +20,7 @@ from data_prep.exact import DropDuplicates
 from data_prep.manifest import DomainEntry, SkippedEntry, TokenizerEntry
 from data_prep.progress import Board
 from data_prep.shards import DomainWriter
+from data_prep.storage import locked
 from data_prep.vocabularies import TextTokenizer, kept_tokenizer, token_dtype
 from megatron_ext.files import write_whole
 
@@ -79,13 +79,9 @@ class WriteShards(PipelineStep):
         self.board = board
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Consume the documents of a task.
-
-        The processes of a killed `prepare` may still be at work on their task when the next one comes to it: the
-        second waits, and finds the task done.
-        """
+        """Consume the documents of a task, if no one has done it in the meantime."""
         note = self.folder / f"{rank:05d}.json"
-        with _locked(note.with_suffix(".lock")):
+        with locked(note.with_suffix(".lock")):
             if not note.exists():
                 target = self.folder / f"{rank:05d}"
                 shutil.rmtree(target, ignore_errors=True)
@@ -148,13 +144,6 @@ def in_order(key: tuple[str, str]) -> tuple[int, str]:
 
 def _skipped(problems: Problems) -> list[SkippedEntry]:
     return [SkippedEntry(file, reason, number) for (file, reason), number in sorted(problems.counts.items())]
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        yield
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
