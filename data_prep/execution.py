@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import shutil
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import multiprocess
+import multiprocess.util
 from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
@@ -18,6 +21,9 @@ from datatrove.utils.logging import logger
 from data_prep.progress import Board, shown
 from data_prep.storage import WORK_NAME
 from megatron_ext.errors import UserError
+
+PR_SET_PDEATHSIG = 1
+"""From Linux's <sys/prctl.h>."""
 
 MEMORY_GB = 2
 """Memory a Slurm or Ray worker asks for."""
@@ -112,6 +118,8 @@ class QuietExecutor(LocalPipelineExecutor):
         """Run every task that is not finished."""
         # Workers are forked from a process that has imported all this once.
         multiprocess.get_context(self.start_method).set_forkserver_preload(["data_prep.stages"])
+        # Of the helper process that datatrove forks from this one: a kill of this one would leave it there for ever.
+        multiprocess.util.register_after_fork(self, _die_with_parent)
         logger.disable("datatrove")
         try:
             return super().run()
@@ -124,3 +132,8 @@ class QuietExecutor(LocalPipelineExecutor):
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         os.environ["RAYON_NUM_THREADS"] = "1"
         return super()._launch_run_for_rank(*arguments, **named)
+
+
+def _die_with_parent(_: object) -> None:
+    """Ask Linux to kill this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
