@@ -42,6 +42,7 @@ class EmbeddedCorpus:
     """Documents collected once, in sorted order, without exact duplicates."""
 
     folders: frozenset[str] = frozenset()
+    units = 1
 
     @cached_property
     def collected(self) -> list[Document]:
@@ -63,6 +64,17 @@ class EmbeddedCorpus:
         for document in self.collected:
             yield document
             advance(len(document.text.encode()))
+
+    def read(self, unit: int, problems: Problems, advance: Advance = ignore_progress) -> Iterator[Document]:
+        """Yield the documents: the corpus is one unit."""
+        return self.documents(problems, advance)
+
+    def identity(self) -> str:
+        """Digest of the texts."""
+        digest = hashlib.sha256()
+        for document in self.collected:
+            digest.update(document.text.encode())
+        return digest.hexdigest()
 
     def provenance(self) -> dict[str, Any]:
         """The Python that the text was taken from, and documents by what they come from."""

@@ -17,9 +17,9 @@ from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
 
 MANIFEST_NAME = "manifest.json"
-TOKENIZER_NAME = "tokenizer.json"
 VERSION = 1
 
+TokenizerKind = Literal["huggingface", "tiktoken", "rwkv"]
 VerifyMode = Literal["sha256", "size"]
 _STRICT = ConfigDict(extra="forbid")
 
@@ -29,11 +29,13 @@ class TokenizerEntry:
     """The tokenizer that made the tokens.
 
     Attributes:
-        file: its tokenizer.json, relative to the manifest.
+        file: its file (a tokenizer.json, a .tiktoken file, an RWKV vocabulary), relative to the manifest.
         sha256: of that file.
         vocab_size: largest id + 1.
         eos_token: token that ends every document.
         eos_id: its id.
+        kind: what reads the file.
+        pattern: regular expression by which text is cut before merging, where the file does not say (tiktoken).
     """
 
     file: str
@@ -41,6 +43,8 @@ class TokenizerEntry:
     vocab_size: int
     eos_token: str
     eos_id: int
+    kind: TokenizerKind = "huggingface"
+    pattern: str = ""
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -2,47 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tokenizers import Tokenizer
-from tqdm import tqdm
-
 from data_prep import embedded
-from data_prep.documents import SPLITS, Advance, Corpus, Document, Problems, ignore_progress, open_files
-from data_prep.manifest import (
-    TOKENIZER_NAME,
-    VERSION,
-    DomainEntry,
-    Manifest,
-    SkippedEntry,
-    TokenizerEntry,
-    match_domain,
-    save_manifest,
-)
-from data_prep.shards import DomainWriter
-from data_prep.storage import sha256_of, whole_folder
-from data_prep.tokenizer import (
-    DocumentEncoder,
-    end_of_document,
-    load_tokenizer,
-    token_dtype,
-    train_tokenizer,
-    vocabulary_size,
-)
+from data_prep.corpus import open_files
+from data_prep.documents import Corpus, Problems
+from data_prep.execution import Execution, check_execution, run_stages
+from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest, match_domain
+from data_prep.merging import Finish
+from data_prep.slurm import submit
+from data_prep.splits import SplitPlan
+from data_prep.stages import Preparation
+from data_prep.storage import publish, sha256_of, unfinished_folder
+from data_prep.tokenizer import JsonTokenizer, train_tokenizer
+from data_prep.vocabularies import TextTokenizer, end_of_document, keep_tokenizer, open_tokenizer
 from megatron_ext.errors import UserError
-from megatron_ext.files import force_to_disk
 
 EMBEDDED = "embedded"
 TRAIN_TOKENIZER = "train"
-BATCH_DOCUMENTS = 1024
-BATCH_CHARACTERS = 2_000_000
+TASK_BYTES = 16 << 20
+"""Input bytes a task where --tasks is not given: some seconds of work, and no more than can be lost to a kill."""
+
+MAX_DEFAULT_TASKS = 1000
 FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .+-]*")
 
 
@@ -51,17 +36,22 @@ class PrepareOptions:
     """What `selectron prepare` is asked to do.
 
     Attributes:
-        input: file or folder of documents, or `embedded`.
+        input: file, folder or URL of documents, or `embedded`.
         output: folder to make.
         train_domains: domains of the train and validation splits.
         test_domains: domains of the test split; none of the training domains.
-        tokenizer: a tokenizer.json, or `train`: train one on the train split.
+        tokenizer: a tokenizer.json, a .tiktoken file or the name of one of tiktoken's encodings, RWKV's vocabulary
+            file, or `train`: train one on the train split.
+        tiktoken_pattern: by which text is cut for a .tiktoken file that is not one of tiktoken's own.
+        source_tokenizer: what made the tokens of Megatron's .bin/.idx files.
+        domain: domain of records that name none; None: they are malformed.
         eos_token: end-of-document token; None: the tokenizer's usual one.
         vocab_size: of a tokenizer trained here.
         validation_fraction: share of the training documents held out, where folders do not give the split.
         on_error: stop at a malformed record, or skip and count it.
         shard_tokens: tokens a shard.
-        workers: threads that tokenise; the result does not depend on them.
+        tasks: parts that the input's files are dealt to, each written on its own; None: by the size of the input.
+        execution: where and with how many processes the tasks run; the result does not depend on it.
         progress: show a progress bar on standard error.
     """
 
@@ -70,71 +60,63 @@ class PrepareOptions:
     train_domains: list[str]
     test_domains: list[str] = field(default_factory=list)
     tokenizer: str = TRAIN_TOKENIZER
+    tiktoken_pattern: str = ""
+    source_tokenizer: str | None = None
+    domain: str | None = None
     eos_token: str | None = None
     vocab_size: int = 4096
     validation_fraction: float = 0.02
     on_error: Literal["stop", "skip"] = "stop"
     shard_tokens: int = 64_000_000
-    workers: int = 1
+    tasks: int | None = None
+    execution: Execution = field(default_factory=Execution)
     progress: bool = True
 
 
-@dataclass(frozen=True)
-class SplitPlan:
-    """Which split a document belongs to.
+def prepare(options: PrepareOptions) -> Manifest | None:
+    """Make the folder `options.output`: shards, the tokenizer, and last the manifest.
 
-    Attributes:
-        train: training domains.
-        test: test domains.
-        folders: splits that the input's folders give.
-        validation_fraction: share of the training documents held out by hash, where no folder says.
-    """
+    The folder appears whole or not at all. The same input and options give the same bytes, whatever the number of
+    workers. What a stopped call left is gone on with.
 
-    train: frozenset[str]
-    test: frozenset[str]
-    folders: frozenset[str]
-    validation_fraction: float
-
-    def split_of(self, document: Document) -> str | None:
-        """The document's split; None: it is not used.
-
-        Of a corpus split by folders, test domains are read from `test` alone (without it: from `validation`), training
-        domains never from `test`. The hash is of the text, so that equal texts cannot stand on both sides.
-        """
-        if document.domain in self.test:
-            given = next((name for name in ("test", "validation") if name in self.folders), None)
-            return "test" if given is None or document.folder == given else None
-        if document.domain not in self.train or document.folder == "test":
-            return None
-        if document.folder == "validation" or (document.folder == "train" and "validation" in self.folders):
-            return document.folder
-        return "validation" if _hash(document.text) < self.validation_fraction * 2.0**64 else "train"
-
-
-def prepare(options: PrepareOptions) -> Manifest:
-    """Make the folder `options.output`: shards, tokenizer.json, and last the manifest.
-
-    The folder appears whole or not at all. The same input and options give the same bytes.
+    Returns:
+        The manifest; None where the work was handed to Slurm and goes on there.
 
     Raises:
         UserError: an option, a record or a file is at fault, or the disk is full.
     """
     _check(options)
-    # Read once by the tokenizer library, when it first runs in parallel.
-    os.environ["RAYON_NUM_THREADS"] = str(options.workers)
+    check_execution(options.execution)
+    # Read once by the tokenizer library, when it first runs in parallel: to train a tokenizer.
+    os.environ["RAYON_NUM_THREADS"] = str(options.execution.workers)
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     output = Path(options.output)
     try:
-        with whole_folder(output) as partial:
-            return _fill(partial, options)
+        corpus = open_corpus(options)
+        tasks = options.tasks or default_tasks(corpus)
+        recorded = {**_recorded(options), "tasks": tasks}
+        with unfinished_folder(output, _begun(recorded, corpus, options)) as partial:
+            if (partial / MANIFEST_NAME).exists():  # stopped between the manifest and the renaming of the folder
+                publish(partial, output)
+                return load_manifest(output)
+            return _fill(partial, corpus, options, recorded)
     except OSError as error:
         where = str(error.filename or output)
-        raise UserError(where, f"cannot be read or written ({error.strerror})", "free space or mend the path") from None
+        mend = "free space or mend the path; the same call then goes on"
+        raise UserError(where, f"cannot be read or written ({error.strerror})", mend) from None
 
 
-def open_corpus(source: str) -> Corpus:
+def open_corpus(options: PrepareOptions) -> Corpus:
     """The corpus that `--input` names."""
-    return embedded.EmbeddedCorpus() if source == EMBEDDED else open_files(Path(source))
+    if options.input == EMBEDDED:
+        return embedded.EmbeddedCorpus()
+    tokenizer = open_tokenizer(options.source_tokenizer) if options.source_tokenizer else None
+    return open_files(options.input, options.domain, tokenizer)
+
+
+def default_tasks(corpus: Corpus) -> int:
+    """Number of tasks for a corpus: a function of its size alone, so that the result is too."""
+    return max(1, min(corpus.units, corpus.total_bytes // TASK_BYTES, MAX_DEFAULT_TASKS))
 
 
 def find_domains(corpus: Corpus, names: list[str], option: str) -> list[str]:
@@ -158,8 +140,12 @@ def find_domains(corpus: Corpus, names: list[str], option: str) -> list[str]:
 
 
 def _check(options: PrepareOptions) -> None:
-    for name, value in (("--shard-tokens", options.shard_tokens), ("--workers", options.workers)):
-        if value < 1:
+    for name, value in (
+        ("--shard-tokens", options.shard_tokens),
+        ("--workers", options.execution.workers),
+        ("--tasks", options.tasks),
+    ):
+        if value is not None and value < 1:
             raise UserError(name, f"{value} is not positive", "give 1 or more")
     if not 0 <= options.validation_fraction < 1:
         problem = f"{options.validation_fraction} is no fraction"
@@ -171,28 +157,24 @@ def _check(options: PrepareOptions) -> None:
             raise UserError("--train-domains/--test-domains", f"{name!r} cannot name a folder", "rename the domain")
 
 
-def _fill(root: Path, options: PrepareOptions) -> Manifest:
-    corpus = open_corpus(options.input)
+def _fill(root: Path, corpus: Corpus, options: PrepareOptions, recorded: dict[str, Any]) -> Manifest | None:
     plan = _plan(corpus, options)
-    tokenizer = _tokenizer(corpus, plan, options)
-    entry = _keep_tokenizer(root, tokenizer, options)
-    dtype = token_dtype(entry.vocab_size)
-    problems = Problems(options.on_error)
-    documents = _Assigned(corpus, plan, problems)
-    domains = _write(root, documents, DocumentEncoder(tokenizer, entry.eos_id, dtype), options)
-    _check_nothing_missing(plan, domains)
-    manifest = Manifest(
-        version=VERSION,
-        tokenizer=entry,
-        dtype=dtype,  # type: ignore[arg-type]
-        domains=domains,
-        skipped=[SkippedEntry(file, reason, number) for (file, reason), number in sorted(problems.counts.items())],
-        duplicates=documents.duplicates,
-        options=_recorded(options),
-        provenance=corpus.provenance(),
+    tokenizer = _tokenizer(root, corpus, plan, options)
+    preparation = Preparation(
+        root=root,
+        corpus=corpus,
+        plan=plan,
+        tokenizer=keep_tokenizer(root, tokenizer, end_of_document(tokenizer, options.eos_token)),
+        tasks=recorded["tasks"],
+        on_error=options.on_error,
+        shard_tokens=options.shard_tokens,
     )
-    save_manifest(root, manifest)
-    return manifest
+    finish = Finish(preparation.merge(recorded), Path(options.output))
+    if options.execution.executor == "slurm":
+        submit(preparation.stages(), finish, f"{options.output}.slurm", options.execution)
+        return None
+    run_stages(preparation.stages(), options.execution, corpus.total_bytes, progress=options.progress)
+    return finish.merge()
 
 
 def _plan(corpus: Corpus, options: PrepareOptions) -> SplitPlan:
@@ -205,112 +187,29 @@ def _plan(corpus: Corpus, options: PrepareOptions) -> SplitPlan:
     return SplitPlan(frozenset(train), frozenset(test), corpus.folders, options.validation_fraction)
 
 
-def _tokenizer(corpus: Corpus, plan: SplitPlan, options: PrepareOptions) -> Tokenizer:
+def _tokenizer(root: Path, corpus: Corpus, plan: SplitPlan, options: PrepareOptions) -> TextTokenizer:
     if options.tokenizer != TRAIN_TOKENIZER:
-        return load_tokenizer(Path(options.tokenizer))
-    texts = (item.text for item in corpus.documents(Problems(options.on_error)) if plan.split_of(item) == "train")
-    return train_tokenizer(texts, options.vocab_size)
-
-
-def _keep_tokenizer(root: Path, tokenizer: Tokenizer, options: PrepareOptions) -> TokenizerEntry:
-    """Copy the user's file to the letter, or write the trained one."""
-    path = root / TOKENIZER_NAME
-    token, eos_id = end_of_document(tokenizer, options.eos_token)
-    if options.tokenizer == TRAIN_TOKENIZER:
-        path.write_text(tokenizer.to_str(), encoding="utf-8")
-    else:
-        path.write_bytes(Path(options.tokenizer).read_bytes())
-    force_to_disk(path)
-    return TokenizerEntry(TOKENIZER_NAME, sha256_of(path), vocabulary_size(tokenizer), token, eos_id)
-
-
-class _Assigned:
-    """The used documents with their splits, exact duplicates left out (8 bytes of hash a document are kept)."""
-
-    def __init__(self, corpus: Corpus, plan: SplitPlan, problems: Problems) -> None:
-        self.corpus = corpus
-        self.duplicates = 0
-        self._plan = plan
-        self._problems = problems
-
-    def read(self, advance: Advance = ignore_progress) -> Iterator[tuple[str, Document]]:
-        seen: set[int] = set()
-        for document in self.corpus.documents(self._problems, advance):
-            split = self._plan.split_of(document)
-            if split is None:
-                continue
-            fingerprint = _hash(document.text)
-            if fingerprint in seen:
-                self.duplicates += 1
-                continue
-            seen.add(fingerprint)
-            yield split, document
-
-
-def _write(root: Path, documents: _Assigned, encode: DocumentEncoder, options: PrepareOptions) -> list[DomainEntry]:
-    writers: dict[tuple[str, str], DomainWriter] = {}
-    with contextlib.ExitStack() as stack:
-        bar = stack.enter_context(_bar(documents.corpus, options))
-        for batch in _batches(documents.read(bar.update)):
-            for (split, document), tokens in zip(batch, encode([item.text for _, item in batch]), strict=True):
-                writer = writers.get((split, document.domain))
-                if writer is None:
-                    writer = DomainWriter(root, split, document.domain, options.shard_tokens)
-                    stack.callback(writer.abandon)
-                    writers[split, document.domain] = writer
-                writer.add(document, tokens)
-            _show_speed(bar, sum(writer.tokens for writer in writers.values()))
-        ordered = sorted(writers, key=lambda key: (SPLITS.index(key[0]), key[1]))
-        return [writers[key].close() for key in ordered]
-
-
-def _bar(corpus: Corpus, options: PrepareOptions) -> tqdm[Any]:
-    """Progress over the bytes of the input: they alone are known beforehand, and give the time left."""
-    return tqdm(
-        total=corpus.total_bytes,
-        desc="tokenising",
-        unit="B",
-        unit_scale=True,
-        disable=not options.progress,
-        mininterval=0.5,
-    )
-
-
-def _show_speed(bar: tqdm[Any], tokens: int) -> None:
-    seconds = bar.format_dict["elapsed"]
-    if seconds:
-        bar.set_postfix_str(f"{tqdm.format_sizeof(tokens)} tokens, {tqdm.format_sizeof(tokens / seconds)} tokens/s")
-
-
-def _batches(documents: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
-    batch: list[tuple[str, Document]] = []
-    characters = 0
-    for item in documents:
-        batch.append(item)
-        characters += len(item[1].text)
-        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _check_nothing_missing(plan: SplitPlan, domains: list[DomainEntry]) -> None:
-    written = {(entry.split, entry.domain) for entry in domains}
-    for option, split, names in (("--train-domains", "train", plan.train), ("--test-domains", "test", plan.test)):
-        for name in sorted(names):
-            if (split, name) not in written:
-                problem = f"{name} has no document in the {split} split"
-                raise UserError(option, problem, "choose another domain or give more documents")
+        return open_tokenizer(options.tokenizer, options.tiktoken_pattern)
+    kept = root / JsonTokenizer.file_name
+    if kept.exists():  # trained before a stop
+        return open_tokenizer(str(kept))
+    documents = corpus.documents(Problems(options.on_error))
+    texts = (item.text for item in documents if plan.split_of(item.text, item.domain, item.folder) == "train")
+    return JsonTokenizer(train_tokenizer(texts, options.vocab_size))
 
 
 def _recorded(options: PrepareOptions) -> dict[str, Any]:
-    """Options that decide the content: not where it went, nor how fast."""
+    """Options that decide the content: not where it went, nor who did the work."""
     kept = asdict(options)
-    for name in ("output", "workers", "progress"):
+    for name in ("output", "execution", "progress"):
         del kept[name]
     return kept
 
 
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+def _begun(recorded: dict[str, Any], corpus: Corpus, options: PrepareOptions) -> dict[str, Any]:
+    """What a stopped preparation must share with this one: the options, and the files that they name."""
+    begun = {f"--{name.replace('_', '-')}": value for name, value in recorded.items()}
+    for name in (options.tokenizer, options.source_tokenizer):
+        if name and Path(name).is_file():
+            begun[f"{name} of sha256"] = sha256_of(Path(name))
+    return {**begun, "input files of digest": corpus.identity()}

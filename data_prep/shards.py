@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import webdataset
+from datatrove.data import Document
 
-from data_prep.documents import Document
 from data_prep.manifest import DomainEntry, ShardEntry
 from data_prep.storage import sha256_of
 from megatron_ext.files import force_to_disk
@@ -38,13 +38,15 @@ class DomainWriter:
         split: train, validation or test.
         domain: name of the domain, fit for a folder.
         shard_tokens: a shard is closed at the first document that brings it to this many tokens.
+        prefix: begins the key of every sample, so that no two tasks write the same.
     """
 
-    def __init__(self, root: Path, split: str, domain: str, shard_tokens: int) -> None:
+    def __init__(self, root: Path, split: str, domain: str, shard_tokens: int, prefix: str = "") -> None:
         self._root = root
         self._folder = root / split / domain
         self._folder.mkdir(parents=True)
         self._shard_tokens = shard_tokens
+        self._prefix = prefix
         self._shards: list[ShardEntry] = []
         self._open: _OpenShard | None = None
         self.split = split
@@ -58,14 +60,14 @@ class DomainWriter:
         shard = self._open
         facts = {
             "id": document.id,
-            "domain": document.domain,
+            "domain": self.domain,
             "characters": len(document.text),
             "tokens": len(tokens),
-            "source": document.source,
+            "source": document.metadata["source"],
         }
         array = _npy(tokens)
         sample = {"json": json.dumps(facts, ensure_ascii=False).encode(), "tokens.npy": array}
-        shard.tar.write({"__key__": f"{self.documents:09d}", **sample})
+        shard.tar.write({"__key__": f"{self._prefix}{self.documents:09d}", **sample})
         # The writer sorts a sample's members by name: the array is the last, and the tar now stands after its padding.
         start = shard.tar.tarstream.offset - -(-len(array) // TAR_BLOCK) * TAR_BLOCK
         shard.rows.append((start + len(array) - tokens.nbytes, len(tokens)))

@@ -5,14 +5,22 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from megatron_ext.errors import UserError
-from megatron_ext.files import force_to_disk
+from megatron_ext.files import force_to_disk, write_whole
+
+PARTIAL_SUFFIX = ".partial"
+BEGUN_NAME = ".begun.json"
+"""File inside a `.partial` folder: what it was begun with."""
+
+WORK_NAME = ".work"
+"""Folder inside a `.partial` folder for all that the finished one does not keep."""
 
 LOCK_NAME = ".lock"
 """File inside a `.partial` folder that its writer holds locked: tells a running writer from a killed one."""
@@ -25,52 +33,98 @@ def sha256_of(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def whole_folder(output: Path) -> Iterator[Path]:
-    """Give a `.partial` folder to fill; on success it becomes `output`, on any exception it is removed.
+def unfinished_folder(output: Path, begun: dict[str, Any]) -> Iterator[Path]:
+    """Give a `.partial` folder to fill; `publish` makes it `output`.
 
-    A `.partial` folder that a killed writer left is removed and begun again; one that is still being written, or that
-    this function did not make, is refused.
+    A `.partial` folder that a stopped writer left is given again as it is, so that work can go on. After a mistake of
+    the user's, one that was made by this call is removed; after anything else it stays.
+
+    Args:
+        output: the folder to make.
+        begun: what decides the content, as JSON. A folder that was begun with something else is refused.
 
     Raises:
-        UserError: `output` is there and not empty, or its `.partial` folder cannot be claimed.
+        UserError: `output` is there and not empty, or its `.partial` folder is not this writer's to go on with.
+    """
+    partial = claim(output)
+    with (partial / LOCK_NAME).open("r+") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            mend = "wait for it or choose another --output"
+            raise UserError(str(partial), "is being written by another `selectron prepare`", mend) from None
+        is_new = _begin(partial, begun)
+        try:
+            yield partial
+        except UserError:
+            if is_new:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def claim(output: Path) -> Path:
+    """The `.partial` folder of an output, made if it is not there.
+
+    Raises:
+        UserError: `output` is there and not empty, or something else is in the way.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(str(output), "is already there and not empty", "choose another --output or remove it")
     output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(output.name + ".partial")
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_claim(partial))
-        try:
-            yield partial
-            (partial / LOCK_NAME).unlink()
-            _force_folders_to_disk(partial)
-            partial.rename(output)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        force_to_disk(output.parent)
-
-
-def _claim(partial: Path) -> IO[str]:
-    if partial.exists():
-        _remove_abandoned(partial)
-    partial.mkdir()
-    lock = (partial / LOCK_NAME).open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return lock
-
-
-def _remove_abandoned(partial: Path) -> None:
-    lock_path = partial / LOCK_NAME
-    if not lock_path.is_file():
+    partial = output.with_name(output.name + PARTIAL_SUFFIX)
+    if not partial.exists():
+        partial.mkdir()
+        (partial / LOCK_NAME).touch()
+    if not (partial / LOCK_NAME).is_file():
         raise UserError(str(partial), "is in the way and was not left by `selectron prepare`", "move it elsewhere")
-    with lock_path.open("r+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            mend = "wait for it or choose another --output"
-            raise UserError(str(partial), "is being written by another `selectron prepare`", mend) from None
-        shutil.rmtree(partial)
+    return partial
+
+
+def publish(partial: Path, output: Path) -> None:
+    """Rename a finished `.partial` folder, without what only the work on it needed."""
+    shutil.rmtree(partial / WORK_NAME, ignore_errors=True)
+    (partial / BEGUN_NAME).unlink(missing_ok=True)
+    (partial / LOCK_NAME).unlink()
+    _force_folders_to_disk(partial)
+    partial.rename(output)
+    force_to_disk(output.parent)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a file locked, waiting for whoever holds it.
+
+    Processes of a killed `prepare` may still be at work on their task when the next call comes to it: that one waits.
+    """
+    with path.open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        yield
+
+
+def _begin(partial: Path, begun: dict[str, Any]) -> bool:
+    """Note what a new folder is begun with, or compare that of an old one; whether it is new."""
+    note = partial / BEGUN_NAME
+    if note.is_file():
+        _check_same(partial, json.loads(note.read_bytes()), begun)
+        return False
+    for path in partial.iterdir():  # what was there before the note holds nothing to go on with
+        if path.name != LOCK_NAME:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (partial / WORK_NAME).mkdir()
+    write_whole(note, json.dumps(begun).encode())
+    return True
+
+
+def _check_same(partial: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    mend = f"give the same again, or remove {partial} to begin anew"
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            problem = f"was begun with {name} {_shown(before.get(name))}, not {_shown(now.get(name))}"
+            raise UserError(str(partial), problem, mend)
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _force_folders_to_disk(root: Path) -> None:

@@ -1,14 +1,13 @@
-"""Tokenizers: train a byte-level BPE, or take any tokenizer.json; find its end-of-document token."""
+"""Hugging Face tokenizers: train a byte-level BPE, or take any tokenizer.json."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from data_prep.manifest import TokenizerKind
 from megatron_ext.errors import UserError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -64,54 +63,55 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise UserError("--tokenizer", problem, "give one that Hugging Face tokenizers wrote") from None
 
 
-def end_of_document(tokenizer: Tokenizer, token: str | None = None) -> tuple[str, int]:
-    """The end-of-document token and its id.
+class JsonTokenizer:
+    """A tokenizer.json of Hugging Face's library, as data preparation uses it.
+
+    No truncation, no padding, no template; the text of a special token is encoded letter by letter.
 
     Args:
-        tokenizer: whose vocabulary is searched.
-        token: the token the user names; None: the first of the usual ones that the vocabulary has.
-
-    Raises:
-        UserError: the vocabulary has no such token.
-    """
-    for candidate in (token,) if token else KNOWN_ENDS:
-        found = tokenizer.token_to_id(candidate)
-        if found is not None:
-            return candidate, found
-    if token:
-        raise UserError("--eos-token", f"{token} is not in the tokenizer's vocabulary", "name one that is")
-    problem = f"the tokenizer has no end-of-document token ({', '.join(KNOWN_ENDS)})"
-    raise UserError("--tokenizer", problem, "name it with --eos-token TOKEN")
-
-
-def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """One more than the largest id: the embedding rows that a model needs, gaps in the ids included."""
-    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
-
-
-def token_dtype(vocab_size: int) -> str:
-    """NumPy name of the narrowest unsigned type that shards of this vocabulary are kept in."""
-    return "uint16" if vocab_size < 65536 else "uint32"
-
-
-class DocumentEncoder:
-    """Encodes whole documents: no truncation, no padding, and no special token but the end of the document.
-
-    A document in which the text of a special token stands is encoded letter by letter: raw text cannot end a document.
+        tokenizer: what the library read or trained.
+        path: the file it was read from; None: it was trained here.
     """
 
-    def __init__(self, tokenizer: Tokenizer, eos_id: int, dtype: str) -> None:
+    kind: TokenizerKind = "huggingface"
+    file_name = "tokenizer.json"
+    pattern = ""
+
+    def __init__(self, tokenizer: Tokenizer, path: Path | None = None) -> None:
+        # As it came, and before it is changed below.
+        self._content = path.read_bytes() if path is not None else tokenizer.to_str().encode()
         self._tokenizer = tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        self._end = [eos_id]
-        self._dtype = np.dtype(dtype).newbyteorder("<")
+        # Gaps in the ids included: the embedding rows that a model needs.
+        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+        self.unknown = _unknown_id(tokenizer)
 
-    def __call__(self, texts: list[str]) -> list[npt.NDArray[np.unsignedinteger]]:
-        """Encode documents, each to a little-endian array that ends with the end-of-document token."""
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids + self._end, dtype=self._dtype) for encoding in encodings]
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Ids of texts."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def find_end(self, token: str | None = None) -> tuple[str, int] | None:
+        """The token named, or the first of the usual ones."""
+        for candidate in (token,) if token else KNOWN_ENDS:
+            found = self._tokenizer.token_to_id(candidate)
+            if found is not None:
+                return candidate, found
+        return None
+
+    def content(self) -> bytes:
+        """The user's file to the letter, or the trained tokenizer."""
+        return self._content
+
+
+def _unknown_id(tokenizer: Tokenizer) -> int | None:
+    name = getattr(tokenizer.model, "unk_token", None)
+    return tokenizer.token_to_id(name) if name and not getattr(tokenizer.model, "byte_fallback", False) else None
 
 
 def _first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:

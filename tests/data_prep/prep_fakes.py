@@ -6,6 +6,7 @@ from pathlib import Path
 
 import zstandard
 
+from data_prep.execution import Execution
 from data_prep.prepare import PrepareOptions
 
 SIGNS = ["naïve", "東京", "λ→μ", "token,", "window.", "chunk\n", "{key}:", "3.14", "<b>", "'x'", "\t"]
@@ -44,4 +45,6 @@ def options(source: Path, output: Path, tokenizer_path: Path | str, **changes: o
         "shard_tokens": 700,
         "progress": False,
     }
+    if "workers" in changes:
+        fields["execution"] = Execution(workers=changes.pop("workers"))
     return PrepareOptions(**{**fields, **changes})

@@ -16,10 +16,11 @@ import webdataset
 from prep_fakes import lines, options, record, text, write_jsonl
 from tokenizers import Tokenizer
 
+from data_prep import merging, shards, writing
 from data_prep import prepare as module
-from data_prep import shards
 from data_prep.manifest import load_manifest
 from data_prep.prepare import prepare
+from data_prep.tokenizer import JsonTokenizer
 from megatron_ext.errors import UserError
 
 
@@ -58,7 +59,7 @@ def test_shards_hold_the_documents(records, tmp_path, tokenizer_file):
             assert item["json"]["id"].startswith(item["json"]["source"] + ":")
         assert entry.characters == sum(map(len, texts))
         assert entry.bytes == sum(len(content.encode()) for content in texts)
-        assert [item["__key__"] for item in read] == [f"{i:09d}" for i in range(len(read))]
+        assert [item["__key__"] for item in read] == [f"00000-{i:09d}" for i in range(len(read))]
         found[entry.domain] += texts
     assert {name: sorted(texts) for name, texts in found.items()} == {name: sorted(t) for name, t in given.items()}
     assert {(entry.split, entry.domain) for entry in manifest.domains} == {
@@ -85,13 +86,22 @@ def test_index_points_at_the_tokens(records, tmp_path, tokenizer_file):
             assert np.array_equal(np.frombuffer(content, "<u2", count, offset), array)
 
 
-def test_same_bytes_again_and_tokens_do_not_depend_on_threads_or_shard_size(records, tmp_path, tokenizer_file):
-    for name, changes in {"a": {}, "b": {"workers": 2}, "c": {"shard_tokens": 10**9}}.items():
-        prepare(options(records, tmp_path / name, tokenizer_file, **changes))
+def tokens_by_id(root: Path, split: str, domain: str) -> dict[str, list[int]]:
+    return {item["json"]["id"]: item["tokens.npy"].tolist() for item in samples(root, split, domain)}
+
+
+def test_same_bytes_again_and_tokens_do_not_depend_on_workers_tasks_or_shard_size(records, tmp_path, tokenizer_file):
+    write_jsonl(records / "c.jsonl", lines(["C4", "ArXiv"], 10, "more "))  # copies of documents in b.jsonl
+    changes = {"a": {}, "b": {"workers": 2}, "c": {"shard_tokens": 10**9}, "d": {"tasks": 1}}
+    for name, change in changes.items():
+        prepare(options(records, tmp_path / name, tokenizer_file, **{"tasks": 3, "shard_tokens": 300, **change}))
     assert everything(tmp_path / "a") == everything(tmp_path / "b")
-    tokens = [[item["tokens.npy"].tolist() for item in samples(tmp_path / name, "train", "C4")] for name in ("a", "c")]
-    assert tokens[0] == tokens[1]
-    assert len(list((tmp_path / "c/train/C4").glob("*.tar"))) == 1 < len(list((tmp_path / "a/train/C4").glob("*.tar")))
+    first = tokens_by_id(tmp_path / "a", "train", "C4")
+    assert first == tokens_by_id(tmp_path / "c", "train", "C4") == tokens_by_id(tmp_path / "d", "train", "C4")
+    assert not any(name.startswith("c.jsonl") for name in first)
+    assert [load_manifest(tmp_path / name).duplicates for name in changes] == [20] * 4
+    shards_of = {name: len(list((tmp_path / name / "train/C4").glob("*.tar"))) for name in changes}
+    assert shards_of["c"] == 2 < shards_of["a"]  # the third task has nothing but copies
 
 
 def test_folders_decide_the_split(tmp_path, tokenizer_file):
@@ -211,24 +221,66 @@ def test_what_is_there_is_not_touched(records, tmp_path, tokenizer_file):
     prepare(options(records, tmp_path / "empty", tokenizer_file))  # an empty folder holds nothing to lose
 
 
-def test_full_disk(records, tmp_path, tokenizer_file, monkeypatch):
+def test_full_disk_keeps_the_work(records, tmp_path, tokenizer_file, monkeypatch):
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(shards, "force_to_disk", full)
-    with pytest.raises(UserError, match=r"\.tar: cannot be read or written \(No space left on device\); free space"):
-        prepare(options(records, tmp_path / "out", tokenizer_file))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["raw"]
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "force_to_disk", full)
+        with pytest.raises(
+            UserError, match=r"\.tar: cannot be read or written \(No space left on device\); free space"
+        ):
+            prepare(options(records, tmp_path / "out", tokenizer_file))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial", "raw"]
+    prepare(options(records, tmp_path / "out", tokenizer_file))
+    prepare(options(records, tmp_path / "whole", tokenizer_file))
+    assert everything(tmp_path / "out") == everything(tmp_path / "whole")
 
 
-def test_interrupt_cleans_up(records, tmp_path, tokenizer_file, monkeypatch):
+def test_interrupted_while_shards_are_moved(records, tmp_path, tokenizer_file, monkeypatch):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "save_manifest", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(options(records, tmp_path / "out", tokenizer_file))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["raw"]
+    with monkeypatch.context() as patch:
+        patch.setattr(merging, "save_manifest", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(options(records, tmp_path / "out", "train", vocab_size=300, tasks=2))
+    assert list((tmp_path / "out.partial").rglob("*.tar"))
+    assert not (tmp_path / "out").exists()
+    prepare(options(records, tmp_path / "out", "train", vocab_size=300, tasks=2))
+    prepare(options(records, tmp_path / "whole", "train", vocab_size=300, tasks=2))
+    assert everything(tmp_path / "out") == everything(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shard_tokens": 800}, "was begun with --shard-tokens 700, not 800; give the same again, or remove "),
+        ({"train_domains": ["C4"]}, "was begun with --train-domains C4,CommonCrawl, not C4; "),
+        ("input", "was begun with input files of digest "),
+        ("tokenizer", "tokenizer.json of sha256 "),
+    ],
+)
+def test_stopped_work_is_not_gone_on_with_otherwise(records, tmp_path, tokenizer_file, monkeypatch, change, message):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    mine = tmp_path / "tokenizer.json"
+    mine.write_bytes(tokenizer_file.read_bytes())
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "kept_tokenizer", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(options(records, tmp_path / "out", mine))
+    if change == "input":
+        write_jsonl(records / "b.jsonl", lines(["C4"], 40))
+    elif change == "tokenizer":
+        mine.write_text(mine.read_text() + " ")
+    before = everything(tmp_path / "out.partial")
+    with pytest.raises(UserError) as caught:
+        prepare(options(records, tmp_path / "out", mine, **(change if isinstance(change, dict) else {})))
+    assert str(caught.value).startswith(f"{tmp_path / 'out.partial'}: ")
+    assert message in str(caught.value)
+    assert everything(tmp_path / "out.partial") == before
 
 
 HANGS = """
@@ -236,16 +288,20 @@ import sys, time
 sys.path[:0] = sys.argv[4:]
 from pathlib import Path
 from prep_fakes import options
-from data_prep import prepare as module
-def hang(*_):
-    Path(sys.argv[2] + ".reached").touch()
-    time.sleep(60)
-module.save_manifest = hang
-module.prepare(options(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])))
+from data_prep import prepare as module, writing
+add, calls = writing.DomainWriter.add, []
+def hang(*arguments):
+    calls.append(arguments)
+    if len(calls) == 70:  # in the midst of the second task
+        Path(sys.argv[2] + ".reached").touch()
+        time.sleep(60)
+    add(*arguments)
+writing.DomainWriter.add = hang
+module.prepare(options(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), tasks=2))
 """
 
 
-def test_killed_half_way_leaves_no_manifest_and_the_next_run_begins_again(records, tmp_path, tokenizer_file):
+def test_killed_half_way_leaves_no_manifest_and_the_next_call_goes_on(records, tmp_path, tokenizer_file, monkeypatch):
     out, reached = tmp_path / "out", tmp_path / "out.reached"
     paths = [str(Path(__file__).parent), str(Path(module.__file__).parents[1])]
     arguments = [str(records), str(out), str(tokenizer_file), *paths]
@@ -256,7 +312,7 @@ def test_killed_half_way_leaves_no_manifest_and_the_next_run_begins_again(record
             time.sleep(0.05)
         assert reached.exists()
         with pytest.raises(UserError, match=r"out\.partial: is being written by another `selectron prepare`; "):
-            prepare(options(records, out, tokenizer_file))
+            prepare(options(records, out, tokenizer_file, tasks=2))
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -264,7 +320,14 @@ def test_killed_half_way_leaves_no_manifest_and_the_next_run_begins_again(record
     partial = tmp_path / "out.partial"
     assert list(partial.rglob("*.tar"))
     assert not list(partial.rglob("manifest.json"))
-    manifest = prepare(options(records, out, tokenizer_file))
+
+    encoded: list[str] = []
+    encode = JsonTokenizer.encode_batch
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonTokenizer, "encode_batch", lambda self, texts: encoded.extend(texts) or encode(self, texts))
+        manifest = prepare(options(records, out, tokenizer_file, tasks=2))
+    assert len(encoded) == 30  # those of the second file alone, its domain Book left out
     assert load_manifest(out) == manifest
     assert not partial.exists()
-    assert not list(out.rglob(".lock"))
+    prepare(options(records, tmp_path / "whole", tokenizer_file, tasks=2))
+    assert everything(out) == everything(tmp_path / "whole")

@@ -41,3 +41,24 @@ def test_defaults_of_the_embedded_corpus():
     options = cli._options(parse("--input", "embedded", "--output", "x"))
     assert (options.train_domains, options.test_domains) == (["PythonDocs"], ["PythonCode"])
     assert (options.tokenizer, options.vocab_size, options.validation_fraction) == ("train", 4096, 0.05)
+
+
+def test_exports_with_the_preparation_or_afterwards(records, tmp_path, tokenizer_file, capsys):
+    out = str(tmp_path / "out")
+    domains = ["--train-domains", "C4", "--test-domains", "ArXiv", "--workers", "1"]
+    given = ["--input", str(records), "--output", out, "--tokenizer", str(tokenizer_file), *domains]
+    assert cli.run(parse(*given, "--export-megatron", str(tmp_path / "a/x"))) == 0
+    assert f"exported: {tmp_path / 'a/x_train_C4_text_document'}.bin and .idx" in capsys.readouterr().out
+    assert cli.run(parse("--output", out, "--export-megatron", str(tmp_path / "b/x"))) == 0
+    first, second = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "ab")
+    assert first == second
+    assert {"x_train_C4_text_document.bin", "x_test_ArXiv_text_document.idx"} < set(first)
+
+
+def test_what_can_be_exported(tmp_path):
+    with pytest.raises(UserError, match=r"^--input: is not given; name the documents, or export "):
+        cli.run(parse("--output", str(tmp_path)))
+    with pytest.raises(UserError, match=r"manifest.json: cannot be read "):
+        cli.run(parse("--output", str(tmp_path), "--export-megatron", "x"))
+    with pytest.raises(UserError, match=r"^--export-megatron: waits for the Slurm jobs; "):
+        cli.run(parse("--input", "x", "--output", "y", "--export-megatron", "x", "--executor", "slurm"))

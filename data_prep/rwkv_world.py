@@ -1,0 +1,106 @@
+"""RWKV's world vocabulary: greedy longest match over bytes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+from data_prep.manifest import TokenizerKind
+from megatron_ext.errors import UserError
+
+END_TOKEN, END_ID = "<|endoftext|>", 0
+"""RWKV ends documents with id 0, which stands for no bytes and has no line in the file."""
+
+LINE = re.compile(rb"(\d+) (b?'.*'|b?\".*\") (\d+)\r?\n?")
+_ID = -1
+"""Key of a node's own id, beside its children's bytes (0 to 255)."""
+
+
+def is_rwkv_vocabulary(path: Path) -> bool:
+    """Whether the first line of a file is one of such a vocabulary."""
+    with path.open("rb") as file:
+        return LINE.fullmatch(file.readline(1 << 16)) is not None
+
+
+class RwkvTokenizer:
+    """Encodes by taking, at each place, the longest token that the text goes on with.
+
+    Source: the format of `rwkv_vocab_v20230424.txt` and its reference tokenizer (github.com/BlinkDL/RWKV-LM).
+
+    Args:
+        path: the vocabulary: a line a token, `<id> <Python literal of a string or of bytes> <length in bytes>`.
+
+    Raises:
+        UserError: a line is none of these, or a byte has no token of its own.
+    """
+
+    kind: TokenizerKind = "rwkv"
+    file_name = "rwkv_vocab.txt"
+    pattern = ""
+    unknown: int | None = None
+
+    def __init__(self, path: Path) -> None:
+        self._content = path.read_bytes()
+        self._tokens: dict[int, bytes] = {END_ID: b""}
+        self._root: dict[int, Any] = {}
+        for number, line in enumerate(self._content.splitlines(), start=1):
+            self._add(*_parse(path, number, line))
+        missing = next((byte for byte in range(256) if _ID not in self._root.get(byte, {})), None)
+        if missing is not None:
+            raise UserError(str(path), f"has no token for byte {missing}", "give a vocabulary that encodes any text")
+        self.vocab_size = 1 + max(self._tokens)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Ids of texts."""
+        return [self._encode(text.encode()) for text in texts]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids; bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(self._tokens.get(token, b"") for token in ids).decode("utf-8", "replace")
+
+    def find_end(self, token: str | None = None) -> tuple[str, int] | None:
+        """Id 0, under its usual name."""
+        return (END_TOKEN, END_ID) if token in (None, END_TOKEN) else None
+
+    def content(self) -> bytes:
+        """The vocabulary to the letter."""
+        return self._content
+
+    def _add(self, number: int, token: bytes) -> None:
+        self._tokens[number] = token
+        node = self._root
+        for byte in token:
+            node = node.setdefault(byte, {})
+        node[_ID] = number
+
+    def _encode(self, content: bytes) -> list[int]:
+        ids: list[int] = []
+        root, start, size = self._root, 0, len(content)
+        while start < size:
+            node = root[content[start]]
+            found, place = node[_ID], start + 1
+            end = place
+            while place < size and (node := node.get(content[place])) is not None:
+                place += 1
+                if _ID in node:
+                    found, end = node[_ID], place
+            ids.append(found)
+            start = end
+        return ids
+
+
+def _parse(path: Path, number: int, line: bytes) -> tuple[int, bytes]:
+    match = LINE.fullmatch(line)
+    if match is None:
+        raise UserError(f"{path}:{number}", "is no line of an RWKV vocabulary", "give the file as it was published")
+    try:
+        token = ast.literal_eval(match[2].decode("utf-8"))
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"{path}:{number}", f"has no Python literal ({error})", "give the file as published") from None
+    content = token.encode() if isinstance(token, str) else token
+    if len(content) != int(match[3]):
+        problem = f"is said to have {int(match[3])} bytes and has {len(content)}"
+        raise UserError(f"{path}:{number}", problem, "give the file as it was published")
+    return int(match[1]), content

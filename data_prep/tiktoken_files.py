@@ -1,0 +1,124 @@
+"""tiktoken's encodings: by name, or from a local .tiktoken file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import tiktoken
+
+from data_prep.manifest import TokenizerEntry, TokenizerKind
+from megatron_ext.errors import UserError
+
+TIKTOKEN_SUFFIX = ".tiktoken"
+END_TOKEN = "<|endoftext|>"
+PUBLISHED = "https://openaipublic.blob.core.windows.net/encodings/{}.tiktoken"
+"""Where tiktoken itself takes a file from: the key of its cache."""
+
+
+def is_encoding_name(name: str) -> bool:
+    """Whether tiktoken knows an encoding of that name."""
+    return name in tiktoken.list_encoding_names()
+
+
+class TiktokenTokenizer:
+    """Byte-pair encoding by tiktoken; any text can be encoded."""
+
+    kind: TokenizerKind = "tiktoken"
+    file_name = "tokenizer.tiktoken"
+    unknown: int | None = None
+
+    def __init__(self, encoding: tiktoken.Encoding) -> None:
+        self._encoding = encoding
+        self.pattern = encoding._pat_str
+        self.vocab_size = encoding.max_token_value + 1
+
+    @classmethod
+    def open(cls, name: str, pattern: str) -> TiktokenTokenizer:
+        """Open an encoding by name, or a file.
+
+        A file called like one of tiktoken's encodings is that encoding, and is checked to be. Any other needs its
+        pattern, and gets `<|endoftext|>` after its last token.
+
+        Raises:
+            UserError: the file is missing or damaged, the encoding cannot be had, or a pattern is missing.
+        """
+        path = Path(name)
+        if not name.endswith(TIKTOKEN_SUFFIX):
+            return cls(_published(name))
+        if not path.is_file():
+            raise UserError("--tokenizer", f"{path} is no file", "give a .tiktoken file or the name of an encoding")
+        if not pattern and is_encoding_name(path.stem):
+            return cls(_published(path.stem, path))
+        if not pattern:
+            problem = f"{path} does not say by which pattern text is cut"
+            raise UserError("--tiktoken-pattern", problem, "give the regular expression of the encoding")
+        ranks = _ranks(path)
+        return cls(_encoding(path.stem, pattern, ranks, {END_TOKEN: 1 + max(ranks.values())}))
+
+    @classmethod
+    def kept(cls, path: Path, entry: TokenizerEntry) -> TiktokenTokenizer:
+        """Open the file beside a manifest."""
+        return cls(_encoding(path.stem, entry.pattern, _ranks(path), {entry.eos_token: entry.eos_id}))
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Ids of texts."""
+        return [self._encoding.encode_ordinary(text) for text in texts]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids; bytes that are no UTF-8 become U+FFFD."""
+        return self._encoding.decode(ids)
+
+    def find_end(self, token: str | None = None) -> tuple[str, int] | None:
+        """One of the encoding's special tokens."""
+        name = token or END_TOKEN
+        if name not in self._encoding.special_tokens_set:
+            return None
+        return name, self._encoding.encode_single_token(name)
+
+    def content(self) -> bytes:
+        """Ranks in tiktoken's own form: a base64 token and its rank a line."""
+        ranks = sorted(self._encoding._mergeable_ranks.items(), key=lambda item: item[1])
+        return b"".join(base64.b64encode(token) + b" " + str(rank).encode() + b"\n" for token, rank in ranks)
+
+
+def _published(name: str, file: Path | None = None) -> tiktoken.Encoding:
+    """One of tiktoken's encodings; from a local file through its own cache, which checks that the file is the one."""
+    before = os.environ.get("TIKTOKEN_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as cache:
+        if file is not None:
+            shutil.copyfile(file, Path(cache) / hashlib.sha1(PUBLISHED.format(name).encode()).hexdigest())
+            os.environ["TIKTOKEN_CACHE_DIR"] = cache
+        try:
+            return tiktoken.get_encoding(name)
+        except Exception as error:  # whatever its downloading library raises
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            mend = f"give its {name}.tiktoken as a local file; one of another content needs --tiktoken-pattern"
+            raise UserError("--tokenizer", f"{name} cannot be had ({reason})", mend) from None
+        finally:
+            os.environ.pop("TIKTOKEN_CACHE_DIR", None)
+            if before is not None:
+                os.environ["TIKTOKEN_CACHE_DIR"] = before
+
+
+def _ranks(path: Path) -> dict[bytes, int]:
+    """Read a file; tiktoken's own reader keeps a copy by path, and would not see that the file has changed."""
+    try:
+        lines = (line.split() for line in path.read_bytes().splitlines() if line)
+        return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except ValueError as error:
+        raise UserError("--tokenizer", f"{path} is no .tiktoken file ({error})", "give one") from None
+
+
+def _encoding(name: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> tiktoken.Encoding:
+    missing = next((byte for byte in range(256) if bytes([byte]) not in ranks), None)
+    if missing is not None:
+        raise UserError("--tokenizer", f"{name} has no token for byte {missing}", "give one that encodes any text")
+    try:
+        return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    except Exception as error:  # the binding raises ValueError and its own kinds
+        raise UserError("--tiktoken-pattern", f"{pattern!r} cannot be used ({error})", "give another") from None

@@ -1,0 +1,159 @@
+"""The last step of a task: documents to tokens, tokens to shards, and a note of what the task wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+from pydantic import TypeAdapter
+
+from data_prep.documents import SPLITS, Problems
+from data_prep.exact import DropDuplicates
+from data_prep.manifest import DomainEntry, SkippedEntry, TokenizerEntry
+from data_prep.progress import Board
+from data_prep.shards import DomainWriter
+from data_prep.storage import locked
+from data_prep.vocabularies import TextTokenizer, kept_tokenizer, token_dtype
+from megatron_ext.files import write_whole
+
+BATCH_DOCUMENTS = 1024
+BATCH_CHARACTERS = 2_000_000
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """What one task wrote.
+
+    Attributes:
+        domains: shards by split and domain, their files relative to the task's folder.
+        skipped: malformed records passed over.
+        duplicates: documents left out because the input had their text before.
+    """
+
+    domains: list[DomainEntry]
+    skipped: list[SkippedEntry]
+    duplicates: int
+
+
+class WriteShards(PipelineStep):
+    """Tokenises documents and writes them to `<folder>/<task>/<split>/<domain>/`, then `<folder>/<task>.json`.
+
+    Args:
+        folder: where tasks write.
+        root: folder of the tokenizer.
+        tokenizer: what is said of it in the manifest.
+        shard_tokens: see `DomainWriter`.
+        problems: those of the step that reads; told of text that the tokenizer cannot encode.
+        duplicates: the step that leaves them out.
+        board: told the tokens written.
+    """
+
+    type = "WRITER"
+    name = "shards"
+
+    def __init__(
+        self,
+        folder: Path,
+        root: Path,
+        tokenizer: TokenizerEntry,
+        shard_tokens: int,
+        problems: Problems,
+        duplicates: DropDuplicates,
+        board: Board,
+    ) -> None:
+        super().__init__()
+        self.folder = folder
+        self.root = root
+        self.tokenizer = tokenizer
+        self.shard_tokens = shard_tokens
+        self.problems = problems
+        self.duplicates = duplicates
+        self.board = board
+
+    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Consume the documents of a task, if no one has done it in the meantime."""
+        note = self.folder / f"{rank:05d}.json"
+        with locked(note.with_suffix(".lock")):
+            if not note.exists():
+                target = self.folder / f"{rank:05d}"
+                shutil.rmtree(target, ignore_errors=True)
+                target.mkdir()
+                result = TaskResult(self._write(data, target, rank), _skipped(self.problems), self.duplicates.dropped)
+                write_whole(note, json.dumps(asdict(result), ensure_ascii=False).encode())
+        yield from ()
+
+    def _write(self, data: Iterable[Document], target: Path, rank: int) -> list[DomainEntry]:
+        encode = DocumentEncoder(kept_tokenizer(self.root, self.tokenizer), self.tokenizer, self.problems)
+        writers: dict[tuple[str, str], DomainWriter] = {}
+        written = self.board.tokens_of(rank)
+        with contextlib.ExitStack() as stack:
+            for batch in _batches(data):
+                for document, tokens in encode(batch):
+                    key = (document.metadata["split"], document.metadata["domain"])
+                    if key not in writers:
+                        writers[key] = DomainWriter(target, *key, self.shard_tokens, prefix=f"{rank:05d}-")
+                        stack.callback(writers[key].abandon)
+                    writers[key].add(document, tokens)
+                    written[0] += len(tokens)
+            return [writers[key].close() for key in sorted(writers, key=in_order)]
+
+
+class DocumentEncoder:
+    """Encodes whole documents, each to a little-endian array that ends with the end-of-document token.
+
+    Args:
+        tokenizer: what encodes.
+        entry: what the manifest says of it.
+        problems: told of documents that hold text which the tokenizer has no token for; they are left out.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, entry: TokenizerEntry, problems: Problems) -> None:
+        self._tokenizer = tokenizer
+        self._end = [entry.eos_id]
+        self._dtype = np.dtype(token_dtype(entry.vocab_size)).newbyteorder("<")
+        self._problems = problems
+
+    def __call__(self, documents: list[Document]) -> Iterator[tuple[Document, npt.NDArray[np.unsignedinteger]]]:
+        """Yield the documents that can be encoded with their tokens."""
+        unknown = self._tokenizer.unknown
+        encoded = self._tokenizer.encode_batch([document.text for document in documents])
+        for document, ids in zip(documents, encoded, strict=True):
+            if unknown is not None and unknown in ids:
+                self._problems.report(document.metadata["source"], None, "the tokenizer cannot encode it", document.id)
+                continue
+            yield document, np.array(ids + self._end, dtype=self._dtype)
+
+
+def load_result(path: Path) -> TaskResult:
+    """Read what `WriteShards` noted."""
+    return TypeAdapter(TaskResult).validate_python(json.loads(path.read_bytes()))
+
+
+def in_order(key: tuple[str, str]) -> tuple[int, str]:
+    """Sorts (split, domain) as the manifest does: train, validation, test, and domains by name."""
+    return SPLITS.index(key[0]), key[1]
+
+
+def _skipped(problems: Problems) -> list[SkippedEntry]:
+    return [SkippedEntry(file, reason, number) for (file, reason), number in sorted(problems.counts.items())]
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
