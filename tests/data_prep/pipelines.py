@@ -1,6 +1,8 @@
 """Documents for pipeline steps, and a way to run stages with datatrove's local executor."""
 
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 
 from datatrove.data import Document
@@ -29,14 +31,42 @@ class Given(PipelineStep):
             yield Document(given.text, given.id, metadata=dict(given.metadata))
 
 
-def run(stages: Sequence[Stage], logs: Path, workers: int = 1) -> dict[str, dict[str, float]]:
-    """Run stages one after the other; gives the totals of the last step of each."""
+class FailsOnce(PipelineStep):
+    """Dies in the middle of task 1 when it is first run."""
+
+    type = "READER"
+    name = "fails once"
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__()
+        self.mark = mark
+
+    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        for number, given in enumerate(data):
+            if rank == 1 and number == 5 and not self.mark.exists():
+                self.mark.touch()
+                raise RuntimeError("power cut")
+            yield given
+
+
+def run(stages: Sequence[Stage], logs: Path, workers: int = 1) -> None:
+    """Run stages one after the other with datatrove's local executor."""
+    for stage in stages:
+        LocalPipelineExecutor(stage.steps, stage.tasks, workers, logging_dir=str(logs / stage.name)).run()
+
+
+def run_here(stages: Sequence[Stage]) -> dict[str, dict[str, float]]:
+    """Run stages without an executor; gives the counts of the last step of each, over all tasks."""
     found = {}
     for stage in stages:
-        executor = LocalPipelineExecutor(stage.steps, stage.tasks, workers, logging_dir=str(logs / stage.name))
-        stats = executor.run()
-        last = stats.stats[-1] if stats is not None else None
-        found[stage.name] = {name: metric.total for name, metric in last.stats.items()} if last else {}
+        counts: Counter[str] = Counter()
+        for rank in range(stage.tasks):
+            data, steps = None, deepcopy(stage.steps)
+            for step in steps:
+                data = step.run(data, rank, stage.tasks)
+            deque(data or (), maxlen=0)
+            counts.update({name: metric.total for name, metric in steps[-1].stats.stats.items()})
+        found[stage.name] = dict(counts)
     return found
 
 

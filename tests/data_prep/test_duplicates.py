@@ -1,6 +1,5 @@
 import random
 import string
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
-from pipelines import Given, document, read, run
+from pipelines import FailsOnce, Given, document, read, run, run_here
 
 from data_prep import signatures
 from data_prep.duplicates import NearOptions, exact_duplicates, near_duplicates
@@ -39,7 +38,7 @@ def jaccard(a: list[str], b: list[str], n: int) -> float:
 
 def near_ids(documents: list[Document], folder: Path, tasks: int = 1, **options: int) -> set[str]:
     found = near_duplicates([Given(documents)], str(folder), tasks, NearOptions(**options))
-    run(found.stages, folder / "logs")
+    run_here(found.stages)
     return {kept.id for kept in read(found.documents, tasks)}
 
 
@@ -72,7 +71,7 @@ def test_case_punctuation_and_spaces_make_no_difference_to_near_duplicates_but_t
     documents = [document(plain, "a:1"), document(fancy, "a:2"), document(plain, "b:1"), document("short", "b:2")]
     assert len(near_ids(documents, tmp_path / "near")) == 2
     exact = exact_duplicates([Given(documents)], str(tmp_path / "exact"), 2)
-    run(exact.stages, tmp_path / "logs")
+    run_here(exact.stages)
     kept = {kept.id for kept in read(exact.documents, 2)}
     assert {"a:2", "b:2"} < kept
     assert len(kept) == 3
@@ -94,10 +93,10 @@ def corpus() -> tuple[list[Document], set[str]]:
     return documents, stay | {f"alone:{i}" for i in range(10)}
 
 
-def both(documents: list[Document], folder: Path, tasks: int, workers: int = 1) -> tuple[set[str], dict]:
+def both(documents: list[Document], folder: Path, tasks: int) -> tuple[set[str], dict]:
     exact = exact_duplicates([Given(documents)], str(folder / "exact"), tasks)
     near = near_duplicates(exact.documents, str(folder / "near"), tasks)
-    counts = run([*exact.stages, *near.stages], folder / "logs", workers)
+    counts = run_here([*exact.stages, *near.stages])
     return {kept.id for kept in read(near.documents, tasks)}, counts
 
 
@@ -119,7 +118,7 @@ def test_tasks_without_a_document_do_no_harm(tmp_path):
     for find in (exact_duplicates, near_duplicates):
         folder = tmp_path / find.__name__
         found = find([Given(documents)], str(folder), 4)
-        run(found.stages, folder / "logs")
+        run_here(found.stages)
         assert [kept.id for kept in read(found.documents, 4)] == ["a"]
 
 
@@ -140,43 +139,17 @@ def test_test_documents_that_only_a_training_document_links_both_stay(tmp_path):
     assert kept == {"a:near left", "a:near right", "b:1"}
 
 
-def test_the_number_of_processes_makes_no_difference(tmp_path):
-    documents, _ = corpus()
-    one, two = (near_duplicates([Given(documents)], str(tmp_path / name), 4) for name in ("one", "two"))
-    run(one.stages, tmp_path / "one" / "logs")
-    run(two.stages, tmp_path / "two" / "logs", workers=2)
-    kept = [document.id for document in read(one.documents, 4)]
-    assert len(kept) == 24 + 10
-    assert [document.id for document in read(two.documents, 4)] == kept
-
-
-class _FailsOnce(PipelineStep):
-    """Dies in the middle of task 1 when it is first run."""
-
-    type = "READER"
-    name = "fails once"
-
-    def __init__(self, mark: Path) -> None:
-        super().__init__()
-        self.mark = mark
-
-    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        for number, given in enumerate(data):
-            if rank == 1 and number == 5 and not self.mark.exists():
-                self.mark.touch()
-                raise RuntimeError("power cut")
-            yield given
-
-
-def test_a_broken_run_goes_on_to_the_same_result(tmp_path):
+def test_a_broken_run_in_two_processes_goes_on_to_the_result_of_one(tmp_path):
     documents, _ = corpus()
     kept, _ = both(documents, tmp_path / "whole", 3)
-    source: list[PipelineStep] = [Given(documents), _FailsOnce(tmp_path / "mark")]
+    source: list[PipelineStep] = [Given(documents), FailsOnce(tmp_path / "mark")]
     exact = exact_duplicates(source, str(tmp_path / "exact"), 3)
     near = near_duplicates(exact.documents, str(tmp_path / "near"), 3)
     with pytest.raises(RuntimeError, match="power cut"):
-        run(exact.stages, tmp_path / "logs")
-    run([*exact.stages, *near.stages], tmp_path / "logs")
+        run(exact.stages[:1], tmp_path / "logs", workers=2)
+    run(exact.stages, tmp_path / "logs")
+    run(near.stages[:1], tmp_path / "logs", workers=2)
+    run(near.stages[1:], tmp_path / "logs")
     assert {document.id for document in read(near.documents, 3)} == kept
 
 
@@ -185,7 +158,7 @@ def test_documents_that_were_not_compared_are_refused(tmp_path):
     found = exact_duplicates([Given(documents)], str(tmp_path), 2)
     with pytest.raises(UserError, match=r"000000\.remove: is missing"):
         read(found.documents, 2)
-    run(found.stages, tmp_path / "logs")
+    run_here(found.stages)
     _, keep = found.documents
     for other, tasks in ((documents[:-1], 2), ([*documents, documents[0]], 2), (documents[::-1], 2), (documents, 3)):
         with pytest.raises(UserError, match="are not those that were compared"):
@@ -194,9 +167,9 @@ def test_documents_that_were_not_compared_are_refused(tmp_path):
 
 def test_the_work_of_another_number_of_tasks_is_refused(tmp_path):
     documents, _ = corpus()
-    run(exact_duplicates([Given(documents)], str(tmp_path), 3).stages, tmp_path / "logs")
+    run_here(exact_duplicates([Given(documents)], str(tmp_path), 3).stages)
     with pytest.raises(UserError, match="does not hold the work of 2 tasks"):
-        run(exact_duplicates([Given(documents)], str(tmp_path), 2).stages[2:], tmp_path / "other logs")
+        run_here(exact_duplicates([Given(documents)], str(tmp_path), 2).stages[2:])
 
 
 def test_signatures_in_blocks_are_those_of_the_whole(tmp_path, monkeypatch):
