@@ -52,22 +52,19 @@ class Stage:
 
     Attributes:
         name: what it does, in a word.
-        pipeline: datatrove's steps.
-        tasks: their number.
-        root: folder that is filled; what datatrove notes of finished tasks lies in its work folder.
+        steps: datatrove's, in order.
+        tasks: parts that the input is cut into; any number of workers may share them.
         board: what the tasks tell of their progress; None: nothing.
     """
 
     name: str
-    pipeline: list[PipelineStep]
+    steps: list[PipelineStep]
     tasks: int
-    root: Path
     board: Board | None = None
 
-    @property
-    def notes(self) -> str:
-        """Folder in which datatrove notes finished tasks."""
-        return str(self.root / WORK_NAME / f"tasks-{self.name}")
+    def notes(self, root: Path) -> str:
+        """Folder in which datatrove notes finished tasks, in the work folder of what is filled."""
+        return str(root / WORK_NAME / f"tasks-{self.name}")
 
 
 def check_execution(execution: Execution) -> None:
@@ -85,11 +82,12 @@ def check_execution(execution: Execution) -> None:
             raise UserError("--slurm-partition", "is not given", "name the partition that the tasks run in")
 
 
-def run_stages(stages: list[Stage], execution: Execution, total_bytes: int, *, progress: bool) -> None:
+def run_stages(stages: list[Stage], root: Path, execution: Execution, total_bytes: int, *, progress: bool) -> None:
     """Run stages one after the other, each to its end; tasks that were finished before are not run again.
 
     Args:
         stages: in order.
+        root: folder that is filled.
         execution: where.
         total_bytes: input bytes that a stage reads.
         progress: show a bar on standard error.
@@ -97,18 +95,18 @@ def run_stages(stages: list[Stage], execution: Execution, total_bytes: int, *, p
     for stage in stages:
         visible = progress and stage.board is not None
         if stage.board is None:
-            _executor(stage, execution).run()
+            _executor(stage, root, execution).run()
         else:
             with shown(stage.board, stage.name, total_bytes, visible=visible):
-                _executor(stage, execution).run()
+                _executor(stage, root, execution).run()
 
 
-def _executor(stage: Stage, execution: Execution) -> PipelineExecutor:
+def _executor(stage: Stage, root: Path, execution: Execution) -> PipelineExecutor:
     workers = min(execution.workers, stage.tasks)
-    common: dict[str, Any] = {"tasks": stage.tasks, "workers": workers, "logging_dir": stage.notes}
+    common: dict[str, Any] = {"tasks": stage.tasks, "workers": workers, "logging_dir": stage.notes(root)}
     if execution.executor == "ray":
-        return RayPipelineExecutor(stage.pipeline, **common, mem_per_cpu_gb=MEMORY_GB)
-    return QuietExecutor(stage.pipeline, **common)
+        return RayPipelineExecutor(stage.steps, **common, mem_per_cpu_gb=MEMORY_GB)
+    return QuietExecutor(stage.steps, **common)
 
 
 class QuietExecutor(LocalPipelineExecutor):

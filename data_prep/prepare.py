@@ -171,9 +171,9 @@ def _fill(root: Path, corpus: Corpus, options: PrepareOptions, recorded: dict[st
     )
     finish = Finish(preparation.merge(recorded), Path(options.output))
     if options.execution.executor == "slurm":
-        submit(preparation.stages(), finish, f"{options.output}.slurm", options.execution)
+        submit(preparation.stages(), root, finish, f"{options.output}.slurm", options.execution)
         return None
-    run_stages(preparation.stages(), options.execution, corpus.total_bytes, progress=options.progress)
+    run_stages(preparation.stages(), root, options.execution, corpus.total_bytes, progress=options.progress)
     return finish.merge()
 
 

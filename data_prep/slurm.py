@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 from typing import Any
 
 from datatrove.executor import SlurmPipelineExecutor
@@ -12,11 +13,12 @@ from data_prep.execution import MEMORY_GB, Execution, Stage
 from megatron_ext.errors import UserError
 
 
-def submit(stages: list[Stage], finish: PipelineStep, logs: str, execution: Execution) -> None:
+def submit(stages: list[Stage], root: Path, finish: PipelineStep, logs: str, execution: Execution) -> None:
     """Submit stages and what comes after them; tasks that were finished before are not submitted again.
 
     Args:
         stages: in order.
+        root: folder that is filled.
         finish: what makes the folder of all that the stages wrote.
         logs: folder for what the last job notes: that of the stages is gone when it is done.
         execution: partition, time and number of jobs at a time.
@@ -26,7 +28,7 @@ def submit(stages: list[Stage], finish: PipelineStep, logs: str, execution: Exec
     """
     last = None
     for stage in stages:
-        last = _ChainedExecutor(stage.pipeline, stage.tasks, stage.notes, f"prepare-{stage.name}", execution, last)
+        last = _ChainedExecutor(stage.steps, stage.tasks, stage.notes(root), f"prepare-{stage.name}", execution, last)
     merging = _ChainedExecutor([finish], 1, logs, "prepare-merging", execution, last, skip_completed=False)
     try:
         merging.run()

@@ -57,11 +57,11 @@ class Preparation:
     def _hashing(self) -> Stage:
         board = self._board("reading")
         documents = self._documents(Problems(self.on_error), board)
-        return Stage("reading", [*documents, WriteFingerprints(self._folder("hashes"))], self.tasks, self.root, board)
+        return Stage("reading", [*documents, WriteFingerprints(self._folder("hashes"))], self.tasks, board)
 
     def _comparing(self) -> Stage:
         search = FindDuplicates(self._folder("hashes"), self._folder("duplicates"))
-        return Stage("comparing", [search], buckets_for(self.corpus.total_bytes), self.root)
+        return Stage("comparing", [search], buckets_for(self.corpus.total_bytes))
 
     def _tokenising(self) -> Stage:
         board, problems = self._board("tokenising"), Problems(self.on_error)
@@ -69,9 +69,7 @@ class Preparation:
         writer = WriteShards(
             self._folder("shards"), self.root, self.tokenizer, self.shard_tokens, problems, duplicates, board
         )
-        return Stage(
-            "tokenising", [*self._documents(problems, board), duplicates, writer], self.tasks, self.root, board
-        )
+        return Stage("tokenising", [*self._documents(problems, board), duplicates, writer], self.tasks, board)
 
     def _documents(self, problems: Problems, board: Board) -> list[PipelineStep]:
         return [ReadCorpus(self.corpus, problems, board), AssignSplits(self.plan), *self.steps]

@@ -1,0 +1,97 @@
+"""Cleaning of text as a datatrove step: one Unicode form, one line end, no control characters.
+
+Line ends (CR LF, CR, vertical tab, form feed) become LF; NUL and the other control characters of Unicode's category Cc
+but tab and LF are removed; the text is put in normalization form C (Unicode Standard Annex 15). A document with nothing
+but whitespace left is dropped. What is changed or dropped is counted in the step's statistics by reason, so
+that nothing is lost silently: `changed_*` counts documents, `removed_*` characters.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from typing import Literal
+
+from datatrove.data import Document
+from datatrove.pipeline.filters.base_filter import BaseFilter
+from datatrove.pipeline.writers.disk_base import DiskWriter
+
+from megatron_ext.errors import UserError
+
+_LINE_ENDS = re.compile(r"\r\n?|[\x0b\x0c]")
+_CONTROLS = re.compile(r"[\x01-\x08\x0e-\x1f\x7f-\x9f]")  # NUL is counted by itself, line ends are gone by then
+
+
+@dataclass(frozen=True, kw_only=True)
+class CleaningOptions:
+    """What is cleaned.
+
+    Attributes:
+        unicode_form: normalization form; None leaves the text as it is.
+        line_ends: whether all line ends become LF.
+        controls: whether control characters are removed.
+        nul: `remove` NUL characters, `drop` documents that hold one (often binary data), or `stop` at the first.
+    """
+
+    unicode_form: Literal["NFC", "NFKC"] | None = "NFC"
+    line_ends: bool = True
+    controls: bool = True
+    nul: Literal["remove", "drop", "stop"] = "remove"
+
+
+class Clean(BaseFilter):
+    """Cleans the text of documents and drops those left empty.
+
+    Counts: `changed_line_ends`, `changed_nul`, `changed_controls`, `changed_unicode`, `changed` (documents with any of
+    these), `removed_nul`, `removed_controls` (characters), `dropped_nul`, `dropped_empty`.
+
+    Args:
+        options: what is cleaned.
+        exclusion_writer: keeps the dropped documents.
+    """
+
+    name = "clean"
+
+    def __init__(self, options: CleaningOptions | None = None, exclusion_writer: DiskWriter | None = None) -> None:
+        super().__init__(exclusion_writer)
+        self.options = options or CleaningOptions()
+
+    def filter(self, doc: Document) -> bool | tuple[bool, str]:
+        """Clean a document in place.
+
+        Returns:
+            True, or False and the reason why it is dropped.
+
+        Raises:
+            UserError: it holds a NUL character and `nul` is `stop`.
+        """
+        before = doc.text
+        if "\0" in doc.text and not self._without_nul(doc):
+            return False, "nul"
+        if self.options.line_ends:
+            self._change(doc, _LINE_ENDS.sub("\n", doc.text), "line_ends")
+        if self.options.controls:
+            text, removed = _CONTROLS.subn("", doc.text)
+            self._change(doc, text, "controls", removed)
+        if self.options.unicode_form is not None:
+            self._change(doc, unicodedata.normalize(self.options.unicode_form, doc.text), "unicode")
+        if doc.text != before:
+            self.stat_update("changed")
+        return True if doc.text.strip() else (False, "empty")
+
+    def _without_nul(self, doc: Document) -> bool:
+        if self.options.nul == "stop":
+            raise UserError(doc.id, "the text holds a NUL character", "repair it, or have NUL removed or dropped")
+        if self.options.nul == "drop":
+            return False
+        self._change(doc, doc.text.replace("\0", ""), "nul", doc.text.count("\0"))
+        return True
+
+    def _change(self, doc: Document, text: str, reason: str, removed: int = 0) -> None:
+        if text == doc.text:
+            return
+        doc.text = text
+        self.stat_update(f"changed_{reason}")
+        if removed:
+            self.stat_update(f"removed_{reason}", value=removed)

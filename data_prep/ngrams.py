@@ -1,0 +1,63 @@
+"""Words of a text as overlap is counted in, and 64-bit hashes of every run of n of them.
+
+Brown et al. 2020 (arXiv 2005.14165, appendix C) call a gram "a lowercase, whitespace delimited word with no
+punctuation", and the decontamination of lm-evaluation-harness deletes `string.punctuation`. Here, text is put in lower
+case, every character of Unicode's punctuation categories (P) and of `string.punctuation` is deleted, and what is left
+is split at whitespace. So "don't" is one word, and so is "well-known"; a dash between spaces is none. Languages
+that put no spaces between words have few words by this rule, and overlap in them is missed.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+import sys
+import unicodedata
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+Hashes = npt.NDArray[np.uint64]
+
+_ASCII = str.maketrans(string.ascii_uppercase, string.ascii_lowercase, string.punctuation)
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+
+def words_of(text: str) -> list[str]:
+    """Words in lower case without punctuation."""
+    plain = text.translate(_ASCII) if text.isascii() else _punctuation().sub("", text.lower())
+    return plain.split()
+
+
+@cache
+def _punctuation() -> re.Pattern[str]:
+    marks = (c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c).startswith("P"))
+    return re.compile(f"[{re.escape(''.join(marks) + string.punctuation)}]+")
+
+
+def window_hashes(words: Sequence[str], n: int) -> Hashes:
+    """Hash every run of n words: a polynomial in the words' own 64-bit hashes, modulo 2**64.
+
+    Two different runs share a hash with a chance of about 2**-64, or 2**-59 where they are the same words in another
+    order. The hashes are the same in every process and on every machine.
+
+    Args:
+        words: without whitespace inside.
+        n: words a run.
+
+    Returns:
+        Hashes in the order of the text, shape (max(0, len(words) - n + 1),).
+    """
+    count = len(words) - n + 1
+    if count <= 0:
+        return np.empty(0, np.uint64)
+    encoded = " ".join(words).encode().split(b" ")
+    hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, encoded), np.uint64, len(words))
+    windows = hashes[:count].copy()
+    for place in range(1, n):
+        windows *= _MULTIPLIER
+        windows += hashes[place : place + count]
+    return windows

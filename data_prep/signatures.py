@@ -1,0 +1,71 @@
+"""Signatures that are the same where texts are equal or nearly so: datatrove's step with our words and hashes.
+
+Near-duplicates: MinHash over word n-grams, Lee et al. 2022 (arXiv 2107.06499). Exact ones: a hash of the text.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import xxhash
+from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
+from datatrove.utils.text import simplify_text
+from datatrove.utils.word_tokenizers import WordTokenizer
+
+from data_prep.ngrams import Hashes, window_hashes
+
+BLOCK_SHINGLES = 8192
+"""n-grams whose permuted hashes are in memory at a time: 7 MB at 112 permutations, however long a document is."""
+
+_HALF = (1 << 60) - 1  # datatrove reads signatures up to 2**61 - 1
+
+
+class _Words(WordTokenizer):
+    """Words between spaces. `simplify_text` leaves no others; datatrove's own for English needs a model of spaCy."""
+
+    def word_tokenize(self, text: str) -> list[str]:
+        return text.split()
+
+    def sent_tokenize(self, text: str) -> list[str]:
+        raise NotImplementedError("signatures are of words")
+
+    def span_tokenize(self, text: str) -> list[tuple[int, int]]:
+        raise NotImplementedError("signatures are of words")
+
+
+class NearSignature(MinhashDedupSignature):
+    """datatrove's MinHash signatures, of whitespace-delimited words, in memory that does not grow with a document.
+
+    Words are those of datatrove's `simplify_text`: lower case, no punctuation, no accents, every number a 0.
+    """
+
+    def __init__(self, folder: str, config: MinhashConfig) -> None:
+        super().__init__(folder, config, language=_Words())
+
+    def get_shingles(self, text: str) -> Hashes:
+        """Hashes of the word n-grams, shape (n-grams, 1)."""
+        words = self.word_tokenizer.word_tokenize(simplify_text(text, self.config.norm_config))
+        return window_hashes(words, self.config.n_grams).reshape(-1, 1)
+
+    def get_signature(self, shingles: Hashes) -> list[list[int]]:
+        """Minima of the permuted hashes, bucket by bucket."""
+        starts = range(0, len(shingles), BLOCK_SHINGLES)
+        blocks = [super(NearSignature, self).get_signature(shingles[i : i + BLOCK_SHINGLES]) for i in starts]
+        signature: list[list[int]] = np.min(np.array(blocks, np.uint64), axis=0).tolist()
+        return signature
+
+
+class ExactSignature(MinhashDedupSignature):
+    """One signature a document: 120 bits of hash of its text, as two numbers."""
+
+    def __init__(self, folder: str, config: MinhashConfig) -> None:
+        super().__init__(folder, config, language=_Words())
+
+    def get_shingles(self, text: str) -> Hashes:
+        """The two numbers, shape (1, 2)."""
+        hashed = xxhash.xxh3_128_intdigest(text.encode())
+        return np.array([[hashed >> 64 & _HALF, hashed & _HALF]], np.uint64)
+
+    def get_signature(self, shingles: Hashes) -> list[list[int]]:
+        """The two numbers as the signature of the only bucket."""
+        signature: list[list[int]] = shingles.tolist()
+        return signature
