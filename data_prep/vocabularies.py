@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -12,6 +13,9 @@ from data_prep.tiktoken_files import TIKTOKEN_SUFFIX, TiktokenTokenizer, is_enco
 from data_prep.tokenizer import JsonTokenizer, load_tokenizer
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
+
+RARE_LETTER = "\U00010380"
+"""Of Ugaritic: in hardly any vocabulary of characters. A tokenizer of bytes has tokens for it as for any."""
 
 
 class TextTokenizer(Protocol):
@@ -56,18 +60,23 @@ def open_tokenizer(name: str, pattern: str = "") -> TextTokenizer:
         pattern: the regular expression of a .tiktoken file that is not one of tiktoken's own.
 
     Raises:
-        UserError: it is none of these.
+        UserError: it is none of these, or it drops what it has no token for.
     """
     path = Path(name)
     if name.endswith(TIKTOKEN_SUFFIX) or (is_encoding_name(name) and not path.exists()):
         return TiktokenTokenizer.open(name, pattern)
     if path.is_file() and is_rwkv_vocabulary(path):
         return RwkvTokenizer(path)
-    return JsonTokenizer(load_tokenizer(path), path)
+    tokenizer = JsonTokenizer(load_tokenizer(path), path)
+    if tokenizer.unknown is None and not tokenizer.encode_batch([RARE_LETTER])[0]:
+        mend = "give one of bytes, or one with an unknown token, whose documents are reported"
+        raise UserError("--tokenizer", f"{path} drops characters that it has no token for", mend)
+    return tokenizer
 
 
+@lru_cache(maxsize=1)
 def kept_tokenizer(root: Path, entry: TokenizerEntry) -> TextTokenizer:
-    """The tokenizer beside a manifest."""
+    """The tokenizer beside a manifest; a worker that goes from task to task reads it once."""
     path = root / entry.file
     if entry.kind == "tiktoken":
         return TiktokenTokenizer.kept(path, entry)

@@ -5,7 +5,7 @@ import re
 import pytest
 import tiktoken
 from prep_fakes import options, text
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from data_prep.manifest import load_manifest
 from data_prep.prepare import prepare
@@ -119,6 +119,13 @@ def test_a_file_called_like_an_encoding_must_be_it(ranks, tmp_path, monkeypatch)
     monkeypatch.setattr(tiktoken.load, "read_file", offline)
     path = ranks[0].rename(tmp_path / "cl100k_base.tiktoken")
     with pytest.raises(UserError, match=r"^--tokenizer: cl100k_base cannot be had \(no network in tests\); give its "):
+        open_tokenizer(str(path))
+
+
+def test_a_tokenizer_that_drops_text_is_refused(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])).save(str(path))
+    with pytest.raises(UserError, match=r"^--tokenizer: .* drops characters that it has no token for; "):
         open_tokenizer(str(path))
 
 
