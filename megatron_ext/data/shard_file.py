@@ -62,7 +62,8 @@ class OpenShard:
     """
 
     def __init__(self, root: Path, entry: ShardEntry, dtype: np.dtype, landmarks: Landmarks | None = None) -> None:
-        self._tar_path, self._index_path, self._dtype = root / entry.file, root / entry.index, dtype
+        # Joined as text: where shards are many, each sample opens one, and pathlib takes longer than the system.
+        self._tar_path, self._index_path, self._dtype = f"{root}/{entry.file}", f"{root}/{entry.index}", dtype
         self._documents = entry.documents
         self._tar = self._opened(self._tar_path)
         self._index = self._opened(self._index_path)
@@ -95,7 +96,7 @@ class OpenShard:
         last = int(starts.searchsorted(start + length, side="left"))
         return Documents(low * STRIDE + first, starts[first : last + 1], rows[first:last, 0])
 
-    def _opened(self, path: Path) -> int:
+    def _opened(self, path: str) -> int:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -114,15 +115,15 @@ class OpenShard:
         size = os.fstat(self._index).st_size
         header = size - 2 * _ROW.itemsize * entry.documents
         if not _is_header(os.pread(self._index, max(header, 0), 0), entry.documents):
-            raise UserError(str(self._index_path), "does not fit the manifest", _MEND)
+            raise UserError(self._index_path, "does not fit the manifest", _MEND)
         rows = self._rows(header, 0, entry.documents)
         ends = rows[:, 0] + rows[:, 1] * self._dtype.itemsize
         in_order = bool((rows >= 0).all() and (rows[1:, 0] >= ends[:-1]).all())
         if not in_order or int(rows[:, 1].sum()) != entry.tokens:
-            raise UserError(str(self._index_path), "does not fit the manifest", _MEND)
+            raise UserError(self._index_path, "does not fit the manifest", _MEND)
         found = os.fstat(self._tar).st_size
         if int(ends.max(initial=0)) > found:
-            raise UserError(str(self._tar_path), f"is truncated: found {found} bytes", _MEND)
+            raise UserError(self._tar_path, f"is truncated: found {found} bytes", _MEND)
         marks = np.concatenate([[0], np.cumsum(rows[:, 1])])[::STRIDE]
         if entry.documents % STRIDE:
             marks = np.append(marks, entry.tokens)
@@ -137,7 +138,7 @@ def _is_header(content: bytes, documents: int) -> bool:
     return all(part in described for part in ("'<i8'", "'fortran_order': False", f"({documents}, 2)"))
 
 
-def _read(descriptor: int, path: Path, offset: int, length: int) -> bytes:
+def _read(descriptor: int, path: str, offset: int, length: int) -> bytes:
     """Bytes [offset, offset + length) of a file.
 
     Raises:
@@ -150,11 +151,11 @@ def _read(descriptor: int, path: Path, offset: int, length: int) -> bytes:
         except OSError as error:
             raise _unreadable(path, error) from None
         if not part:
-            raise UserError(str(path), f"is truncated: found {os.fstat(descriptor).st_size} bytes", _MEND)
+            raise UserError(path, f"is truncated: found {os.fstat(descriptor).st_size} bytes", _MEND)
         parts.append(part)
         offset, length = offset + len(part), length - len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _unreadable(path: Path, error: OSError) -> UserError:
-    return UserError(str(path), f"cannot be read ({error.strerror})", _MEND)
+def _unreadable(path: str, error: OSError) -> UserError:
+    return UserError(path, f"cannot be read ({error.strerror})", _MEND)
