@@ -22,20 +22,20 @@ import xxhash
 
 Hashes = npt.NDArray[np.uint64]
 
-_ASCII = str.maketrans(string.ascii_uppercase, string.ascii_lowercase, string.punctuation)
+_ASCII_PUNCTUATION = string.punctuation.encode()
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def words_of(text: str) -> list[str]:
     """Words in lower case without punctuation."""
-    plain = text.translate(_ASCII) if text.isascii() else _punctuation().sub("", text.lower())
-    return plain.split()
+    plain = text.lower().encode().translate(None, _ASCII_PUNCTUATION).decode()  # bytes, as it is ten times as fast
+    return (plain if plain.isascii() else _other_punctuation().sub("", plain)).split()
 
 
 @cache
-def _punctuation() -> re.Pattern[str]:
-    marks = (c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c).startswith("P"))
-    return re.compile(f"[{re.escape(''.join(marks) + string.punctuation)}]+")
+def _other_punctuation() -> re.Pattern[str]:
+    marks = (c for c in map(chr, range(128, sys.maxunicode + 1)) if unicodedata.category(c).startswith("P"))
+    return re.compile(f"[{''.join(marks)}]+")
 
 
 def window_hashes(words: Sequence[str], n: int) -> Hashes:
