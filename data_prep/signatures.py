@@ -5,6 +5,8 @@ Near-duplicates: MinHash over word n-grams, Lee et al. 2022 (arXiv 2107.06499). 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import xxhash
 from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
@@ -13,9 +15,11 @@ from datatrove.utils.word_tokenizers import WordTokenizer
 
 from data_prep.ngrams import Hashes, window_hashes
 
-BLOCK_SHINGLES = 8192
-"""n-grams whose permuted hashes are in memory at a time: 7 MB at 112 permutations, however long a document is."""
+BLOCK_SHINGLES = 512
+"""n-grams whose permuted hashes are in memory at a time, 0.5 MB at 112 permutations, however long a document is."""
 
+_PRIME_BITS = np.uint64(61)
+_PRIME = (np.uint64(1) << _PRIME_BITS) - np.uint64(1)
 _HALF = (1 << 60) - 1  # datatrove reads signatures up to 2**61 - 1
 
 
@@ -43,14 +47,22 @@ class NearSignature(MinhashDedupSignature):
 
     def get_shingles(self, text: str) -> Hashes:
         """Hashes of the word n-grams, shape (n-grams, 1)."""
-        words = self.word_tokenizer.word_tokenize(simplify_text(text, self.config.norm_config))
+        config = self.config.norm_config
+        if text.isascii():
+            config = replace(config, norm_unicode_diacritics=False)  # there are none, and to look for them is slow
+        words = self.word_tokenizer.word_tokenize(simplify_text(text, config))
         return window_hashes(words, self.config.n_grams).reshape(-1, 1)
 
     def get_signature(self, shingles: Hashes) -> list[list[int]]:
-        """Minima of the permuted hashes, bucket by bucket."""
-        starts = range(0, len(shingles), BLOCK_SHINGLES)
-        blocks = [super(NearSignature, self).get_signature(shingles[i : i + BLOCK_SHINGLES]) for i in starts]
-        signature: list[list[int]] = np.min(np.array(blocks, np.uint64), axis=0).tolist()
+        """Minima of the permuted hashes, bucket by bucket: datatrove's, block by block and without a division."""
+        factors, offsets = (x.reshape(-1, 1) for x in self.parameters)
+        minima = np.full(self.num_hashes, _PRIME)
+        for start in range(0, len(shingles), BLOCK_SHINGLES):
+            permuted = shingles[start : start + BLOCK_SHINGLES].T * factors + offsets
+            permuted = (permuted & _PRIME) + (permuted >> _PRIME_BITS)  # the remainder, or that and once the prime
+            np.minimum(permuted, permuted - _PRIME, out=permuted)  # what is below 0 wraps to the largest numbers
+            np.minimum(minima, permuted.min(axis=1), out=minima)
+        signature: list[list[int]] = minima.reshape(self.config.num_buckets, -1).tolist()
         return signature
 
 

@@ -172,12 +172,21 @@ def test_the_work_of_another_number_of_tasks_is_refused(tmp_path):
         run_here(exact_duplicates([Given(documents)], str(tmp_path), 2).stages[2:])
 
 
-def test_signatures_in_blocks_are_those_of_the_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(signatures, "BLOCK_SHINGLES", 7)
+@pytest.mark.parametrize("block", [7, 512])
+def test_signatures_are_those_of_datatrove(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(signatures, "BLOCK_SHINGLES", block)
     step = NearSignature(str(tmp_path), MinhashConfig())
-    shingles = step.get_shingles(" ".join(words(40, "blocks")))
-    assert shingles.shape == (36, 1)
-    assert step.get_signature(shingles) == MinhashDedupSignature.get_signature(step, shingles)
+    shingles = step.get_shingles(" ".join(words(700, "blocks")))
+    assert shingles.shape == (696, 1)
+    extremes = np.array([[0], [1], [2**61 - 1], [2**61], [2**64 - 1]], np.uint64)
+    for some in (shingles, shingles[:1], extremes, *extremes[:, None]):
+        assert step.get_signature(some) == MinhashDedupSignature.get_signature(step, some)
+
+
+def test_accents_make_no_difference_to_near_duplicates(tmp_path):
+    step = NearSignature(str(tmp_path), MinhashConfig())
+    plain, accented = (step.get_shingles(text) for text in ("a cafe in the rue, 12", "Ä café in the rue 3,5"))
+    assert plain.tolist() == accented.tolist()
 
 
 def test_exact_signatures_fit_what_datatrove_reads(tmp_path):
