@@ -24,7 +24,7 @@ from megatron_ext.errors import UserError
 
 EMBEDDED = "embedded"
 TRAIN_TOKENIZER = "train"
-TASK_BYTES = 16 << 20
+TASK_BYTES = 4 << 20
 """Input bytes a task where --tasks is not given: some seconds of work, and no more than can be lost to a kill."""
 
 MAX_DEFAULT_TASKS = 1000

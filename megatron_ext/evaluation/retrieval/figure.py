@@ -53,6 +53,7 @@ def draw(results: RetrievalResults) -> bytes:
         image = _draw_panel(ax, title, labels, [_length(length) for length in lengths], grid)
     _draw_scale(figure, image, axes)
     figure.supxlabel("length in tokens", fontsize=10, color=INK)
+    figure.supylabel("depth of the answer in the context", fontsize=10, color=INK)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})  # the same results give the same bytes
     return buffer.getvalue()
