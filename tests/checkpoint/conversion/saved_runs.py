@@ -75,7 +75,7 @@ def trainer_and_store(folder: Path, config: Any) -> tuple[Any, CheckpointStore]:
 def identity_of(config: Any) -> dict[str, Any]:
     """What a run's record says of it."""
     manifest = SimpleNamespace(tokenizer=SimpleNamespace(sha256="0" * 64))
-    data: Any = SimpleNamespace(train_domains=["a"], manifest=manifest, vocab_size=VOCABULARY)
+    data: Any = SimpleNamespace(train_domains=["a"], weights=None, manifest=manifest, vocab_size=VOCABULARY)
     return identity(config, data)
 
 
