@@ -61,8 +61,8 @@ class WriteKeys(PipelineStep):
 class ChooseSurvivors(PipelineStep):
     """Writes which documents of each task go, from the pairs that datatrove's `MinhashDedupBuckets` found.
 
-    Runs in one task. Its memory grows with the number of duplicates, not of documents. Counts: `duplicates`,
-    documents that have any, `removed` and `removed_<split>`.
+    Runs in one task. Its memory grows with the number of duplicates, not of documents: some 130 bytes each, more in
+    large loose groups. Counts: `duplicates`, documents that have any, `removed` and `removed_<split>`.
 
     Args:
         pairs: folder of pairs.
@@ -118,11 +118,12 @@ class ChooseSurvivors(PipelineStep):
         """Edges between places in `nodes`, the earlier one first, shape (edges, 2), by the later one's place."""
         by_number = np.argsort(nodes)
         ordered = nodes[by_number]
-        edges = np.empty((0, 2), np.int64)
+        edges = np.empty(0, np.int64)
         for name in self.pairs.list_files(glob_pattern="*.dups"):
             pairs = by_number[np.searchsorted(ordered, _read_pairs(self.pairs, name))]
-            edges = np.unique(np.concatenate([edges, _chains(pairs)]), axis=0)
-        return edges[np.argsort(edges[:, 1], kind="stable")]
+            earlier, later = _chains(pairs)
+            edges = np.union1d(edges, later << 32 | earlier)
+        return np.stack([edges & 0xFFFFFFFF, edges >> 32], axis=1)
 
     def _write(self, gone: Hashes) -> None:
         gone = np.sort(gone)
@@ -139,8 +140,8 @@ class ChooseSurvivors(PipelineStep):
             self.stat_update(name, value=number)
 
 
-def _chains(pairs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Link the documents of each group of equal signatures in ascending order.
+def _chains(pairs: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Link the documents of each group of equal signatures in ascending order: the earlier and the later of each link.
 
     datatrove writes a group as (a, b), (b, c), ... in an order that has nothing to do with splits. Linked in order
     of their keys, those of protected splits hang together without the others.
@@ -152,7 +153,7 @@ def _chains(pairs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     order = np.lexsort((members, groups))
     members, groups = members[order], groups[order]
     same = groups[1:] == groups[:-1]
-    return np.stack([members[:-1][same], members[1:][same]], axis=1)
+    return members[:-1][same], members[1:][same]
 
 
 def _goes(edges: npt.NDArray[np.int64], splits: Hashes) -> npt.NDArray[np.bool_]:
