@@ -35,6 +35,7 @@ class FakeMixer:
     hands_on_states: bool = False
     chunk_field: str | None = None
     units_are_groups: bool = False
+    keeps_documents_apart: bool = True
 
 
 MIXERS = {name: FakeMixer() for name in ("attention", "top1_chunk")}

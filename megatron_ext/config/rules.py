@@ -340,6 +340,28 @@ def reset_positions_are_read(f: Facts) -> Broken:
     return "true, and no mixer has position_encoding learned", "set it to false"
 
 
+@rule("data.reset_attention")
+def layers_keep_documents_apart(f: Facts) -> Broken:
+    """Documents that one layer keeps apart meet in another; a token shift does not know where they begin."""
+    shifting = [
+        f"{name} in layer {i}" for i, name in enumerate(f.layers, 1) if not f.mixers[name].keeps_documents_apart
+    ]
+    if f.config.model.block == "rwkv7":
+        shifting.append("model.block rwkv7")
+    if not f.config.data.reset_attention or not shifting:
+        return None
+    return f"true, and {shifting[0]} shifts tokens across documents", "choose another one, or set it to false"
+
+
+@rule("data.reset_attention")
+def documents_lie_on_one_rank(f: Facts) -> Broken:
+    """A batch says where the documents of a whole sample begin, and a mixer takes each of them whole."""
+    context = f.config.parallel.context
+    if not f.config.data.reset_attention or context == 1:
+        return None
+    return f"true, with parallel.context {context}", "set parallel.context=1, or it to false"
+
+
 def _not_a_set(domains: list[str] | None) -> Broken:
     if domains is None:
         return None

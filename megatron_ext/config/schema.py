@@ -116,8 +116,10 @@ class DataConfig:
             order of all other samples as it was; a sample of the shard reads another in its place. Text to evaluate on
             is never skipped, and a shard that fails later than that check stops the run by its name: `--resume` with
             skip goes on without it.
-        document_boundaries: batches say where the documents of a packed sample begin (`Batch.cu_seqlens`). No mixer
-            reads that yet: every one mixes across documents.
+        document_boundaries: batches say where the documents of a packed sample begin (`Batch.cu_seqlens`), for code
+            that reads them; the model does so with `reset_attention`, and mixes across documents without.
+        reset_attention: a token attends to, and takes state from, its own document alone, in training as in the losses
+            by domain: each document of a sample is computed as if it were alone, from position 0 on.
         reset_positions: positions begin at 0 with every document of a sample, for a learned position table.
     """
 
@@ -132,6 +134,7 @@ class DataConfig:
     verify: Literal["sha256", "size"] = "sha256"
     on_damaged: Literal["stop", "skip"] = "stop"
     document_boundaries: bool = False
+    reset_attention: bool = False
     reset_positions: bool = False
 
 

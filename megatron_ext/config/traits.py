@@ -17,6 +17,7 @@ class MixerTraits(Protocol):
         chunk_field: the field of `config_type` with the size of the chunks that it can fetch instead, those that were
             chosen; None: it fetches none.
         units_are_groups: True: what is handed to another rank is a query group; False: a head.
+        keeps_documents_apart: True: the mixer can keep a token from other documents of its sample.
     """
 
     @property
@@ -42,6 +43,11 @@ class MixerTraits(Protocol):
     @property
     def units_are_groups(self) -> bool:
         """Whether a unit is a query group."""
+        ...
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether a token can be kept from other documents of its sample."""
         ...
 
 

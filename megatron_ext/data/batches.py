@@ -35,14 +35,15 @@ class Batch:
     cu_seqlens: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch on another device."""
-        moved: dict[str, Any] = {name: part.to(device) for name, part in vars(self).items() if part is not None}
-        return Batch(**moved)
+        """The batch on another device, but for `cu_seqlens`: who reads it on the CPU need not wait for a GPU."""
+        parts = {name: part for name, part in vars(self).items() if part is not None}
+        moved: dict[str, Any] = {name: part.to(device) for name, part in parts.items() if name != "cu_seqlens"}
+        return Batch(**moved, cu_seqlens=self.cu_seqlens)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """What a training batch says of the documents that its samples are packed from.
+    """What a batch says of the documents that its samples are packed from.
 
     Attributes:
         boundaries: it has `cu_seqlens`.
@@ -92,14 +93,7 @@ def training_batch(
     """
     part = _slice(samples.seq_length, cp_rank, cp_size)
     tokens = np.stack([samples[index] for index in indices])
-    positions = torch.arange(part.start, part.stop).repeat(len(indices), 1)
-    cu_seqlens = None
-    if packing.boundaries or packing.reset_positions:
-        starts = [np.union1d([0], samples.document_starts(index)) for index in indices]
-        if packing.boundaries:
-            cu_seqlens = torch.from_numpy(_cu_seqlens(starts, part))
-        if packing.reset_positions:
-            positions = _tensor(np.stack([_positions(row, samples.seq_length) for row in starts])[:, part])
+    positions, cu_seqlens = _of_documents(samples, indices, part, packing)
     return Batch(
         tokens=_tensor(tokens[:, :-1][:, part]),
         labels=_tensor(tokens[:, 1:][:, part]),
@@ -109,7 +103,13 @@ def training_batch(
     )
 
 
-def evaluation_batch(samples: EvaluationSamples, indices: Sequence[int], cp_rank: int = 0, cp_size: int = 1) -> Batch:
+def evaluation_batch(
+    samples: EvaluationSamples,
+    indices: Sequence[int],
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    packing: Packing = NO_PACKING,
+) -> Batch:
     """Read evaluation samples, with the document of each label; see `training_batch`.
 
     Indices beyond the last sample give rows that are padding throughout and count for nothing.
@@ -117,13 +117,28 @@ def evaluation_batch(samples: EvaluationSamples, indices: Sequence[int], cp_rank
     part = _slice(samples.seq_length, cp_rank, cp_size)
     read = [samples[index] for index in indices]
     tokens = np.stack([item.tokens for item in read])
+    positions, cu_seqlens = _of_documents(samples, indices, part, packing)
     return Batch(
         tokens=_tensor(tokens[:, :-1][:, part]),
         labels=_tensor(tokens[:, 1:][:, part]),
         loss_mask=_tensor(np.stack([item.loss_mask[part] for item in read])),
-        position_ids=torch.arange(part.start, part.stop).repeat(len(read), 1),
+        position_ids=positions,
         document_ids=_tensor(np.stack([item.document_ids[part] for item in read])),
+        cu_seqlens=cu_seqlens,
     )
+
+
+def _of_documents(
+    samples: TrainingSamples | EvaluationSamples, indices: Sequence[int], part: slice, packing: Packing
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Positions [b, t] and `cu_seqlens`, as `packing` wants them, of a slice of every sample."""
+    positions = torch.arange(part.start, part.stop).repeat(len(indices), 1)
+    if not (packing.boundaries or packing.reset_positions):
+        return positions, None
+    starts = [np.union1d([0], samples.document_starts(index)) for index in indices]
+    if packing.reset_positions:
+        positions = _tensor(np.stack([_positions(row, samples.seq_length) for row in starts])[:, part])
+    return positions, torch.from_numpy(_cu_seqlens(starts, part)) if packing.boundaries else None
 
 
 def _slice(length: int, cp_rank: int, cp_size: int) -> slice:

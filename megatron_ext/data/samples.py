@@ -129,12 +129,23 @@ class EvaluationSamples:
     def __len__(self) -> int:
         return self._length
 
+    def document_starts(self, index: int) -> npt.NDArray[np.int64]:
+        """Which of the T inputs of sample `index` are the first of a document: int64, ascending; padding is none."""
+        if index >= self._length:
+            return np.empty(0, dtype=np.int64)
+        start = self._start(index)
+        return self._store.document_starts(start, min(self.seq_length, self._store.num_tokens - start))
+
+    def _start(self, index: int) -> int:
+        """First token of a sample in the stream."""
+        return index * self._windows // self._length * self.seq_length
+
     def __getitem__(self, index: int) -> EvaluationSample:
         """Sample `index`; beyond the end an empty one, all padding, so that ranks can take equal numbers of samples."""
         tokens = np.zeros(self.seq_length + 1, dtype=np.int64)
         documents = np.full(self.seq_length, PADDING_DOCUMENT, dtype=np.int64)
         if index < self._length:
-            start = index * self._windows // self._length * self.seq_length
+            start = self._start(index)
             labels = min(self.seq_length, self._store.num_tokens - 1 - start)
             tokens[: labels + 1] = self._store.read(start, labels + 1)
             documents[:labels] = self._store.document_ids(start + 1, labels)

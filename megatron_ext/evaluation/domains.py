@@ -12,7 +12,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from data_prep.manifest import Manifest
-from megatron_ext.data.batches import Batch, evaluation_batch, micro_batch_indices
+from megatron_ext.data.batches import NO_PACKING, Batch, Packing, evaluation_batch, micro_batch_indices
 from megatron_ext.data.samples import EvaluationSamples
 from megatron_ext.data.shards import TokenStore
 
@@ -82,9 +82,17 @@ class DomainEvaluator:
         model: runs the forward passes.
         domains: what to evaluate on.
         micro_batch_size: samples a forward pass.
+        packing: what batches say of documents; as in training.
     """
 
-    def __init__(self, model: LossModel, domains: Sequence[EvaluationDomain], micro_batch_size: int) -> None:
+    def __init__(
+        self,
+        model: LossModel,
+        domains: Sequence[EvaluationDomain],
+        micro_batch_size: int,
+        packing: Packing = NO_PACKING,
+    ) -> None:
+        self._packing = packing
         self._model, self._domains, self._micro_batch_size = model, domains, micro_batch_size
 
     def evaluate(self, step: int, tokens: int) -> list[dict[str, Any]]:
@@ -129,6 +137,7 @@ class DomainEvaluator:
                     micro_batch_indices(0, micro_batch, size, dp_rank, dp_size),
                     groups.cp.rank(),
                     groups.cp.size(),
+                    self._packing,
                 )
                 for micro_batch in range(first, first + per_round)
             ]

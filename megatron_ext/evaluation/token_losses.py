@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
@@ -25,6 +26,7 @@ class TokenLosses:
         platform: where this runs.
         seq_length: tokens a sample, whole.
         micro_batch_size: samples a forward pass.
+        reset_attention: documents of a sample are kept apart; batches say where they begin.
     """
 
     def __init__(
@@ -34,7 +36,10 @@ class TokenLosses:
         platform: Platform,
         seq_length: int,
         micro_batch_size: int,
+        *,
+        reset_attention: bool = False,
     ) -> None:
+        self._reset_attention = reset_attention
         self.chunks, self.groups, self.platform = list(chunks), groups, platform
         self._seq_length, self._micro_batch_size = seq_length, micro_batch_size
 
@@ -61,7 +66,7 @@ class TokenLosses:
     ) -> list[dict[str, Tensor]]:
         """What `loss` reports of each micro-batch; empty but on the last stage."""
         reports: list[dict[str, Tensor]] = run_schedule(
-            partial(_forward_step, loss),
+            partial(_forward_step, loss, self._reset_attention),
             self.chunks,
             [batch.to(self.platform.device) for batch in batches],
             seq_length=self._seq_length,
@@ -71,10 +76,23 @@ class TokenLosses:
         return reports if self.on_last_stage else []
 
 
-def _forward_step(loss: Callable[..., Any], batches: Iterator[Batch], model: torch.nn.Module) -> tuple[Tensor, Any]:
+def _forward_step(
+    loss: Callable[..., Any], reset_attention: bool, batches: Iterator[Batch], model: torch.nn.Module
+) -> tuple[Tensor, Any]:
     batch = next(batches)
-    output = model(batch.tokens, batch.position_ids, attention_mask=None, labels=batch.labels)
+    documents = {"packed_seq_params": packed(batch.cu_seqlens)} if reset_attention else {}
+    output = model(batch.tokens, batch.position_ids, attention_mask=None, labels=batch.labels, **documents)
     return output, partial(loss, batch)
+
+
+def packed(cu_seqlens: Tensor | None) -> PackedSeqParams:
+    """In Megatron's form, which it hands on to each mixer, where the documents of a batch begin.
+
+    Args:
+        cu_seqlens: see `Batch.cu_seqlens`; of whole samples.
+    """
+    assert cu_seqlens is not None, "batches without bounds of documents"
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
 
 
 def _kept_loss(batch: Batch, losses_bt: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import build_module
@@ -24,6 +25,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
+from megatron_ext.mixers.documents import mix_by_document
 from megatron_ext.mixers.memory import LooksBack
 from megatron_ext.mixers.past import BEGINNING, Past
 from megatron_ext.parallel.aligned_linear import AlignedColumnParallelLinear
@@ -85,6 +87,9 @@ class Mixer(LooksBack, ABC):
 
     units_are_groups: ClassVar[bool] = False
     """Whether a unit is a query group, not a head."""
+
+    keeps_documents_apart: ClassVar[bool] = False
+    """Whether the mixer looks back in `mix` alone, so that a call of it for each document keeps others away."""
 
     shifts_tokens: ClassVar[bool] = False
     """Whether the mixer mixes each token's hidden state with the one before by itself; see `rwkv7_block`."""
@@ -161,13 +166,23 @@ class Mixer(LooksBack, ABC):
         """
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """[t, b, hidden] (split by context, and by tensor with sequence parallelism) to the same shape, and no bias.
 
-        Megatron passes every kind of attention input by keyword; a mixer is causal by itself and needs none of them.
+        Megatron passes every kind of attention input by keyword. A mixer is causal by itself and needs of them only
+        where documents begin, `cu_seqlens_q` as `mix_by_document` takes it, if they are to be kept apart.
         """
-        o_tbuw = self._mix_over_context(self.features(hidden_states), self.shared_features(hidden_states))
+        features, shared = self.features(hidden_states), self.shared_features(hidden_states)
+        if packed_seq_params is None:
+            o_tbuw = self._mix_over_context(features, shared)
+        else:
+            assert self.cp_size == 1, "the rules refuse this layout"
+            o_tbuw = mix_by_document(self._mix_over_context, features, shared, packed_seq_params.cu_seqlens_q)
         return self.out_proj(o_tbuw.flatten(2))
 
     def features(self, hidden_states: Tensor) -> tuple[Tensor, ...]:

@@ -43,6 +43,7 @@ class Based(Mixer):
     """
 
     hands_on_states: ClassVar[bool] = True
+    keeps_documents_apart: ClassVar[bool] = True
     mixer_config: BasedConfig
 
     def num_units(self) -> int:

@@ -30,6 +30,7 @@ class KeyValueMixer(Mixer):
 
     gathers_keys_and_values: ClassVar[bool] = True
     units_are_groups: ClassVar[bool] = True
+    keeps_documents_apart: ClassVar[bool] = True
 
     moves_queries: ClassVar[bool] = True
     """Whether ranks that gather keys and values may attend for each other's queries, which see fewer keys or more."""

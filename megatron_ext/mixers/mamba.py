@@ -54,6 +54,7 @@ class Mamba(Mixer):
     """
 
     hands_on_states: ClassVar[bool] = True
+    keeps_documents_apart: ClassVar[bool] = True
     mixer_config: MambaConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -54,6 +54,7 @@ class Mamba2(Mixer):
     """
 
     hands_on_states: ClassVar[bool] = True
+    keeps_documents_apart: ClassVar[bool] = True
     units_are_groups: ClassVar[bool] = True
     mixer_config: Mamba2Config
 

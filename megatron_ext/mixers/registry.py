@@ -45,6 +45,11 @@ class MixerEntry:
         """Whether a unit is a query group."""
         return self.module.units_are_groups
 
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether a token can be kept from other documents of its sample."""
+        return self.module.keeps_documents_apart
+
 
 MIXERS: dict[str, MixerEntry] = {}
 

@@ -49,6 +49,7 @@ class StatefulMixer(Mixer):
     """
 
     hands_on_states: ClassVar[bool] = True
+    keeps_documents_apart: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -43,7 +43,8 @@ def build_trainer(config: RunConfig, shape: ModelShape, groups: ProcessGroupColl
     """Model, optimizer and schedule of this rank, ready for the first step."""
     chunks = build_model(shape, platform, groups, config.training.seed)
     optimizer = _optimizer(config, chunks, groups, platform)
-    return Trainer(optimizer, groups, platform, config.data.seq_length, config.training.micro_batch_size)
+    data, size = config.data, config.training.micro_batch_size
+    return Trainer(optimizer, groups, platform, data.seq_length, size, reset_attention=data.reset_attention)
 
 
 def _optimizer(

@@ -111,6 +111,12 @@ def _chosen(manifest: Manifest, split: str, asked: list[str] | None) -> list[str
     return sorted({entry.domain for entry in manifest.select(split, asked)})
 
 
+def packing_of(data: DataConfig) -> Packing:
+    """What the batches of a run say of documents."""
+    apart = data.reset_attention
+    return Packing(data.document_boundaries or apart, data.reset_positions or apart)
+
+
 def step_batches(
     samples: TrainingSamples,
     first_sample: int,

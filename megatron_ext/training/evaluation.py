@@ -30,6 +30,7 @@ from megatron_ext.mixers.registry import load_all
 from megatron_ext.parallel.agreement import on_every_rank
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform import start_process_group
+from megatron_ext.training.datasets import packing_of
 from megatron_ext.training.trained import TrainedRun, open_run, trained_chunks
 
 MULTIPLE = 64
@@ -63,7 +64,8 @@ class Evaluated:
     def token_losses(self) -> TokenLosses:
         """Losses of tokens, in samples as the run was trained on."""
         data, training = self.run.config.data, self.run.config.training
-        return TokenLosses(self.chunks, self.groups, self.run.platform, data.seq_length, training.micro_batch_size)
+        sizes = data.seq_length, training.micro_batch_size
+        return TokenLosses(self.chunks, self.groups, self.run.platform, *sizes, reset_attention=data.reset_attention)
 
     def language_model(self) -> LanguageModel:
         """The model with its tokenizer."""
@@ -172,7 +174,9 @@ def _domains(evaluated: Evaluated, options: DomainOptions, output: Path) -> str:
     domains = evaluation_domains(
         root, manifest, data.train_domains, data.test_domains, data.seq_length, options.sequences
     )
-    evaluator = DomainEvaluator(evaluated.token_losses(), domains, run.config.training.micro_batch_size)
+    evaluator = DomainEvaluator(
+        evaluated.token_losses(), domains, run.config.training.micro_batch_size, packing_of(data)
+    )
     losses = domain_losses(evaluator.evaluate(progress.step, progress.tokens), manifest, options)
     if dist.get_rank() != 0:
         return ""

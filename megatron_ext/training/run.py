@@ -18,7 +18,6 @@ from megatron_ext.config.layout import layout_of
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.save import save_config, to_yaml
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.data.batches import Packing
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.domains import DomainEvaluator, evaluation_domains
 from megatron_ext.model import ModelShape, training_flops_per_token
@@ -26,7 +25,7 @@ from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform import DTYPES, Platform, local_rank, select_platform, start_process_group
 from megatron_ext.training import skipped
 from megatron_ext.training.build import build_trainer, model_shape
-from megatron_ext.training.datasets import RunData, open_data
+from megatron_ext.training.datasets import RunData, open_data, packing_of
 from megatron_ext.training.loop import TrainingLoop
 from megatron_ext.training.records import METRICS, RunRecords
 from megatron_ext.training.stopping import StopRequest, stop_on_signals
@@ -151,12 +150,12 @@ def _loop(
     with trainer.optimizer.whole():  # weights are counted
         flops = training_flops_per_token(shape, trainer.optimizer.chunks, config.data.seq_length)
     peak = platform.peak_flops(DTYPES[training.precision])
-    records = _records(config, folder, data, progress)
+    records, packing = _records(config, folder, data, progress), packing_of(config.data)
     last_evaluation = _sum_over(0 if records is None else records.last_evaluation, platform, None)
     return TrainingLoop(
         trainer=trainer,
         samples=data.samples,
-        evaluator=DomainEvaluator(trainer, domains, training.micro_batch_size),
+        evaluator=DomainEvaluator(trainer, domains, training.micro_batch_size, packing),
         store=store,
         training=training,
         layout=layout_of(config, dist.get_world_size()),
@@ -165,7 +164,7 @@ def _loop(
         peak_flops=None if peak is None else _sum_over(peak, platform, None),
         progress=progress,
         last_evaluation=int(last_evaluation),
-        packing=Packing(config.data.document_boundaries, config.data.reset_positions),
+        packing=packing,
     )
 
 
@@ -208,6 +207,7 @@ def identity(config: RunConfig, data: RunData) -> dict[str, Any]:
         # What a checkpoint from before there were such fields says of them: nothing.
         "data.weights": data.weights,
         "data.reset_positions": config.data.reset_positions or None,
+        "data.reset_attention": config.data.reset_attention or None,
         "data.tokenizer": data.manifest.tokenizer.sha256,
         "data.vocab_size": data.vocab_size,
         "training.seed": config.training.seed,

@@ -41,6 +41,7 @@ class Trainer(TokenLosses):
         platform: where this runs.
         seq_length: tokens a sample, whole.
         micro_batch_size: samples a forward pass.
+        reset_attention: see `TokenLosses`.
     """
 
     def __init__(
@@ -50,8 +51,11 @@ class Trainer(TokenLosses):
         platform: Platform,
         seq_length: int,
         micro_batch_size: int,
+        *,
+        reset_attention: bool = False,
     ) -> None:
-        super().__init__(optimizer.chunks, groups, platform, seq_length, micro_batch_size)
+        sizes = seq_length, micro_batch_size
+        super().__init__(optimizer.chunks, groups, platform, *sizes, reset_attention=reset_attention)
         self.optimizer = optimizer
 
     def train_step(self, batches: Sequence[Batch]) -> StepResult:

@@ -45,6 +45,7 @@ class FakeMixer:
     hands_on_states: bool = False
     chunk_field: str | None = None
     units_are_groups: bool = False
+    keeps_documents_apart: bool = True
 
 
 MIXERS = {
@@ -52,6 +53,7 @@ MIXERS = {
     "top1_chunk": FakeMixer(Top1ChunkConfig, chunk_field="chunk_size"),
     "top1_element": FakeMixer(Top1ElementConfig),
     "gated_deltanet": FakeMixer(StatefulConfig, gathers_keys_and_values=False),
+    "rwkv6": FakeMixer(StatefulConfig, keeps_documents_apart=False),
     "retnet": FakeMixer(StatefulConfig, gathers_keys_and_values=False, hands_on_states=True, units_are_groups=True),
 }
 

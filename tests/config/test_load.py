@@ -151,7 +151,7 @@ def test_a_later_override_wins_and_empty_sections_are_absent(tmp_path: Path) -> 
             "mixers.top1_chunk.score: \"exct\" is not one of the choices; choose 'approx', 'exact' or 'exact_lse'",
         ),
         ("model.pattern=atention*4", "model.pattern: no mixer is called 'atention'; did you mean attention? "
-         "known: attention, gated_deltanet, retnet, top1_chunk, top1_element"),
+         "known: attention, gated_deltanet, retnet, rwkv6, top1_chunk, top1_element"),
     ],
 )  # fmt: skip
 def test_bad_override(tmp_path: Path, override: str, expected: str) -> None:
@@ -174,7 +174,7 @@ def test_bad_override_values_keep_to_one_line(tmp_path: Path) -> None:
         ("data: 5", "data: 5 is not a section of fields; write its fields below it, indented"),
         (BASE + "mixers: 5", "mixers: 5 is not a section of fields; write its fields below it, indented"),
         (BASE + "mixers: {moba: {}}", "mixers.moba: no mixer is called 'moba'; "
-         "known: attention, gated_deltanet, retnet, top1_chunk, top1_element"),
+         "known: attention, gated_deltanet, retnet, rwkv6, top1_chunk, top1_element"),
         (BASE + "mixers: {top1_chunk: {chunk_siz: 3}}",
          "mixers.top1_chunk.chunk_siz: no such field; did you mean chunk_size?"),
         (BASE + "mixers: {top1_chunk: {chunk_size: 0}}",

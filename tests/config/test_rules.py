@@ -180,6 +180,19 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
             "mixers": {"top1_element": {"position_encoding": "learned"}},
         },
     ),
+    "layers_keep_documents_apart": (
+        1,
+        {"data": {"reset_attention": True}, "model": {"pattern": "attention*2,rwkv6*2"}},
+        "data.reset_attention: true, and rwkv6 in layer 3 shifts tokens across documents; "
+        "choose another one, or set it to false",
+        {"data": {"reset_attention": True}, "model": {"pattern": "attention*2,gated_deltanet"}},
+    ),
+    "documents_lie_on_one_rank": (
+        2,
+        {"data": {"reset_attention": True}, "parallel": {"context": 2}},
+        "data.reset_attention: true, with parallel.context 2; set parallel.context=1, or it to false",
+        {"data": {"reset_attention": True}, "parallel": {"tensor": 2, "sequence": True}},
+    ),
     "batch_divides_by_replicas": (
         2,
         {"training": {"global_batch_size": 12}},
@@ -299,6 +312,11 @@ def test_second_halves_of_rules() -> None:
 def test_unknown_mixer_of_a_configuration_built_in_python() -> None:
     config = RunConfig(data=DataConfig(path="x"), model=ModelConfig(pattern="atention*12"))
     assert line_of(config, 1).startswith("model.pattern: no mixer is called 'atention'; did you mean attention?")
+
+
+def test_a_block_that_shifts_tokens_does_not_keep_documents_apart() -> None:
+    config = sections({"model": {"block": "rwkv7"}, "data": {"reset_attention": True}})
+    assert line_of(config, 1).startswith("data.reset_attention: true, and model.block rwkv7 shifts tokens")
 
 
 def test_layout() -> None:

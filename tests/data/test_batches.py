@@ -97,6 +97,22 @@ def test_evaluation_batch(store):
     assert not parts[0].loss_mask[2].any()
 
 
+def test_documents_of_evaluation_samples(store, documents):
+    length = 240
+    samples = EvaluationSamples(store, length)
+    indices = [1, len(samples) - 1, len(samples)]  # the last is padding alone, the one before it in its end
+    batch = evaluation_batch(samples, indices, packing=Packing(boundaries=True, reset_positions=True))
+    firsts = np.cumsum([0, *map(len, documents["train"])])[:-1]
+    begins = []
+    for row, index in enumerate(indices):
+        found = {int(first) - index * length for first in firsts} & set(range(length))
+        begins += [row * length + place for place in sorted({0, *found})]
+    assert len(begins) > 3
+    assert batch.cu_seqlens.tolist() == [*begins, 3 * length]
+    assert batch.position_ids.flatten()[begins].tolist() == [0] * len(begins)
+    assert int(batch.position_ids[2, -1]) == length - 1
+
+
 def test_moving_keeps_everything(store):
     batch = evaluation_batch(EvaluationSamples(store, T), [0]).to("meta")
     assert {part.device.type for part in vars(batch).values() if part is not None} == {"meta"}

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -194,6 +195,35 @@ def plain_first_step(rank: int, world_size: int, config: RunConfig) -> tuple[flo
     logits = model(batch.tokens, batch.position_ids, attention_mask=None)
     counted = batch.loss_mask.bool()
     loss = torch.nn.functional.cross_entropy(logits[counted], batch.labels[counted])
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    return float(loss), float(torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt())
+
+
+def packed_first_step(rank: int, world_size: int, config: RunConfig, bounds: list[int]) -> tuple[float, float]:
+    """Loss and gradient norm of a step on one micro-batch, whose documents begin at `bounds` and are kept apart."""
+    platform = select_platform("cpu")
+    check(config, world_size, load_all())
+    groups = make_process_groups(config.parallel, config.training.seed)
+    count_anew()
+    trainer = build_trainer(config, model_shape(config, platform, VOCABULARY), groups, platform)
+    batch = masked_batch(list(range(config.training.micro_batch_size)), groups)
+    result = trainer.train_step([replace(batch, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))])
+    return result.loss, result.grad_norm
+
+
+def first_step_by_document(rank: int, world_size: int, config: RunConfig, bounds: list[int]) -> tuple[float, float]:
+    """As `packed_first_step`, each document by itself through a bare model that is told nothing of documents."""
+    platform = select_platform("cpu")
+    groups = make_process_groups(config.parallel, config.training.seed)
+    (model,) = build_model(model_shape(config, platform, VOCABULARY), platform, groups, config.training.seed)
+    batch = masked_batch(list(range(config.training.micro_batch_size)), groups)
+    tokens, labels, counted = batch.tokens.flatten(), batch.labels.flatten(), batch.loss_mask.flatten()
+    total = torch.zeros(())
+    for begin, end in pairwise(bounds):
+        logits = model(tokens[None, begin:end], torch.arange(end - begin)[None], attention_mask=None)
+        losses = torch.nn.functional.cross_entropy(logits[0], labels[begin:end], reduction="none")
+        total = total + (losses * counted[begin:end]).sum()
+    loss = total / counted.sum()
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     return float(loss), float(torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt())
 

@@ -96,6 +96,7 @@ def test_what_changes_the_curve_identifies_a_run() -> None:
         "mixers.top1_chunk.chunk_size": replace(config, mixers={"top1_chunk": {"chunk_size": 8}}),
         "data.seq_length": replace(config, data=replace(config.data, seq_length=24)),
         "data.reset_positions": replace(config, data=replace(config.data, reset_positions=True)),
+        "data.reset_attention": replace(config, data=replace(config.data, reset_attention=True)),
         "training.seed": replace(config, training=replace(config.training, seed=2)),
         "training.precision": replace(config, training=replace(config.training, precision="fp32")),
     }

@@ -1,0 +1,63 @@
+"""Documents of one batch, kept apart, against a call of the mixer for each of them: outputs and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_ext.mixers.registry import load_all
+
+APART = sorted(name for name, entry in load_all().items() if entry.keeps_documents_apart)
+FIELDS: dict[str, dict[str, Any]] = {
+    "top1_chunk": {"chunk_size": 2},
+    "moba": {"block_size": 2, "top_k": 2},
+    "nsa": {"block_size": 2, "num_selected": 3, "window": 3},
+}
+VARIANTS = [
+    *((name, FIELDS.get(name, {})) for name in APART),
+    ("attention", {"window": 3}),
+    ("attention", {"position_encoding": "alibi"}),
+    ("attention", {"random_keys": True}),
+    ("top1_chunk", {"chunk_size": 2, "score": "approx", "top_k": 2}),
+]
+
+BOUNDS = [0, 1, 6, 13, 15, 26]
+"""Of the documents of two samples of 13 tokens: one of a single token, and one for each of several lengths."""
+
+
+def _gradients(mixer: Any, out: Tensor, x: Tensor) -> list[Tensor]:
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=out.dtype)
+    return list(torch.autograd.grad((out * weights).sum(), [x, *mixer.parameters()]))
+
+
+@pytest.mark.parametrize(("name", "fields"), VARIANTS)
+def test_each_document_is_mixed_as_if_it_were_alone(
+    make_mixer: Callable[..., Any], hidden_states: Tensor, name: str, fields: dict[str, Any]
+) -> None:
+    mixer, x = make_mixer(name, **fields), hidden_states.clone().requires_grad_()
+    cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
+    packed, _ = mixer(x, packed_seq_params=PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens))
+    flat = x.transpose(0, 1).flatten(0, 1)
+    alone = [mixer(flat[start:end].unsqueeze(1))[0].squeeze(1) for start, end in pairwise(BOUNDS)]
+    expected = torch.cat(alone).unflatten(0, (2, 13)).transpose(0, 1)
+    torch.testing.assert_close(packed, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(packed, mixer(x)[0], rtol=1e-3, atol=1e-3)  # documents do meet without
+    for one, other in zip(_gradients(mixer, packed, x), _gradients(mixer, expected, x), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+
+
+def test_those_that_shift_tokens_before_they_mix_do_not_say_that_they_can() -> None:
+    assert set(load_all()) - set(APART) == {"rwkv6", "rwkv7"}
+
+
+@pytest.mark.parametrize("bounds", [[0, 13, 25], [0, 14, 26], [0, 26]])
+def test_bounds_of_another_batch(make_mixer: Callable[..., Any], hidden_states: Tensor, bounds: list[int]) -> None:
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor(bounds))
+    with pytest.raises(AssertionError, match="pieces do not fit the batch"):
+        make_mixer("attention")(hidden_states, packed_seq_params=packed)
