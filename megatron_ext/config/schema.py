@@ -110,7 +110,10 @@ class DataConfig:
             After any number of samples a domain has had its part of them to within one sample; a domain that has been
             read through begins again.
         seq_length: tokens a sample, whole, before context parallelism splits it.
-        verify: what is checked of the shards before training: their sha256, or their size alone.
+        verify: what is checked of the shards before training. sha256: that of every file, once a run: one that goes on
+            reads those again whose size, inode or times are not as they were then (verified_shards.json in its
+            folder). sha256_always: reads all of them at every start, which finds a disk that has lost bits meanwhile,
+            too. size: their size alone.
         on_damaged: what becomes of a run for which that check finds a shard of training text missing or damaged. stop:
             it does not begin. skip: it does without the shard, with a warning, a line in skipped_shards.jsonl and the
             order of all other samples as it was; a sample of the shard reads another in its place. Text to evaluate on
@@ -131,7 +134,7 @@ class DataConfig:
     test_domains: list[str] | None = None
     weights: dict[str, NonNegativeFloat] | None = None
     seq_length: PositiveInt = 2048
-    verify: Literal["sha256", "size"] = "sha256"
+    verify: Literal["sha256", "sha256_always", "size"] = "sha256"
     on_damaged: Literal["stop", "skip"] = "stop"
     document_boundaries: bool = False
     reset_attention: bool = False

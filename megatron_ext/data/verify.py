@@ -45,7 +45,7 @@ def verify_shards(
             in the manifest.
     """
     shards = _share(manifest, splits, domains, rank, world_size)
-    check = check or partial(_check_here, root, mode)
+    check = check or partial(check_here, root, mode)
     for shard in shards:
         check(shard)
     return len(shards)
@@ -81,7 +81,7 @@ def find_damage(
     Raises:
         UserError: a split or domain is not in the manifest, or a network fails: that says nothing of the shards.
     """
-    check, found = check or partial(_check_here, root, mode), []
+    check, found = check or partial(check_here, root, mode), []
     for shard in _share(manifest, [split], domains, rank, world_size):
         try:
             check(shard)
@@ -92,7 +92,12 @@ def find_damage(
     return found
 
 
-def _check_here(root: Path, mode: VerifyMode, shard: ShardEntry) -> None:
+def check_here(root: Path, mode: VerifyMode, shard: ShardEntry) -> None:
+    """Check a shard and its index in a local folder.
+
+    Raises:
+        UserError: a file is missing, truncated, altered or cannot be read; it is named.
+    """
     try:
         verify_shard(root, shard, mode)
     except OSError as error:  # a disk that fails in the middle of a file does not say of which

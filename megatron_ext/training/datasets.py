@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,7 +18,8 @@ from megatron_ext.data.batches import NO_PACKING, Batch, Packing, micro_batch_in
 from megatron_ext.data.cache import ShardCache, is_url
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.data.shards import TokenStore
-from megatron_ext.data.verify import Damage, check_tokenizer, find_damage, verify_shards
+from megatron_ext.data.verified import Stamp, Verified
+from megatron_ext.data.verify import Damage, check_here, check_tokenizer, find_damage, verify_shards
 from megatron_ext.data.weights import domain_weights
 from megatron_ext.parallel.agreement import from_every_rank, on_every_rank
 
@@ -35,6 +37,8 @@ class RunData:
         samples: training samples in the run's order.
         weights: of the training domains, if they have any.
         damages: shards of training text that the samples do without.
+        verified: files whose sha256 was compared, by all ranks; see `Verified`.
+        unchanged: how many of them an earlier start of the run had read.
     """
 
     root: Path
@@ -45,6 +49,8 @@ class RunData:
     samples: TrainingSamples
     weights: dict[str, float] | None = None
     damages: Sequence[Damage] = ()
+    verified: Mapping[str, Stamp] = field(default_factory=dict)
+    unchanged: int = 0
 
     @property
     def vocab_size(self) -> int:
@@ -52,7 +58,7 @@ class RunData:
         return self.manifest.tokenizer.vocab_size
 
 
-def open_data(data: DataConfig, seed: int) -> RunData:
+def open_data(data: DataConfig, seed: int, known: Mapping[str, Stamp] | None = None) -> RunData:
     """Check manifest, tokenizer and shards, and open the training samples; a collective call.
 
     The ranks share the work of reading the shards; an error that one finds is raised on all.
@@ -60,6 +66,7 @@ def open_data(data: DataConfig, seed: int) -> RunData:
     Args:
         data: the run's data.
         seed: of the samples' order.
+        known: what an earlier start of the run has compared; see `Verified`.
 
     Raises:
         UserError: something is missing, damaged or from another tokenizer.
@@ -71,29 +78,42 @@ def open_data(data: DataConfig, seed: int) -> RunData:
     train = _chosen(manifest, "train", data.train_domains)
     test = _chosen(manifest, "test", data.test_domains)
     weights = None if data.weights is None else domain_weights(data.weights, train, manifest)
-    damages = _verified(root, manifest, train, test, data, cache)
+    verified = Verified(root, {} if data.verify == "sha256_always" else known or {})
+    damages = _verified(verified, manifest, train, test, data, cache)
     store = TokenStore(root, manifest, "train", train, None if cache is None else cache.holding)
     samples = TrainingSamples(store, data.seq_length, seed, weights, [one.shard for one in damages])
-    return RunData(root, manifest, tokenizer_file, train, test, samples, weights, damages)
+    of_ranks = from_every_rank((verified.found, verified.unchanged))
+    found = {path: stamp for one, _ in of_ranks for path, stamp in one.items()}
+    unchanged = sum(count for _, count in of_ranks)
+    return RunData(root, manifest, tokenizer_file, train, test, samples, weights, damages, found, unchanged)
 
 
 def _verified(
-    root: Path, manifest: Manifest, train: list[str], test: list[str], data: DataConfig, cache: ShardCache | None
+    verified: Verified,
+    manifest: Manifest,
+    train: list[str],
+    test: list[str],
+    data: DataConfig,
+    cache: ShardCache | None,
 ) -> list[Damage]:
     """Shards of training text to do without, the same on every rank; any other damage is an error.
 
     Of a cache, shards of training text are looked for at their address; the others are copied, to every machine.
     """
-    share = (data.verify, dist.get_rank(), dist.get_world_size(), None if cache is None else cache.check)
+    check = verified.check if data.verify != "size" else partial(check_here, verified.root, "size")
+    if cache is not None:
+        check = cache.check
+    share: dict[str, Any] = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "check": check}
+    root = verified.root
     damages: list[Damage] = []
     for split, domains in (("train", train), ("validation", train), ("test", test)):
         present = [domain for domain in domains if domain in manifest.domain_names(split)]
         if not present:
             continue
         if split == "train" and data.on_damaged == "skip":
-            damages += _of_every_rank(partial(find_damage, root, manifest, split, present, *share))
+            damages += _of_every_rank(partial(find_damage, root, manifest, split, present, **share))
         elif split == "train" or cache is None:
-            on_every_rank(partial(verify_shards, root, manifest, [split], present, *share))
+            on_every_rank(partial(verify_shards, root, manifest, [split], present, **share))
         else:
             on_every_rank(partial(verify_shards, root, manifest, [split], present, check=cache.keep))
     return damages

@@ -18,6 +18,7 @@ from megatron_ext.config.layout import layout_of
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.save import save_config, to_yaml
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.data.verified import read_verified, write_verified
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.domains import DomainEvaluator, evaluation_domains
 from megatron_ext.model import ModelShape, training_flops_per_token
@@ -102,7 +103,10 @@ def _train(
     stop: StopRequest,
     record_of: Callable[[CheckpointStore], Record | None],
 ) -> None:
-    data = open_data(config.data, config.training.seed)
+    data = open_data(config.data, config.training.seed, read_verified(folder))
+    if data.unchanged:
+        told = f"{data.unchanged} of {len(data.verified)} files are as they were when their sha256 was compared"
+        _say_on_first_rank(f"data: {told}, and not read again")
     for warning in skipped.warnings(data.damages, data.samples):
         _say_on_first_rank(warning)
     groups = make_process_groups(config.parallel, config.training.seed)
@@ -176,6 +180,8 @@ def _records(config: RunConfig, folder: Path, data: RunData, progress: Progress)
         folder.mkdir(parents=True, exist_ok=True)
         _save_config(config, folder, progress.step)
         skipped.keep(folder, data.damages, data.samples, progress.step)
+        if data.verified:
+            write_verified(folder, data.verified)
         keep_tokenizer(data.tokenizer_file, folder, data.manifest.tokenizer.eos_token)
         return RunRecords(folder, config.run.name, progress.step, config.training.steps)
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,15 @@ def test_an_address_gives_what_the_folder_gives(folder: Path, tmp_path: Path) ->
     assert kept == {"validation", "test"}  # what is evaluated on comes at once
     assert there.tokenizer_file.read_bytes() == here.tokenizer_file.read_bytes()
     assert same(here, there)
+
+
+def test_what_a_start_has_read_the_next_one_does_not(folder: Path) -> None:
+    first = opened(folder)
+    assert (first.unchanged, len(first.verified) % 2) == (0, 0)
+    config = DataConfig(path=str(folder), seq_length=32)
+    assert open_data(config, 3, first.verified).unchanged == len(first.verified) > 0
+    assert open_data(replace(config, verify="sha256_always"), 3, first.verified).unchanged == 0
+    assert open_data(replace(config, verify="size"), 3, first.verified).verified == {}
 
 
 @pytest.mark.parametrize("cached", [False, True])

@@ -1,0 +1,98 @@
+"""What a run that goes on reads again of its data: files that were touched, and no other."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.manifest import Manifest
+from megatron_ext.data.verified import Verified, read_verified, write_verified
+from megatron_ext.data.verify import find_damage, verify_shards
+from megatron_ext.errors import UserError
+
+
+@pytest.fixture
+def copy(prepared: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(prepared, tmp_path / "copy"))
+
+
+def _checked(root: Path, manifest: Manifest, folder: Path) -> Verified:
+    """As a start of a run in `folder` does."""
+    verified = Verified(root, read_verified(folder))
+    verify_shards(root, manifest, check=verified.check)
+    write_verified(folder, verified.found)
+    return verified
+
+
+def test_a_second_start_reads_nothing_of_what_is_as_it_was(
+    copy: Path, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = _checked(copy, manifest, tmp_path)
+    files = 2 * sum(len(entry.shards) for entry in manifest.domains)
+    assert (len(first.found), first.unchanged) == (files, 0)
+
+    def no_reading(path: Path) -> Any:
+        raise AssertionError(f"{path} is read")
+
+    monkeypatch.setattr("data_prep.manifest.sha256_of", no_reading)
+    second = _checked(copy, manifest, tmp_path)
+    assert (second.found, second.unchanged) == (first.found, files)
+    with pytest.raises(AssertionError, match="is read"):
+        verify_shards(copy, manifest, check=Verified(copy, {}).check)
+
+
+def _flip(path: Path) -> None:
+    """Another byte in its place, and the times as they were."""
+    stat = path.stat()
+    with path.open("r+b") as file:
+        file.seek(stat.st_size // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0x10]))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def _replace(path: Path) -> None:
+    """Another file of its size under its name."""
+    other = path.with_name("other")
+    other.write_bytes(bytes(path.stat().st_size))
+    shutil.copystat(path, other)
+    other.replace(path)
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".index.npy"])
+@pytest.mark.parametrize("change", [_flip, _replace, Path.unlink])
+def test_what_was_changed_is_found(
+    copy: Path, manifest: Manifest, tmp_path: Path, suffix: str, change: Callable[[Path], None]
+) -> None:
+    _checked(copy, manifest, tmp_path)
+    entry = manifest.select("train", ["CommonCrawl"])[0]
+    shard = entry.shards[1]
+    path = copy / shard.file.replace(".tar", suffix)
+    change(path)
+    with pytest.raises(UserError, match=path.name):
+        _checked(copy, manifest, tmp_path)
+    verified = Verified(copy, read_verified(tmp_path))
+    damages = find_damage(copy, manifest, "train", [entry.domain], check=verified.check)
+    assert [damage.shard for damage in damages] == [shard.file]
+    assert str(path) not in verified.found
+
+
+def test_another_manifest_has_other_files(copy: Path, manifest: Manifest, tmp_path: Path) -> None:
+    known = _checked(copy, manifest, tmp_path).found
+    other = {path: ["0" * 64, *stamp[1:]] for path, stamp in known.items()}
+    verified = Verified(copy, other)
+    verify_shards(copy, manifest, check=verified.check)
+    assert verified.unchanged == 0
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[1]", b"{"])
+def test_a_record_that_cannot_be_read_says_nothing(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "verified_shards.json").write_bytes(content)
+    assert read_verified(tmp_path) == {}
