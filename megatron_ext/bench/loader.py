@@ -11,10 +11,12 @@ from statistics import median
 
 import numpy as np
 
+from data_prep.manifest import load_manifest
 from megatron_ext.bench.loader_report import Resume, Row
 from megatron_ext.data.batches import micro_batch_indices, training_batch
 from megatron_ext.data.opening import open_samples, shard_files
 from megatron_ext.data.samples import TrainingSamples
+from megatron_ext.data.verified import Verified, read_verified, write_verified
 from megatron_ext.data.verify import verify_shards
 
 TOKEN_BYTES = 2 + 3 * 8 + 4
@@ -91,7 +93,14 @@ def measure(root: Path, shards: int, length: int, batch: int, ranks: int, second
     return Row(shards, length, batch, ranks, cold, wall, work / ranks, best)
 
 
-def resume(root: Path, shards: int, length: int, sample: int, repeat: int) -> Resume:
+def verify_once(root: Path, folder: Path) -> None:
+    """Compare the sha256 of all training text and keep the record in a folder, as the first start of a run does."""
+    verified = Verified(root, {})
+    verify_shards(root, load_manifest(root), ["train"], check=verified.check)
+    write_verified(folder, verified.found)
+
+
+def resume(root: Path, shards: int, length: int, sample: int, repeat: int, folder: Path) -> Resume:
     """Seconds from nothing open to the first sample, with the operating system's copies of the files forgotten.
 
     Args:
@@ -100,6 +109,7 @@ def resume(root: Path, shards: int, length: int, sample: int, repeat: int) -> Re
         length: tokens a sample.
         sample: how many the run has read before.
         repeat: how often; the median counts.
+        folder: where `verify_once` was.
     """
     opening, checked = [], []
     for _ in range(repeat):
@@ -109,8 +119,10 @@ def resume(root: Path, shards: int, length: int, sample: int, repeat: int) -> Re
         samples, manifest = open_samples(root, length, SEED)
         training_batch(samples, [sample])
         opening.append(time.perf_counter() - started)
-        verify_shards(root, manifest, ["train"], mode="size")
+        verified = Verified(root, read_verified(folder))
+        verify_shards(root, manifest, ["train"], check=verified.check)
         checked.append(time.perf_counter() - started)
+        assert verified.unchanged == len(verified.found), "files changed while they were read"
     return Resume(shards, length, sample, median(opening), median(checked))
 
 

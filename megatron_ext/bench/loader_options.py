@@ -51,12 +51,16 @@ def run(args: argparse.Namespace) -> int:
     rows: list[Row] = []
     resumes: list[Resume] = []
     for count in counts:
-        with _data(args.data, args.disk or args.output, count, shard_tokens) as root:
+        with (
+            _data(args.data, args.disk or args.output, count, shard_tokens) as root,
+            tempfile.TemporaryDirectory() as record,
+        ):
             shards = len(shard_files(root)) // 2
+            loader.verify_once(root, Path(record))
             for length in lengths:
                 batch = max(1, batch_tokens // length)
                 tell(f"{shards} shards, {length} tokens a sample")
-                resumes += [loader.resume(root, shards, length, start, repeat=3) for start in starts]
+                resumes += [loader.resume(root, shards, length, start, 3, Path(record)) for start in starts]
                 # Cold reading at the last: what it leaves in memory is no use to the others.
                 for number, cold in [*((number, False) for number in ranks), (ranks[-1], True)]:
                     rows.append(loader.measure(root, shards, length, batch, number, args.seconds, cold=cold))

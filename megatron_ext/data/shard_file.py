@@ -74,7 +74,7 @@ class OpenShard:
         if not len(out):
             return
         found, size = self.documents(start, len(out)), self._dtype.itemsize
-        edges = np.clip(found.starts - start, 0, len(out))
+        edges = np.minimum(np.maximum(found.starts - start, 0), len(out))  # np.clip takes longer over a few numbers
         offsets = found.offsets + np.maximum(start - found.starts[:-1], 0) * size
         base = int(offsets[0])
         content = _read(self._tar, self._tar_path, base, int(offsets[-1] + (edges[-1] - edges[-2]) * size) - base)

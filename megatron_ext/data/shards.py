@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,23 @@ import numpy.typing as npt
 from data_prep.manifest import Manifest, ShardEntry
 from megatron_ext.data.shard_file import Landmarks, OpenShard
 
-OPEN_SHARDS = 128
-"""An open shard holds two descriptors; a run over thousands of shards must stay below the usual limit of 1024."""
+FILES = 16384
+"""Open files that the process asks to be allowed, as far as its hard limit goes; the usual soft limit is 1024."""
+
+
+def open_shards() -> int:
+    """How many shards a store keeps open: of two files each, in a quarter of those that the process may have open.
+
+    The soft limit is raised first, as the run-times of Go and Java do: where shards are many, most samples would have
+    to open one, which takes as long as reading it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # some systems have a lower limit than they say: the old one stays
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(1, (wanted if soft == resource.RLIM_INFINITY else min(soft, FILES)) // 8)
 
 
 class TokenStore:
@@ -50,6 +66,7 @@ class TokenStore:
         self._document_starts = _starts([shard.documents for shard in self._shards])
         self._landmarks: dict[int, Landmarks] = {}
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self._most_open = open_shards()
         self.domains = [entry.domain for entry in entries]
         self._domain_starts = _starts([sum(shard.tokens for shard in entry.shards) for entry in entries])
 
@@ -136,7 +153,7 @@ class TokenStore:
         with self._holding(entry):
             shard = OpenShard(self._root, entry, self._dtype, self._landmarks.get(number))
         self._open[number], self._landmarks[number] = shard, shard.landmarks
-        if len(self._open) > OPEN_SHARDS:
+        if len(self._open) > self._most_open:
             self._open.popitem(last=False)
         return shard
 

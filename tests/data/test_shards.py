@@ -1,3 +1,4 @@
+import resource
 import shutil
 
 import numpy as np
@@ -38,12 +39,40 @@ def test_domains_alone_and_in_any_order(prepared, manifest, store):
 
 
 def test_few_open_shards_change_nothing(prepared, manifest, documents, monkeypatch):
-    monkeypatch.setattr(shards, "OPEN_SHARDS", 1)
+    monkeypatch.setattr(shards, "open_shards", lambda: 1)
     store = TokenStore(prepared, manifest, "train")
     stream = np.concatenate(documents["train"])
     for start in np.random.default_rng(1).integers(0, len(stream) - 50, 60).tolist():
         assert np.array_equal(store.read(start, 50), stream[start : start + 50])
         assert len(store._open) <= 1
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised", "shards_open"),
+    [
+        (1024, 524288, 16384, 2048),
+        (1024, 1024, 1024, 128),
+        (1024, resource.RLIM_INFINITY, 16384, 2048),
+        (20000, 20000, 20000, 2048),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY, 2048),
+        (4, 4, 4, 1),
+    ],
+)
+def test_how_many_shards_are_open_follows_from_the_limit_of_files(monkeypatch, soft, hard, raised, shards_open):
+    limit = [soft, hard]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limit))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: limit.__setitem__(slice(2), limits))
+    assert shards.open_shards() == shards_open
+    assert limit == [raised, hard]
+
+
+def test_a_system_that_does_not_raise_its_limit(monkeypatch):
+    def refuse(*_):
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 10240))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    assert shards.open_shards() == 32
 
 
 @pytest.mark.parametrize(("start", "length"), [(-1, 2), (0, -1), (0, 10**9)])
