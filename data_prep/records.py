@@ -131,18 +131,18 @@ def read_lines(file: InputFile, advance: Advance = ignore_progress) -> Iterator[
     elif file.suffix == ".gz":
         blocks = _decompressed(blocks, lambda: zlib.decompressobj(wbits=31))
     held: list[bytes] = []
-    length = 0
+    room = LONGEST_RECORD + 1
     for block in blocks:
-        *lines, last = block.split(b"\n")
+        first, *lines = block.split(b"\n")
+        held.append(first[:room])
+        room -= len(held[-1])
         if lines:
-            yield b"".join((*held, lines[0]))[: LONGEST_RECORD + 1]
-            yield from lines[1:]
-            held, length = [], 0
-        if length <= LONGEST_RECORD:
-            held.append(last)
-            length += len(last)
-    if length:
-        yield b"".join(held)[: LONGEST_RECORD + 1]
+            yield b"".join(held)
+            *whole, last = lines
+            yield from whole
+            held, room = [last], LONGEST_RECORD + 1 - len(last)
+    if rest := b"".join(held):
+        yield rest
 
 
 def _raw_blocks(file: InputFile, advance: Advance) -> Iterator[bytes]:

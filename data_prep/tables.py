@@ -40,8 +40,8 @@ def read_table(
 
 def _rows(stream: Any, size: int) -> Iterator[tuple[dict[str, pyarrow.Scalar], int]]:
     """Rows as columns' unread values, each with its share of the file's bytes."""
-    # With a buffer, a column of a row group is read as it is used, not whole.
-    table = pyarrow.parquet.ParquetFile(stream, buffer_size=BUFFER_BYTES)
+    # So a column of a row group is read as it is used; the default reads it whole.
+    table = pyarrow.parquet.ParquetFile(stream, buffer_size=BUFFER_BYTES, pre_buffer=False)
     columns = [name for name in COLUMNS if name in table.schema_arrow.names]
     if "text" not in columns:
         raise pyarrow.ArrowInvalid("no column `text`")
