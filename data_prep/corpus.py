@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data_prep.documents import SPLITS, Advance, Document, Problems, ignore_progress
+from data_prep.documents import LONGEST_RECORD, LONGEST_TEXT, SPLITS, Advance, Document, Problems, ignore_progress
 from data_prep.inputs import InputFile, is_url, list_files
 from data_prep.records import read_records
 from data_prep.tables import read_table
@@ -120,14 +120,22 @@ class FileCorpus:
     ) -> Iterator[tuple[str, str, str]]:
         """A text file is a document; its domain is its first-level folder. Empty files are no documents."""
         with file.open() as stream:
-            content = stream.read()
-        advance(len(content))
+            content = stream.read(LONGEST_RECORD + 1)
+        advance(file.size)
+        if len(content) > LONGEST_RECORD:
+            problems.report(
+                file.location, None, "too long", f"{file.size:,} bytes, at most {LONGEST_RECORD:,} are taken"
+            )
+            return
         try:
             text = content.decode("utf-8")
         except UnicodeDecodeError as error:
             problems.report(file.location, None, "not UTF-8", f"byte {error.start}")
             return
-        if text.strip():
+        if len(text) > LONGEST_TEXT:
+            detail = f"{len(text):,} characters, at most {LONGEST_TEXT:,} are taken"
+            problems.report(file.location, None, "too long", detail)
+        elif text.strip():
             yield "", text, file.parts[0] if len(file.parts) > 1 else domain or self._name
 
 

@@ -11,6 +11,12 @@ from megatron_ext.errors import UserError
 
 SPLITS = ("train", "validation", "test")
 
+LONGEST_TEXT = 16_000_000
+"""Characters of a document. A longer one is malformed: a worker holds a whole one, and its memory is bounded."""
+
+LONGEST_RECORD = 64 << 20
+"""Bytes of a line, a tar member or a text file that are read into memory; JSON may spell a letter with six."""
+
 Advance = Callable[[int], None]
 """Told the number of input bytes consumed, as they are."""
 

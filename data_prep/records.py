@@ -10,10 +10,20 @@ from typing import Any
 import orjson
 import zstandard
 
-from data_prep.documents import Advance, MalformedError, Problems, ignore_progress, short_domain
+from data_prep.documents import (
+    LONGEST_RECORD,
+    LONGEST_TEXT,
+    Advance,
+    MalformedError,
+    Problems,
+    ignore_progress,
+    short_domain,
+)
 from data_prep.inputs import InputFile
 
 BLOCK_BYTES = 1 << 20
+PIECE_BYTES = 32 << 10
+"""What is decompressed at a time: of text that repeats itself, a thousand times as much may come out."""
 
 
 class BrokenStreamError(ValueError):
@@ -48,8 +58,10 @@ def parse_record(line: bytes, domain: str | None = None) -> tuple[str, str]:
     """Text and short domain name of one line.
 
     Raises:
-        MalformedError: not UTF-8, not JSON, no text, or no domain.
+        MalformedError: too long, not UTF-8, not JSON, no text, or no domain.
     """
+    if len(line) > LONGEST_RECORD:
+        raise MalformedError("too long", f"a line of more than {LONGEST_RECORD:,} bytes")
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -75,11 +87,13 @@ def text_and_domain(record: Any, domain: str | None = None) -> tuple[str, str]:
         domain: domain of a record that names none.
 
     Raises:
-        MalformedError: no text, text that is not valid Unicode, or no domain.
+        MalformedError: no text, too much of it, text that is not valid Unicode, or no domain.
     """
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str) or not text.strip():
         raise MalformedError("no text")
+    if len(text) > LONGEST_TEXT:
+        raise MalformedError("too long", f"a text of {len(text):,} characters, at most {LONGEST_TEXT:,} are taken")
     if _has_lone_surrogate(text):
         raise MalformedError("text is not valid Unicode", "a lone surrogate")
     return text, _domain_of(record, domain)
@@ -106,6 +120,8 @@ def _has_lone_surrogate(text: str) -> bool:
 def read_lines(file: InputFile, advance: Advance = ignore_progress) -> Iterator[bytes]:
     """Lines of a plain, gzip or zstd file, without their ends.
 
+    Of a line of more than `LONGEST_RECORD` bytes only one byte more than that is given.
+
     Raises:
         BrokenStreamError: the compressed file is damaged or truncated.
     """
@@ -114,11 +130,18 @@ def read_lines(file: InputFile, advance: Advance = ignore_progress) -> Iterator[
         blocks = _decompressed(blocks, lambda: zstandard.ZstdDecompressor().decompressobj())
     elif file.suffix == ".gz":
         blocks = _decompressed(blocks, lambda: zlib.decompressobj(wbits=31))
-    rest = b""
+    held: list[bytes] = []
+    room = LONGEST_RECORD + 1
     for block in blocks:
-        *lines, rest = (rest + block).split(b"\n")
-        yield from lines
-    if rest:
+        first, *lines = block.split(b"\n")
+        held.append(first[:room])
+        room -= len(held[-1])
+        if lines:
+            yield b"".join(held)
+            *whole, last = lines
+            yield from whole
+            held, room = [last], LONGEST_RECORD + 1 - len(last)
+    if rest := b"".join(held):
         yield rest
 
 
@@ -136,12 +159,16 @@ def _decompressed(blocks: Iterable[bytes], make: Callable[[], Any]) -> Iterator[
     """
     stream = make()
     try:
-        for block in blocks:
-            while block:
+        for piece in _cut(blocks):
+            while piece:
                 stream = make() if stream.eof else stream
-                yield stream.decompress(block)
-                block = stream.unused_data if stream.eof else b""
+                yield stream.decompress(piece)
+                piece = stream.unused_data if stream.eof else b""
     except (zlib.error, zstandard.ZstdError) as error:
         raise BrokenStreamError(str(error)) from None
     if not stream.eof:
         raise BrokenStreamError("the file ends too early")
+
+
+def _cut(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    return (block[start : start + PIECE_BYTES] for block in blocks for start in range(0, len(block), PIECE_BYTES))

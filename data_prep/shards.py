@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-import webdataset
 from datatrove.data import Document
 
 from data_prep.manifest import DomainEntry, ShardEntry
 from data_prep.storage import sha256_of
+from data_prep.tar_members import BLOCK, end_of_tar, member, npy
 from megatron_ext.files import force_to_disk
 
-TAR_BLOCK = 512
+BUFFER_BYTES = 1 << 20
+ENCODE_JSON = json.JSONEncoder(ensure_ascii=False).encode
 
 
 @dataclass
 class _OpenShard:
     path: Path
-    stream: io.BufferedWriter
-    tar: Any
-    rows: list[tuple[int, int]]
+    stream: BinaryIO
+    rows: array[int] = field(default_factory=lambda: array("q"))
+    length: int = 0
     tokens: int = 0
 
 
@@ -46,7 +47,7 @@ class DomainWriter:
         self._folder = root / split / domain
         self._folder.mkdir(parents=True)
         self._shard_tokens = shard_tokens
-        self._prefix = prefix
+        self._prefix = prefix.encode()
         self._shards: list[ShardEntry] = []
         self._open: _OpenShard | None = None
         self.split = split
@@ -65,12 +66,14 @@ class DomainWriter:
             "tokens": len(tokens),
             "source": document.metadata["source"],
         }
-        array = _npy(tokens)
-        sample = {"json": json.dumps(facts, ensure_ascii=False).encode(), "tokens.npy": array}
-        shard.tar.write({"__key__": f"{self._prefix}{self.documents:09d}", **sample})
-        # The writer sorts a sample's members by name: the array is the last, and the tar now stands after its padding.
-        start = shard.tar.tarstream.offset - -(-len(array) // TAR_BLOCK) * TAR_BLOCK
-        shard.rows.append((start + len(array) - tokens.nbytes, len(tokens)))
+        key = b"%b%09d" % (self._prefix, self.documents)
+        about, content = member(key + b".json", ENCODE_JSON(facts).encode()), npy(tokens)
+        sample = member(key + b".tokens.npy", content)
+        shard.stream.write(about)
+        shard.stream.write(sample)
+        start = shard.length + len(about) + BLOCK + len(content) - tokens.nbytes
+        shard.rows.extend((start, len(tokens)))
+        shard.length += len(about) + len(sample)
         shard.tokens += len(tokens)
         self._count(document, len(tokens))
         if shard.tokens >= self._shard_tokens:
@@ -94,7 +97,6 @@ class DomainWriter:
         """Let go of an unfinished shard, whose file is about to be removed."""
         if self._open is not None:
             with contextlib.suppress(OSError, ValueError):
-                self._open.tar.close()
                 self._open.stream.close()
             self._open = None
 
@@ -106,25 +108,22 @@ class DomainWriter:
 
     def _start(self) -> _OpenShard:
         path = self._folder / f"{len(self._shards):06d}.tar"
-        stream = path.open("wb")
-        # Nothing of the writer, the clock or the umask goes in: the same documents make the same bytes.
-        tar = webdataset.TarWriter(stream, encoder=False, mtime=0, user="selectron", group="selectron", mode=0o644)
-        return _OpenShard(path, stream, tar, [])
+        return _OpenShard(path, path.open("wb", buffering=BUFFER_BYTES))
 
     def _finish(self) -> None:
         shard = self._open
         assert shard is not None
-        shard.tar.close()
+        shard.stream.write(end_of_tar(shard.length))
         shard.stream.close()
         index = shard.path.with_suffix(".index.npy")
-        index.write_bytes(_npy(np.array(shard.rows, dtype="<i8").reshape(-1, 2)))
+        np.save(index, np.frombuffer(shard.rows, np.int64).astype("<i8").reshape(-1, 2), allow_pickle=False)
         for path in (shard.path, index):
             force_to_disk(path)
         self._shards.append(
             ShardEntry(
                 file=shard.path.relative_to(self._root).as_posix(),
                 index=index.relative_to(self._root).as_posix(),
-                documents=len(shard.rows),
+                documents=len(shard.rows) // 2,
                 tokens=shard.tokens,
                 bytes=shard.path.stat().st_size,
                 index_bytes=index.stat().st_size,
@@ -133,9 +132,3 @@ class DomainWriter:
             )
         )
         self._open = None
-
-
-def _npy(array: npt.NDArray[Any]) -> bytes:
-    buffer = io.BytesIO()
-    np.lib.format.write_array(buffer, array, version=(1, 0), allow_pickle=False)
-    return buffer.getvalue()

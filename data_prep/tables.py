@@ -13,6 +13,8 @@ from data_prep.inputs import InputFile
 from data_prep.records import text_and_domain
 
 BATCH_ROWS = 1024
+BATCH_BYTES = 8 << 20
+BUFFER_BYTES = 1 << 20
 COLUMNS = ("text", "meta", "domain")
 
 
@@ -38,16 +40,24 @@ def read_table(
 
 def _rows(stream: Any, size: int) -> Iterator[tuple[dict[str, pyarrow.Scalar], int]]:
     """Rows as columns' unread values, each with its share of the file's bytes."""
-    table = pyarrow.parquet.ParquetFile(stream)
+    # So a column of a row group is read as it is used; the default reads it whole.
+    table = pyarrow.parquet.ParquetFile(stream, buffer_size=BUFFER_BYTES, pre_buffer=False)
     columns = [name for name in COLUMNS if name in table.schema_arrow.names]
     if "text" not in columns:
         raise pyarrow.ArrowInvalid("no column `text`")
     total, done = table.metadata.num_rows, 0
-    for batch in table.iter_batches(BATCH_ROWS, columns=columns):
+    for batch in table.iter_batches(_batch_rows(table.metadata), columns=columns):
         for row in range(batch.num_rows):
             share = size * (done + 1) // total - size * done // total
             done += 1
             yield {name: batch.column(name)[row] for name in columns}, share
+
+
+def _batch_rows(facts: pyarrow.parquet.FileMetaData) -> int:
+    """Rows at a time: about `BATCH_BYTES` of the row group whose rows are the largest."""
+    groups = [facts.row_group(number) for number in range(facts.num_row_groups)]
+    row = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
+    return max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(row, 1.0))))
 
 
 def _values(record: dict[str, pyarrow.Scalar]) -> dict[str, Any]:

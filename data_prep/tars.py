@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import tarfile
 from collections.abc import Iterator
 from typing import Any
 
-from webdataset.tariterators import group_by_keys, tar_file_iterator
+from webdataset.tariterators import group_by_keys
 
-from data_prep.documents import Advance, MalformedError, Problems
+from data_prep.documents import LONGEST_RECORD, Advance, MalformedError, Problems
 from data_prep.inputs import InputFile
 from data_prep.records import text_and_domain
 
 TEXT_MEMBERS = ("txt", "text")
+NO_SAMPLE = re.compile(r"__[^/]*__($|/)")
+"""Names that WebDataset keeps for facts about the tar itself."""
 
 
 def read_tar(
@@ -38,18 +41,20 @@ def read_tar(
 
 def _members(stream: Any, advance: Advance) -> Iterator[dict[str, Any]]:
     done = 0
-    for member in tar_file_iterator(stream, handler=_raise):
-        position = stream.tell()
-        advance(position - done)
-        done = position
-        yield {**member, "__url__": ""}
-
-
-def _raise(error: Exception) -> bool:
-    raise error
+    with tarfile.open(fileobj=stream, mode="r|*") as tar:
+        for info in tar:
+            content = None if NO_SAMPLE.match(info.name) else tar.extractfile(info)
+            if content is not None and info.isreg():
+                yield {"fname": info.name, "data": content.read(LONGEST_RECORD + 1), "__url__": ""}
+            tar.members = []  # type: ignore[attr-defined]  # else every header stays in memory
+            position = stream.tell()
+            advance(position - done)
+            done = position
 
 
 def _record(sample: dict[str, Any]) -> dict[str, Any]:
+    if any(isinstance(value, bytes) and len(value) > LONGEST_RECORD for value in sample.values()):
+        raise MalformedError("too long", f"a member of more than {LONGEST_RECORD:,} bytes")
     record: Any = {}
     if "json" in sample:
         try:

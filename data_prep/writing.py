@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from data_prep.documents import SPLITS, Problems
 from data_prep.exact import DropDuplicates
 from data_prep.manifest import DomainEntry, SkippedEntry, TokenizerEntry
+from data_prep.pieces import PIECE_CHARACTERS, UnbrokenError, encode_in_pieces
 from data_prep.progress import Board
 from data_prep.shards import DomainWriter
 from data_prep.storage import locked
@@ -25,7 +26,8 @@ from data_prep.vocabularies import TextTokenizer, kept_tokenizer, token_dtype
 from megatron_ext.files import write_whole
 
 BATCH_DOCUMENTS = 1024
-BATCH_CHARACTERS = 2_000_000
+BATCH_CHARACTERS = 500_000
+"""The tokenizer library keeps some 300 bytes a token until a batch is done; larger batches are no faster."""
 
 
 @dataclass(frozen=True)
@@ -117,19 +119,30 @@ class DocumentEncoder:
 
     def __init__(self, tokenizer: TextTokenizer, entry: TokenizerEntry, problems: Problems) -> None:
         self._tokenizer = tokenizer
-        self._end = [entry.eos_id]
+        self._end = entry.eos_id
         self._dtype = np.dtype(token_dtype(entry.vocab_size)).newbyteorder("<")
         self._problems = problems
 
     def __call__(self, documents: list[Document]) -> Iterator[tuple[Document, npt.NDArray[np.unsignedinteger]]]:
         """Yield the documents that can be encoded with their tokens."""
         unknown = self._tokenizer.unknown
-        encoded = self._tokenizer.encode_batch([document.text for document in documents])
-        for document, ids in zip(documents, encoded, strict=True):
+        for document, ids in self._ids(documents):
             if unknown is not None and unknown in ids:
                 self._problems.report(document.metadata["source"], None, "the tokenizer cannot encode it", document.id)
                 continue
-            yield document, np.array(ids + self._end, dtype=self._dtype)
+            ids.append(self._end)
+            yield document, np.fromiter(ids, self._dtype, len(ids))
+
+    def _ids(self, documents: list[Document]) -> Iterator[tuple[Document, list[int]]]:
+        encode = self._tokenizer.encode_batch
+        if len(documents[0].text) <= PIECE_CHARACTERS:
+            yield from zip(documents, encode([document.text for document in documents]), strict=True)
+            return
+        for document in documents:
+            try:
+                yield document, encode_in_pieces(encode, document.text)
+            except UnbrokenError as error:
+                self._problems.report(document.metadata["source"], None, "too long", f"{document.id}: {error}")
 
 
 def load_result(path: Path) -> TaskResult:
@@ -147,13 +160,14 @@ def _skipped(problems: Problems) -> list[SkippedEntry]:
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Documents for one call of the tokenizer; one that is encoded in pieces is alone."""
     batch: list[Document] = []
     characters = 0
     for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+        if batch and (len(batch) >= BATCH_DOCUMENTS or characters + len(document.text) > BATCH_CHARACTERS):
             yield batch
             batch, characters = [], 0
+        batch.append(document)
+        characters += len(document.text)
     if batch:
         yield batch

@@ -1,4 +1,4 @@
-"""What `selectron bench` does: one benchmark, of kernels, layers, checkpoints, optimizers or the loading of data."""
+"""What `selectron bench` does: one benchmark, of kernels, layers, checkpoints, optimizers or data."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from kernels.bench.cases import OptionError
 from megatron_ext.bench import loader_options as loader
 from megatron_ext.bench import optimizers_options as optimizers
 from megatron_ext.bench import options as layers
+from megatron_ext.bench import prepare_options as prepare
 from megatron_ext.bench import saves_options as checkpoints
 from megatron_ext.errors import UserError
 
@@ -21,6 +22,7 @@ SUBJECTS = {
     ),
     "optimizers": (optimizers, "a training step under one optimizer and another, in turn in the same processes"),
     "loader": (loader, "how fast batches of prepared data are read, and how soon a resumed run has its first"),
+    "prepare": (prepare, "how fast text becomes tokens, beside the bare tokenizer, datatrove and Megatron-LM"),
 }
 
 

@@ -29,16 +29,20 @@ class Verified:
     Attributes:
         root: as given.
         found: by absolute path, the files that are what the manifest says.
-        unchanged: how many of them were not read again.
     """
 
     def __init__(self, root: Path, known: Mapping[str, Stamp]) -> None:
         self.root, self._known = root, known
         self.found: dict[str, Stamp] = {}
-        self.unchanged = 0
+        self._unchanged: set[str] = set()
+
+    @property
+    def unchanged(self) -> int:
+        """How many of the files found were not read again."""
+        return len(self._unchanged)
 
     def check(self, shard: ShardEntry) -> None:
-        """Check a shard and its index.
+        """Check a shard and its index; several threads may, each a shard of its own.
 
         Raises:
             UserError: a file is missing, of another size, or has other content; the file is named.
@@ -46,8 +50,9 @@ class Verified:
         stamps = self._stamps(shard)  # before they are read: what is written meanwhile shows the next time
         same = len(stamps) == 2 and all(self._known.get(path) == stamp for path, stamp in stamps.items())
         check_here(self.root, "size" if same else "sha256", shard)
-        self.found |= stamps
-        self.unchanged += len(stamps) if same else 0
+        self.found.update(stamps)
+        if same:
+            self._unchanged.update(stamps)
 
     def _stamps(self, shard: ShardEntry) -> dict[str, Stamp]:
         """Of the shard's files that are there."""

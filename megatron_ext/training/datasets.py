@@ -100,10 +100,11 @@ def _verified(
 
     Of a cache, shards of training text are looked for at their address; the others are copied, to every machine.
     """
-    check = verified.check if data.verify != "size" else partial(check_here, verified.root, "size")
+    share: dict[str, Any] = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     if cache is not None:
-        check = cache.check
-    share: dict[str, Any] = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "check": check}
+        share |= {"check": cache.check, "threads": 1}
+    else:
+        share["check"] = verified.check if data.verify != "size" else partial(check_here, verified.root, "size")
     root = verified.root
     damages: list[Damage] = []
     for split, domains in (("train", train), ("validation", train), ("test", test)):
@@ -115,7 +116,7 @@ def _verified(
         elif split == "train" or cache is None:
             on_every_rank(partial(verify_shards, root, manifest, [split], present, **share))
         else:
-            on_every_rank(partial(verify_shards, root, manifest, [split], present, check=cache.keep))
+            on_every_rank(partial(verify_shards, root, manifest, [split], present, check=cache.keep, threads=1))
     return damages
 
 

@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "launch": {"config"},
     "lone_mixer": MODEL,
     "diagnosis": MODEL | {"lone_mixer"},
-    "bench": MODEL | {"lone_mixer", "checkpoint", "training"},
+    "bench": MODEL | {"lone_mixer", "checkpoint", "training", "data_prep"},
     "evaluate": MODEL | {"training", "evaluation"},
     "generate": MODEL | {"training", "evaluation", "data_prep.tokenizer"},
     # The command calls everything.

@@ -1,0 +1,65 @@
+"""Long texts encoded in pieces: what a tokenizer library needs for a text is some hundred bytes of memory a token."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+PIECE_CHARACTERS = 500_000
+WHOLE_BYTES = 4 << 20
+"""The longest piece, where no place to cut was found: 300 bytes of memory for each of its bytes, at the worst."""
+
+WINDOW = 200
+"""Characters on both sides of a cut that are encoded together and apart to compare."""
+
+TRIES = 8
+PLACES = (re.compile(r"\n(?=\w)"), re.compile(r"(?<=\w)(?= \w)"))
+"""Where tokenizers are likely to part words from each other: after a line, before a space."""
+
+Encode = Callable[[list[str]], list[list[int]]]
+
+
+class UnbrokenError(ValueError):
+    """A text too long to be encoded whole, in which there is no place to cut it."""
+
+
+def encode_in_pieces(encode: Encode, text: str) -> list[int]:
+    """Ids of a text of any length, those that it has when it is encoded whole.
+
+    It is cut only where the text around the cut has the same ids whole and in two: there the tokenizer treats what
+    comes before and after apart, and adds nothing at a beginning or an end.
+
+    Args:
+        encode: ids of texts.
+        text: what is encoded.
+
+    Raises:
+        UnbrokenError: there is no such place for more than `WHOLE_BYTES`.
+    """
+    return [token for piece in pieces(encode, text) for token in encode([piece])[0]]
+
+
+def pieces(encode: Encode, text: str) -> Iterator[str]:
+    """Parts of a text that can be encoded one by one; see `encode_in_pieces`."""
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        end = _find_cut(encode, text, start + PIECE_CHARACTERS)
+        if end is None:
+            break
+        yield text[start:end]
+        start = end
+    rest = text[start:]
+    if len(rest.encode()) > WHOLE_BYTES:
+        raise UnbrokenError(f"{len(rest):,} characters without a place to cut")
+    yield rest
+
+
+def _find_cut(encode: Encode, text: str, start: int) -> int | None:
+    for place in PLACES:
+        found = place.finditer(text, start, start + PIECE_CHARACTERS)
+        for match, _ in zip(found, range(TRIES), strict=False):
+            before, after = text[match.end() - WINDOW : match.end()], text[match.end() : match.end() + WINDOW]
+            whole, left, right = encode([before + after, before, after])
+            if whole == left + right:
+                return match.end()
+    return None

@@ -1,0 +1,75 @@
+"""The same texts for all contestants: as records in files, and as one file for those that read no other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+import zstandard
+
+from data_prep.corpus import open_files
+from data_prep.documents import Problems
+from data_prep.inputs import local_file
+from data_prep.records import read_lines
+
+DOMAIN = "Text"
+LETTERS = "etaoinshrdlucmfwypvbgk"
+
+
+@dataclass(frozen=True)
+class Input:
+    """Texts on the disk.
+
+    Attributes:
+        folder: `*.jsonl.zst`.
+        lines: all of them in one plain file.
+        documents: their number.
+        bytes: of text.
+    """
+
+    folder: Path
+    lines: Path
+    documents: int
+    bytes: int
+
+
+def write_input(root: Path, texts: Iterator[str], files: int) -> Input:
+    """Deal texts to compressed files, and write all to one plain file."""
+    folder, lines = root / "records", root / "all.jsonl"
+    folder.mkdir(parents=True)
+    documents = size = 0
+    with ExitStack() as stack:
+        plain = stack.enter_context(lines.open("wb"))
+        streams = [stack.enter_context(zstandard.open(folder / f"{n:03d}.jsonl.zst", "wb")) for n in range(files)]
+        for documents, text in enumerate(texts, start=1):
+            # An id, so that equal texts are not taken for one document by anyone.
+            line = orjson.dumps({"id": str(documents), "text": text, "domain": DOMAIN}) + b"\n"
+            plain.write(line)
+            streams[documents % files].write(line)
+            size += len(text.encode())
+    return Input(folder, lines, documents, size)
+
+
+def given_texts(source: Path) -> Iterator[str]:
+    """Every text of a file or folder."""
+    return (document.text for document in open_files(source, DOMAIN).documents(Problems("stop")))
+
+
+def random_texts(size: int, seed: int = 0) -> Iterator[str]:
+    """Documents of about a thousand words of a made-up vocabulary, some common and most rare: `size` letters in all."""
+    generator = random.Random(seed)
+    words = ["".join(generator.choices(LETTERS, k=generator.randint(2, 10))) for _ in range(20_000)]
+    weights = [1 / rank for rank in range(1, len(words) + 1)]
+    while size > 0:
+        text = " ".join(generator.choices(words, weights, k=generator.randint(100, 2000)))
+        size -= len(text)
+        yield text
+
+
+def read_texts(paths: list[Path]) -> list[str]:
+    """All texts of compressed files, in memory."""
+    return [orjson.loads(line)["text"] for path in paths for line in read_lines(local_file(path))]

@@ -1,0 +1,69 @@
+"""Runs a command and says what it cost, with all processes it leaves: `python -m megatron_ext.bench.supervise CMD ...`.
+
+Processes of a process pool outlive their parent's look at them; here every one of them ends as a child of this one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+PR_SET_CHILD_SUBREAPER = 36
+"""From Linux's <sys/prctl.h>."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a command and all processes that it started.
+
+    Attributes:
+        code: its exit status.
+        seconds: from its start to the end of the last process.
+        cpu_seconds: of all of them, in user and system mode.
+        peak_bytes: resident memory of the largest one, at its largest.
+    """
+
+    code: int
+    seconds: float
+    cpu_seconds: float
+    peak_bytes: int
+
+
+def supervise(command: list[str]) -> Cost:
+    """Run a command. Takes every child of this process for one of it."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    started, code, spent, peak = time.perf_counter(), 0, 0.0, 0
+    child = subprocess.Popen(command, stdout=sys.stderr)
+    while True:
+        try:
+            pid, status, usage = os.wait4(-1, 0)
+        except ChildProcessError:
+            return Cost(code, time.perf_counter() - started, spent, peak)
+        spent += usage.ru_utime + usage.ru_stime
+        peak = max(peak, usage.ru_maxrss << 10)
+        if pid == child.pid:
+            code = child.returncode = os.waitstatus_to_exitcode(status)
+
+
+def cost_of(command: list[str], environment: dict[str, str]) -> tuple[Cost, str]:
+    """What a command cost, run under a process of this module, and what it said.
+
+    Args:
+        command: program and arguments.
+        environment: added to this process's own.
+    """
+    here = [sys.executable, "-m", "megatron_ext.bench.supervise", *command]
+    done = subprocess.run(here, env=os.environ | environment, capture_output=True, text=True, check=False)
+    cost = Cost(**json.loads(done.stdout)) if done.returncode == 0 else None
+    if cost is None or cost.code:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return cost, done.stderr
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(supervise(sys.argv[1:]))))

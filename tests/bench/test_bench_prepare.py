@@ -1,0 +1,85 @@
+"""The benchmark of preparing data: all contestants make the same tokens of the same texts, and the report follows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from data_prep.tokenizer import train_tokenizer
+from megatron_ext.bench import prepare
+from megatron_ext.bench.prepare_input import given_texts, random_texts, read_texts, write_input
+from megatron_ext.bench.prepare_report import Report, Row
+from megatron_ext.bench.supervise import cost_of
+from megatron_ext.cli import main
+
+
+def test_every_text_is_in_both_forms_of_the_input(tmp_path: Path) -> None:
+    texts = ["one", "two\n", "three é", "two\n"]
+    given = write_input(tmp_path, iter(texts), 3)
+    assert (given.documents, given.bytes) == (4, sum(len(text.encode()) for text in texts))
+    assert sorted(read_texts(sorted(given.folder.iterdir()))) == sorted(texts)
+    assert list(given_texts(given.lines)) == texts
+    assert len(list(given.folder.iterdir())) == 3
+    first = zstandard.ZstdDecompressor().decompressobj().decompress((given.folder / "000.jsonl.zst").read_bytes())
+    assert json.loads(first)["text"] == "three é"
+
+
+def test_random_text_is_of_the_size_asked_for() -> None:
+    texts = list(random_texts(50_000, seed=1))
+    assert 50_000 <= sum(map(len, texts)) < 50_000 + 2000 * 11
+    assert texts == list(random_texts(50_000, seed=1)) != list(random_texts(50_000, seed=2))
+
+
+def test_costs_are_those_of_all_processes() -> None:
+    """A grandchild that outlives its parent works and fills memory."""
+    work = "import time; x = b'1' * (300 << 20); end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {work!r}], start_new_session=True)"
+    cost, _ = cost_of([sys.executable, "-c", parent], {})
+    assert cost.cpu_seconds >= 0.3
+    assert cost.peak_bytes > 300 << 20
+    with pytest.raises(RuntimeError, match="no such thing"):
+        cost_of([sys.executable, "-c", "raise SystemExit('no such thing')"], {})
+
+
+def test_the_report_by_hand(tmp_path: Path) -> None:
+    floors = [Row(name, 10, 2_000_000, 500_000, 2.0, spent, 0.0, 0) for name, spent in (("slow", 2.0), ("fast", 1.0))]
+    ours = Row("ours", 10, 2_000_000, 500_010, 4.0, 3.25, 2.0, 300 << 20)
+    report = Report("Text", {"torch": "2"}, 2, 3, [*floors, ours], ["other (not there)"])
+    report.write(tmp_path)
+    text = (tmp_path / "prepare.md").read_text()
+    assert "Text: 10 documents, 2.0 MB of text. 2 workers of one thread; medians of 3 rounds" in text
+    assert "| ours | 500,010 | 4.0 | 3.2 | 2.0 | 1.60 | 400 | 160 % | 80 % | 300 |" in text
+    assert "Left out: other (not there)." in text
+    assert json.loads((tmp_path / "prepare.json").read_text())["rows"][2]["start_cpu_seconds"] == 2.0
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    train_tokenizer(random_texts(20_000, seed=2), 400).save(str(tokenizer))
+    options = ["--tokenizer", str(tokenizer), "--megabytes", "0.05", "--rounds", "1"]
+    assert main(["bench", "prepare", *options, "--output", str(tmp_path / "out")]) == 0
+    raw = json.loads((tmp_path / "out" / "prepare.json").read_text())
+    assert [row["name"] for row in raw["rows"]] == [*prepare.FLOORS, prepare.OURS, prepare.DATATROVE]
+    bare, _, ours, theirs = (row["tokens"] for row in raw["rows"])
+    assert ours == theirs == bare + raw["rows"][0]["documents"]
+    assert raw["left_out"] == ["Megatron-LM preprocess_data (no `--megatron-lm`)"]
+    assert capsys.readouterr().out == (tmp_path / "out" / "prepare.md").read_text() + "\n"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"prepare.json", "prepare.md"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--workers", "0"], "--workers: 0 is less than 1; give 1 or more"),
+        (["--megabytes", "0"], "--megabytes: 0.0 is not above 0; give some"),
+        (["--megatron-lm", "nowhere"], "--megatron-lm: nowhere has no tools/preprocess_data.py; give a checkout"),
+    ],
+)
+def test_bad_options_are_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "prepare", "--tokenizer", "none", *options]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,139 @@
+"""What a worker holds in memory does not grow with its input: peaks of processes of their own, a small and a large one.
+
+The larger input is ten times the smaller one. A record is random letters, so that nothing compresses away.
+"""
+
+import io
+import json
+import random
+import sys
+import tarfile
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from data_prep.corpus import open_files
+from data_prep.documents import Problems
+from megatron_ext.bench.supervise import cost_of
+from megatron_ext.errors import UserError
+
+READ = """
+import sys
+from data_prep.corpus import open_files
+from data_prep.documents import Problems
+problems = Problems("skip")
+letters = sum(len(document.text) for document in open_files(sys.argv[1], "Text").documents(problems))
+print(letters, dict(problems.counts))
+"""
+MEBIBYTE = 1 << 20
+pytestmark = pytest.mark.slow
+
+
+def texts(number: int) -> list[str]:
+    generator = random.Random(0)
+    return [generator.randbytes(10_000).hex() for _ in range(number)]
+
+
+def write_records(folder: Path, number: int) -> None:
+    content = "".join(json.dumps({"text": text}) + "\n" for text in texts(number)).encode()
+    (folder / "x.jsonl.zst").write_bytes(zstandard.compress(content))
+
+
+def write_table(folder: Path, number: int) -> None:
+    """One row group."""
+    table = pyarrow.table({"text": texts(number)})
+    pyarrow.parquet.write_table(table, folder / "x.parquet", row_group_size=number, use_dictionary=False)
+
+
+def write_tar(folder: Path, number: int) -> None:
+    with tarfile.open(folder / "x.tar", "w") as tar:
+        for name, text in enumerate(texts(number)):
+            info = tarfile.TarInfo(f"{name}.txt")
+            info.size = len(text)
+            tar.addfile(info, io.BytesIO(text.encode()))
+
+
+def peak(folder: Path) -> tuple[int, str]:
+    cost, said = cost_of([sys.executable, "-c", READ, str(folder)], {})
+    return cost.peak_bytes, said
+
+
+@pytest.mark.parametrize(
+    ("write", "small", "growth"),
+    [(write_records, 400, 24 * MEBIBYTE), (write_table, 1600, 120 * MEBIBYTE), (write_tar, 400, 24 * MEBIBYTE)],
+)
+def test_reading_ten_times_as_much_takes_no_more_memory(tmp_path, write, small, growth):
+    """Of 8 and 80 MB; of a table of 32 and 320, as it takes some 10 batches of 8 until Arrow's pool is full."""
+    found = {}
+    for number in (small, 10 * small):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write(folder, number)
+        found[number], said = peak(folder)
+        assert said.split()[0] == str(number * 20_000)
+    assert found[10 * small] < found[small] + growth, found
+
+
+def test_a_whole_preparation_of_ten_times_as_much_takes_no_more_memory(tmp_path, tokenizer_file):
+    found = {}
+    for number in (30, 300):  # 0.6 and 6 MB: one batch and twelve
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write_records(folder, number)
+        options = ["--input", folder, "--output", tmp_path / f"out{number}", "--tokenizer", tokenizer_file]
+        options += ["--train-domains", "Text", "--domain", "Text", "--workers", "1", "--tasks", "1"]
+        command = [sys.executable, "-m", "megatron_ext.cli", "prepare", *map(str, options)]
+        found[number] = cost_of(command, {})[0].peak_bytes
+    assert found[300] < found[30] + 160 * MEBIBYTE, found
+
+
+def test_a_line_of_200_megabytes_is_one_problem_and_never_in_memory(tmp_path):
+    with (tmp_path / "x.jsonl").open("w") as file:
+        file.write('{"text": "before"}\n{"text": "')
+        for _ in range(200):
+            file.write("a b " * (MEBIBYTE // 4))
+        file.write('"}\n{"text": "after"}\n')
+    large, said = peak(tmp_path / "x.jsonl")
+    assert said.startswith("11 {")  # "before" and "after" are there
+    assert "'too long'): 1" in said
+    assert large < 600 * MEBIBYTE  # half of it is what Python has imported
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst", ".tar", ".txt", ".parquet"])
+def test_too_long_a_text_stops_or_is_counted(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr("data_prep.records.LONGEST_TEXT", 1000)
+    monkeypatch.setattr("data_prep.corpus.LONGEST_TEXT", 1000)
+    path, good, bad = tmp_path / f"x{suffix}", "x" * 1000, "y" * 1001
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in (good, bad)).encode()
+    if suffix == ".tar":
+        with tarfile.open(path, "w") as tar:
+            for text in (good, bad):
+                info = tarfile.TarInfo(f"{text[0]}.txt")
+                info.size = len(text)
+                tar.addfile(info, io.BytesIO(text.encode()))
+    elif suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": [good, bad]}), path)
+    elif suffix == ".txt":
+        (tmp_path / "a.txt").write_text(good)
+        path.write_text(bad)
+    else:
+        path.write_bytes(zstandard.compress(lines) if suffix.endswith("zst") else lines)
+    problems = Problems("skip")
+    assert [document.text for document in open_files(tmp_path, "Text").documents(problems)] == [good]
+    assert [reason for _, reason in problems.counts] == ["too long"]
+    with pytest.raises(UserError, match=r"too long \(.*1,001 characters, at most 1,000 are taken\)"):
+        list(open_files(tmp_path, "Text").documents(Problems("stop")))
+
+
+def test_too_long_a_line_is_counted_and_the_next_ones_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("data_prep.records.LONGEST_RECORD", 100)
+    monkeypatch.setattr("data_prep.records.BLOCK_BYTES", 7)
+    rows = ["x" * 10, "y" * 89, "z" * 88, "", "w" * 5000, "v"]  # with 12 more letters a line
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows[:3] + rows[4:]))
+    problems = Problems("skip")
+    found = [(document.id, document.text) for document in open_files(tmp_path, "Text").documents(problems)]
+    assert found == [("x.jsonl:1", rows[0]), ("x.jsonl:3", rows[2]), ("x.jsonl:5", "v")]
+    assert sum(problems.counts.values()) == 2
