@@ -15,7 +15,7 @@ from megatron_ext.config.layout import Layout, layout_of, model_parallel_size
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.config.suggest import unknown_mixer
-from megatron_ext.config.traits import Mixers
+from megatron_ext.config.traits import Mixers, fetched_chunk_size
 from megatron_ext.errors import UserError
 
 
@@ -265,10 +265,8 @@ def fetched_chunks_lie_on_one_rank(f: Facts) -> Broken:
         return None
     for name in dict.fromkeys(f.layers):
         mixer = f.mixers[name]
-        if mixer.chunk_field is None:
-            continue
-        size = getattr(mixer.config_type(**f.config.mixers.get(name, {})), mixer.chunk_field)
-        if seq_length // p.context % size:
+        size = fetched_chunk_size(mixer, f.config.mixers.get(name, {}))
+        if size is not None and seq_length // p.context % size:
             return (
                 f"chunks, and data.seq_length {seq_length} / context {p.context} = {seq_length // p.context} does not "
                 f"divide by mixers.{name}.{mixer.chunk_field} {size}",

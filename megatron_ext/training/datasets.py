@@ -29,7 +29,7 @@ class RunData:
     Attributes:
         root: folder of the manifest; a cache's own of data that lies elsewhere.
         manifest: what it holds.
-        tokenizer_file: tokenizer.json that made its tokens.
+        tokenizer_file: of the tokenizer that made its tokens.
         train_domains: trained on.
         test_domains: tested on.
         samples: training samples in the run's order.

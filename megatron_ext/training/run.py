@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ext.checkpoint.conversion.tokenizer_files import keep_tokenizer
 from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Record, Retention
 from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.config.layout import layout_of
@@ -26,6 +25,7 @@ from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform import DTYPES, Platform, local_rank, select_platform, start_process_group
 from megatron_ext.training import skipped
 from megatron_ext.training.build import build_trainer, model_shape
+from megatron_ext.training.coder import keep_coder
 from megatron_ext.training.datasets import RunData, open_data
 from megatron_ext.training.loop import TrainingLoop
 from megatron_ext.training.records import METRICS, RunRecords
@@ -177,7 +177,7 @@ def _records(config: RunConfig, folder: Path, data: RunData, progress: Progress)
         folder.mkdir(parents=True, exist_ok=True)
         _save_config(config, folder, progress.step)
         skipped.keep(folder, data.damages, data.samples, progress.step)
-        keep_tokenizer(data.tokenizer_file, folder, data.manifest.tokenizer.eos_token)
+        keep_coder(data.tokenizer_file, data.manifest.tokenizer, folder)
         return RunRecords(folder, config.run.name, progress.step, config.training.steps)
     except OSError as error:
         raise UserError(str(folder), f"cannot be written ({error.strerror})", "choose another run.dir") from error

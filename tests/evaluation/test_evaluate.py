@@ -52,6 +52,8 @@ def test_a_checkpoints_folder_says_its_step(run: Path) -> None:
         (["--suite", "domain"], "--suite: no suite 'domain'; choose from: domains, retrieval, fewshot"),
         (["domains.resample=3"], "domains.resample: no such field; did you mean domains.resamples?"),
         (["domains.sequences=-1"], "domains.sequences: -1 is out of range; give a value of at least 0"),
+        (["domains.confidence=2"], "domains.confidence: 2 is out of range; give a value less than 1"),
+        (["domains.confidence=0"], "domains.confidence: 0 is out of range; give a value greater than 0"),
         (["domains.sequences"], "domains.sequences: is not an override; write it like domains.sequences=..."),
         (["fewshot.limit=3"], "fewshot.limit: is of a suite that is not asked for: --suite domains; add it there"),
         (["model.hidden_size=8"], "model.hidden_size: cannot be changed of a trained model; "),
