@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from megatron_ext.evaluation.text_model import Request, Score
+from megatron_ext.evaluation.text_model import Foretelling, Request, Score
 
 END = 0
 
@@ -71,6 +71,11 @@ class FakeModel:
         assert all(len(one.context) + len(one.continuation) - 1 <= self.max_length for one in requests)
         self.asked += len(requests)
         return [Score(-1.0, self.foretell(one.context) == list(one.continuation)) for one in requests]
+
+    def misses(self, texts: Sequence[Foretelling]) -> list[int]:
+        assert all(one.asked[-1] <= self.max_length for one in texts)
+        self.asked += len(texts)
+        return [sum(self.foretell(one.tokens[:at]) != [one.tokens[at]] for at in one.asked) for one in texts]
 
     def foretell(self, context: Sequence[int]) -> list[int]:
         """Induction; where the last token is new and blanks abound, the next one of those copied."""

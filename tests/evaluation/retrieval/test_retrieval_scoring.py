@@ -9,7 +9,6 @@ from megatron_ext.evaluation.retrieval.scoring import (
     first_integer,
     integer_is_over,
     string_match_all,
-    token_accuracy,
 )
 
 
@@ -37,10 +36,6 @@ def test_the_first_integer_counts(answer: str, score: float) -> None:
 
 def test_an_integer_is_over_with_what_is_none() -> None:
     assert [integer_is_over(text) for text in ("", " is ", " 42", " 42.", "42 7")] == [False, False, False, True, True]
-
-
-def test_tokens_count_alike() -> None:
-    assert token_accuracy([True, False, False, True, True]) == 0.6
 
 
 @pytest.mark.parametrize(
