@@ -13,7 +13,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.training.suites import SUITES, check_names, read_overrides
 
 OF_THE_MACHINE = re.compile(
-    r"parallel\.\w+|run\.(device|backend)|training\.micro_batch_size|data\.(path|train_domains|test_domains|seq_length)"
+    r"parallel\.\w+|run\.(device|backend)|training\.micro_batch_size|data\.(path|cache_dir|cache_gib|verify|train_domains|test_domains|seq_length)"
 )
 """Fields of a run that may be others than it was trained with: its model stays what it is."""
 

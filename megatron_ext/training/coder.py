@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -83,7 +83,8 @@ def coder_in(folder: Path) -> Coder | None:
         UserError: its files cannot be read.
     """
     if (folder / ENTRY).is_file():
-        return coder_of(folder, _entry(folder / ENTRY))
+        entry = _entry(folder / ENTRY)
+        return coder_of(folder / entry.file, entry)
     kept = tokenizer_files.kept_tokenizer(folder)
     if kept is None:
         return None
@@ -91,9 +92,10 @@ def coder_in(folder: Path) -> Coder | None:
     return Coder(kept_tokenizer(folder, entry), kept.end_id, kept.size)
 
 
-def coder_of(folder: Path, entry: TokenizerEntry) -> Coder:
-    """The tokenizer that lies in a folder as an entry says."""
-    return Coder(kept_tokenizer(folder, entry), entry.eos_id, entry.vocab_size)
+def coder_of(file: Path, entry: TokenizerEntry) -> Coder:
+    """The tokenizer in a file, which may be called otherwise than its entry says."""
+    tokenizer = kept_tokenizer(file.parent, replace(entry, file=file.name))
+    return Coder(tokenizer, entry.eos_id, entry.vocab_size)
 
 
 def _entry(path: Path) -> TokenizerEntry:

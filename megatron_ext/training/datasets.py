@@ -64,21 +64,42 @@ def open_data(data: DataConfig, seed: int) -> RunData:
     Raises:
         UserError: something is missing, damaged or from another tokenizer.
     """
-    cache = ShardCache(data.path, Path(data.cache_dir or ""), data.cache_gib) if is_url(data.path) else None
-    root = Path(data.path) if cache is None else cache.root
-    manifest = load_manifest(root)
+    root, manifest, cache = _opened(data)
     tokenizer_file = check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
     train = _chosen(manifest, "train", data.train_domains)
     test = _chosen(manifest, "test", data.test_domains)
     weights = None if data.weights is None else domain_weights(data.weights, train, manifest)
-    damages = _verified(root, manifest, train, test, data, cache)
+    damages = _verified(root, manifest, {"train": train, "validation": train, "test": test}, data, cache)
     store = TokenStore(root, manifest, "train", train, None if cache is None else cache.holding)
     samples = TrainingSamples(store, data.seq_length, seed, weights, [one.shard for one in damages])
     return RunData(root, manifest, tokenizer_file, train, test, samples, weights, damages)
 
 
+def open_tests(data: DataConfig) -> tuple[Path, Manifest]:
+    """Check the manifest, and text to evaluate on, without training text; a collective call.
+
+    Returns:
+        Folder of the manifest, see `RunData.root`, and what it holds.
+
+    Raises:
+        UserError: see `open_data`.
+    """
+    root, manifest, cache = _opened(data)
+    chosen = {"validation": data.train_domains, "test": data.test_domains}
+    domains = {split: names or manifest.domain_names(split) for split, names in chosen.items()}
+    _verified(root, manifest, domains, data, cache)
+    return root, manifest
+
+
+def _opened(data: DataConfig) -> tuple[Path, Manifest, ShardCache | None]:
+    """Folder of the manifest, the manifest, and the cache of data that lies elsewhere."""
+    cache = ShardCache(data.path, Path(data.cache_dir or ""), data.cache_gib) if is_url(data.path) else None
+    root = Path(data.path) if cache is None else cache.root
+    return root, load_manifest(root), cache
+
+
 def _verified(
-    root: Path, manifest: Manifest, train: list[str], test: list[str], data: DataConfig, cache: ShardCache | None
+    root: Path, manifest: Manifest, domains: dict[str, list[str]], data: DataConfig, cache: ShardCache | None
 ) -> list[Damage]:
     """Shards of training text to do without, the same on every rank; any other damage is an error.
 
@@ -86,8 +107,8 @@ def _verified(
     """
     share = (data.verify, dist.get_rank(), dist.get_world_size(), None if cache is None else cache.check)
     damages: list[Damage] = []
-    for split, domains in (("train", train), ("validation", train), ("test", test)):
-        present = [domain for domain in domains if domain in manifest.domain_names(split)]
+    for split, names in domains.items():
+        present = [domain for domain in names if domain in manifest.domain_names(split)]
         if not present:
             continue
         if split == "train" and data.on_damaged == "skip":

@@ -24,12 +24,15 @@ from megatron_ext.model import ModelShape, training_flops_per_token
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform import DTYPES, Platform, local_rank, select_platform, start_process_group
 from megatron_ext.training import skipped
+from megatron_ext.training.between_steps import SuitesBetweenSteps
 from megatron_ext.training.build import build_trainer, model_shape
-from megatron_ext.training.coder import keep_coder
+from megatron_ext.training.coder import coder_of, keep_coder
 from megatron_ext.training.datasets import RunData, open_data
 from megatron_ext.training.loop import TrainingLoop
 from megatron_ext.training.records import METRICS, RunRecords
 from megatron_ext.training.stopping import StopRequest, stop_on_signals
+from megatron_ext.training.suites import check_suites
+from megatron_ext.training.testing import Evaluated
 from megatron_ext.training.trainer import Trainer
 
 CONFIG = "config.yaml"
@@ -151,8 +154,10 @@ def _loop(
     with trainer.optimizer.whole():  # weights are counted
         flops = training_flops_per_token(shape, trainer.optimizer.chunks, config.data.seq_length)
     peak = platform.peak_flops(DTYPES[training.precision])
+    suites = _suites(config, folder, data, trainer, progress)
     records = _records(config, folder, data, progress)
     last_evaluation = _sum_over(0 if records is None else records.last_evaluation, platform, None)
+    last_suites = _sum_over(0 if records is None else records.last_suites, platform, None)
     return TrainingLoop(
         trainer=trainer,
         samples=data.samples,
@@ -166,7 +171,30 @@ def _loop(
         progress=progress,
         last_evaluation=int(last_evaluation),
         packing=Packing(config.data.document_boundaries, config.data.reset_positions),
+        suites=suites,
+        last_suites=int(last_suites),
     )
+
+
+def _suites(
+    config: RunConfig, folder: Path, data: RunData, trainer: Trainer, progress: Progress
+) -> SuitesBetweenSteps | None:
+    """What the run is tested with between steps; None: nothing."""
+    options = check_suites(config)
+    if not options:
+        return None
+    entry = data.manifest.tokenizer
+    evaluated = Evaluated(
+        config=config,
+        name=folder.name,
+        progress=progress,
+        tokenizer_sha256=entry.sha256,
+        coder=coder_of(data.tokenizer_file, entry),
+        chunks=trainer.optimizer.chunks,
+        groups=trainer.groups,
+        platform=trainer.platform,
+    )
+    return SuitesBetweenSteps(evaluated, options, folder)
 
 
 def _records(config: RunConfig, folder: Path, data: RunData, progress: Progress) -> RunRecords | None:

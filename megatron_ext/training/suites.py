@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_ext.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class Suite:
 
     Attributes:
         options: dataclass of what it is told.
-        function: see `training.evaluation.Test`.
+        function: see `training.testing.Test`.
         in_training: whether it can run between steps; loss by domain has its own rhythm, `training.evaluate_every`.
     """
 
@@ -51,14 +54,12 @@ class Suite:
 
 SUITES: dict[str, Suite] = {
     "domains": Suite(
-        "megatron_ext.evaluation.domain_results:DomainOptions", "megatron_ext.training.evaluation:domains", False
+        "megatron_ext.evaluation.domain_results:DomainOptions", "megatron_ext.training.testing:domains", False
     ),
     "retrieval": Suite(
-        "megatron_ext.evaluation.retrieval.options:RetrievalOptions", "megatron_ext.training.evaluation:retrieval"
+        "megatron_ext.evaluation.retrieval.options:RetrievalOptions", "megatron_ext.training.testing:retrieval"
     ),
-    "fewshot": Suite(
-        "megatron_ext.evaluation.fewshot.options:FewshotOptions", "megatron_ext.training.evaluation:fewshot"
-    ),
+    "fewshot": Suite("megatron_ext.evaluation.fewshot.options:FewshotOptions", "megatron_ext.training.testing:fewshot"),
 }
 
 
@@ -84,3 +85,41 @@ def check_names(where: str, names: Sequence[str], known: Mapping[str, Suite] = S
     for name in names:
         if name not in known:
             raise UserError(where, f"no suite {name!r}", f"choose from: {', '.join(known)}")
+
+
+def check_suites(config: RunConfig) -> dict[str, Any]:
+    """The options of the suites that a run is tested with between steps, by name, as far as a configuration tells.
+
+    Raises:
+        UserError: a suite is unknown or cannot run here, or is told what is not there, out of range or too long.
+    """
+    names, kinds = config.training.evaluate_suites, {name: one for name, one in SUITES.items() if one.in_training}
+    check_names("training.evaluate_suites", names, kinds)
+    for name in kinds:
+        fields = getattr(config, name)
+        if fields and name not in names:
+            problem = "is of a suite that training.evaluate_suites does not name"
+            raise UserError(f"{name}.{next(iter(fields))}", problem, f"add {name} there, or leave it out")
+    options = {name: kinds[name].options_of(name, getattr(config, name)) for name in dict.fromkeys(names)}
+    if "retrieval" in options:
+        _check_lengths(options["retrieval"], config.model.max_position_embeddings)
+    if "fewshot" in options:
+        _check_fewshot(options["fewshot"])
+    return options
+
+
+def _check_lengths(options: Any, longest: int | None) -> None:
+    assert longest is not None, "derived"
+    too_long = [length for length in options.lengths if length > longest]
+    if too_long and options.unfit == "refuse":
+        problem = f"{too_long[0]}, and the model takes {longest} tokens at most"
+        mend = "give shorter ones, a larger model.max_position_embeddings, or set retrieval.unfit to skip"
+        raise UserError("retrieval.lengths", problem, mend)
+
+
+def _check_fewshot(options: Any) -> None:
+    from megatron_ext.evaluation.fewshot.run import check_installed
+
+    check_installed()
+    if options.data is not None and not options.data.is_dir():
+        raise UserError("fewshot.data", f"{options.data} is no folder", "name one with the files of the test sets")

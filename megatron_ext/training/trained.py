@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -90,8 +90,7 @@ def _coder(folder: Path, config: RunConfig) -> Coder:
     root = Path(config.data.path)
     manifest = load_manifest(root)
     given = Path(config.data.tokenizer) if config.data.tokenizer else None
-    file = check_tokenizer(root, manifest, given)
-    return coder_of(file.parent, replace(manifest.tokenizer, file=file.name))
+    return coder_of(check_tokenizer(root, manifest, given), manifest.tokenizer)
 
 
 @contextmanager

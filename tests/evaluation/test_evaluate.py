@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, environment
+from ruamel.yaml import YAML
 
 from megatron_ext.cli import main
 
@@ -36,6 +37,15 @@ def test_losses_are_those_of_training(run: Path, tmp_path: Path, layout: list[st
     said = _evaluate(str(run), "domains.sequences=6", "--output", str(tmp_path / "out"), *layout)
     assert _losses(tmp_path / "out" / "domains.json") == pytest.approx(_in_training(run), abs=2e-6)
     assert said == (tmp_path / "out" / "domains.md").read_text() + "\n"
+
+
+@pytest.mark.slow
+def test_data_at_an_address_give_what_the_folder_gives(run: Path, tmp_path: Path) -> None:
+    data = YAML(typ="safe").load(run / "config.yaml")["data"]["path"]
+    address = [f"data.path=file://{data}", f"data.cache_dir={tmp_path / 'cache'}"]
+    _evaluate(str(run), "domains.sequences=6", "--output", str(tmp_path / "out"), *address)
+    assert _losses(tmp_path / "out" / "domains.json") == pytest.approx(_in_training(run), abs=2e-6)
+    assert list((tmp_path / "cache").glob("*/test/Other/*.tar"))
 
 
 @pytest.mark.slow

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 
-import torch.distributed as dist
-from tqdm import tqdm
-
 from megatron_ext.errors import UserError
+from megatron_ext.evaluation.progress import progress
 from megatron_ext.evaluation.retrieval.alphabet import ordinary_tokens
 from megatron_ext.evaluation.retrieval.haystack import read_haystack
 from megatron_ext.evaluation.retrieval.options import RetrievalOptions, TaskName
@@ -35,9 +32,7 @@ def evaluate_retrieval(model: TextModel, options: RetrievalOptions) -> Retrieval
     """
     material, cells, skipped = _plan(model, options)
     records: list[Record] = []
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    total = sum(map(len, cells))
-    with tqdm(total=total, desc="Retrieval", unit="sample", file=sys.stderr, disable=not is_first, leave=False) as bar:
+    with progress(None, "Retrieval", "sample", total=sum(map(len, cells))) as bar:
         for places in _parts(cells):
             bar.set_postfix_str(f"{places[0].task}, {places[0].length} tokens")
             records += _run(model, places, material)
