@@ -27,7 +27,15 @@ from megatron_ext.analysis.matched import (
     training_loss,
 )
 from megatron_ext.analysis.runs import Run, Split, read_runs
-from megatron_ext.analysis.suites import Suites, fewshot_table, heat_maps, read_suites, retrieval_table, to_dict
+from megatron_ext.analysis.suites import (
+    Suites,
+    fewshot_table,
+    heat_maps,
+    intervals,
+    read_suites,
+    retrieval_table,
+    to_dict,
+)
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
 
@@ -157,6 +165,7 @@ def render_page(comparison: Comparison, picture: bytes, suites: Sequence[Suites]
         domains=_domains(comparison),
         heat_maps=heat_maps(suites),
         retrieval=retrieval_table(suites),
+        retrieval_intervals=intervals(suites),
         fewshot=fewshot_table(suites),
         several_seeds=any(len(one.runs) > 1 for one in comparison.architectures),
         few_documents=_small_domains(comparison),

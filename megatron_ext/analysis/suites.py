@@ -38,6 +38,7 @@ class Retrieval:
     """retrieval.json, as far as it is used here."""
 
     step: int
+    confidence: float
     by_length: list[Mean]
     by_depth: list[Mean]
 
@@ -150,6 +151,12 @@ def retrieval_table(found: Sequence[Suites]) -> dict[str, Any]:
     return _table([(one, one.retrieval.step, dict(_means(one.retrieval))) for one in found if one.retrieval])
 
 
+def intervals(found: Sequence[Suites]) -> str:
+    """How sure the intervals of retrieval are, in per cent."""
+    sure = dict.fromkeys(f"{100 * one.retrieval.confidence:.6g} %" for one in found if one.retrieval)
+    return " or ".join(sure)
+
+
 def fewshot_table(found: Sequence[Suites]) -> dict[str, Any]:
     """A row a metric of a task, a column a run."""
     return _table([(one, one.fewshot.step, dict(_numbers(one.fewshot))) for one in found if one.fewshot])
@@ -177,7 +184,7 @@ def _means(results: Retrieval) -> Iterator[tuple[str, tuple[str, str]]]:
 
 def _numbers(results: Fewshot) -> Iterator[tuple[str, tuple[str, str]]]:
     for name, task in results.tasks.items():
-        shots = f", {task.num_fewshot} examples" if task.num_fewshot else ""
+        shots = f", {task.num_fewshot}-shot" if task.num_fewshot else ""
         for number in task.metrics:
             filtered = "" if number.filter == "none" else f" ({number.filter})"
             value = f"{number.value:.4f}" if isinstance(number.value, float) else number.value

@@ -140,6 +140,8 @@ def apply_override(tree: Tree, override: str, mixer_configs: Mixers) -> None:
         inside = [name for name in known if name.startswith(key + ".")]
         if inside:
             raise UserError(key, "is a section, not a field", f"set one of its fields, e.g. {inside[0]}=...")
+        if key in OF_SUITES:
+            raise UserError(key, "is a section, not a field", f"set one of its fields: {key}.FIELD=...")
         section, _, rest = key.partition(".")
         mixer = rest.partition(".")[0]
         if section == "mixers" and mixer not in mixer_configs:

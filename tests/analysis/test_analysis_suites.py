@@ -14,7 +14,14 @@ PICTURE = b"\x89PNG\r\n\x1a\n a picture"
 
 def retrieval(step, score):
     mean = {"task": "passkey", "length": 512, "depth": None, "samples": 4, "score": score, "low": 0.25, "high": 0.75}
-    return {"run": "a", "step": step, "by_length": [mean], "by_depth": [mean | {"depth": 0.5}], "records": []}
+    return {
+        "run": "a",
+        "step": step,
+        "confidence": 0.9,
+        "by_length": [mean],
+        "by_depth": [mean | {"depth": 0.5}],
+        "records": [],
+    }
 
 
 def fewshot(step, value):
@@ -54,7 +61,8 @@ def test_the_newest_results_of_each_run_are_shown(folders, tmp_path):
     assert base64.b64encode(PICTURE + b" 20").decode() not in page
     squeezed = " ".join(page.split())
     assert "passkey, 512 tokens</th> <td>50.0 <small>25.0 to 75.0</small></td><td>37.5 " in squeezed
-    assert "piqa, 5 examples: acc</th> <td>0.6125 <small>\u00b1 0.0125</small></td>" in squeezed
+    assert "Wilson&#39;s interval of 90 %, over all depths" in squeezed
+    assert "piqa, 5-shot: acc</th> <td>0.6125 <small>\u00b1 0.0125</small></td>" in squeezed
     assert "&lt;plain&gt;: attention, step 100" in page
 
 

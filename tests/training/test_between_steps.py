@@ -16,12 +16,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_ext.evaluation.generators import generators_kept
 
 RETRIEVAL = ["training.evaluate_suites=[retrieval]", "training.evaluate_suites_every=2"]
-OPTIONS = ["retrieval.tasks=[mqar, passkey]", "retrieval.lengths=[96, 128, 512]", "retrieval.samples=1"]
+OPTIONS = ["retrieval.tasks=[mqar, passkey]", "retrieval.lengths=[64, 512]", "retrieval.samples=1"]
 RUN = [
-    "training.steps=3",
-    "training.evaluate_every=0",
-    "training.checkpoint_every=0",
-    "model.max_position_embeddings=512",
+    *("training.steps=3", "training.evaluate_every=0", "training.checkpoint_every=0"),
+    *("model.pattern=top1_chunk,gated_deltanet", "model.max_position_embeddings=512"),
 ]
 
 
@@ -32,17 +30,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout",
-    [["parallel.tensor=2"], ["parallel.pipeline=2", "retrieval.tasks=[mqar, induction]"]],
-    ids=["with_memory", "reading_again"],
+    "layout", [[], ["parallel.pipeline=2", "retrieval.tasks=[mqar, induction]"]], ids=["one_process", "pp2"]
 )
 def test_a_run_goes_on_as_if_nothing_had_been_tested(data: Path, tmp_path: Path, layout: list[str]) -> None:
     curves = {}
-    parallel, *others = layout
-    tested = [*RETRIEVAL, *OPTIONS, "retrieval.unfit=skip", *others]
+    tested = [*RETRIEVAL, *OPTIONS, "retrieval.unfit=skip", *layout[1:]]
     for name, more in {"plain": [], "tested": tested}.items():
         config = write_config(tmp_path, data, tmp_path / name)
-        must_run(config, [*RUN, parallel, *more], processes=2)
+        must_run(config, [*RUN, *layout[:1], *more], processes=2 if layout else 1)
         curves[name] = curve(tmp_path / name / "run")
     assert curves["tested"] == curves["plain"]  # losses, norms and rates, to the last bit
     _check_results(tmp_path / "tested" / "run")
@@ -96,6 +91,10 @@ def test_generators_go_on_as_if_nothing_had_been_drawn() -> None:
             [*RETRIEVAL, "retrieval.lengths=[512, 1024]"],
             "retrieval.lengths: 1024, and the model takes 512 tokens at most; give shorter ones",
         ),
+        (
+            [*RETRIEVAL, "retrieval=64"],
+            "retrieval: is a section, not a field; set one of its fields: retrieval.FIELD=...",
+        ),
         ([*RETRIEVAL, "retrieval.length=[64]"], "retrieval.length: no such field; did you mean lengths?"),
         ([*RETRIEVAL, "retrieval.samples=0"], "retrieval.samples: 0 is out of range; give a value greater than 0"),
         (
@@ -110,7 +109,7 @@ def test_generators_go_on_as_if_nothing_had_been_drawn() -> None:
             [*RETRIEVAL, *OPTIONS, "optimizer.sharding=zero3"],
             "training.evaluate_suites: retrieval, with optimizer.sharding zero3; leave it out",
         ),
-        ([*RETRIEVAL, *OPTIONS], "retrieval.lengths: 96 does not fit for passkey: the shortest one takes "),
+        ([*RETRIEVAL, *OPTIONS], "retrieval.lengths: 64 does not fit for passkey: the shortest one takes "),
         (
             [*RETRIEVAL, "retrieval.lengths=[512]", "retrieval.haystack=/nowhere"],
             "retrieval.haystack: /nowhere does not exist; name a file",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.progress import progress
@@ -31,12 +31,13 @@ def evaluate_retrieval(model: TextModel, options: RetrievalOptions) -> Retrieval
         UserError: the haystack cannot be read, or a length does not fit and `options.unfit` is `refuse`.
     """
     material, cells, skipped = _plan(model, options)
-    records: list[Record] = []
+    found: dict[Place, Record] = {}
     with progress(None, "Retrieval", "sample", total=sum(map(len, cells))) as bar:
         for places in _parts(cells):
-            bar.set_postfix_str(f"{places[0].task}, {places[0].length} tokens")
-            records += _run(model, places, material)
+            bar.set_postfix_str(f"{places[0].length} tokens")
+            found |= zip(places, _run(model, places, material), strict=True)
             bar.update(len(places))
+    records = [found[place] for cell in cells for place in cell]
     return RetrievalResults(options, material.haystack.name, model.max_length, records, skipped)
 
 
@@ -69,10 +70,15 @@ def _plan(model: TextModel, options: RetrievalOptions) -> tuple[Material, list[l
 
 
 def _parts(cells: Sequence[Sequence[Place]]) -> Iterator[Sequence[Place]]:
-    """Samples that are made and put to the model together: of one task and length, all depths."""
+    """Samples that are made and put to the model together: of one length, and of tasks that ask for the same."""
+    alike: dict[Hashable, list[Place]] = {}
     for cell in cells:
-        size = max(1, TOGETHER // cell[0].length)
-        yield from (cell[first : first + size] for first in range(0, len(cell), size))
+        task = TASKS[cell[0].task]
+        asked = (task.max_tokens, task.is_over) if isinstance(task, TextTask) else None
+        alike.setdefault((asked, cell[0].length), []).extend(cell)
+    for places in alike.values():
+        size = max(1, TOGETHER // places[0].length)
+        yield from (places[first : first + size] for first in range(0, len(places), size))
 
 
 def _places(name: TaskName, length: int, options: RetrievalOptions) -> list[Place]:
@@ -96,25 +102,35 @@ def _why_not(model: TextModel, places: Sequence[Place], material: Material) -> s
 
 
 def _run(model: TextModel, places: Sequence[Place], material: Material) -> list[Record]:
-    task = TASKS[places[0].task]
-    if isinstance(task, TextTask):
-        return _write(model, task, [task.sample(place, material) for place in places])
-    return _foretell(model, [task.sample(place, material) for place in places])
+    samples = [TASKS[place.task].sample(place, material) for place in places]
+    texts = [sample for sample in samples if isinstance(sample, TextSample)]
+    return _write(model, texts) + _foretell(model, [sample for sample in samples if isinstance(sample, TokenSample)])
 
 
-def _write(model: TextModel, task: TextTask, samples: Sequence[TextSample]) -> list[Record]:
-    """Let the model go on with prompts."""
-    prompts = [sample.tokens for sample in samples]
-    answers = model.generate(prompts, task.max_tokens, lambda tokens: task.is_over(model.decode(tokens)))
+def _write(model: TextModel, samples: Sequence[TextSample]) -> list[Record]:
+    """Let the model go on with prompts, of tasks that ask for the same."""
+    if not samples:
+        return []
+    tasks = [_text_task(sample) for sample in samples]
+    prompts, is_over = [sample.tokens for sample in samples], tasks[0].is_over
+    answers = model.generate(prompts, tasks[0].max_tokens, lambda tokens: is_over(model.decode(tokens)))
     texts = [model.decode(answer) for answer in answers]
     return [
         _record(sample, task.score(text, sample.references), sample.references, text)
-        for sample, text in zip(samples, texts, strict=True)
+        for sample, task, text in zip(samples, tasks, texts, strict=True)
     ]
+
+
+def _text_task(sample: TextSample) -> TextTask:
+    task = TASKS[sample.place.task]
+    assert isinstance(task, TextTask), "it makes texts"
+    return task
 
 
 def _foretell(model: TextModel, samples: Sequence[TokenSample]) -> list[Record]:
     """Ask for the scored tokens, all before each given (teacher forcing): a sample is read once."""
+    if not samples:
+        return []
     misses = model.misses([Foretelling(sample.tokens, sample.scored) for sample in samples])
     return [
         _record(
