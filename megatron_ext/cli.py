@@ -186,6 +186,7 @@ def _checked_config(args: argparse.Namespace, processes: int | None) -> RunConfi
     from megatron_ext.config.layout import model_parallel_size
     from megatron_ext.config.load import load_config
     from megatron_ext.config.rules import check
+    from megatron_ext.training.suites import check_suites
 
     mixers = _mixers()
     config = load_config(args.config, args.overrides, mixers)
@@ -193,6 +194,7 @@ def _checked_config(args: argparse.Namespace, processes: int | None) -> RunConfi
         # Printing starts nothing: without a number of processes, one replica of the model is what it is checked for.
         processes = model_parallel_size(config.parallel) if args.print_config else 1
     check(config, processes, mixers)
+    check_suites(config)
     return config
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
-
-SUITES = ("domains", "retrieval", "fewshot")
+from megatron_ext.training.suites import SUITES, check_names, read_overrides
 
 OF_THE_MACHINE = re.compile(
-    r"parallel\.\w+|run\.(device|backend)|training\.micro_batch_size|data\.(path|train_domains|test_domains|seq_length)"
+    r"parallel\.\w+|run\.(device|backend)|training\.micro_batch_size|data\.(path|cache_dir|cache_gib|verify|train_domains|test_domains|seq_length)"
 )
 """Fields of a run that may be others than it was trained with: its model stays what it is."""
 
@@ -43,11 +42,9 @@ def work(args: argparse.Namespace) -> Callable[[], None]:
         UserError: a suite or a field is not there, or a value is out of its range.
     """
     names = [name.strip() for name in args.suite.split(",")]
-    for name in names:
-        if name not in SUITES:
-            raise UserError("--suite", f"no suite {name!r}", f"choose from: {', '.join(SUITES)}")
+    check_names("--suite", names)
     own, of_the_run = _sorted(args.overrides, names)
-    suites = {name: _options(name, own[name]) for name in dict.fromkeys(names)}
+    suites = {name: read_overrides(name, own[name]) for name in dict.fromkeys(names)}
     folder, step = _checkpoint(args.run, args.step)
     return partial(_evaluate, folder, suites, step, of_the_run, args.output)
 
@@ -87,20 +84,3 @@ def _sorted(overrides: Sequence[str], suites: Sequence[str]) -> tuple[dict[str, 
         else:
             of_the_run.append(override)
     return own, of_the_run
-
-
-def _options(suite: str, overrides: Sequence[str]) -> Any:
-    """A suite's typed options."""
-    from megatron_ext.config.load import read_fields
-    from megatron_ext.config.validate import validate
-
-    kind = _kind(suite)
-    return validate(kind, read_fields(overrides, kind, f"{suite}."), prefix=f"{suite}.")
-
-
-def _kind(suite: str) -> type[Any]:
-    from megatron_ext.evaluation.domain_results import DomainOptions
-    from megatron_ext.evaluation.fewshot.options import FewshotOptions
-    from megatron_ext.evaluation.retrieval.options import RetrievalOptions
-
-    return {"domains": DomainOptions, "retrieval": RetrievalOptions, "fewshot": FewshotOptions}[suite]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,27 +85,24 @@ def _continue(prompt: str, args: argparse.Namespace) -> None:
     # Here, not above: help and mistakes do not wait for torch.
     import torch
 
-    from data_prep.tokenizer import load_tokenizer
     from megatron_ext.evaluation.decoding import decoding
     from megatron_ext.evaluation.generation import Sampler, generate, greedy, text_of
     from megatron_ext.training.trained import open_run, trained_model
 
     trained = open_run(args.run, args.step)
-    tokenizer = load_tokenizer(trained.tokenizer.file)
-    tokenizer.no_truncation()
-    tokenizer.encode_special_tokens = True  # as in training: text cannot end a document
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    coder = trained.coder
+    ids = coder.encode(prompt)
     _check_length(trained, len(ids), args.max_tokens)
     with trained_model(trained) as model, decoding(model) as decoder:
         tokens = generate(
             decoder,
             torch.tensor(ids, device=trained.platform.device),
-            vocab_size=trained.tokenizer.size,
+            vocab_size=coder.size,
             max_tokens=args.max_tokens,
-            end=trained.tokenizer.end_id,
+            end=coder.known_end,
             choose=greedy if args.greedy else Sampler(args.temperature, args.top_p, args.seed),
         )
-        for text in text_of(tokens, partial(tokenizer.decode, skip_special_tokens=False), before=ids):
+        for text in text_of(tokens, coder.decode, before=ids):
             print(text, end="", flush=True)
     print()
 

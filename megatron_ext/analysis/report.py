@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import io
+import json
 import math
 from collections.abc import Sequence
 from importlib import resources
@@ -26,6 +27,15 @@ from megatron_ext.analysis.matched import (
     training_loss,
 )
 from megatron_ext.analysis.runs import Run, Split, read_runs
+from megatron_ext.analysis.suites import (
+    Suites,
+    fewshot_table,
+    heat_maps,
+    intervals,
+    read_suites,
+    retrieval_table,
+    to_dict,
+)
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
 
@@ -65,6 +75,9 @@ documents_needed: to tell a gap of `RESOLUTION` from none."""
 def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
     """Compare runs at matched training loss and write matched_loss.png, matched_loss.csv and index.html.
 
+    The page also shows what the suites retrieval and fewshot found of runs that were put to them, each at its newest
+    step; then suites.json holds the numbers.
+
     Files of an earlier report in `output` are replaced, each at once; nothing is written if the runs cannot be
     compared.
 
@@ -80,11 +93,16 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
     """
     comparison = compare(read_runs(run_dirs), resamples=RESAMPLES)
     picture = draw(comparison)
-    page = render_page(comparison, picture)
+    suites = read_suites(comparison.architectures)
+    page = render_page(comparison, picture, suites)
     try:
         output.mkdir(parents=True, exist_ok=True)
         write_whole(output / "matched_loss.png", picture)
         write_whole(output / "matched_loss.csv", render_table(comparison).encode())
+        if suites:
+            write_whole(output / "suites.json", (json.dumps(to_dict(suites), indent=1) + "\n").encode())
+        else:
+            (output / "suites.json").unlink(missing_ok=True)  # it would be that of an earlier report
         write_whole(output / "index.html", page.encode())
     except OSError as error:
         problem = f"the report cannot be written ({error.strerror})"
@@ -117,12 +135,13 @@ def _csv_row(one: Measured, level: int, comparison: Comparison, seeds: int) -> l
     return [*names, *numbers, seeds, spread, one.documents, one.tokens, one.documents_needed(level)]
 
 
-def render_page(comparison: Comparison, picture: bytes) -> str:
+def render_page(comparison: Comparison, picture: bytes, suites: Sequence[Suites] = ()) -> str:
     """index.html with its pictures inside: for wide and narrow screens, light and dark.
 
     Args:
         comparison: what to report.
         picture: the plot as PNG for a wide, light screen.
+        suites: what other tests found.
     """
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     source = resources.files("megatron_ext.analysis").joinpath("report.html.j2").read_text(encoding="utf-8")
@@ -144,6 +163,10 @@ def render_page(comparison: Comparison, picture: bytes) -> str:
         headline=_headline(comparison),
         levels=_levels(comparison),
         domains=_domains(comparison),
+        heat_maps=heat_maps(suites),
+        retrieval=retrieval_table(suites),
+        retrieval_intervals=intervals(suites),
+        fewshot=fewshot_table(suites),
         several_seeds=any(len(one.runs) > 1 for one in comparison.architectures),
         few_documents=_small_domains(comparison),
         few=FEW_DOCUMENTS,

@@ -15,7 +15,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from megatron_ext.config.derive import derive
 from megatron_ext.config.pattern import parse_pattern
-from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.schema import OF_SUITES, RunConfig
 from megatron_ext.config.suggest import suggest, unknown_mixer
 from megatron_ext.config.traits import Mixers
 from megatron_ext.config.validate import field_names, sections, show, validate
@@ -55,7 +55,7 @@ def load_config(path: Path, overrides: Sequence[str], mixer_configs: Mixers) -> 
             apply_override(tree, override, mixer_configs)
     # A section that is absent, or whose fields are all commented out, is an empty one: then what is missing is named
     # by its field (data.path), not by its section.
-    for name in sections(RunConfig):
+    for name in (*sections(RunConfig), *OF_SUITES):
         tree[name] = {} if tree.get(name) is None else tree[name]
     return resolve(validate(RunConfig, _without_empty_mixers(tree)), mixer_configs)
 
@@ -136,10 +136,12 @@ def apply_override(tree: Tree, override: str, mixer_configs: Mixers) -> None:
         mend = "write it like training.steps=200, or give a .yaml file"
         raise UserError(override, "is not an override", mend)
     known = known_keys(mixer_configs)
-    if key not in known:
+    if key not in known and not _is_of_a_suite(key):
         inside = [name for name in known if name.startswith(key + ".")]
         if inside:
             raise UserError(key, "is a section, not a field", f"set one of its fields, e.g. {inside[0]}=...")
+        if key in OF_SUITES:
+            raise UserError(key, "is a section, not a field", f"set one of its fields: {key}.FIELD=...")
         section, _, rest = key.partition(".")
         mixer = rest.partition(".")[0]
         if section == "mixers" and mixer not in mixer_configs:
@@ -152,6 +154,11 @@ def apply_override(tree: Tree, override: str, mixer_configs: Mixers) -> None:
         if not isinstance(node, dict):
             raise UserError(parent, f"{show(node)} is not a section of fields", "write its fields below it, indented")
     node[last] = _parse(text, key)
+
+
+def _is_of_a_suite(key: str) -> bool:
+    section, _, field = key.partition(".")
+    return section in OF_SUITES and field.isidentifier()
 
 
 def read_fields(overrides: Sequence[str], kind: type, prefix: str) -> Tree:

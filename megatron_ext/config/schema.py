@@ -153,6 +153,9 @@ class TrainingConfig:
         seed: of the initial weights and of the order of the samples.
         recompute: activations recomputed in the backward pass: not at all, or whole layers.
         evaluate_every: steps between evaluations by domain; 0: never.
+        evaluate_suites: tests between steps beside loss by domain: retrieval, fewshot. What they are told stands in the
+            sections of their names.
+        evaluate_suites_every: steps between them; they are run after the last step, too.
         evaluation_sequences: samples evaluated a domain, at most; 0: all.
         checkpoint_every: steps between checkpoints; 0: only when the run ends or is asked to stop.
         keep_checkpoints: newest checkpoints kept; 0: all.
@@ -168,6 +171,8 @@ class TrainingConfig:
     seed: NonNegativeInt = 1234
     recompute: Literal["none", "full"] = "none"
     evaluate_every: NonNegativeInt = 0
+    evaluate_suites: list[str] = Field(default_factory=list)
+    evaluate_suites_every: NonNegativeInt = 0
     evaluation_sequences: NonNegativeInt = 0
     checkpoint_every: NonNegativeInt = 0
     keep_checkpoints: NonNegativeInt = 2
@@ -232,7 +237,10 @@ class RunSection:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunConfig:
-    """Everything a run is made from. `mixers` holds, by mixer name, the fields of that mixer's own small config."""
+    """Everything a run is made from. `mixers` holds, by mixer name, the fields of that mixer's own small config.
+
+    `retrieval` and `fewshot` hold what `selectron evaluate` takes under the same names, for `training.evaluate_suites`.
+    """
 
     data: DataConfig
     model: ModelConfig = Field(default_factory=ModelConfig)
@@ -241,3 +249,9 @@ class RunConfig:
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     run: RunSection = Field(default_factory=RunSection)
+    retrieval: dict[str, Any] = Field(default_factory=dict)
+    fewshot: dict[str, Any] = Field(default_factory=dict)
+
+
+OF_SUITES = ("retrieval", "fewshot")
+"""Sections whose fields are not the configuration's own: the suite reads them, see `training.suites`."""

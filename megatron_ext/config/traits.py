@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class MixerTraits(Protocol):
@@ -53,3 +53,16 @@ class MixerTraits(Protocol):
 
 Mixers = Mapping[str, MixerTraits]
 """Mixers by the name that `model.pattern` uses."""
+
+
+def fetched_chunk_size(mixer: MixerTraits, fields: Mapping[str, Any]) -> int | None:
+    """Tokens of a chunk that a mixer can fetch from another rank, which must hold it whole; None: it fetches none.
+
+    Args:
+        mixer: what is known of it.
+        fields: of its own configuration, `mixers.<name>`.
+    """
+    if mixer.chunk_field is None:
+        return None
+    size: int = getattr(mixer.config_type(**fields), mixer.chunk_field)
+    return size

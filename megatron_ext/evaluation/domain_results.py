@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 from scipy import stats
 
@@ -23,7 +23,8 @@ FloatArray = npt.NDArray[np.float64]
 STEM = "domains"
 """Of the names of the files."""
 
-COLUMNS = ("domain", "split", "documents", "tokens", "nats a token", "95 % interval", "nats a byte", "bits a byte")
+COLUMNS = ("domain", "split", "documents", "tokens", "nats a token", "{} % interval", "nats a byte", "bits a byte")
+"""Of the table, with a place for the interval's confidence in per cent."""
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -33,13 +34,13 @@ class DomainOptions:
     Attributes:
         sequences: windows a domain, at most, spread over it; 0: all.
         resamples: bootstrap resamples of the documents.
-        confidence: of the intervals.
+        confidence: of the intervals, between 0 and 1.
         seed: of the resamples.
     """
 
     sequences: NonNegativeInt = 0
     resamples: PositiveInt = 2000
-    confidence: float = 0.95
+    confidence: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.95
     seed: NonNegativeInt = 1
 
 
@@ -125,19 +126,21 @@ def _ratio(nats: FloatArray, tokens: FloatArray, axis: int) -> FloatArray:
     return ratio
 
 
-def write_domains(losses: Sequence[DomainLoss], about: dict[str, Any], folder: Path) -> str:
+def write_domains(losses: Sequence[DomainLoss], options: DomainOptions, about: dict[str, Any], folder: Path) -> str:
     """Write domains.json and domains.md.
 
     Args:
         losses: by domain.
-        about: which model and options, for the JSON.
+        options: that they were found with.
+        about: which model it was, for the JSON.
         folder: exists.
 
     Returns:
         The table.
     """
-    text = "\n".join(table(COLUMNS, [_cells(loss) for loss in losses])) + "\n"
-    write_both(folder, STEM, {**about, "domains": [asdict(loss) for loss in losses]}, text)
+    columns = [name.format(f"{100 * options.confidence:.6g}") for name in COLUMNS]
+    text = "\n".join(table(columns, [_cells(loss) for loss in losses])) + "\n"
+    write_both(folder, STEM, {**about, "options": asdict(options), "domains": [asdict(loss) for loss in losses]}, text)
     return text
 
 

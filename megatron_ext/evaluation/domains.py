@@ -15,6 +15,7 @@ from data_prep.manifest import Manifest
 from megatron_ext.data.batches import NO_PACKING, Batch, Packing, evaluation_batch, micro_batch_indices
 from megatron_ext.data.samples import EvaluationSamples
 from megatron_ext.data.shards import TokenStore
+from megatron_ext.evaluation.progress import progress
 
 
 class LossModel(Protocol):
@@ -83,6 +84,7 @@ class DomainEvaluator:
         domains: what to evaluate on.
         micro_batch_size: samples a forward pass.
         packing: what batches say of documents; as in training.
+        shows_progress: on standard error of the first rank.
     """
 
     def __init__(
@@ -91,9 +93,12 @@ class DomainEvaluator:
         domains: Sequence[EvaluationDomain],
         micro_batch_size: int,
         packing: Packing = NO_PACKING,
+        *,
+        shows_progress: bool = False,
     ) -> None:
         self._packing = packing
         self._model, self._domains, self._micro_batch_size = model, domains, micro_batch_size
+        self._shows_progress = shows_progress
 
     def evaluate(self, step: int, tokens: int) -> list[dict[str, Any]]:
         """One record a domain, as `evaluation.jsonl` keeps them; the same on every rank.
@@ -110,7 +115,7 @@ class DomainEvaluator:
 
     def _evaluate_domain(self, domain: EvaluationDomain) -> dict[str, Any]:
         sums = torch.zeros(2, domain.num_documents, dtype=torch.float64)
-        for batches in self._rounds(domain):
+        for batches in progress(self._rounds(domain), domain.name, "round", is_shown=self._shows_progress):
             for batch, losses_bt in zip(batches, self._model.losses(batches), strict=False):
                 _add_by_document(sums, batch, losses_bt)
         loss, count = self._model.reduce(sums)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
 
-from megatron_ext.evaluation.decoding import decoding
-from megatron_ext.evaluation.generation import generate, greedy
-from megatron_ext.evaluation.next_tokens import NextTokens, Text
-from megatron_ext.evaluation.text_model import Request, Score
+from megatron_ext.evaluation.continuations import Continuations, IsDone
+from megatron_ext.evaluation.next_tokens import NOTHING, NextTokens, Text
+from megatron_ext.evaluation.text_model import Foretelling, Request, Score
 from megatron_ext.platform import Platform
-
-IsDone = Callable[[Sequence[int]], bool]
 
 
 class Coder(Protocol):
@@ -39,8 +37,9 @@ class Coder(Protocol):
 class LanguageModel:
     """A `TextModel` over a model's chunks; see there for what its calls mean.
 
-    It generates with what each layer remembers where one process holds the whole model, else by reading the whole text
-    again for each token. Data-parallel ranks share the texts in both.
+    It generates with what each layer remembers where each process has all layers and the whole sequence: without
+    context, pipeline and sequence parallelism. Else it reads the whole text again for each token. Data-parallel ranks
+    share the texts in both.
 
     Args:
         chunks: of the model on this rank, see `build_model`.
@@ -64,7 +63,9 @@ class LanguageModel:
         multiple: int,
     ) -> None:
         self._chunks, self._coder, self._groups, self._platform = list(chunks), coder, groups, platform
-        self._max_length = max_length
+        self._max_length, self._micro_batch_size = max_length, micro_batch_size
+        cuts_sequence = get_model_config(self._chunks[0]).sequence_parallel
+        self._is_cut = cuts_sequence or max(groups.cp.size(), groups.pp.size()) > 1
         self._next_tokens = NextTokens(
             chunks,
             groups,
@@ -103,14 +104,21 @@ class LanguageModel:
             for log_p, misses in zip(answers.log_probabilities, answers.misses, strict=True)
         ]
 
+    def misses(self, texts: Sequence[Foretelling]) -> list[int]:
+        """How many tokens the model does not foretell; see `TextModel`."""
+        asked = [_with_targets(text) for text in texts]
+        for text in asked:
+            self._check_length(len(text.tokens))
+        misses: list[int] = self._next_tokens(asked).misses.tolist()
+        return misses
+
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, is_done: IsDone) -> list[list[int]]:
         """The likeliest continuations; see `TextModel`."""
         for prompt in prompts:
             self._check_length(len(prompt) + max_tokens)
-        groups = self._groups
-        if max(groups.tp.size(), groups.cp.size(), groups.pp.size()) == 1:
-            return self._generate_remembering(prompts, max_tokens, is_done)
-        return self._generate_reading_again(prompts, max_tokens, is_done)
+        if self._is_cut:
+            return self._generate_reading_again(prompts, max_tokens, is_done)
+        return self._generate_remembering(prompts, max_tokens, is_done)
 
     def _check_length(self, length: int) -> None:
         if length > self._max_length:
@@ -120,27 +128,18 @@ class LanguageModel:
         self, prompts: Sequence[Sequence[int]], max_tokens: int, is_done: IsDone
     ) -> list[list[int]]:
         dp = self._groups.dp
-        own = [self._continue(prompt, max_tokens, is_done) for prompt in prompts[dp.rank() :: dp.size()]]
+        (model,) = self._chunks
+        write = Continuations(
+            model,
+            self._groups.tp,
+            self._platform.device,
+            vocab_size=self._coder.size,
+            tokens_at_a_time=self._micro_batch_size * self._max_length,
+        )
+        own = write(prompts[dp.rank() :: dp.size()], max_tokens, self.end_id, is_done)
         shares: list[list[list[int]]] = [[] for _ in range(dp.size())]
         dist.all_gather_object(shares, own, group=dp)
         return [shares[number % dp.size()][number // dp.size()] for number in range(len(prompts))]
-
-    def _continue(self, prompt: Sequence[int], max_tokens: int, is_done: IsDone) -> list[int]:
-        (model,) = self._chunks
-        found: list[int] = []
-        with decoding(model) as decoder:
-            for token in generate(
-                decoder,
-                torch.tensor(prompt, device=self._platform.device),
-                vocab_size=self._coder.size,
-                max_tokens=max_tokens,
-                end=self.end_id,
-                choose=greedy,
-            ):
-                found.append(token)
-                if is_done(found):
-                    break
-        return found
 
     def _generate_reading_again(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, is_done: IsDone
@@ -167,3 +166,14 @@ def _text_of(request: Request) -> Text:
         raise ValueError("a request needs a context and a continuation of a token each, at least")
     tokens = [*request.context, *request.continuation]
     return Text(tokens[:-1], request.continuation)
+
+
+def _with_targets(text: Foretelling) -> Text:
+    """The text up to its last token asked for, with `NOTHING` where none is asked for."""
+    if not text.asked or text.asked[0] < 1:
+        raise ValueError("a text needs a token to foretell, and one before it")
+    first, last = text.asked[0], text.asked[-1]
+    targets = [NOTHING] * (last + 1 - first)
+    for position in text.asked:
+        targets[position - first] = text.tokens[position]
+    return Text(text.tokens[:last], targets)

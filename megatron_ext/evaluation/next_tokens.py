@@ -35,7 +35,8 @@ class Text:
 
     Attributes:
         tokens: at least one.
-        targets: what comes after each of the last ones of them; empty: only the likeliest next token is asked for.
+        targets: what comes after each of the last ones of them, or `NOTHING`, where that is not asked for; empty: only
+            the likeliest next token is asked for.
     """
 
     tokens: Sequence[int]
@@ -109,7 +110,7 @@ class NextTokens:
         """Ask for all texts, which every rank gives alike."""
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number].tokens))
         found = torch.zeros(len(texts), 3, dtype=torch.float64, device=self._platform.device)
-        with evaluating(self._chunks), _without_output_layer(self._chunks) as output:
+        with evaluating(self._chunks), without_output_layer(self._chunks) as output:
             for numbers in self._rounds(order):
                 for micro_batch, answers_b3 in self._run(texts, numbers, output):
                     is_text = micro_batch.numbers != NOTHING
@@ -126,7 +127,7 @@ class NextTokens:
             yield list(order[first : first + per_round])
 
     def _run(
-        self, texts: Sequence[Text], numbers: Sequence[int], output: _OutputLayer | None
+        self, texts: Sequence[Text], numbers: Sequence[int], output: OutputLayer | None
     ) -> list[tuple[_MicroBatch, Tensor]]:
         """This rank's micro-batches with [b, 3] sums each; empty but on the last pipeline stage."""
         longest = max(len(texts[number].tokens) for number in numbers)
@@ -163,7 +164,7 @@ class NextTokens:
         placed = torch.tensor(own, device=self._platform.device)
         return _MicroBatch(cut(tokens), cut(positions), cut(targets), cut(is_last), placed)
 
-    def _ask(self, output: _OutputLayer | None, batch: _MicroBatch, hidden_tbh: Tensor) -> Tensor:
+    def _ask(self, output: OutputLayer | None, batch: _MicroBatch, hidden_tbh: Tensor) -> Tensor:
         """Sums [b, 3] over this rank's positions: log-probabilities, misses, and the likeliest token after the last."""
         assert output is not None, "the schedule asks on the last stage"
         asked = (batch.targets != NOTHING) | batch.is_last
@@ -185,7 +186,7 @@ class NextTokens:
 
 
 @dataclass(frozen=True)
-class _OutputLayer:
+class OutputLayer:
     """The last step of a model on the last pipeline stage.
 
     Attributes:
@@ -207,7 +208,7 @@ class _OutputLayer:
 
 
 @contextmanager
-def _without_output_layer(chunks: Sequence[torch.nn.Module]) -> Iterator[_OutputLayer | None]:
+def without_output_layer(chunks: Sequence[torch.nn.Module]) -> Iterator[OutputLayer | None]:
     """Within it the model gives its last hidden states [t, b, hidden].
 
     Yields:
@@ -219,7 +220,7 @@ def _without_output_layer(chunks: Sequence[torch.nn.Module]) -> Iterator[_Output
     if last is not None:
         tied = last.share_embeddings_and_output_weights
         weight_vh = last.shared_embedding_or_output_weight() if tied else last.output_layer.weight
-        output = _OutputLayer(weight_vh, last.pg_collection.tp if last.config.sequence_parallel else None)
+        output = OutputLayer(weight_vh, last.pg_collection.tp if last.config.sequence_parallel else None)
         last.post_process = False
     try:
         yield output

@@ -21,6 +21,19 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Foretelling:
+    """A text, some of whose tokens are to be foretold.
+
+    Attributes:
+        tokens: of the whole text.
+        asked: positions of the tokens to foretell, rising, at least one; none is the first.
+    """
+
+    tokens: Sequence[int]
+    asked: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Score:
     """How likely a continuation is.
 
@@ -57,6 +70,15 @@ class TextModel(Protocol):
 
         Raises:
             ValueError: a request is longer than `max_length` allows.
+        """
+
+    def misses(self, texts: Sequence[Foretelling]) -> list[int]:
+        """How many of the tokens asked for are not the likeliest after all tokens before them (teacher forcing).
+
+        A text is read once, whatever is asked of it.
+
+        Raises:
+            ValueError: a text is longer than `max_length` allows.
         """
 
     def generate(

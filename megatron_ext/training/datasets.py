@@ -31,7 +31,7 @@ class RunData:
     Attributes:
         root: folder of the manifest; a cache's own of data that lies elsewhere.
         manifest: what it holds.
-        tokenizer_file: tokenizer.json that made its tokens.
+        tokenizer_file: of the tokenizer that made its tokens.
         train_domains: trained on.
         test_domains: tested on.
         samples: training samples in the run's order.
@@ -71,15 +71,13 @@ def open_data(data: DataConfig, seed: int, known: Mapping[str, Stamp] | None = N
     Raises:
         UserError: something is missing, damaged or from another tokenizer.
     """
-    cache = ShardCache(data.path, Path(data.cache_dir or ""), data.cache_gib) if is_url(data.path) else None
-    root = Path(data.path) if cache is None else cache.root
-    manifest = load_manifest(root)
+    root, manifest, cache = _opened(data)
     tokenizer_file = check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
     train = _chosen(manifest, "train", data.train_domains)
     test = _chosen(manifest, "test", data.test_domains)
     weights = None if data.weights is None else domain_weights(data.weights, train, manifest)
     verified = Verified(root, {} if data.verify == "sha256_always" else known or {})
-    damages = _verified(verified, manifest, train, test, data, cache)
+    damages = _verified(verified, manifest, {"train": train, "validation": train, "test": test}, data, cache)
     store = TokenStore(root, manifest, "train", train, None if cache is None else cache.holding)
     samples = TrainingSamples(store, data.seq_length, seed, weights, [one.shard for one in damages])
     of_ranks = from_every_rank((verified.found, verified.unchanged))
@@ -88,13 +86,30 @@ def open_data(data: DataConfig, seed: int, known: Mapping[str, Stamp] | None = N
     return RunData(root, manifest, tokenizer_file, train, test, samples, weights, damages, found, unchanged)
 
 
+def open_tests(data: DataConfig) -> tuple[Path, Manifest]:
+    """Check the manifest, and text to evaluate on, without training text; a collective call.
+
+    Returns:
+        Folder of the manifest, see `RunData.root`, and what it holds.
+
+    Raises:
+        UserError: see `open_data`.
+    """
+    root, manifest, cache = _opened(data)
+    train, test = (_chosen(manifest, *asked) for asked in (("train", data.train_domains), ("test", data.test_domains)))
+    _verified(Verified(root, {}), manifest, {"validation": train, "test": test}, data, cache)
+    return root, manifest
+
+
+def _opened(data: DataConfig) -> tuple[Path, Manifest, ShardCache | None]:
+    """Folder of the manifest, the manifest, and the cache of data that lies elsewhere."""
+    cache = ShardCache(data.path, Path(data.cache_dir or ""), data.cache_gib) if is_url(data.path) else None
+    root = Path(data.path) if cache is None else cache.root
+    return root, load_manifest(root), cache
+
+
 def _verified(
-    verified: Verified,
-    manifest: Manifest,
-    train: list[str],
-    test: list[str],
-    data: DataConfig,
-    cache: ShardCache | None,
+    verified: Verified, manifest: Manifest, domains: dict[str, list[str]], data: DataConfig, cache: ShardCache | None
 ) -> list[Damage]:
     """Shards of training text to do without, the same on every rank; any other damage is an error.
 
@@ -107,8 +122,8 @@ def _verified(
         share["check"] = verified.check if data.verify != "size" else partial(check_here, verified.root, "size")
     root = verified.root
     damages: list[Damage] = []
-    for split, domains in (("train", train), ("validation", train), ("test", test)):
-        present = [domain for domain in domains if domain in manifest.domain_names(split)]
+    for split, names in domains.items():
+        present = [domain for domain in names if domain in manifest.domain_names(split)]
         if not present:
             continue
         if split == "train" and data.on_damaged == "skip":

@@ -15,6 +15,7 @@ from megatron_ext.config.schema import TrainingConfig
 from megatron_ext.data.batches import NO_PACKING, Batch, Packing
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.evaluation.domains import DomainEvaluator
+from megatron_ext.training.between_steps import SuitesBetweenSteps
 from megatron_ext.training.datasets import step_batches
 from megatron_ext.training.records import RunRecords
 from megatron_ext.training.stopping import StopRequest
@@ -36,8 +37,10 @@ class TrainingLoop:
         flops_per_token: model FLOPs of forward and backward, of the whole model.
         peak_flops: of all devices together; None where unknown.
         progress: how far the run is.
-        last_evaluation: step of the newest evaluation there is; 0: none.
+        last_evaluation: step of the newest evaluation by domain there is; 0: none.
         packing: what batches say of documents.
+        suites: other tests between steps; None: there are none.
+        last_suites: step of their newest results; 0: none.
     """
 
     trainer: Trainer
@@ -52,6 +55,8 @@ class TrainingLoop:
     progress: Progress
     last_evaluation: int
     packing: Packing = NO_PACKING
+    suites: SuitesBetweenSteps | None = None
+    last_suites: int = 0
 
     def run(self, stop: StopRequest) -> bool:
         """Train to the last step, or until a stop is asked for; a checkpoint is left either way.
@@ -70,11 +75,15 @@ class TrainingLoop:
     def _run(self, stop: StopRequest) -> bool:
         if self.progress.step > self.last_evaluation and self._is_due(self.training.evaluate_every, False):
             self._evaluate()  # the stop that this run continues from came before it
+        if self.progress.step > self.last_suites and self._is_due(self.training.evaluate_suites_every, False):
+            self._run_suites()
         while self.progress.step < self.training.steps:
             asked = self._step(stop)
             finished = self.progress.step == self.training.steps
             if self._is_due(self.training.evaluate_every, finished) and (finished or not asked):
                 self._evaluate()
+            if self._is_due(self.training.evaluate_suites_every, finished) and (finished or not asked):
+                self._run_suites()
             if asked or finished or self._is_due(self.training.checkpoint_every, False):
                 self.store.save(self.trainer.optimizer, self.progress)
             if asked:
@@ -88,6 +97,12 @@ class TrainingLoop:
         records = self.evaluator.evaluate(self.progress.step, self.progress.tokens)
         if self.records is not None:
             self.records.evaluation(records)
+
+    def _run_suites(self) -> None:
+        assert self.suites is not None, "the rules of a configuration"
+        records = self.suites.run(self.progress)
+        if self.records is not None:
+            self.records.suites(records)
 
     def _step(self, stop: StopRequest) -> bool:
         """One optimizer step and its metrics. Returns whether any rank was asked to stop."""

@@ -1,4 +1,4 @@
-"""What a run leaves behind while it trains: metrics.jsonl, evaluation.jsonl, TensorBoard scalars, a progress line."""
+"""What a run leaves behind while it trains: records in JSON lines, TensorBoard scalars, a progress line."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatron_ext.files import write_whole
 
 METRICS = "metrics.jsonl"
 EVALUATION = "evaluation.jsonl"
+SUITES = "suites.jsonl"
 TENSORBOARD = "tensorboard"
 
 
@@ -30,13 +31,14 @@ class RunRecords:
         steps: of the whole run.
 
     Attributes:
-        last_evaluation: step of the newest evaluation that older records hold; 0: none.
+        last_evaluation: step of the newest evaluation by domain that older records hold; 0: none.
+        last_suites: the same of the other suites.
     """
 
     def __init__(self, folder: Path, name: str, first_step: int, steps: int) -> None:
         self._folder = folder
-        self._files = {name: _reopened(folder / name, first_step) for name in (METRICS, EVALUATION)}
-        self.last_evaluation = _last_step(folder / EVALUATION)
+        self._files = {name: _reopened(folder / name, first_step) for name in (METRICS, EVALUATION, SUITES)}
+        self.last_evaluation, self.last_suites = (_last_step(folder / name) for name in (EVALUATION, SUITES))
         self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=first_step + 1)
         self._bar = tqdm(
             total=steps,
@@ -67,6 +69,16 @@ class RunRecords:
                 self._board.add_scalar(f"{record['split']}/{record['domain']}", record["loss"], record["step"])
         told = ", ".join(f"{record['domain']} ({record['split']}) {record['loss']:.4f}" for record in records)
         self.say(f"step {records[0]['step']}: {told}" if records else "")
+
+    def suites(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Keep what suites found: step, tokens, suite and its scores by name, a record a suite."""
+        with self._writing():
+            for record in records:
+                self._append(SUITES, record)
+                for name, score in record["scores"].items():
+                    self._board.add_scalar(f"{record['suite']}/{name}", score, record["step"])
+        for record in records:
+            self.say(f"step {record['step']}: {record['suite']}: {len(record['scores'])} scores, see evaluation/")
 
     def say(self, line: str) -> None:
         """Print a line above the progress line."""

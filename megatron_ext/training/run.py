@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ext.checkpoint.conversion.tokenizer_files import keep_tokenizer
 from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Record, Retention
 from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.config.layout import layout_of
@@ -25,11 +24,15 @@ from megatron_ext.model import ModelShape, training_flops_per_token
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform import DTYPES, Platform, local_rank, select_platform, start_process_group
 from megatron_ext.training import skipped
+from megatron_ext.training.between_steps import SuitesBetweenSteps
 from megatron_ext.training.build import build_trainer, model_shape
+from megatron_ext.training.coder import coder_of, keep_coder
 from megatron_ext.training.datasets import RunData, open_data, packing_of
 from megatron_ext.training.loop import TrainingLoop
 from megatron_ext.training.records import METRICS, RunRecords
 from megatron_ext.training.stopping import StopRequest, stop_on_signals
+from megatron_ext.training.suites import check_suites
+from megatron_ext.training.testing import Evaluated
 from megatron_ext.training.trainer import Trainer
 
 CONFIG = "config.yaml"
@@ -154,8 +157,10 @@ def _loop(
     with trainer.optimizer.whole():  # weights are counted
         flops = training_flops_per_token(shape, trainer.optimizer.chunks, config.data.seq_length)
     peak = platform.peak_flops(DTYPES[training.precision])
+    suites = _suites(config, folder, data, trainer, progress)
     records, packing = _records(config, folder, data, progress), packing_of(config.data)
     last_evaluation = _sum_over(0 if records is None else records.last_evaluation, platform, None)
+    last_suites = _sum_over(0 if records is None else records.last_suites, platform, None)
     return TrainingLoop(
         trainer=trainer,
         samples=data.samples,
@@ -169,7 +174,30 @@ def _loop(
         progress=progress,
         last_evaluation=int(last_evaluation),
         packing=packing,
+        suites=suites,
+        last_suites=int(last_suites),
     )
+
+
+def _suites(
+    config: RunConfig, folder: Path, data: RunData, trainer: Trainer, progress: Progress
+) -> SuitesBetweenSteps | None:
+    """What the run is tested with between steps; None: nothing."""
+    options = check_suites(config)
+    if not options:
+        return None
+    entry = data.manifest.tokenizer
+    evaluated = Evaluated(
+        config=config,
+        name=folder.name,
+        progress=progress,
+        tokenizer_sha256=entry.sha256,
+        coder=coder_of(data.tokenizer_file, entry),
+        chunks=trainer.optimizer.chunks,
+        groups=trainer.groups,
+        platform=trainer.platform,
+    )
+    return SuitesBetweenSteps(evaluated, options, folder)
 
 
 def _records(config: RunConfig, folder: Path, data: RunData, progress: Progress) -> RunRecords | None:
@@ -182,7 +210,7 @@ def _records(config: RunConfig, folder: Path, data: RunData, progress: Progress)
         skipped.keep(folder, data.damages, data.samples, progress.step)
         if data.verified:
             write_verified(folder, data.verified)
-        keep_tokenizer(data.tokenizer_file, folder, data.manifest.tokenizer.eos_token)
+        keep_coder(data.tokenizer_file, data.manifest.tokenizer, folder)
         return RunRecords(folder, config.run.name, progress.step, config.training.steps)
     except OSError as error:
         raise UserError(str(folder), f"cannot be written ({error.strerror})", "choose another run.dir") from error

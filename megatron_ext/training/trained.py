@@ -13,7 +13,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
 from data_prep.manifest import load_manifest
-from megatron_ext.checkpoint.conversion.tokenizer_files import KeptTokenizer, kept_tokenizer
 from megatron_ext.checkpoint.folder import CheckpointFolder, Record
 from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.config.load import load_config
@@ -25,6 +24,7 @@ from megatron_ext.model import ModelShape, build_model
 from megatron_ext.parallel.groups import groups_of_one_process
 from megatron_ext.platform import Platform, local_rank, select_platform
 from megatron_ext.training.build import model_shape
+from megatron_ext.training.coder import Coder, coder_in, coder_of
 from megatron_ext.training.run import CHECKPOINTS, CONFIG
 
 AS_NEW = {
@@ -45,7 +45,7 @@ class TrainedRun:
         record: of the checkpoint to use.
         shape: what the model is built from.
         seed: of the run.
-        tokenizer: what made its tokens.
+        coder: the tokenizer that made its tokens.
         platform: where this process computes.
     """
 
@@ -54,7 +54,7 @@ class TrainedRun:
     record: Record
     shape: ModelShape
     seed: int
-    tokenizer: KeptTokenizer
+    coder: Coder
     platform: Platform
 
 
@@ -75,23 +75,22 @@ def open_run(folder: Path, step: int | None = None, overrides: Sequence[str] = (
     as_new = [f"{name}={json.dumps(value)}" for name, value in AS_NEW.items()]
     config = load_config(folder / CONFIG, [*as_new, *overrides], load_all())
     record = _record(CheckpointFolder(folder / CHECKPOINTS), step)
-    tokenizer = _tokenizer(folder, config)
+    coder = _coder(folder, config)
     platform = select_platform(config.run.device, local_rank())
     # A converted model may have rows for more tokens than its tokenizer knows.
-    shape = model_shape(config, platform, record.identity.get("data.vocab_size", tokenizer.size))
-    return TrainedRun(folder, config, record, shape, config.training.seed, tokenizer, platform)
+    shape = model_shape(config, platform, record.identity.get("data.vocab_size", coder.size))
+    return TrainedRun(folder, config, record, shape, config.training.seed, coder, platform)
 
 
-def _tokenizer(folder: Path, config: RunConfig) -> KeptTokenizer:
+def _coder(folder: Path, config: RunConfig) -> Coder:
     """The tokenizer that the run keeps, or else, as earlier versions kept none, its data's."""
-    kept = kept_tokenizer(folder)
+    kept = coder_in(folder)
     if kept is not None:
         return kept
     root = Path(config.data.path)
     manifest = load_manifest(root)
     given = Path(config.data.tokenizer) if config.data.tokenizer else None
-    entry, file = manifest.tokenizer, check_tokenizer(root, manifest, given)
-    return KeptTokenizer(file, entry.eos_token, entry.eos_id, entry.vocab_size)
+    return coder_of(check_tokenizer(root, manifest, given), manifest.tokenizer)
 
 
 @contextmanager

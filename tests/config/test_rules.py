@@ -207,6 +207,25 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         "and virtual_pipeline is 2; give a multiple of 8, or set parallel.virtual_pipeline=1",
         {"parallel": {"pipeline": 2}, "training": {"global_batch_size": 12}},
     ),
+    "suites_have_a_rhythm": (
+        1,
+        {"training": {"evaluate_suites": ["retrieval"]}},
+        "training.evaluate_suites_every: 0, with training.evaluate_suites retrieval; give the steps between them",
+        {"training": {"evaluate_suites": ["retrieval"], "evaluate_suites_every": 5}},
+    ),
+    "suites_reach_the_output_layer": (
+        2,
+        {
+            "training": {"evaluate_suites": ["fewshot"], "evaluate_suites_every": 5},
+            "optimizer": {"sharding": "zero2"},
+        },
+        "training.evaluate_suites: fewshot, with optimizer.sharding zero2; leave it out and run `selectron evaluate` "
+        "on the checkpoints, or choose another sharding",
+        {
+            "training": {"evaluate_suites": ["fewshot"], "evaluate_suites_every": 5},
+            "optimizer": {"sharding": "zero1"},
+        },
+    ),
     "rate_falls": (
         1,
         {"optimizer": {"lr": 1e-5}},

@@ -39,7 +39,17 @@ def test_round_trip_of_values(
 def test_keys_stand_in_the_schemas_order_and_lists_on_one_line() -> None:
     text = to_yaml(config_of(data={"train_domains": ["B", "A"]}))
     sections = [line.rstrip(":") for line in text.splitlines() if line and line[0] != " "]
-    assert sections == ["data", "model", "mixers", "parallel", "training", "optimizer", "run"]
+    assert sections == [
+        "data",
+        "model",
+        "mixers",
+        "parallel",
+        "training",
+        "optimizer",
+        "run",
+        "retrieval: {}",
+        "fewshot: {}",
+    ]
     assert "  train_domains: [B, A]\n" in text
     assert "  betas: [0.9, 0.95]\n" in text
     assert "  epsilon: 1.0e-08\n" in text

@@ -10,7 +10,7 @@ import torch
 from megatron_ext.config.derive import derive
 from megatron_ext.config.schema import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_ext.evaluation.language_model import LanguageModel
-from megatron_ext.evaluation.text_model import Request, Score
+from megatron_ext.evaluation.text_model import Foretelling, Request, Score
 from megatron_ext.model import build_model
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform import select_platform
@@ -71,6 +71,21 @@ def ask(
     scores = model.scores(requests)
     assert all(chunk.training for chunk in chunks)
     return scores, model.generate(prompts, 9, lambda tokens: tokens[-1] > 50)
+
+
+def foretell(
+    rank: int, world_size: int, parallel: dict[str, Any], texts: list[Foretelling], prompts: list[list[int]]
+) -> tuple[list[int], int, list[list[int]], int]:
+    """Tokens of each text that are not foretold, continuations of 9 tokens, and the forward passes that each took."""
+    chunks, groups, platform = _chunks(parallel, "fp32", False)
+    model = LanguageModel(
+        chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=8 * world_size
+    )
+    passes: list[int] = []
+    chunks[0].register_forward_hook(lambda *_: passes.append(1))
+    misses = model.misses(texts)
+    reading = len(passes)
+    return misses, reading, model.generate(prompts, 9, lambda _: False), len(passes) - reading
 
 
 def too_long(rank: int, world_size: int) -> list[str]:

@@ -57,9 +57,10 @@ def test_bytes_count_where_all_of_a_domain_was_read(tmp_path: Path) -> None:
     assert all_of_it.loss_per_byte == pytest.approx(2.5 * (entry.tokens - 1) / size)
     assert all_of_it.bits_per_byte == pytest.approx(2.5 * (entry.tokens - 1) / size / math.log(2))
     assert (part.loss_per_byte, part.bits_per_byte, part.interval) == (None, None, None)
-    said = write_domains([all_of_it, part], {"step": 3}, tmp_path)
+    said = write_domains([all_of_it, part], DomainOptions(confidence=0.8), {"step": 3}, tmp_path)
     assert (tmp_path / "domains.md").read_text() == said
     written = json.loads((tmp_path / "domains.json").read_text())
-    assert written["step"] == 3
+    assert (written["step"], written["options"]["confidence"]) == (3, 0.8)
+    assert "| 80 % interval |" in said
     assert [domain["loss"] for domain in written["domains"]] == [2.5, 2.5]
     assert "| Other | test | 1 | 7 | 2.5000 |  |  |  |" in said

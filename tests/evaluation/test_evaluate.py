@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, environment
+from ruamel.yaml import YAML
 
 from megatron_ext.cli import main
 
@@ -39,6 +40,15 @@ def test_losses_are_those_of_training(run: Path, tmp_path: Path, layout: list[st
 
 
 @pytest.mark.slow
+def test_data_at_an_address_give_what_the_folder_gives(run: Path, tmp_path: Path) -> None:
+    data = YAML(typ="safe").load(run / "config.yaml")["data"]["path"]
+    address = [f"data.path=file://{data}", f"data.cache_dir={tmp_path / 'cache'}"]
+    _evaluate(str(run), "domains.sequences=6", "--output", str(tmp_path / "out"), *address)
+    assert _losses(tmp_path / "out" / "domains.json") == pytest.approx(_in_training(run), abs=2e-6)
+    assert list((tmp_path / "cache").glob("*/test/Other/*.tar"))
+
+
+@pytest.mark.slow
 def test_a_checkpoints_folder_says_its_step(run: Path) -> None:
     _evaluate(str(run / "checkpoints" / "step_2"), "domains.sequences=6")
     results = run / "evaluation" / "step_2" / "domains.json"
@@ -52,6 +62,8 @@ def test_a_checkpoints_folder_says_its_step(run: Path) -> None:
         (["--suite", "domain"], "--suite: no suite 'domain'; choose from: domains, retrieval, fewshot"),
         (["domains.resample=3"], "domains.resample: no such field; did you mean domains.resamples?"),
         (["domains.sequences=-1"], "domains.sequences: -1 is out of range; give a value of at least 0"),
+        (["domains.confidence=2"], "domains.confidence: 2 is out of range; give a value less than 1"),
+        (["domains.confidence=0"], "domains.confidence: 0 is out of range; give a value greater than 0"),
         (["domains.sequences"], "domains.sequences: is not an override; write it like domains.sequences=..."),
         (["fewshot.limit=3"], "fewshot.limit: is of a suite that is not asked for: --suite domains; add it there"),
         (["model.hidden_size=8"], "model.hidden_size: cannot be changed of a trained model; "),

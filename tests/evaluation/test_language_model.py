@@ -8,7 +8,7 @@ from typing import Any
 import asked
 import pytest
 
-from megatron_ext.evaluation.text_model import Request
+from megatron_ext.evaluation.text_model import Foretelling, Request
 
 pytestmark = pytest.mark.slow
 
@@ -63,6 +63,48 @@ def test_the_cases_tell_mistakes_apart(requests_and_expected: tuple[list[Request
     assert {greedy for _, greedy in expected} == {True, False}
     assert len({len(text) for text in texts}) >= 3  # some end by themselves, some are stopped, some are cut
     assert len({len(request.context) for request in requests}) > 10
+
+
+@pytest.fixture(scope="module")
+def texts_and_misses(pool: Any) -> tuple[list[Foretelling], list[int]]:
+    """Texts of unlike lengths with tokens to foretell all over, and how many a token at a time does not find."""
+    draw = random.Random(9)
+    whole = [_tokens(draw, 20, 60) for _ in range(7)]
+    _, greedy = pool.run(asked.by_hand, 1, [], [text[:20] for text in whole])[0]
+    whole = [[*text[:20], *more, *text[20:50]] for text, more in zip(whole, greedy, strict=True)]  # some are found
+    texts = [Foretelling(text, sorted(draw.sample(range(1, len(text)), 12))) for text in whole]
+    requests = [Request(one.tokens[:at], [one.tokens[at]]) for one in texts for at in one.asked]
+    right = [is_greedy for _, is_greedy in pool.run(asked.by_hand, 1, requests, [])[0][0]]
+    return texts, [12 - sum(right[12 * number : 12 * number + 12]) for number in range(len(texts))]
+
+
+@pytest.mark.parametrize("parallel", [None, {"tensor": 2, "sequence": True}, {"context": 2}, {"pipeline": 2}], ids=str)
+def test_tokens_are_foretold_in_one_pass_a_text(
+    parallel: dict[str, Any] | None, texts_and_misses: tuple[list[Foretelling], list[int]], pool: Any
+) -> None:
+    texts, expected = texts_and_misses
+    assert len(set(expected)) > 1
+    misses, passes, _, _ = pool.run(asked.foretell, 1 if parallel is None else 2, parallel or {}, texts, [])[0]
+    assert misses == expected
+    assert passes == (
+        4 if parallel == {"pipeline": 2} else 3
+    )  # seven texts, three at a time; as many as there are stages
+
+
+@pytest.mark.parametrize("parallel", [None, {"tensor": 2}], ids=str)
+def test_prompts_of_like_lengths_are_continued_together(
+    parallel: dict[str, Any] | None, prompts: list[list[int]], pool: Any
+) -> None:
+    """Three at a time of the longest that the model takes are six at a time of 32 tokens."""
+    some = [
+        prompt[:length] for prompt, length in zip([one * 40 for one in prompts], [20, 23, 21, 20, 20, 22], strict=False)
+    ]
+    world_size = 1 if parallel is None else 2
+    _, _, together, passes = pool.run(asked.foretell, world_size, parallel or {}, [], some)[0]
+    alone = [pool.run(asked.foretell, 1, {}, [], [prompt])[0] for prompt in some]
+    assert together == [texts[0] for _, _, texts, _ in alone]
+    assert passes <= 1 + 3 + 9 < sum(passes for *_, passes in alone)
+    assert sum(map(len, together)) > 20
 
 
 def test_a_tied_output_layer(

@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": MODEL,
     "evaluation": MODEL | {"data_prep.manifest"},
     # What makes runs of it, or of runs.
-    "training": MODEL | {"checkpoint", "evaluation", "data_prep.manifest"},
+    "training": MODEL | {"checkpoint", "evaluation", "data_prep.manifest", "data_prep.vocabularies"},
     "planning": MODEL | {"checkpoint", "evaluation"},
     "analysis": {"config"},
     "launch": {"config"},
@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "diagnosis": MODEL | {"lone_mixer"},
     "bench": MODEL | {"lone_mixer", "checkpoint", "training", "data_prep"},
     "evaluate": MODEL | {"training", "evaluation"},
-    "generate": MODEL | {"training", "evaluation", "data_prep.tokenizer"},
+    "generate": MODEL | {"training", "evaluation"},
     # The command calls everything.
     "cli": MODEL
     | {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -134,6 +135,16 @@ def _source_lines(results: FewshotResults) -> list[str]:
     files = [(task.name, split, path) for task in results.tasks for split, path in task.sources.items()]
     lines = [f"* {name}, {split} rows: {path}" for name, split, path in files]
     return ["", *lines] if lines else []
+
+
+def scores(results: FewshotResults) -> dict[str, float]:
+    """The numbers by `task/metric`, and `task/metric,filter` where answers were filtered; words are left out."""
+    return {
+        f"{task.name}/{metric.name}{'' if metric.filter == 'none' else ',' + metric.filter}": float(metric.value)
+        for task in results.tasks
+        for metric in task.metrics
+        if isinstance(metric.value, (int, float)) and math.isfinite(metric.value)
+    }
 
 
 def write_results(results: FewshotResults, about: dict[str, Any], folder: Path) -> None:

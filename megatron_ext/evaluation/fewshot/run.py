@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.fewshot.options import FewshotOptions
 from megatron_ext.evaluation.fewshot.results import FewshotResults, task_results
+from megatron_ext.evaluation.generators import generators_kept
 from megatron_ext.evaluation.text_model import TextModel
 
 BOOTSTRAP_DRAWS = 100_000
@@ -41,16 +42,13 @@ def evaluate_fewshot(model: TextModel, options: FewshotOptions) -> FewshotResult
         UserError: lm-eval is not installed, a task is not known, does not generate greedily or runs code, or a file is
             missing or damaged.
     """
-    if find_spec("lm_eval") is None:
-        raise UserError("fewshot", "lm-eval is not installed", "pip install 'selectron[eval]'")
+    check_installed()
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     start = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(_own_random_numbers())
         if not is_first:
-            nowhere = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(redirect_stdout(nowhere))
-            stack.enter_context(redirect_stderr(nowhere))
+            stack.enter_context(_silence())
         found = _evaluate(model, options, is_first)
     if not is_first:
         return None
@@ -62,26 +60,50 @@ def evaluate_fewshot(model: TextModel, options: FewshotOptions) -> FewshotResult
     )
 
 
+def check_installed() -> None:
+    """Raise a UserError if lm-eval is not there."""
+    if find_spec("lm_eval") is None:
+        raise UserError("fewshot", "lm-eval is not installed", "pip install 'selectron[eval]'")
+
+
+def check_fewshot(options: FewshotOptions, max_length: int) -> None:
+    """Refuse what `evaluate_fewshot` would refuse, without a model: the tasks are loaded, and forgotten.
+
+    Args:
+        options: which tasks.
+        max_length: tokens that the model takes at most.
+
+    Raises:
+        UserError: see there.
+    """
+    check_installed()
+    with _own_random_numbers(), _silence():
+        from megatron_ext.evaluation.fewshot.tasks import load_tasks
+
+        load_tasks(options, max_length)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """What is printed within it is lost."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
 def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
 @contextmanager
 def _own_random_numbers() -> Iterator[None]:
-    """Seeds as lm-eval sets them; training goes on with the numbers it would have had."""
+    """Seeds as lm-eval sets them."""
     from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
+    with generators_kept():
         random.seed(DEFAULT_RANDOM_SEED)
         np.random.seed(DEFAULT_OTHER_SEED)
         torch.manual_seed(DEFAULT_OTHER_SEED)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+        yield
 
 
 def _evaluate(model: TextModel, options: FewshotOptions, is_first: bool) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from megatron_ext.evaluation.retrieval.results import RetrievalResults, Summary
+from megatron_ext.evaluation.retrieval.tasks import TASKS
 
 DPI = 150
 PAPER, INK, MUTED, EMPTY = "#ffffff", "#1a1a1a", "#5c5c5c", "#e4e4e4"
@@ -30,7 +31,11 @@ CELL = (0.56, 0.34)
 MARGIN = (0.95, 0.95)
 """Inches of a panel beside and above its cells: title and labels."""
 
+NO_DEPTH = "tasks without a depth"
+
 Grid = npt.NDArray[np.float64]
+Panel = tuple[str, list[str], Grid]
+"""Title, labels of the rows, scores [rows, lengths]."""
 
 
 def draw(results: RetrievalResults) -> bytes:
@@ -59,16 +64,18 @@ def draw(results: RetrievalResults) -> bytes:
     return buffer.getvalue()
 
 
-def _panels(results: RetrievalResults, lengths: Sequence[int]) -> list[tuple[str, list[str], Grid]]:
+def _panels(results: RetrievalResults, lengths: Sequence[int]) -> list[Panel]:
     """Title, labels of the rows and scores [rows, lengths] of each panel; NaN: not tested."""
     depths = sorted(results.options.depths)
-    by_depth = results.by_depth()
-    with_depth = list(dict.fromkeys(one.task for one in by_depth if one.depth is not None))
-    without = list(dict.fromkeys(one.task for one in by_depth if one.depth is None))
+    found = results.by_depth()
+    with_depth = [task for task in results.options.tasks if TASKS[task].has_depth]
+    without = [task for task in results.options.tasks if not TASKS[task].has_depth]
     labels = [f"{100 * depth:.3g} %" for depth in depths]
-    panels = [(task, labels, _grid(by_depth, [(task, depth) for depth in depths], lengths)) for task in with_depth]
+    panels: list[Panel] = [
+        (task, labels, _grid(found, [(task, depth) for depth in depths], lengths)) for task in with_depth
+    ]
     if without:
-        panels.append(("no one depth", without, _grid(by_depth, [(task, None) for task in without], lengths)))
+        panels.append((NO_DEPTH, [*without], _grid(found, [(task, None) for task in without], lengths)))
     return panels
 
 
@@ -83,7 +90,11 @@ def _draw_panel(ax: Axes, title: str, rows: Sequence[str], columns: Sequence[str
     ax.set_title(title, loc="left", fontsize=10.5, color=INK)
     ax.set_xticks(range(len(columns)), columns)
     ax.set_yticks(range(len(rows)), rows)
+    if title != NO_DEPTH:
+        ax.set_ylabel("depth", fontsize=9, color=INK)
     ax.tick_params(colors=MUTED, labelsize=8.5, length=0)
+    ax.hlines(np.arange(1, len(rows)) - 0.5, -0.5, len(columns) - 0.5, color=PAPER, linewidth=0.8)
+    ax.vlines(np.arange(1, len(columns)) - 0.5, -0.5, len(rows) - 0.5, color=PAPER, linewidth=0.8)
     for (row, column), score in np.ndenumerate(grid):
         text = "\u2013" if math.isnan(score) else f"{100 * score:.0f}"
         color = PAPER if score > WHITE_ABOVE else INK

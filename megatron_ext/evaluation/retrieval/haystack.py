@@ -9,6 +9,7 @@ from pathlib import Path
 
 import fsspec
 import orjson
+import zstandard
 
 from megatron_ext.errors import UserError
 
@@ -99,14 +100,17 @@ def _texts(path: Path) -> Iterator[str]:
             yield from _records(file) if file.name.endswith(RECORDS) else [file.read_text(encoding="utf-8")]
         except UnicodeDecodeError as error:
             raise UserError(WHERE, f"{file} is not UTF-8 (byte {error.start})", "repair it or name another") from error
+        except (OSError, EOFError, zstandard.ZstdError) as error:
+            raise UserError(WHERE, f"{file} cannot be read ({error})", "repair it or name another") from error
 
 
 def _records(file: Path) -> Iterator[str]:
-    with fsspec.open(str(file), "rb", compression="infer") as lines:
+    with fsspec.open(str(file), "rt", encoding="utf-8", compression="infer") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 text = orjson.loads(line)["text"]
-            except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-                problem = f"{file}:{number} is no record with a text"
-                raise UserError(WHERE, problem, "repair it or name another") from error
-            yield str(text)
+            except (orjson.JSONDecodeError, KeyError, TypeError):
+                text = None
+            if not isinstance(text, str):
+                raise UserError(WHERE, f"{file}:{number} is no record with a text", "repair it or name another")
+            yield text

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Hashable, Iterator, Sequence
 
 from megatron_ext.errors import UserError
+from megatron_ext.evaluation.progress import progress
 from megatron_ext.evaluation.retrieval.alphabet import ordinary_tokens
 from megatron_ext.evaluation.retrieval.haystack import read_haystack
 from megatron_ext.evaluation.retrieval.options import RetrievalOptions, TaskName
 from megatron_ext.evaluation.retrieval.results import Record, RetrievalResults, Skipped
 from megatron_ext.evaluation.retrieval.samples import Material, Place, Sample, TextSample, TokenSample, Unfit
-from megatron_ext.evaluation.retrieval.scoring import token_accuracy
 from megatron_ext.evaluation.retrieval.tasks import TASKS, TextTask
-from megatron_ext.evaluation.text_model import Request, TextModel
+from megatron_ext.evaluation.text_model import Foretelling, TextModel
+
+TOGETHER = 1 << 22
+"""Tokens of samples that are there at a time, about; a list of as many takes some hundred megabytes."""
 
 
 def evaluate_retrieval(model: TextModel, options: RetrievalOptions) -> RetrievalResults:
@@ -28,81 +30,117 @@ def evaluate_retrieval(model: TextModel, options: RetrievalOptions) -> Retrieval
     Raises:
         UserError: the haystack cannot be read, or a length does not fit and `options.unfit` is `refuse`.
     """
-    alphabet = ordinary_tokens(model.encode, model.end_id)
-    material = Material(model.encode, read_haystack(options.haystack), alphabet)
-    skipped: list[Skipped] = []
-    records: list[Record] = []
-    for cell in _fitting(model, options, material, skipped):
-        records += _run(model, cell, material)
+    material, cells, skipped = _plan(model, options)
+    found: dict[Place, Record] = {}
+    with progress(None, "Retrieval", "sample", total=sum(map(len, cells))) as bar:
+        for places in _parts(cells):
+            bar.set_postfix_str(f"{places[0].length} tokens")
+            found |= zip(places, _run(model, places, material), strict=True)
+            bar.update(len(places))
+    records = [found[place] for cell in cells for place in cell]
     return RetrievalResults(options, material.haystack.name, model.max_length, records, skipped)
 
 
-def _fitting(
-    model: TextModel, options: RetrievalOptions, material: Material, skipped: list[Skipped]
-) -> list[list[Place]]:
-    """Samples' places of each task, length and depth that fits; what does not is added to `skipped`."""
-    cells = []
+def check_retrieval(model: TextModel, options: RetrievalOptions) -> None:
+    """Refuse what `evaluate_retrieval` would refuse, without calling the model.
+
+    Raises:
+        UserError: see there.
+    """
+    _plan(model, options)
+
+
+def _plan(model: TextModel, options: RetrievalOptions) -> tuple[Material, list[list[Place]], list[Skipped]]:
+    """What samples are made of, places of the samples of each task and length that fits, and what does not fit."""
+    alphabet = ordinary_tokens(model.encode, model.end_id)
+    material = Material(model.encode, read_haystack(options.haystack), alphabet)
+    cells, skipped = [], []
     for name in options.tasks:
         for length in options.lengths:
-            here = _cells(name, length, options)
+            here = _places(name, length, options)
             reason = _why_not(model, here, material)
             if reason is None:
-                cells += here
-                continue
-            if options.unfit == "refuse":
+                cells.append(here)
+            elif options.unfit == "refuse":
                 mend = "leave it out, or set retrieval.unfit to skip"
                 raise UserError("retrieval.lengths", f"{length} does not fit for {name}: {reason}", mend)
-            skipped.append(Skipped(name, length, reason))
-    return cells
+            else:
+                skipped.append(Skipped(name, length, reason))
+    return material, cells, skipped
 
 
-def _cells(name: TaskName, length: int, options: RetrievalOptions) -> list[list[Place]]:
-    """All samples of a task and length, those of one depth together."""
+def _parts(cells: Sequence[Sequence[Place]]) -> Iterator[Sequence[Place]]:
+    """Samples that are made and put to the model together: of one length, and of tasks that ask for the same."""
+    alike: dict[Hashable, list[Place]] = {}
+    for cell in cells:
+        task = TASKS[cell[0].task]
+        asked = (task.max_tokens, task.is_over) if isinstance(task, TextTask) else None
+        alike.setdefault((asked, cell[0].length), []).extend(cell)
+    for places in alike.values():
+        size = max(1, TOGETHER // places[0].length)
+        yield from (places[first : first + size] for first in range(0, len(places), size))
+
+
+def _places(name: TaskName, length: int, options: RetrievalOptions) -> list[Place]:
+    """All samples of a task and length, by depth."""
     depths: Sequence[float | None] = options.depths if TASKS[name].has_depth else [None]
-    return [[Place(name, length, depth, options.seed, i) for i in range(options.samples)] for depth in depths]
+    return [Place(name, length, depth, options.seed, i) for depth in depths for i in range(options.samples)]
 
 
-def _why_not(model: TextModel, cells: Sequence[Sequence[Place]], material: Material) -> str | None:
-    place = cells[0][0]
+def _why_not(model: TextModel, places: Sequence[Place], material: Material) -> str | None:
+    place = places[0]
     if place.length > model.max_length:
         return f"the model takes {model.max_length} tokens at most"
     task = TASKS[place.task]
     try:
         # A sequence of tokens fits or not whatever is drawn; a text has as many tokens as its words happen to have.
-        for one in chain(*cells) if isinstance(task, TextTask) else [place]:
+        for one in places if isinstance(task, TextTask) else [place]:
             task.check(one, material)
     except Unfit as reason:
         return str(reason)
     return None
 
 
-def _run(model: TextModel, cell: Sequence[Place], material: Material) -> list[Record]:
-    task = TASKS[cell[0].task]
-    if isinstance(task, TextTask):
-        return _write(model, task, [task.sample(place, material) for place in cell])
-    return _foretell(model, [task.sample(place, material) for place in cell])
+def _run(model: TextModel, places: Sequence[Place], material: Material) -> list[Record]:
+    samples = [TASKS[place.task].sample(place, material) for place in places]
+    texts = [sample for sample in samples if isinstance(sample, TextSample)]
+    return _write(model, texts) + _foretell(model, [sample for sample in samples if isinstance(sample, TokenSample)])
 
 
-def _write(model: TextModel, task: TextTask, samples: Sequence[TextSample]) -> list[Record]:
-    """Let the model go on with prompts."""
-    prompts = [sample.tokens for sample in samples]
-    answers = model.generate(prompts, task.max_tokens, lambda tokens: task.is_over(model.decode(tokens)))
+def _write(model: TextModel, samples: Sequence[TextSample]) -> list[Record]:
+    """Let the model go on with prompts, of tasks that ask for the same."""
+    if not samples:
+        return []
+    tasks = [_text_task(sample) for sample in samples]
+    prompts, is_over = [sample.tokens for sample in samples], tasks[0].is_over
+    answers = model.generate(prompts, tasks[0].max_tokens, lambda tokens: is_over(model.decode(tokens)))
     texts = [model.decode(answer) for answer in answers]
     return [
         _record(sample, task.score(text, sample.references), sample.references, text)
-        for sample, text in zip(samples, texts, strict=True)
+        for sample, task, text in zip(samples, tasks, texts, strict=True)
     ]
 
 
+def _text_task(sample: TextSample) -> TextTask:
+    task = TASKS[sample.place.task]
+    assert isinstance(task, TextTask), "it makes texts"
+    return task
+
+
 def _foretell(model: TextModel, samples: Sequence[TokenSample]) -> list[Record]:
-    """Ask for each scored token, those before it given (teacher forcing)."""
-    records = []
-    for sample in samples:  # one at a time: its requests hold as many copies of a long context
-        requests = [Request(sample.tokens[:at], sample.tokens[at : at + 1]) for at in sample.scored]
-        right = [score.is_greedy for score in model.scores(requests)]
-        due = tuple(model.decode(request.continuation) for request in requests)
-        records.append(_record(sample, token_accuracy(right), due, None))
-    return records
+    """Ask for the scored tokens, all before each given (teacher forcing): a sample is read once."""
+    if not samples:
+        return []
+    misses = model.misses([Foretelling(sample.tokens, sample.scored) for sample in samples])
+    return [
+        _record(
+            sample,
+            1 - wrong / len(sample.scored),
+            tuple(model.decode([sample.tokens[at]]) for at in sample.scored),
+            None,
+        )
+        for sample, wrong in zip(samples, misses, strict=True)
+    ]
 
 
 def _record(sample: Sample, score: float, references: tuple[str, ...], generated: str | None) -> Record:

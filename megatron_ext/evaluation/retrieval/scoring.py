@@ -24,8 +24,3 @@ def first_integer(answer: str, references: Sequence[str]) -> float:
 def integer_is_over(answer: str) -> bool:
     """Whether the first integer stands there whole, so that whatever follows changes nothing."""
     return re.search(r"\d\D", answer) is not None
-
-
-def token_accuracy(right: Sequence[bool]) -> float:
-    """Fraction of tokens that the model finds likeliest where they are due."""
-    return sum(right) / len(right)

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from megatron_ext.evaluation.text_model import Request, Score
+from megatron_ext.evaluation.text_model import Foretelling, Request, Score
 
 END = 0
 
@@ -35,6 +35,9 @@ class Letters:
 
     def scores(self, requests: Sequence[Request]) -> list[Score]:
         return [Score(0.0, self._next_token(one.context) == one.continuation[0]) for one in requests]
+
+    def misses(self, texts: Sequence[Foretelling]) -> list[int]:
+        return [sum(self._next_token(one.tokens[:at]) != one.tokens[at] for at in one.asked) for one in texts]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, is_done: Callable[[Sequence[int]], bool]

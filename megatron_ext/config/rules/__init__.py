@@ -1,0 +1,50 @@
+"""What cannot go together, and why: one table of rules, checked before a process group starts.
+
+A rule is a function of `Facts` that returns None, or what is wrong and what to do. Its docstring gives the reason.
+Rules run in the order in which they stand, and the first broken one is reported: a later one may rely on an earlier.
+"""
+
+from __future__ import annotations
+
+from megatron_ext.config.derive import derive
+from megatron_ext.config.layout import Layout, layout_of
+from megatron_ext.config.pattern import parse_pattern
+from megatron_ext.config.rules import data, layout, training
+from megatron_ext.config.rules.rule import Facts
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.suggest import unknown_mixer
+from megatron_ext.config.traits import Mixers
+from megatron_ext.errors import UserError
+
+RULES = [*layout.RULES, *data.RULES, *training.RULES]
+
+
+def check(config: RunConfig, world_size: int, mixer_configs: Mixers) -> Layout:
+    """Refuse what cannot run.
+
+    Args:
+        config: the configuration; derived fields are filled in for the check.
+        world_size: processes of the run.
+        mixer_configs: the registered mixers, by name.
+
+    Returns:
+        The layout of the run.
+
+    Raises:
+        UserError: the first broken rule.
+    """
+    config = derive(config)
+    facts = Facts(
+        config=config,
+        layout=layout_of(config, world_size),
+        layers=parse_pattern(config.model.pattern),
+        mixers=mixer_configs,
+    )
+    for name in facts.layers:
+        if name not in mixer_configs:
+            raise unknown_mixer("model.pattern", name, mixer_configs)
+    for one in RULES:
+        broken = one.test(facts)
+        if broken is not None:
+            raise UserError(one.field, *broken)
+    return facts.layout

@@ -1,0 +1,101 @@
+"""Rules of the data."""
+
+from __future__ import annotations
+
+from megatron_ext.config.rules.rule import Broken, Facts, Rules
+
+RULES = Rules()
+rule = RULES.on
+
+
+@rule("data.cache_dir")
+def data_elsewhere_has_a_cache(f: Facts) -> Broken:
+    """Samples are read in any order: over a network each would fetch its few kilobytes alone."""
+    data = f.config.data
+    if ("://" in data.path) == (data.cache_dir is not None):
+        return None
+    if data.cache_dir is None:
+        return f"null, with data.path {data.path}", "give a folder on a local disk"
+    return f"{data.cache_dir}, with data.path {data.path} on this machine", "leave it out"
+
+
+@rule("data.cache_gib")
+def limit_is_of_a_cache(f: Facts) -> Broken:
+    """There is nothing else that it could limit."""
+    data = f.config.data
+    if data.cache_gib is None or data.cache_dir is not None:
+        return None
+    return f"{data.cache_gib:g}, without data.cache_dir", "leave it out"
+
+
+@rule("data.train_domains")
+def train_domains_are_a_set(f: Facts) -> Broken:
+    """No training domains: nothing to learn; one named twice: a slip, since it would not count twice."""
+    return _not_a_set(f.config.data.train_domains)
+
+
+@rule("data.test_domains")
+def test_domains_are_a_set(f: Facts) -> Broken:
+    """No test domains: nothing to evaluate, which training.evaluate_every=0 says better."""
+    return _not_a_set(f.config.data.test_domains)
+
+
+@rule("data.test_domains")
+def domains_are_disjoint(f: Facts) -> Broken:
+    """A domain that is trained on is not out of domain."""
+    data = f.config.data
+    both = sorted(set(data.train_domains or []) & set(data.test_domains or []))
+    if not both:
+        return None
+    return f"{', '.join(both)} is among data.train_domains too", "keep a domain for training or for the test"
+
+
+@rule("data.weights")
+def some_weight_is_positive(f: Facts) -> Broken:
+    """Without one there is nothing to read."""
+    weights = f.config.data.weights
+    if weights is None or any(weights.values()):
+        return None
+    return f"{weights or 'no domain'} has no weight above 0", "give one, or leave it out: in proportion to tokens"
+
+
+@rule("data.reset_positions")
+def reset_positions_are_read(f: Facts) -> Broken:
+    """Position ids go to a learned table; rotary angles and ALiBi are of distances, which the start does not change."""
+    fields = [f.config.mixers.get(name, {}) for name in f.layers]
+    if not f.config.data.reset_positions or any(one.get("position_encoding") == "learned" for one in fields):
+        return None
+    return "true, and no mixer has position_encoding learned", "set it to false"
+
+
+@rule("data.reset_attention")
+def layers_keep_documents_apart(f: Facts) -> Broken:
+    """Documents that one layer keeps apart meet in another; a token shift does not know where they begin."""
+    shifting = [
+        f"{name} in layer {i}" for i, name in enumerate(f.layers, 1) if not f.mixers[name].keeps_documents_apart
+    ]
+    if f.config.model.block == "rwkv7":
+        shifting.append("model.block rwkv7")
+    if not f.config.data.reset_attention or not shifting:
+        return None
+    return f"true, and {shifting[0]} shifts tokens across documents", "choose another one, or set it to false"
+
+
+@rule("data.reset_attention")
+def documents_lie_on_one_rank(f: Facts) -> Broken:
+    """A batch says where the documents of a whole sample begin, and a mixer takes each of them whole."""
+    context = f.config.parallel.context
+    if not f.config.data.reset_attention or context == 1:
+        return None
+    return f"true, with parallel.context {context}", "set parallel.context=1, or it to false"
+
+
+def _not_a_set(domains: list[str] | None) -> Broken:
+    if domains is None:
+        return None
+    if not domains:
+        return "[] names no domain", "name one or more, or leave it out: every domain of the data"
+    twice = sorted({name for name in domains if domains.count(name) > 1})
+    if twice:
+        return f"{', '.join(twice)} is named twice", "name each domain once"
+    return None

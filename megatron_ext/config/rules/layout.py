@@ -1,0 +1,182 @@
+"""Rules of the model and of the layout that cuts it."""
+
+from __future__ import annotations
+
+from megatron_ext.config.layout import model_parallel_size
+from megatron_ext.config.rules.rule import Broken, Facts, Rules, does_not_divide
+from megatron_ext.config.traits import fetched_chunk_size
+
+RULES = Rules()
+rule = RULES.on
+
+
+@rule("parallel")
+def world_holds_whole_replicas(f: Facts) -> Broken:
+    """Every process belongs to one whole replica of the model."""
+    p, world = f.config.parallel, f.layout.world_size
+    replica = model_parallel_size(p)
+    if world % replica == 0:
+        return None
+    fitting = -(-world // replica) * replica
+    return (
+        f"tensor {p.tensor} * pipeline {p.pipeline} * context {p.context} = {replica} processes a replica, "
+        f"and {world} do not divide by that",
+        f"start a multiple of {replica} (--processes {fitting}), or lower one of the three",
+    )
+
+
+@rule("parallel.sequence")
+def sequence_parallel_needs_tensor_parallel(f: Facts) -> Broken:
+    """Sequence parallelism splits what tensor parallelism would hold on every rank."""
+    p = f.config.parallel
+    if not p.sequence or p.tensor > 1:
+        return None
+    return "true, with parallel.tensor 1", "set parallel.tensor above 1, or parallel.sequence=false"
+
+
+@rule("parallel.virtual_pipeline")
+def interleaving_needs_stages(f: Facts) -> Broken:
+    """Model chunks are interleaved over pipeline stages."""
+    p = f.config.parallel
+    if p.virtual_pipeline == 1 or p.pipeline > 1:
+        return None
+    return f"{p.virtual_pipeline}, with parallel.pipeline 1", "set parallel.pipeline above 1, or virtual_pipeline to 1"
+
+
+@rule("parallel.batch_p2p_comm")
+def two_interleaved_stages_send_one_by_one(f: Facts) -> Broken:
+    """Megatron's batched exchange between two stages' interleaved chunks is silently wrong: it mixes them up."""
+    p = f.config.parallel
+    if not p.batch_p2p_comm or p.virtual_pipeline == 1 or p.pipeline != 2:
+        return None
+    problem = f"true, with parallel.pipeline 2 and virtual_pipeline {p.virtual_pipeline}, gives wrong gradients"
+    return problem, "leave it out, or set virtual_pipeline to 1"
+
+
+# --- model -----------------------------------------------------------------------------------------------------------
+
+
+@rule("model.num_query_groups")
+def heads_divide_by_query_groups(f: Facts) -> Broken:
+    """Every key/value head serves the same number of query heads."""
+    m = f.config.model
+    mend = "give a divisor of model.num_attention_heads"
+    return does_not_divide(
+        "model.num_attention_heads", m.num_attention_heads, "num_query_groups", m.num_query_groups or 1, mend
+    )
+
+
+@rule("model.num_attention_heads")
+def heads_divide_by_tensor(f: Facts) -> Broken:
+    """Each tensor-parallel rank holds whole heads."""
+    heads, tensor = f.config.model.num_attention_heads, f.config.parallel.tensor
+    return does_not_divide("num_attention_heads", heads, "parallel.tensor", tensor, "change one of them")
+
+
+@rule("model.num_query_groups")
+def query_groups_divide_by_tensor(f: Facts) -> Broken:
+    """Each tensor-parallel rank holds whole key/value heads."""
+    groups, tensor = f.config.model.num_query_groups or 1, f.config.parallel.tensor
+    return does_not_divide("num_query_groups", groups, "parallel.tensor", tensor, "change one of them")
+
+
+@rule("model.ffn_hidden_size")
+def a_mixer_alone_has_no_feed_forward(f: Facts) -> Broken:
+    """A width of what is not there would count for nothing."""
+    m = f.config.model
+    if m.block != "mixer" or m.ffn_hidden_size is None:
+        return None
+    return f"{m.ffn_hidden_size}, with model.block mixer", "leave it out, or set model.block=transformer"
+
+
+@rule("model.ffn_hidden_size")
+def ffn_divides_by_tensor(f: Facts) -> Broken:
+    """The feed-forward columns are split evenly over the tensor-parallel ranks."""
+    width, tensor = f.config.model.ffn_hidden_size or 0, f.config.parallel.tensor
+    return does_not_divide("ffn_hidden_size", width, "parallel.tensor", tensor, f"give a multiple of {tensor}")
+
+
+@rule("model.vocab_size_multiple")
+def vocabulary_divides_by_tensor(f: Facts) -> Broken:
+    """The vocabulary is split evenly, and its padding must not depend on the layout."""
+    multiple, tensor = f.config.model.vocab_size_multiple, f.config.parallel.tensor
+    return does_not_divide("vocab_size_multiple", multiple, "parallel.tensor", tensor, f"give a multiple of {tensor}")
+
+
+@rule("model.head_dim")
+def head_dim_is_even(f: Facts) -> Broken:
+    """Rotary position encoding turns pairs of coordinates."""
+    head_dim = f.config.model.head_dim or 2
+    if head_dim % 2 == 0:
+        return None
+    return f"{head_dim} is odd", "give an even head_dim, or another num_attention_heads"
+
+
+@rule("model.max_position_embeddings")
+def positions_cover_the_sequence(f: Facts) -> Broken:
+    """A learned position table has a row for every token of a sample."""
+    positions, seq_length = f.config.model.max_position_embeddings or 0, f.config.data.seq_length
+    if positions >= seq_length:
+        return None
+    return f"{positions} is less than data.seq_length {seq_length}", f"give at least {seq_length}, or leave it out"
+
+
+@rule("model.pattern")
+def layers_divide_by_stages(f: Facts) -> Broken:
+    """Megatron gives every stage, and every chunk of it, the same number of layers."""
+    p = f.config.parallel
+    chunks = p.pipeline * p.virtual_pipeline
+    by = f"parallel.pipeline {p.pipeline} * virtual_pipeline {p.virtual_pipeline} ="
+    return does_not_divide("the number of layers,", len(f.layers), by, chunks, f"give a multiple of {chunks} layers")
+
+
+# --- sequence --------------------------------------------------------------------------------------------------------
+
+
+@rule("data.seq_length")
+def sequence_divides_by_ranks(f: Facts) -> Broken:
+    """Context parallelism splits the sequence evenly, sequence parallelism each part again."""
+    p, seq_length = f.config.parallel, f.config.data.seq_length
+    if p.sequence:
+        by, ranks = f"parallel.tensor {p.tensor} * context {p.context} =", p.tensor * p.context
+    else:
+        by, ranks = "parallel.context", p.context
+    return does_not_divide("seq_length", seq_length, by, ranks, f"give a multiple of {ranks}")
+
+
+@rule("parallel.context")
+def heads_divide_by_context(f: Facts) -> Broken:
+    """A mixer that neither gathers keys and values nor hands states on exchanges parts of the sequence for heads."""
+    p, m = f.config.parallel, f.config.model
+    for name in dict.fromkeys(f.layers):
+        mixer = f.mixers[name]
+        field = "num_query_groups" if mixer.units_are_groups else "num_attention_heads"
+        units = getattr(m, field) or m.num_attention_heads
+        local, hands_on = units // p.tensor, mixer.hands_on_states and p.context_exchange != "heads"
+        if local % p.context == 0 or mixer.gathers_keys_and_values or hands_on:
+            continue
+        more = ", or set parallel.context_exchange=auto" if mixer.hands_on_states else ""
+        return (
+            f"{name} splits its heads, and {field} {units} / tensor {p.tensor} = {local} heads "
+            f"do not divide by context {p.context}",
+            f"choose a context that divides {local}, or change model.{field}{more}",
+        )
+    return None
+
+
+@rule("parallel.context_exchange")
+def fetched_chunks_lie_on_one_rank(f: Facts) -> Broken:
+    """A chosen chunk is fetched from the one rank that holds it."""
+    p, seq_length = f.config.parallel, f.config.data.seq_length
+    if p.context == 1 or p.context_exchange != "chunks":
+        return None
+    for name in dict.fromkeys(f.layers):
+        mixer = f.mixers[name]
+        size = fetched_chunk_size(mixer, f.config.mixers.get(name, {}))
+        if size is not None and seq_length // p.context % size:
+            return (
+                f"chunks, and data.seq_length {seq_length} / context {p.context} = {seq_length // p.context} does not "
+                f"divide by mixers.{name}.{mixer.chunk_field} {size}",
+                f"give a seq_length that is a multiple of {p.context * size}, or set parallel.context_exchange=auto",
+            )
+    return None

@@ -1,0 +1,147 @@
+"""Rules of training, its optimizer and where it runs."""
+
+from __future__ import annotations
+
+from megatron_ext.config.deepspeed import STAGES, deepspeed_config
+from megatron_ext.config.rules.rule import Broken, Facts, Rules, does_not_divide
+
+RULES = Rules()
+rule = RULES.on
+
+
+@rule("training.global_batch_size")
+def batch_divides_by_replicas(f: Facts) -> Broken:
+    """Every data-parallel rank makes the same number of whole micro-batches."""
+    t, replicas = f.config.training, f.layout.data_parallel_size
+    samples = t.micro_batch_size * replicas
+    by = f"micro_batch_size {t.micro_batch_size} * data-parallel size {replicas} ="
+    mend = f"give a multiple of {samples}, or another micro_batch_size"
+    return does_not_divide("global_batch_size", t.global_batch_size, by, samples, mend)
+
+
+@rule("training.global_batch_size")
+def interleaving_needs_whole_rounds(f: Facts) -> Broken:
+    """The interleaved schedule hands micro-batches round the stages in groups of the pipeline's size."""
+    p, t = f.config.parallel, f.config.training
+    if p.virtual_pipeline == 1 or f.layout.num_micro_batches % p.pipeline == 0:
+        return None
+    samples = t.micro_batch_size * f.layout.data_parallel_size * p.pipeline
+    return (
+        f"{t.global_batch_size} makes {f.layout.num_micro_batches} micro-batches, which do not divide by "
+        f"parallel.pipeline {p.pipeline}, and virtual_pipeline is {p.virtual_pipeline}",
+        f"give a multiple of {samples}, or set parallel.virtual_pipeline=1",
+    )
+
+
+@rule("training.evaluate_suites_every")
+def suites_have_a_rhythm(f: Facts) -> Broken:
+    """Neither says anything without the other."""
+    t = f.config.training
+    if bool(t.evaluate_suites) == bool(t.evaluate_suites_every):
+        return None
+    if t.evaluate_suites:
+        return f"0, with training.evaluate_suites {', '.join(t.evaluate_suites)}", "give the steps between them"
+    return f"{t.evaluate_suites_every}, without training.evaluate_suites", "name them, e.g. [retrieval]"
+
+
+@rule("training.evaluate_suites")
+def suites_reach_the_output_layer(f: Facts) -> Broken:
+    """They use its weight by itself; DeepSpeed's engine stands around the model, and ZeRO-3 has no weight whole."""
+    t, sharding = f.config.training, f.config.optimizer.sharding
+    if not t.evaluate_suites or sharding not in ("zero2", "zero3"):
+        return None
+    mend = "leave it out and run `selectron evaluate` on the checkpoints, or choose another sharding"
+    return f"{', '.join(t.evaluate_suites)}, with optimizer.sharding {sharding}", mend
+
+
+@rule("optimizer.min_lr")
+def rate_falls(f: Facts) -> Broken:
+    """The schedule goes down from lr to min_lr."""
+    o = f.config.optimizer
+    if o.min_lr <= o.lr:
+        return None
+    return f"{o.min_lr:g} is above optimizer.lr {o.lr:g}", f"give at most {o.lr:g}"
+
+
+@rule("optimizer.decay_steps")
+def decay_steps_belong_to_wsd(f: Facts) -> Broken:
+    """Only the warm-up-stable-decay schedule has a decay of its own length, and it needs one."""
+    o = f.config.optimizer
+    if o.schedule == "wsd" and o.decay_steps == 0:
+        return "0, with optimizer.schedule wsd", "give the number of last steps in which the rate falls"
+    if o.schedule != "wsd" and o.decay_steps > 0:
+        return f"{o.decay_steps}, with optimizer.schedule {o.schedule}", "set it to 0, or optimizer.schedule=wsd"
+    return None
+
+
+@rule("optimizer.warmup_steps")
+def schedule_fits_the_run(f: Facts) -> Broken:
+    """The warm-up ends before the run does, and the decay begins after it."""
+    o, steps = f.config.optimizer, f.config.training.steps
+    # Megatron's scheduler asserts that the warm-up is shorter than the run.
+    if o.warmup_steps >= steps:
+        return f"{o.warmup_steps} is not less than training.steps {steps}", f"give at most {steps - 1}, or more steps"
+    if o.warmup_steps + o.decay_steps > steps:
+        return (
+            f"warm-up {o.warmup_steps} + decay_steps {o.decay_steps} is more than training.steps {steps}",
+            "shorten one of them, or give more steps",
+        )
+    return None
+
+
+# --- DeepSpeed -------------------------------------------------------------------------------------------------------
+
+
+@rule("optimizer.sharding")
+def sharded_gradients_need_one_stage(f: Facts) -> Broken:
+    """ZeRO-2 and 3 reduce gradients in each backward pass; a pipeline's backward passes accumulate them over many."""
+    sharding, stages = f.config.optimizer.sharding, f.config.parallel.pipeline
+    if stages == 1 or STAGES.get(sharding, 1) == 1:
+        return None
+    problem = f"{sharding} shares gradients out as they come, and parallel.pipeline {stages} must accumulate them"
+    return problem, "set parallel.pipeline=1, or optimizer.sharding=zero1"
+
+
+def _needs_deepspeed(field: str, f: Facts, *, stages: tuple[str, ...]) -> Broken:
+    value, sharding = getattr(f.config.optimizer, field), f.config.optimizer.sharding
+    if value in (None, "none") or sharding in stages:
+        return None
+    return f"{value}, with optimizer.sharding {sharding}", f"set optimizer.sharding={stages[0]}, or leave it out"
+
+
+@rule("optimizer.offload")
+def offloading_is_deepspeeds(f: Facts) -> Broken:
+    """Megatron's optimizers of this project stay on the GPU."""
+    return _needs_deepspeed("offload", f, stages=tuple(STAGES))
+
+
+@rule("optimizer.offload_parameters")
+def offloaded_parameters_are_shared_out(f: Facts) -> Broken:
+    """Only ZeRO-3 fetches parameters when they are used."""
+    return _needs_deepspeed("offload_parameters", f, stages=("zero3",))
+
+
+@rule("optimizer.deepspeed")
+def configuration_of_deepspeed_is_for_deepspeed(f: Facts) -> Broken:
+    """Nobody else reads it."""
+    return _needs_deepspeed("deepspeed", f, stages=tuple(STAGES))
+
+
+@rule("optimizer.deepspeed")
+def configuration_of_deepspeed_agrees(f: Facts) -> Broken:
+    """What the run says and what the file says must be the same; the error names the file's field."""
+    if f.config.optimizer.sharding in STAGES:
+        deepspeed_config(f.config.optimizer, f.config.training, f.layout.num_micro_batches)
+    return None
+
+
+# --- where it runs ---------------------------------------------------------------------------------------------------
+
+
+@rule("run.backend")
+def transformer_engine_needs_a_gpu(f: Facts) -> Broken:
+    """Transformer Engine has no CPU path."""
+    r = f.config.run
+    if r.backend != "transformer_engine" or r.device != "cpu":
+        return None
+    return "transformer_engine, with run.device cpu", "set run.backend=local, or run.device=cuda"

@@ -1,0 +1,63 @@
+"""Suites of tests between two optimizer steps, under the run's own layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.checkpoint.folder import Progress
+from megatron_ext.evaluation.fewshot.run import check_fewshot
+from megatron_ext.evaluation.generators import generators_kept
+from megatron_ext.evaluation.retrieval.run import check_retrieval
+from megatron_ext.parallel.agreement import on_every_rank
+from megatron_ext.training.suites import SUITES
+from megatron_ext.training.testing import Evaluated, make_folder, results_folder
+
+
+class SuitesBetweenSteps:
+    """Tests the model that a run trains; training goes on as if it had not happened.
+
+    A collective call, like those that follow; nothing is asked of the model yet.
+
+    Args:
+        evaluated: the run's model, as it is now and will be.
+        options: of each suite, by name.
+        folder: of the run.
+
+    Raises:
+        UserError: a suite would refuse its options once it ran: a file, a task or a length is not what it must be.
+    """
+
+    def __init__(self, evaluated: Evaluated, options: Mapping[str, Any], folder: Path) -> None:
+        self._evaluated, self._options, self._folder = evaluated, options, folder
+        on_every_rank(self._check)
+
+    def _check(self) -> None:
+        model = self._evaluated.language_model()
+        if "retrieval" in self._options:
+            check_retrieval(model, self._options["retrieval"])
+        if "fewshot" in self._options:
+            check_fewshot(self._options["fewshot"], model.max_length)
+
+    def run(self, progress: Progress) -> list[dict[str, Any]]:
+        """Run all suites and write their results, as `selectron evaluate` does.
+
+        Args:
+            progress: how far the run is.
+
+        Returns:
+            Records as `suites.jsonl` keeps them; empty but on the first rank.
+        """
+        output = results_folder(self._folder, progress.step)
+        on_every_rank(lambda: make_folder(output))
+        evaluated = replace(self._evaluated, progress=progress)
+        records = []
+        with generators_kept():
+            for name, options in self._options.items():
+                tested = SUITES[name].test()(evaluated, options, output)
+                if tested is not None:
+                    about = {"step": progress.step, "tokens": progress.tokens, "suite": name}
+                    records.append({**about, "scores": tested.scores})
+        return records

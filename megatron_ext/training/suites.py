@@ -1,0 +1,125 @@
+"""Suites of tests by name: what each is told, and what does it. Importing this is quick; a suite takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_ext.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Tests of a model. Both parts are named as `pkgutil.resolve_name` takes them, and imported when asked for.
+
+    Attributes:
+        options: dataclass of what it is told.
+        function: see `training.testing.Test`.
+        in_training: whether it can run between steps; loss by domain has its own rhythm, `training.evaluate_every`.
+    """
+
+    options: str
+    function: str
+    in_training: bool = True
+
+    def options_of(self, name: str, fields: dict[str, Any]) -> Any:
+        """Its typed options.
+
+        Args:
+            name: the suite's, for messages.
+            fields: of its options, as plain values.
+
+        Raises:
+            UserError: a field is not there, or a value is out of its range.
+        """
+        from megatron_ext.config.validate import validate
+
+        return validate(self.options_type(), fields, prefix=f"{name}.")
+
+    def options_type(self) -> type[Any]:
+        """The dataclass."""
+        found: type[Any] = resolve_name(self.options)
+        return found
+
+    def test(self) -> Callable[..., Any]:
+        """The function."""
+        found: Callable[..., Any] = resolve_name(self.function)
+        return found
+
+
+SUITES: dict[str, Suite] = {
+    "domains": Suite(
+        "megatron_ext.evaluation.domain_results:DomainOptions", "megatron_ext.training.testing:domains", False
+    ),
+    "retrieval": Suite(
+        "megatron_ext.evaluation.retrieval.options:RetrievalOptions", "megatron_ext.training.testing:retrieval"
+    ),
+    "fewshot": Suite("megatron_ext.evaluation.fewshot.options:FewshotOptions", "megatron_ext.training.testing:fewshot"),
+}
+
+
+def read_overrides(name: str, overrides: Sequence[str]) -> Any:
+    """The options of a suite from `field=value`, see `Suite.options_of`."""
+    from megatron_ext.config.load import read_fields
+
+    suite = SUITES[name]
+    return suite.options_of(name, read_fields(overrides, suite.options_type(), f"{name}."))
+
+
+def check_names(where: str, names: Sequence[str], known: Mapping[str, Suite] = SUITES) -> None:
+    """Refuse a name that is no suite's.
+
+    Args:
+        where: they were given.
+        names: of suites.
+        known: to choose from.
+
+    Raises:
+        UserError: one is unknown.
+    """
+    for name in names:
+        if name not in known:
+            raise UserError(where, f"no suite {name!r}", f"choose from: {', '.join(known)}")
+
+
+def check_suites(config: RunConfig) -> dict[str, Any]:
+    """The options of the suites that a run is tested with between steps, by name, as far as a configuration tells.
+
+    Raises:
+        UserError: a suite is unknown or cannot run here, or is told what is not there, out of range or too long.
+    """
+    names, kinds = config.training.evaluate_suites, {name: one for name, one in SUITES.items() if one.in_training}
+    check_names("training.evaluate_suites", names, kinds)
+    for name in kinds:
+        fields = getattr(config, name)
+        if fields and name not in names:
+            problem = "is of a suite that training.evaluate_suites does not name"
+            raise UserError(f"{name}.{next(iter(fields))}", problem, f"add {name} there, or leave it out")
+    options = {name: kinds[name].options_of(name, getattr(config, name)) for name in dict.fromkeys(names)}
+    if "retrieval" in options:
+        _check_lengths(options["retrieval"], config.model.max_position_embeddings)
+    if "fewshot" in options:
+        _check_fewshot(options["fewshot"])
+    return options
+
+
+def _check_lengths(options: Any, longest: int | None) -> None:
+    assert longest is not None, "derived"
+    too_long = [length for length in options.lengths if length > longest]
+    if too_long and options.unfit == "refuse":
+        problem = f"{too_long[0]}, and the model takes {longest} tokens at most"
+        mend = "give shorter ones, a larger model.max_position_embeddings, or set retrieval.unfit to skip"
+        raise UserError("retrieval.lengths", problem, mend)
+
+
+def _check_fewshot(options: Any) -> None:
+    from megatron_ext.evaluation.fewshot.run import check_installed
+
+    check_installed()
+    if options.data is not None and not options.data.is_dir():
+        raise UserError("fewshot.data", f"{options.data} is no folder", "name one with the files of the test sets")

@@ -1,0 +1,62 @@
+"""Haystacks from the user's files, and what is refused of them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from megatron_ext.errors import UserError
+from megatron_ext.evaluation.retrieval.haystack import NOISE, insert, read_haystack
+
+
+def test_without_a_path_hay_is_noise() -> None:
+    hay = read_haystack(None)
+    assert (hay.name, hay.cut(3, 2), hay.separator) == ("noise", [NOISE, NOISE], "\n")
+
+
+def test_text_is_cut_in_sentences(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("One  is\nhere. Is two? Yes!\n\nNo stop " + "word " * 70)
+    (tmp_path / "b.md").write_text("Last.")
+    (tmp_path / "c.bin").write_bytes(b"\xff")
+    long = ["No stop" + " word" * 58, " ".join(["word"] * 12)]
+    hay = read_haystack(str(tmp_path))
+    assert list(hay.pieces) == ["One is here.", "Is two?", "Yes!", *long, "Last."]
+    assert hay.cut(5, 3) == ["Last.", "One is here.", "Is two?"]
+
+
+def test_records_are_read_whatever_they_are_packed_in(tmp_path: Path) -> None:
+    line = json.dumps({"text": "Of course. It is.", "meta": {}}).encode() + b"\n"
+    (tmp_path / "a.jsonl").write_bytes(line)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(line))
+    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(line))
+    assert list(read_haystack(str(tmp_path)).pieces) == ["Of course.", "It is."] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("none.txt", None, "does not exist"),
+        ("blank.txt", b" \n", "holds no text"),
+        ("image.png", b"x", "holds none of .jsonl"),
+        ("latin.txt", b"caf\xe9", "is not UTF-8 .byte 3"),
+        ("bad.jsonl", b'{"text": "Good."}\n{"txt": 1}\n', "bad.jsonl:2 is no record with a text"),
+        ("packed.jsonl.gz", gzip.compress(b'{"text": "Good."}' * 99)[:-9], "packed.jsonl.gz cannot be read"),
+        ("packed.jsonl.zst", b"no such thing", "packed.jsonl.zst cannot be read"),
+        ("bytes.jsonl", b'{"text": "caf\xe9"}', "bytes.jsonl is not UTF-8"),
+        ("number.jsonl", b'{"text": 1}\n', "number.jsonl:1 is no record with a text"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tmp_path: Path, name: str, content: bytes | None, problem: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=problem):
+        read_haystack(str(tmp_path / name))
+
+
+def test_needles_stand_before_the_piece_at_their_depth() -> None:
+    needles = [(1.0, "end"), (0.5, "middle"), (0.0, "start"), (0.55, "next")]
+    assert insert(["a", "b", "c", "d"], needles) == ["start", "a", "b", "middle", "next", "c", "d", "end"]

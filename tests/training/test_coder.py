@@ -1,0 +1,81 @@
+"""The tokenizer that a run keeps gives the tokens of the one that it was kept from, of every kind."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+import tiktoken
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from data_prep.manifest import TokenizerEntry
+from data_prep.vocabularies import TextTokenizer, keep_tokenizer, open_tokenizer
+from megatron_ext.errors import UserError
+from megatron_ext.training.coder import ENTRY, coder_in, keep_coder
+
+TEXT = "plain text, na\u00efve \u6771\u4eac \U0001f986 <|endoftext|> inside"
+PATTERN = r"\p{L}+|[^\p{L}]"
+BYTES = [bytes([byte]) for byte in range(256)]
+
+
+def _tiktoken(folder: Path) -> tuple[TextTokenizer, list[int]]:
+    ranks = {token: rank for rank, token in enumerate([*BYTES, b"pl", b"in"])}
+    path = folder / "own.tiktoken"
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()))
+    library = tiktoken.Encoding("own", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+    return open_tokenizer(str(path), PATTERN), library.encode_ordinary(TEXT)
+
+
+def _rwkv(folder: Path) -> tuple[TextTokenizer, list[int]]:
+    path = folder / "vocab.txt"
+    path.write_text("".join(f"{number} {token!r} 1\n" for number, token in enumerate(BYTES, start=1)))
+    return open_tokenizer(str(path)), [byte + 1 for byte in TEXT.encode()]
+
+
+def _json(folder: Path) -> tuple[TextTokenizer, list[int]]:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    library = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    expected = library.encode(TEXT).ids
+    library.add_special_tokens(["<|endoftext|>"])
+    library.save(str(folder / "own.json"))
+    return open_tokenizer(str(folder / "own.json")), expected
+
+
+@pytest.mark.parametrize(
+    ("make", "end"), [(_tiktoken, 258), (_rwkv, 0), (_json, 256)], ids=["tiktoken", "rwkv", "json"]
+)
+def test_a_run_keeps_every_kind(make, end: int, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    data, run = tmp_path / "data", tmp_path / "run"
+    data.mkdir()
+    run.mkdir()
+    tokenizer, expected = make(tmp_path)
+    entry = keep_tokenizer(data, tokenizer, ("<|endoftext|>", end))
+    keep_coder(data / entry.file, entry, run)
+    coder = coder_in(run)
+    assert coder is not None
+    assert coder.encode(TEXT) == expected  # the name of the end-of-document token is text
+    assert coder.decode(expected) == TEXT
+    assert (coder.end_id, coder.known_end, coder.size) == (end, end, entry.vocab_size)
+    assert (run / "tokenizer.json").exists() == (entry.kind == "huggingface")  # nothing else is called so
+
+
+def test_a_folder_without_a_tokenizer_or_with_a_broken_entry(tmp_path: Path) -> None:
+    assert coder_in(tmp_path) is None
+    (tmp_path / ENTRY).write_text(json.dumps({"file": "x"}))
+    with pytest.raises(UserError, match=rf"{ENTRY}: cannot be read; copy it again"):
+        coder_in(tmp_path)
+
+
+def test_an_end_that_nothing_names(tmp_path: Path) -> None:
+    tokenizer, _ = _json(tmp_path)
+    entry = TokenizerEntry("own.json", "", tokenizer.vocab_size, "[none]", 0)
+    keep_coder(tmp_path / "own.json", entry, tmp_path)
+    coder = coder_in(tmp_path)
+    assert coder is not None
+    assert coder.known_end is None
+    with pytest.raises(UserError, match="nothing says which token ends a document; name it as eos_token"):
+        _ = coder.end_id
