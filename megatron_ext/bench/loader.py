@@ -11,7 +11,6 @@ from statistics import median
 
 import numpy as np
 
-from data_prep.manifest import load_manifest
 from megatron_ext.bench.loader_report import Resume, Row
 from megatron_ext.data.batches import micro_batch_indices, training_batch
 from megatron_ext.data.opening import open_samples, shard_files
@@ -95,8 +94,8 @@ def measure(root: Path, shards: int, length: int, batch: int, ranks: int, second
 
 def verify_once(root: Path, folder: Path) -> None:
     """Compare the sha256 of all training text and keep the record in a folder, as the first start of a run does."""
-    verified = Verified(root, {})
-    verify_shards(root, load_manifest(root), ["train"], check=verified.check)
+    verified, (_, manifest) = Verified(root, {}), open_samples(root, 1, SEED)
+    verify_shards(root, manifest, ["train"], check=verified.check)
     write_verified(folder, verified.found)
 
 
