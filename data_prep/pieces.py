@@ -1,4 +1,4 @@
-"""Long texts encoded in pieces: what a tokenizer library needs for a text is some hundred bytes of memory a token."""
+"""Long texts encoded in pieces: a tokenizer library needs up to 200 bytes of memory for each byte."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 PIECE_CHARACTERS = 500_000
 WHOLE_BYTES = 4 << 20
-"""The longest piece, where no place to cut was found: 300 bytes of memory for each of its bytes, at the worst."""
+"""The longest piece, where no place to cut was found: below 1 GB of memory as measured."""
 
 WINDOW = 200
 """Characters on both sides of a cut that are encoded together and apart to compare."""

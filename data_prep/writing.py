@@ -27,7 +27,7 @@ from megatron_ext.files import write_whole
 
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 500_000
-"""The tokenizer library keeps some 300 bytes a token until a batch is done; larger batches are no faster."""
+"""The tokenizer library holds up to 200 bytes for each byte of a batch; larger ones are no faster."""
 
 
 @dataclass(frozen=True)
