@@ -1,12 +1,16 @@
 """datatrove steps that find which n-grams of test documents stand in training documents, and where first.
 
-Every step writes one file a task and can be run again after a kill. The rule and its source are in `decontamination`.
+Every step can be run again after a kill. The rule and its source are in `decontamination`.
+
+Memory, for G distinct n-grams of test text: their hashes take 8 G bytes in a file that is mapped, so its pages are
+shared by the processes of a machine and can be given back; a worker that searches has G bytes of its own and some
+64 MB for what it finds, which it writes in pieces. Steps that merge take a range of hashes at a time, 256 MB, whatever
+G is. So the floor is G bytes a worker, 0.2 GB for 200 million n-grams, beside what a process of Python takes.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -19,16 +23,30 @@ from datatrove.data import Document
 from datatrove.io import DataFolder, get_datafolder
 from datatrove.pipeline.base import PipelineStep
 
+from data_prep.arrays import appended_array, load, load_json, save, save_json
 from data_prep.ngrams import Hashes, window_hashes, words_of
+from data_prep.runs import RunWriter, merge_runs, run_names
+from data_prep.steps import place_of
 from megatron_ext.errors import UserError
 
 TRAIN = "train"
 ALL_GRAMS = "all.npy"
 FIRST_OWNERS = "first.npy"
-OWNERS = "owners.json"
 SUMMARY = "summary.json"
-PENDING_HASHES = 4_000_000
-"""Hashes that are collected before they are sorted and merged (32 MB)."""
+RUNS = "runs"
+FOUND_AT_A_TIME = 2_000_000
+"""N-grams found that a task keeps in memory before it writes them (32 MB, and as much to sort them)."""
+
+GRAMS_AT_A_TIME = 8_000_000
+"""N-grams whose first documents are compared at a time (96 MB)."""
+
+FOUND = np.dtype([("gram", "<i8"), ("document", "<u8")])
+"""Place of an n-gram in the array of all, and the place in the input of the document that holds it."""
+
+OWNER = np.dtype([("document", "<u8"), ("task", "<u4")])
+"""Place in the input of the first document that holds an n-gram, and the task that has its name."""
+
+NOT_FOUND = np.uint64(2**64 - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +86,7 @@ class OverlapOptions:
 
 
 class CollectGrams(PipelineStep):
-    """Writes the distinct n-gram hashes of a task's test documents, ascending."""
+    """Writes the distinct n-gram hashes of a task's test documents, as ascending runs."""
 
     type = "DECONTAMINATION"
     name = "collect n-grams"
@@ -80,17 +98,14 @@ class CollectGrams(PipelineStep):
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> None:
         """Consume the documents of a task."""
-        collected, pending, waiting = np.empty(0, np.uint64), [np.empty(0, np.uint64)], 0
+        runs = RunWriter(self.grams, RUNS, rank)
         for document in data:
             if document.metadata["split"] not in self.options.splits:
                 continue
             with self.track_time():
-                pending.append(window_hashes(words_of(document.text), self.options.ngram_words))
-                waiting += len(pending[-1])
-                if waiting >= PENDING_HASHES:
-                    collected, pending, waiting = np.unique(np.concatenate([collected, *pending])), [], 0
+                runs.add(window_hashes(words_of(document.text), self.options.ngram_words))
             self.stat_update("total")
-        save(self.grams, task_name(rank), np.unique(np.concatenate([collected, *pending])))
+        runs.close()
 
 
 class MergeGrams(PipelineStep):
@@ -106,17 +121,14 @@ class MergeGrams(PipelineStep):
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
         """Merge."""
-        merged = np.empty(0, np.uint64)
-        for task in range(self.tasks):
-            merged = np.union1d(merged, load(self.grams, task_name(task)))
-        save(self.grams, ALL_GRAMS, merged)
-        self.stat_update("ngrams", value=len(merged))
+        self.stat_update("ngrams", value=merge_runs(self.grams, RUNS, self.tasks, self.grams, ALL_GRAMS))
 
 
 class SearchTrain(PipelineStep):
     """Writes which test n-grams the training documents of a task hold, and the first document of the task that does.
 
-    Counts: `total` training documents, and `overlapping`, those that hold any test n-gram.
+    Documents say their place in the input, `unit` and `number`, in their metadata. Counts: `total` training documents,
+    and `overlapping`, those that hold any test n-gram.
     """
 
     type = "DECONTAMINATION"
@@ -131,35 +143,57 @@ class SearchTrain(PipelineStep):
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> None:
         """Consume the documents of a task."""
         grams = load(self.grams, ALL_GRAMS)
-        seen = np.zeros(len(grams), np.bool_)
-        places, owners = array("q"), array("i")
-        who: list[list[str]] = []
+        found = _FoundWriter(self.found, rank, len(grams))
         counts: Counter[str] = Counter()
-        for document in data:
-            if document.metadata["split"] != TRAIN:
-                continue
-            with self.track_time():
-                hashes = window_hashes(words_of(document.text), self.options.ngram_words)
-                hits = places_in(grams, hashes)
-            counts.update(documents=1, overlapping=int(len(hits) > 0))
-            new = hits[~seen[hits]]
-            if len(new):
-                seen[new] = True
-                places.extend(new.tolist())
-                owners.extend([len(who)] * len(new))
-                who.append([document.metadata["source"], document.id])
+        with self.found.open(names_of(rank), "wt", encoding="utf-8") as names:
+            for document in data:
+                if document.metadata["split"] != TRAIN:
+                    continue
+                with self.track_time():
+                    hashes = window_hashes(words_of(document.text), self.options.ngram_words)
+                    hits = places_in(grams, hashes)
+                counts.update(documents=1, overlapping=int(len(hits) > 0))
+                if found.add(hits, place_of(document)):
+                    owner = [place_of(document), document.metadata["source"], document.id]
+                    names.write(json.dumps(owner) + "\n")
+        found.close()
         self.stat_update("total", value=counts["documents"])
         self.stat_update("overlapping", value=counts["overlapping"])
-        rows = np.stack([np.array(places, np.int64), np.array(owners, np.int64)])
-        save(self.found, task_name(rank), rows)
-        save_json(self.found, f"{rank:05d}.json", {"counts": counts, "owners": who})
+        save_json(self.found, f"{rank:05d}.json", counts)
+
+
+class _FoundWriter:
+    """Writes the n-grams that a task finds, each with the first document that holds it, as runs ascending by n-gram."""
+
+    def __init__(self, folder: DataFolder, rank: int, grams: int) -> None:
+        self._folder = folder
+        self._prefix = f"{RUNS}/{rank:05d}"
+        self._runs = 0
+        self._seen = np.zeros(grams, np.bool_)
+        self._grams, self._documents = array("q"), array("Q")
+
+    def add(self, hits: npt.NDArray[np.int64], document: int) -> bool:
+        """Take the n-grams of a document; whether it is the first of the task with any of them."""
+        new = hits[~self._seen[hits]]
+        self._seen[new] = True
+        self._grams.frombytes(new.tobytes())
+        self._documents.extend([document] * len(new))
+        if len(self._grams) >= FOUND_AT_A_TIME:
+            self.close()
+        return len(new) > 0
+
+    def close(self) -> None:
+        """Write what is left, if only to say that the task has nothing."""
+        rows = np.empty(len(self._grams), FOUND)
+        rows["gram"], rows["document"] = self._grams, self._documents
+        save(self._folder, f"{self._prefix}-{self._runs:05d}.npy", rows[np.argsort(rows["gram"])])
+        self._grams, self._documents, self._runs = array("q"), array("Q"), self._runs + 1
 
 
 class MergeFindings(PipelineStep):
     """Merges what the tasks found: the n-grams found, ascending, and the first training document that holds each.
 
-    First is by source, then by id with its numbers compared as numbers, so that line 9 comes before line 10. Readers
-    that read files by name and each in one task give the same for any number of tasks. Runs in one task.
+    First is by place in the input, so that any number of tasks gives the same. Runs in one task.
     """
 
     type = "DECONTAMINATION"
@@ -173,22 +207,36 @@ class MergeFindings(PipelineStep):
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
         """Merge."""
-        summaries = [load_json(self.found, f"{task:05d}.json") for task in range(self.tasks)]
-        owners = sorted({tuple(owner) for summary in summaries for owner in summary["owners"]}, key=_reading_order)
-        number = {owner: i for i, owner in enumerate(owners)}
         grams = load(self.grams, ALL_GRAMS)
-        first = np.full(len(grams), len(owners), np.int64)
-        for task, summary in enumerate(summaries):
-            numbers = np.array([number[tuple(owner)] for owner in summary["owners"]], np.int64)
-            places, of_task = load(self.found, task_name(task))
-            first[places] = np.minimum(first[places], numbers[of_task])  # a place is there once a task
-        found = first < len(owners)
-        save(self.found, ALL_GRAMS, grams[found])
-        save(self.found, FIRST_OWNERS, first[found])
-        save_json(self.found, OWNERS, owners)
-        counts = sum((Counter(summary["counts"]) for summary in summaries), Counter())
+        runs = run_names(self.found, RUNS, self.tasks)
+        with (
+            appended_array(self.found, ALL_GRAMS, np.uint64) as add_grams,
+            appended_array(self.found, FIRST_OWNERS, OWNER) as add_owners,
+        ):
+            for start in range(0, len(grams), GRAMS_AT_A_TIME):
+                part = grams[start : start + GRAMS_AT_A_TIME]
+                owners = self._first_owners(runs, start, len(part))
+                found = owners["document"] != NOT_FOUND
+                add_grams(part[found])
+                add_owners(owners[found])
+                self.stat_update("ngrams", value=int(found.sum()))
+        summaries = (load_json(self.found, f"{task:05d}.json") for task in range(self.tasks))
+        counts = sum((Counter(summary) for summary in summaries), Counter())
         save_json(self.found, SUMMARY, {name: counts[name] for name in ("documents", "overlapping")})
-        self.stat_update("ngrams", value=int(found.sum()))
+
+    def _first_owners(self, runs: list[list[str]], start: int, number: int) -> npt.NDArray[np.void]:
+        """First documents of so many n-grams, shape (number,)."""
+        first = np.zeros(number, OWNER)
+        first["document"] = NOT_FOUND
+        for task, of_task in enumerate(runs):
+            for run in of_task:
+                rows = load(self.found, run)
+                low, high = np.searchsorted(rows["gram"], [start, start + number])
+                places, documents = rows["gram"][low:high] - start, rows["document"][low:high]
+                earlier = documents < first["document"][places]  # a place is there once a task
+                first["document"][places[earlier]] = documents[earlier]
+                first["task"][places[earlier]] = task
+        return first
 
 
 class JudgeDocuments(PipelineStep):
@@ -209,8 +257,7 @@ class JudgeDocuments(PipelineStep):
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> None:
         """Consume the documents of a task."""
         found, first = load(self.found, ALL_GRAMS), load(self.found, FIRST_OWNERS)
-        owners = load_json(self.found, OWNERS)
-        banned = [np.empty(0, np.uint64)]
+        banned = RunWriter(self.judged, RUNS, rank)
         with self.judged.open(f"{rank:05d}.jsonl", "wt", encoding="utf-8") as file:
             for document in data:
                 if document.metadata["split"] not in self.options.splits:
@@ -221,14 +268,14 @@ class JudgeDocuments(PipelineStep):
                 record = self._record(document, words, hit)
                 if hit.any():
                     start = int(hit.argmax())
-                    source, name = owners[first[np.searchsorted(found, hashes[start])]]
-                    example = " ".join(words[start : start + self.options.ngram_words])
-                    record |= {"example": example, "train_source": source, "train_id": name}
+                    owner = first[np.searchsorted(found, hashes[start])]
+                    record["example"] = " ".join(words[start : start + self.options.ngram_words])
+                    record["train_document"] = [int(owner["task"]), int(owner["document"])]
                 if record["contaminated"]:
-                    banned.append(hashes[hit])
+                    banned.add(hashes[hit])
                 file.write(json.dumps(record) + "\n")
                 self.stat_update("total", *(["contaminated"] if record["contaminated"] else []))
-        save(self.judged, task_name(rank), np.unique(np.concatenate(banned)))
+        banned.close()
 
     def _record(self, document: Document, words: list[str], hit: npt.NDArray[np.bool_]) -> dict[str, Any]:
         share = float(hit.mean()) if len(hit) else 0.0
@@ -262,37 +309,6 @@ def _longest_run(hit: npt.NDArray[np.bool_]) -> int:
     return int((edges[1::2] - edges[::2]).max())
 
 
-def _reading_order(owner: tuple[str, ...]) -> tuple[str, list[str | int]]:
-    source, name = owner
-    return source, [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
-
-
-def task_name(rank: int) -> str:
-    """Name of a task's array."""
-    return f"{rank:05d}.npy"
-
-
-def save(folder: DataFolder, name: str, values: npt.NDArray[Any]) -> None:
-    """Write an array."""
-    with folder.open(name, "wb") as file:
-        np.save(file, values, allow_pickle=False)
-
-
-def load(folder: DataFolder, name: str) -> npt.NDArray[Any]:
-    """Read an array; one on a local disk is mapped, so that processes share its memory."""
-    if folder.is_local():
-        return np.load(f"{folder.path}/{name}", mmap_mode="r", allow_pickle=False)
-    with folder.open(name, "rb") as file:
-        return np.load(file, allow_pickle=False)
-
-
-def save_json(folder: DataFolder, name: str, values: Any) -> None:
-    """Write JSON."""
-    with folder.open(name, "wt", encoding="utf-8") as file:
-        json.dump(values, file)
-
-
-def load_json(folder: DataFolder, name: str) -> Any:
-    """Read JSON."""
-    with folder.open(name, "rt", encoding="utf-8") as file:
-        return json.load(file)
+def names_of(rank: int) -> str:
+    """Name of the file in which a task that searches writes place, source and id of documents, one a line."""
+    return f"{rank:05d}.jsonl"
