@@ -13,8 +13,9 @@ from datatrove.io import get_datafolder
 from datatrove.pipeline.base import PipelineStep
 
 from data_prep.arrays import load_json, save_json
-from data_prep.overlap import RUNS, SUMMARY, OverlapOptions, names_of
-from data_prep.runs import merge_runs
+from data_prep.findings import SUMMARY, names_of
+from data_prep.overlap import OverlapOptions
+from data_prep.runs import RUNS, merge_runs
 
 REPORT = "report.json"
 TABLE = "report.md"

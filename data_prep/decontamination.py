@@ -17,7 +17,8 @@ from datatrove.pipeline.base import PipelineStep
 
 from data_prep.contamination_report import WriteReport
 from data_prep.execution import Stage
-from data_prep.overlap import CollectGrams, JudgeDocuments, MergeFindings, MergeGrams, OverlapOptions, SearchTrain
+from data_prep.findings import MergeFindings
+from data_prep.overlap import CollectGrams, JudgeDocuments, MergeGrams, OverlapOptions, SearchTrain
 from data_prep.overlap_filter import DropContaminated
 
 

@@ -12,6 +12,9 @@ from datatrove.io import DataFolder
 from data_prep.arrays import appended_array, load, save
 from data_prep.ngrams import Hashes
 
+RUNS = "runs"
+"""Folder of them."""
+
 RUN_HASHES = 8_000_000
 """Hashes that are sorted at a time: 256 MB."""
 

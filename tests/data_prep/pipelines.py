@@ -17,7 +17,7 @@ def document(text: str, name: str, split: str = "train", domain: str = "C4") -> 
 
 
 class Given(PipelineStep):
-    """A reader of documents that are there already: task r of w gets every w-th. Their places go by source."""
+    """A reader of documents that are there already: task r of w gets every w-th."""
 
     type = "READER"
     name = "given"
@@ -25,9 +25,6 @@ class Given(PipelineStep):
     def __init__(self, documents: Sequence[Document]) -> None:
         super().__init__()
         self.documents = list(documents)
-        sources = sorted({given.metadata["source"] for given in documents})
-        for number, given in enumerate(self.documents):
-            given.metadata |= {"unit": sources.index(given.metadata["source"]), "number": number}
 
     def run(self, data: object = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         for given in self.documents[rank::world_size]:

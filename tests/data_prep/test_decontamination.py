@@ -8,7 +8,7 @@ import pytest
 from datatrove.data import Document
 from pipelines import FailsOnce, Given, document, read, run, run_here
 
-from data_prep import overlap, runs
+from data_prep import findings, runs
 from data_prep.decontamination import Decontamination, Source, decontamination
 from data_prep.overlap import OverlapOptions
 from data_prep.overlap_filter import DropContaminated
@@ -218,7 +218,7 @@ def test_the_size_of_what_is_kept_in_memory_changes_nothing(tmp_path, monkeypatc
     documents = corpus()
     made, expected = looked_for(documents, tmp_path / "whole", (1, 1), action="drop_train")
     kept = left(made, documents)
-    for module, name in ((runs, "RUN_HASHES"), (overlap, "FOUND_AT_A_TIME"), (overlap, "GRAMS_AT_A_TIME")):
+    for module, name in ((runs, "RUN_HASHES"), (findings, "FOUND_AT_A_TIME"), (findings, "GRAMS_AT_A_TIME")):
         monkeypatch.setattr(module, name, 29)
     made, report = looked_for(documents, tmp_path / "pieces", (2, 3), action="drop_train")
     assert report == expected
@@ -252,8 +252,8 @@ def test_without_a_report_or_with_other_options_nothing_is_passed_on(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ngram_words": 0}, "ngram_words: 0 is not positive"),
-        ({"threshold": 1.0}, r"threshold: 1\.0 is no share"),
+        ({"ngram_words": 0}, "--ngram-words: 0 is not positive"),
+        ({"threshold": 1.0}, r"--contamination-threshold: 1\.0 is no share"),
         ({"splits": ("train",)}, "cannot be tested against train"),
         ({"splits": ()}, "cannot be tested against train"),
         ({"action": "drop"}, "action: drop is unknown"),
