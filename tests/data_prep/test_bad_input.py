@@ -72,3 +72,18 @@ def test_a_bad_record_stops_or_is_counted(tmp_path, tokenizer_file, name, conten
     assert (Path(skipped.file).name.split(":")[0], skipped.records) == (name, 1)
     assert said.endswith(f": {skipped.reason}")
     assert sum(entry.documents for entry in manifest.domains) + manifest.duplicates == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.jsonl.zst", zstandard.compress(with_bad(GOOD[0].encode()))[:-40], "compressed stream broken"),
+        ("a.parquet", table()[:-30], "Parquet file broken"),
+    ],
+)
+def test_where_no_domain_can_be_read_the_message_says_why(tmp_path, tokenizer_file, name, content, reason):
+    source = tmp_path / name
+    source.write_bytes(content)
+    said = rf"unknown domain C4; .*: none; 1 records could not be read, such as 1 of {source} \({reason}\)$"
+    with pytest.raises(UserError, match=said):
+        prepare(prep_fakes.options(source, tmp_path / "out", tokenizer_file))
