@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _export(arguments, load_manifest(output))
     manifest = prepare(_options(arguments))
     if manifest is None:
-        print(f"submitted to Slurm: {output} appears when the jobs are done; the last one logs to {output}.slurm")
+        print(f"submitted to Slurm: {output} appears when the jobs are done; what they print is in {output}.slurm")
         return 0
     print(summary(manifest, arguments.output))
     return _export(arguments, manifest) if arguments.export_megatron else 0

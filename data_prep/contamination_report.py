@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 from datatrove.io import get_datafolder
 from datatrove.pipeline.base import PipelineStep
 
-from data_prep.overlap import SUMMARY, OverlapOptions, load, load_json, save, save_json, task_name
+from data_prep.arrays import load_json, save_json
+from data_prep.findings import SUMMARY, names_of
+from data_prep.overlap import OverlapOptions
+from data_prep.runs import RUNS, merge_runs
 
 REPORT = "report.json"
 TABLE = "report.md"
@@ -68,13 +70,12 @@ class WriteReport(PipelineStep):
             if record["contaminated"]:
                 contaminated.append(record["id"])
         save_json(self.folder, CONTAMINATED, sorted(contaminated))
-        banned = [load(self.judged, task_name(task)) for task in range(self.tasks)]
-        save(self.folder, BANNED, np.unique(np.concatenate(banned)))
+        merge_runs(self.judged, RUNS, self.tasks, self.folder, BANNED)
         report = {
             "options": asdict(self.options),
             "train": load_json(self.found, SUMMARY),
             "domains": [_domain_entry(*key, domains[key]) for key in sorted(domains)],
-            "worst": [record for key in sorted(worst) for record in worst[key]],
+            "worst": self._with_names([record for key in sorted(worst) for record in worst[key]]),
         }
         with self.folder.open(TABLE, "wt", encoding="utf-8") as file:
             file.write(markdown(report))
@@ -86,6 +87,17 @@ class WriteReport(PipelineStep):
         for task in range(self.tasks):
             with self.judged.open(f"{task:05d}.jsonl", "rt", encoding="utf-8") as file:
                 yield from map(json.loads, file)
+
+    def _with_names(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Records that say source and id of the training document, where they said its task and place."""
+        wanted = {tuple(record["train_document"]) for record in records}
+        names: dict[tuple[int, int], dict[str, str]] = {}
+        for task in sorted({task for task, _ in wanted}):
+            with self.found.open(names_of(task), "rt", encoding="utf-8") as file:
+                for place, source, name in map(json.loads, file):
+                    if (task, place) in wanted:
+                        names[task, place] = {"train_source": source, "train_id": name}
+        return [record | names[*record.pop("train_document")] for record in records]
 
 
 def _counts(record: dict[str, Any], options: OverlapOptions) -> dict[str, int]:

@@ -6,9 +6,7 @@ document is searched for them, and every test document is judged by the share of
 place counted. A document of fewer words than an n-gram cannot be judged so, and is reported as short. One 13-gram says
 little about a test document as long as an article, so what is too much is an option: `threshold`.
 
-Memory grows with the number of distinct test n-grams, never with the training text. They take 8 bytes each, mapped
-from a local disk so that workers share them; a worker that searches adds 1 byte each and about 50 for each that it
-finds; the steps of one task that merge take about 24 each.
+Memory is said in `overlap`: a byte for each distinct test n-gram a worker, beside 8 that are mapped from a disk.
 """
 
 from __future__ import annotations
@@ -19,7 +17,8 @@ from datatrove.pipeline.base import PipelineStep
 
 from data_prep.contamination_report import WriteReport
 from data_prep.execution import Stage
-from data_prep.overlap import CollectGrams, JudgeDocuments, MergeFindings, MergeGrams, OverlapOptions, SearchTrain
+from data_prep.findings import MergeFindings
+from data_prep.overlap import CollectGrams, JudgeDocuments, MergeGrams, OverlapOptions, SearchTrain
 from data_prep.overlap_filter import DropContaminated
 
 

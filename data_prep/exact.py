@@ -7,7 +7,6 @@ Memory is bounded by the size of a run and of a bucket, not by the input.
 
 from __future__ import annotations
 
-import io
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +17,10 @@ import numpy.typing as npt
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
+from data_prep.arrays import save_at
 from data_prep.splits import fingerprint
 from data_prep.steps import place_of
 from data_prep.storage import locked
-from megatron_ext.files import write_whole
 
 RUN_DOCUMENTS = 4_000_000
 """Documents of a task whose hashes are sorted in memory at a time (64 MB)."""
@@ -65,7 +64,7 @@ class WriteFingerprints(PipelineStep):
 
     def _write(self, rank: int, run: int, rows: array[int]) -> None:
         table = np.frombuffer(rows.tobytes(), ROW)
-        _save(self.folder / f"{rank:05d}-{run:03d}.npy", table[np.argsort(table["hash"], kind="stable")])
+        save_at(self.folder / f"{rank:05d}-{run:03d}.npy", table[np.argsort(table["hash"], kind="stable")])
 
 
 class FindDuplicates(PipelineStep):
@@ -82,7 +81,7 @@ class FindDuplicates(PipelineStep):
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Search a bucket; there are `world_size` of them."""
         with locked(self.folder / f"{rank:05d}.lock"):
-            _save(self.folder / f"{rank:05d}.npy", self._later_copies(rank, world_size))
+            save_at(self.folder / f"{rank:05d}.npy", self._later_copies(rank, world_size))
         yield from ()
 
     def _later_copies(self, rank: int, world_size: int) -> npt.NDArray[np.uint64]:
@@ -126,9 +125,3 @@ def _numbers_of(unit: int, tables: list[npt.NDArray[np.uint64]]) -> frozenset[in
     bounds = np.array([unit, unit + 1], np.uint64) << np.uint64(32)
     found = [table[slice(*np.searchsorted(table, bounds))] & np.uint64(0xFFFFFFFF) for table in tables]
     return frozenset(np.concatenate(found).tolist())
-
-
-def _save(path: Path, values: npt.NDArray[Any]) -> None:
-    buffer = io.BytesIO()
-    np.save(buffer, values, allow_pickle=False)
-    write_whole(path, buffer.getvalue())

@@ -19,6 +19,7 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.logging import logger
 
 from data_prep.progress import Board, shown
+from data_prep.slurm_jobs import check_no_jobs
 from data_prep.storage import WORK_NAME
 from megatron_ext.errors import UserError
 
@@ -91,7 +92,11 @@ def run_stages(stages: list[Stage], root: Path, execution: Execution, total_byte
         execution: where.
         total_bytes: input bytes that a stage reads.
         progress: show a bar on standard error.
+
+    Raises:
+        UserError: Slurm jobs of an earlier call are at work in the folder.
     """
+    check_no_jobs(root)
     for stage in stages:
         visible = progress and stage.board is not None
         if stage.board is None:

@@ -11,9 +11,10 @@ from datatrove.io import get_datafolder
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from data_prep.arrays import load, load_json
 from data_prep.contamination_report import BANNED, CONTAMINATED, REPORT
 from data_prep.ngrams import Hashes, window_hashes, words_of
-from data_prep.overlap import TRAIN, OverlapOptions, load, load_json, places_in
+from data_prep.overlap import TRAIN, OverlapOptions, places_in
 from megatron_ext.errors import UserError
 
 

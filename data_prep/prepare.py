@@ -129,13 +129,17 @@ def find_domains(corpus: Corpus, names: list[str], option: str) -> list[str]:
     """
     present: dict[str, None] = {}
     missing = list(names)
-    for document in corpus.documents(Problems("skip")):
+    problems = Problems("skip")
+    for document in corpus.documents(problems):
         if document.domain not in present:
             present[document.domain] = None
             missing = [name for name in names if match_domain(name, present) is None]
         if not missing:
             return [match for name in dict.fromkeys(names) if (match := match_domain(name, present))]
     there = ", ".join(sorted(present)) or "none"
+    if problems.counts:
+        (file, reason), number = problems.counts.most_common(1)[0]
+        there += f"; {problems.counts.total()} records could not be read, such as {number} of {file} ({reason})"
     raise UserError(option, f"unknown domain {missing[0]}", f"choose from the domains of the input: {there}")
 
 

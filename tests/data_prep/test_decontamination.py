@@ -8,6 +8,7 @@ import pytest
 from datatrove.data import Document
 from pipelines import FailsOnce, Given, document, read, run, run_here
 
+from data_prep import findings, runs
 from data_prep.decontamination import Decontamination, Source, decontamination
 from data_prep.overlap import OverlapOptions
 from data_prep.overlap_filter import DropContaminated
@@ -213,6 +214,19 @@ def test_a_broken_run_goes_on_to_the_same_report(tmp_path):
     assert json.loads((tmp_path / "found" / "report.json").read_text()) == expected
 
 
+def test_the_size_of_what_is_kept_in_memory_changes_nothing(tmp_path, monkeypatch):
+    documents = corpus()
+    made, expected = looked_for(documents, tmp_path / "whole", (1, 1), action="drop_train")
+    kept = left(made, documents)
+    for module, name in ((runs, "RUN_HASHES"), (findings, "FOUND_AT_A_TIME"), (findings, "GRAMS_AT_A_TIME")):
+        monkeypatch.setattr(module, name, 29)
+    made, report = looked_for(documents, tmp_path / "pieces", (2, 3), action="drop_train")
+    assert report == expected
+    assert left(made, documents) == kept
+    for folder in ("grams", "found", "judged"):
+        assert len(list((tmp_path / "pieces" / folder / "runs").iterdir())) > 5
+
+
 def test_the_table_reads_like_the_numbers(tmp_path):
     documents = [document(" ".join(TEXT[:20]), "a|b:1", "test", "ArXiv"), document(" ".join(TEXT), "c:9")]
     looked_for(documents, tmp_path, action="drop_test")
@@ -238,8 +252,8 @@ def test_without_a_report_or_with_other_options_nothing_is_passed_on(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ngram_words": 0}, "ngram_words: 0 is not positive"),
-        ({"threshold": 1.0}, r"threshold: 1\.0 is no share"),
+        ({"ngram_words": 0}, "--ngram-words: 0 is not positive"),
+        ({"threshold": 1.0}, r"--contamination-threshold: 1\.0 is no share"),
         ({"splits": ("train",)}, "cannot be tested against train"),
         ({"splits": ()}, "cannot be tested against train"),
         ({"action": "drop"}, "action: drop is unknown"),

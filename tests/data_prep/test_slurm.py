@@ -76,6 +76,51 @@ def test_a_chain_of_jobs_makes_what_one_machine_makes(records, tmp_path, tokeniz
     assert not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.parametrize("executor", ["slurm", "local"])
+def test_while_jobs_write_no_other_call_does(records, tmp_path, tokenizer_file, slurm, executor):
+    def call(chosen: Execution) -> None:
+        prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2, execution=chosen))
+
+    def answer(script: str) -> None:
+        (slurm.parent / "squeue").write_text(f"#!/bin/sh\n{script}\n")
+        (slurm.parent / "squeue").chmod(0o755)
+
+    call(ON_SLURM)
+    again = Execution(executor=executor, workers=2, slurm_partition="cpu")
+    answer("echo 55 55; echo 109 103")
+    with pytest.raises(UserError, match=r"out\.partial: is being written by Slurm jobs 103; wait, or .*: scancel 103$"):
+        call(again)
+    answer("exit 1")
+    with pytest.raises(UserError, match=r"was handed to Slurm jobs 100,101,102,103, and squeue cannot be asked"):
+        call(again)
+    answer("echo 55 55")
+    call(again)
+    assert (tmp_path / "out").exists() == (executor == "local")
+    assert len(list(slurm.iterdir())) == (8 if executor == "slurm" else 4)
+
+
+def test_when_slurm_refuses_a_job_those_before_it_are_taken_back(records, tmp_path, tokenizer_file, slurm):
+    (slurm.parent / "scancel").write_text('#!/bin/sh\necho "$@" > "$(dirname "$0")/taken_back"\n')
+    (slurm.parent / "scancel").chmod(0o755)
+    refusing = SBATCH.replace("print(", 'number < 102 or sys.exit("no more jobs")\nprint(')
+    (slurm.parent / "sbatch").write_text(refusing)
+    with pytest.raises(UserError, match=r"^--executor: sbatch ended with code 1; "):
+        prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2, execution=ON_SLURM))
+    assert (slurm.parent / "taken_back").read_text().split() == ["100", "101"]
+
+
+def test_more_tasks_than_an_array_has_are_shared_by_its_jobs(records, tmp_path, tokenizer_file, slurm, monkeypatch):
+    monkeypatch.setattr("data_prep.slurm.MAX_ARRAY", 2)
+    prepare(options(records, tmp_path / "out", tokenizer_file, tasks=3, execution=ON_SLURM))
+    jobs = [json.loads(path.read_text()) for path in sorted(slurm.iterdir())]
+    assert len(jobs) == 4
+    assert "#SBATCH --array=0-1%2" in jobs[0][1]
+    for _, script in jobs:
+        run_job(script, monkeypatch)
+    prepare(options(records, tmp_path / "local", tokenizer_file, tasks=3))
+    assert load_manifest(tmp_path / "out") == load_manifest(tmp_path / "local")
+
+
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [

@@ -1,0 +1,110 @@
+"""NumPy files that are either whole or absent, written piece by piece and read without being loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from datatrove.io import DataFolder
+
+from megatron_ext.files import force_to_disk, write_whole
+
+Append = Callable[[npt.NDArray[Any]], None]
+
+
+@contextlib.contextmanager
+def appended_array(folder: DataFolder, name: str, dtype: npt.DTypeLike) -> Iterator[Append]:
+    """Give a function that appends rows to a one-dimensional array; it appears under its name when the block ends.
+
+    Args:
+        folder: local, or behind an fsspec URL: then it is made on a local disk and copied.
+        name: of the file, which may lie in a folder of its own.
+        dtype: of the rows.
+    """
+    if folder.is_local():
+        with _appended_here(Path(folder.path) / name, np.dtype(dtype)) as append:
+            yield append
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        local = Path(scratch) / "array.npy"
+        with _appended_here(local, np.dtype(dtype)) as append:
+            yield append
+        with local.open("rb") as source, folder.open(name, "wb") as target:
+            shutil.copyfileobj(source, target)
+
+
+@contextlib.contextmanager
+def _appended_here(path: Path, dtype: np.dtype[Any]) -> Iterator[Append]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # a killed call's worker may write it, too
+    try:
+        with beside.open("wb") as file:
+            start = _write_header(file, dtype, 0)
+
+            def append(rows: npt.NDArray[Any]) -> None:
+                file.write(np.ascontiguousarray(rows, dtype).data)
+
+            yield append
+            rows = (file.tell() - start) // dtype.itemsize
+            file.seek(0)
+            _write_header(file, dtype, rows)
+        force_to_disk(beside)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    force_to_disk(path.parent)
+
+
+def _write_header(file: Any, dtype: np.dtype[Any], rows: int) -> int:
+    """Write the header for so many rows; it is as long for any number, as NumPy leaves room. Gives its length."""
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (rows,)}
+    np.lib.format.write_array_header_1_0(file, header)
+    return int(file.tell())
+
+
+def save(folder: DataFolder, name: str, values: npt.NDArray[Any]) -> None:
+    """Write a one-dimensional array."""
+    with appended_array(folder, name, values.dtype) as append:
+        append(values)
+
+
+def save_at(path: Path, values: npt.NDArray[Any]) -> None:
+    """Write a one-dimensional array to a local path."""
+    with _appended_here(path, values.dtype) as append:
+        append(values)
+
+
+def load(folder: DataFolder, name: str) -> npt.NDArray[Any]:
+    """Map an array, so that its pages can be given back and are shared by processes; a remote one is copied first."""
+    if folder.is_local():
+        return np.load(f"{folder.path}/{name}", mmap_mode="r", allow_pickle=False)
+    with tempfile.NamedTemporaryFile(suffix=".npy") as copy:  # its content stays as long as it is mapped
+        with folder.open(name, "rb") as source:
+            shutil.copyfileobj(source, copy)
+        copy.flush()
+        return np.load(copy.name, mmap_mode="r", allow_pickle=False)
+
+
+def save_json(folder: DataFolder, name: str, values: Any) -> None:
+    """Write JSON."""
+    if folder.is_local():
+        Path(folder.path).mkdir(parents=True, exist_ok=True)
+        write_whole(Path(folder.path) / name, json.dumps(values).encode())
+        return
+    with folder.open(name, "wt", encoding="utf-8") as file:
+        json.dump(values, file)
+
+
+def load_json(folder: DataFolder, name: str) -> Any:
+    """Read JSON."""
+    with folder.open(name, "rt", encoding="utf-8") as file:
+        return json.load(file)

@@ -1,0 +1,78 @@
+"""`selectron prepare --executor slurm` on a real Slurm of two nodes with a core each."""
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from prep_fakes import options
+from slurm_cluster import SlurmCluster, missing
+
+from data_prep.prepare import prepare
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "never")]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator[SlurmCluster]:
+    started = SlurmCluster(tmp_path_factory.mktemp("slurm") / "cluster", nodes=2, cpus=1)
+    yield started
+    started.stop()
+
+
+def submit(cluster: SlurmCluster, source: Path, output: Path, tokenizer: Path) -> str:
+    """What `selectron prepare` prints, with the options of `prep_fakes.options`."""
+    data = ["--input", str(source), "--output", str(output), "--tokenizer", str(tokenizer), "--tasks", "2"]
+    domains = ["--train-domains", "C4,CommonCrawl", "--test-domains", "ArXiv"]
+    sizes = ["--validation-fraction", "0.2", "--shard-tokens", "700"]
+    execution = ["--executor", "slurm", "--slurm-partition", "main", "--slurm-time", "5:00", "--workers", "2"]
+    return cluster.run(sys.executable, "-m", "megatron_ext.cli", "prepare", *data, *domains, *sizes, *execution)
+
+
+def jobs(cluster: SlurmCluster, wanted: str) -> list[list[str]]:
+    """Number, name and node of the jobs in a state; no node where it has not begun."""
+    listed = cluster.run("squeue", "--noheader", "--array", f"--states={wanted}", "--format=%i|%j|%N")
+    return [line.split("|") for line in listed.splitlines()]
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def running(cluster: SlurmCluster, name: str) -> list[list[str]]:
+    return [job for job in jobs(cluster, "running") if job[1] == name]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_failing_task_ends_the_chain_and_says_why(cluster, records, tmp_path, tokenizer_file):
+    with (records / "b.jsonl").open("a") as file:
+        file.write("{broken\n")
+    output = tmp_path / "out"
+    submit(cluster, records, output, tokenizer_file)
+    wait_for(lambda: not jobs(cluster, "pending,running,completing"))
+    last_lines = [path.read_text().splitlines()[-1] for path in (tmp_path / "out.slurm" / "reading").iterdir()]
+    (why,) = [line for line in last_lines if line.startswith("selectron: error: ")]
+    assert re.search(r"b\.jsonl:46: not JSON .*; repair it or pass --on-error skip$", why)
+    assert not output.exists()
+    assert not list((tmp_path / "out.slurm" / "tokenising").iterdir())
+
+
+def test_with_a_node_that_dies_the_bytes_are_those_of_one_machine(cluster, records, tmp_path, tokenizer_file):
+    prepare(options(records, tmp_path / "local", tokenizer_file, tasks=2))
+    output = tmp_path / "out"
+    submit(cluster, records, output, tokenizer_file)
+    wait_for(lambda: any(node == "n2" for _, _, node in running(cluster, "prepare-tokenising")))
+    (task,) = [job for job, _, node in running(cluster, "prepare-tokenising") if node == "n2"]
+    cluster.kill_node("n2")
+    wait_for(lambda: task in [job for job, _, _ in jobs(cluster, "pending")])
+    cluster.run("scontrol", "update", f"JobId={task}", "StartTime=now")  # else Slurm holds it back for two minutes
+    wait_for(output.exists)
+    assert contents(output) == contents(tmp_path / "local")
