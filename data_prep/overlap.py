@@ -58,9 +58,9 @@ class OverlapOptions:
             UserError: an option is at fault.
         """
         if self.ngram_words < 1:
-            raise UserError("ngram_words", f"{self.ngram_words} is not positive", "give 1 or more")
+            raise UserError("--ngram-words", f"{self.ngram_words} is not positive", "give 1 or more")
         if not 0 <= self.threshold < 1:
-            raise UserError("threshold", f"{self.threshold} is no share", "give 0 or more, below 1")
+            raise UserError("--contamination-threshold", f"{self.threshold} is no share", "give 0 or more, below 1")
         if TRAIN in self.splits or not self.splits:
             raise UserError("splits", f"{self.splits} cannot be tested against train", "give test or validation")
         if self.action not in ("report", "drop_test", "drop_train"):
@@ -68,7 +68,7 @@ class OverlapOptions:
 
 
 class CollectGrams(PipelineStep):
-    """Writes the distinct n-gram hashes of a task's test documents, ascending."""
+    """Writes the distinct n-gram hashes of a task's test documents, ascending; passes all documents on."""
 
     type = "DECONTAMINATION"
     name = "collect n-grams"
@@ -78,10 +78,11 @@ class CollectGrams(PipelineStep):
         self.grams = get_datafolder(grams)
         self.options = options
 
-    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> None:
-        """Consume the documents of a task."""
+    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Pass documents on; the file is written when they have ended."""
         collected, pending, waiting = np.empty(0, np.uint64), [np.empty(0, np.uint64)], 0
         for document in data:
+            yield document
             if document.metadata["split"] not in self.options.splits:
                 continue
             with self.track_time():

@@ -54,14 +54,13 @@ def run_job(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chain_of_jobs_makes_what_one_machine_makes(records, tmp_path, tokenizer_file, slurm, monkeypatch):
     assert prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2, execution=ON_SLURM)) is None
     jobs = [json.loads(path.read_text()) for path in sorted(slurm.iterdir())]
-    assert [re.search(r"--job-name=(\S+)", script)[1] for _, script in jobs] == [
-        "prepare-reading",
-        "prepare-comparing",
-        "prepare-tokenising",
-        "prepare-merging",
+    assert [re.search(r"--job-name=prepare-(\S+)", script)[1] for _, script in jobs] == [
+        *("exact_signatures", "exact_pairs", "exact_survivors"),
+        *("merge_test_ngrams", "search_train", "merge_findings", "judge_test", "report"),
+        *("tokenising", "merging"),
     ]
     waits = [next((given for given in arguments if "dependency" in given), None) for arguments, _ in jobs]
-    assert waits == [None, *(f"--dependency=afterok:{number}" for number in (100, 101, 102))]
+    assert waits == [None, *(f"--dependency=afterok:{number}" for number in range(100, 109))]
     for _, script in jobs:
         assert {"#SBATCH --partition=cpu", "#SBATCH --time=1:00:00", "#SBATCH --mem-per-cpu=2G"} <= set(
             script.splitlines()
