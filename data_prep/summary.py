@@ -16,6 +16,14 @@ CHANGES = {
     "controls": "control characters removed",
 }
 
+LEFT_OUT = {
+    "empty": "nothing but whitespace after cleaning",
+    "nul": "with a NUL character",
+    "exact duplicate": "exact duplicates",
+    "near duplicate": "near-duplicates",
+    "contaminated": "contaminated",
+}
+
 
 def summary(manifest: Manifest, output: str) -> str:
     """Table of the splits and domains, with what was left out.
@@ -31,7 +39,9 @@ def summary(manifest: Manifest, output: str) -> str:
     if not any(entry.split == "validation" for entry in manifest.domains):
         lines.append("no document fell in the validation split; a larger --validation-fraction holds some out")
     lines += [f"cleaned: {one.documents} in {one.split}: {CHANGES[one.reason]}" for one in manifest.cleaned]
-    lines += [f"left out: {one.documents} in {one.split}: {one.reason}" for one in manifest.left_out]
+    if not manifest.duplicates and manifest.options.get("duplicates") in ("exact", "near"):
+        lines.append("no duplicates were found")
+    lines += [f"left out: {one.documents} in {one.split}: {LEFT_OUT[one.reason]}" for one in manifest.left_out]
     lines += [f"skipped: {one.records} in {one.file}: {one.reason}" for one in manifest.skipped]
     return "\n".join([*lines, *_contamination(Path(output)), f"written: {output}"])
 

@@ -69,7 +69,7 @@ def open_data(data: DataConfig, seed: int) -> RunData:
     manifest = load_manifest(root)
     tokenizer_file = check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
     train = _chosen(manifest, "train", data.train_domains)
-    test = _chosen(manifest, "test", data.test_domains)
+    test = _chosen(manifest, "test", manifest.out_of_domain() if data.test_domains is None else data.test_domains)
     weights = None if data.weights is None else domain_weights(data.weights, train, manifest)
     damages = _verified(root, manifest, train, test, data, cache)
     store = TokenStore(root, manifest, "train", train, None if cache is None else cache.holding)

@@ -98,7 +98,7 @@ def test_every_filter_does_its_part_and_is_counted(raw, tmp_path, tokenizer_file
     assert {
         "contamination: test ArXiv: 4 documents tested, 1 contaminated, 1 too short to tell",
         "cleaned: 2 in train: NUL characters removed",
-        "left out: 2 in train: exact duplicate",
+        "left out: 2 in train: exact duplicates",
         f"contamination: see {tmp_path / 'out/contamination.md'}",
     } <= set(printed)
     assert "| test | ArXiv | 4 | 1 | 1 |" in (tmp_path / "out/contamination.md").read_text()
