@@ -205,6 +205,8 @@ def _plan(corpus: Corpus, options: PrepareOptions) -> SplitPlan:
         raise UserError("--test-domains", problem, "take it out of one of the two")
     usual: list[str] = []
     if options.train_domains is None:
+        if not train:
+            raise UserError("--train-domains", "is not given, and the usual ones are test domains", "name one or more")
         _find_any(corpus, train)
         usual += train
     else:
