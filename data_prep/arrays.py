@@ -77,12 +77,6 @@ def save(folder: DataFolder, name: str, values: npt.NDArray[Any]) -> None:
         append(values)
 
 
-def save_at(path: Path, values: npt.NDArray[Any]) -> None:
-    """Write a one-dimensional array to a local path."""
-    with _appended_here(path, values.dtype) as append:
-        append(values)
-
-
 def load(folder: DataFolder, name: str) -> npt.NDArray[Any]:
     """Map an array, so that its pages can be given back and are shared by processes; a remote one is copied first."""
     if folder.is_local():

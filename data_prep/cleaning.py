@@ -17,6 +17,7 @@ from datatrove.data import Document
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from data_prep.ledger import CountLeftOut, Ledger
 from megatron_ext.errors import UserError
 
 _LINE_ENDS = re.compile(r"\r\n?|[\x0b\x0c]")
@@ -48,14 +49,21 @@ class Clean(BaseFilter):
 
     Args:
         options: what is cleaned.
-        exclusion_writer: keeps the dropped documents.
+        exclusion_writer: keeps the dropped documents, or counts them.
+        ledger: told of the documents that are changed, by split.
     """
 
     name = "clean"
 
-    def __init__(self, options: CleaningOptions | None = None, exclusion_writer: DiskWriter | None = None) -> None:
+    def __init__(
+        self,
+        options: CleaningOptions | None = None,
+        exclusion_writer: DiskWriter | CountLeftOut | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
         super().__init__(exclusion_writer)
         self.options = options or CleaningOptions()
+        self.ledger = ledger
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
         """Clean a document in place.
@@ -82,7 +90,7 @@ class Clean(BaseFilter):
 
     def _without_nul(self, doc: Document) -> bool:
         if self.options.nul == "stop":
-            raise UserError(doc.id, "the text holds a NUL character", "repair it, or have NUL removed or dropped")
+            raise UserError(doc.id, "the text holds a NUL character", "repair it, or pass --nul remove or drop")
         if self.options.nul == "drop":
             return False
         self._change(doc, doc.text.replace("\0", ""), "nul", doc.text.count("\0"))
@@ -93,5 +101,7 @@ class Clean(BaseFilter):
             return
         doc.text = text
         self.stat_update(f"changed_{reason}")
+        if self.ledger is not None:
+            self.ledger.changed[doc.metadata["split"], reason] += 1
         if removed:
             self.stat_update(f"removed_{reason}", value=removed)

@@ -1,61 +1,129 @@
-"""The `prepare` verb: arguments and what is said at the end."""
+"""The `prepare` verb: its arguments."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
+from data_prep.cleaning import CleaningOptions
+from data_prep.duplicates import NearOptions
 from data_prep.embedded import CODE, DOCS
 from data_prep.execution import Execution
 from data_prep.manifest import Manifest, load_manifest
-from data_prep.prepare import EMBEDDED, TRAIN_TOKENIZER, PrepareOptions, prepare
+from data_prep.overlap import OverlapOptions
+from data_prep.prepare import EMBEDDED, TEST_DOMAINS, TRAIN_DOMAINS, TRAIN_TOKENIZER, PrepareOptions, prepare
+from data_prep.stages import Filtering
+from data_prep.summary import summary
 from megatron_ext.errors import UserError
 
+Group = argparse._ArgumentGroup
 MAX_DEFAULT_WORKERS = 8
+NEAR_FIELDS = {f"near_{name}": name for name in ("ngram_words", "buckets", "hashes_per_bucket")}
+OVERLAP_FIELDS = {"contamination_threshold": "threshold", "ngram_words": "ngram_words"}
 INPUT_FORMS = "file, folder or URL of jsonl[.zst|.gz], parquet, WebDataset tars, Megatron .bin/.idx, or text files"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `selectron prepare`."""
-    parser.add_argument("--input", help=f"{INPUT_FORMS}; or `{EMBEDDED}`")
-    parser.add_argument("--output", required=True, help="folder to make; refused if it is there and not empty")
-    parser.add_argument("--train-domains", help=f"training domains, separated by commas ({EMBEDDED}: {DOCS})")
-    parser.add_argument("--test-domains", help=f"out-of-domain test domains ({EMBEDDED}: {CODE})")
-    parser.add_argument("--domain", help="domain of records that name none (else they are malformed)")
-    parser.add_argument("--source-tokenizer", help="what made the tokens, where the input is Megatron's .bin/.idx")
-    parser.add_argument(
-        "--tokenizer",
-        help="a tokenizer.json, a .tiktoken file, the name of a tiktoken encoding, RWKV's vocabulary file, "
-        f"or `{TRAIN_TOKENIZER}` ({EMBEDDED}: {TRAIN_TOKENIZER})",
-    )
-    parser.add_argument("--tiktoken-pattern", default="", help="regular expression of a .tiktoken file of one's own")
-    parser.add_argument("--eos-token", help="end-of-document token, if the tokenizer has none of the usual ones")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="of a tokenizer trained here (%(default)s)")
-    parser.add_argument(
-        "--validation-fraction",
-        type=float,
-        help=f"share of the training documents held out, where folders give no split (0.02; {EMBEDDED}: 0.05)",
-    )
-    parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help="at a malformed record")
-    parser.add_argument("--shard-tokens", type=int, default=64_000_000, help="tokens a shard (%(default)s)")
-    parser.add_argument(
+    _add_files(parser.add_argument_group("input and output"))
+    _add_domains(parser.add_argument_group("domains and splits"))
+    _add_filtering(parser.add_argument_group("cleaning and duplicates"))
+    _add_decontamination(parser.add_argument_group("test text in training text"))
+    _add_tokenizer(parser.add_argument_group("tokenizer"))
+    _add_execution(parser.add_argument_group("how the work is done"))
+
+
+def _add_files(group: Group) -> None:
+    group.add_argument("--input", help=f"{INPUT_FORMS}; or `{EMBEDDED}`")
+    group.add_argument("--output", required=True, help="folder to make; refused if it is there and not empty")
+    group.add_argument("--source-tokenizer", help="what made the tokens, where the input is Megatron's .bin/.idx")
+    group.add_argument("--on-error", choices=("stop", "skip"), default="stop", help="at a malformed record")
+    group.add_argument("--shard-tokens", type=int, default=64_000_000, help="tokens a shard (%(default)s)")
+    group.add_argument(
         "--export-megatron",
         metavar="PREFIX",
         help="write PREFIX_<split>_<domain>_text_document.bin and .idx too; without --input, of a finished --output",
     )
-    _add_execution(parser)
 
 
-def _add_execution(parser: argparse.ArgumentParser) -> None:
+def _add_domains(group: Group) -> None:
+    usual = f"those of {','.join(TRAIN_DOMAINS)} that there are; {EMBEDDED}: {DOCS}"
+    group.add_argument("--train-domains", help=f"training domains, separated by commas ({usual})")
+    usual = f"those of {','.join(TEST_DOMAINS)} that there are; {EMBEDDED}: {CODE}"
+    group.add_argument("--test-domains", help=f"out-of-domain test domains; '' for none ({usual})")
+    group.add_argument("--domain", help="domain of records that name none (else they are malformed)")
+    group.add_argument(
+        "--validation-fraction",
+        type=float,
+        help=f"share of the training documents held out, where folders give no split (0.02; {EMBEDDED}: 0.05)",
+    )
+
+
+def _add_filtering(group: Group) -> None:
+    group.add_argument(
+        "--clean",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="one Unicode form (NFC), one line end, no control characters (on)",
+    )
+    group.add_argument(
+        "--nul", choices=("remove", "drop", "stop"), help="at NUL: remove it, drop the document, or stop"
+    )
+    group.add_argument(
+        "--duplicates",
+        choices=("keep", "exact", "near"),
+        default="exact",
+        help="leave out copies, or near-duplicates too (%(default)s); those in test stay, then those in validation",
+    )
+    near = NearOptions()
+    for name, what in (
+        ("ngram_words", "words an n-gram"),
+        ("buckets", "signatures a document: more find less similar ones"),
+        ("hashes_per_bucket", "minima a signature: more spare less similar ones"),
+    ):
+        option = f"--near-{name.replace('_', '-')}"
+        group.add_argument(option, type=int, metavar="N", help=f"MinHash: {what} ({getattr(near, name)})")
+
+
+def _add_decontamination(group: Group) -> None:
+    group.add_argument(
+        "--decontaminate",
+        choices=("off", "report", "drop-test", "drop-train"),
+        default="report",
+        help="report on test text in train, and drop contaminated test documents, or training documents that hold "
+        "their n-grams (%(default)s)",
+    )
+    group.add_argument(
+        "--contamination-threshold",
+        type=float,
+        metavar="SHARE",
+        help="share of its n-grams above which a test document is contaminated (0: any)",
+    )
+    group.add_argument("--ngram-words", type=int, metavar="N", help="words an n-gram (13)")
+
+
+def _add_tokenizer(group: Group) -> None:
+    group.add_argument(
+        "--tokenizer",
+        help="a tokenizer.json, a .tiktoken file, the name of a tiktoken encoding, RWKV's vocabulary file, "
+        f"or `{TRAIN_TOKENIZER}` ({EMBEDDED}: {TRAIN_TOKENIZER})",
+    )
+    group.add_argument("--tiktoken-pattern", default="", help="regular expression of a .tiktoken file of one's own")
+    group.add_argument("--eos-token", help="end-of-document token, if the tokenizer has none of the usual ones")
+    group.add_argument("--vocab-size", type=int, default=4096, help="of a tokenizer trained here (%(default)s)")
+
+
+def _add_execution(group: Group) -> None:
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument(
+    group.add_argument(
         "--workers", type=int, default=min(cores, MAX_DEFAULT_WORKERS), help="tasks at a time (%(default)s)"
     )
-    parser.add_argument("--tasks", type=int, help="parts the input's files are dealt to (by the size of the input)")
-    parser.add_argument("--executor", choices=("local", "slurm", "ray"), default="local", help="what runs the tasks")
-    parser.add_argument("--slurm-partition", help="for --executor slurm")
-    parser.add_argument("--slurm-time", default=Execution.slurm_time, help="limit of a Slurm job (%(default)s)")
+    group.add_argument("--tasks", type=int, help="parts the input's files are dealt to (by the size of the input)")
+    group.add_argument("--executor", choices=("local", "slurm", "ray"), default="local", help="what runs the tasks")
+    group.add_argument("--slurm-partition", help="for --executor slurm")
+    group.add_argument("--slurm-time", default=Execution.slurm_time, help="limit of a Slurm job (%(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -94,19 +162,6 @@ def _check_export(arguments: argparse.Namespace) -> None:
         raise UserError("--export-megatron", "waits for the Slurm jobs", "export in a call of its own, without --input")
 
 
-def summary(manifest: Manifest, output: str) -> str:
-    """Table of the splits and domains, with what was left out."""
-    lines = [f"{'split':<12}{'domain':<20}{'documents':>12}{'tokens':>16}{'bytes':>16}"]
-    for entry in manifest.domains:
-        lines.append(f"{entry.split:<12}{entry.domain:<20}{entry.documents:>12}{entry.tokens:>16}{entry.bytes:>16}")
-    if not any(entry.split == "validation" for entry in manifest.domains):
-        lines.append("no document fell in the validation split; a larger --validation-fraction holds some out")
-    if manifest.duplicates:
-        lines.append(f"left out: {manifest.duplicates} exact duplicates")
-    lines += [f"skipped: {entry.records} in {entry.file}: {entry.reason}" for entry in manifest.skipped]
-    return "\n".join([*lines, f"written: {output}"])
-
-
 def _options(arguments: argparse.Namespace) -> PrepareOptions:
     is_embedded = arguments.input == EMBEDDED
     tokenizer = arguments.tokenizer or (TRAIN_TOKENIZER if is_embedded else None)
@@ -118,8 +173,9 @@ def _options(arguments: argparse.Namespace) -> PrepareOptions:
     return PrepareOptions(
         input=arguments.input,
         output=arguments.output,
-        train_domains=_names(arguments.train_domains) or ([DOCS] if is_embedded else []),
-        test_domains=_names(arguments.test_domains) or ([CODE] if is_embedded else []),
+        train_domains=_names(arguments.train_domains, [DOCS] if is_embedded else None),
+        test_domains=_names(arguments.test_domains, [CODE] if is_embedded else None),
+        filtering=_filtering(arguments),
         tokenizer=tokenizer,
         eos_token=arguments.eos_token,
         vocab_size=arguments.vocab_size,
@@ -139,5 +195,26 @@ def _options(arguments: argparse.Namespace) -> PrepareOptions:
     )
 
 
-def _names(text: str | None) -> list[str]:
-    return [name.strip() for name in (text or "").split(",") if name.strip()]
+def _filtering(arguments: argparse.Namespace) -> Filtering:
+    action = arguments.decontaminate.replace("-", "_")
+    nul = _given(arguments, {"nul": "nul"}, arguments.clean, "leave out --no-clean")
+    near = _given(arguments, NEAR_FIELDS, arguments.duplicates == "near", "pass --duplicates near")
+    overlap = _given(arguments, OVERLAP_FIELDS, action != "off", "leave out --decontaminate off")
+    return Filtering(
+        cleaning=CleaningOptions(**nul) if arguments.clean else None,
+        duplicates=arguments.duplicates,
+        near=NearOptions(**near),
+        overlap=None if action == "off" else OverlapOptions(action=action, **overlap),
+    )
+
+
+def _given(arguments: argparse.Namespace, names: dict[str, str], used: bool, mend: str) -> dict[str, Any]:
+    """Arguments that were given, by the names of the fields that they are for; refused where nothing uses them."""
+    values = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if values and not used:
+        raise UserError(f"--{next(iter(values)).replace('_', '-')}", "is given for what is not done", mend)
+    return {names[name]: value for name, value in values.items()}
+
+
+def _names(text: str | None, usual: list[str] | None) -> list[str] | None:
+    return usual if text is None else [name.strip() for name in text.split(",") if name.strip()]

@@ -18,6 +18,7 @@ from datatrove.pipeline.base import PipelineStep
 from data_prep.contamination_report import WriteReport
 from data_prep.execution import Stage
 from data_prep.findings import MergeFindings
+from data_prep.ledger import CountLeftOut, Ledger
 from data_prep.overlap import CollectGrams, JudgeDocuments, MergeGrams, OverlapOptions, SearchTrain
 from data_prep.overlap_filter import DropContaminated
 
@@ -48,7 +49,24 @@ class Decontamination:
     drop: DropContaminated
 
 
-def decontamination(test: Source, train: Source, folder: str, options: OverlapOptions | None = None) -> Decontamination:
+def collecting(folder: str, options: OverlapOptions) -> CollectGrams:
+    """The step that collects test n-grams, for a pass that is made anyway: it passes all documents on.
+
+    That pass may read documents which `decontamination` no longer does, such as copies: what only they hold is looked
+    for in vain, and changes nothing in the report.
+    """
+    return CollectGrams(f"{folder}/grams", options)
+
+
+def decontamination(
+    test: Source,
+    train: Source,
+    folder: str,
+    options: OverlapOptions | None = None,
+    *,
+    collected: bool = False,
+    ledger: Ledger | None = None,
+) -> Decontamination:
     """Look for test text in training text.
 
     Args:
@@ -56,15 +74,17 @@ def decontamination(test: Source, train: Source, folder: str, options: OverlapOp
         train: reads the training documents; others among them are passed over. May be the same as `test`.
         folder: for results, local or an fsspec URL.
         options: what overlap is, and what to do about it.
+        collected: whether another pass, in as many tasks as `test`, has run the step of `collecting`.
+        ledger: told of the documents that are left out.
     """
     options = options or OverlapOptions()
     grams, found, judged = (f"{folder}/{part}" for part in ("grams", "found", "judged"))
     stages = [
-        Stage("collect_test_ngrams", [*test.steps, CollectGrams(grams, options)], test.tasks),
+        *([] if collected else [Stage("collect_test_ngrams", [*test.steps, collecting(folder, options)], test.tasks)]),
         Stage("merge_test_ngrams", [MergeGrams(grams, test.tasks)], 1),
         Stage("search_train", [*train.steps, SearchTrain(grams, found, options)], train.tasks),
         Stage("merge_findings", [MergeFindings(grams, found, train.tasks)], 1),
         Stage("judge_test", [*test.steps, JudgeDocuments(found, judged, options)], test.tasks),
         Stage("report", [WriteReport(judged, found, folder, test.tasks, options)], 1),
     ]
-    return Decontamination(stages, DropContaminated(folder, options))
+    return Decontamination(stages, DropContaminated(folder, options, CountLeftOut(ledger or Ledger(), "contaminated")))

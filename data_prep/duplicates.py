@@ -12,12 +12,14 @@ No text is written between stages: each reads the documents again, so `documents
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupBuckets
 
 from data_prep.execution import Stage
+from data_prep.ledger import CountLeftOut, Ledger
 from data_prep.signatures import ExactSignature, NearSignature
 from data_prep.survivors import ChooseSurvivors, KeepSurvivors, WriteKeys
 from megatron_ext.errors import UserError
@@ -51,7 +53,8 @@ class NearOptions:
         """
         for name in ("ngram_words", "buckets", "hashes_per_bucket"):
             if getattr(self, name) < 1:
-                raise UserError(name, f"{getattr(self, name)} is not positive", "give 1 or more")
+                option = f"--near-{name.replace('_', '-')}"
+                raise UserError(option, f"{getattr(self, name)} is not positive", "give 1 or more")
 
     def chance(self, similarity: float) -> float:
         """Chance that two documents of this Jaccard similarity, 0 to 1, are found."""
@@ -81,19 +84,33 @@ class Deduplication:
     documents: list[PipelineStep]
 
 
-def exact_duplicates(documents: list[PipelineStep], folder: str, tasks: int) -> Deduplication:
+def exact_duplicates(
+    documents: list[PipelineStep],
+    folder: str,
+    tasks: int,
+    *,
+    beside: Sequence[PipelineStep] = (),
+    ledger: Ledger | None = None,
+) -> Deduplication:
     """Find documents with equal text.
 
     Args:
         documents: steps that read and clean; `metadata["split"]` is train, validation or test, and ids differ.
         folder: for signatures and results, about 30 bytes a document; local or an fsspec URL.
         tasks: number of tasks that read.
+        beside: steps that share the pass over the documents, duplicates among them, and pass all of them on.
+        ledger: told of the documents that are left out.
     """
-    return _deduplication("exact", documents, folder, tasks, ExactSignature(f"{folder}/signatures", EXACT))
+    signature = ExactSignature(f"{folder}/signatures", EXACT)
+    return _deduplication("exact", documents, folder, tasks, signature, beside, ledger or Ledger())
 
 
 def near_duplicates(
-    documents: list[PipelineStep], folder: str, tasks: int, options: NearOptions | None = None
+    documents: list[PipelineStep],
+    folder: str,
+    tasks: int,
+    options: NearOptions | None = None,
+    ledger: Ledger | None = None,
 ) -> Deduplication:
     """Find documents with nearly equal text; texts shorter than an n-gram are never any.
 
@@ -102,21 +119,29 @@ def near_duplicates(
         folder: for signatures and results, 960 bytes a document at the usual numbers; local or an fsspec URL.
         tasks: number of tasks that read.
         options: how near.
+        ledger: told of the documents that are left out.
     """
     signature = NearSignature(f"{folder}/signatures", (options or NearOptions()).config())
-    return _deduplication("near", documents, folder, tasks, signature)
+    return _deduplication("near", documents, folder, tasks, signature, (), ledger or Ledger())
 
 
 def _deduplication(
-    name: str, documents: list[PipelineStep], folder: str, tasks: int, signature: NearSignature | ExactSignature
+    name: str,
+    documents: list[PipelineStep],
+    folder: str,
+    tasks: int,
+    signature: NearSignature | ExactSignature,
+    beside: Sequence[PipelineStep],
+    ledger: Ledger,
 ) -> Deduplication:
     keys, pairs, removed = (f"{folder}/{part}" for part in ("keys", "pairs", "removed"))
     buckets = MinhashDedupBuckets(
         f"{folder}/signatures", pairs, config=signature.config, lines_to_buffer=LINES_AT_A_TIME
     )
     stages = [
-        Stage(f"{name}_signatures", [*documents, WriteKeys(keys), signature], tasks),
+        Stage(f"{name}_signatures", [*documents, *beside, WriteKeys(keys), signature], tasks),
         Stage(f"{name}_pairs", [buckets], signature.config.num_buckets),
         Stage(f"{name}_survivors", [ChooseSurvivors(pairs, keys, removed, tasks)], 1),
     ]
-    return Deduplication(stages, [*documents, KeepSurvivors(keys, removed)])
+    counting = CountLeftOut(ledger, f"{name} duplicate")
+    return Deduplication(stages, [*documents, KeepSurvivors(keys, removed, counting)])

@@ -17,10 +17,11 @@ from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.logging import logger
+from datatrove.utils.stats import PipelineStats
 
 from data_prep.progress import Board, shown
 from data_prep.slurm_jobs import check_no_jobs
-from data_prep.storage import WORK_NAME
+from data_prep.storage import WORK_NAME, locked
 from megatron_ext.errors import UserError
 
 PR_SET_PDEATHSIG = 1
@@ -128,6 +129,11 @@ class QuietExecutor(LocalPipelineExecutor):
             return super().run()
         finally:
             logger.enable("datatrove")
+
+    def _run_for_rank(self, rank: int, *arguments: Any, **named: Any) -> PipelineStats:
+        # Processes of a killed call may still be at this task. Once they are through, it is finished.
+        with locked(Path(self.logging_dir.resolve_paths(f"{rank:05d}.lock"))):
+            return super()._run_for_rank(rank, *arguments, **named)
 
     def _launch_run_for_rank(self, *arguments: Any, **named: Any) -> Any:
         logger.disable("datatrove")  # in a worker's own process too

@@ -105,6 +105,18 @@ class SkippedEntry:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class CountEntry:
+    """Documents of a split, by a reason: why they were left out, or what of them was cleaned.
+
+    Those that were left out before training documents were held out for validation count as train.
+    """
+
+    split: Literal["train", "validation", "test"]
+    reason: str
+    documents: int
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Manifest:
     """A prepared folder.
 
@@ -114,7 +126,9 @@ class Manifest:
         dtype: type of the stored tokens: uint16 or uint32, little-endian.
         domains: what there is, train before validation before test.
         skipped: malformed records passed over.
-        duplicates: documents left out because their text had been there before.
+        duplicates: documents left out as exact or near-duplicates.
+        left_out: well-formed documents left out, duplicates among them.
+        cleaned: documents that cleaning changed; one with several reasons is counted under each.
         options: what the folder was prepared with.
         provenance: what the documents come from.
     """
@@ -125,12 +139,19 @@ class Manifest:
     domains: list[DomainEntry]
     skipped: list[SkippedEntry] = field(default_factory=list)
     duplicates: int = 0
+    left_out: list[CountEntry] = field(default_factory=list)
+    cleaned: list[CountEntry] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def domain_names(self, split: str) -> list[str]:
         """Names of the domains of a split, in the manifest's order."""
         return [entry.domain for entry in self.domains if entry.split == split]
+
+    def out_of_domain(self) -> list[str]:
+        """Domains with test text and no training text: test text of a training domain is in domain."""
+        trained = self.domain_names("train")
+        return [name for name in self.domain_names("test") if name not in trained]
 
     def select(self, split: str | None = None, domains: Iterable[str] | None = None) -> list[DomainEntry]:
         """Entries of a split and of some domains, in the manifest's order whatever the order of the names.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,28 @@ from typing import Any
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
-from data_prep.manifest import VERSION, DomainEntry, Manifest, ShardEntry, SkippedEntry, TokenizerEntry, save_manifest
+from data_prep.contamination_report import REPORT, TABLE
+from data_prep.manifest import (
+    VERSION,
+    CountEntry,
+    DomainEntry,
+    Manifest,
+    ShardEntry,
+    SkippedEntry,
+    TokenizerEntry,
+    save_manifest,
+)
 from data_prep.splits import SplitPlan
 from data_prep.storage import publish
 from data_prep.vocabularies import token_dtype
-from data_prep.writing import TaskResult, in_order, load_result
+from data_prep.writing import TaskResult, count_entries, in_order, load_result
 from megatron_ext.errors import UserError
 
+CONTAMINATION, CONTAMINATION_TABLE = "contamination.json", "contamination.md"
+"""The report on test text in training text, in a prepared folder."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Merge:
     """All that the manifest needs beside what the tasks noted.
 
@@ -29,6 +43,7 @@ class Merge:
         tasks: their number.
         plan: which domains must be there.
         tokenizer: what made the tokens.
+        report: folder of the report on test text in training text; None: there is none.
         options: for the manifest.
         provenance: for the manifest.
     """
@@ -38,6 +53,7 @@ class Merge:
     tasks: int
     plan: SplitPlan
     tokenizer: TokenizerEntry
+    report: Path | None
     options: dict[str, Any]
     provenance: dict[str, Any]
 
@@ -52,13 +68,19 @@ class Merge:
         skipped: Counter[tuple[str, str]] = Counter()
         for entry in (entry for result in results for entry in result.skipped):
             skipped[entry.file, entry.reason] += entry.records
+        left_out = _total(entry for result in results for entry in result.left_out)
+        if self.report is not None:
+            shutil.copyfile(self.report / REPORT, self.root / CONTAMINATION)
+            shutil.copyfile(self.report / TABLE, self.root / CONTAMINATION_TABLE)
         manifest = Manifest(
             version=VERSION,
             tokenizer=self.tokenizer,
             dtype=token_dtype(self.tokenizer.vocab_size),
             domains=self._domains(results),
             skipped=[SkippedEntry(*key, number) for key, number in sorted(skipped.items())],
-            duplicates=sum(result.duplicates for result in results),
+            duplicates=sum(entry.documents for entry in left_out if entry.reason.endswith("duplicate")),
+            left_out=left_out,
+            cleaned=_total(entry for result in results for entry in result.changed),
             options=self.options,
             provenance=self.provenance,
         )
@@ -130,10 +152,19 @@ def _sum(before: DomainEntry, entry: DomainEntry) -> DomainEntry:
     )
 
 
+def _total(entries: Iterable[CountEntry]) -> list[CountEntry]:
+    sums: Counter[tuple[str, str]] = Counter()
+    for entry in entries:
+        sums[entry.split, entry.reason] += entry.documents
+    return count_entries(sums)
+
+
 def _check_nothing_missing(plan: SplitPlan, results: list[TaskResult]) -> None:
     written = {(entry.split, entry.domain) for result in results for entry in result.domains}
     for option, split, names in (("--train-domains", "train", plan.train), ("--test-domains", "test", plan.test)):
-        for name in sorted(names):
+        for name in sorted(names - plan.optional):
             if (split, name) not in written:
                 problem = f"{name} has no document in the {split} split"
                 raise UserError(option, problem, "choose another domain or give more documents")
+    if not any(split == "train" for split, _ in written):
+        raise UserError("--train-domains", "no document is left to train on", "choose other domains")

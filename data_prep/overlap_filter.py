@@ -13,6 +13,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from data_prep.arrays import load, load_json
 from data_prep.contamination_report import BANNED, CONTAMINATED, REPORT
+from data_prep.ledger import CountLeftOut
 from data_prep.ngrams import Hashes, window_hashes, words_of
 from data_prep.overlap import TRAIN, OverlapOptions, places_in
 from megatron_ext.errors import UserError
@@ -26,12 +27,14 @@ class DropContaminated(BaseFilter):
     Args:
         folder: where the report was written.
         options: those of the report.
-        exclusion_writer: keeps the dropped documents.
+        exclusion_writer: keeps the dropped documents, or counts them.
     """
 
     name = "drop contaminated"
 
-    def __init__(self, folder: str, options: OverlapOptions, exclusion_writer: DiskWriter | None = None) -> None:
+    def __init__(
+        self, folder: str, options: OverlapOptions, exclusion_writer: DiskWriter | CountLeftOut | None = None
+    ) -> None:
         super().__init__(exclusion_writer)
         self.folder = get_datafolder(folder)
         self.options = options

@@ -12,11 +12,13 @@ from data_prep import embedded
 from data_prep.corpus import open_files
 from data_prep.documents import Corpus, Problems
 from data_prep.execution import Execution, check_execution, run_stages
+from data_prep.ledger import Ledger
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest, match_domain
 from data_prep.merging import Finish
 from data_prep.slurm import submit
 from data_prep.splits import SplitPlan
-from data_prep.stages import Preparation
+from data_prep.stages import Filtering, Preparation
+from data_prep.steps import reading
 from data_prep.storage import publish, sha256_of, unfinished_folder
 from data_prep.tokenizer import JsonTokenizer, train_tokenizer
 from data_prep.vocabularies import TextTokenizer, end_of_document, keep_tokenizer, open_tokenizer
@@ -24,6 +26,10 @@ from megatron_ext.errors import UserError
 
 EMBEDDED = "embedded"
 TRAIN_TOKENIZER = "train"
+TRAIN_DOMAINS = ("CommonCrawl", "C4")
+TEST_DOMAINS = ("ArXiv", "Github", "StackExchange", "Wikipedia", "Book")
+"""SlimPajama's, used where none are named: trained on what is crawled, tested on the rest."""
+
 TASK_BYTES = 4 << 20
 """Input bytes a task where --tasks is not given: some seconds of work, and no more than can be lost to a kill."""
 
@@ -38,8 +44,9 @@ class PrepareOptions:
     Attributes:
         input: file, folder or URL of documents, or `embedded`.
         output: folder to make.
-        train_domains: domains of the train and validation splits.
-        test_domains: domains of the test split; none of the training domains.
+        train_domains: domains of the train and validation splits; None: those of `TRAIN_DOMAINS` that there are.
+        test_domains: domains of the test split; none of the training domains; None: those of `TEST_DOMAINS`.
+        filtering: how documents are cleaned, duplicates left out, and test text looked for in training text.
         tokenizer: a tokenizer.json, a .tiktoken file or the name of one of tiktoken's encodings, RWKV's vocabulary
             file, or `train`: train one on the train split.
         tiktoken_pattern: by which text is cut for a .tiktoken file that is not one of tiktoken's own.
@@ -57,8 +64,9 @@ class PrepareOptions:
 
     input: str
     output: str
-    train_domains: list[str]
-    test_domains: list[str] = field(default_factory=list)
+    train_domains: list[str] | None = None
+    test_domains: list[str] | None = None
+    filtering: Filtering = field(default_factory=Filtering)
     tokenizer: str = TRAIN_TOKENIZER
     tiktoken_pattern: str = ""
     source_tokenizer: str | None = None
@@ -93,8 +101,7 @@ def prepare(options: PrepareOptions) -> Manifest | None:
     output = Path(options.output)
     try:
         corpus = open_corpus(options)
-        tasks = options.tasks or default_tasks(corpus)
-        recorded = {**_recorded(options), "tasks": tasks}
+        recorded = _recorded(options, options.tasks or default_tasks(corpus))
         with unfinished_folder(output, _begun(recorded, corpus, options)) as partial:
             if (partial / MANIFEST_NAME).exists():  # stopped between the manifest and the renaming of the folder
                 publish(partial, output)
@@ -143,6 +150,18 @@ def find_domains(corpus: Corpus, names: list[str], option: str) -> list[str]:
     raise UserError(option, f"unknown domain {missing[0]}", f"choose from the domains of the input: {there}")
 
 
+def _find_any(corpus: Corpus, names: list[str]) -> None:
+    """Refuse an input that has none of the usual training domains; reads on to the first document that is of one."""
+    present: dict[str, None] = {}
+    for document in corpus.documents(Problems("skip")):
+        if document.domain in names:
+            return
+        present[document.domain] = None
+    problem = f"is not given, and the input has neither of the usual ones: {', '.join(names)}"
+    there = ", ".join(sorted(present)) or "none"
+    raise UserError("--train-domains", problem, f"choose from the domains of the input: {there}")
+
+
 def _check(options: PrepareOptions) -> None:
     for name, value in (
         ("--shard-tokens", options.shard_tokens),
@@ -154,9 +173,9 @@ def _check(options: PrepareOptions) -> None:
     if not 0 <= options.validation_fraction < 1:
         problem = f"{options.validation_fraction} is no fraction"
         raise UserError("--validation-fraction", problem, "give 0 or more, below 1")
-    if not options.train_domains:
+    if options.train_domains is not None and not options.train_domains:
         raise UserError("--train-domains", "no domain is given", "name one or more, separated by commas")
-    for name in (*options.train_domains, *options.test_domains):
+    for name in (*(options.train_domains or []), *(options.test_domains or [])):
         if not FOLDER_NAME.fullmatch(name):
             raise UserError("--train-domains/--test-domains", f"{name!r} cannot name a folder", "rename the domain")
 
@@ -168,6 +187,7 @@ def _fill(root: Path, corpus: Corpus, options: PrepareOptions, recorded: dict[st
         root=root,
         corpus=corpus,
         plan=plan,
+        filtering=options.filtering,
         tokenizer=keep_tokenizer(root, tokenizer, end_of_document(tokenizer, options.eos_token)),
         tasks=recorded["tasks"],
         on_error=options.on_error,
@@ -182,13 +202,37 @@ def _fill(root: Path, corpus: Corpus, options: PrepareOptions, recorded: dict[st
 
 
 def _plan(corpus: Corpus, options: PrepareOptions) -> SplitPlan:
-    both = [name for name in options.train_domains if match_domain(name, options.test_domains)]
+    train, test = chosen_domains(options)
+    both = [name for name in train if match_domain(name, test)]
     if both:
         problem = f"{', '.join(both)} is a training domain and a test domain"
         raise UserError("--test-domains", problem, "take it out of one of the two")
-    train = find_domains(corpus, options.train_domains, "--train-domains")
-    test = find_domains(corpus, options.test_domains, "--test-domains") if options.test_domains else []
-    return SplitPlan(frozenset(train), frozenset(test), corpus.folders, options.validation_fraction)
+    usual: list[str] = []
+    if options.train_domains is None:
+        if not train:
+            raise UserError("--train-domains", "is not given, and the usual ones are test domains", "name one or more")
+        _find_any(corpus, train)
+        usual += train
+    else:
+        train = find_domains(corpus, train, "--train-domains")
+    if options.test_domains is None:
+        usual += test
+    elif test:
+        test = find_domains(corpus, test, "--test-domains")
+    folders = corpus.folders
+    plan = SplitPlan(frozenset(train), frozenset(test), folders, options.validation_fraction, frozenset(usual))
+    overlap = options.filtering.overlap
+    if overlap is not None and overlap.action != "report" and not plan.has_test:
+        raise UserError("--decontaminate", "there are no test documents", "name --test-domains or leave it out")
+    return plan
+
+
+def chosen_domains(options: PrepareOptions) -> tuple[list[str], list[str]]:
+    """Training and test domains as they are named, or the usual ones without those named for the other."""
+    train, test = options.train_domains, options.test_domains
+    usual_train = [name for name in TRAIN_DOMAINS if not match_domain(name, test or [])]
+    usual_test = [name for name in TEST_DOMAINS if not match_domain(name, train or [])]
+    return (usual_train if train is None else train), (usual_test if test is None else test)
 
 
 def _tokenizer(root: Path, corpus: Corpus, plan: SplitPlan, options: PrepareOptions) -> TextTokenizer:
@@ -197,17 +241,20 @@ def _tokenizer(root: Path, corpus: Corpus, plan: SplitPlan, options: PrepareOpti
     kept = root / JsonTokenizer.file_name
     if kept.exists():  # trained before a stop
         return open_tokenizer(str(kept))
-    documents = corpus.documents(Problems(options.on_error))
-    texts = (item.text for item in documents if plan.split_of(item.text, item.domain, item.folder) == "train")
+    documents: Any = None
+    for step in reading(corpus, plan, options.filtering.cleaning, Problems(options.on_error), Ledger()):
+        documents = step.run(documents)
+    texts = (document.text for document in documents if document.metadata["split"] == "train")
     return JsonTokenizer(train_tokenizer(texts, options.vocab_size))
 
 
-def _recorded(options: PrepareOptions) -> dict[str, Any]:
+def _recorded(options: PrepareOptions, tasks: int) -> dict[str, Any]:
     """Options that decide the content: not where it went, nor who did the work."""
     kept = asdict(options)
-    for name in ("output", "execution", "progress"):
+    for name in ("output", "execution", "progress", "filtering"):
         del kept[name]
-    return kept
+    kept["train_domains"], kept["test_domains"] = chosen_domains(options)
+    return {**kept, **options.filtering.as_options(), "tasks": tasks}
 
 
 def _begun(recorded: dict[str, Any], corpus: Corpus, options: PrepareOptions) -> dict[str, Any]:

@@ -15,27 +15,46 @@ class SplitPlan:
         test: test domains.
         folders: splits that the input's folders give.
         validation_fraction: share of the training documents held out by hash, where no folder says.
+        optional: domains of either that the input may lack.
     """
 
     train: frozenset[str]
     test: frozenset[str]
     folders: frozenset[str]
     validation_fraction: float
+    optional: frozenset[str] = frozenset()
 
-    def split_of(self, text: str, domain: str, folder: str | None) -> str | None:
-        """The split of a document with this text, of this domain, in the folder of this split; None: it is not used.
+    def side_of(self, domain: str, folder: str | None) -> str | None:
+        """What is known of a document's split before its text is: `train` is where some may still be held out.
 
-        Of a corpus split by folders, test domains are read from `test` alone (without it: from `validation`), training
-        domains never from `test`. The hash is of the text, so that equal texts cannot stand on both sides.
+        Of a corpus split by folders, test domains are read from `test` alone (without it: from `validation`). Documents
+        of training domains in `test` are test documents in domain.
+
+        Args:
+            domain: of the document.
+            folder: split whose folder it lies in; None where folders do not give the split.
+
+        Returns:
+            train, validation or test; None: it is not used.
         """
         if domain in self.test:
             given = next((name for name in ("test", "validation") if name in self.folders), None)
             return "test" if given is None or folder == given else None
-        if domain not in self.train or folder == "test":
+        if domain not in self.train:
             return None
-        if folder == "validation" or (folder == "train" and "validation" in self.folders):
-            return folder
+        return folder or "train"
+
+    def split_of(self, text: str, domain: str, folder: str | None) -> str | None:
+        """The split of a document; see `side_of`. The hash is of the text: equal texts cannot stand on both sides."""
+        side = self.side_of(domain, folder)
+        if side != "train" or (folder == "train" and "validation" in self.folders):
+            return side
         return "validation" if fingerprint(text) < self.validation_fraction * 2.0**64 else "train"
+
+    @property
+    def has_test(self) -> bool:
+        """Whether there may be test documents."""
+        return bool(self.test) or "test" in self.folders
 
 
 def fingerprint(text: str) -> int:

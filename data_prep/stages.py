@@ -1,23 +1,62 @@
-"""The stages of a preparation, each a datatrove pipeline over the same tasks."""
+"""The stages of a preparation, each a datatrove pipeline over the same tasks.
+
+Choose domains, clean, split by hash; leave out duplicates; look for test text in training text; tokenise. Every pass
+over the documents begins with the same steps, and no text is written before it is tokens: without duplicates and
+decontamination there is one pass alone, with exact duplicates and a report there are four.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from datatrove.pipeline.base import PipelineStep
 
+from data_prep.cleaning import CleaningOptions
+from data_prep.decontamination import Source, collecting, decontamination
 from data_prep.documents import Corpus, Problems
-from data_prep.exact import DropDuplicates, FindDuplicates, WriteFingerprints, buckets_for
+from data_prep.duplicates import NearOptions, exact_duplicates, near_duplicates
 from data_prep.execution import Stage
+from data_prep.ledger import Ledger
 from data_prep.manifest import TokenizerEntry
 from data_prep.merging import Merge
+from data_prep.overlap import OverlapOptions
 from data_prep.progress import Board
 from data_prep.splits import SplitPlan
-from data_prep.steps import AssignSplits, ReadCorpus
+from data_prep.steps import ReadCorpus, reading
 from data_prep.storage import WORK_NAME
 from data_prep.writing import WriteShards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filtering:
+    """What is done to documents before they become tokens.
+
+    Attributes:
+        cleaning: how text is cleaned; None: not at all.
+        duplicates: `keep` them, or leave out `exact` ones, or `near` ones, exact ones among them.
+        near: when two documents are near-duplicates.
+        overlap: how test text is looked for in training text, and what is done about it; None: it is not.
+    """
+
+    cleaning: CleaningOptions | None = field(default_factory=CleaningOptions)
+    duplicates: Literal["keep", "exact", "near"] = "exact"
+    near: NearOptions = field(default_factory=NearOptions)
+    overlap: OverlapOptions | None = field(default_factory=OverlapOptions)
+
+    def as_options(self) -> dict[str, Any]:
+        """The same by the names of the command's options, with `_` for `-`."""
+        cleaning, overlap = self.cleaning or CleaningOptions(), self.overlap or OverlapOptions()
+        return {
+            "clean": self.cleaning is not None,
+            "nul": cleaning.nul,
+            "duplicates": self.duplicates,
+            **{f"near_{name}": value for name, value in asdict(self.near).items()},
+            "decontaminate": "off" if self.overlap is None else overlap.action.replace("_", "-"),
+            "contamination_threshold": overlap.threshold,
+            "ngram_words": overlap.ngram_words,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,56 +67,84 @@ class Preparation:
         root: folder that is filled.
         corpus: what is read.
         plan: which split a document belongs to.
+        filtering: what is done to documents.
         tokenizer: what is in `root`.
         tasks: number of tasks that read documents.
         on_error: at a malformed record.
         shard_tokens: tokens a shard.
-        steps: datatrove steps between splitting and tokenising: filters, formatters. Every pass over the documents
-            runs them, so they must give the same for the same document.
     """
 
     root: Path
     corpus: Corpus
     plan: SplitPlan
+    filtering: Filtering
     tokenizer: TokenizerEntry
     tasks: int
     on_error: Literal["stop", "skip"]
     shard_tokens: int
-    steps: list[PipelineStep] = field(default_factory=list)
 
     def stages(self) -> list[Stage]:
-        """Hash every document, find duplicates, tokenise the rest."""
-        return [self._hashing(), self._comparing(), self._tokenising()]
+        """All of them, in order."""
+        problems, ledger = Problems(self.on_error), Ledger()
+        documents = reading(self.corpus, self.plan, self.filtering.cleaning, problems, ledger)
+        stages, documents = self._deduplicating(documents, ledger)
+        more, documents = self._decontaminating(documents, ledger)
+        return [self._shown(stage) for stage in (*stages, *more)] + [self._tokenising(documents, problems, ledger)]
 
     def merge(self, options: dict[str, Any]) -> Merge:
         """What makes one folder of the tasks' shards, with these options in the manifest."""
-        provenance = self.corpus.provenance()
-        return Merge(self.root, self._folder("shards"), self.tasks, self.plan, self.tokenizer, options, provenance)
-
-    def _hashing(self) -> Stage:
-        board = self._board("reading")
-        documents = self._documents(Problems(self.on_error), board)
-        return Stage("reading", [*documents, WriteFingerprints(self._folder("hashes"))], self.tasks, board)
-
-    def _comparing(self) -> Stage:
-        search = FindDuplicates(self._folder("hashes"), self._folder("duplicates"))
-        return Stage("comparing", [search], buckets_for(self.corpus.total_bytes))
-
-    def _tokenising(self) -> Stage:
-        board, problems = self._board("tokenising"), Problems(self.on_error)
-        duplicates = DropDuplicates(self._folder("duplicates"))
-        writer = WriteShards(
-            self._folder("shards"), self.root, self.tokenizer, self.shard_tokens, problems, duplicates, board
+        report = self._folder("contamination") if self._overlap else None
+        return Merge(
+            root=self.root,
+            tasks_folder=self._folder("shards"),
+            tasks=self.tasks,
+            plan=self.plan,
+            tokenizer=self.tokenizer,
+            report=report,
+            options=options,
+            provenance=self.corpus.provenance(),
         )
-        return Stage("tokenising", [*self._documents(problems, board), duplicates, writer], self.tasks, board)
 
-    def _documents(self, problems: Problems, board: Board) -> list[PipelineStep]:
-        return [ReadCorpus(self.corpus, problems, board), AssignSplits(self.plan), *self.steps]
+    @property
+    def _overlap(self) -> OverlapOptions | None:
+        return self.filtering.overlap if self.plan.has_test else None
 
-    def _board(self, name: str) -> Board:
-        board = Board(self.root / WORK_NAME / f"{name}.progress", self.tasks)
+    def _deduplicating(self, documents: list[PipelineStep], ledger: Ledger) -> tuple[list[Stage], list[PipelineStep]]:
+        """Stages that find duplicates, and steps that read the documents without them."""
+        if self.filtering.duplicates == "keep":
+            return [], documents
+        beside = [collecting(str(self._folder("contamination")), self._overlap)] if self._overlap else []
+        exact = exact_duplicates(documents, str(self._folder("exact")), self.tasks, beside=beside, ledger=ledger)
+        if self.filtering.duplicates == "exact":
+            return exact.stages, exact.documents
+        near = near_duplicates(exact.documents, str(self._folder("near")), self.tasks, self.filtering.near, ledger)
+        return [*exact.stages, *near.stages], near.documents
+
+    def _decontaminating(self, documents: list[PipelineStep], ledger: Ledger) -> tuple[list[Stage], list[PipelineStep]]:
+        """Stages that look for test text, and steps that read the documents without those that are dropped for it."""
+        if self._overlap is None:
+            return [], documents
+        source, folder = Source(documents, self.tasks), str(self._folder("contamination"))
+        collected = self.filtering.duplicates != "keep"
+        found = decontamination(source, source, folder, self._overlap, collected=collected, ledger=ledger)
+        return found.stages, [*documents, found.drop] if self._overlap.action != "report" else documents
+
+    def _tokenising(self, documents: list[PipelineStep], problems: Problems, ledger: Ledger) -> Stage:
+        shown = self._shown(Stage("tokenising", documents, self.tasks))
+        assert shown.board is not None
+        writer = WriteShards(
+            self._folder("shards"), self.root, self.tokenizer, self.shard_tokens, problems, ledger, shown.board
+        )
+        return replace(shown, steps=[*shown.steps, writer])
+
+    def _shown(self, stage: Stage) -> Stage:
+        """A stage that reads the corpus, with a board of its own that its reader tells of the bytes read."""
+        reader, *rest = stage.steps
+        if not isinstance(reader, ReadCorpus):
+            return stage
+        board = Board(self.root / WORK_NAME / f"{stage.name}.progress", stage.tasks)
         board.clear_missing()
-        return board
+        return replace(stage, steps=[ReadCorpus(self.corpus, reader.problems, board), *rest], board=board)
 
     def _folder(self, name: str) -> Path:
         folder = self.root / WORK_NAME / name

@@ -1,18 +1,18 @@
 """datatrove steps that every stage begins with: documents of the corpus, each with its split.
 
-A document's `metadata` says: `domain`, `source`, `folder` (the split whose folder it lies in, or None), `split`, and
-its place in the input, `unit` (file) and `number` (document of that file, from 0).
+A document's `metadata` says: `domain`, `source`, `folder` (the split whose folder it lies in, or None) and `split`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
+from data_prep.cleaning import Clean, CleaningOptions
 from data_prep.documents import Corpus, Problems
+from data_prep.ledger import CountLeftOut, Ledger
 from data_prep.progress import Board
 from data_prep.splits import SplitPlan
 
@@ -23,13 +23,13 @@ class ReadCorpus(PipelineStep):
     Args:
         corpus: what is read.
         problems: what to do about malformed records. Each task counts its own, in its own copy.
-        board: told the bytes read.
+        board: told the bytes read; None: nobody is.
     """
 
     type = "READER"
     name = "corpus"
 
-    def __init__(self, corpus: Corpus, problems: Problems, board: Board) -> None:
+    def __init__(self, corpus: Corpus, problems: Problems, board: Board | None = None) -> None:
         super().__init__()
         self.corpus = corpus
         self.problems = problems
@@ -37,20 +37,38 @@ class ReadCorpus(PipelineStep):
 
     def run(self, data: Iterator[Document] | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield the documents of this task."""
-        done = self.board.bytes_of(rank)
+        done = [0] if self.board is None else self.board.bytes_of(rank)
 
         def advance(count: int) -> None:
             done[0] += count
 
         for unit in range(rank, self.corpus.units, world_size):
-            for number, document in enumerate(self.corpus.read(unit, self.problems, advance)):
-                place = {"folder": document.folder, "unit": unit, "number": number}
-                metadata = {"domain": document.domain, "source": document.source, **place}
-                yield Document(document.text, document.id, metadata=metadata)
+            for document in self.corpus.read(unit, self.problems, advance):
+                facts = {"domain": document.domain, "source": document.source, "folder": document.folder}
+                yield Document(document.text, document.id, metadata=facts)
+
+
+class ChooseDomains(PipelineStep):
+    """Drops documents that no split takes; `split` of the others is the side that they are on."""
+
+    type = "SPLITTER"
+    name = "domains"
+
+    def __init__(self, plan: SplitPlan) -> None:
+        super().__init__()
+        self.plan = plan
+
+    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield the documents that are used."""
+        for document in data:
+            side = self.plan.side_of(document.metadata["domain"], document.metadata["folder"])
+            if side is not None:
+                document.metadata["split"] = side
+                yield document
 
 
 class AssignSplits(PipelineStep):
-    """Adds `split` to documents, and drops those that no split takes."""
+    """Sets `split` of documents by their cleaned text."""
 
     type = "SPLITTER"
     name = "splits"
@@ -60,15 +78,26 @@ class AssignSplits(PipelineStep):
         self.plan = plan
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield the documents that are used."""
+        """Yield all documents."""
         for document in data:
             facts = document.metadata
-            split = self.plan.split_of(document.text, facts["domain"], facts["folder"])
-            if split is not None:
-                facts["split"] = split
-                yield document
+            facts["split"] = self.plan.split_of(document.text, facts["domain"], facts["folder"])
+            yield document
 
 
-def place_of(document: Document) -> int:
-    """Where a document stands in the input, as one number that grows with it: file * 2**32 + document."""
-    return int(np.uint64(document.metadata["unit"]) << np.uint64(32)) + int(document.metadata["number"])
+def reading(
+    corpus: Corpus, plan: SplitPlan, cleaning: CleaningOptions | None, problems: Problems, ledger: Ledger
+) -> list[PipelineStep]:
+    """The steps that every pass over the documents begins with: read, choose domains, clean, split.
+
+    Args:
+        corpus: what is read.
+        plan: which split a document belongs to.
+        cleaning: what is cleaned; None: nothing.
+        problems: what to do about malformed records.
+        ledger: told of documents that cleaning changes or leaves out.
+    """
+    steps: list[PipelineStep] = [ReadCorpus(corpus, problems), ChooseDomains(plan)]
+    if cleaning is not None:
+        steps.append(Clean(cleaning, CountLeftOut(ledger, "{}"), ledger))
+    return [*steps, AssignSplits(plan)]

@@ -23,6 +23,7 @@ from datatrove.io import DataFolder, get_datafolder
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.dedup.minhash import MinhashDedupFilter
 
+from data_prep.ledger import CountLeftOut
 from data_prep.ngrams import Hashes
 from megatron_ext.errors import UserError
 
@@ -186,10 +187,11 @@ class KeepSurvivors(MinhashDedupFilter):
     Args:
         keys: folder of what `WriteKeys` wrote.
         removed: folder of what `ChooseSurvivors` wrote.
+        counting: told of those that go.
     """
 
-    def __init__(self, keys: str, removed: str) -> None:
-        super().__init__(removed, lines_to_buffer=1024)
+    def __init__(self, keys: str, removed: str, counting: CountLeftOut | None = None) -> None:
+        super().__init__(removed, counting, lines_to_buffer=1024)
         self.keys = get_datafolder(keys)
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:

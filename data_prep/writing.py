@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,8 +16,8 @@ from datatrove.pipeline.base import PipelineStep
 from pydantic import TypeAdapter
 
 from data_prep.documents import SPLITS, Problems
-from data_prep.exact import DropDuplicates
-from data_prep.manifest import DomainEntry, SkippedEntry, TokenizerEntry
+from data_prep.ledger import Ledger
+from data_prep.manifest import CountEntry, DomainEntry, SkippedEntry, TokenizerEntry
 from data_prep.pieces import PIECE_CHARACTERS, UnbrokenError, encode_in_pieces
 from data_prep.progress import Board
 from data_prep.shards import DomainWriter
@@ -37,12 +37,14 @@ class TaskResult:
     Attributes:
         domains: shards by split and domain, their files relative to the task's folder.
         skipped: malformed records passed over.
-        duplicates: documents left out because the input had their text before.
+        left_out: well-formed documents that were left out.
+        changed: documents that cleaning changed.
     """
 
     domains: list[DomainEntry]
     skipped: list[SkippedEntry]
-    duplicates: int
+    left_out: list[CountEntry]
+    changed: list[CountEntry]
 
 
 class WriteShards(PipelineStep):
@@ -54,7 +56,7 @@ class WriteShards(PipelineStep):
         tokenizer: what is said of it in the manifest.
         shard_tokens: see `DomainWriter`.
         problems: those of the step that reads; told of text that the tokenizer cannot encode.
-        duplicates: the step that leaves them out.
+        ledger: what the steps before tell of the documents that they leave out or change.
         board: told the tokens written.
     """
 
@@ -68,7 +70,7 @@ class WriteShards(PipelineStep):
         tokenizer: TokenizerEntry,
         shard_tokens: int,
         problems: Problems,
-        duplicates: DropDuplicates,
+        ledger: Ledger,
         board: Board,
     ) -> None:
         super().__init__()
@@ -77,7 +79,7 @@ class WriteShards(PipelineStep):
         self.tokenizer = tokenizer
         self.shard_tokens = shard_tokens
         self.problems = problems
-        self.duplicates = duplicates
+        self.ledger = ledger
         self.board = board
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
@@ -88,7 +90,9 @@ class WriteShards(PipelineStep):
                 target = self.folder / f"{rank:05d}"
                 shutil.rmtree(target, ignore_errors=True)
                 target.mkdir()
-                result = TaskResult(self._write(data, target, rank), _skipped(self.problems), self.duplicates.dropped)
+                domains = self._write(data, target, rank)
+                counts = (count_entries(self.ledger.left_out), count_entries(self.ledger.changed))
+                result = TaskResult(domains, _skipped(self.problems), *counts)
                 write_whole(note, json.dumps(asdict(result), ensure_ascii=False).encode())
         yield from ()
 
@@ -151,8 +155,13 @@ def load_result(path: Path) -> TaskResult:
 
 
 def in_order(key: tuple[str, str]) -> tuple[int, str]:
-    """Sorts (split, domain) as the manifest does: train, validation, test, and domains by name."""
+    """Sorts (split, domain or reason) as the manifest does: train, validation, test, and the other by name."""
     return SPLITS.index(key[0]), key[1]
+
+
+def count_entries(counts: Mapping[tuple[str, str], int]) -> list[CountEntry]:
+    """Counts by (split, reason), train before validation before test."""
+    return [CountEntry(*key, counts[key]) for key in sorted(counts, key=in_order)]  # type: ignore[arg-type]
 
 
 def _skipped(problems: Problems) -> list[SkippedEntry]:

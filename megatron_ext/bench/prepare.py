@@ -173,11 +173,14 @@ def _ours(task: Task) -> Run:
         "--tokenizer": task.tokenizer_file,
         "--eos-token": task.end,
         "--validation-fraction": 0,
+        "--duplicates": "keep",
+        "--decontaminate": "off",
         "--workers": task.workers,
         "--tasks": task.workers * FILES_A_WORKER,
     }
     words = [str(word) for pair in options.items() for word in pair]
-    cost, _ = cost_of([sys.executable, "-m", "megatron_ext.cli", "prepare", *words], THREADS)
+    command = [sys.executable, "-m", "megatron_ext.cli", "prepare", "--no-clean", *words]
+    cost, _ = cost_of(command, THREADS)
     tokens = sum(entry.tokens for entry in load_manifest(output).domains)
     return Run(cost.seconds, cost.cpu_seconds, cost.peak_bytes, tokens)
 

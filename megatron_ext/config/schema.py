@@ -105,7 +105,8 @@ class DataConfig:
         cache_gib: GiB of training text kept there, at most, and a shard a process; None: all of it.
         tokenizer: a tokenizer.json that must be the one the data was made with; None: the one kept beside the manifest.
         train_domains: domains to train on; None: every domain of the manifest that has a train split.
-        test_domains: out-of-domain test domains; None: every domain that has a test split.
+        test_domains: out-of-domain test domains; None: every domain of the manifest that has a test split and no train
+            split. Held-out text of training domains is evaluated on as validation.
         weights: part of the samples that each training domain has, in any unit; None: in proportion to its tokens.
             After any number of samples a domain has had its part of them to within one sample; a domain that has been
             read through begins again.

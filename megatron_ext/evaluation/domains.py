@@ -61,11 +61,11 @@ def evaluation_domains(
         root: folder of the prepared data.
         manifest: of that folder.
         train_domains: trained on; None: all.
-        test_domains: tested on; None: all.
+        test_domains: tested on; None: all that have no training text.
         seq_length: tokens a window.
         max_sequences: windows a domain, at most; 0: all.
     """
-    wanted = {"validation": train_domains, "test": test_domains}
+    wanted = {"validation": train_domains, "test": manifest.out_of_domain() if test_domains is None else test_domains}
     domains = []
     for split, chosen in wanted.items():
         there = manifest.domain_names(split)

@@ -74,7 +74,7 @@ def open_data(data: DataConfig, seed: int, known: Mapping[str, Stamp] | None = N
     root, manifest, cache = _opened(data)
     tokenizer_file = check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
     train = _chosen(manifest, "train", data.train_domains)
-    test = _chosen(manifest, "test", data.test_domains)
+    test = _chosen(manifest, "test", manifest.out_of_domain() if data.test_domains is None else data.test_domains)
     weights = None if data.weights is None else domain_weights(data.weights, train, manifest)
     verified = Verified(root, {} if data.verify == "sha256_always" else known or {})
     damages = _verified(verified, manifest, {"train": train, "validation": train, "test": test}, data, cache)

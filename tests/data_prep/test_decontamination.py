@@ -252,8 +252,8 @@ def test_without_a_report_or_with_other_options_nothing_is_passed_on(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ngram_words": 0}, "--ngram-words: 0 is not positive"),
-        ({"threshold": 1.0}, r"--contamination-threshold: 1\.0 is no share"),
+        ({"ngram_words": 0}, "^--ngram-words: 0 is not positive"),
+        ({"threshold": 1.0}, r"^--contamination-threshold: 1\.0 is no share"),
         ({"splits": ("train",)}, "cannot be tested against train"),
         ({"splits": ()}, "cannot be tested against train"),
         ({"action": "drop"}, "action: drop is unknown"),

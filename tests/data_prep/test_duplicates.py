@@ -200,5 +200,5 @@ def test_exact_signatures_fit_what_datatrove_reads(tmp_path):
 
 @pytest.mark.parametrize("name", ["ngram_words", "buckets", "hashes_per_bucket"])
 def test_numbers_that_are_not_positive_are_refused(name):
-    with pytest.raises(UserError, match=f"{name}: 0 is not positive"):
+    with pytest.raises(UserError, match=f"^--near-{name.replace('_', '-')}: 0 is not positive"):
         NearOptions(**{name: 0})

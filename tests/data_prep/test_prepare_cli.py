@@ -4,7 +4,11 @@ import pytest
 from prep_fakes import write_jsonl
 
 from data_prep import cli
+from data_prep.cleaning import CleaningOptions
+from data_prep.duplicates import NearOptions
 from data_prep.manifest import load_manifest
+from data_prep.overlap import OverlapOptions
+from data_prep.stages import Filtering
 from megatron_ext.errors import UserError
 
 
@@ -41,6 +45,41 @@ def test_defaults_of_the_embedded_corpus():
     options = cli._options(parse("--input", "embedded", "--output", "x"))
     assert (options.train_domains, options.test_domains) == (["PythonDocs"], ["PythonCode"])
     assert (options.tokenizer, options.vocab_size, options.validation_fraction) == ("train", 4096, 0.05)
+
+
+def test_filters_are_what_the_arguments_say():
+    options = cli._options(parse("--input", "x", "--output", "y", "--tokenizer", "z"))
+    assert (options.train_domains, options.test_domains, options.filtering) == (None, None, Filtering())
+    near = ["--duplicates", "near", "--near-ngram-words", "3", "--near-buckets", "20", "--near-hashes-per-bucket", "5"]
+    overlap = ["--decontaminate", "drop-train", "--contamination-threshold", "0.1", "--ngram-words", "8"]
+    arguments = [*near, *overlap, "--nul", "drop", "--test-domains", ""]
+    options = cli._options(parse("--input", "x", "--output", "y", "--tokenizer", "z", *arguments))
+    assert options.test_domains == []
+    assert options.filtering == Filtering(
+        cleaning=CleaningOptions(nul="drop"),
+        duplicates="near",
+        near=NearOptions(ngram_words=3, buckets=20, hashes_per_bucket=5),
+        overlap=OverlapOptions(action="drop_train", threshold=0.1, ngram_words=8),
+    )
+    bare = ["--no-clean", "--duplicates", "keep", "--decontaminate", "off"]
+    filtering = cli._options(parse("--input", "x", "--output", "y", "--tokenizer", "z", *bare)).filtering
+    assert (filtering.cleaning, filtering.duplicates, filtering.overlap) == (None, "keep", None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--no-clean", "--nul", "drop"], "--nul: is given for what is not done; leave out --no-clean"),
+        (["--near-buckets", "3"], "--near-buckets: is given for what is not done; pass --duplicates near"),
+        (["--decontaminate", "off", "--ngram-words", "8"], "--ngram-words: is given for what is not done; leave out"),
+        (["--duplicates", "near", "--near-buckets", "0"], "--near-buckets: 0 is not positive; "),
+        (["--contamination-threshold", "1"], "--contamination-threshold: 1.0 is no share; "),
+    ],
+)
+def test_filters_that_cannot_be(arguments, message):
+    with pytest.raises(UserError) as caught:
+        cli._options(parse("--input", "x", "--output", "y", "--tokenizer", "z", *arguments))
+    assert str(caught.value).startswith(message)
 
 
 def test_exports_with_the_preparation_or_afterwards(records, tmp_path, tokenizer_file, capsys):

@@ -7,7 +7,7 @@ import pytest
 from datatrove.io import get_datafolder
 
 from data_prep import runs
-from data_prep.arrays import appended_array, load, load_json, save, save_at, save_json
+from data_prep.arrays import appended_array, load, load_json, save, save_json
 
 generator = np.random.default_rng(5)
 
@@ -48,7 +48,7 @@ def append_what_is_no_number(path):
 
 def test_a_stop_leaves_what_was_there_before(tmp_path):
     before = np.arange(3)
-    save_at(tmp_path / "a.npy", before)
+    save(get_datafolder(str(tmp_path)), "a.npy", before)
     with pytest.raises(ValueError, match="invalid literal"):
         append_what_is_no_number(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a.npy"]

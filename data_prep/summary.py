@@ -1,0 +1,74 @@
+"""What `selectron prepare` says at the end: what was made, what was left out, and how much test text is in train."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from data_prep.manifest import Manifest
+from data_prep.merging import CONTAMINATION, CONTAMINATION_TABLE
+
+CHANGES = {
+    "unicode": "put in one Unicode form",
+    "line_ends": "line ends made one",
+    "nul": "NUL characters removed",
+    "controls": "control characters removed",
+}
+
+LEFT_OUT = {
+    "empty": "nothing but whitespace after cleaning",
+    "nul": "with a NUL character",
+    "exact duplicate": "exact duplicates",
+    "near duplicate": "near-duplicates",
+    "contaminated": "contaminated",
+}
+
+
+def summary(manifest: Manifest, output: str) -> str:
+    """Table of the splits and domains, with what was left out.
+
+    Args:
+        manifest: of the folder.
+        output: the folder, with the report on contamination if there is one.
+    """
+    lines = [f"{'split':<12}{'domain':<20}{'documents':>12}{'tokens':>16}{'bytes':>16}"]
+    for entry in manifest.domains:
+        lines.append(f"{entry.split:<12}{entry.domain:<20}{entry.documents:>12}{entry.tokens:>16}{entry.bytes:>16}")
+    lines += _absent(manifest)
+    if not any(entry.split == "validation" for entry in manifest.domains):
+        lines.append("no document fell in the validation split; a larger --validation-fraction holds some out")
+    lines += [f"cleaned: {one.documents} in {one.split}: {CHANGES[one.reason]}" for one in manifest.cleaned]
+    if not manifest.duplicates and manifest.options.get("duplicates") in ("exact", "near"):
+        lines.append("no duplicates were found")
+    lines += [f"left out: {one.documents} in {one.split}: {LEFT_OUT[one.reason]}" for one in manifest.left_out]
+    lines += [f"skipped: {one.records} in {one.file}: {one.reason}" for one in manifest.skipped]
+    return "\n".join([*lines, *_contamination(Path(output)), f"written: {output}"])
+
+
+def _absent(manifest: Manifest) -> list[str]:
+    """Usual domains without a document: one that was named would have been refused."""
+    absent = [
+        name
+        for option, split in (("train_domains", "train"), ("test_domains", "test"))
+        for name in manifest.options.get(option, [])
+        if name.lower() not in map(str.lower, manifest.domain_names(split))
+    ]
+    return [f"no document of: {', '.join(absent)}"] if absent else []
+
+
+def _contamination(root: Path) -> list[str]:
+    path = root / CONTAMINATION
+    if not path.is_file():
+        return []
+    report = json.loads(path.read_bytes())
+    lines = [_of_domain(entry) for entry in report["domains"]]
+    return [*lines, f"contamination: see {root / CONTAMINATION_TABLE}"] if lines else ["contamination: nothing to test"]
+
+
+def _of_domain(entry: dict[str, Any]) -> str:
+    dropped = f", {entry['dropped']} dropped" if entry["dropped"] else ""
+    return (
+        f"contamination: {entry['split']} {entry['domain']}: {entry['documents']} documents tested, "
+        f"{entry['contaminated']} contaminated{dropped}, {entry['short']} too short to tell"
+    )
