@@ -25,6 +25,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 sys.path.append(str(Path(__file__).parent / "distributed"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes minutes: begun last, it would run while the other workers have nothing left to do."""
+    items.sort(key=lambda item: item.name != "test_every_kernel_compiles")
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Any]:
     """Four processes for the whole session that work together as the ranks of a group."""

@@ -13,6 +13,7 @@ from data_prep.tokenizer import train_tokenizer
 from megatron_ext.bench import prepare
 from megatron_ext.bench.prepare_input import given_texts, random_texts, read_texts, write_input
 from megatron_ext.bench.prepare_report import Report, Row
+from megatron_ext.bench.prepare_work import bare
 from megatron_ext.bench.supervise import cost_of
 from megatron_ext.cli import main
 
@@ -57,16 +58,27 @@ def test_the_report_by_hand(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "prepare.json").read_text())["rows"][2]["start_cpu_seconds"] == 2.0
 
 
+def test_workers_of_the_bare_tokenizer_share_all_texts(tmp_path: Path) -> None:
+    tokenizer, texts = tmp_path / "tokenizer.json", list(random_texts(20_000, seed=2))
+    trained = train_tokenizer(texts, 400)
+    trained.save(str(tokenizer))
+    given = write_input(tmp_path / "given", iter(texts), 3)
+    found = bare(str(tokenizer), str(given.folder), 2, "encode_batch")
+    assert found["tokens"] == sum(len(trained.encode(text, add_special_tokens=False).ids) for text in texts)
+
+
 @pytest.mark.slow
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one floor and one worker: every run of another one is processes that import everything anew."""
+    monkeypatch.setattr(prepare, "FLOORS", prepare.FLOORS[1:])
     tokenizer = tmp_path / "tokenizer.json"
     train_tokenizer(random_texts(20_000, seed=2), 400).save(str(tokenizer))
-    options = ["--tokenizer", str(tokenizer), "--megabytes", "0.05", "--rounds", "1"]
+    options = ["--tokenizer", str(tokenizer), "--megabytes", "0.05", "--rounds", "1", "--workers", "1"]
     assert main(["bench", "prepare", *options, "--output", str(tmp_path / "out")]) == 0
     raw = json.loads((tmp_path / "out" / "prepare.json").read_text())
     assert [row["name"] for row in raw["rows"]] == [*prepare.FLOORS, prepare.OURS, prepare.DATATROVE]
-    bare, _, ours, theirs = (row["tokens"] for row in raw["rows"])
-    assert ours == theirs == bare + raw["rows"][0]["documents"]
+    floor, ours, theirs = (row["tokens"] for row in raw["rows"])
+    assert ours == theirs == floor + raw["rows"][0]["documents"]
     assert raw["left_out"] == ["Megatron-LM preprocess_data (no `--megatron-lm`)"]
     assert capsys.readouterr().out == (tmp_path / "out" / "prepare.md").read_text() + "\n"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"prepare.json", "prepare.md"}

@@ -63,10 +63,10 @@ def peak(folder: Path) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     ("write", "small", "growth"),
-    [(write_records, 400, 24 * MEBIBYTE), (write_table, 1600, 120 * MEBIBYTE), (write_tar, 400, 24 * MEBIBYTE)],
+    [(write_records, 200, 16 * MEBIBYTE), (write_table, 800, 120 * MEBIBYTE), (write_tar, 200, 16 * MEBIBYTE)],
 )
 def test_reading_ten_times_as_much_takes_no_more_memory(tmp_path, write, small, growth):
-    """Of 8 and 80 MB; of a table of 32 and 320, as it takes some 10 batches of 8 until Arrow's pool is full."""
+    """Of 4 and 40 MB; of a table of 16 and 160, as it takes some 10 batches of 8 until Arrow's pool is full."""
     found = {}
     for number in (small, 10 * small):
         folder = tmp_path / str(number)

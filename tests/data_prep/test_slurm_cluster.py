@@ -11,6 +11,7 @@ from prep_fakes import options
 from slurm_cluster import SlurmCluster, missing
 
 from data_prep.prepare import prepare
+from data_prep.stages import Filtering
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "never")]
 
@@ -22,13 +23,13 @@ def cluster(tmp_path_factory) -> Iterator[SlurmCluster]:
     started.stop()
 
 
-def submit(cluster: SlurmCluster, source: Path, output: Path, tokenizer: Path) -> str:
-    """What `selectron prepare` prints, with the options of `prep_fakes.options`."""
+def submit(cluster: SlurmCluster, source: Path, output: Path, tokenizer: Path, *more: str) -> str:
+    """What `selectron prepare` prints, with the options of `prep_fakes.options` and more."""
     data = ["--input", str(source), "--output", str(output), "--tokenizer", str(tokenizer), "--tasks", "2"]
     domains = ["--train-domains", "C4,CommonCrawl", "--test-domains", "ArXiv"]
     sizes = ["--validation-fraction", "0.2", "--shard-tokens", "700"]
     execution = ["--executor", "slurm", "--slurm-partition", "main", "--slurm-time", "5:00", "--workers", "2"]
-    return cluster.run(sys.executable, "-m", "megatron_ext.cli", "prepare", *data, *domains, *sizes, *execution)
+    return cluster.run(sys.executable, "-m", "megatron_ext.cli", "prepare", *data, *domains, *sizes, *execution, *more)
 
 
 def jobs(cluster: SlurmCluster, wanted: str) -> list[list[str]]:
@@ -58,17 +59,20 @@ def test_a_failing_task_ends_the_chain_and_says_why(cluster, records, tmp_path, 
     output = tmp_path / "out"
     submit(cluster, records, output, tokenizer_file)
     wait_for(lambda: not jobs(cluster, "pending,running,completing"))
-    last_lines = [path.read_text().splitlines()[-1] for path in (tmp_path / "out.slurm" / "reading").iterdir()]
+    last_lines = [path.read_text().splitlines()[-1] for path in (tmp_path / "out.slurm" / "exact_signatures").iterdir()]
     (why,) = [line for line in last_lines if line.startswith("selectron: error: ")]
     assert re.search(r"b\.jsonl:46: not JSON .*; repair it or pass --on-error skip$", why)
     assert not output.exists()
-    assert not list((tmp_path / "out.slurm" / "tokenising").iterdir())
+    for later in ("exact_pairs", "tokenising"):
+        assert not list((tmp_path / "out.slurm" / later).iterdir())
 
 
 def test_with_a_node_that_dies_the_bytes_are_those_of_one_machine(cluster, records, tmp_path, tokenizer_file):
-    prepare(options(records, tmp_path / "local", tokenizer_file, tasks=2))
+    """With one stage: every further one is a job that starts Python anew, and no node dies in it."""
+    one_pass = Filtering(cleaning=None, duplicates="keep", overlap=None)
+    prepare(options(records, tmp_path / "local", tokenizer_file, tasks=2, filtering=one_pass))
     output = tmp_path / "out"
-    submit(cluster, records, output, tokenizer_file)
+    submit(cluster, records, output, tokenizer_file, "--no-clean", "--duplicates", "keep", "--decontaminate", "off")
     wait_for(lambda: any(node == "n2" for _, _, node in running(cluster, "prepare-tokenising")))
     (task,) = [job for job, _, node in running(cluster, "prepare-tokenising") if node == "n2"]
     cluster.kill_node("n2")

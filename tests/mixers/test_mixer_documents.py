@@ -31,6 +31,19 @@ BOUNDS = [0, 1, 6, 13, 15, 26]
 """Of the documents of two samples of 13 tokens: one of a single token, and one for each of several lengths."""
 
 
+def _packed(mixer: Any, x: Tensor) -> Tensor:
+    cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
+    out: Tensor = mixer(x, packed_seq_params=PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens))[0]
+    return out
+
+
+def _alone(mixer: Any, x: Tensor) -> Tensor:
+    """A call for each document."""
+    flat = x.transpose(0, 1).flatten(0, 1)
+    alone = [mixer(flat[start:end].unsqueeze(1))[0].squeeze(1) for start, end in pairwise(BOUNDS)]
+    return torch.cat(alone).unflatten(0, (2, 13)).transpose(0, 1)
+
+
 def _gradients(mixer: Any, out: Tensor, x: Tensor) -> list[Tensor]:
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=out.dtype)
     return list(torch.autograd.grad((out * weights).sum(), [x, *mixer.parameters()]))
@@ -41,15 +54,23 @@ def test_each_document_is_mixed_as_if_it_were_alone(
     make_mixer: Callable[..., Any], hidden_states: Tensor, name: str, fields: dict[str, Any]
 ) -> None:
     mixer, x = make_mixer(name, **fields), hidden_states.clone().requires_grad_()
-    cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
-    packed, _ = mixer(x, packed_seq_params=PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens))
-    flat = x.transpose(0, 1).flatten(0, 1)
-    alone = [mixer(flat[start:end].unsqueeze(1))[0].squeeze(1) for start, end in pairwise(BOUNDS)]
-    expected = torch.cat(alone).unflatten(0, (2, 13)).transpose(0, 1)
+    packed, expected = _packed(mixer, x), _alone(mixer, x)
     torch.testing.assert_close(packed, expected, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(packed, mixer(x)[0], rtol=1e-3, atol=1e-3)  # documents do meet without
     for one, other in zip(_gradients(mixer, packed, x), _gradients(mixer, expected, x), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize(("name", "fields"), VARIANTS)
+def test_in_float64_only_rounding_is_left(
+    make_mixer: Callable[..., Any], hidden_states: Tensor, name: str, fields: dict[str, Any]
+) -> None:
+    mixer, x = make_mixer(name, **fields).double(), hidden_states.double().requires_grad_()
+    packed, expected = _packed(mixer, x), _alone(mixer, x)
+    assert packed.dtype == torch.float64
+    torch.testing.assert_close(packed, expected, rtol=0, atol=1e-10)
+    for one, other in zip(_gradients(mixer, packed, x), _gradients(mixer, expected, x), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10 * max(1.0, float(other.abs().max())))
 
 
 def test_those_that_shift_tokens_before_they_mix_do_not_say_that_they_can() -> None:

@@ -1,0 +1,75 @@
+"""Suites between steps under layouts that spread samples, sequences or weights: answers are those of one process.
+
+So small a model finds nothing, and all scores are 0: what it writes is what tells one model from another.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import suite_run
+from corpora import prepared
+from launching import TP2, curve, records, write_config
+
+pytestmark = pytest.mark.slow
+
+RUN = [
+    *("training.steps=2", "optimizer.warmup_steps=1", "training.evaluate_every=0", "training.checkpoint_every=0"),
+    # A large spread of initial weights and large steps, so that what the model writes differs from prompt to prompt
+    # and from step to step; an epsilon beside which a gradient of mere rounding noise is nothing.
+    *("model.pattern=top1_chunk,gated_deltanet", "model.max_position_embeddings=512", "model.init_std=0.5"),
+    *("optimizer.lr=0.1", "optimizer.min_lr=0.1", "optimizer.epsilon=1e-3"),
+]
+SUITES = [
+    *("training.evaluate_suites=[retrieval]", "training.evaluate_suites_every=1"),
+    # Five samples of a task: two ranks do not share them evenly.
+    *("retrieval.tasks=[passkey, selective_copying]", "retrieval.lengths=[512]", "retrieval.depths=[0.5]"),
+    "retrieval.samples=5",
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("suites"), documents=60)
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(pool, data, tmp_path_factory.mktemp("alone"), [*RUN, *SUITES], 1)
+
+
+def trained(pool: Any, data: Path, folder: Path, options: list[str], processes: int) -> Path:
+    """Folder of a finished run."""
+    folder.mkdir(exist_ok=True)
+    pool.run(suite_run.run, processes, write_config(folder, data, folder), options)
+    return folder / "run"
+
+
+def answers(run: Path, step: int) -> list[tuple[str, int, float, str | None]]:
+    """Of every sample: its task and index, the score and the text that the model wrote."""
+    found = json.loads((run / "evaluation" / f"step_{step}" / "retrieval.json").read_text())
+    return [(one["task"], one["index"], one["score"], one["generated"]) for one in found["records"]]
+
+
+@pytest.mark.parametrize("layout", [[], ["parallel.context=2"], TP2], ids=["dp2", "cp2", "tp2_sp"])
+def test_answers_are_those_of_one_process_and_training_goes_on_undisturbed(
+    pool: Any, data: Path, tmp_path: Path, alone: Path, layout: list[str]
+) -> None:
+    tested = trained(pool, data, tmp_path / "tested", [*RUN, *layout, *SUITES], 2)
+    plain = trained(pool, data, tmp_path / "plain", [*RUN, *layout], 2)
+    assert curve(tested) == curve(plain)  # losses, norms and rates, to the last bit
+    for step in (1, 2):
+        assert answers(tested, step) == answers(alone, step)
+    scores = [(one["step"], one["scores"]) for one in records(alone, "suites.jsonl")]
+    assert [(one["step"], one["scores"]) for one in records(tested, "suites.jsonl")] == scores
+    assert [step for step, _ in scores] == [1, 2]
+
+
+def test_what_is_compared_differs(alone: Path) -> None:
+    """From prompt to prompt and from step to step; else any model's answers would do."""
+    first, second = answers(alone, 1), answers(alone, 2)
+    assert first != second
+    assert len({text for _, _, _, text in first if text is not None}) > 2
