@@ -56,14 +56,15 @@ class Problems:
     on_error: Literal["stop", "skip"] = "stop"
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def report(self, file: str, line: int | None, reason: str, detail: str = "") -> None:
+    def report(self, file: str, line: int | str | None, reason: str, detail: str = "", mend: str = "repair it") -> None:
         """Count a malformed record, or stop.
 
         Args:
             file: input file.
-            line: line inside it, from 1; None for a whole file.
+            line: line inside it, from 1, or another place; None for a whole file.
             reason: kind of defect; skipped records are counted by it.
             detail: more about this one record.
+            mend: what can be done besides skipping it.
 
         Raises:
             UserError: `on_error` is `stop`.
@@ -71,7 +72,7 @@ class Problems:
         if self.on_error == "stop":
             where = file if line is None else f"{file}:{line}"
             problem = f"{reason} ({detail})" if detail else reason
-            raise UserError(where, " ".join(problem.split()), "repair it or pass --on-error skip")
+            raise UserError(where, " ".join(problem.split()), f"{mend} or pass --on-error skip")
         self.counts[file, reason] += 1
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -14,6 +16,10 @@ END_OF_DOCUMENT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "[EOS]")
 SMALLEST_VOCABULARY = 257
 """256 bytes and the end-of-document token."""
+
+NO_TOKEN = "\0no token"
+"""Set as the unknown token of a BPE that has none, which would drop characters silently: as no vocabulary holds it, the
+library raises instead. It costs no time."""
 
 TRAINING_CHARACTERS = 256_000_000
 """Text beyond this no longer changes the merges of a vocabulary of the usual sizes."""
@@ -63,10 +69,16 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise UserError("--tokenizer", problem, "give one that Hugging Face tokenizers wrote") from None
 
 
+class NoTokenError(UserError):
+    """Text that a tokenizer has neither tokens for nor an unknown token."""
+
+
 class JsonTokenizer:
     """A tokenizer.json of Hugging Face's library, as data preparation uses it.
 
-    No truncation, no padding, no template; the text of a special token is encoded letter by letter.
+    No truncation, no padding, no template; the text of a special token is encoded letter by letter. What the file's
+    own normalizer and pre-tokenizer change or leave out (case, accents, spaces) is its author's choice, and is not
+    looked for; text that is left after them is never dropped.
 
     Args:
         tokenizer: what the library read or trained.
@@ -80,17 +92,29 @@ class JsonTokenizer:
     def __init__(self, tokenizer: Tokenizer, path: Path | None = None) -> None:
         # As it came, and before it is changed below.
         self._content = path.read_bytes() if path is not None else tokenizer.to_str().encode()
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer if path is not None else Tokenizer.from_buffer(self._content)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         # Gaps in the ids included: the embedding rows that a model needs.
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
-        self.unknown = _unknown_id(tokenizer)
+        self.unknown = _unknown_id(self._tokenizer, json.loads(self._content)["model"])
+        if isinstance(self._tokenizer.model, models.BPE) and self._tokenizer.model.unk_token is None:
+            self._tokenizer.model.unk_token = NO_TOKEN
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Ids of texts."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        """Ids of texts.
+
+        Raises:
+            NoTokenError: some of them cannot be encoded, and there is no unknown token.
+        """
+        try:
+            return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        except Exception as error:
+            if type(error) is not Exception:  # the binding raises bare Exception where its models fail
+                raise
+            problem = "the tokenizer has no token for some of the text, and no unknown token"
+            raise NoTokenError("--tokenizer", problem, "give a tokenizer of bytes") from None
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids."""
@@ -109,9 +133,13 @@ class JsonTokenizer:
         return self._content
 
 
-def _unknown_id(tokenizer: Tokenizer) -> int | None:
-    name = getattr(tokenizer.model, "unk_token", None)
-    return tokenizer.token_to_id(name) if name and not getattr(tokenizer.model, "byte_fallback", False) else None
+def _unknown_id(tokenizer: Tokenizer, model: dict[str, Any]) -> int | None:
+    if model.get("byte_fallback") and all(tokenizer.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256)):
+        return None
+    if "unk_id" in model:  # a Unigram's
+        return model["unk_id"]
+    name = model.get("unk_token")
+    return tokenizer.token_to_id(name) if name else None
 
 
 def _first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:

@@ -14,9 +14,6 @@ from data_prep.tokenizer import JsonTokenizer, load_tokenizer
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
 
-RARE_LETTER = "\U00010380"
-"""Of Ugaritic: in hardly any vocabulary of characters. A tokenizer of bytes has tokens for it as for any."""
-
 
 class TextTokenizer(Protocol):
     """What data preparation asks of a tokenizer.
@@ -26,7 +23,7 @@ class TextTokenizer(Protocol):
         file_name: what its file is called beside a manifest.
         pattern: regular expression that cuts text before merging, where the file does not hold it; else empty.
         vocab_size: largest id + 1.
-        unknown: id that stands for text that the tokenizer cannot encode; None: it encodes any text.
+        unknown: id that stands for text that the tokenizer cannot encode; None: it encodes any text, or raises.
     """
 
     kind: TokenizerKind
@@ -36,7 +33,11 @@ class TextTokenizer(Protocol):
     unknown: int | None
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Ids of texts, special tokens' text encoded letter by letter, nothing added."""
+        """Ids of texts, special tokens' text encoded letter by letter, nothing added.
+
+        Raises:
+            NoTokenError: there is text that cannot be encoded, and no id that stands for it.
+        """
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -60,18 +61,14 @@ def open_tokenizer(name: str, pattern: str = "") -> TextTokenizer:
         pattern: the regular expression of a .tiktoken file that is not one of tiktoken's own.
 
     Raises:
-        UserError: it is none of these, or it drops what it has no token for.
+        UserError: it is none of these.
     """
     path = Path(name)
     if name.endswith(TIKTOKEN_SUFFIX) or (is_encoding_name(name) and not path.exists()):
         return TiktokenTokenizer.open(name, pattern)
     if path.is_file() and is_rwkv_vocabulary(path):
         return RwkvTokenizer(path)
-    tokenizer = JsonTokenizer(load_tokenizer(path), path)
-    if tokenizer.unknown is None and not tokenizer.encode_batch([RARE_LETTER])[0]:
-        mend = "give one of bytes, or one with an unknown token, whose documents are reported"
-        raise UserError("--tokenizer", f"{path} drops characters that it has no token for", mend)
-    return tokenizer
+    return JsonTokenizer(load_tokenizer(path), path)
 
 
 @lru_cache(maxsize=1)

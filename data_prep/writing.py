@@ -22,12 +22,18 @@ from data_prep.pieces import PIECE_CHARACTERS, UnbrokenError, encode_in_pieces
 from data_prep.progress import Board
 from data_prep.shards import DomainWriter
 from data_prep.storage import locked
+from data_prep.tokenizer import NoTokenError
 from data_prep.vocabularies import TextTokenizer, kept_tokenizer, token_dtype
 from megatron_ext.files import write_whole
 
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 500_000
 """The tokenizer library holds up to 200 bytes for each byte of a batch; larger ones are no faster."""
+
+LONGEST_SHOWN = 40
+"""Characters of a text in a message."""
+
+BETTER_TOKENIZER = "give a tokenizer of bytes, which encodes any text,"
 
 
 @dataclass(frozen=True)
@@ -129,10 +135,9 @@ class DocumentEncoder:
 
     def __call__(self, documents: list[Document]) -> Iterator[tuple[Document, npt.NDArray[np.unsignedinteger]]]:
         """Yield the documents that can be encoded with their tokens."""
-        unknown = self._tokenizer.unknown
         for document, ids in self._ids(documents):
-            if unknown is not None and unknown in ids:
-                self._problems.report(document.metadata["source"], None, "the tokenizer cannot encode it", document.id)
+            if self._tokenizer.unknown is not None and self._tokenizer.unknown in ids:
+                self._refuse(document)
                 continue
             ids.append(self._end)
             yield document, np.fromiter(ids, self._dtype, len(ids))
@@ -140,13 +145,30 @@ class DocumentEncoder:
     def _ids(self, documents: list[Document]) -> Iterator[tuple[Document, list[int]]]:
         encode = self._tokenizer.encode_batch
         if len(documents[0].text) <= PIECE_CHARACTERS:
-            yield from zip(documents, encode([document.text for document in documents]), strict=True)
-            return
+            with contextlib.suppress(NoTokenError):  # then one by one, to find those that it is about
+                yield from zip(documents, encode([document.text for document in documents]), strict=True)
+                return
         for document in documents:
             try:
                 yield document, encode_in_pieces(encode, document.text)
             except UnbrokenError as error:
                 self._problems.report(document.metadata["source"], None, "too long", f"{document.id}: {error}")
+            except NoTokenError:
+                self._refuse(document)
+
+    def _refuse(self, document: Document) -> None:
+        source, detail = document.metadata["source"], ""
+        if self._problems.on_error == "stop":  # only a message says more
+            words = (word for word in document.text.split() if self._is_lost(word))
+            detail = f"such as {next(words, document.text)[:LONGEST_SHOWN]!r}"
+        place = document.id.removeprefix(source).removeprefix(":") or None
+        self._problems.report(source, place, "the tokenizer has no token for its text", detail, BETTER_TOKENIZER)
+
+    def _is_lost(self, text: str) -> bool:
+        try:
+            return self._tokenizer.unknown in self._tokenizer.encode_batch([text])[0]
+        except NoTokenError:
+            return True
 
 
 def load_result(path: Path) -> TaskResult:

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from datatrove.data import Document
 from prep_fakes import text
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from data_prep.documents import Problems
 from data_prep.manifest import TokenizerEntry
@@ -76,10 +76,60 @@ def test_truncation_padding_and_templates_of_the_file_do_not_apply():
     assert long.tolist() == [0, 1, 0, 1, 0, 2]
 
 
-def test_text_that_a_tokenizer_has_no_token_for_is_refused_or_counted():
-    with pytest.raises(UserError, match=r"^file: the tokenizer cannot encode it \(id\); "):
-        tokens_of(words("[UNK]", "b", "</s>"), ["b", "b c"], 2)
-    assert [item.tolist() for item in tokens_of(words("[UNK]", "b", "</s>"), ["b", "b c"], 2, "skip")] == [[1, 2]]
+LETTERS = {"a": 0, "b": 1, "</s>": 2}
+WITH_UNKNOWN = {**LETTERS, "<unk>": 3}
+SCORES = [(token, -1.0) for token in WITH_UNKNOWN]
+SOME_BYTES = {**LETTERS, "<0xC3>": 4}
+ALL_BYTES = {**LETTERS, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
+LOSING = {
+    "BPE": models.BPE(vocab=LETTERS, merges=[]),
+    "BPE with an unknown token": models.BPE(vocab=WITH_UNKNOWN, merges=[], unk_token="<unk>"),
+    "BPE of some bytes": models.BPE(vocab=SOME_BYTES, merges=[], byte_fallback=True),
+    "BPE of some bytes, unknown": models.BPE(
+        vocab={**WITH_UNKNOWN, "<0xC3>": 4}, merges=[], unk_token="<unk>", byte_fallback=True
+    ),
+    "Unigram": models.Unigram(SCORES[:3], None, False),
+    "Unigram with an unknown token": models.Unigram(SCORES, 3, False),
+    "WordLevel": models.WordLevel(LETTERS),
+    "WordLevel with an unknown token": models.WordLevel(WITH_UNKNOWN, unk_token="<unk>"),
+    "WordPiece": models.WordPiece(LETTERS),
+    "WordPiece with an unknown token": models.WordPiece(WITH_UNKNOWN, unk_token="<unk>"),
+}
+
+
+@pytest.mark.parametrize("name", LOSING)
+def test_a_text_without_a_token_is_refused_or_counted_never_shortened(name):
+    tokenizer = Tokenizer(LOSING[name])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    with pytest.raises(UserError) as caught:
+        tokens_of(tokenizer, ["a", "a é b"], 2)
+    assert str(caught.value) == (
+        "file:id: the tokenizer has no token for its text (such as 'é'); "
+        "give a tokenizer of bytes, which encodes any text, or pass --on-error skip"
+    )
+    assert [item.tolist() for item in tokens_of(tokenizer, ["a", "a é b", "b"], 2, "skip")] == [[0, 2], [1, 2]]
+
+
+def test_bytes_take_the_place_of_letters_without_a_token():
+    tokenizer = Tokenizer(models.BPE(vocab=ALL_BYTES, merges=[], byte_fallback=True))
+    (tokens,) = tokens_of(tokenizer, ["aéb"], 2)
+    assert tokens.tolist() == [0, 3 + 0xC3, 3 + 0xA9, 1, 2]
+
+
+def test_a_byte_level_vocabulary_without_a_byte():
+    letters = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {"©"})  # the letter that stands for byte 0xA9
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert [len(item) for item in tokens_of(tokenizer, ["aéb", "東京"], 0, "skip")] == [7]
+
+
+def test_what_the_tokenizers_own_normalizer_changes_is_no_loss():
+    tokenizer = Tokenizer(models.BPE(vocab=LETTERS, merges=[]))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase()]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    assert [item.tolist() for item in tokens_of(tokenizer, [" Á b"], 2)] == [[0, 1, 2]]
 
 
 def test_vocabulary_size_covers_gaps_in_the_ids():

@@ -1,6 +1,7 @@
 import base64
 import random
 import re
+from collections import Counter
 
 import pytest
 import tiktoken
@@ -122,11 +123,40 @@ def test_a_file_called_like_an_encoding_must_be_it(ranks, tmp_path, monkeypatch)
         open_tokenizer(str(path))
 
 
-def test_a_tokenizer_that_drops_text_is_refused(tmp_path):
-    path = tmp_path / "tokenizer.json"
-    Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])).save(str(path))
-    with pytest.raises(UserError, match=r"^--tokenizer: .* drops characters that it has no token for; "):
-        open_tokenizer(str(path))
+def test_tiktoken_file_without_a_byte(ranks):
+    path, table = ranks
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:169] + lines[170:]))
+    assert table[b"\xa9"] == 169
+    with pytest.raises(UserError, match=r"^--tokenizer: mine has no token for byte 169; give one that"):
+        open_tokenizer(str(path), PATTERN)
+
+
+def test_documents_without_tokens_are_named_or_in_the_manifest(records, tmp_path):
+    path, out = tmp_path / "tokenizer.json", tmp_path / "out"
+    letters = sorted({*"".join(map(text, range(50))), *(chr(code) for code in range(32, 127))} - {"東"})
+    Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate([*letters, "</s>"])}, merges=[])).save(str(path))
+    with pytest.raises(UserError) as caught:
+        prepare(options(records, out, path))
+    assert re.fullmatch(
+        r"a.jsonl.zst:\d+: the tokenizer has no token for its text \(such as '東京'\); "
+        r"give a tokenizer of bytes, which encodes any text, or pass --on-error skip",
+        str(caught.value),
+    )
+    manifest = prepare(options(records, out, path, on_error="skip"))
+    given = [
+        (name, text(f"{tag}{domain}{i}", 5 + i % 60))
+        for name, tag, domains, count in (
+            ("a.jsonl.zst", "", ("C4", "CommonCrawl", "ArXiv"), 20),
+            ("b.jsonl", "more ", ("C4", "ArXiv"), 15),
+        )
+        for domain in domains
+        for i in range(count)
+    ]
+    lost = Counter(name for name, content in given if "東" in content)
+    assert {entry.file: entry.records for entry in manifest.skipped} == lost
+    assert {entry.reason for entry in manifest.skipped} == {"the tokenizer has no token for its text"}
+    assert sum(entry.characters for entry in manifest.domains) == sum(len(c) for _, c in given if "東" not in c)
 
 
 @pytest.mark.parametrize("kind", ["rwkv", "tiktoken", "huggingface"])
