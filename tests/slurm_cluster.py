@@ -54,7 +54,11 @@ def missing() -> str:
     absent = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
     if absent:
         return f"Slurm is not installed (no {', '.join(absent)}); tools/install_slurm.sh installs it"
-    return "" if os.geteuid() == 0 else "virtual Slurm nodes need root"
+    if os.geteuid() != 0:
+        return "virtual Slurm nodes need root"
+    command = ["unshare", "--net", *NAMESPACES, "true"]
+    tried = subprocess.run(command, env={**os.environ, "PATH": PATH}, capture_output=True, text=True, check=False)
+    return f"no Linux namespaces can be made here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 class SlurmCluster:
