@@ -8,12 +8,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from data_prep.documents import LONGEST_RECORD, LONGEST_TEXT, SPLITS, Advance, Document, Problems, ignore_progress
-from data_prep.inputs import InputFile, is_url, list_files
+from data_prep.inputs import InputFile, list_files
 from data_prep.records import read_records
 from data_prep.tables import read_table
 from data_prep.tars import read_tar
 from data_prep.vocabularies import TextTokenizer
 from megatron_ext.errors import UserError
+from megatron_ext.files import is_url
 
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 TABLE_SUFFIX, TAR_SUFFIX, INDEX_SUFFIX = ".parquet", ".tar", ".idx"

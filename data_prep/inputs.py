@@ -10,6 +10,7 @@ from typing import IO, Any, cast
 import fsspec
 
 from megatron_ext.errors import UserError
+from megatron_ext.files import is_url
 
 ABSENT = "give a file, a folder, a URL or `embedded`"
 
@@ -55,11 +56,6 @@ class InputFile:
         if self.is_local:
             return Path(self.location).open("rb")
         return cast("IO[bytes]", fsspec.open(self.location, "rb").open())
-
-
-def is_url(source: str) -> bool:
-    """Whether an input is named by a URL."""
-    return "://" in source
 
 
 def local_file(path: Path, parts: tuple[str, ...] | None = None) -> InputFile:

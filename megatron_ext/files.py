@@ -1,9 +1,14 @@
-"""Files that are either whole or absent: written beside, forced to disk, then renamed."""
+"""Files that are either whole or absent: written beside, forced to disk, then renamed; and what is no file here."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+
+def is_url(path: str) -> bool:
+    """Whether a name leads elsewhere, s3://bucket/folder, and not to a path of this machine."""
+    return "://" in path
 
 
 def force_to_disk(path: Path) -> None:

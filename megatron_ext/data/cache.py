@@ -25,11 +25,6 @@ class Unreachable(UserError):
     """What lies at an address could not be looked at; whether it is whole is not known."""
 
 
-def is_url(path: str) -> bool:
-    """Whether prepared data lies elsewhere: s3://bucket/folder, not a folder of this machine."""
-    return "://" in path
-
-
 class ShardCache:
     """A local folder that looks like the remote one, as far as it has been used.
 

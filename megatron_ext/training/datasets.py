@@ -15,12 +15,13 @@ from data_prep.manifest import Manifest, load_manifest
 from megatron_ext.config.layout import Layout
 from megatron_ext.config.schema import DataConfig, TrainingConfig
 from megatron_ext.data.batches import NO_PACKING, Batch, Packing, micro_batch_indices, training_batch
-from megatron_ext.data.cache import ShardCache, is_url
+from megatron_ext.data.cache import ShardCache
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.data.verified import Stamp, Verified
 from megatron_ext.data.verify import Damage, check_here, check_tokenizer, find_damage, verify_shards
 from megatron_ext.data.weights import domain_weights
+from megatron_ext.files import is_url
 from megatron_ext.parallel.agreement import from_every_rank, on_every_rank
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from data_prep.manifest import Manifest, ShardEntry
-from megatron_ext.data.cache import ShardCache, is_url
+from megatron_ext.data.cache import ShardCache
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.data.verify import find_damage
 from megatron_ext.errors import UserError
+from megatron_ext.files import is_url
 
 
 @pytest.fixture

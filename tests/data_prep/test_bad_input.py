@@ -31,12 +31,12 @@ def table() -> bytes:
     return file.getvalue()
 
 
-def tar() -> bytes:
+def tar(broken: int | None = PLACE) -> bytes:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as writer:
         for number, line in enumerate(GOOD):
             member = tarfile.TarInfo(f"{number:03d}.json")
-            content = b"{broken" if number == PLACE else line.encode()
+            content = b"{broken" if number == broken else line.encode()
             member.size = len(content)
             writer.addfile(member, io.BytesIO(content))
     return file.getvalue()
@@ -53,6 +53,9 @@ CASES = [
     ("a.jsonl", with_bad(b'{"text": "\\ud800", "domain": "C4"}'), "a.jsonl:8: text is not valid Unicode", 60),
     ("a.parquet", table(), "a.parquet:8: no text", 59),
     ("a.tar", tar(), "a.tar:007: not JSON", 59),
+    # Cut off: what stands before is kept. Of a tar, a sample is whole when the next one has begun.
+    ("a.jsonl.gz", gzip.compress("\n".join([*GOOD, ""]).encode())[:-4], "a.jsonl.gz:61: compressed stream broken", 60),
+    ("a.tar", tar(broken=None).rstrip(b"\0")[:-9], "a.tar: tar broken", 58),
 ]
 
 
