@@ -107,9 +107,6 @@ def _train(
     record_of: Callable[[CheckpointStore], Record | None],
 ) -> None:
     data = open_data(config.data, config.training.seed, read_verified(folder))
-    if data.unchanged:
-        told = f"{data.unchanged} of {len(data.verified)} files are as they were when their sha256 was compared"
-        _say_on_first_rank(f"data: {told}, and not read again")
     for warning in skipped.warnings(data.damages, data.samples):
         _say_on_first_rank(warning)
     groups = make_process_groups(config.parallel, config.training.seed)
@@ -127,6 +124,9 @@ def _train(
     if record is not None:
         store.load(trainer.optimizer, record)
     loop = _loop(config, folder, data, shape, trainer, store, record)
+    if data.unchanged:  # said when nothing can be refused any more: an error stands alone
+        told = f"{data.unchanged} of {len(data.verified)} files are as they were when their sha256 was compared"
+        _say_on_first_rank(f"data: {told}, and not read again")
     try:
         finished = loop.run(stop)
     finally:

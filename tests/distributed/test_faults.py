@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_named_and_the_others_with_it(
     damage(run_folder / "checkpoints" / "step_6" / name)
     before = snapshot(tmp_path)
     assert call(config, "--from-step", "6") == 2
-    line = one_line(capsys.readouterr().err)
+    line = only_line(capsys.readouterr().err)
     assert str(run_folder / "checkpoints" / "step_6" / name) in line
     assert "--step to generate (there are: 3)" in line
     assert snapshot(tmp_path) == before
@@ -204,7 +204,7 @@ def test_if_all_checkpoints_are_damaged_one_line_says_so(
     truncate(run_folder / "checkpoints" / "step_3" / "common.pt")
     before = snapshot(tmp_path)
     assert call(config, "--resume") == 2
-    line = one_line(capsys.readouterr().err)
+    line = only_line(capsys.readouterr().err)
     assert "holds no checkpoint that is whole" in line
     for name in ("step_6/__0_0.distcp", "step_3/common.pt"):
         assert str(run_folder / "checkpoints" / name) in line
@@ -259,7 +259,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_field(
     before = snapshot(tmp_path)
     given = [override, "model.head_dim=8", "model.ffn_hidden_size=128", "model.max_position_embeddings=64"]
     assert call(config, *given, "--resume") == 2
-    line = one_line(capsys.readouterr().err)
+    line = only_line(capsys.readouterr().err)
     assert line.startswith(f"selectron: error: {field}: ")
     assert str(run_folder / "checkpoints" / "step_6") in line
     assert snapshot(tmp_path) == before
