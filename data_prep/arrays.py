@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from datatrove.io import DataFolder
 
-from megatron_ext.files import force_to_disk, write_whole
+from megatron_ext.files import renamed_when_whole, write_whole
 
 Append = Callable[[npt.NDArray[Any]], None]
 
@@ -45,23 +45,16 @@ def appended_array(folder: DataFolder, name: str, dtype: npt.DTypeLike) -> Itera
 def _appended_here(path: Path, dtype: np.dtype[Any]) -> Iterator[Append]:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # a killed call's worker may write it, too
-    try:
-        with beside.open("wb") as file:
-            start = _write_header(file, dtype, 0)
+    with renamed_when_whole(beside, path), beside.open("wb") as file:
+        start = _write_header(file, dtype, 0)
 
-            def append(rows: npt.NDArray[Any]) -> None:
-                file.write(np.ascontiguousarray(rows, dtype).data)
+        def append(rows: npt.NDArray[Any]) -> None:
+            file.write(np.ascontiguousarray(rows, dtype).data)
 
-            yield append
-            rows = (file.tell() - start) // dtype.itemsize
-            file.seek(0)
-            _write_header(file, dtype, rows)
-        force_to_disk(beside)
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    force_to_disk(path.parent)
+        yield append
+        rows = (file.tell() - start) // dtype.itemsize
+        file.seek(0)
+        _write_header(file, dtype, rows)
 
 
 def _write_header(file: Any, dtype: np.dtype[Any], rows: int) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -20,14 +22,21 @@ def force_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees either what was there before or all of `content`."""
-    beside = path.with_name(f".{path.name}.partial")
+@contextmanager
+def renamed_when_whole(beside: Path, path: Path) -> Iterator[None]:
+    """Within it `beside` is written; then it is forced to disk and takes the name `path`. An error removes it."""
     try:
-        beside.write_bytes(content)
+        yield
         force_to_disk(beside)
         beside.replace(path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
     force_to_disk(path.parent)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that a reader sees either what was there before or all of `content`."""
+    beside = path.with_name(f".{path.name}.partial")
+    with renamed_when_whole(beside, path):
+        beside.write_bytes(content)
