@@ -187,7 +187,9 @@ def _process_group(rank: int, world_size: int, store: Path, timeout: float) -> I
 def _forget_models() -> None:
     """Free what still holds process groups: every gloo group is a few polling threads, soon thousands."""
     from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+    RotaryEmbedding.forward.cache_clear()  # of the modules themselves, with their groups
     for thing in gc.get_objects():
         if type(thing) is DistributedDataParallel:
             # A cycle through hooks on autograd's nodes, which the collector cannot see: their dictionary is emptied.
@@ -214,6 +216,8 @@ def _forget_deepspeed() -> None:
     parameters = [parameter for engine in engines for parameter in engine.module.parameters()]
     for engine in engines:
         engine.module.config.finalize_model_grads_func = None
+    for parameter in parameters:
+        (parameter._backward_hooks or {}).clear()  # our own, which sum over a group
     for thing in [*parameters, *modules, *found]:
         vars(thing).clear()
     deepspeed.utils.debug.debug_clear_module_and_param_names()
