@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.cleaning import CleaningOptions
-from data_prep.duplicates import NearOptions
-from data_prep.embedded import CODE, DOCS
-from data_prep.execution import Execution
+from data_prep.contamination.overlap import OverlapOptions
+from data_prep.deduplication.duplicates import NearOptions
 from data_prep.manifest import Manifest, load_manifest
-from data_prep.overlap import OverlapOptions
 from data_prep.prepare import EMBEDDED, TEST_DOMAINS, TRAIN_DOMAINS, TRAIN_TOKENIZER, PrepareOptions, prepare
+from data_prep.reading.embedded import CODE, DOCS
+from data_prep.running.execution import Execution
 from data_prep.stages import Filtering
 from data_prep.summary import summary
 from megatron_ext.errors import UserError
@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace, manifest: Manifest) -> int:
-    from data_prep.indexed import export  # brings Megatron and torch, which nothing else here needs
+    from data_prep.reading.indexed import export  # brings Megatron and torch, which nothing else here needs
 
     for prefix in export(Path(arguments.output), manifest, Path(arguments.export_megatron)):
         print(f"exported: {prefix}.bin and .idx")

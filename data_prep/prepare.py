@@ -8,20 +8,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from data_prep import embedded
-from data_prep.corpus import open_files
 from data_prep.documents import Corpus, Problems
-from data_prep.execution import Execution, check_execution, run_stages
 from data_prep.ledger import Ledger
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest, match_domain
-from data_prep.merging import Finish
-from data_prep.slurm import submit
+from data_prep.output.merging import Finish
+from data_prep.reading import embedded
+from data_prep.reading.corpus import open_files
+from data_prep.running.execution import Execution, check_execution, run_stages
+from data_prep.running.slurm import submit
 from data_prep.splits import SplitPlan
 from data_prep.stages import Filtering, Preparation
 from data_prep.steps import reading
 from data_prep.storage import publish, sha256_of, unfinished_folder
-from data_prep.tokenizer import JsonTokenizer, train_tokenizer
-from data_prep.vocabularies import TextTokenizer, end_of_document, keep_tokenizer, open_tokenizer
+from data_prep.tokenization.tokenizer import JsonTokenizer, train_tokenizer
+from data_prep.tokenization.vocabularies import TextTokenizer, end_of_document, keep_tokenizer, open_tokenizer
 from megatron_ext.errors import UserError
 
 EMBEDDED = "embedded"

@@ -14,19 +14,19 @@ from typing import Any, Literal
 from datatrove.pipeline.base import PipelineStep
 
 from data_prep.cleaning import CleaningOptions
-from data_prep.decontamination import Source, collecting, decontamination
+from data_prep.contamination.decontamination import Source, collecting, decontamination
+from data_prep.contamination.overlap import OverlapOptions
+from data_prep.deduplication.duplicates import NearOptions, exact_duplicates, near_duplicates
 from data_prep.documents import Corpus, Problems
-from data_prep.duplicates import NearOptions, exact_duplicates, near_duplicates
-from data_prep.execution import Stage
 from data_prep.ledger import Ledger
 from data_prep.manifest import TokenizerEntry
-from data_prep.merging import Merge
-from data_prep.overlap import OverlapOptions
-from data_prep.progress import Board
+from data_prep.output.merging import Merge
+from data_prep.output.writing import WriteShards
+from data_prep.running.execution import Stage
+from data_prep.running.progress import Board
 from data_prep.splits import SplitPlan
 from data_prep.steps import ReadCorpus, reading
 from data_prep.storage import WORK_NAME
-from data_prep.writing import WriteShards
 
 
 @dataclass(frozen=True, kw_only=True)

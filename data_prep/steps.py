@@ -13,7 +13,7 @@ from datatrove.pipeline.base import PipelineStep
 from data_prep.cleaning import Clean, CleaningOptions
 from data_prep.documents import Corpus, Problems
 from data_prep.ledger import CountLeftOut, Ledger
-from data_prep.progress import Board
+from data_prep.running.progress import Board
 from data_prep.splits import SplitPlan
 
 

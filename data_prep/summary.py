@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.manifest import Manifest
-from data_prep.merging import CONTAMINATION, CONTAMINATION_TABLE
+from data_prep.output.merging import CONTAMINATION, CONTAMINATION_TABLE
 
 CHANGES = {
     "unicode": "put in one Unicode form",

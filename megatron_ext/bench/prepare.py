@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from data_prep.manifest import load_manifest
-from data_prep.tokenizer import JsonTokenizer, load_tokenizer
-from data_prep.vocabularies import end_of_document, token_dtype
+from data_prep.tokenization.tokenizer import JsonTokenizer, load_tokenizer
+from data_prep.tokenization.vocabularies import end_of_document, token_dtype
 from kernels.bench.arguments import tell
 from megatron_ext.bench.prepare_input import DOMAIN, Input, given_texts, write_input
 from megatron_ext.bench.prepare_report import Row

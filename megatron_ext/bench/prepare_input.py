@@ -11,10 +11,10 @@ from pathlib import Path
 import orjson
 import zstandard
 
-from data_prep.corpus import open_files
 from data_prep.documents import Problems
-from data_prep.inputs import local_file
-from data_prep.records import read_lines
+from data_prep.reading.corpus import open_files
+from data_prep.reading.inputs import local_file
+from data_prep.reading.records import read_lines
 
 DOMAIN = "Text"
 LETTERS = "etaoinshrdlucmfwypvbgk"

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from data_prep.manifest import TokenizerEntry
-from data_prep.vocabularies import TextTokenizer, kept_tokenizer
+from data_prep.tokenization.vocabularies import TextTokenizer, kept_tokenizer
 from megatron_ext.checkpoint.conversion import tokenizer_files
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from data_prep.tokenizer import train_tokenizer
+from data_prep.tokenization.tokenizer import train_tokenizer
 from megatron_ext.bench import prepare
 from megatron_ext.bench.prepare_input import given_texts, random_texts, read_texts, write_input
 from megatron_ext.bench.prepare_report import Report, Row

@@ -10,7 +10,7 @@ import webdataset
 
 from data_prep.manifest import Manifest, load_manifest
 from data_prep.prepare import PrepareOptions, prepare
-from data_prep.tokenizer import train_tokenizer
+from data_prep.tokenization.tokenizer import train_tokenizer
 from megatron_ext.data.shards import TokenStore
 
 SIZES = {"C4": 40, "CommonCrawl": 55, "ArXiv": 25}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.tokenizer import train_tokenizer
+from data_prep.tokenization.tokenizer import train_tokenizer
 from megatron_ext.data.verify import check_tokenizer, find_damage, verify_shards
 from megatron_ext.errors import UserError
 

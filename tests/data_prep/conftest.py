@@ -3,7 +3,7 @@ from pathlib import Path
 import prep_fakes
 import pytest
 
-from data_prep.tokenizer import train_tokenizer
+from data_prep.tokenization.tokenizer import train_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
-from data_prep.execution import Stage
+from data_prep.running.execution import Stage
 
 
 def document(text: str, name: str, split: str = "train", domain: str = "C4") -> Document:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import zstandard
 
-from data_prep.execution import Execution
 from data_prep.prepare import PrepareOptions
+from data_prep.running.execution import Execution
 
 SIGNS = ["naïve", "東京", "λ→μ", "token,", "window.", "chunk\n", "{key}:", "3.14", "<b>", "'x'", "\t"]
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "mixer", "end", *SIGNS]

@@ -6,10 +6,10 @@ import pytest
 import zstandard
 from prep_fakes import lines, record, text, write_jsonl
 
-from data_prep.corpus import open_files
 from data_prep.documents import Problems, short_domain
-from data_prep.inputs import local_file
-from data_prep.records import read_lines
+from data_prep.reading.corpus import open_files
+from data_prep.reading.inputs import local_file
+from data_prep.reading.records import read_lines
 from megatron_ext.errors import UserError
 
 

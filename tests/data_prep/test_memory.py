@@ -15,14 +15,14 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from data_prep.corpus import open_files
 from data_prep.documents import Problems
+from data_prep.reading.corpus import open_files
 from megatron_ext.bench.supervise import cost_of
 from megatron_ext.errors import UserError
 
 READ = """
 import sys
-from data_prep.corpus import open_files
+from data_prep.reading.corpus import open_files
 from data_prep.documents import Problems
 problems = Problems("skip")
 letters = sum(len(document.text) for document in open_files(sys.argv[1], "Text").documents(problems))
@@ -104,8 +104,8 @@ def test_a_line_of_200_megabytes_is_one_problem_and_never_in_memory(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst", ".tar", ".txt", ".parquet"])
 def test_too_long_a_text_stops_or_is_counted(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr("data_prep.records.LONGEST_TEXT", 1000)
-    monkeypatch.setattr("data_prep.corpus.LONGEST_TEXT", 1000)
+    monkeypatch.setattr("data_prep.reading.records.LONGEST_TEXT", 1000)
+    monkeypatch.setattr("data_prep.reading.corpus.LONGEST_TEXT", 1000)
     path, good, bad = tmp_path / f"x{suffix}", "x" * 1000, "y" * 1001
     lines = "".join(json.dumps({"text": text}) + "\n" for text in (good, bad)).encode()
     if suffix == ".tar":
@@ -129,8 +129,8 @@ def test_too_long_a_text_stops_or_is_counted(tmp_path, monkeypatch, suffix):
 
 
 def test_too_long_a_line_is_counted_and_the_next_ones_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("data_prep.records.LONGEST_RECORD", 100)
-    monkeypatch.setattr("data_prep.records.BLOCK_BYTES", 7)
+    monkeypatch.setattr("data_prep.reading.records.LONGEST_RECORD", 100)
+    monkeypatch.setattr("data_prep.reading.records.BLOCK_BYTES", 7)
     rows = ["x" * 10, "y" * 89, "z" * 88, "", "w" * 5000, "v"]  # with 12 more letters a line
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows[:3] + rows[4:]))
     problems = Problems("skip")

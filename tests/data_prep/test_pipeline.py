@@ -11,8 +11,8 @@ from prep_fakes import options, record, write_jsonl
 from tokenizers import Tokenizer
 
 from data_prep import prepare as module
+from data_prep.contamination.overlap import OverlapOptions
 from data_prep.manifest import Manifest
-from data_prep.overlap import OverlapOptions
 from data_prep.prepare import PrepareOptions, chosen_domains, prepare
 from data_prep.stages import Filtering
 from data_prep.steps import ReadCorpus

@@ -16,12 +16,12 @@ import webdataset
 from prep_fakes import lines, options, record, text, write_jsonl
 from tokenizers import Tokenizer
 
-from data_prep import merging, shards, writing
 from data_prep import prepare as module
 from data_prep.manifest import load_manifest
+from data_prep.output import merging, shards, writing
 from data_prep.prepare import prepare
 from data_prep.stages import Filtering
-from data_prep.tokenizer import JsonTokenizer
+from data_prep.tokenization.tokenizer import JsonTokenizer
 from megatron_ext.errors import UserError
 
 
@@ -291,7 +291,8 @@ import sys, time
 sys.path[:0] = sys.argv[4:]
 from pathlib import Path
 from prep_fakes import options
-from data_prep import prepare as module, writing
+from data_prep import prepare as module
+from data_prep.output import writing
 add, calls = writing.DomainWriter.add, []
 def hang(*arguments):
     calls.append(arguments)

@@ -5,9 +5,9 @@ from prep_fakes import write_jsonl
 
 from data_prep import cli
 from data_prep.cleaning import CleaningOptions
-from data_prep.duplicates import NearOptions
+from data_prep.contamination.overlap import OverlapOptions
+from data_prep.deduplication.duplicates import NearOptions
 from data_prep.manifest import load_manifest
-from data_prep.overlap import OverlapOptions
 from data_prep.stages import Filtering
 from megatron_ext.errors import UserError
 

@@ -11,7 +11,7 @@ import tiktoken
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from data_prep.manifest import TokenizerEntry
-from data_prep.vocabularies import TextTokenizer, keep_tokenizer, open_tokenizer
+from data_prep.tokenization.vocabularies import TextTokenizer, keep_tokenizer, open_tokenizer
 from megatron_ext.errors import UserError
 from megatron_ext.training.coder import ENTRY, coder_in, keep_coder
 

@@ -1,0 +1,130 @@
+"""Which n-grams were found in train, and the first document that holds each: what tasks write, and how it is merged."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from datatrove.io import DataFolder, get_datafolder
+from datatrove.pipeline.base import PipelineStep
+
+from data_prep.contamination.arrays import appended_array, load, load_json, save, save_json
+from data_prep.contamination.runs import RUNS, run_names
+
+ALL_GRAMS = "all.npy"
+FIRST_OWNERS = "first.npy"
+SUMMARY = "summary.json"
+FOUND_AT_A_TIME = 2_000_000
+"""N-grams found that a task keeps in memory before it writes them (32 MB, and as much to sort them)."""
+
+GRAMS_AT_A_TIME = 8_000_000
+"""N-grams whose first documents are compared at a time (160 MB)."""
+
+FOUND = np.dtype([("gram", "<i8"), ("document", "<u8")])
+"""Place of an n-gram in the array of all, and the document that holds it: file of the task * 2**32 + document."""
+
+OWNER = np.dtype([("document", "<u8"), ("task", "<u4")])
+"""The first document that holds an n-gram, and its task."""
+
+NOT_FOUND = np.uint64(2**64 - 1)
+
+_HALF = np.uint64(32)
+_LOW = np.uint64(2**32 - 1)
+
+
+class FoundWriter:
+    """Writes the n-grams that a task finds, each with the first document that holds it, as runs ascending by n-gram."""
+
+    def __init__(self, folder: DataFolder, rank: int, grams: int) -> None:
+        self._folder = folder
+        self._prefix = f"{RUNS}/{rank:05d}"
+        self._runs = 0
+        self._seen = np.zeros(grams, np.bool_)
+        self._grams, self._documents = array("q"), array("Q")
+
+    def add(self, hits: npt.NDArray[np.int64], document: int) -> bool:
+        """Take the n-grams of a document; whether it is the first of the task with any of them."""
+        new = hits[~self._seen[hits]]
+        self._seen[new] = True
+        self._grams.frombytes(new.tobytes())
+        self._documents.extend([document] * len(new))
+        if len(self._grams) >= FOUND_AT_A_TIME:
+            self.close()
+        return len(new) > 0
+
+    def close(self) -> None:
+        """Write what is left, if only to say that the task has nothing."""
+        rows = np.empty(len(self._grams), FOUND)
+        rows["gram"], rows["document"] = self._grams, self._documents
+        save(self._folder, f"{self._prefix}-{self._runs:05d}.npy", rows[np.argsort(rows["gram"])])
+        self._grams, self._documents, self._runs = array("q"), array("Q"), self._runs + 1
+
+
+class MergeFindings(PipelineStep):
+    """Merges what the tasks found: the n-grams found, ascending, and the first training document that holds each.
+
+    First is by source, then by place in it, so that any number of tasks gives the same where a task reads a source to
+    its end. Runs in one task.
+    """
+
+    type = "DECONTAMINATION"
+    name = "merge findings"
+
+    def __init__(self, grams: str, found: str, tasks: int) -> None:
+        super().__init__()
+        self.grams = get_datafolder(grams)
+        self.found = get_datafolder(found)
+        self.tasks = tasks
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        """Merge."""
+        grams = load(self.grams, ALL_GRAMS)
+        runs = run_names(self.found, RUNS, self.tasks)
+        summaries = [load_json(self.found, f"{task:05d}.json") for task in range(self.tasks)]
+        ranks = _ranks([summary["sources"] for summary in summaries])
+        with (
+            appended_array(self.found, ALL_GRAMS, np.uint64) as add_grams,
+            appended_array(self.found, FIRST_OWNERS, OWNER) as add_owners,
+        ):
+            for start in range(0, len(grams), GRAMS_AT_A_TIME):
+                part = grams[start : start + GRAMS_AT_A_TIME]
+                owners = self._first_owners(runs, ranks, start, len(part))
+                found = owners["document"] != NOT_FOUND
+                add_grams(part[found])
+                add_owners(owners[found])
+                self.stat_update("ngrams", value=int(found.sum()))
+        counts = sum((Counter(summary["counts"]) for summary in summaries), Counter())
+        save_json(self.found, SUMMARY, {name: counts[name] for name in ("documents", "overlapping")})
+
+    def _first_owners(
+        self, runs: list[list[str]], ranks: list[npt.NDArray[np.uint64]], start: int, number: int
+    ) -> npt.NDArray[np.void]:
+        """First documents of so many n-grams, shape (number,)."""
+        first = np.zeros(number, OWNER)
+        first["document"] = NOT_FOUND
+        order = first["document"].copy()
+        for task, of_task in enumerate(runs):
+            for run in of_task:
+                rows = load(self.found, run)
+                low, high = np.searchsorted(rows["gram"], [start, start + number])
+                places, documents = rows["gram"][low:high] - start, rows["document"][low:high]
+                orders = (ranks[task][documents >> _HALF] << _HALF) + (documents & _LOW)
+                earlier = orders < order[places]  # a place is there once a task
+                order[places[earlier]] = orders[earlier]
+                first["document"][places[earlier]] = documents[earlier]
+                first["task"][places[earlier]] = task
+        return first
+
+
+def _ranks(sources: list[list[str]]) -> list[npt.NDArray[np.uint64]]:
+    """For each task's sources, their places among all sources by name."""
+    order = {source: rank for rank, source in enumerate(sorted({source for of_task in sources for source in of_task}))}
+    return [np.array([order[source] for source in of_task], np.uint64) for of_task in sources]
+
+
+def names_of(rank: int) -> str:
+    """Name of the file in which a task that searches writes place, source and id of documents, one a line."""
+    return f"{rank:05d}.jsonl"

@@ -1,0 +1,218 @@
+"""datatrove steps that find which n-grams of test documents stand in training documents, and where first.
+
+Every step can be run again after a kill. The rule and its source are in `decontamination`.
+
+Memory, for G distinct n-grams of test text: their hashes take 8 G bytes in a file that is mapped, so its pages are
+shared by the processes of a machine and can be given back; a worker that searches has G bytes of its own and some
+64 MB for what it finds, which it writes in pieces. Steps that merge take a range of hashes at a time, 256 MB, whatever
+G is. So the floor is G bytes a worker, 0.2 GB for 200 million n-grams, beside what a process of Python takes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from datatrove.data import Document
+from datatrove.io import get_datafolder
+from datatrove.pipeline.base import PipelineStep
+
+from data_prep.contamination.arrays import load, save_json
+from data_prep.contamination.findings import ALL_GRAMS, FIRST_OWNERS, FoundWriter, names_of
+from data_prep.contamination.ngrams import Hashes, window_hashes, words_of
+from data_prep.contamination.runs import RUNS, RunWriter, merge_runs
+from megatron_ext.errors import UserError
+
+TRAIN = "train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapOptions:
+    """What overlap is, and what to do about it.
+
+    Attributes:
+        ngram_words: words an n-gram.
+        splits: splits that are tested against the training split.
+        threshold: share of a document's n-grams, 0 to 1; one with more than that in train is contaminated. 0 is the
+            rule of the GPT-3 paper: any n-gram.
+        action: `report` alone; `drop_test`: contaminated test documents are dropped; `drop_train`: training documents
+            are dropped that hold an n-gram of a contaminated test document.
+        worst: documents listed a domain.
+    """
+
+    ngram_words: int = 13
+    splits: tuple[str, ...] = ("test",)
+    threshold: float = 0.0
+    action: Literal["report", "drop_test", "drop_train"] = "report"
+    worst: int = 10
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            UserError: an option is at fault.
+        """
+        if self.ngram_words < 1:
+            raise UserError("--ngram-words", f"{self.ngram_words} is not positive", "give 1 or more")
+        if not 0 <= self.threshold < 1:
+            raise UserError("--contamination-threshold", f"{self.threshold} is no share", "give 0 or more, below 1")
+        if TRAIN in self.splits or not self.splits:
+            raise UserError("splits", f"{self.splits} cannot be tested against train", "give test or validation")
+        if self.action not in ("report", "drop_test", "drop_train"):
+            raise UserError("action", f"{self.action} is unknown", "give report, drop_test or drop_train")
+
+
+class CollectGrams(PipelineStep):
+    """Writes the distinct n-gram hashes of a task's test documents, as ascending runs; passes all on."""
+
+    type = "DECONTAMINATION"
+    name = "collect n-grams"
+
+    def __init__(self, grams: str, options: OverlapOptions) -> None:
+        super().__init__()
+        self.grams = get_datafolder(grams)
+        self.options = options
+
+    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Pass documents on; the last run is written when they have ended."""
+        runs = RunWriter(self.grams, RUNS, rank)
+        for document in data:
+            yield document
+            if document.metadata["split"] not in self.options.splits:
+                continue
+            with self.track_time():
+                runs.add(window_hashes(words_of(document.text), self.options.ngram_words))
+            self.stat_update("total")
+        runs.close()
+
+
+class MergeGrams(PipelineStep):
+    """Merges the n-grams of all tasks into one ascending array. Runs in one task."""
+
+    type = "DECONTAMINATION"
+    name = "merge n-grams"
+
+    def __init__(self, grams: str, tasks: int) -> None:
+        super().__init__()
+        self.grams = get_datafolder(grams)
+        self.tasks = tasks
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        """Merge."""
+        self.stat_update("ngrams", value=merge_runs(self.grams, RUNS, self.tasks, self.grams, ALL_GRAMS))
+
+
+class SearchTrain(PipelineStep):
+    """Writes which test n-grams the training documents of a task hold, and the first document of the task that does.
+
+    Counts: `total` training documents, and `overlapping`, those that hold any test n-gram.
+    """
+
+    type = "DECONTAMINATION"
+    name = "search train"
+
+    def __init__(self, grams: str, found: str, options: OverlapOptions) -> None:
+        super().__init__()
+        self.grams = get_datafolder(grams)
+        self.found = get_datafolder(found)
+        self.options = options
+
+    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> None:
+        """Consume the documents of a task."""
+        grams = load(self.grams, ALL_GRAMS)
+        found = FoundWriter(self.found, rank, len(grams))
+        counts: Counter[str] = Counter()
+        sources: dict[str, int] = {}
+        read: Counter[str] = Counter()
+        with self.found.open(names_of(rank), "wt", encoding="utf-8") as names:
+            for document in data:
+                if document.metadata["split"] != TRAIN:
+                    continue
+                with self.track_time():
+                    hashes = window_hashes(words_of(document.text), self.options.ngram_words)
+                    hits = places_in(grams, hashes)
+                counts.update(documents=1, overlapping=int(len(hits) > 0))
+                source = document.metadata["source"]
+                place = (sources.setdefault(source, len(sources)) << 32) + read[source]
+                read[source] += 1
+                if found.add(hits, place):
+                    names.write(json.dumps([place, source, document.id]) + "\n")
+        found.close()
+        self.stat_update("total", value=counts["documents"])
+        self.stat_update("overlapping", value=counts["overlapping"])
+        save_json(self.found, f"{rank:05d}.json", {"counts": counts, "sources": list(sources)})
+
+
+class JudgeDocuments(PipelineStep):
+    """Writes a record for each test document of a task: how much of it stands in train, an example, and where.
+
+    Beside them, it writes the n-grams that contaminated documents share with train.
+    """
+
+    type = "DECONTAMINATION"
+    name = "judge documents"
+
+    def __init__(self, found: str, judged: str, options: OverlapOptions) -> None:
+        super().__init__()
+        self.found = get_datafolder(found)
+        self.judged = get_datafolder(judged)
+        self.options = options
+
+    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> None:
+        """Consume the documents of a task."""
+        found, first = load(self.found, ALL_GRAMS), load(self.found, FIRST_OWNERS)
+        banned = RunWriter(self.judged, RUNS, rank)
+        with self.judged.open(f"{rank:05d}.jsonl", "wt", encoding="utf-8") as file:
+            for document in data:
+                if document.metadata["split"] not in self.options.splits:
+                    continue
+                words = words_of(document.text)
+                hashes = window_hashes(words, self.options.ngram_words)
+                hit = np.isin(hashes, found[places_in(found, hashes)])
+                record = self._record(document, words, hit)
+                if hit.any():
+                    start = int(hit.argmax())
+                    owner = first[np.searchsorted(found, hashes[start])]
+                    record["example"] = " ".join(words[start : start + self.options.ngram_words])
+                    record["train_document"] = [int(owner["task"]), int(owner["document"])]
+                if record["contaminated"]:
+                    banned.add(hashes[hit])
+                file.write(json.dumps(record) + "\n")
+                self.stat_update("total", *(["contaminated"] if record["contaminated"] else []))
+        banned.close()
+
+    def _record(self, document: Document, words: list[str], hit: npt.NDArray[np.bool_]) -> dict[str, Any]:
+        share = float(hit.mean()) if len(hit) else 0.0
+        facts = document.metadata
+        return {
+            "id": document.id,
+            "source": facts["source"],
+            "split": facts["split"],
+            "domain": facts["domain"],
+            "words": len(words),
+            "ngrams": len(hit),
+            "ngrams_in_train": int(hit.sum()),
+            "share": share,
+            "longest_overlap_words": _longest_run(hit) + self.options.ngram_words - 1 if hit.any() else 0,
+            "contaminated": share > self.options.threshold,
+        }
+
+
+def places_in(ascending: Hashes, hashes: Hashes) -> npt.NDArray[np.int64]:
+    """Places in an ascending array of the values that are among `hashes`, ascending, each once."""
+    if not len(ascending):
+        return np.empty(0, np.int64)
+    wanted = np.unique(hashes)  # in order, so that the search walks through memory once
+    places = np.searchsorted(ascending, wanted)
+    places[places == len(ascending)] = 0
+    return places[ascending[places] == wanted]
+
+
+def _longest_run(hit: npt.NDArray[np.bool_]) -> int:
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], hit.astype(np.int8), [0]])))
+    return int((edges[1::2] - edges[::2]).max())

@@ -1,0 +1,80 @@
+"""datatrove filter that acts on the report on test text in training text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import numpy as np
+from datatrove.data import Document
+from datatrove.io import get_datafolder
+from datatrove.pipeline.filters.base_filter import BaseFilter
+from datatrove.pipeline.writers.disk_base import DiskWriter
+
+from data_prep.contamination.arrays import load, load_json
+from data_prep.contamination.ngrams import Hashes, window_hashes, words_of
+from data_prep.contamination.overlap import TRAIN, OverlapOptions, places_in
+from data_prep.contamination.report import BANNED, CONTAMINATED, REPORT
+from data_prep.ledger import CountLeftOut
+from megatron_ext.errors import UserError
+
+
+class DropContaminated(BaseFilter):
+    """Drops contaminated test documents, or the training documents that hold their n-grams, as the action says.
+
+    Counts: `dropped_contaminated_<split>_<domain>`.
+
+    Args:
+        folder: where the report was written.
+        options: those of the report.
+        exclusion_writer: keeps the dropped documents, or counts them.
+    """
+
+    name = "drop contaminated"
+
+    def __init__(
+        self, folder: str, options: OverlapOptions, exclusion_writer: DiskWriter | CountLeftOut | None = None
+    ) -> None:
+        super().__init__(exclusion_writer)
+        self.folder = get_datafolder(folder)
+        self.options = options
+        self._contaminated: frozenset[str] = frozenset()
+        self._banned: Hashes = np.empty(0, np.uint64)
+
+    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield the documents that stay.
+
+        Raises:
+            UserError: there is no report, or one by other options.
+        """
+        self._check_report()
+        if self.options.action == "drop_test":
+            self._contaminated = frozenset(load_json(self.folder, CONTAMINATED))
+        if self.options.action == "drop_train":
+            self._banned = load(self.folder, BANNED)
+        yield from super().run(data, rank, world_size)
+
+    def _check_report(self) -> None:
+        where = f"{self.folder.path}/{REPORT}"
+        if not self.folder.isfile(REPORT):
+            raise UserError(where, "is missing", "run the stages that write it first")
+        options = asdict(self.options)
+        for name, value in load_json(self.folder, REPORT)["options"].items():
+            wanted = list(options[name]) if isinstance(options[name], tuple) else options[name]
+            if value != wanted:
+                raise UserError(
+                    where, f"was made with {name} {value}, not {wanted}", "remove the folder and begin again"
+                )
+
+    def filter(self, doc: Document) -> bool | tuple[bool, str]:
+        """Whether a document stays; if not, the reason."""
+        split = doc.metadata["split"]
+        if split in self.options.splits:
+            drop = doc.id in self._contaminated
+        else:
+            drop = split == TRAIN and len(self._banned) > 0 and self._holds_banned(doc)
+        return (False, f"contaminated_{split}_{doc.metadata['domain']}") if drop else True
+
+    def _holds_banned(self, doc: Document) -> bool:
+        hashes = window_hashes(words_of(doc.text), self.options.ngram_words)
+        return len(places_in(self._banned, hashes)) > 0

@@ -1,0 +1,173 @@
+"""The report on test text that stands in training text: by domain, and the worst documents; as JSON and Markdown."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from datatrove.io import get_datafolder
+from datatrove.pipeline.base import PipelineStep
+
+from data_prep.contamination.arrays import load_json, save_json
+from data_prep.contamination.findings import SUMMARY, names_of
+from data_prep.contamination.overlap import OverlapOptions
+from data_prep.contamination.runs import RUNS, merge_runs
+
+REPORT = "report.json"
+TABLE = "report.md"
+CONTAMINATED = "contaminated.json"
+BANNED = "banned.npy"
+DOMAIN_COLUMNS = (
+    "split",
+    "domain",
+    "documents",
+    "short",
+    "with overlap",
+    "n-grams",
+    "of them in train",
+    "contaminated",
+    "dropped",
+)
+WORST_COLUMNS = ("split", "domain", "document", "in train", "longest overlap", "example", "first in train")
+
+
+class WriteReport(PipelineStep):
+    """Puts the judgements of all tasks together: the report, and what `DropContaminated` needs. Runs in one task.
+
+    Args:
+        judged: folder of the judgements.
+        found: folder of what was found in train.
+        folder: folder to write to.
+        tasks: number of tasks that judged.
+        options: as for the other steps.
+    """
+
+    type = "DECONTAMINATION"
+    name = "report"
+
+    def __init__(self, judged: str, found: str, folder: str, tasks: int, options: OverlapOptions) -> None:
+        super().__init__()
+        self.judged = get_datafolder(judged)
+        self.found = get_datafolder(found)
+        self.folder = get_datafolder(folder)
+        self.tasks = tasks
+        self.options = options
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        """Write `report.json` last: it says that all else is there."""
+        domains: dict[tuple[str, str], Counter[str]] = {}
+        worst: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        contaminated = []
+        for record in self._records():
+            key = record["split"], record["domain"]
+            domains.setdefault(key, Counter()).update(_counts(record, self.options))
+            if record["ngrams_in_train"]:
+                worst[key] = _worst([*worst.get(key, []), record], self.options.worst)
+            if record["contaminated"]:
+                contaminated.append(record["id"])
+        save_json(self.folder, CONTAMINATED, sorted(contaminated))
+        merge_runs(self.judged, RUNS, self.tasks, self.folder, BANNED)
+        report = {
+            "options": asdict(self.options),
+            "train": load_json(self.found, SUMMARY),
+            "domains": [_domain_entry(*key, domains[key]) for key in sorted(domains)],
+            "worst": self._with_names([record for key in sorted(worst) for record in worst[key]]),
+        }
+        with self.folder.open(TABLE, "wt", encoding="utf-8") as file:
+            file.write(markdown(report))
+        with self.folder.open(REPORT, "wt", encoding="utf-8") as file:
+            json.dump(report, file, indent=1, ensure_ascii=False)
+        self.stat_update("contaminated", value=len(contaminated))
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        for task in range(self.tasks):
+            with self.judged.open(f"{task:05d}.jsonl", "rt", encoding="utf-8") as file:
+                yield from map(json.loads, file)
+
+    def _with_names(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Records that say source and id of the training document, where they said its task and place."""
+        wanted = {tuple(record["train_document"]) for record in records}
+        names: dict[tuple[int, int], dict[str, str]] = {}
+        for task in sorted({task for task, _ in wanted}):
+            with self.found.open(names_of(task), "rt", encoding="utf-8") as file:
+                for place, source, name in map(json.loads, file):
+                    if (task, place) in wanted:
+                        names[task, place] = {"train_source": source, "train_id": name}
+        return [record | names[*record.pop("train_document")] for record in records]
+
+
+def _counts(record: dict[str, Any], options: OverlapOptions) -> dict[str, int]:
+    return {
+        "documents": 1,
+        "short": int(record["ngrams"] == 0),
+        "with_overlap": int(record["ngrams_in_train"] > 0),
+        "ngrams": record["ngrams"],
+        "ngrams_in_train": record["ngrams_in_train"],
+        "contaminated": int(record["contaminated"]),
+        "dropped": int(record["contaminated"] and options.action == "drop_test"),
+    }
+
+
+def _worst(records: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    return heapq.nsmallest(number, records, key=lambda record: (-record["share"], -record["ngrams"], record["id"]))
+
+
+def _domain_entry(split: str, domain: str, counts: Counter[str]) -> dict[str, Any]:
+    share = counts["ngrams_in_train"] / counts["ngrams"] if counts["ngrams"] else None
+    return {"split": split, "domain": domain, **counts, "share": share}
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report as text with two tables.
+
+    Args:
+        report: the content of `report.json`.
+    """
+    options, train = report["options"], report["train"]
+    domains = [
+        [
+            *(entry["split"], entry["domain"], str(entry["documents"]), str(entry["short"])),
+            *(str(entry["with_overlap"]), str(entry["ngrams"])),
+            "" if entry["share"] is None else f"{entry['ngrams_in_train']} ({entry['share']:.2%})",
+            *(str(entry["contaminated"]), str(entry["dropped"])),
+        ]
+        for entry in report["domains"]
+    ]
+    worst = [
+        [
+            *(record["split"], record["domain"], record["id"], f"{record['share']:.2%} of {record['ngrams']}"),
+            *(f"{record['longest_overlap_words']} words", record["example"], record["train_id"]),
+        ]
+        for record in report["worst"]
+    ]
+    lines = [
+        "# Test text that stands in training text",
+        "",
+        f"N-grams of {options['ngram_words']} words, in lower case and without punctuation. {train['overlapping']} of "
+        f"{train['documents']} training documents hold any of the test text. Short documents have fewer than "
+        f"{options['ngram_words']} words and cannot be judged. Contaminated are those with more than "
+        f"{options['threshold']:.0%} of their n-grams in train. {_decision(options['action'])}",
+        "",
+        *_table(DOMAIN_COLUMNS, domains),
+    ]
+    if worst:
+        lines += ["", "The worst documents of each domain:", "", *_table(WORST_COLUMNS, worst)]
+    return "\n".join(lines) + "\n"
+
+
+def _decision(action: str) -> str:
+    return {
+        "report": "Nothing is dropped.",
+        "drop_test": "Contaminated documents are dropped.",
+        "drop_train": "Training documents that hold an n-gram of a contaminated document are dropped, and counted "
+        "where they are.",
+    }[action]
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return ["| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |" for cells in lines]

@@ -1,0 +1,96 @@
+"""Ascending runs of hashes: tasks write what they hold each time memory is full, and a merge goes range by range.
+
+No array of all hashes is ever in memory: a run and a range have about `RUN_HASHES` at most, and each hash takes some
+32 bytes while it is sorted. Hashes are spread evenly, so equal parts of their range hold about as many.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from datatrove.io import DataFolder
+
+from data_prep.contamination.arrays import appended_array, load, save
+from data_prep.contamination.ngrams import Hashes
+
+RUNS = "runs"
+"""Folder of them."""
+
+RUN_HASHES = 8_000_000
+"""Hashes that are sorted at a time: 256 MB."""
+
+
+class RunWriter:
+    """Writes the distinct hashes of a task to `<name>/<task>-<run>.npy`, each run ascending and without repetition.
+
+    Args:
+        folder: where to.
+        name: of the folder in it.
+        rank: the task.
+    """
+
+    def __init__(self, folder: DataFolder, name: str, rank: int) -> None:
+        self._folder = folder
+        self._prefix = f"{name}/{rank:05d}"
+        self._pending: list[Hashes] = []
+        self._waiting = 0
+        self._runs = 0
+
+    def add(self, hashes: Hashes) -> None:
+        """Take hashes in any order."""
+        self._pending.append(hashes)
+        self._waiting += len(hashes)
+        if self._waiting >= RUN_HASHES:
+            self.close()
+
+    def close(self) -> None:
+        """Write what is left, if only to say that the task has nothing."""
+        hashes = np.unique(np.concatenate([np.empty(0, np.uint64), *self._pending]))
+        save(self._folder, f"{self._prefix}-{self._runs:05d}.npy", hashes)
+        self._pending, self._waiting, self._runs = [], 0, self._runs + 1
+
+
+def merge_runs(source: DataFolder, name: str, tasks: int, target: DataFolder, merged: str) -> int:
+    """Merge all runs into one ascending array without repetition.
+
+    Args:
+        source: where the runs are.
+        name: folder in it.
+        tasks: number of tasks that wrote.
+        target: where the array goes.
+        merged: its name.
+
+    Returns:
+        Hashes in the array.
+    """
+    runs = [run for of_task in run_names(source, name, tasks) for run in of_task]
+    ranges = 1 + sum(len(load(source, run)) for run in runs) // RUN_HASHES
+    count = 0
+    with appended_array(target, merged, np.uint64) as append:
+        for number in range(ranges):
+            bounds = [np.uint64((edge << 64) // ranges) for edge in (number, number + 1) if edge < ranges]
+            parts = [_between(load(source, run), bounds) for run in runs]
+            hashes = np.unique(np.concatenate([np.empty(0, np.uint64), *parts]))
+            append(hashes)
+            count += len(hashes)
+    return count
+
+
+def run_names(folder: DataFolder, name: str, tasks: int) -> list[list[str]]:
+    """Runs of each task, in order.
+
+    Raises:
+        FileNotFoundError: a task has written none.
+    """
+    found: list[list[str]] = [[] for _ in range(tasks)]
+    for run in sorted(folder.list_files(name, glob_pattern="*.npy")):
+        found[int(run.rsplit("/", 1)[-1].split("-")[0])].append(run)
+    for task, runs in enumerate(found):
+        if not runs:
+            raise FileNotFoundError(f"{folder.path}/{name}: nothing of task {task}")
+    return found
+
+
+def _between(ascending: Hashes, bounds: list[np.uint64]) -> Hashes:
+    """A copy of what is at or above the first bound and below the second, where there is one."""
+    start, *end = np.searchsorted(ascending, bounds)
+    return np.array(ascending[start : end[0] if end else None])

@@ -1,0 +1,1 @@
+"""Prepared folders: tokens to shards, what the tasks wrote to one manifest."""

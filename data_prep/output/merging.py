@@ -1,0 +1,170 @@
+"""What the tasks wrote becomes one prepared folder: shards in the order of the tasks, and the manifest."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+
+from data_prep.contamination.report import REPORT, TABLE
+from data_prep.manifest import (
+    VERSION,
+    CountEntry,
+    DomainEntry,
+    Manifest,
+    ShardEntry,
+    SkippedEntry,
+    TokenizerEntry,
+    save_manifest,
+)
+from data_prep.output.writing import TaskResult, count_entries, in_order, load_result
+from data_prep.splits import SplitPlan
+from data_prep.storage import publish
+from data_prep.tokenization.vocabularies import token_dtype
+from megatron_ext.errors import UserError
+
+CONTAMINATION, CONTAMINATION_TABLE = "contamination.json", "contamination.md"
+"""The report on test text in training text, in a prepared folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """All that the manifest needs beside what the tasks noted.
+
+    Attributes:
+        root: folder of the manifest.
+        tasks_folder: where the tasks wrote.
+        tasks: their number.
+        plan: which domains must be there.
+        tokenizer: what made the tokens.
+        report: folder of the report on test text in training text; None: there is none.
+        options: for the manifest.
+        provenance: for the manifest.
+    """
+
+    root: Path
+    tasks_folder: Path
+    tasks: int
+    plan: SplitPlan
+    tokenizer: TokenizerEntry
+    report: Path | None
+    options: dict[str, Any]
+    provenance: dict[str, Any]
+
+    def run(self) -> Manifest:
+        """Move the shards to their places and write the manifest. A merge that was stopped can be run again.
+
+        Raises:
+            UserError: a domain that was asked for has no document.
+        """
+        results = [load_result(self.tasks_folder / f"{task:05d}.json") for task in range(self.tasks)]
+        _check_nothing_missing(self.plan, results)
+        skipped: Counter[tuple[str, str]] = Counter()
+        for entry in (entry for result in results for entry in result.skipped):
+            skipped[entry.file, entry.reason] += entry.records
+        left_out = _total(entry for result in results for entry in result.left_out)
+        if self.report is not None:
+            shutil.copyfile(self.report / REPORT, self.root / CONTAMINATION)
+            shutil.copyfile(self.report / TABLE, self.root / CONTAMINATION_TABLE)
+        manifest = Manifest(
+            version=VERSION,
+            tokenizer=self.tokenizer,
+            dtype=token_dtype(self.tokenizer.vocab_size),
+            domains=self._domains(results),
+            skipped=[SkippedEntry(*key, number) for key, number in sorted(skipped.items())],
+            duplicates=sum(entry.documents for entry in left_out if entry.reason.endswith("duplicate")),
+            left_out=left_out,
+            cleaned=_total(entry for result in results for entry in result.changed),
+            options=self.options,
+            provenance=self.provenance,
+        )
+        save_manifest(self.root, manifest)
+        return manifest
+
+    def _domains(self, results: list[TaskResult]) -> list[DomainEntry]:
+        merged: dict[tuple[str, str], DomainEntry] = {}
+        for task, result in enumerate(results):
+            for entry in result.domains:
+                key = (entry.split, entry.domain)
+                before = merged.get(key) or DomainEntry(*key, 0, 0, 0, 0, [])
+                first = len(before.shards)
+                shards = [self._place(task, shard, first + number) for number, shard in enumerate(entry.shards)]
+                merged[key] = _sum(before, replace(entry, shards=shards))
+        return [merged[key] for key in sorted(merged, key=in_order)]
+
+    def _place(self, task: int, shard: ShardEntry, number: int) -> ShardEntry:
+        folder = Path(shard.file).parent
+        moved = replace(
+            shard,
+            file=(folder / f"{number:06d}.tar").as_posix(),
+            index=(folder / f"{number:06d}.index.npy").as_posix(),
+        )
+        (self.root / folder).mkdir(parents=True, exist_ok=True)
+        for old, new in ((shard.file, moved.file), (shard.index, moved.index)):
+            written = self.tasks_folder / f"{task:05d}" / old
+            if written.exists():  # else it was moved before a stop
+                written.rename(self.root / new)
+        return moved
+
+
+class Finish(PipelineStep):
+    """Makes the prepared folder; as a step of its own, it can be the last job of a chain.
+
+    Args:
+        merging: what makes the content.
+        output: what the folder is called in the end.
+    """
+
+    type = "WRITER"
+    name = "manifest"
+
+    def __init__(self, merging: Merge, output: Path) -> None:
+        super().__init__()
+        self.merging = merging
+        self.output = output
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Merge and rename, as the only task there is."""
+        self.merge()
+        yield from ()
+
+    def merge(self) -> Manifest:
+        """Merge what the tasks wrote, and give the folder its name."""
+        manifest = self.merging.run()
+        publish(self.merging.root, self.output)
+        return manifest
+
+
+def _sum(before: DomainEntry, entry: DomainEntry) -> DomainEntry:
+    return replace(
+        before,
+        documents=before.documents + entry.documents,
+        tokens=before.tokens + entry.tokens,
+        characters=before.characters + entry.characters,
+        bytes=before.bytes + entry.bytes,
+        shards=[*before.shards, *entry.shards],
+    )
+
+
+def _total(entries: Iterable[CountEntry]) -> list[CountEntry]:
+    sums: Counter[tuple[str, str]] = Counter()
+    for entry in entries:
+        sums[entry.split, entry.reason] += entry.documents
+    return count_entries(sums)
+
+
+def _check_nothing_missing(plan: SplitPlan, results: list[TaskResult]) -> None:
+    written = {(entry.split, entry.domain) for result in results for entry in result.domains}
+    for option, split, names in (("--train-domains", "train", plan.train), ("--test-domains", "test", plan.test)):
+        for name in sorted(names - plan.optional):
+            if (split, name) not in written:
+                problem = f"{name} has no document in the {split} split"
+                raise UserError(option, problem, "choose another domain or give more documents")
+    if not any(split == "train" for split, _ in written):
+        raise UserError("--train-domains", "no document is left to train on", "choose other domains")

@@ -1,0 +1,204 @@
+"""The last step of a task: documents to tokens, tokens to shards, and a note of what the task wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+from pydantic import TypeAdapter
+
+from data_prep.documents import SPLITS, Problems
+from data_prep.ledger import Ledger
+from data_prep.manifest import CountEntry, DomainEntry, SkippedEntry, TokenizerEntry
+from data_prep.output.shards import DomainWriter
+from data_prep.running.progress import Board
+from data_prep.storage import locked
+from data_prep.tokenization.pieces import PIECE_CHARACTERS, UnbrokenError, encode_in_pieces
+from data_prep.tokenization.tokenizer import NoTokenError
+from data_prep.tokenization.vocabularies import TextTokenizer, kept_tokenizer, token_dtype
+from megatron_ext.files import write_whole
+
+BATCH_DOCUMENTS = 1024
+BATCH_CHARACTERS = 500_000
+"""The tokenizer library holds up to 200 bytes for each byte of a batch; larger ones are no faster."""
+
+LONGEST_SHOWN = 40
+"""Characters of a text in a message."""
+
+BETTER_TOKENIZER = "give a tokenizer of bytes, which encodes any text,"
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """What one task wrote.
+
+    Attributes:
+        domains: shards by split and domain, their files relative to the task's folder.
+        skipped: malformed records passed over.
+        left_out: well-formed documents that were left out.
+        changed: documents that cleaning changed.
+    """
+
+    domains: list[DomainEntry]
+    skipped: list[SkippedEntry]
+    left_out: list[CountEntry]
+    changed: list[CountEntry]
+
+
+class WriteShards(PipelineStep):
+    """Tokenises documents and writes them to `<folder>/<task>/<split>/<domain>/`, then `<folder>/<task>.json`.
+
+    Args:
+        folder: where tasks write.
+        root: folder of the tokenizer.
+        tokenizer: what is said of it in the manifest.
+        shard_tokens: see `DomainWriter`.
+        problems: those of the step that reads; told of text that the tokenizer cannot encode.
+        ledger: what the steps before tell of the documents that they leave out or change.
+        board: told the tokens written.
+    """
+
+    type = "WRITER"
+    name = "shards"
+
+    def __init__(
+        self,
+        folder: Path,
+        root: Path,
+        tokenizer: TokenizerEntry,
+        shard_tokens: int,
+        problems: Problems,
+        ledger: Ledger,
+        board: Board,
+    ) -> None:
+        super().__init__()
+        self.folder = folder
+        self.root = root
+        self.tokenizer = tokenizer
+        self.shard_tokens = shard_tokens
+        self.problems = problems
+        self.ledger = ledger
+        self.board = board
+
+    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Consume the documents of a task, if no one has done it in the meantime."""
+        note = self.folder / f"{rank:05d}.json"
+        with locked(note.with_suffix(".lock")):
+            if not note.exists():
+                target = self.folder / f"{rank:05d}"
+                shutil.rmtree(target, ignore_errors=True)
+                target.mkdir()
+                domains = self._write(data, target, rank)
+                counts = (count_entries(self.ledger.left_out), count_entries(self.ledger.changed))
+                result = TaskResult(domains, _skipped(self.problems), *counts)
+                write_whole(note, json.dumps(asdict(result), ensure_ascii=False).encode())
+        yield from ()
+
+    def _write(self, data: Iterable[Document], target: Path, rank: int) -> list[DomainEntry]:
+        encode = DocumentEncoder(kept_tokenizer(self.root, self.tokenizer), self.tokenizer, self.problems)
+        writers: dict[tuple[str, str], DomainWriter] = {}
+        written = self.board.tokens_of(rank)
+        with contextlib.ExitStack() as stack:
+            for batch in _batches(data):
+                for document, tokens in encode(batch):
+                    key = (document.metadata["split"], document.metadata["domain"])
+                    if key not in writers:
+                        writers[key] = DomainWriter(target, *key, self.shard_tokens, prefix=f"{rank:05d}-")
+                        stack.callback(writers[key].abandon)
+                    writers[key].add(document, tokens)
+                    written[0] += len(tokens)
+            return [writers[key].close() for key in sorted(writers, key=in_order)]
+
+
+class DocumentEncoder:
+    """Encodes whole documents, each to a little-endian array that ends with the end-of-document token.
+
+    Args:
+        tokenizer: what encodes.
+        entry: what the manifest says of it.
+        problems: told of documents that hold text which the tokenizer has no token for; they are left out.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, entry: TokenizerEntry, problems: Problems) -> None:
+        self._tokenizer = tokenizer
+        self._end = entry.eos_id
+        self._dtype = np.dtype(token_dtype(entry.vocab_size)).newbyteorder("<")
+        self._problems = problems
+
+    def __call__(self, documents: list[Document]) -> Iterator[tuple[Document, npt.NDArray[np.unsignedinteger]]]:
+        """Yield the documents that can be encoded with their tokens."""
+        for document, ids in self._ids(documents):
+            if self._tokenizer.unknown is not None and self._tokenizer.unknown in ids:
+                self._refuse(document)
+                continue
+            ids.append(self._end)
+            yield document, np.fromiter(ids, self._dtype, len(ids))
+
+    def _ids(self, documents: list[Document]) -> Iterator[tuple[Document, list[int]]]:
+        encode = self._tokenizer.encode_batch
+        if len(documents[0].text) <= PIECE_CHARACTERS:
+            with contextlib.suppress(NoTokenError):  # then one by one, to find those that it is about
+                yield from zip(documents, encode([document.text for document in documents]), strict=True)
+                return
+        for document in documents:
+            try:
+                yield document, encode_in_pieces(encode, document.text)
+            except UnbrokenError as error:
+                self._problems.report(document.metadata["source"], None, "too long", f"{document.id}: {error}")
+            except NoTokenError:
+                self._refuse(document)
+
+    def _refuse(self, document: Document) -> None:
+        source, detail = document.metadata["source"], ""
+        if self._problems.on_error == "stop":  # only a message says more
+            words = (word for word in document.text.split() if self._is_lost(word))
+            detail = f"such as {next(words, document.text)[:LONGEST_SHOWN]!r}"
+        place = document.id.removeprefix(source).removeprefix(":") or None
+        self._problems.report(source, place, "the tokenizer has no token for its text", detail, BETTER_TOKENIZER)
+
+    def _is_lost(self, text: str) -> bool:
+        try:
+            return self._tokenizer.unknown in self._tokenizer.encode_batch([text])[0]
+        except NoTokenError:
+            return True
+
+
+def load_result(path: Path) -> TaskResult:
+    """Read what `WriteShards` noted."""
+    return TypeAdapter(TaskResult).validate_python(json.loads(path.read_bytes()))
+
+
+def in_order(key: tuple[str, str]) -> tuple[int, str]:
+    """Sorts (split, domain or reason) as the manifest does: train, validation, test, and the other by name."""
+    return SPLITS.index(key[0]), key[1]
+
+
+def count_entries(counts: Mapping[tuple[str, str], int]) -> list[CountEntry]:
+    """Counts by (split, reason), train before validation before test."""
+    return [CountEntry(*key, counts[key]) for key in sorted(counts, key=in_order)]  # type: ignore[arg-type]
+
+
+def _skipped(problems: Problems) -> list[SkippedEntry]:
+    return [SkippedEntry(file, reason, number) for (file, reason), number in sorted(problems.counts.items())]
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Documents for one call of the tokenizer; one that is encoded in pieces is alone."""
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        if batch and (len(batch) >= BATCH_DOCUMENTS or characters + len(document.text) > BATCH_CHARACTERS):
+            yield batch
+            batch, characters = [], 0
+        batch.append(document)
+        characters += len(document.text)
+    if batch:
+        yield batch

@@ -1,0 +1,154 @@
+"""The corpus that `--input` names: which of its files are read, as what, and which domain and split they give."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from data_prep.documents import LONGEST_RECORD, LONGEST_TEXT, SPLITS, Advance, Document, Problems, ignore_progress
+from data_prep.reading.inputs import InputFile, list_files
+from data_prep.reading.records import read_records
+from data_prep.reading.tables import read_table
+from data_prep.reading.tars import read_tar
+from data_prep.tokenization.vocabularies import TextTokenizer
+from megatron_ext.errors import UserError
+from megatron_ext.files import is_url
+
+RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+TABLE_SUFFIX, TAR_SUFFIX, INDEX_SUFFIX = ".parquet", ".tar", ".idx"
+STRUCTURED = (*RECORD_SUFFIXES, TABLE_SUFFIX, TAR_SUFFIX, INDEX_SUFFIX)
+TEXT_SUFFIXES = frozenset(
+    {".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".html", ".css", ".sql", ".sh"}
+    | {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".r", ".jl"}
+    | {".scala", ".kt", ".swift", ".php", ".pl", ".lua", ".hs", ".ml"}
+)
+
+Reader = Callable[[InputFile, str | None, Problems, Advance], Iterator[tuple[str, str, str]]]
+"""Reads one file: yields (place in the file, text, domain); the second argument is the domain of records without."""
+
+
+def open_files(source: str | Path, domain: str | None = None, tokenizer: TextTokenizer | None = None) -> FileCorpus:
+    """The corpus in a file, a folder or under a URL.
+
+    Args:
+        source: where it is. Files of records, tables, tars and token files are read; where there are none, text files.
+        domain: domain of records that name none; None: they are malformed.
+        tokenizer: turns the tokens of Megatron's .bin/.idx files back to text.
+
+    Raises:
+        UserError: there is no such path, nothing readable in it, or token files without a tokenizer.
+    """
+    files = list_files(str(source))
+    structured = [file for file in files if file.name.endswith(STRUCTURED)]
+    if any(file.suffix == INDEX_SUFFIX for file in structured) and tokenizer is None:
+        raise UserError("--source-tokenizer", f"is not given, but {source} holds tokens", "give what made the tokens")
+    texts = [file for file in files if file.suffix in TEXT_SUFFIXES]
+    if not structured and not texts:
+        known = ", ".join(STRUCTURED)
+        raise UserError("--input", f"{source} holds neither {known} nor text files", "give a folder that does")
+    return FileCorpus(_own_name(source), structured or texts, domain, tokenizer)
+
+
+class FileCorpus:
+    """Documents of files, a unit a file.
+
+    Sub-folders called train, validation and test give the split; where there are such, files outside them (benchmarks,
+    notes) are not read. Text files have no split of their own.
+
+    Args:
+        name: domain of text files that lie in no sub-folder.
+        files: what is read, in order.
+        domain: domain of records that name none.
+        tokenizer: turns tokens back to text.
+    """
+
+    def __init__(
+        self, name: str, files: list[InputFile], domain: str | None = None, tokenizer: TextTokenizer | None = None
+    ) -> None:
+        inside = [file for file in files if split_folder(file)]
+        self.files = inside or files
+        self.folders = frozenset(folder for file in inside if (folder := split_folder(file)))
+        self.total_bytes = sum(file.size for file in self.files)
+        self._name = name
+        self._domain = domain
+        self._tokenizer = tokenizer
+
+    @property
+    def units(self) -> int:
+        """Number of files."""
+        return len(self.files)
+
+    def documents(self, problems: Problems, advance: Advance = ignore_progress) -> Iterator[Document]:
+        """Yield every well-formed document, file by file."""
+        for unit in range(self.units):
+            yield from self.read(unit, problems, advance)
+
+    def read(self, unit: int, problems: Problems, advance: Advance = ignore_progress) -> Iterator[Document]:
+        """Yield every well-formed document of one file."""
+        file = self.files[unit]
+        for place, text, domain in self._reader(file)(file, self._domain, problems, advance):
+            yield Document(f"{file.source}{place}", text, domain, file.source, split_folder(file))
+
+    def provenance(self) -> dict[str, Any]:
+        """Number and size of the input files."""
+        return {"files": len(self.files), "bytes": self.total_bytes}
+
+    def identity(self) -> str:
+        """Digest of the files' names, sizes and times."""
+        digest = hashlib.sha256()
+        for file in self.files:
+            digest.update(f"{file.source}\0{file.size}\0{file.stamp}\0".encode())
+        return digest.hexdigest()
+
+    def _reader(self, file: InputFile) -> Reader:
+        if file.name.endswith(RECORD_SUFFIXES):
+            return read_records
+        if file.suffix == TABLE_SUFFIX:
+            return read_table
+        if file.suffix == TAR_SUFFIX:
+            return read_tar
+        if file.suffix == INDEX_SUFFIX:
+            from data_prep.reading.indexed import IndexedReader  # brings Megatron and torch, which no other input needs
+
+            assert self._tokenizer is not None
+            return IndexedReader(self._tokenizer)
+        return self._read_text
+
+    def _read_text(
+        self, file: InputFile, domain: str | None, problems: Problems, advance: Advance
+    ) -> Iterator[tuple[str, str, str]]:
+        """A text file is a document; its domain is its first-level folder. Empty files are no documents."""
+        with file.open() as stream:
+            content = stream.read(LONGEST_RECORD + 1)
+        advance(file.size)
+        if len(content) > LONGEST_RECORD:
+            problems.report(
+                file.location, None, "too long", f"{file.size:,} bytes, at most {LONGEST_RECORD:,} are taken"
+            )
+            return
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            problems.report(file.location, None, "not UTF-8", f"byte {error.start}")
+            return
+        if len(text) > LONGEST_TEXT:
+            detail = f"{len(text):,} characters, at most {LONGEST_TEXT:,} are taken"
+            problems.report(file.location, None, "too long", detail)
+        elif text.strip():
+            yield "", text, file.parts[0] if len(file.parts) > 1 else domain or self._name
+
+
+def _own_name(source: str | Path) -> str:
+    if isinstance(source, str) and is_url(source):
+        return PurePosixPath(source).stem
+    path = Path(source).resolve()
+    return path.stem if path.is_file() else path.name
+
+
+def split_folder(file: InputFile) -> str | None:
+    """The split whose folder a file lies in; None for text files, whose folders are domains."""
+    if file.name.endswith(STRUCTURED) and len(file.parts) > 1 and file.parts[0] in SPLITS:
+        return file.parts[0]
+    return None

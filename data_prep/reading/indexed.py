@@ -1,0 +1,128 @@
+"""Megatron's own token files (.bin/.idx): read back to text, and written from a prepared folder.
+
+The only module here that needs Megatron: its format is read and written by Megatron's own code.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import torch
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+
+from data_prep.documents import Advance, Problems
+from data_prep.manifest import DomainEntry, Manifest, verify_shard
+from data_prep.reading.inputs import InputFile
+from data_prep.tokenization.vocabularies import TextTokenizer
+from megatron_ext.errors import UserError
+
+
+class IndexedReader:
+    """Reads the documents of one .bin/.idx pair.
+
+    Args:
+        tokenizer: what made the tokens. One end-of-document token at the end of a document is not part of its text.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._end = tokenizer.find_end()
+
+    def __call__(
+        self, file: InputFile, domain: str | None, problems: Problems, advance: Advance
+    ) -> Iterator[tuple[str, str, str]]:
+        """Yield (place in the file, text, domain): the domain given, or by the name of the file."""
+        dataset = _open(file, problems)
+        if dataset is None:
+            return
+        bounds = dataset.document_indices
+        for number in range(len(bounds) - 1):
+            advance(file.size * (number + 1) // (len(bounds) - 1) - file.size * number // (len(bounds) - 1))
+            parts = [dataset[sequence] for sequence in range(int(bounds[number]), int(bounds[number + 1]))]
+            tokens = np.concatenate(parts).tolist() if parts else []
+            if self._end is not None and tokens and tokens[-1] == self._end[1]:
+                del tokens[-1]
+            if any(not 0 <= token < self._tokenizer.vocab_size for token in tokens):
+                detail = f"token {max(tokens)} of {self._tokenizer.vocab_size}"
+                problems.report(file.location, number + 1, "not the tokens of --source-tokenizer", detail)
+                continue
+            text = self._tokenizer.decode(tokens)
+            if text.strip():
+                yield f":{number + 1}", text, domain or _domain_of(file)
+            else:
+                problems.report(file.location, number + 1, "no text")
+
+
+def _open(file: InputFile, problems: Problems) -> IndexedDataset | None:
+    if not file.is_local:
+        raise UserError(
+            file.location, "token files are read from local disks only", "copy the .bin and .idx files here"
+        )
+    prefix = file.location.removesuffix(".idx")
+    if not IndexedDataset.exists(prefix):
+        problems.report(file.location, None, "has no .bin beside it")
+        return None
+    try:
+        return IndexedDataset(prefix)
+    except (AssertionError, OSError, ValueError, struct.error) as error:
+        problems.report(file.location, None, "not an index of Megatron's", str(error))
+        return None
+
+
+def _domain_of(file: InputFile) -> str:
+    """`C4_text_document.idx` -> `C4`, the suffix being that of Megatron's preprocess_data."""
+    return PurePosixPath(file.name).stem.removesuffix("_document").removesuffix("_text")
+
+
+def export(root: Path, manifest: Manifest, prefix: Path) -> list[Path]:
+    """Write a prepared folder as `<prefix>_<split>_<domain>_text_document.bin` and `.idx`.
+
+    A document is a sequence and ends with the end-of-document token, as after Megatron's `preprocess_data
+    --append-eod`. The type of the tokens is Megatron's choice for the size of the vocabulary.
+
+    Args:
+        root: folder of the manifest.
+        manifest: what is in it; shards are checked against it while they are read.
+        prefix: beginning of the files' names.
+
+    Returns:
+        The prefixes written, for Megatron's `--data-path`.
+
+    Raises:
+        UserError: a shard is damaged, or a file is in the way.
+    """
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    return [_export_domain(root, manifest, entry, prefix) for entry in manifest.domains]
+
+
+def _export_domain(root: Path, manifest: Manifest, entry: DomainEntry, prefix: Path) -> Path:
+    target = prefix.with_name(f"{prefix.name}_{entry.split}_{entry.domain}_text_document")
+    binary, index = target.with_name(f"{target.name}.bin"), target.with_name(f"{target.name}.idx")
+    for path in (binary, index):
+        if path.exists():
+            raise UserError(str(path), "is already there", "choose another prefix or remove it")
+    # Under other names until it is whole: the index, which makes it readable, is renamed last.
+    beside = [path.with_name(f"{path.name}.partial") for path in (binary, index)]
+    try:
+        _build(root, manifest, entry, *beside)
+        beside[0].rename(binary)
+        beside[1].rename(index)
+    finally:
+        for path in beside:
+            path.unlink(missing_ok=True)
+    return target
+
+
+def _build(root: Path, manifest: Manifest, entry: DomainEntry, binary: Path, index: Path) -> None:
+    builder = IndexedDatasetBuilder(str(binary), dtype=DType.optimal_dtype(manifest.tokenizer.vocab_size))
+    for shard in entry.shards:
+        verify_shard(root, shard, "sha256")
+        content = np.memmap(root / shard.file, np.uint8, mode="r")
+        for offset, count in np.load(root / shard.index):
+            size = int(count) * np.dtype(manifest.dtype).itemsize
+            tokens = content[int(offset) : int(offset) + size].view(np.dtype(manifest.dtype).newbyteorder("<"))
+            builder.add_document(torch.from_numpy(tokens.astype(np.int64)), [int(count)])
+    builder.finalize(str(index))

@@ -1,0 +1,148 @@
+"""Where the stages run: datatrove's executors, for this machine's processes, Slurm and Ray."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import multiprocess
+import multiprocess.util
+from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor
+from datatrove.executor.base import PipelineExecutor
+from datatrove.pipeline.base import PipelineStep
+from datatrove.utils.logging import logger
+from datatrove.utils.stats import PipelineStats
+
+from data_prep.running.progress import Board, shown
+from data_prep.running.slurm_jobs import check_no_jobs
+from data_prep.storage import WORK_NAME, locked
+from megatron_ext.errors import UserError
+
+PR_SET_PDEATHSIG = 1
+"""From Linux's <sys/prctl.h>."""
+
+MEMORY_GB = 2
+"""Memory a Slurm or Ray worker asks for."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Where tasks run, and how many at a time.
+
+    Attributes:
+        executor: processes of this machine, Slurm jobs or Ray workers.
+        workers: tasks that run at the same time.
+        slurm_partition: for Slurm.
+        slurm_time: limit of a job, for Slurm, as `hours:minutes:seconds`.
+    """
+
+    executor: Literal["local", "slurm", "ray"] = "local"
+    workers: int = 1
+    slurm_partition: str | None = None
+    slurm_time: str = "24:00:00"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline over tasks, done when all of them are.
+
+    Attributes:
+        name: what it does, in a word.
+        steps: datatrove's, in order.
+        tasks: parts that the input is cut into; any number of workers may share them.
+        board: what the tasks tell of their progress; None: nothing.
+    """
+
+    name: str
+    steps: list[PipelineStep]
+    tasks: int
+    board: Board | None = None
+
+    def notes(self, root: Path) -> str:
+        """Folder in which datatrove notes finished tasks, in the work folder of what is filled."""
+        return str(root / WORK_NAME / f"tasks-{self.name}")
+
+
+def check_execution(execution: Execution) -> None:
+    """Refuse what cannot run here.
+
+    Raises:
+        UserError: Ray or Slurm is not there, or no partition is named.
+    """
+    if execution.executor == "ray" and importlib.util.find_spec("ray") is None:
+        raise UserError("--executor", "ray is not installed", "install it (pip install ray) or use local or slurm")
+    if execution.executor == "slurm":
+        if shutil.which("sbatch") is None:
+            raise UserError("--executor", "slurm has no sbatch here", "call it on a Slurm login node or use local")
+        if execution.slurm_partition is None:
+            raise UserError("--slurm-partition", "is not given", "name the partition that the tasks run in")
+
+
+def run_stages(stages: list[Stage], root: Path, execution: Execution, total_bytes: int, *, progress: bool) -> None:
+    """Run stages one after the other, each to its end; tasks that were finished before are not run again.
+
+    Args:
+        stages: in order.
+        root: folder that is filled.
+        execution: where.
+        total_bytes: input bytes that a stage reads.
+        progress: show a bar on standard error.
+
+    Raises:
+        UserError: Slurm jobs of an earlier call are at work in the folder.
+    """
+    check_no_jobs(root)
+    for stage in stages:
+        visible = progress and stage.board is not None
+        if stage.board is None:
+            _executor(stage, root, execution).run()
+        else:
+            with shown(stage.board, stage.name, total_bytes, visible=visible):
+                _executor(stage, root, execution).run()
+
+
+def _executor(stage: Stage, root: Path, execution: Execution) -> PipelineExecutor:
+    workers = min(execution.workers, stage.tasks)
+    common: dict[str, Any] = {"tasks": stage.tasks, "workers": workers, "logging_dir": stage.notes(root)}
+    if execution.executor == "ray":
+        return RayPipelineExecutor(stage.steps, **common, mem_per_cpu_gb=MEMORY_GB)
+    return QuietExecutor(stage.steps, **common)
+
+
+class QuietExecutor(LocalPipelineExecutor):
+    """Runs tasks in processes of this machine, without datatrove's messages, a thread a process."""
+
+    def run(self) -> Any:
+        """Run every task that is not finished."""
+        # Workers are forked from a process that has imported all this once.
+        multiprocess.get_context(self.start_method).set_forkserver_preload(["data_prep.stages"])
+        # Of the helper process that datatrove forks from this one: a kill of this one would leave it there for ever.
+        multiprocess.util.register_after_fork(self, _die_with_parent)
+        logger.disable("datatrove")
+        try:
+            return super().run()
+        finally:
+            logger.enable("datatrove")
+
+    def _run_for_rank(self, rank: int, *arguments: Any, **named: Any) -> PipelineStats:
+        # Processes of a killed call may still be at this task. Once they are through, it is finished.
+        with locked(Path(self.logging_dir.resolve_paths(f"{rank:05d}.lock"))):
+            return super()._run_for_rank(rank, *arguments, **named)
+
+    def _launch_run_for_rank(self, *arguments: Any, **named: Any) -> Any:
+        logger.disable("datatrove")  # in a worker's own process too
+        # As many processes as cores: threads of the tokenizer library would only be in each other's way.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        os.environ["RAYON_NUM_THREADS"] = "1"
+        return super()._launch_run_for_rank(*arguments, **named)
+
+
+def _die_with_parent(_: object) -> None:
+    """Ask Linux to kill this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""Tokenizers of three kinds behind one face: Hugging Face, tiktoken, RWKV."""

@@ -1,0 +1,118 @@
+"""One face for every kind of tokenizer: Hugging Face's, tiktoken's encodings, RWKV's world vocabulary."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, Protocol
+
+from data_prep.manifest import TokenizerEntry, TokenizerKind
+from data_prep.storage import sha256_of
+from data_prep.tokenization.rwkv_world import RwkvTokenizer, is_rwkv_vocabulary
+from data_prep.tokenization.tiktoken_files import TIKTOKEN_SUFFIX, TiktokenTokenizer, is_encoding_name
+from data_prep.tokenization.tokenizer import JsonTokenizer, load_tokenizer
+from megatron_ext.errors import UserError
+from megatron_ext.files import write_whole
+
+
+class TextTokenizer(Protocol):
+    """What data preparation asks of a tokenizer.
+
+    Attributes:
+        kind: huggingface, tiktoken or rwkv.
+        file_name: what its file is called beside a manifest.
+        pattern: regular expression that cuts text before merging, where the file does not hold it; else empty.
+        vocab_size: largest id + 1.
+        unknown: id that stands for text that the tokenizer cannot encode; None: it encodes any text, or raises.
+    """
+
+    kind: TokenizerKind
+    file_name: str
+    pattern: str
+    vocab_size: int
+    unknown: int | None
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Ids of texts, special tokens' text encoded letter by letter, nothing added.
+
+        Raises:
+            NoTokenError: there is text that cannot be encoded, and no id that stands for it.
+        """
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids."""
+        ...
+
+    def find_end(self, token: str | None = None) -> tuple[str, int] | None:
+        """The end-of-document token of that name, or the usual one, with its id; None if there is none."""
+        ...
+
+    def content(self) -> bytes:
+        """The file that is kept beside a manifest."""
+        ...
+
+
+def open_tokenizer(name: str, pattern: str = "") -> TextTokenizer:
+    """The tokenizer that `--tokenizer` or `--source-tokenizer` names.
+
+    Args:
+        name: a tokenizer.json, a .tiktoken file, the name of one of tiktoken's encodings, or RWKV's vocabulary file.
+        pattern: the regular expression of a .tiktoken file that is not one of tiktoken's own.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    path = Path(name)
+    if name.endswith(TIKTOKEN_SUFFIX) or (is_encoding_name(name) and not path.exists()):
+        return TiktokenTokenizer.open(name, pattern)
+    if path.is_file() and is_rwkv_vocabulary(path):
+        return RwkvTokenizer(path)
+    return JsonTokenizer(load_tokenizer(path), path)
+
+
+@lru_cache(maxsize=1)
+def kept_tokenizer(root: Path, entry: TokenizerEntry) -> TextTokenizer:
+    """The tokenizer beside a manifest; a worker that goes from task to task reads it once."""
+    path = root / entry.file
+    if entry.kind == "tiktoken":
+        return TiktokenTokenizer.kept(path, entry)
+    return RwkvTokenizer(path) if entry.kind == "rwkv" else JsonTokenizer(load_tokenizer(path), path)
+
+
+def keep_tokenizer(root: Path, tokenizer: TextTokenizer, end: tuple[str, int]) -> TokenizerEntry:
+    """Write a tokenizer beside a manifest, and say what it is."""
+    path = root / tokenizer.file_name
+    write_whole(path, tokenizer.content())
+    return TokenizerEntry(
+        file=path.name,
+        sha256=sha256_of(path),
+        vocab_size=max(tokenizer.vocab_size, end[1] + 1),
+        eos_token=end[0],
+        eos_id=end[1],
+        kind=tokenizer.kind,
+        pattern=tokenizer.pattern,
+    )
+
+
+def end_of_document(tokenizer: TextTokenizer, token: str | None = None) -> tuple[str, int]:
+    """The end-of-document token and its id.
+
+    Args:
+        tokenizer: whose vocabulary is searched.
+        token: the token the user names; None: the first of the usual ones that the vocabulary has.
+
+    Raises:
+        UserError: the vocabulary has no such token.
+    """
+    found = tokenizer.find_end(token)
+    if found is not None:
+        return found
+    if token:
+        raise UserError("--eos-token", f"{token} is not in the tokenizer's vocabulary", "name one that is")
+    raise UserError("--tokenizer", "the tokenizer has no end-of-document token", "name it with --eos-token TOKEN")
+
+
+def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
+    """NumPy name of the narrowest unsigned type that shards of this vocabulary are kept in."""
+    return "uint16" if vocab_size < 65536 else "uint32"

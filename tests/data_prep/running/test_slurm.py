@@ -1,0 +1,144 @@
+"""Jobs as Slurm would get them, from an `sbatch` that only notes its arguments; then their tasks, run here."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import dill
+import pytest
+from prep_fakes import options
+
+from data_prep.manifest import load_manifest
+from data_prep.prepare import prepare
+from data_prep.running import execution
+from data_prep.running.execution import Execution
+from megatron_ext.errors import UserError
+
+SBATCH = f"""#!{sys.executable}
+import json, pathlib, sys
+log = pathlib.Path(__file__).with_name("jobs")
+log.mkdir(exist_ok=True)
+number = 100 + len(list(log.iterdir()))
+script = pathlib.Path(sys.argv[-1]).read_text()
+(log / str(number)).write_text(json.dumps([sys.argv[1:-1], script]))
+print("Submitted batch job", number)
+"""
+
+SCONTROL = "#!/bin/sh\necho node1\n"
+ON_SLURM = Execution(executor="slurm", workers=2, slurm_partition="cpu", slurm_time="1:00:00")
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, content in (("sbatch", SBATCH), ("scontrol", SCONTROL)):
+        (folder / name).write_text(content)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder / "jobs"
+
+
+def run_job(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = re.search(r"launch_pickled_pipeline (\S+)", script)[1]
+    first, last = map(int, re.search(r"--array=(\d+)-(\d+)", script).groups())
+    monkeypatch.setenv("SLURM_NODELIST", "node1")
+    for task in range(first, last + 1):
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(task))
+        with open(path, "rb") as file:
+            dill.load(file).run()
+    monkeypatch.delenv("SLURM_ARRAY_TASK_ID")
+
+
+def test_a_chain_of_jobs_makes_what_one_machine_makes(records, tmp_path, tokenizer_file, slurm, monkeypatch):
+    assert prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2, execution=ON_SLURM)) is None
+    jobs = [json.loads(path.read_text()) for path in sorted(slurm.iterdir())]
+    assert [re.search(r"--job-name=prepare-(\S+)", script)[1] for _, script in jobs] == [
+        *("exact_signatures", "exact_pairs", "exact_survivors"),
+        *("merge_test_ngrams", "search_train", "merge_findings", "judge_test", "report"),
+        *("tokenising", "merging"),
+    ]
+    waits = [next((given for given in arguments if "dependency" in given), None) for arguments, _ in jobs]
+    assert waits == [None, *(f"--dependency=afterok:{number}" for number in range(100, 109))]
+    for _, script in jobs:
+        assert {"#SBATCH --partition=cpu", "#SBATCH --time=1:00:00", "#SBATCH --mem-per-cpu=2G"} <= set(
+            script.splitlines()
+        )
+    assert not (tmp_path / "out").exists()
+    for _, script in jobs:
+        run_job(script, monkeypatch)
+    prepare(options(records, tmp_path / "local", tokenizer_file, tasks=2))
+    files = {path.relative_to(tmp_path / "local") for path in (tmp_path / "local").rglob("*")}
+    assert files == {path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*")}
+    assert load_manifest(tmp_path / "out") == load_manifest(tmp_path / "local")
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("executor", ["slurm", "local"])
+def test_while_jobs_write_no_other_call_does(records, tmp_path, tokenizer_file, slurm, executor):
+    def call(chosen: Execution) -> None:
+        prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2, execution=chosen))
+
+    def answer(script: str) -> None:
+        (slurm.parent / "squeue").write_text(f"#!/bin/sh\n{script}\n")
+        (slurm.parent / "squeue").chmod(0o755)
+
+    call(ON_SLURM)
+    numbers = sorted(path.name for path in slurm.iterdir())
+    again = Execution(executor=executor, workers=2, slurm_partition="cpu")
+    answer("echo 55 55; echo 999 103")
+    with pytest.raises(UserError, match=r"out\.partial: is being written by Slurm jobs 103; wait, or .*: scancel 103$"):
+        call(again)
+    answer("exit 1")
+    with pytest.raises(UserError, match=rf"was handed to Slurm jobs {','.join(numbers)}, and squeue cannot be asked"):
+        call(again)
+    answer("echo 55 55")
+    call(again)
+    assert (tmp_path / "out").exists() == (executor == "local")
+    assert len(list(slurm.iterdir())) == len(numbers) * (2 if executor == "slurm" else 1)
+
+
+def test_when_slurm_refuses_a_job_those_before_it_are_taken_back(records, tmp_path, tokenizer_file, slurm):
+    (slurm.parent / "scancel").write_text('#!/bin/sh\necho "$@" > "$(dirname "$0")/taken_back"\n')
+    (slurm.parent / "scancel").chmod(0o755)
+    refusing = SBATCH.replace("print(", 'number < 102 or sys.exit("no more jobs")\nprint(')
+    (slurm.parent / "sbatch").write_text(refusing)
+    with pytest.raises(UserError, match=r"^--executor: sbatch ended with code 1; "):
+        prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2, execution=ON_SLURM))
+    assert (slurm.parent / "taken_back").read_text().split() == ["100", "101"]
+
+
+def test_more_tasks_than_an_array_has_are_shared_by_its_jobs(records, tmp_path, tokenizer_file, slurm, monkeypatch):
+    monkeypatch.setattr("data_prep.running.slurm.MAX_ARRAY", 2)
+    prepare(options(records, tmp_path / "out", tokenizer_file, tasks=3, execution=ON_SLURM))
+    jobs = [json.loads(path.read_text()) for path in sorted(slurm.iterdir())]
+    assert "#SBATCH --array=0-1%2" in jobs[0][1]
+    for _, script in jobs:
+        run_job(script, monkeypatch)
+    prepare(options(records, tmp_path / "local", tokenizer_file, tasks=3))
+    assert load_manifest(tmp_path / "out") == load_manifest(tmp_path / "local")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (Execution(executor="ray"), "--executor: ray is not installed; "),
+        (Execution(executor="slurm", slurm_partition="cpu"), "--executor: slurm has no sbatch here; "),
+    ],
+)
+def test_an_executor_that_is_not_there(records, tmp_path, tokenizer_file, monkeypatch, chosen, message):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(execution.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(UserError) as caught:
+        prepare(options(records, tmp_path / "out", tokenizer_file, execution=chosen))
+    assert str(caught.value).startswith(message)
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_slurm_needs_a_partition_and_may_refuse(records, tmp_path, tokenizer_file, slurm):
+    with pytest.raises(UserError, match=r"^--slurm-partition: is not given; "):
+        prepare(options(records, tmp_path / "out", tokenizer_file, execution=Execution(executor="slurm")))
+    (slurm.parent / "sbatch").write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(UserError, match=r"^--executor: sbatch ended with code 3; "):
+        prepare(options(records, tmp_path / "out", tokenizer_file, execution=ON_SLURM))

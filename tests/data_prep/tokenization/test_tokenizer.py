@@ -1,0 +1,149 @@
+import numpy as np
+import pytest
+from datatrove.data import Document
+from prep_fakes import text
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+from data_prep.documents import Problems
+from data_prep.manifest import TokenizerEntry
+from data_prep.output.writing import DocumentEncoder
+from data_prep.tokenization.tokenizer import JsonTokenizer, load_tokenizer, train_tokenizer
+from data_prep.tokenization.vocabularies import end_of_document, token_dtype
+from megatron_ext.errors import UserError
+
+
+def wrap(*vocabulary: str) -> JsonTokenizer:
+    return JsonTokenizer(words(*vocabulary))
+
+
+@pytest.fixture(scope="module")
+def trained() -> Tokenizer:
+    return train_tokenizer([text(seed, 100) for seed in range(8)], 400)
+
+
+def words(*vocabulary: str) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=vocabulary[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def tokens_of(tokenizer: Tokenizer, texts: list[str], eos_id: int, on_error: str = "stop") -> list[np.ndarray]:
+    wrapped = JsonTokenizer(tokenizer)
+    entry = TokenizerEntry("x", "x", wrapped.vocab_size, "x", eos_id)
+    encode = DocumentEncoder(wrapped, entry, Problems(on_error))
+    documents = [Document(text, "id", metadata={"source": "file"}) for text in texts]
+    return [tokens for _, tokens in encode(documents)]
+
+
+@pytest.mark.parametrize("content", ["plain", " leading", "tab\tline\r\n\n", "日本語 🦆 \0 é", "<|endoftext|> inside"])
+def test_any_text_comes_back_to_the_letter(trained, content):
+    (tokens,) = tokens_of(trained, [content], 0)
+    assert tokens.dtype == np.dtype("<u2")
+    assert tokens[-1] == 0
+    assert 0 not in tokens[:-1]  # text cannot end a document
+    assert trained.decode(tokens[:-1].tolist()) == content
+
+
+def test_training_is_repeatable(trained):
+    again = train_tokenizer((text(seed, 100) for seed in range(8)), 400)
+    assert again.to_str() == trained.to_str()
+    assert trained.get_vocab_size() <= 400
+    assert end_of_document(JsonTokenizer(trained)) == ("<|endoftext|>", 0)
+
+
+def test_smallest_vocabulary():
+    assert train_tokenizer(["some text"], 257).get_vocab_size() == 257
+    with pytest.raises(UserError, match=r"^--vocab-size: 256 is below 257"):
+        train_tokenizer(["some text"], 256)
+
+
+def test_end_of_document_is_found_or_named():
+    assert end_of_document(wrap("a", "</s>", "<eos>")) == ("</s>", 1)
+    assert end_of_document(wrap("a", "b"), "b") == ("b", 1)
+    with pytest.raises(UserError, match=r"^--tokenizer: .*name it with --eos-token TOKEN$"):
+        end_of_document(wrap("a", "b"))
+    with pytest.raises(UserError, match=r"^--eos-token: c is not in the tokenizer's vocabulary; "):
+        end_of_document(wrap("a", "</s>"), "c")
+
+
+def test_truncation_padding_and_templates_of_the_file_do_not_apply():
+    tokenizer = words("a", "b", "</s>")
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=8)
+    tokenizer.model.unk_token = "</s>"
+    short, long = tokens_of(tokenizer, ["b", "a b a b a"], 2)
+    assert short.tolist() == [1, 2]
+    assert long.tolist() == [0, 1, 0, 1, 0, 2]
+
+
+LETTERS = {"a": 0, "b": 1, "</s>": 2}
+WITH_UNKNOWN = {**LETTERS, "<unk>": 3}
+SCORES = [(token, -1.0) for token in WITH_UNKNOWN]
+SOME_BYTES = {**LETTERS, "<0xC3>": 4}
+ALL_BYTES = {**LETTERS, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
+LOSING = {
+    "BPE": models.BPE(vocab=LETTERS, merges=[]),
+    "BPE with an unknown token": models.BPE(vocab=WITH_UNKNOWN, merges=[], unk_token="<unk>"),
+    "BPE of some bytes": models.BPE(vocab=SOME_BYTES, merges=[], byte_fallback=True),
+    "BPE of some bytes, unknown": models.BPE(
+        vocab={**WITH_UNKNOWN, "<0xC3>": 4}, merges=[], unk_token="<unk>", byte_fallback=True
+    ),
+    "Unigram": models.Unigram(SCORES[:3], None, False),
+    "Unigram with an unknown token": models.Unigram(SCORES, 3, False),
+    "WordLevel": models.WordLevel(LETTERS),
+    "WordLevel with an unknown token": models.WordLevel(WITH_UNKNOWN, unk_token="<unk>"),
+    "WordPiece": models.WordPiece(LETTERS),
+    "WordPiece with an unknown token": models.WordPiece(WITH_UNKNOWN, unk_token="<unk>"),
+}
+
+
+@pytest.mark.parametrize("name", LOSING)
+def test_a_text_without_a_token_is_refused_or_counted_never_shortened(name):
+    tokenizer = Tokenizer(LOSING[name])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    with pytest.raises(UserError) as caught:
+        tokens_of(tokenizer, ["a", "a é b"], 2)
+    assert str(caught.value) == (
+        "file:id: the tokenizer has no token for its text (such as 'é'); "
+        "give a tokenizer of bytes, which encodes any text, or pass --on-error skip"
+    )
+    assert [item.tolist() for item in tokens_of(tokenizer, ["a", "a é b", "b"], 2, "skip")] == [[0, 2], [1, 2]]
+
+
+def test_bytes_take_the_place_of_letters_without_a_token():
+    tokenizer = Tokenizer(models.BPE(vocab=ALL_BYTES, merges=[], byte_fallback=True))
+    (tokens,) = tokens_of(tokenizer, ["aéb"], 2)
+    assert tokens.tolist() == [0, 3 + 0xC3, 3 + 0xA9, 1, 2]
+
+
+def test_a_byte_level_vocabulary_without_a_byte():
+    letters = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {"©"})  # the letter that stands for byte 0xA9
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert [len(item) for item in tokens_of(tokenizer, ["aéb", "東京"], 0, "skip")] == [7]
+
+
+def test_what_the_tokenizers_own_normalizer_changes_is_no_loss():
+    tokenizer = Tokenizer(models.BPE(vocab=LETTERS, merges=[]))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase()]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    assert [item.tolist() for item in tokens_of(tokenizer, [" Á b"], 2)] == [[0, 1, 2]]
+
+
+def test_vocabulary_size_covers_gaps_in_the_ids():
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 70000}, unk_token="a"))
+    assert JsonTokenizer(tokenizer).vocab_size == 70001
+    assert [token_dtype(size) for size in (65535, 65536, 70001)] == ["uint16", "uint32", "uint32"]
+
+
+@pytest.mark.parametrize("content", [None, "{}", "no json\nat all"])
+def test_no_tokenizer_there(tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(path)
+    assert str(caught.value).startswith(f"--tokenizer: {path} is no ")
+    assert "\n" not in str(caught.value)
