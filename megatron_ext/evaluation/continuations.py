@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 
 import torch
-import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_ext.evaluation.decoding import remembering
 from megatron_ext.evaluation.next_tokens import OutputLayer, without_output_layer
+from megatron_ext.evaluation.stages import Stages
 from megatron_ext.evaluation.vocabulary import Vocabulary
 
 PIECE = 8192
@@ -26,8 +28,8 @@ class Continuations:
     are grouped by length: the steps that this adds are at most as many as those that generate.
 
     Args:
-        model: all layers, or this tensor-parallel rank's part of each, see `build_model`; it sees the whole sequence.
-        group: tensor-parallel ranks, which give the same prompts.
+        chunks: of the model on this rank, see `build_model`; they see the whole sequence.
+        groups: process groups; tensor- and pipeline-parallel ranks give the same prompts.
         device: of the model.
         vocab_size: tokens to choose from; rows of padding beyond it count for nothing.
         tokens_at_a_time: of all prompts of a batch with their continuations, at most; a single one may have more.
@@ -35,15 +37,16 @@ class Continuations:
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        group: dist.ProcessGroup,
+        chunks: Sequence[torch.nn.Module],
+        groups: ProcessGroupCollection,
         device: torch.device,
         *,
         vocab_size: int,
         tokens_at_a_time: int,
     ) -> None:
-        self._model, self._device = model, device
-        self._vocabulary = Vocabulary(vocab_size, group)
+        self._chunks, self._device = list(chunks), device
+        self._stages = Stages(chunks, groups.pp)
+        self._vocabulary = Vocabulary(vocab_size, groups.tp)
         self._tokens_at_a_time = tokens_at_a_time
 
     def __call__(self, prompts: Sequence[Sequence[int]], max_tokens: int, end: int, is_done: IsDone) -> list[list[int]]:
@@ -77,8 +80,10 @@ class Continuations:
 
     def _continue(self, texts: Sequence[_Text], end: int, is_done: IsDone) -> None:
         at = min(len(text.prompt) for text in texts)
-        with remembering(self._model), without_output_layer([self._model]) as output:
-            assert output is not None, "all layers are here"
+        with ExitStack() as stack:
+            for chunk in self._chunks:
+                stack.enter_context(remembering(chunk))
+            output = stack.enter_context(without_output_layer(self._chunks))
             likeliest = self._read_prompts([text.prompt[:at] for text in texts], output)
             while True:
                 for text, token in zip(texts, likeliest, strict=True):
@@ -89,7 +94,7 @@ class Continuations:
                 likeliest = self._next(tokens_b1, at, output)
                 at += 1
 
-    def _read_prompts(self, prompts: Sequence[Sequence[int]], output: OutputLayer) -> list[int]:
+    def _read_prompts(self, prompts: Sequence[Sequence[int]], output: OutputLayer | None) -> list[int]:
         tokens_bt = torch.tensor([list(prompt) for prompt in prompts], device=self._device)
         start, likeliest = 0, [0]
         for piece_bt in tokens_bt.split(max(1, PIECE // len(prompts)), dim=1):
@@ -97,13 +102,15 @@ class Continuations:
             start += piece_bt.shape[1]
         return likeliest
 
-    def _next(self, tokens_bt: Tensor, start: int, output: OutputLayer) -> list[int]:
+    def _next(self, tokens_bt: Tensor, start: int, output: OutputLayer | None) -> list[int]:
         """Read on from a position; the likeliest token after each text."""
         b, t = tokens_bt.shape
         positions_t = torch.arange(start, start + t, device=self._device)
-        hidden_tbh = self._model(tokens_bt, positions_t.expand(b, -1), attention_mask=None)
-        _, best_b = self._vocabulary.ask(hidden_tbh[-1], output.weight_vh, tokens_bt.new_zeros(b))
-        tokens: list[int] = best_b.tolist()
+        hidden_tbh = self._stages(tokens_bt, positions_t.expand(b, -1))
+        best_b = tokens_bt.new_zeros(b)
+        if output is not None:
+            _, best_b = self._vocabulary.ask(hidden_tbh[-1], output.weight_vh, best_b)
+        tokens: list[int] = self._stages.said_by_last(best_b).tolist()
         return tokens
 
 

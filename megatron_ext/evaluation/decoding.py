@@ -4,35 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_ext.mixers.memory import LooksBack, Memory
+
+_SEQUENCE_PARALLEL = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
+"""Where Megatron's configuration, linear layers and embeddings keep that sequences are cut."""
 
 
 @contextmanager
 def remembering(module: torch.nn.Module) -> Iterator[None]:
     """Within it, each forward pass continues the sequences of the one before; without gradients.
 
-    What was seen is forgotten at the end.
+    What was seen is forgotten at the end. Sequence parallelism rests: a single token has no parts, so each
+    tensor-parallel rank is given, and gives, whole sequences.
 
     Args:
-        module: all parts of it that look back remember: a model or a mixer.
+        module: all parts of it that look back remember: a model, a pipeline stage's part of it, or a mixer.
 
     Raises:
-        ValueError: its layout cuts the sequence or the layers in parts.
+        ValueError: context parallelism cuts the sequence in parts.
     """
     parts = [part for part in module.modules() if isinstance(part, LooksBack)]
-    for part in parts:
-        _check_layout(part.config)
+    if any(part.config.context_parallel_size > 1 for part in parts):
+        raise ValueError("decoding needs the whole sequence: build the model without parallel.context")
     training = module.training
     module.eval()
     try:
         for part in parts:
             part.memory = Memory()
-        with torch.no_grad():
+        with torch.no_grad(), _whole_sequences(module):
             yield
     finally:
         module.train(training)
@@ -40,15 +45,22 @@ def remembering(module: torch.nn.Module) -> Iterator[None]:
             part.memory = None
 
 
-def _check_layout(config: TransformerConfig) -> None:
-    cut = {
-        "parallel.context": config.context_parallel_size > 1,
-        "parallel.pipeline": config.pipeline_model_parallel_size > 1,
-        "parallel.sequence": config.sequence_parallel,
-    }
-    for field, is_cut in cut.items():
-        if is_cut:
-            raise ValueError(f"decoding needs the whole sequence and all layers: build the model without {field}")
+@contextmanager
+def _whole_sequences(module: torch.nn.Module) -> Iterator[None]:
+    """Within it nothing is scattered over, or gathered from, sequence-parallel ranks."""
+    holders: dict[int, Any] = {}
+    for part in module.modules():
+        holders |= {id(holder): holder for holder in (part, getattr(part, "config", None))}
+    changed = [
+        (holder, name) for holder in holders.values() for name in _SEQUENCE_PARALLEL if getattr(holder, name, False)
+    ]
+    for holder, name in changed:
+        setattr(holder, name, False)
+    try:
+        yield
+    finally:
+        for holder, name in changed:
+            setattr(holder, name, True)
 
 
 class Decoder:
@@ -80,6 +92,12 @@ class Decoder:
 
 @contextmanager
 def decoding(model: torch.nn.Module) -> Iterator[Decoder]:
-    """Begin new sequences with a language model, as built by `model.build_model`; see `remembering`."""
+    """Begin new sequences with a language model, as built by `model.build_model`; see `remembering`.
+
+    Raises:
+        ValueError: not all layers, or not the whole sequence, are in one process.
+    """
+    if get_model_config(model).pipeline_model_parallel_size > 1:
+        raise ValueError("decoding needs all layers: build the model without parallel.pipeline")
     with remembering(model):
         yield Decoder(model)

@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config
 
 from megatron_ext.evaluation.continuations import Continuations, IsDone
 from megatron_ext.evaluation.next_tokens import NOTHING, NextTokens, Text
@@ -37,9 +36,8 @@ class Coder(Protocol):
 class LanguageModel:
     """A `TextModel` over a model's chunks; see there for what its calls mean.
 
-    It generates with what each layer remembers where each process has all layers and the whole sequence: without
-    context, pipeline and sequence parallelism. Else it reads the whole text again for each token. Data-parallel ranks
-    share the texts in both.
+    It generates with what each layer remembers, but for context parallelism, under which it reads the whole text again
+    for each token. Data-parallel ranks share the texts in both.
 
     Args:
         chunks: of the model on this rank, see `build_model`.
@@ -64,8 +62,6 @@ class LanguageModel:
     ) -> None:
         self._chunks, self._coder, self._groups, self._platform = list(chunks), coder, groups, platform
         self._max_length, self._micro_batch_size = max_length, micro_batch_size
-        cuts_sequence = get_model_config(self._chunks[0]).sequence_parallel
-        self._is_cut = cuts_sequence or max(groups.cp.size(), groups.pp.size()) > 1
         self._next_tokens = NextTokens(
             chunks,
             groups,
@@ -116,7 +112,7 @@ class LanguageModel:
         """The likeliest continuations; see `TextModel`."""
         for prompt in prompts:
             self._check_length(len(prompt) + max_tokens)
-        if self._is_cut:
+        if self._groups.cp.size() > 1:
             return self._generate_reading_again(prompts, max_tokens, is_done)
         return self._generate_remembering(prompts, max_tokens, is_done)
 
@@ -128,10 +124,9 @@ class LanguageModel:
         self, prompts: Sequence[Sequence[int]], max_tokens: int, is_done: IsDone
     ) -> list[list[int]]:
         dp = self._groups.dp
-        (model,) = self._chunks
         write = Continuations(
-            model,
-            self._groups.tp,
+            self._chunks,
+            self._groups,
             self._platform.device,
             vocab_size=self._coder.size,
             tokens_at_a_time=self._micro_batch_size * self._max_length,

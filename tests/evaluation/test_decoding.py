@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_ext.config.derive import derive
@@ -67,3 +68,18 @@ def test_sequences_begin_anew(model: torch.nn.Module) -> None:
             first = decoder(tokens_bt[:, :1])
         torch.testing.assert_close(first, _at_once(model, tokens_bt[:, :1]), rtol=0, atol=0)
     assert model.training
+
+
+def test_a_part_of_the_layers_is_refused(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(get_model_config(model), "pipeline_model_parallel_size", 2)
+    with pytest.raises(ValueError, match=r"parallel\.pipeline"), decoding(model):
+        pass
+    assert model.training
+
+
+def test_sequence_parallelism_rests_and_goes_on(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = get_model_config(model)
+    monkeypatch.setattr(config, "sequence_parallel", True)
+    with decoding(model):
+        assert not config.sequence_parallel
+    assert config.sequence_parallel

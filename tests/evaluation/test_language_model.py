@@ -91,7 +91,17 @@ def test_tokens_are_foretold_in_one_pass_a_text(
     )  # seven texts, three at a time; as many as there are stages
 
 
-@pytest.mark.parametrize("parallel", [None, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        None,
+        {"tensor": 2},
+        {"tensor": 2, "sequence": True},
+        {"pipeline": 2},
+        {"pipeline": 2, "virtual_pipeline": 2},
+    ],
+    ids=str,
+)
 def test_prompts_of_like_lengths_are_continued_together(
     parallel: dict[str, Any] | None, prompts: list[list[int]], pool: Any
 ) -> None:
