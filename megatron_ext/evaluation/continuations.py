@@ -28,7 +28,7 @@ class Continuations:
     are grouped by length: the steps that this adds are at most as many as those that generate.
 
     Args:
-        chunks: of the model on this rank, see `build_model`; they see the whole sequence.
+        chunks: of the model on this rank, see `build_model`.
         groups: process groups; tensor- and pipeline-parallel ranks give the same prompts.
         device: of the model.
         vocab_size: tokens to choose from; rows of padding beyond it count for nothing.

@@ -20,18 +20,13 @@ _SEQUENCE_PARALLEL = ("sequence_parallel", "scatter_to_sequence_parallel", "redu
 def remembering(module: torch.nn.Module) -> Iterator[None]:
     """Within it, each forward pass continues the sequences of the one before; without gradients.
 
-    What was seen is forgotten at the end. Sequence parallelism rests: a single token has no parts, so each
-    tensor-parallel rank is given, and gives, whole sequences.
+    What was seen is forgotten at the end. Sequence and context parallelism rest, as a single token has no parts: each
+    rank is given, and gives, whole sequences, tensor-parallel ranks the same ones.
 
     Args:
         module: all parts of it that look back remember: a model, a pipeline stage's part of it, or a mixer.
-
-    Raises:
-        ValueError: context parallelism cuts the sequence in parts.
     """
     parts = [part for part in module.modules() if isinstance(part, LooksBack)]
-    if any(part.config.context_parallel_size > 1 for part in parts):
-        raise ValueError("decoding needs the whole sequence: build the model without parallel.context")
     training = module.training
     module.eval()
     try:
@@ -95,7 +90,7 @@ def decoding(model: torch.nn.Module) -> Iterator[Decoder]:
     """Begin new sequences with a language model, as built by `model.build_model`; see `remembering`.
 
     Raises:
-        ValueError: not all layers, or not the whole sequence, are in one process.
+        ValueError: not all layers are in one process.
     """
     if get_model_config(model).pipeline_model_parallel_size > 1:
         raise ValueError("decoding needs all layers: build the model without parallel.pipeline")

@@ -36,8 +36,8 @@ class Coder(Protocol):
 class LanguageModel:
     """A `TextModel` over a model's chunks; see there for what its calls mean.
 
-    It generates with what each layer remembers, but for context parallelism, under which it reads the whole text again
-    for each token. Data-parallel ranks share the texts in both.
+    It generates with what each layer remembers. Data-parallel ranks share the texts, and so do context-parallel ones,
+    each of which continues whole texts.
 
     Args:
         chunks: of the model on this rank, see `build_model`.
@@ -112,18 +112,6 @@ class LanguageModel:
         """The likeliest continuations; see `TextModel`."""
         for prompt in prompts:
             self._check_length(len(prompt) + max_tokens)
-        if self._groups.cp.size() > 1:
-            return self._generate_reading_again(prompts, max_tokens, is_done)
-        return self._generate_remembering(prompts, max_tokens, is_done)
-
-    def _check_length(self, length: int) -> None:
-        if length > self._max_length:
-            raise ValueError(f"{length} tokens are more than the {self._max_length} that the model takes")
-
-    def _generate_remembering(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, is_done: IsDone
-    ) -> list[list[int]]:
-        dp = self._groups.dp
         write = Continuations(
             self._chunks,
             self._groups,
@@ -131,29 +119,15 @@ class LanguageModel:
             vocab_size=self._coder.size,
             tokens_at_a_time=self._micro_batch_size * self._max_length,
         )
-        own = write(prompts[dp.rank() :: dp.size()], max_tokens, self.end_id, is_done)
-        shares: list[list[list[int]]] = [[] for _ in range(dp.size())]
-        dist.all_gather_object(shares, own, group=dp)
-        return [shares[number % dp.size()][number // dp.size()] for number in range(len(prompts))]
+        sharing = self._groups.dp_cp
+        own = write(prompts[sharing.rank() :: sharing.size()], max_tokens, self.end_id, is_done)
+        shares: list[list[list[int]]] = [[] for _ in range(sharing.size())]
+        dist.all_gather_object(shares, own, group=sharing)
+        return [shares[number % sharing.size()][number // sharing.size()] for number in range(len(prompts))]
 
-    def _generate_reading_again(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, is_done: IsDone
-    ) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in prompts]
-        open_numbers = list(range(len(prompts)))
-        for _ in range(max_tokens):
-            if not open_numbers:
-                break
-            answers = self._next_tokens([Text([*prompts[number], *found[number]]) for number in open_numbers])
-            going_on = []
-            for number, token in zip(open_numbers, answers.next_tokens.tolist(), strict=True):
-                if token == self.end_id:
-                    continue
-                found[number].append(token)
-                if not is_done(found[number]):
-                    going_on.append(number)
-            open_numbers = going_on
-        return found
+    def _check_length(self, length: int) -> None:
+        if length > self._max_length:
+            raise ValueError(f"{length} tokens are more than the {self._max_length} that the model takes")
 
 
 def _text_of(request: Request) -> Text:

@@ -210,7 +210,8 @@ class Mixer(LooksBack, ABC):
         return same_on_ranks(F.linear(hidden_states, weight), self.tp_group)
 
     def _mix_over_context(self, features_tbuw: tuple[Tensor, ...], shared_tbw: Tensor | None) -> Tensor:
-        cp, first = self.cp_size, self.tp_rank * self.num_units_per_rank
+        # While it decodes, each rank is given whole sequences.
+        cp, first = 1 if self.memory is not None else self.cp_size, self.tp_rank * self.num_units_per_rank
         units = self.num_units_per_rank
         x_tbuw, *more = features_tbuw
         if cp > 1 and self._exchanges_heads(x_tbuw):

@@ -33,18 +33,27 @@ class Numbers:
         return "".join(map(chr, tokens))
 
 
-def _chunks(parallel: dict[str, Any], precision: str, tied: bool) -> tuple[list[Any], Any, Any]:
+def _chunks(
+    parallel: dict[str, Any],
+    precision: str,
+    tied: bool,
+    pattern: str = "attention,gated_deltanet,attention*2",
+    mixers: dict[str, Any] | None = None,
+    block: str = "transformer",
+) -> tuple[list[Any], Any, Any]:
     config = derive(
         RunConfig(
             data=DataConfig(path="none", seq_length=LENGTH),
             # A large spread of initial weights, so that tokens differ in how likely they are.
             model=ModelConfig(
-                pattern="attention,gated_deltanet,attention*2",
+                pattern=pattern,
+                block=block,
                 hidden_size=32,
                 num_attention_heads=4,
                 init_std=0.3,
                 tie_embeddings=tied,
             ),
+            mixers=mixers or {},
             parallel=ParallelConfig(**parallel),
             training=TrainingConfig(precision=precision, global_batch_size=12, micro_batch_size=3),
         )
@@ -88,6 +97,21 @@ def foretell(
     return misses, reading, model.generate(prompts, 9, lambda _: False), len(passes) - reading
 
 
+def continue_with(
+    rank: int,
+    world_size: int,
+    parallel: dict[str, Any],
+    pattern: str,
+    mixers: dict[str, Any],
+    block: str,
+    prompts: list[list[int]],
+) -> list[list[int]]:
+    """Continuations of at most 9 tokens by other mixers."""
+    chunks, groups, platform = _chunks(parallel, "fp32", False, pattern, mixers, block)
+    model = LanguageModel(chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=1)
+    return model.generate(prompts, 9, lambda tokens: tokens[-1] > 50)
+
+
 def too_long(rank: int, world_size: int) -> list[str]:
     """What is said of texts that are longer than the model takes."""
     chunks, groups, platform = _chunks({}, "fp32", tied=False)
@@ -107,10 +131,15 @@ def too_long(rank: int, world_size: int) -> list[str]:
 
 
 def by_hand(
-    rank: int, world_size: int, requests: list[Request], prompts: list[list[int]], tied: bool = False
+    rank: int,
+    world_size: int,
+    requests: list[Request],
+    prompts: list[list[int]],
+    tied: bool = False,
+    *of_model: Any,
 ) -> tuple[list[tuple[float, bool]], list[list[int]]]:
     """The same in one process, a token at a time from all logits, in float64."""
-    (model,), _, _ = _chunks({}, "fp32", tied)
+    (model,), _, _ = _chunks({}, "fp32", tied, *of_model)
     model.eval()
 
     def log_p(tokens: list[int]) -> torch.Tensor:

@@ -97,6 +97,7 @@ def test_tokens_are_foretold_in_one_pass_a_text(
         None,
         {"tensor": 2},
         {"tensor": 2, "sequence": True},
+        {"context": 2},
         {"pipeline": 2},
         {"pipeline": 2, "virtual_pipeline": 2},
     ],
@@ -115,6 +116,33 @@ def test_prompts_of_like_lengths_are_continued_together(
     assert together == [texts[0] for _, _, texts, _ in alone]
     assert passes <= 1 + 3 + 9 < sum(passes for *_, passes in alone)
     assert sum(map(len, together)) > 20
+
+
+OTHERS = {
+    "states": (
+        "gated_deltanet,mamba2,mamba,retnet,rwkv6,rwkv7,gla,based",
+        {"mamba2": {"state_size": 8}},
+        "transformer",
+    ),
+    "blocks": (
+        "nsa,moba,top1_chunk,top1_element",
+        {
+            "nsa": {"block_size": 4, "num_selected": 4, "window": 5},
+            "moba": {"block_size": 4},
+            "top1_chunk": {"chunk_size": 4},
+        },
+        "transformer",
+    ),
+    "shifted norms": ("attention,rwkv7,attention,gated_deltanet", {}, "rwkv7"),
+}
+
+
+@pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
+def test_every_mixer_remembers_under_every_layout(others: tuple[Any, ...], prompts: Any, pool: Any) -> None:
+    _, expected = pool.run(asked.by_hand, 1, [], prompts, False, *others)[0]
+    assert len({tuple(text) for text in expected}) > 5
+    for parallel in ({"tensor": 2, "sequence": True}, {"context": 2}, {"pipeline": 2}):
+        assert pool.run(asked.continue_with, 2, parallel, *others, prompts)[0] == expected, parallel
 
 
 def test_a_tied_output_layer(

@@ -114,11 +114,3 @@ def test_a_mixer_that_never_looks_back_is_caught(make_mixer: MakeMixer, hidden_s
         mixer(hidden_states)
         with pytest.raises(AssertionError, match="this one does not"):
             mixer(hidden_states)
-
-
-def test_parts_of_a_sequence_are_refused(make_mixer: MakeMixer, monkeypatch: pytest.MonkeyPatch) -> None:
-    mixer = make_mixer("attention")
-    monkeypatch.setattr(mixer.config, "context_parallel_size", 2)
-    with pytest.raises(ValueError, match=r"parallel\.context"), remembering(mixer):
-        pass
-    assert mixer.memory is None
