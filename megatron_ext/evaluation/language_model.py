@@ -37,7 +37,8 @@ class LanguageModel:
     """A `TextModel` over a model's chunks; see there for what its calls mean.
 
     It generates with what each layer remembers. Data-parallel ranks share the texts, and so do context-parallel ones,
-    each of which continues whole texts.
+    each of which continues whole texts: keys and values of 100k tokens take 20 GB in bf16 at 24 layers of 2,048
+    features, without grouped queries or tensor parallelism, and states next to nothing.
 
     Args:
         chunks: of the model on this rank, see `build_model`.
