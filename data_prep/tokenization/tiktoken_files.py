@@ -36,6 +36,8 @@ class TiktokenTokenizer:
         self._encoding = encoding
         self.pattern = encoding._pat_str
         self.vocab_size = encoding.max_token_value + 1
+        special = (encoding.encode_single_token(token) for token in encoding.special_tokens_set)
+        self._gaps = set(range(self.vocab_size)).difference(encoding._mergeable_ranks.values(), special)
 
     @classmethod
     def open(cls, name: str, pattern: str) -> TiktokenTokenizer:
@@ -70,8 +72,8 @@ class TiktokenTokenizer:
         return [self._encoding.encode_ordinary(text) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids; bytes that are no UTF-8 become U+FFFD."""
-        return self._encoding.decode(ids)
+        """Text of ids; bytes that are no UTF-8 become U+FFFD, and ids that are no token nothing."""
+        return self._encoding.decode([token for token in ids if token < self.vocab_size and token not in self._gaps])
 
     def find_end(self, token: str | None = None) -> tuple[str, int] | None:
         """One of the encoding's special tokens."""

@@ -41,7 +41,7 @@ class TextTokenizer(Protocol):
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids."""
+        """Text of ids; those that are no token, which a model has rows for all the same, stand for nothing."""
         ...
 
     def find_end(self, token: str | None = None) -> tuple[str, int] | None:

@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": MODEL,
     "evaluation": MODEL | {"data_prep.manifest"},
     # What makes runs of it, or of runs.
-    "training": MODEL | {"checkpoint", "evaluation", "data_prep.manifest", "data_prep.tokenization.vocabularies"},
+    "training": MODEL | {"checkpoint", "evaluation", "data_prep.manifest", "data_prep.tokenization"},
     "planning": MODEL | {"checkpoint", "evaluation"},
     "analysis": {"config"},
     "launch": {"config"},

@@ -63,6 +63,33 @@ def test_a_run_keeps_every_kind(make, end: int, tmp_path: Path) -> None:  # type
     assert (run / "tokenizer.json").exists() == (entry.kind == "huggingface")  # nothing else is called so
 
 
+@pytest.mark.parametrize("make", [_tiktoken, _rwkv, _json], ids=["tiktoken", "rwkv", "json"])
+def test_ids_that_are_no_token_are_no_text(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """A model has rows for them: of gaps in the vocabulary, and of the padding behind it."""
+    tokenizer, tokens = make(tmp_path)
+    end = ("<|endoftext|>", 0 if make is _rwkv else 270 if make is _tiktoken else 256)
+    entry = keep_tokenizer(tmp_path, tokenizer, end)
+    keep_coder(tmp_path / entry.file, entry, tmp_path)
+    coder = coder_in(tmp_path)
+    assert coder is not None
+    assert coder.decode([265, *tokens[:5], 265, 383, *tokens[5:]]) == TEXT
+    assert coder.decode([265]) == ""
+
+
+def test_text_that_has_no_token_is_named(tmp_path: Path) -> None:
+    library = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "<|endoftext|>": 2}, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.save(str(tmp_path / "letters.json"))
+    tokenizer = open_tokenizer(str(tmp_path / "letters.json"))
+    keep_coder(tmp_path / "letters.json", keep_tokenizer(tmp_path, tokenizer, ("<|endoftext|>", 2)), tmp_path)
+    coder = coder_in(tmp_path)
+    assert coder is not None
+    assert coder.encode("ab ba") == [0, 1, 1, 0]
+    line = "the run's tokenizer: has no token for text such as 'bxa', and no unknown token; give text without it"
+    with pytest.raises(UserError, match=f"^{line}$"):
+        coder.encode("ab bxa ba")
+
+
 def test_a_folder_without_a_tokenizer_or_with_a_broken_entry(tmp_path: Path) -> None:
     assert coder_in(tmp_path) is None
     (tmp_path / ENTRY).write_text(json.dumps({"file": "x"}))
