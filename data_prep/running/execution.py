@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import os
 import shutil
 import signal
 from dataclasses import dataclass
@@ -13,14 +12,15 @@ from typing import Any, Literal
 
 import multiprocess
 import multiprocess.util
-from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor
+from datatrove.executor import LocalPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
-from datatrove.utils.logging import logger
 from datatrove.utils.stats import PipelineStats
 
 from data_prep.running.progress import Board, shown
+from data_prep.running.ray_tasks import RayExecutor
 from data_prep.running.slurm_jobs import check_no_jobs
+from data_prep.running.workers import in_worker, quiet
 from data_prep.storage import WORK_NAME, locked
 from megatron_ext.errors import UserError
 
@@ -111,7 +111,7 @@ def _executor(stage: Stage, root: Path, execution: Execution) -> PipelineExecuto
     workers = min(execution.workers, stage.tasks)
     common: dict[str, Any] = {"tasks": stage.tasks, "workers": workers, "logging_dir": stage.notes(root)}
     if execution.executor == "ray":
-        return RayPipelineExecutor(stage.steps, **common, mem_per_cpu_gb=MEMORY_GB)
+        return RayExecutor(stage.steps, **common, mem_per_cpu_gb=MEMORY_GB)
     return QuietExecutor(stage.steps, **common)
 
 
@@ -124,11 +124,8 @@ class QuietExecutor(LocalPipelineExecutor):
         multiprocess.get_context(self.start_method).set_forkserver_preload(["data_prep.stages"])
         # Of the helper process that datatrove forks from this one: a kill of this one would leave it there for ever.
         multiprocess.util.register_after_fork(self, _die_with_parent)
-        logger.disable("datatrove")
-        try:
+        with quiet():
             return super().run()
-        finally:
-            logger.enable("datatrove")
 
     def _run_for_rank(self, rank: int, *arguments: Any, **named: Any) -> PipelineStats:
         # Processes of a killed call may still be at this task. Once they are through, it is finished.
@@ -136,10 +133,7 @@ class QuietExecutor(LocalPipelineExecutor):
             return super()._run_for_rank(rank, *arguments, **named)
 
     def _launch_run_for_rank(self, *arguments: Any, **named: Any) -> Any:
-        logger.disable("datatrove")  # in a worker's own process too
-        # As many processes as cores: threads of the tokenizer library would only be in each other's way.
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        os.environ["RAYON_NUM_THREADS"] = "1"
+        in_worker()
         return super()._launch_run_for_rank(*arguments, **named)
 
 

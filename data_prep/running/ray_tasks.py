@@ -1,0 +1,75 @@
+"""Tasks on Ray whose errors reach the call: datatrove's own executor ends as if a failed task were done."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from typing import Any
+
+from datatrove.executor import RayPipelineExecutor
+from datatrove.utils.stats import PipelineStats
+
+from data_prep.running.workers import in_worker, quiet
+from megatron_ext.errors import UserError
+
+FAILURES = "failures"
+"""Folder beside datatrove's notes of finished tasks: a file for each task that failed, with its error."""
+
+
+class RayExecutor(RayPipelineExecutor):
+    """Runs tasks on Ray, without datatrove's messages, a thread a process.
+
+    After a failure no other task of the stage begins; those that run go on to their end.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        with quiet():  # it warns that nodes must share the folder, which they must for the output, too
+            super().__init__(*arguments, **named)
+
+    def run(self) -> None:
+        """Run every task that is not finished.
+
+        Raises:
+            UserError: what a task raised; or tasks ended without a word, as those of a node that is lost.
+            RuntimeError: a task raised anything else; its traceback.
+        """
+        import ray
+
+        if not ray.is_initialized():
+            ray.init(log_to_driver=False)
+        for name in self._failures():
+            self.logging_dir.rm(name)
+        with quiet():
+            super().run()
+        for name in self._failures():
+            with self.logging_dir.open(name, "rt", encoding="utf-8") as file:
+                raise _error_of(json.load(file))
+        missing = len(self.get_incomplete_ranks())
+        if missing:
+            problem = f"{missing} of {self.tasks} tasks ended on Ray without a word, and did so again"
+            raise UserError("--executor", problem, "see the logs of Ray's workers; the same call then goes on")
+
+    def _run_for_rank(self, rank: int, *arguments: Any, **named: Any) -> PipelineStats:
+        in_worker()
+        if self._failures():
+            raise RuntimeError("another task has failed, and all must be done")
+        try:
+            return super()._run_for_rank(rank, *arguments, **named)
+        except Exception as error:
+            with self.logging_dir.open(f"{FAILURES}/{rank:05d}.json", "wt", encoding="utf-8") as file:
+                json.dump(_note_of(error), file)
+            raise
+
+    def _failures(self) -> list[str]:
+        found: list[str] = self.logging_dir.list_files(FAILURES)
+        return found
+
+
+def _note_of(error: Exception) -> dict[str, str]:
+    if isinstance(error, UserError):
+        return {"where": error.where, "problem": error.problem, "mend": error.mend}
+    return {"traceback": "".join(traceback.format_exception(error))}
+
+
+def _error_of(note: dict[str, str]) -> Exception:
+    return RuntimeError(f"a task failed on Ray\n{note['traceback']}") if "traceback" in note else UserError(**note)

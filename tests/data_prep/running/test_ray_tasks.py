@@ -1,0 +1,90 @@
+"""Tasks on Ray, without Ray: what runs them here passes over failed ones, as datatrove's executor does."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from datatrove.executor import RayPipelineExecutor
+from prep_fakes import options
+
+from data_prep.prepare import prepare
+from data_prep.running.execution import Execution
+from data_prep.running.ray_tasks import RayExecutor
+from megatron_ext.errors import UserError
+
+ON_RAY = Execution(executor="ray", workers=2)
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tasks that were begun, in their order."""
+    ranks: list[int] = []
+
+    def run(executor: RayPipelineExecutor) -> None:
+        for rank in executor.get_incomplete_ranks():
+            ranks.append(rank)
+            with contextlib.suppress(Exception):
+                executor._run_for_rank(rank)
+
+    monkeypatch.setattr(RayPipelineExecutor, "run", run)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True, __spec__=object()))
+    return ranks
+
+
+def _executor(folder: Path, *steps: object) -> RayExecutor:
+    return RayExecutor(list(steps), tasks=3, workers=1, logging_dir=str(folder))
+
+
+def test_the_same_bytes_as_on_this_machine(records, tmp_path, tokenizer_file, begun) -> None:  # type: ignore[no-untyped-def]
+    for name, execution in (("here", Execution()), ("ray", ON_RAY)):
+        prepare(options(records, tmp_path / name, tokenizer_file, tasks=2, execution=execution))
+    here, there = (
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        for folder in (tmp_path / "here", tmp_path / "ray")
+    )
+    assert here == there
+    assert begun
+
+
+def test_the_error_of_a_task_is_the_calls_and_no_other_stage_begins(  # type: ignore[no-untyped-def]
+    records, tmp_path, tokenizer_file, begun
+) -> None:
+    with (records / "b.jsonl").open("a") as file:
+        file.write("{broken\n")
+    with pytest.raises(UserError, match=r"b\.jsonl:\d+: not JSON .*; repair it or pass --on-error skip"):
+        prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2, execution=ON_RAY))
+    assert begun == [0, 1]
+
+
+def test_no_task_begins_after_a_failure_and_the_next_call_does_all(tmp_path: Path, begun: list[int]) -> None:
+    done: list[int] = []
+
+    def work(data: object, rank: int, world_size: int) -> None:
+        if rank == 1 and not (tmp_path / "mended").exists():
+            raise UserError("file:7", "is broken", "mend it")
+        done.append(rank)
+
+    with pytest.raises(UserError, match=r"^file:7: is broken; mend it$"):
+        _executor(tmp_path / "notes", work).run()
+    assert done == [0]
+    (tmp_path / "mended").touch()
+    _executor(tmp_path / "notes", work).run()
+    assert done == [0, 1, 2]
+
+
+def test_a_defect_keeps_its_traceback(tmp_path: Path, begun: list[int]) -> None:
+    def divide(data: object, rank: int, world_size: int) -> None:
+        _ = 1 / 0
+
+    with pytest.raises(RuntimeError, match=r"a task failed on Ray\nTraceback(.|\n)*in divide(.|\n)*ZeroDivisionError"):
+        _executor(tmp_path / "notes", divide).run()
+
+
+def test_tasks_that_end_without_a_word(tmp_path: Path, begun: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RayPipelineExecutor, "run", lambda _: None)
+    with pytest.raises(UserError, match=r"^--executor: 3 of 3 tasks ended on Ray without a word"):
+        _executor(tmp_path / "notes").run()
