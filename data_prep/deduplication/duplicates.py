@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupBuckets
 
+from data_prep.deduplication.keys import WriteKeys
 from data_prep.deduplication.signatures import ExactSignature, NearSignature
-from data_prep.deduplication.survivors import ChooseSurvivors, KeepSurvivors, WriteKeys
+from data_prep.deduplication.survivors import ChooseSurvivors, KeepSurvivors
 from data_prep.ledger import CountLeftOut, Ledger
 from data_prep.running.execution import Stage
 from megatron_ext.errors import UserError
