@@ -27,7 +27,10 @@ from megatron_ext.errors import UserError
 
 EXACT = MinhashConfig(num_buckets=1, hashes_per_bucket=2)
 LINES_AT_A_TIME = 1024
-"""Signatures read at a time from each task's file; datatrove's 5 make many small reads."""
+"""Signatures read at a time from each task's file, at most; datatrove's 5 make many small reads."""
+
+LINES_IN_MEMORY = 1 << 20
+"""Signatures read at a time from all tasks' files together, which are open at once: 71 MB at the usual numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +139,8 @@ def _deduplication(
     ledger: Ledger,
 ) -> Deduplication:
     keys, pairs, removed = (f"{folder}/{part}" for part in ("keys", "pairs", "removed"))
-    buckets = MinhashDedupBuckets(
-        f"{folder}/signatures", pairs, config=signature.config, lines_to_buffer=LINES_AT_A_TIME
-    )
+    lines = max(1, min(LINES_AT_A_TIME, LINES_IN_MEMORY // tasks))
+    buckets = MinhashDedupBuckets(f"{folder}/signatures", pairs, config=signature.config, lines_to_buffer=lines)
     stages = [
         Stage(f"{name}_signatures", [*documents, *beside, WriteKeys(keys), signature], tasks),
         Stage(f"{name}_pairs", [buckets], signature.config.num_buckets),

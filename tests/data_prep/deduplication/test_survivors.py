@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from datatrove.io import get_datafolder
 from pipelines import document
 
 from data_prep.deduplication.keys import key_of
@@ -186,6 +187,25 @@ def test_what_a_killed_call_left_changes_nothing(tmp_path: Path):
         (tmp_path / "removed.scratch" / name / "000000").write_bytes(bytes(96))
     assert choose(tmp_path, 1, 8)[0] == brute_force(keys, buckets)
     assert not (tmp_path / "removed.scratch").exists()
+
+
+def test_folders_behind_an_address_take_the_same(tmp_path: Path):
+    generator = random.Random(3)
+    keys = some_keys([30, 30], generator)
+    buckets = some_groups(list(keys), generator)
+    write(tmp_path / "disk", keys, buckets, 2)
+    expected, _ = choose(tmp_path / "disk", 2)
+    address = f"memory://{tmp_path.name}"
+    remote = get_datafolder(address)
+    for path in tmp_path.glob("disk/[pk]*/*"):
+        with remote.open(f"{path.parent.name}/{path.name}", "wb") as file:
+            file.write(path.read_bytes())
+    ChooseSurvivors(*(f"{address}/{name}" for name in ("pairs", "keys", "removed")), 2, 8).run()
+    found = []
+    for task in range(2):
+        with remote.open(f"removed/{task:06d}.remove", "rb") as file:
+            found += [(task, number) for (number,) in struct.iter_unpack("<I", file.read())]
+    assert found == expected
 
 
 def test_an_error_leaves_no_files_behind(tmp_path: Path):
