@@ -10,7 +10,8 @@ Links lie in the file of the range of their larger end, where the range's turn f
 leaves is a tree for each of its components: a link for each vertex of the range, which is kept for the next block, and
 links between smaller vertices, which are written to their files. So there are never more links than at first, whatever
 hangs together how. A link goes down a range or more each time it is written: of m links and R ranges, no more than R m
-are written; as the order of vertices is one of hashes, some 2 m ln R are expected, as there.
+are written. As vertices are ordered by hashes it is far less: 1 to 2.6 m at 100 ranges, for small groups, a chain and
+pairs at random.
 
 Levels: a link belongs to the level of its larger end. Vertices are judged by links of no higher levels than their own.
 A path from v to a smaller vertex, cut at the first smaller one, has only larger vertices in between; those are of v's

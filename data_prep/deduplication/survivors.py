@@ -5,7 +5,8 @@ a document goes if it is a duplicate, directly or by way of others, of one with 
 that are as protected as its own or more are looked at on the way. So what stays of the test split does not depend on
 validation or training documents, what stays of validation not on training ones, and no training document stays that
 was found a duplicate of one of them. Two test documents that only a training document links both stay. As the key
-is the document's own, neither the number of tasks nor of workers changes the result.
+is the document's own, neither the number of tasks nor of workers changes the result. `groups` and `elimination`
+say how that is found for more documents than memory holds.
 """
 
 from __future__ import annotations
