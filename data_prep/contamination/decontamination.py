@@ -42,7 +42,8 @@ class Decontamination:
 
     Attributes:
         stages: to run one after the other; the last one leaves `report.json` and `report.md` in the folder.
-        drop: step to put behind whatever reads documents afterwards: drops what the action says, and counts it.
+        drop: step to put behind whatever reads documents afterwards: drops what the action says, and counts it. Where
+            that is test documents, it reads the documents of `test` in as many tasks, and refuses others.
     """
 
     stages: list[Stage]
@@ -87,4 +88,5 @@ def decontamination(
         Stage("judge_test", [*test.steps, JudgeDocuments(found, judged, options)], test.tasks),
         Stage("report", [WriteReport(judged, found, folder, test.tasks, options)], 1),
     ]
-    return Decontamination(stages, DropContaminated(folder, options, CountLeftOut(ledger or Ledger(), "contaminated")))
+    counting = CountLeftOut(ledger or Ledger(), "contaminated")
+    return Decontamination(stages, DropContaminated(folder, judged, options, counting))

@@ -167,7 +167,7 @@ class JudgeDocuments(PipelineStep):
         """Consume the documents of a task."""
         found, first = load(self.found, ALL_GRAMS), load(self.found, FIRST_OWNERS)
         banned = RunWriter(self.judged, RUNS, rank)
-        with self.judged.open(f"{rank:05d}.jsonl", "wt", encoding="utf-8") as file:
+        with self.judged.open(judgements_of(rank), "wt", encoding="utf-8") as file:
             for document in data:
                 if document.metadata["split"] not in self.options.splits:
                     continue
@@ -201,6 +201,11 @@ class JudgeDocuments(PipelineStep):
             "longest_overlap_words": _longest_run(hit) + self.options.ngram_words - 1 if hit.any() else 0,
             "contaminated": share > self.options.threshold,
         }
+
+
+def judgements_of(rank: int) -> str:
+    """Name of the file in which a task that judges writes a record for each test document, one a line."""
+    return f"{rank:05d}.jsonl"
 
 
 def places_in(ascending: Hashes, hashes: Hashes) -> npt.NDArray[np.int64]:

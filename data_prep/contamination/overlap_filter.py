@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 from datatrove.data import Document
@@ -14,7 +15,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from data_prep.contamination.arrays import load, load_json
 from data_prep.contamination.ngrams import Hashes, window_hashes, words_of
 from data_prep.contamination.overlap import TRAIN, OverlapOptions, places_in
-from data_prep.contamination.report import BANNED, CONTAMINATED, REPORT
+from data_prep.contamination.report import BANNED, REPORT, judgements
 from data_prep.ledger import CountLeftOut
 from megatron_ext.errors import UserError
 
@@ -22,10 +23,12 @@ from megatron_ext.errors import UserError
 class DropContaminated(BaseFilter):
     """Drops contaminated test documents, or the training documents that hold their n-grams, as the action says.
 
-    Counts: `dropped_contaminated_<split>_<domain>`.
+    Judgements of test documents are read along with the documents, which are those that were judged, in as many tasks:
+    memory does not grow with their number. Counts: `dropped_contaminated_<split>_<domain>`.
 
     Args:
         folder: where the report was written.
+        judged: folder of the judgements.
         options: those of the report.
         exclusion_writer: keeps the dropped documents, or counts them.
     """
@@ -33,26 +36,33 @@ class DropContaminated(BaseFilter):
     name = "drop contaminated"
 
     def __init__(
-        self, folder: str, options: OverlapOptions, exclusion_writer: DiskWriter | CountLeftOut | None = None
+        self,
+        folder: str,
+        judged: str,
+        options: OverlapOptions,
+        exclusion_writer: DiskWriter | CountLeftOut | None = None,
     ) -> None:
         super().__init__(exclusion_writer)
         self.folder = get_datafolder(folder)
+        self.judged = get_datafolder(judged)
         self.options = options
-        self._contaminated: frozenset[str] = frozenset()
+        self._judgements: Iterator[dict[str, Any]] = iter(())
         self._banned: Hashes = np.empty(0, np.uint64)
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield the documents that stay.
 
         Raises:
-            UserError: there is no report, or one by other options.
+            UserError: there is no report, or one by other options or on other documents.
         """
         self._check_report()
         if self.options.action == "drop_test":
-            self._contaminated = frozenset(load_json(self.folder, CONTAMINATED))
+            self._judgements = judgements(self.judged, rank)
         if self.options.action == "drop_train":
             self._banned = load(self.folder, BANNED)
         yield from super().run(data, rank, world_size)
+        if next(self._judgements, None) is not None:
+            raise self._changed("the end")
 
     def _check_report(self) -> None:
         where = f"{self.folder.path}/{REPORT}"
@@ -70,10 +80,20 @@ class DropContaminated(BaseFilter):
         """Whether a document stays; if not, the reason."""
         split = doc.metadata["split"]
         if split in self.options.splits:
-            drop = doc.id in self._contaminated
+            drop = self.options.action == "drop_test" and self._is_contaminated(doc)
         else:
             drop = split == TRAIN and len(self._banned) > 0 and self._holds_banned(doc)
         return (False, f"contaminated_{split}_{doc.metadata['domain']}") if drop else True
+
+    def _is_contaminated(self, doc: Document) -> bool:
+        record = next(self._judgements, None)
+        if record is None or record["id"] != doc.id:
+            raise self._changed(doc.id)
+        return bool(record["contaminated"])
+
+    def _changed(self, what: str) -> UserError:
+        problem = f"the test documents are not those that were judged, task by task, from {what} on"
+        return UserError(str(self.judged.path), problem, "remove the folder and begin again")
 
     def _holds_banned(self, doc: Document) -> bool:
         hashes = window_hashes(words_of(doc.text), self.options.ngram_words)

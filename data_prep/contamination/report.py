@@ -9,17 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from datatrove.io import get_datafolder
+from datatrove.io import DataFolder, get_datafolder
 from datatrove.pipeline.base import PipelineStep
 
-from data_prep.contamination.arrays import load_json, save_json
+from data_prep.contamination.arrays import load_json
 from data_prep.contamination.findings import SUMMARY, names_of
-from data_prep.contamination.overlap import OverlapOptions
+from data_prep.contamination.overlap import OverlapOptions, judgements_of
 from data_prep.contamination.runs import RUNS, merge_runs
+from megatron_ext.errors import UserError
 
 REPORT = "report.json"
 TABLE = "report.md"
-CONTAMINATED = "contaminated.json"
 BANNED = "banned.npy"
 DOMAIN_COLUMNS = (
     "split",
@@ -36,7 +36,9 @@ WORST_COLUMNS = ("split", "domain", "document", "in train", "longest overlap", "
 
 
 class WriteReport(PipelineStep):
-    """Puts the judgements of all tasks together: the report, and what `DropContaminated` needs. Runs in one task.
+    """Puts the judgements of all tasks together: the report, and the n-grams that `DropContaminated` needs.
+
+    Runs in one task, and holds a count for each domain and its worst documents.
 
     Args:
         judged: folder of the judgements.
@@ -61,15 +63,11 @@ class WriteReport(PipelineStep):
         """Write `report.json` last: it says that all else is there."""
         domains: dict[tuple[str, str], Counter[str]] = {}
         worst: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        contaminated = []
-        for record in self._records():
+        for record in (record for task in range(self.tasks) for record in judgements(self.judged, task)):
             key = record["split"], record["domain"]
             domains.setdefault(key, Counter()).update(_counts(record, self.options))
             if record["ngrams_in_train"]:
                 worst[key] = _worst([*worst.get(key, []), record], self.options.worst)
-            if record["contaminated"]:
-                contaminated.append(record["id"])
-        save_json(self.folder, CONTAMINATED, sorted(contaminated))
         merge_runs(self.judged, RUNS, self.tasks, self.folder, BANNED)
         report = {
             "options": asdict(self.options),
@@ -81,12 +79,7 @@ class WriteReport(PipelineStep):
             file.write(markdown(report))
         with self.folder.open(REPORT, "wt", encoding="utf-8") as file:
             json.dump(report, file, indent=1, ensure_ascii=False)
-        self.stat_update("contaminated", value=len(contaminated))
-
-    def _records(self) -> Iterator[dict[str, Any]]:
-        for task in range(self.tasks):
-            with self.judged.open(f"{task:05d}.jsonl", "rt", encoding="utf-8") as file:
-                yield from map(json.loads, file)
+        self.stat_update("contaminated", value=sum(counts["contaminated"] for counts in domains.values()))
 
     def _with_names(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Records that say source and id of the training document, where they said its task and place."""
@@ -98,6 +91,19 @@ class WriteReport(PipelineStep):
                     if (task, place) in wanted:
                         names[task, place] = {"train_source": source, "train_id": name}
         return [record | names[*record.pop("train_document")] for record in records]
+
+
+def judgements(folder: DataFolder, rank: int) -> Iterator[dict[str, Any]]:
+    """What `JudgeDocuments` wrote of a task's test documents, in their order.
+
+    Raises:
+        UserError: it wrote nothing of this task.
+    """
+    name = judgements_of(rank)
+    if not folder.isfile(name):
+        raise UserError(f"{folder.path}/{name}", "is missing", "judge the test documents first, in as many tasks")
+    with folder.open(name, "rt", encoding="utf-8") as file:
+        yield from map(json.loads, file)
 
 
 def _counts(record: dict[str, Any], options: OverlapOptions) -> dict[str, int]:

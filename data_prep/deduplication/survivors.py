@@ -5,82 +5,59 @@ a document goes if it is a duplicate, directly or by way of others, of one with 
 that are as protected as its own or more are looked at on the way. So what stays of the test split does not depend on
 validation or training documents, what stays of validation not on training ones, and no training document stays that
 was found a duplicate of one of them. Two test documents that only a training document links both stay. As the key
-is the document's own, neither the number of tasks nor of workers changes the result.
+is the document's own, neither the number of tasks nor of workers changes the result. `groups` and `elimination`
+say how that is found for more documents than memory holds.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
 from datatrove.data import Document
-from datatrove.io import DataFolder, get_datafolder
+from datatrove.io import get_datafolder
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.dedup.minhash import MinhashDedupFilter
 
-from data_prep.contamination.ngrams import Hashes
+from data_prep.deduplication.elimination import Links
+from data_prep.deduplication.groups import linked_groups
+from data_prep.deduplication.keys import PROTECTED, SPLIT_BIT, AllKeys, key_of, keys_of
+from data_prep.deduplication.partitions import Partitions, scratch_beside
 from data_prep.ledger import CountLeftOut
 from megatron_ext.errors import UserError
 
-PROTECTED = ("test", "validation", "train")
-"""Splits, those whose documents stay first."""
-
-_SPLIT_BIT = 62
-
-
-def key_of(document: Document) -> int:
-    """The document's place among its duplicates, 64 bits: the one with the smallest key stays."""
-    split = PROTECTED.index(document.metadata["split"])
-    return split << _SPLIT_BIT | xxhash.xxh3_64_intdigest(document.id.encode()) >> (64 - _SPLIT_BIT)
-
-
-class WriteKeys(PipelineStep):
-    """Writes the keys of a task's documents in their order, 8 bytes each, and passes the documents on."""
-
-    type = "DEDUP"
-    name = "keys"
-
-    def __init__(self, folder: str) -> None:
-        super().__init__()
-        self.folder = get_datafolder(folder)
-
-    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Pass documents on; the file is written when they have ended."""
-        keys = array("Q")
-        for document in data:
-            keys.append(key_of(document))
-            yield document
-        with self.folder.open(_keys_name(rank), "wb") as file:
-            file.write(keys.tobytes())
+ROWS_AT_A_TIME = 1 << 20
+"""Documents, groups or links that are in memory while survivors are chosen."""
 
 
 class ChooseSurvivors(PipelineStep):
     """Writes which documents of each task go, from the pairs that datatrove's `MinhashDedupBuckets` found.
 
-    Runs in one task. Its memory grows with the number of duplicates, not of documents: some 130 bytes each, more in
-    large loose groups. Counts: `duplicates`, documents that have any, `removed` and `removed_<split>`.
+    Runs in one task. Its memory does not grow with the number of duplicates, nor with their groups: what is more than
+    a block lies in files beside the results, up to 56 bytes for each document and signature that it shares, until the
+    task ends. Counts: `duplicates`, documents that have any, `removed` and `removed_<split>`.
 
     Args:
         pairs: folder of pairs.
         keys: folder of what `WriteKeys` wrote.
-        removed: folder to write to.
+        removed: folder to write to; files that are in use lie beside it, and are removed.
         tasks: number of tasks that read documents.
+        block: rows in memory at a time, some 400 bytes each.
     """
 
     type = "DEDUP"
     name = "survivors"
 
-    def __init__(self, pairs: str, keys: str, removed: str, tasks: int) -> None:
+    def __init__(self, pairs: str, keys: str, removed: str, tasks: int, block: int = ROWS_AT_A_TIME) -> None:
         super().__init__()
         self.pairs = get_datafolder(pairs)
         self.keys = get_datafolder(keys)
         self.removed = get_datafolder(removed)
         self.tasks = tasks
+        self.block = block
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
         """Choose.
@@ -88,97 +65,46 @@ class ChooseSurvivors(PipelineStep):
         Raises:
             UserError: the folder holds the work of another number of tasks.
         """
-        if self.keys.list_files() != [_keys_name(task) for task in range(self.tasks)]:
-            problem = f"does not hold the work of {self.tasks} tasks"
-            raise UserError(str(self.keys.path), problem, "remove the folder and begin again")
-        with self.track_time("task"):
-            nodes = self._nodes()
-            keys = self._keys_of(nodes)
-            order = np.lexsort((nodes, keys))
-            nodes, keys = nodes[order], keys[order]
-            goes = _goes(self._edges(nodes), keys >> np.uint64(_SPLIT_BIT))
-            self._write(nodes[goes])
-        self._count(keys, goes)
+        keys = AllKeys(self.keys, self.tasks)
+        with self.track_time("task"), scratch_beside(self.removed) as scratch:
+            links, found = linked_groups(self.pairs, keys, scratch, self.block)
+            gone = Partitions(scratch / "gone", 1, self.block)
+            removed = self._eliminate(links, gone)
+            self._write(gone, keys, scratch / "ascending")
+        self._count(sum(found), removed)
 
-    def _nodes(self) -> Hashes:
-        """The documents that are in a pair, ascending, as task * 2**32 + document."""
-        nodes = np.empty(0, np.uint64)
-        for name in self.pairs.list_files(glob_pattern="*.dups"):
-            nodes = np.union1d(nodes, _read_pairs(self.pairs, name))
-        return nodes
+    def _eliminate(self, links: Links, gone: Partitions) -> list[int]:
+        """Deal the numbers of documents that go to ranges; how many there are of each split."""
+        removed = np.zeros(len(PROTECTED), np.int64)
+        for vertices in links.eliminate():
+            splits = (vertices[:, 0] >> np.uint64(SPLIT_BIT)).astype(np.int64)
+            removed += np.bincount(splits, minlength=len(PROTECTED))
+            gone.add(vertices[:, 1:], vertices[:, 1] // np.uint64(self.block))
+        return removed.tolist()
 
-    def _keys_of(self, nodes: Hashes) -> Hashes:
-        keys = np.empty_like(nodes)
-        tasks = nodes >> np.uint64(32)
-        for task in np.unique(tasks).tolist():
-            chosen = tasks == task
-            keys[chosen] = _read(self.keys, _keys_name(task), np.uint64)[nodes[chosen] & np.uint64(0xFFFFFFFF)]
-        return keys
+    def _write(self, gone: Partitions, keys: AllKeys, ascending: Path) -> None:
+        """Write each task's places, ascending, by way of one file of the numbers of all tasks."""
+        counts = np.zeros(self.tasks, np.int64)
+        with ascending.open("wb") as file:
+            for number in range(-(-len(keys) // self.block)):
+                numbers = np.sort(np.concatenate([np.empty((0, 1), np.uint64), *gone.drain(number)]), axis=None)
+                file.write(numbers.data)
+                counts += np.diff(np.searchsorted(numbers, keys.offsets.astype(np.uint64)))
+        with ascending.open("rb") as source:
+            for task, (count, offset) in enumerate(zip(counts.tolist(), keys.offsets.tolist(), strict=False)):
+                with self.removed.open(_removed_name(task), "wb") as target:
+                    self._copy_places(source, target, count, offset)
 
-    def _edges(self, nodes: Hashes) -> npt.NDArray[np.int64]:
-        """Edges between places in `nodes`, the earlier one first, shape (edges, 2), by the later one's place."""
-        by_number = np.argsort(nodes)
-        ordered = nodes[by_number]
-        edges = np.empty(0, np.int64)
-        for name in self.pairs.list_files(glob_pattern="*.dups"):
-            pairs = by_number[np.searchsorted(ordered, _read_pairs(self.pairs, name))]
-            earlier, later = _chains(pairs)
-            edges = np.union1d(edges, later << 32 | earlier)
-        return np.stack([edges & 0xFFFFFFFF, edges >> 32], axis=1)
+    def _copy_places(self, source: BinaryIO, target: BinaryIO, count: int, offset: int) -> None:
+        for start, end in pairwise([*range(0, count, self.block), count]):
+            numbers = np.fromfile(source, np.uint64, end - start)
+            target.write((numbers - np.uint64(offset)).astype("<u4").tobytes())
 
-    def _write(self, gone: Hashes) -> None:
-        gone = np.sort(gone)
-        bounds = np.searchsorted(gone, np.arange(self.tasks + 1, dtype=np.uint64) << np.uint64(32))
-        for task, (start, end) in enumerate(pairwise(bounds.tolist())):
-            with self.removed.open(_removed_name(task), "wb") as file:
-                file.write((gone[start:end] & np.uint64(0xFFFFFFFF)).astype("<u4").tobytes())
-
-    def _count(self, keys: Hashes, goes: npt.NDArray[np.bool_]) -> None:
-        splits = np.bincount((keys[goes] >> np.uint64(_SPLIT_BIT)).astype(np.int64), minlength=len(PROTECTED))
-        found = {"duplicates": len(keys), "removed": int(goes.sum())}
-        found |= {f"removed_{split}": number for split, number in zip(PROTECTED, splits.tolist(), strict=True)}
+    def _count(self, duplicates: int, removed: list[int]) -> None:
+        found = {"duplicates": duplicates, "removed": sum(removed)}
+        found |= {f"removed_{split}": number for split, number in zip(PROTECTED, removed, strict=True)}
         for name, number in found.items():
             self.stat_update(name, value=number)
-
-
-def _chains(pairs: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Link the documents of each group of equal signatures in ascending order: the earlier and the later of each link.
-
-    datatrove writes a group as (a, b), (b, c), ... in an order that has nothing to do with splits. Linked in order
-    of their keys, those of protected splits hang together without the others.
-    """
-    begins = np.concatenate([[True], pairs[1:, 0] != pairs[:-1, 1]])[: len(pairs)]
-    group = np.cumsum(begins)
-    members = np.concatenate([pairs[begins, 0], pairs[:, 1]])
-    groups = np.concatenate([group[begins], group])
-    order = np.lexsort((members, groups))
-    members, groups = members[order], groups[order]
-    same = groups[1:] == groups[:-1]
-    return members[:-1][same], members[1:][same]
-
-
-def _goes(edges: npt.NDArray[np.int64], splits: Hashes) -> npt.NDArray[np.bool_]:
-    """Whether each document goes; documents stand in order of their keys, edges in order of their later end.
-
-    The root of a group is its earliest document. Splits are joined one after the other, the most protected first,
-    and judged before the next one is.
-    """
-    parent = array("q", range(len(splits)))
-
-    def root(x: int) -> int:
-        while parent[x] != x:
-            parent[x] = x = parent[parent[x]]
-        return x
-
-    goes = np.zeros(len(splits), np.bool_)
-    ends = np.searchsorted(splits, np.arange(len(PROTECTED) + 1, dtype=np.uint64))
-    for start, end in pairwise(ends.tolist()):
-        first, last = np.searchsorted(edges[:, 1], (start, end))
-        for a, b in edges[first:last].tolist():
-            low, high = sorted((root(a), root(b)))
-            parent[high] = low
-        goes[start:end] = [root(x) != x for x in range(start, end)]
-    return goes
 
 
 class KeepSurvivors(MinhashDedupFilter):
@@ -206,14 +132,12 @@ class KeepSurvivors(MinhashDedupFilter):
         yield from super().run(self._compared(data, rank), rank, world_size)
 
     def _compared(self, data: Iterator[Document], rank: int) -> Iterator[Document]:
-        keys = _read(self.keys, _keys_name(rank), np.uint64)
-        number = 0
+        keys = keys_of(self.keys, rank)
         for document in data:
-            if number == len(keys) or key_of(document) != keys[number]:
+            if key_of(document) != next(keys, None):
                 raise self._changed(rank, document.id)
             yield document
-            number += 1
-        if number != len(keys):
+        if next(keys, None) is not None:
             raise self._changed(rank, "the end")
 
     def _changed(self, rank: int, what: str) -> UserError:
@@ -221,21 +145,5 @@ class KeepSurvivors(MinhashDedupFilter):
         return UserError(str(self.keys.path), problem, "remove the folder and begin again")
 
 
-def _keys_name(rank: int) -> str:
-    return f"{rank:05d}.keys"
-
-
 def _removed_name(rank: int) -> str:
     return f"{rank:06d}.remove"  # as datatrove's filter reads it
-
-
-def _read(folder: DataFolder, name: str, dtype: Any) -> npt.NDArray[Any]:
-    with folder.open(name, "rb") as file:
-        return np.frombuffer(file.read(), dtype)
-
-
-def _read_pairs(folder: DataFolder, name: str) -> Hashes:
-    """Pairs of documents as task * 2**32 + document, shape (pairs, 2)."""
-    rows = _read(folder, name, "<u4").reshape(-1, 2).astype(np.uint64)
-    pairs: Hashes = (rows[:, 0] << np.uint64(32) | rows[:, 1]).reshape(-1, 2)
-    return pairs

@@ -10,6 +10,7 @@ import sys
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -27,6 +28,13 @@ from data_prep.documents import Problems
 problems = Problems("skip")
 letters = sum(len(document.text) for document in open_files(sys.argv[1], "Text").documents(problems))
 print(letters, dict(problems.counts))
+"""
+CHOOSE = """
+import sys
+from data_prep.deduplication.survivors import ChooseSurvivors
+step = ChooseSurvivors(*(f"{sys.argv[1]}/{name}" for name in ("pairs", "keys", "removed")), 1, block=10_000)
+step.run()
+print(int(step.stats.stats["removed"].total))
 """
 MEBIBYTE = 1 << 20
 pytestmark = pytest.mark.slow
@@ -56,8 +64,23 @@ def write_tar(folder: Path, number: int) -> None:
             tar.addfile(info, io.BytesIO(text.encode()))
 
 
-def peak(folder: Path) -> tuple[int, str]:
-    cost, said = cost_of([sys.executable, "-c", READ, str(folder)], {})
+def write_chain(folder: Path, number: int) -> None:
+    """Training documents that hang together in a chain, in any order, as pairs of one signature each."""
+    generator = np.random.default_rng(0)
+    chain = generator.permutation(number)
+    pairs = np.stack([chain[:-1], chain[1:]], axis=1)[generator.permutation(number - 1)]
+    rows = np.insert(pairs, [0, 1], 0, axis=1).astype("<u4")
+    for name, content in (("pairs/00000_00.dups", rows), ("keys/00000.keys", _train_keys(number, generator))):
+        (folder / name).parent.mkdir()
+        (folder / name).write_bytes(content.tobytes())
+
+
+def _train_keys(number: int, generator: np.random.Generator) -> np.ndarray:
+    return generator.integers(2 << 62, 3 << 62, number, np.uint64)
+
+
+def peak(folder: Path, code: str = READ) -> tuple[int, str]:
+    cost, said = cost_of([sys.executable, "-c", code, str(folder)], {})
     return cost.peak_bytes, said
 
 
@@ -88,6 +111,18 @@ def test_a_whole_preparation_of_ten_times_as_much_takes_no_more_memory(tmp_path,
         command = [sys.executable, "-m", "megatron_ext.cli", "prepare", *map(str, options)]
         found[number] = cost_of(command, {})[0].peak_bytes
     assert found[300] < found[30] + 160 * MEBIBYTE, found
+
+
+def test_choosing_among_ten_times_as_many_duplicates_takes_no_more_memory(tmp_path):
+    """Of 40,000 and 400,000, 10,000 rows at a time; 130 bytes for each would be 45 MiB more."""
+    found = {}
+    for number in (40_000, 400_000):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write_chain(folder, number)
+        found[number], said = peak(folder, CHOOSE)
+        assert int(said) == number - 1
+    assert found[400_000] < found[40_000] + 12 * MEBIBYTE, found
 
 
 def test_a_line_of_200_megabytes_is_one_problem_and_never_in_memory(tmp_path):

@@ -30,8 +30,8 @@ def looked_for(documents: list[Document], folder: Path, tasks: tuple[int, int] =
     return made, json.loads((folder / "report.json").read_text())
 
 
-def left(made: Decontamination, documents: list[Document]) -> tuple[set[str], dict[str, float]]:
-    kept = {kept.id for kept in read([Given(documents), made.drop], 1)}
+def left(made: Decontamination, documents: list[Document], tasks: int = 1) -> tuple[set[str], dict[str, float]]:
+    kept = {kept.id for kept in read([Given(documents), made.drop], tasks)}
     return kept, {name: metric.total for name, metric in made.drop.stats.stats.items() if name.startswith("dropped")}
 
 
@@ -193,6 +193,39 @@ def test_what_is_dropped_is_what_the_action_says_and_is_counted(tmp_path, expect
         assert counts["dropped_contaminated_train_C4"] == len(dropped)
 
 
+@pytest.mark.parametrize("splits", [("test",), ("test", "validation")])
+def test_as_many_tasks_drop_as_have_judged(tmp_path, splits):
+    documents = corpus()
+    made, _ = looked_for(documents, tmp_path / "one", action="drop_test", splits=splits)
+    kept, counts = left(made, documents)
+    bad = {name for name, entry in brute_force(documents, splits).items() if entry["ngrams_in_train"]}
+    assert kept == {given.id for given in documents} - bad
+    made, _ = looked_for(documents, tmp_path / "three", (3, 2), action="drop_test", splits=splits)
+    assert left(made, documents, 3)[0] == kept
+    assert counts["dropped"] == len(bad)
+
+
+def test_other_documents_than_those_that_were_judged_are_refused(tmp_path):
+    documents = corpus()
+    test = [given for given in documents if given.metadata["split"] == "test"]
+    made, _ = looked_for(documents, tmp_path / "two", (2, 2), action="drop_test")
+    made.drop.judged.rm("00001.jsonl")
+    with pytest.raises(UserError, match=r"judged/00001\.jsonl: is missing; judge"):
+        left(made, documents, 2)
+    made, _ = looked_for(documents, tmp_path / "one", action="drop_test")
+    others = {
+        test[-1].id: test[::-1],
+        "the end": [given for given in documents if given is not test[-1]],
+        test[1].id: [given for given in documents if given is not test[0]],
+        "new:1": [*documents, document("a", "new:1", "test")],
+    }
+    for first, given in others.items():
+        with pytest.raises(UserError, match=f"are not those that were judged, task by task, from {first} on; remove"):
+            left(made, given)
+    train = [given for given in documents if given.metadata["split"] == "train"]
+    assert left(made, [*test, *train])[0] == left(made, [*train[::-1], *test])[0]
+
+
 def test_a_share_of_just_the_threshold_is_not_above_it(tmp_path):
     text = [*TEXT[:14], *words(12, "own")]  # 14 n-grams, 2 of them in train
     documents = [document(" ".join(text), "t:1", "test"), document(" ".join(TEXT), "c:1")]
@@ -239,12 +272,12 @@ def test_the_table_reads_like_the_numbers(tmp_path):
 
 def test_without_a_report_or_with_other_options_nothing_is_passed_on(tmp_path):
     documents = corpus()
-    step = DropContaminated(str(tmp_path), OverlapOptions())
+    step = DropContaminated(str(tmp_path), str(tmp_path / "judged"), OverlapOptions())
     with pytest.raises(UserError, match=r"report\.json: is missing"):
         read([Given(documents), step], 1)
     looked_for(documents, tmp_path)
     assert len(read([Given(documents), step], 1)) == len(documents)
-    other = DropContaminated(str(tmp_path), OverlapOptions(threshold=0.5))
+    other = DropContaminated(str(tmp_path), str(tmp_path / "judged"), OverlapOptions(threshold=0.5))
     with pytest.raises(UserError, match=r"was made with threshold 0\.0, not 0\.5"):
         read([Given(documents), other], 1)
 

@@ -1,0 +1,108 @@
+"""From the pairs that datatrove found to links between documents with their keys, in memory of constant size.
+
+datatrove writes a group of equal signatures as (a, b), (b, c), ... in an order that has nothing to do with splits. Here
+its documents are linked so that those of protected splits hang together without the others: of a block of its rows each
+to the smallest, and that to the smallest of all blocks before. Two passes bring the keys to the documents: by ranges of
+documents, whose keys are read in their order, and by ranges of groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from datatrove.io import DataFolder
+
+from data_prep.contamination.ngrams import Hashes
+from data_prep.deduplication.elimination import Links
+from data_prep.deduplication.keys import PROTECTED, SPLIT_BIT, AllKeys
+from data_prep.deduplication.partitions import Partitions
+
+_PAIR_BYTES = 16
+_NONE = np.uint64(2**64 - 1)
+"""Above every key."""
+
+
+def linked_groups(pairs: DataFolder, keys: AllKeys, scratch: Path, block: int) -> tuple[Links, list[int]]:
+    """Links between the documents of each group, and how many documents of each split are in any.
+
+    Args:
+        pairs: folder of what datatrove's `MinhashDedupBuckets` wrote.
+        keys: of all documents.
+        scratch: for files, 56 bytes for each document and group that it is in.
+        block: rows, documents, groups in memory at a time.
+    """
+    members = Partitions(scratch / "members", 2, block)
+    groups = 0
+    for name in sorted(pairs.list_files(glob_pattern="*.dups")):
+        for found in _members_of(pairs, name, keys, groups, block):
+            members.add(found, found[:, 0] // np.uint64(block))
+            groups = int(found[-1, 1]) + 1
+    with_keys = Partitions(scratch / "groups", 3, block)
+    counts: Counter[int] = Counter()
+    for start in range(0, len(keys), block):
+        counts.update(_give_keys(members, with_keys, keys, start, block))
+    splits = [counts[level] for level in range(len(PROTECTED))]
+    links = Links(scratch / "links", splits, block)
+    for number in range(-(-groups // block)):
+        best = np.full((block, 2), _NONE)
+        for rows in with_keys.drain(number):
+            links.add(_linked(rows, best, number * block))
+    return links, splits
+
+
+def _members_of(pairs: DataFolder, name: str, keys: AllKeys, groups: int, block: int) -> Iterator[Hashes]:
+    """Numbers of documents and of their groups, shape (rows, 2), of a file of pairs; groups are numbered on."""
+    last = (-1, -1)
+    group = groups - 1
+    with pairs.open(name, "rb") as file:
+        while content := file.read(block * _PAIR_BYTES):
+            rows = np.frombuffer(content, "<u4").reshape(-1, 4).astype(np.int64)
+            before = np.concatenate([[last], rows[:-1, 2:]])
+            begins = (rows[:, :2] != before).any(axis=1)
+            number = group + np.cumsum(begins)
+            first, second = (keys.numbers(rows[:, i], rows[:, i + 1]) for i in (0, 2))
+            documents = np.concatenate([first[begins], second])
+            of = np.concatenate([number[begins], number]).astype(np.uint64)
+            yield np.stack([documents, of], axis=1)
+            last, group = (int(rows[-1, 2]), int(rows[-1, 3])), int(number[-1])
+
+
+def _give_keys(members: Partitions, target: Partitions, keys: AllKeys, start: int, block: int) -> dict[int, int]:
+    """Write group, key and number of the members of a range of documents; how many of each split there are."""
+    of_range: Hashes | None = None
+    seen = np.zeros(block, np.bool_)
+    for rows in members.drain(start // block):
+        if of_range is None:
+            of_range = keys.between(start, start + block)
+        places = rows[:, 0] - np.uint64(start)
+        seen[places] = True
+        target.add(np.stack([rows[:, 1], of_range[places], rows[:, 0]], axis=1), rows[:, 1] // np.uint64(block))
+    if of_range is None:
+        return {}
+    splits, numbers = np.unique(of_range[seen[: len(of_range)]] >> np.uint64(SPLIT_BIT), return_counts=True)
+    return dict(zip(splits.tolist(), numbers.tolist(), strict=True))
+
+
+def _linked(rows: Hashes, best: Hashes, start: int) -> Hashes:
+    """Links within a block, and from its smallest document of each group to the smallest before.
+
+    Args:
+        rows: group, key and number, shape (rows, 3).
+        best: key and number of the smallest document of each group of the range so far, shape (groups, 2); changed.
+        start: the range's first group.
+    """
+    rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
+    begins = np.concatenate([[True], rows[1:, 0] != rows[:-1, 0]])
+    firsts = rows[begins]
+    within = np.concatenate([rows[:, 1:], firsts[np.cumsum(begins) - 1, 1:]], axis=1)
+    groups, first = firsts[:, 0] - np.uint64(start), firsts[:, 1:]
+    before = best[groups]
+    smaller = (first[:, 0] < before[:, 0]) | ((first[:, 0] == before[:, 0]) & (first[:, 1] < before[:, 1]))
+    low, high = np.where(smaller[:, None], (first, before), (before, first))
+    best[groups] = low
+    across = np.concatenate([high, low], axis=1)[before[:, 0] != _NONE]
+    links = np.concatenate([within, across])
+    return links[(links[:, :2] != links[:, 2:]).any(axis=1)]

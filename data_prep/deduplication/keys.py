@@ -1,0 +1,120 @@
+"""Keys of documents: a document's place among its duplicates, in files of 8 bytes a document."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from datatrove.data import Document
+from datatrove.io import DataFolder, get_datafolder
+from datatrove.pipeline.base import PipelineStep
+
+from data_prep.contamination.ngrams import Hashes
+from megatron_ext.errors import UserError
+
+PROTECTED = ("test", "validation", "train")
+"""Splits, those whose documents stay first."""
+
+SPLIT_BIT = 62
+"""A key is the split above this bit, and hash below it."""
+
+KEYS_AT_A_TIME = 1 << 16
+"""Keys in memory while a task's are written or compared: 0.5 MB."""
+
+_BYTES = 8
+
+
+def key_of(document: Document) -> int:
+    """The document's place among its duplicates, 64 bits: the one with the smallest key stays."""
+    split = PROTECTED.index(document.metadata["split"])
+    return split << SPLIT_BIT | xxhash.xxh3_64_intdigest(document.id.encode()) >> (64 - SPLIT_BIT)
+
+
+class WriteKeys(PipelineStep):
+    """Writes the keys of a task's documents in their order, 8 bytes each, and passes the documents on."""
+
+    type = "DEDUP"
+    name = "keys"
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = get_datafolder(folder)
+
+    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Pass documents on; the file is whole when they have ended."""
+        keys = array("Q")
+        with self.folder.open(_name(rank), "wb") as file:
+            for document in data:
+                keys.append(key_of(document))
+                if len(keys) == KEYS_AT_A_TIME:
+                    file.write(keys.tobytes())
+                    del keys[:]
+                yield document
+            file.write(keys.tobytes())
+
+
+def keys_of(folder: DataFolder, rank: int) -> Iterator[int]:
+    """Keys of a task's documents, in their order."""
+    with folder.open(_name(rank), "rb") as file:
+        while content := file.read(KEYS_AT_A_TIME * _BYTES):
+            yield from array("Q", content)
+
+
+class AllKeys:
+    """Keys of the documents of all tasks, numbered one task after the other.
+
+    Attributes:
+        offsets: number of each task's first document, and of all, int64, shape (tasks + 1,).
+
+    Args:
+        folder: what `WriteKeys` wrote.
+        tasks: number of tasks.
+
+    Raises:
+        UserError: the folder holds the work of another number of tasks.
+    """
+
+    def __init__(self, folder: DataFolder, tasks: int) -> None:
+        if folder.list_files() != [_name(task) for task in range(tasks)]:
+            problem = f"does not hold the work of {tasks} tasks"
+            raise UserError(str(folder.path), problem, "remove the folder and begin again")
+        self._folder = folder
+        lengths = [int(folder.size(_name(task))) // _BYTES for task in range(tasks)]
+        self.offsets = np.cumsum([0, *lengths], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    def numbers(self, tasks: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> Hashes:
+        """Numbers of documents from their tasks and places there.
+
+        Raises:
+            UserError: there is no such document.
+        """
+        known = tasks < len(self.offsets) - 1
+        known[known] = places[known] < np.diff(self.offsets)[tasks[known]]
+        if not known.all():
+            first = int(np.argmin(known))
+            problem = f"has no document {places[first]} of task {tasks[first]}, which has duplicates"
+            raise UserError(str(self._folder.path), problem, "remove the folder and begin again")
+        return (self.offsets[tasks] + places).astype(np.uint64)
+
+    def between(self, start: int, end: int) -> Hashes:
+        """Keys of the documents from one number on and below another."""
+        end = min(end, len(self))
+        first, last = np.searchsorted(self.offsets, (start, end - 1), side="right") - 1
+        parts = [np.empty(0, np.uint64)]
+        for task in range(int(first), int(last) + 1):
+            begin, stop = (int(np.clip(x, *self.offsets[task : task + 2]) - self.offsets[task]) for x in (start, end))
+            if stop > begin:
+                with self._folder.open(_name(task), "rb") as file:
+                    file.seek(begin * _BYTES)
+                    parts.append(np.frombuffer(file.read((stop - begin) * _BYTES), np.uint64))
+        return np.concatenate(parts)
+
+
+def _name(rank: int) -> str:
+    return f"{rank:05d}.keys"

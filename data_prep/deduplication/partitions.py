@@ -1,0 +1,78 @@
+"""Rows of numbers on a disk, dealt to files by range: what external algorithms write in blocks, and read in blocks.
+
+A row goes to the file of its range, in no order; a range is read, block by block, when all its rows are there. So data
+of any size is brought together by range in two passes, both sequential, and memory is that of a block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from datatrove.io import DataFolder
+
+from data_prep.contamination.ngrams import Hashes
+
+
+class Partitions:
+    """Rows of 64-bit numbers in files of a folder, one for each range that has any.
+
+    Args:
+        folder: made here.
+        columns: numbers a row.
+        block: rows read at a time.
+    """
+
+    def __init__(self, folder: Path, columns: int, block: int) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self._columns = columns
+        self._block = block
+
+    def add(self, rows: Hashes, ranges: npt.NDArray[np.integer]) -> None:
+        """Append rows, shape (rows, columns), to the files of their ranges, shape (rows,)."""
+        order = np.argsort(ranges, kind="stable")
+        rows, ranges = rows[order], ranges[order]
+        bounds = [0, *(np.flatnonzero(np.diff(ranges)) + 1).tolist(), len(rows)]
+        for start, end in pairwise(bounds):
+            if end > start:
+                with self._path(int(ranges[start])).open("ab") as file:
+                    file.write(rows[start:end].data)
+
+    def drain(self, number: int) -> Iterator[Hashes]:
+        """Read a range in blocks, shape (rows, columns), and remove it."""
+        path = self._path(number)
+        if path.exists():
+            with path.open("rb") as file:
+                while len(rows := np.fromfile(file, np.uint64, self._block * self._columns)):
+                    yield rows.reshape(-1, self._columns)
+            path.unlink()
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:06d}"
+
+
+@contextlib.contextmanager
+def scratch_beside(folder: DataFolder) -> Iterator[Path]:
+    """Give an empty folder that is removed when the block ends, and first if a killed call left it.
+
+    Args:
+        folder: it is made beside this one; where that lies behind an fsspec URL, on a local disk.
+    """
+    if not folder.is_local():
+        with tempfile.TemporaryDirectory() as scratch:
+            yield Path(scratch)
+        return
+    beside = Path(folder.path).with_name(f"{Path(folder.path).name}.scratch")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+    finally:
+        shutil.rmtree(beside)
