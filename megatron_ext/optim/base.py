@@ -57,6 +57,14 @@ class RunOptimizer(ABC):
         """Learning rate of the last update (of parameters with no multiplier of their own)."""
         return float(self._adams[0].param_groups[0]["lr"])
 
+    def testing(self) -> AbstractContextManager[Sequence[torch.nn.Module]]:
+        """Gives the chunks for tests between steps; a collective call.
+
+        Within it each rank holds its model-parallel part of all parameters, and its forward passes are no one else's
+        affair but its model-parallel group's: data-parallel ranks may make more or fewer.
+        """
+        return nullcontext(self.chunks)
+
     # --- its state ---------------------------------------------------------------------------------------------------
 
     def whole(self) -> AbstractContextManager[None]:

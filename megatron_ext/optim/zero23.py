@@ -7,13 +7,13 @@ ZeRO-3 parameters, too, are shared out, and gathered around their use (Rajbhanda
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero import GatheredParameters, parameter_offload
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
@@ -78,6 +78,28 @@ class EngineRunOptimizer(RunOptimizer):
         if not self._shares_parameters:
             return nullcontext()
         return GatheredParameters(self._parameters, modifier_rank=0)
+
+    @contextmanager
+    def testing(self) -> Iterator[Sequence[torch.nn.Module]]:
+        """See `RunOptimizer.testing`; the engine, which counts passes and expects a backward one, has no part in it."""
+        with self.whole(), self._without_hooks():
+            yield [self._engine.module]
+
+    @contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        """Within it ZeRO-3 does not gather parameters around their use; it learns their order anew afterwards."""
+        if not self._shares_parameters:
+            yield
+            return
+        hooks = self._zero.parameter_offload
+        hooks._remove_module_hooks()
+        for kept in (hooks.forward_hooks, hooks.backward_hooks):
+            kept.clear()
+        try:
+            yield
+        finally:
+            parameter_offload.FWD_MODULE_STACK.pop()  # the model, which is put there again
+            hooks.setup_zero_stage3_hooks()
 
     def begin_step(self) -> None:
         """Nothing: the engine's own step leaves gradients at zero."""

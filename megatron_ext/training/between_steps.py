@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.evaluation.fewshot.run import check_fewshot
@@ -15,6 +18,8 @@ from megatron_ext.parallel.agreement import on_every_rank
 from megatron_ext.training.suites import SUITES
 from megatron_ext.training.testing import Evaluated, make_folder, results_folder
 
+Testing = Callable[[], AbstractContextManager[Sequence[torch.nn.Module]]]
+
 
 class SuitesBetweenSteps:
     """Tests the model that a run trains; training goes on as if it had not happened.
@@ -23,6 +28,7 @@ class SuitesBetweenSteps:
 
     Args:
         evaluated: the run's model, as it is now and will be.
+        testing: gives its chunks as they can be tested, see `RunOptimizer.testing`.
         options: of each suite, by name.
         folder: of the run.
 
@@ -30,8 +36,8 @@ class SuitesBetweenSteps:
         UserError: a suite would refuse its options once it ran: a file, a task or a length is not what it must be.
     """
 
-    def __init__(self, evaluated: Evaluated, options: Mapping[str, Any], folder: Path) -> None:
-        self._evaluated, self._options, self._folder = evaluated, options, folder
+    def __init__(self, evaluated: Evaluated, testing: Testing, options: Mapping[str, Any], folder: Path) -> None:
+        self._evaluated, self._testing, self._options, self._folder = evaluated, testing, options, folder
         on_every_rank(self._check)
 
     def _check(self) -> None:
@@ -52,9 +58,9 @@ class SuitesBetweenSteps:
         """
         output = results_folder(self._folder, progress.step)
         on_every_rank(lambda: make_folder(output))
-        evaluated = replace(self._evaluated, progress=progress)
         records = []
-        with generators_kept():
+        with generators_kept(), self._testing() as chunks:
+            evaluated = replace(self._evaluated, progress=progress, chunks=chunks)
             for name, options in self._options.items():
                 tested = SUITES[name].test()(evaluated, options, output)
                 if tested is not None:

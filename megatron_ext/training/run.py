@@ -197,7 +197,7 @@ def _suites(
         groups=trainer.groups,
         platform=trainer.platform,
     )
-    return SuitesBetweenSteps(evaluated, options, folder)
+    return SuitesBetweenSteps(evaluated, trainer.optimizer.testing, options, folder)
 
 
 def _records(config: RunConfig, folder: Path, data: RunData, progress: Progress) -> RunRecords | None:

@@ -213,19 +213,6 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         "training.evaluate_suites_every: 0, with training.evaluate_suites retrieval; give the steps between them",
         {"training": {"evaluate_suites": ["retrieval"], "evaluate_suites_every": 5}},
     ),
-    "suites_reach_the_output_layer": (
-        2,
-        {
-            "training": {"evaluate_suites": ["fewshot"], "evaluate_suites_every": 5},
-            "optimizer": {"sharding": "zero2"},
-        },
-        "training.evaluate_suites: fewshot, with optimizer.sharding zero2; leave it out and run `selectron evaluate` "
-        "on the checkpoints, or choose another sharding",
-        {
-            "training": {"evaluate_suites": ["fewshot"], "evaluate_suites_every": 5},
-            "optimizer": {"sharding": "zero1"},
-        },
-    ),
     "rate_falls": (
         1,
         {"optimizer": {"lr": 1e-5}},

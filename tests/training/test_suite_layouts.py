@@ -23,6 +23,7 @@ RUN = [
     *("model.pattern=top1_chunk,gated_deltanet", "model.max_position_embeddings=512", "model.init_std=0.5"),
     *("optimizer.lr=0.1", "optimizer.min_lr=0.1", "optimizer.epsilon=1e-3"),
 ]
+ZERO2, ZERO3 = ["optimizer.sharding=zero2"], ["optimizer.sharding=zero3"]
 SUITES = [
     *("training.evaluate_suites=[retrieval]", "training.evaluate_suites_every=1"),
     # Five samples of a task: two ranks do not share them evenly.
@@ -54,7 +55,11 @@ def answers(run: Path, step: int) -> list[tuple[str, int, float, str | None]]:
     return [(one["task"], one["index"], one["score"], one["generated"]) for one in found["records"]]
 
 
-@pytest.mark.parametrize("layout", [[], ["parallel.context=2"], TP2], ids=["dp2", "cp2", "tp2_sp"])
+@pytest.mark.parametrize(
+    "layout",
+    [[], ["parallel.context=2"], TP2, ZERO2, ZERO3, [*TP2, *ZERO2], [*TP2, *ZERO3], ["parallel.context=2", *ZERO3]],
+    ids=["dp2", "cp2", "tp2_sp", "zero2_dp2", "zero3_dp2", "zero2_tp2_sp", "zero3_tp2_sp", "zero3_cp2"],
+)
 def test_answers_are_those_of_one_process_and_training_goes_on_undisturbed(
     pool: Any, data: Path, tmp_path: Path, alone: Path, layout: list[str]
 ) -> None:

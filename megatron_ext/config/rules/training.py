@@ -44,16 +44,6 @@ def suites_have_a_rhythm(f: Facts) -> Broken:
     return f"{t.evaluate_suites_every}, without training.evaluate_suites", "name them, e.g. [retrieval]"
 
 
-@rule("training.evaluate_suites")
-def suites_reach_the_output_layer(f: Facts) -> Broken:
-    """They use its weight by itself; DeepSpeed's engine stands around the model, and ZeRO-3 has no weight whole."""
-    t, sharding = f.config.training, f.config.optimizer.sharding
-    if not t.evaluate_suites or sharding not in ("zero2", "zero3"):
-        return None
-    mend = "leave it out and run `selectron evaluate` on the checkpoints, or choose another sharding"
-    return f"{', '.join(t.evaluate_suites)}, with optimizer.sharding {sharding}", mend
-
-
 @rule("optimizer.min_lr")
 def rate_falls(f: Facts) -> Broken:
     """The schedule goes down from lr to min_lr."""
