@@ -1,4 +1,4 @@
-"""What a model says of the tokens that come next, under any layout: how likely these are, and which is the likeliest.
+"""What a model says of the tokens that come next, under any layout: how likely these are, and if any is likelier.
 
 Only the positions that are asked for are multiplied with the vocabulary: the logits of all of a long text would take
 more memory than the model.
@@ -35,12 +35,11 @@ class Text:
 
     Attributes:
         tokens: at least one.
-        targets: what comes after each of the last ones of them, or `NOTHING`, where that is not asked for; empty: only
-            the likeliest next token is asked for.
+        targets: what comes after each of the last ones of them, or `NOTHING`, where that is not asked for.
     """
 
     tokens: Sequence[int]
-    targets: Sequence[int] = ()
+    targets: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,10 @@ class Answers:
     Attributes:
         log_probabilities: float64 [n], of all targets of a text, nats.
         misses: int64 [n], targets that are not the likeliest token, the lowest one of equals.
-        next_tokens: int64 [n], the likeliest after the whole text.
     """
 
     log_probabilities: Tensor
     misses: Tensor
-    next_tokens: Tensor
 
 
 @dataclass(frozen=True)
@@ -66,14 +63,12 @@ class _MicroBatch:
         tokens: int64 [b, t].
         positions: int64 [b, t].
         targets: int64 [b, t]; `NOTHING` where none is asked for.
-        is_last: bool [b, t], the last position of each text.
         numbers: int64 [b], which texts they are; `NOTHING` for padding.
     """
 
     tokens: Tensor
     positions: Tensor
     targets: Tensor
-    is_last: Tensor
     numbers: Tensor
 
 
@@ -109,16 +104,16 @@ class NextTokens:
     def __call__(self, texts: Sequence[Text]) -> Answers:
         """Ask for all texts, which every rank gives alike."""
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number].tokens))
-        found = torch.zeros(len(texts), 3, dtype=torch.float64, device=self._platform.device)
+        found = torch.zeros(len(texts), 2, dtype=torch.float64, device=self._platform.device)
         with evaluating(self._chunks), without_output_layer(self._chunks) as output:
             for numbers in self._rounds(order):
-                for micro_batch, answers_b3 in self._run(texts, numbers, output):
+                for micro_batch, answers_b2 in self._run(texts, numbers, output):
                     is_text = micro_batch.numbers != NOTHING
-                    found.index_add_(0, micro_batch.numbers[is_text], answers_b3[is_text])
+                    found.index_add_(0, micro_batch.numbers[is_text], answers_b2[is_text])
         dist.all_reduce(found, group=self._groups.dp_cp)
         dist.broadcast(found, dist.get_process_group_ranks(self._groups.pp)[-1], group=self._groups.pp)
-        log_probabilities, misses, next_tokens = found.cpu().unbind(1)
-        return Answers(log_probabilities, misses.long(), next_tokens.long())
+        log_probabilities, misses = found.cpu().unbind(1)
+        return Answers(log_probabilities, misses.long())
 
     def _rounds(self, order: Sequence[int]) -> Iterator[list[int]]:
         """Numbers of the texts of one run of the schedule, in all data-parallel ranks."""
@@ -129,7 +124,7 @@ class NextTokens:
     def _run(
         self, texts: Sequence[Text], numbers: Sequence[int], output: OutputLayer | None
     ) -> list[tuple[_MicroBatch, Tensor]]:
-        """This rank's micro-batches with [b, 3] sums each; empty but on the last pipeline stage."""
+        """This rank's micro-batches with [b, 2] sums each; empty but on the last pipeline stage."""
         longest = max(len(texts[number].tokens) for number in numbers)
         length = -(-longest // self._multiple) * self._multiple
         batches = [self._micro_batch(texts, numbers, index, length) for index in range(self._groups.pp.size())]
@@ -150,7 +145,6 @@ class NextTokens:
         own = [numbers[place] if place < len(numbers) else NOTHING for place in places]
         tokens = torch.zeros(size, length, dtype=torch.int64)
         targets = torch.full_like(tokens, NOTHING)
-        is_last = torch.zeros(size, length, dtype=torch.bool)
         for row, number in enumerate(own):
             if number == NOTHING:
                 continue
@@ -158,31 +152,22 @@ class NextTokens:
             end = len(text.tokens)
             tokens[row, :end] = torch.tensor(text.tokens)
             targets[row, end - len(text.targets) : end] = torch.tensor(text.targets, dtype=torch.int64)
-            is_last[row, end - 1] = True
         positions = torch.arange(length).expand(size, -1)
         cut = partial(_cut, rank=groups.cp.rank(), size=groups.cp.size(), device=self._platform.device)
         placed = torch.tensor(own, device=self._platform.device)
-        return _MicroBatch(cut(tokens), cut(positions), cut(targets), cut(is_last), placed)
+        return _MicroBatch(cut(tokens), cut(positions), cut(targets), placed)
 
     def _ask(self, output: OutputLayer | None, batch: _MicroBatch, hidden_tbh: Tensor) -> Tensor:
-        """Sums [b, 3] over this rank's positions: log-probabilities, misses, and the likeliest token after the last."""
+        """Sums [b, 2] over this rank's positions: log-probabilities, misses."""
         assert output is not None, "the schedule asks on the last stage"
-        asked = (batch.targets != NOTHING) | batch.is_last
+        asked = batch.targets != NOTHING
         hidden_nh = output.whole_sequence(hidden_tbh).transpose(0, 1)[asked]
         targets_n = batch.targets[asked]
-        log_p_n, best_n = self._vocabulary.ask(hidden_nh, output.weight_vh, targets_n.clamp_min(0))
-        has_target = targets_n != NOTHING
-        answers_n3 = torch.stack(
-            [
-                torch.where(has_target, log_p_n, 0.0),
-                (has_target & (best_n != targets_n)).double(),
-                torch.where(batch.is_last[asked], best_n, 0).double(),
-            ],
-            dim=1,
-        )
+        log_p_n, best_n = self._vocabulary.ask(hidden_nh, output.weight_vh, targets_n)
+        answers_n2 = torch.stack([log_p_n, (best_n != targets_n).double()], dim=1)
         rows_n = asked.nonzero()[:, 0]
-        sums_b3 = torch.zeros(len(batch.numbers), 3, dtype=torch.float64, device=answers_n3.device)
-        return sums_b3.index_add_(0, rows_n, answers_n3)
+        sums_b2 = torch.zeros(len(batch.numbers), 2, dtype=torch.float64, device=answers_n2.device)
+        return sums_b2.index_add_(0, rows_n, answers_n2)
 
 
 @dataclass(frozen=True)
