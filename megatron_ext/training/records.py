@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -39,6 +41,7 @@ class RunRecords:
         self._folder = folder
         self._files = {name: _reopened(folder / name, first_step) for name in (METRICS, EVALUATION, SUITES)}
         self.last_evaluation, self.last_suites = (_last_step(folder / name) for name in (EVALUATION, SUITES))
+        threading.excepthook = _left_to_the_writer
         self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=first_step + 1)
         self._bar = tqdm(
             total=steps,
@@ -95,6 +98,7 @@ class RunRecords:
         with self._writing():
             for file in self._files.values():
                 file.close()
+            self._board.flush()  # tells of what its thread could not write; closing does not
             self._board.close()
 
     @contextmanager
@@ -110,6 +114,12 @@ class RunRecords:
         """One whole line at a time: what a killed run leaves can be read."""
         self._files[name].write(json.dumps(record) + "\n")
         self._files[name].flush()
+
+
+def _left_to_the_writer(failed: threading.ExceptHookArgs) -> None:
+    """TensorBoard keeps the error of its thread for its next call, which raises it: a traceback would say it twice."""
+    if not isinstance(failed.thread, _AsyncWriterThread):
+        threading.__excepthook__(failed)
 
 
 def _reopened(path: Path, first_step: int) -> IO[str]:
