@@ -6,7 +6,7 @@ document is searched for them, and every test document is judged by the share of
 place counted. A document of fewer words than an n-gram cannot be judged so, and is reported as short. One 13-gram says
 little about a test document as long as an article, so what is too much is an option: `threshold`.
 
-Memory is said in `overlap`: a byte for each distinct test n-gram a worker, beside 8 that are mapped from a disk.
+Memory is said in `overlap`: it does not grow with the text, but for pages of a file that is mapped.
 """
 
 from __future__ import annotations

@@ -20,6 +20,9 @@ SUMMARY = "summary.json"
 FOUND_AT_A_TIME = 2_000_000
 """N-grams found that a task keeps in memory before it writes them (32 MB, and as much to sort them)."""
 
+GRAMS_REMEMBERED = 1 << 23
+"""N-grams that a task remembers to have found, so as not to write them again at once (64 MB)."""
+
 GRAMS_AT_A_TIME = 8_000_000
 """N-grams whose first documents are compared at a time (160 MB)."""
 
@@ -36,19 +39,25 @@ _LOW = np.uint64(2**32 - 1)
 
 
 class FoundWriter:
-    """Writes the n-grams that a task finds, each with the first document that holds it, as runs ascending by n-gram."""
+    """Writes the n-grams that a task finds, each with the first document that holds it, as runs ascending by n-gram.
+
+    An n-gram is there once in a run, and in more than one run where it was forgotten in between: each has a place by
+    its number where it is remembered, which the next one with that place takes.
+    """
 
     def __init__(self, folder: DataFolder, rank: int, grams: int) -> None:
         self._folder = folder
         self._prefix = f"{RUNS}/{rank:05d}"
         self._runs = 0
-        self._seen = np.zeros(grams, np.bool_)
+        self._seen = np.full(max(1, min(grams, GRAMS_REMEMBERED)), -1, np.int64)
         self._grams, self._documents = array("q"), array("Q")
 
     def add(self, hits: npt.NDArray[np.int64], document: int) -> bool:
-        """Take the n-grams of a document; whether it is the first of the task with any of them."""
-        new = hits[~self._seen[hits]]
-        self._seen[new] = True
+        """Take the n-grams of a document, each once; whether it may be the first of the task with any of them."""
+        places = hits % len(self._seen)
+        is_new = self._seen[places] != hits
+        new = hits[is_new]
+        self._seen[places[is_new]] = new
         self._grams.frombytes(new.tobytes())
         self._documents.extend([document] * len(new))
         if len(self._grams) >= FOUND_AT_A_TIME:
@@ -59,7 +68,8 @@ class FoundWriter:
         """Write what is left, if only to say that the task has nothing."""
         rows = np.empty(len(self._grams), FOUND)
         rows["gram"], rows["document"] = self._grams, self._documents
-        save(self._folder, f"{self._prefix}-{self._runs:05d}.npy", rows[np.argsort(rows["gram"])])
+        _, first = np.unique(rows["gram"], return_index=True)
+        save(self._folder, f"{self._prefix}-{self._runs:05d}.npy", rows[first])
         self._grams, self._documents, self._runs = array("q"), array("Q"), self._runs + 1
 
 
@@ -112,7 +122,7 @@ class MergeFindings(PipelineStep):
                 low, high = np.searchsorted(rows["gram"], [start, start + number])
                 places, documents = rows["gram"][low:high] - start, rows["document"][low:high]
                 orders = (ranks[task][documents >> _HALF] << _HALF) + (documents & _LOW)
-                earlier = orders < order[places]  # a place is there once a task
+                earlier = orders < order[places]  # a place is there once a run
                 order[places[earlier]] = orders[earlier]
                 first["document"][places[earlier]] = documents[earlier]
                 first["task"][places[earlier]] = task

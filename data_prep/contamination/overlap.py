@@ -3,9 +3,8 @@
 Every step can be run again after a kill. The rule and its source are in `decontamination`.
 
 Memory, for G distinct n-grams of test text: their hashes take 8 G bytes in a file that is mapped, so its pages are
-shared by the processes of a machine and can be given back; a worker that searches has G bytes of its own and some
-64 MB for what it finds, which it writes in pieces. Steps that merge take a range of hashes at a time, 256 MB, whatever
-G is. So the floor is G bytes a worker, 0.2 GB for 200 million n-grams, beside what a process of Python takes.
+shared by the processes of a machine and can be given back; a worker that searches has some 128 MB of its own for what
+it finds, which it writes in pieces. Steps that merge take a range of hashes at a time, 256 MB. None of it grows with G.
 """
 
 from __future__ import annotations

@@ -251,8 +251,9 @@ def test_the_size_of_what_is_kept_in_memory_changes_nothing(tmp_path, monkeypatc
     documents = corpus()
     made, expected = looked_for(documents, tmp_path / "whole", (1, 1), action="drop_train")
     kept = left(made, documents)
-    for module, name in ((runs, "RUN_HASHES"), (findings, "FOUND_AT_A_TIME"), (findings, "GRAMS_AT_A_TIME")):
-        monkeypatch.setattr(module, name, 29)
+    monkeypatch.setattr(runs, "RUN_HASHES", 29)
+    for name in ("FOUND_AT_A_TIME", "GRAMS_AT_A_TIME", "GRAMS_REMEMBERED"):
+        monkeypatch.setattr(findings, name, 29)
     made, report = looked_for(documents, tmp_path / "pieces", (2, 3), action="drop_train")
     assert report == expected
     assert left(made, documents) == kept
