@@ -105,10 +105,6 @@ def test_generators_go_on_as_if_nothing_had_been_drawn() -> None:
             ["training.evaluate_suites=[fewshot]", RETRIEVAL[1], "fewshot.data=/nowhere"],
             "fewshot.data: /nowhere is no folder; name one",
         ),
-        (
-            [*RETRIEVAL, *OPTIONS, "optimizer.sharding=zero3"],
-            "training.evaluate_suites: retrieval, with optimizer.sharding zero3; leave it out",
-        ),
         ([*RETRIEVAL, *OPTIONS], "retrieval.lengths: 64 does not fit for passkey: the shortest one takes "),
         (
             [*RETRIEVAL, "retrieval.lengths=[512]", "retrieval.haystack=/nowhere"],
