@@ -148,11 +148,6 @@ class Manifest:
         """Names of the domains of a split, in the manifest's order."""
         return [entry.domain for entry in self.domains if entry.split == split]
 
-    def out_of_domain(self) -> list[str]:
-        """Domains with test text and no training text: test text of a training domain is in domain."""
-        trained = self.domain_names("train")
-        return [name for name in self.domain_names("test") if name not in trained]
-
     def select(self, split: str | None = None, domains: Iterable[str] | None = None) -> list[DomainEntry]:
         """Entries of a split and of some domains, in the manifest's order whatever the order of the names.
 

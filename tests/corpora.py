@@ -9,21 +9,28 @@ from pathlib import Path
 from data_prep.prepare import PrepareOptions, prepare
 
 
-def prepared(folder: Path, *, documents: int = 180, words: tuple[int, int] = (10, 80)) -> Path:
+def prepared(
+    folder: Path, *, documents: int = 180, words: tuple[int, int] = (10, 80), test_folder: bool = False
+) -> Path:
     """A data folder in `folder`: two training domains, one test domain, a tokenizer of its own.
 
-    `documents` are those of all three domains together; each has from the first to the second number of `words`.
+    `documents` are those of all three domains together; each has from the first to the second number of `words`. With
+    `test_folder` every fifth document is in a folder for the test, and so are all of the test domain.
     """
     vocabulary = [f"{a}{b}" for a in ("ka", "lo", "mi", "nu", "pe") for b in ("ra", "sto", "tin", "vel")]
     dice = random.Random(1)
-    with (folder / "raw.jsonl").open("w") as raw:
-        for number in range(documents):
-            text = " ".join(dice.choices(vocabulary, k=dice.randint(*words)))
-            domain = ("First", "Second", "Other")[number % 3]
-            raw.write(json.dumps({"text": f"{text} {number}", "meta": {"redpajama_set_name": domain}}) + "\n")
+    raw = folder / "raw.jsonl"
+    for number in range(documents):
+        text = " ".join(dice.choices(vocabulary, k=dice.randint(*words)))
+        domain = ("First", "Second", "Other")[number % 3]
+        if test_folder:
+            raw = folder / "raw" / ("test" if domain == "Other" or number % 5 == 0 else "train") / "x.jsonl"
+            raw.parent.mkdir(parents=True, exist_ok=True)
+        with raw.open("a") as file:
+            file.write(json.dumps({"text": f"{text} {number}", "meta": {"redpajama_set_name": domain}}) + "\n")
     prepare(
         PrepareOptions(
-            input=str(folder / "raw.jsonl"),
+            input=str(folder / ("raw" if test_folder else "raw.jsonl")),
             output=str(folder / "data"),
             train_domains=["First", "Second"],
             test_domains=["Other"],

@@ -21,15 +21,19 @@ from megatron_ext.analysis.runs import FloatArray, Run, Split
 
 DPI = 150
 WIDE = (10.0, 6.6)
-"""Inches: panels side by side."""
+"""Inches: panels of two splits side by side."""
 STACKED = (4.6, 11.6)
-"""Inches: panels below one another, for a phone."""
+"""Inches: panels of two splits below one another, for a phone."""
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Colours that people with a colour-vision deficiency tell apart (Okabe & Ito 2008), without its yellow and black."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-TITLES: dict[Split, str] = {"test": "Out of domain", "validation": "In domain, held out"}
+TITLES: dict[Split, str] = {
+    "test": "Out of domain",
+    "validation": "In domain, held out",
+    "test_in_domain": "In domain, test text",
+}
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def _size(splits: int, with_gaps: bool, stacked: bool) -> tuple[float, float]:
     width, height = STACKED if stacked else WIDE
     if stacked:
         return width, height * splits / 2 * (1.0 if with_gaps else 0.6)
-    return width * (1.0 if splits == 2 else 0.6), height * (1.0 if with_gaps else 0.65)
+    return width * (0.2 + 0.4 * splits), height * (1.0 if with_gaps else 0.65)
 
 
 def _panels(figure: Figure, splits: Sequence[Split], with_gaps: bool, stacked: bool) -> dict[tuple[Split, bool], Axes]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
@@ -75,7 +76,7 @@ class Measured:
 
     Attributes:
         architecture: label.
-        split: `validation` (in-domain) or `test` (out-of-domain).
+        split: `validation` (in-domain), `test` (out-of-domain) or `test_in_domain`.
         domain: name.
         loss: nats a token, mean over seeds.
         gap: loss minus the baseline's at the same training loss; zero for the baseline itself.
@@ -169,7 +170,7 @@ def compare(
     ]
     labels = [one.label for one in architectures]
     measured: list[Measured] = []
-    for split in ("test", "validation"):
+    for split in get_args(Split):
         measured += _measure_split(labels, readings, split, np.random.default_rng(seed), resamples)
     return Comparison(architectures, window, grid, indices, tuple(measured))
 

@@ -45,7 +45,7 @@ FEW_DOCUMENTS = 20
 
 MINUS = "\u2212"
 NOTHING = "\u2013"
-SPLITS: dict[Split, str] = {"test": "out of domain", "validation": "in domain"}
+SPLITS: dict[Split, str] = {"test": "out of domain", "validation": "in domain", "test_in_domain": "in domain test"}
 
 COLUMNS = (
     "architecture",

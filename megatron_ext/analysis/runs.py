@@ -19,7 +19,7 @@ from megatron_ext.errors import UserError
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-Split = Literal["validation", "test"]
+Split = Literal["test", "validation", "test_in_domain"]
 Record = TypeVar("Record")
 
 LOSS_TOLERANCE = 1e-3
@@ -65,7 +65,7 @@ class DomainEvaluations:
     """One domain over all evaluations of a run.
 
     Attributes:
-        split: `validation` is in-domain and held out, `test` out-of-domain.
+        split: `validation` is in-domain and held out, `test` out-of-domain, `test_in_domain` test text in-domain.
         domain: its name.
         documents: [D] identities, rising.
         tokens: [D] tokens of each document.

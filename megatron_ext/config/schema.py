@@ -105,8 +105,10 @@ class DataConfig:
         cache_gib: GiB of training text kept there, at most, and a shard a process; None: all of it.
         tokenizer: a tokenizer.json that must be the one the data was made with; None: the one kept beside the manifest.
         train_domains: domains to train on; None: every domain of the manifest that has a train split.
-        test_domains: out-of-domain test domains; None: every domain of the manifest that has a test split and no train
-            split. Held-out text of training domains is evaluated on as validation.
+        test_domains: domains to test on; None: every domain of the manifest that has a test split, but none that was
+            prepared for training and is left out of train_domains. Domains without training text are tested as `test`,
+            out of domain; those of train_domains as `test_in_domain`. Text of train_domains that was held out for
+            validation is always evaluated on, as `validation`.
         weights: part of the samples that each training domain has, in any unit; None: in proportion to its tokens.
             After any number of samples a domain has had its part of them to within one sample; a domain that has been
             read through begins again.

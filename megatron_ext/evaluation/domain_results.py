@@ -23,6 +23,10 @@ FloatArray = npt.NDArray[np.float64]
 STEM = "domains"
 """Of the names of the files."""
 
+MANIFEST_SPLITS = {"validation": "validation", "test": "test", "test_in_domain": "test"}
+"""Splits of the manifest, by what an evaluation calls them: text of a domain that is trained on never counts as out of
+domain, and the two kinds of test text are never added up."""
+
 COLUMNS = ("domain", "split", "documents", "tokens", "nats a token", "{} % interval", "nats a byte", "bits a byte")
 """Of the table, with a place for the interval's confidence in per cent."""
 
@@ -50,7 +54,7 @@ class DomainLoss:
 
     Attributes:
         domain: its name.
-        split: `validation` (held-out text of a training domain) or `test` (out of domain).
+        split: see `MANIFEST_SPLITS`.
         documents: evaluated, in whole or in part.
         tokens: evaluated.
         loss: nats a token.
@@ -82,7 +86,7 @@ def domain_losses(records: Sequence[dict[str, Any]], manifest: Manifest, options
 
 def _domain_loss(record: dict[str, Any], manifest: Manifest, options: DomainOptions) -> DomainLoss:
     nats, tokens = np.array(record["document_loss"]), np.array(record["document_tokens"], dtype=np.float64)
-    (entry,) = manifest.select(record["split"], [record["domain"]])
+    (entry,) = manifest.select(MANIFEST_SPLITS[record["split"]], [record["domain"]])
     # The first token of a domain is no label: nothing stands before it.
     is_whole = record["num_tokens"] == entry.tokens - 1
     per_byte = record["loss"] * record["num_tokens"] / entry.bytes if is_whole else None

@@ -1,4 +1,4 @@
-"""Loss by domain: held-out text of the training domains, and test text of domains never trained on."""
+"""Loss by domain: held-out text of the training domains, and test text, of domains never trained on or in domain."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from data_prep.manifest import Manifest
 from megatron_ext.data.batches import NO_PACKING, Batch, Packing, evaluation_batch, micro_batch_indices
 from megatron_ext.data.samples import EvaluationSamples
 from megatron_ext.data.shards import TokenStore
+from megatron_ext.evaluation.domain_results import MANIFEST_SPLITS
 from megatron_ext.evaluation.progress import progress
 
 
@@ -36,7 +37,8 @@ class EvaluationDomain:
 
     Attributes:
         name: of the domain.
-        split: `validation` (held-out text of a training domain) or `test` (out of domain).
+        split: `validation` (text of a training domain, held out by its folder or by hash), `test` (out of domain) or
+            `test_in_domain` (text of a training domain in a folder `test`).
         samples: its windows.
         num_documents: documents of the whole domain.
     """
@@ -50,8 +52,8 @@ class EvaluationDomain:
 def evaluation_domains(
     root: Path,
     manifest: Manifest,
-    train_domains: Sequence[str] | None,
-    test_domains: Sequence[str] | None,
+    train_domains: Sequence[str],
+    test_domains: Sequence[str],
     seq_length: int,
     max_sequences: int,
 ) -> list[EvaluationDomain]:
@@ -60,17 +62,21 @@ def evaluation_domains(
     Args:
         root: folder of the prepared data.
         manifest: of that folder.
-        train_domains: trained on; None: all.
-        test_domains: tested on; None: all that have no training text.
+        train_domains: trained on, by the manifest's names; those without validation text have none.
+        test_domains: tested on, by the manifest's names; those that are trained on are tested in domain.
         seq_length: tokens a window.
         max_sequences: windows a domain, at most; 0: all.
     """
-    wanted = {"validation": train_domains, "test": manifest.out_of_domain() if test_domains is None else test_domains}
+    held_out = manifest.domain_names("validation")
+    wanted = {
+        "validation": [name for name in train_domains if name in held_out],
+        "test_in_domain": [name for name in test_domains if name in train_domains],
+        "test": [name for name in test_domains if name not in train_domains],
+    }
     domains = []
-    for split, chosen in wanted.items():
-        there = manifest.domain_names(split)
-        for name in there if chosen is None else [n for n in chosen if n in there or split == "test"]:
-            store = TokenStore(root, manifest, split, [name])
+    for split, names in wanted.items():
+        for name in names:
+            store = TokenStore(root, manifest, MANIFEST_SPLITS[split], [name])
             samples = EvaluationSamples(store, seq_length, max_sequences)
             domains.append(EvaluationDomain(name, split, samples, store.num_documents))
     return domains

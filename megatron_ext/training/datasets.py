@@ -34,7 +34,7 @@ class RunData:
         manifest: what it holds.
         tokenizer_file: of the tokenizer that made its tokens.
         train_domains: trained on.
-        test_domains: tested on.
+        test_domains: tested on, out of domain or, those that are trained on, in domain.
         samples: training samples in the run's order.
         weights: of the training domains, if they have any.
         damages: shards of training text that the samples do without.
@@ -74,8 +74,7 @@ def open_data(data: DataConfig, seed: int, known: Mapping[str, Stamp] | None = N
     """
     root, manifest, cache = _opened(data)
     tokenizer_file = check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
-    train = _chosen(manifest, "train", data.train_domains)
-    test = _chosen(manifest, "test", manifest.out_of_domain() if data.test_domains is None else data.test_domains)
+    train, test = chosen_domains(data, manifest)
     weights = None if data.weights is None else domain_weights(data.weights, train, manifest)
     verified = Verified(root, {} if data.verify == "sha256_always" else known or {})
     damages = _verified(verified, manifest, {"train": train, "validation": train, "test": test}, data, cache)
@@ -87,19 +86,34 @@ def open_data(data: DataConfig, seed: int, known: Mapping[str, Stamp] | None = N
     return RunData(root, manifest, tokenizer_file, train, test, samples, weights, damages, found, unchanged)
 
 
-def open_tests(data: DataConfig) -> tuple[Path, Manifest]:
+def open_tests(data: DataConfig) -> tuple[Path, Manifest, list[str], list[str]]:
     """Check the manifest, and text to evaluate on, without training text; a collective call.
 
     Returns:
-        Folder of the manifest, see `RunData.root`, and what it holds.
+        Folder of the manifest, see `RunData.root`, what it holds, and `chosen_domains` of it.
 
     Raises:
         UserError: see `open_data`.
     """
     root, manifest, cache = _opened(data)
-    train, test = (_chosen(manifest, *asked) for asked in (("train", data.train_domains), ("test", data.test_domains)))
+    train, test = chosen_domains(data, manifest)
     _verified(Verified(root, {}), manifest, {"validation": train, "test": test}, data, cache)
-    return root, manifest
+    return root, manifest, train, test
+
+
+def chosen_domains(data: DataConfig, manifest: Manifest) -> tuple[list[str], list[str]]:
+    """Domains to train on and to test on, by the manifest's names.
+
+    Where no test domains are named they are all that have test text: those without training text, and those that are
+    trained on. Of one that was prepared for training and is left out of it, nothing is evaluated unless it is named.
+
+    Raises:
+        UserError: a domain that is named, or the split, is not there.
+    """
+    train = _chosen(manifest, "train", data.train_domains)
+    idle = set(manifest.domain_names("train")).difference(train)
+    usual = [name for name in manifest.domain_names("test") if name not in idle]
+    return train, _chosen(manifest, "test", usual if data.test_domains is None else data.test_domains)
 
 
 def _opened(data: DataConfig) -> tuple[Path, Manifest, ShardCache | None]:

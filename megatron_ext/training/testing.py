@@ -130,11 +130,9 @@ def domains(evaluated: Evaluated, options: DomainOptions, output: Path) -> Teste
     """Loss by domain; see `Test`."""
     config, progress = evaluated.config, evaluated.progress
     data = config.data
-    root, manifest = open_tests(data)
+    root, manifest, train, test = open_tests(data)
     _check_tokens(evaluated, manifest)
-    found = evaluation_domains(
-        root, manifest, data.train_domains, data.test_domains, data.seq_length, options.sequences
-    )
+    found = evaluation_domains(root, manifest, train, test, data.seq_length, options.sequences)
     size = config.training.micro_batch_size
     evaluator = DomainEvaluator(evaluated.token_losses(), found, size, packing_of(data), shows_progress=True)
     losses = domain_losses(evaluator.evaluate(progress.step, progress.tokens), manifest, options)

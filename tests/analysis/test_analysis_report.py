@@ -2,7 +2,9 @@
 
 import base64
 import csv
+import json
 import os
+import shutil
 import struct
 import zlib
 from html.parser import HTMLParser
@@ -188,3 +190,29 @@ def test_more_architectures_than_colours(tmp_path, theme):
     runs = [Synthetic(mixers={"attention": {"window": 8 * (index + 1)}}) for index in range(9)]
     folders = [write_run(tmp_path / str(index), run) for index, run in enumerate(runs)]
     assert png_size(draw(compare(read_runs(folders), resamples=20), theme))
+
+
+def test_test_text_of_training_domains_stands_apart(folders, written, tmp_path):
+    """No other number of the report is moved by it: not of the losses out of domain, not of the validation text."""
+    copies = [shutil.copytree(folder, tmp_path / folder.name) for folder in folders]
+    for copy in copies:
+        lines = [json.loads(line) for line in (copy / "evaluation.jsonl").open()]
+        for line in [line for line in lines if line["domain"] == "web"]:
+            harder = [nats + 0.25 * n for nats, n in zip(line["document_loss"], line["document_tokens"], strict=True)]
+            lines.append({**line, "split": "test_in_domain", "loss": line["loss"] + 0.25, "document_loss": harder})
+        (copy / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_report(copies, tmp_path / "report")
+    before, after = (list(csv.DictReader((one.parent / "matched_loss.csv").open())) for one in (written, page))
+    assert [row for row in after if row["split"] != "in_domain_test"] == before
+    losses = {
+        split: [float(row["loss"]) for row in after if (row["split"], row["domain"]) == (split, "all")]
+        for split in ("in_domain", "in_domain_test")
+    }
+    assert losses["in_domain_test"] == pytest.approx([loss + 0.25 for loss in losses["in_domain"]], abs=2e-6)
+    assert len(losses["in_domain"]) == 2 * 6
+    text = page.read_text(encoding="utf-8")
+    assert "<b>web</b>, in domain test" in text
+    assert "in domain test: on those in the" in text
+    assert "in domain test" not in written.read_text(encoding="utf-8")
+    picture = png_size((page.parent / "matched_loss.png").read_bytes())
+    assert picture == (round(150 * 1.4 * WIDE[0]), round(150 * WIDE[1]))

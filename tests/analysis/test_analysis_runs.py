@@ -127,7 +127,12 @@ REPEAT = "restore the file or repeat the run"
         ("metrics.jsonl", 7, lambda r: r | {"loss": float("nan")}, "loss: input should be a finite number"),
         ("metrics.jsonl", 7, lambda r: r | {"step": "7"}, "step: input should be a valid integer"),
         ("evaluation.jsonl", 2, lambda r: {"step": 20}, "domain: field required"),
-        ("evaluation.jsonl", 2, lambda r: r | {"split": "train"}, "split: input should be 'validation' or 'test'"),
+        (
+            "evaluation.jsonl",
+            2,
+            lambda r: r | {"split": "train"},
+            "split: input should be 'test', 'validation' or 'test_in_domain'",
+        ),
         (
             "evaluation.jsonl",
             2,

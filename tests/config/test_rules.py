@@ -157,12 +157,6 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         "data.test_domains: [] names no domain; name one or more, or leave it out: every domain of the data",
         {"data": {"test_domains": ["A"]}},
     ),
-    "domains_are_disjoint": (
-        1,
-        {"data": {"train_domains": ["A", "B"], "test_domains": ["B", "C"]}},
-        "data.test_domains: B is among data.train_domains too; keep a domain for training or for the test",
-        {"data": {"train_domains": ["A", "B"], "test_domains": ["C"]}},
-    ),
     "some_weight_is_positive": (
         1,
         {"data": {"weights": {"C4": 0.0, "Book": 0}}},

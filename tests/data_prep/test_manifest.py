@@ -1,5 +1,4 @@
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -101,9 +100,3 @@ def test_verify_shard_names_the_file(tmp_path, which):
     path.unlink()
     with pytest.raises(UserError, match=rf"{which}: is missing; "):
         verify_shard(tmp_path, entry, "size")
-
-
-def test_test_text_of_training_domains_is_not_out_of_domain():
-    there = [("train", "C4"), ("validation", "C4"), ("test", "ArXiv"), ("test", "Book"), ("test", "C4")]
-    entries = [DomainEntry(split, name, 1, 1, 1, 1, []) for split, name in there]
-    assert replace(manifest(), domains=entries).out_of_domain() == ["ArXiv", "Book"]

@@ -23,7 +23,7 @@ LENGTH = 32
 
 
 def _domains(root: Path, max_sequences: int) -> list[EvaluationDomain]:
-    return evaluation_domains(root, load_manifest(root), None, None, LENGTH, max_sequences)
+    return evaluation_domains(root, load_manifest(root), ["First", "Second"], ["Other"], LENGTH, max_sequences)
 
 
 def _trainer(root: Path, parallel: dict[str, Any], micro_batch_size: int) -> Trainer:

@@ -40,16 +40,6 @@ def test_domains_are_a_set(f: Facts) -> Broken:
     return _not_a_set(f.config.data.test_domains)
 
 
-@rule("data.test_domains")
-def domains_are_disjoint(f: Facts) -> Broken:
-    """A domain that is trained on is not out of domain."""
-    data = f.config.data
-    both = sorted(set(data.train_domains or []) & set(data.test_domains or []))
-    if not both:
-        return None
-    return f"{', '.join(both)} is among data.train_domains too", "keep a domain for training or for the test"
-
-
 @rule("data.weights")
 def some_weight_is_positive(f: Facts) -> Broken:
     """Without one there is nothing to read."""
