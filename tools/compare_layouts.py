@@ -20,8 +20,12 @@ from pathlib import Path
 import torch
 from training_runs import comparing, largest_difference, train
 
-from kernels.bench.report import write_both
+from megatron_ext import reports
 
+COLUMNS = (
+    *("pattern", "precision", "device", "back-end", "layout"),
+    *("first loss", "last loss", "from the CPU", "from one GPU"),
+)
 LAYOUTS = {
     "1": [],
     "TP2+SP": ["parallel.tensor=2", "parallel.sequence=true"],
@@ -106,22 +110,17 @@ def read_results(path: Path) -> dict[Case, list[float]]:
 
 def table(results: dict[Case, list[float]]) -> str:
     """Markdown: first and last loss, and the largest differences from one CPU process and from one GPU."""
-    lines = [
-        "| pattern | precision | device | back-end | layout | first loss | last loss | from the CPU | from one GPU |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
     # Neighbours in the table are to be compared, whichever machine they were run on.
     patterns = list(dict.fromkeys(case.pattern for case in results))
+    rows = []
     for case in sorted(results, key=lambda case: (patterns.index(case.pattern), case.device)):
         losses = results[case]
         cpu = None if case.device == "cpu" else results.get(replace(case, device="cpu", backend="local", layout="1"))
         gpu = None if case.device == "cpu" or case.layout == "1" else results.get(replace(case, layout="1"))
         fields = [case.pattern, case.precision, case.device, case.backend, case.layout]
         fields += [f"{losses[0]:.6f}", f"{losses[-1]:.6f}"] if losses else ["failed", ""]
-        lines.append(
-            "| " + " | ".join([*fields, largest_difference(losses, cpu), largest_difference(losses, gpu)]) + " |"
-        )
-    return "\n".join(lines) + "\n"
+        rows.append([*fields, largest_difference(losses, cpu), largest_difference(losses, gpu)])
+    return "\n".join(reports.table(COLUMNS, rows)) + "\n"
 
 
 def main() -> int:
@@ -151,7 +150,7 @@ def main() -> int:
         results |= read_results(Path(path))
     results |= dict(zip(chosen, losses, strict=True))
     rows = [{**asdict(case), "losses": values} for case, values in results.items()]
-    write_both(args.output, "losses", {"torch": torch.__version__, "cases": rows}, table(results))
+    reports.write_both(args.output, "losses", {"torch": torch.__version__, "cases": rows}, table(results))
     print(table(results))
     return 0 if all(results.values()) else 1
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 import torch
 from training_runs import comparing, largest_difference, train
 
-from kernels.bench.report import write_both
+from megatron_ext import reports
 
 OPTIMIZERS = {
     "none": ["optimizer.sharding=none"],
@@ -79,14 +79,12 @@ def table(outcomes: Sequence[Outcome], skipped: int) -> str:
         if outcome.losses and (known is None or outcome.step_time(skipped) < known.step_time(skipped)):
             best[outcome.optimizer] = outcome
     reference = best.get(REFERENCE)
-    lines = [
-        f"| optimizer | ms a step | beside {REFERENCE} | all rounds, ms | peak memory, GiB | first loss | last loss "
-        f"| largest difference from {REFERENCE} |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    columns = ["optimizer", "ms a step", f"beside {REFERENCE}", "all rounds, ms", "peak memory, GiB", "first loss"]
+    columns += ["last loss", f"largest difference from {REFERENCE}"]
+    rows = []
     for name in dict.fromkeys(outcome.optimizer for outcome in outcomes):
         if name not in best:
-            lines.append(f"| {name} | failed | | | | | | |")
+            rows.append([name, "failed", *[""] * (len(columns) - 2)])
             continue
         one = best[name]
         rounds = [o.step_time(skipped) for o in outcomes if o.optimizer == name and o.losses]
@@ -95,8 +93,8 @@ def table(outcomes: Sequence[Outcome], skipped: int) -> str:
         if reference is not None:
             fields[2] = f"{one.step_time(skipped) / reference.step_time(skipped):.3f}"
             fields[-1] = largest_difference(one.losses, reference.losses)
-        lines.append("| " + " | ".join(fields) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append(fields)
+    return "\n".join(reports.table(columns, rows)) + "\n"
 
 
 def main() -> int:
@@ -117,7 +115,7 @@ def main() -> int:
         for name in names:
             outcomes.append(run(name, number, args))
             found = {"torch": torch.__version__, "runs": [asdict(outcome) for outcome in outcomes]}
-            write_both(args.output, "optimizers", found, table(outcomes, args.steps // 5))
+            reports.write_both(args.output, "optimizers", found, table(outcomes, args.steps // 5))
     print(table(outcomes, args.steps // 5))
     return 0 if all(outcome.losses for outcome in outcomes) else 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +17,7 @@ from data_prep.contamination.findings import SUMMARY, names_of
 from data_prep.contamination.overlap import OverlapOptions, judgements_of
 from data_prep.contamination.runs import RUNS, merge_runs
 from megatron_ext.errors import UserError
+from megatron_ext.reports import table
 
 REPORT = "report.json"
 TABLE = "report.md"
@@ -158,10 +159,10 @@ def markdown(report: dict[str, Any]) -> str:
         f"{options['ngram_words']} words and cannot be judged. Contaminated are those with more than "
         f"{options['threshold']:.0%} of their n-grams in train. {_decision(options['action'])}",
         "",
-        *_table(DOMAIN_COLUMNS, domains),
+        *table(DOMAIN_COLUMNS, domains),
     ]
     if worst:
-        lines += ["", "The worst documents of each domain:", "", *_table(WORST_COLUMNS, worst)]
+        lines += ["", "The worst documents of each domain:", "", *table(WORST_COLUMNS, worst)]
     return "\n".join(lines) + "\n"
 
 
@@ -172,8 +173,3 @@ def _decision(action: str) -> str:
         "drop_train": "Training documents that hold an n-gram of a contaminated document are dropped, and counted "
         "where they are.",
     }[action]
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return ["| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |" for cells in lines]

@@ -23,15 +23,12 @@ from data_prep.running.progress import Board
 from data_prep.storage import locked
 from data_prep.tokenization.pieces import PIECE_CHARACTERS, UnbrokenError, encode_in_pieces
 from data_prep.tokenization.tokenizer import NoTokenError
-from data_prep.tokenization.vocabularies import TextTokenizer, kept_tokenizer, token_dtype
+from data_prep.tokenization.vocabularies import TextTokenizer, kept_tokenizer, lost_part, token_dtype
 from megatron_ext.files import write_whole
 
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 500_000
 """The tokenizer library holds up to 200 bytes for each byte of a batch; larger ones are no faster."""
-
-LONGEST_SHOWN = 40
-"""Characters of a text in a message."""
 
 BETTER_TOKENIZER = "give a tokenizer of bytes, which encodes any text,"
 
@@ -159,16 +156,9 @@ class DocumentEncoder:
     def _refuse(self, document: Document) -> None:
         source, detail = document.metadata["source"], ""
         if self._problems.on_error == "stop":  # only a message says more
-            words = (word for word in document.text.split() if self._is_lost(word))
-            detail = f"such as {next(words, document.text)[:LONGEST_SHOWN]!r}"
+            detail = f"such as {lost_part(self._tokenizer, document.text)!r}"
         place = document.id.removeprefix(source).removeprefix(":") or None
         self._problems.report(source, place, "the tokenizer has no token for its text", detail, BETTER_TOKENIZER)
-
-    def _is_lost(self, text: str) -> bool:
-        try:
-            return self._tokenizer.unknown in self._tokenizer.encode_batch([text])[0]
-        except NoTokenError:
-            return True
 
 
 def load_result(path: Path) -> TaskResult:

@@ -10,9 +10,12 @@ from data_prep.manifest import TokenizerEntry, TokenizerKind
 from data_prep.storage import sha256_of
 from data_prep.tokenization.rwkv_world import RwkvTokenizer, is_rwkv_vocabulary
 from data_prep.tokenization.tiktoken_files import TIKTOKEN_SUFFIX, TiktokenTokenizer, is_encoding_name
-from data_prep.tokenization.tokenizer import JsonTokenizer, load_tokenizer
+from data_prep.tokenization.tokenizer import JsonTokenizer, NoTokenError, load_tokenizer
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
+
+LONGEST_SHOWN = 40
+"""Characters of a text in a message."""
 
 
 class TextTokenizer(Protocol):
@@ -111,6 +114,23 @@ def end_of_document(tokenizer: TextTokenizer, token: str | None = None) -> tuple
     if token:
         raise UserError("--eos-token", f"{token} is not in the tokenizer's vocabulary", "name one that is")
     raise UserError("--tokenizer", "the tokenizer has no end-of-document token", "name it with --eos-token TOKEN")
+
+
+def lost_part(tokenizer: TextTokenizer, text: str) -> str:
+    """The first word of a text that the tokenizer has no token for, as a message shows it.
+
+    Args:
+        tokenizer: raised `NoTokenError` for the text, or took its unknown token.
+        text: if each word has tokens, it is shown itself.
+    """
+    return next((word for word in text.split() if _is_lost(tokenizer, word)), text)[:LONGEST_SHOWN]
+
+
+def _is_lost(tokenizer: TextTokenizer, word: str) -> bool:
+    try:
+        return tokenizer.unknown in tokenizer.encode_batch([word])[0]
+    except NoTokenError:
+        return True
 
 
 def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:

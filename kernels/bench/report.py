@@ -1,11 +1,8 @@
 """What was measured, as JSON and as a Markdown table."""
 
-import json
-import math
-import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -17,6 +14,7 @@ import torch
 from kernels.bench.cases import BASELINE, Pass, Plan, Shape
 from kernels.bench.checks import Verdict
 from kernels.bench.timing import Ceilings, Times
+from megatron_ext.reports import digits, finite, table, write_both
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -200,13 +198,6 @@ def _row_dict(report: Report, row: Row) -> dict[str, Any]:
     return found if row.verdict is None else found | {"check": finite(asdict(row.verdict))}
 
 
-def finite(x: Any) -> Any:
-    """JSON has no infinity and no NaN: they become words."""
-    if isinstance(x, dict):
-        return {key: finite(value) for key, value in x.items()}
-    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
-
-
 def markdown(report: Report) -> str:
     """The table, with the machine above it and the choices below."""
     plan, ceilings = report.plan, report.ceilings
@@ -258,34 +249,6 @@ def _choice_lines(report: Report) -> list[str]:
     return ["", *lines.values()] if lines else []
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in lines]
-
-
-def digits(x: float) -> str:
-    """A number with three significant digits, and all digits before the point."""
-    if x == 0 or not math.isfinite(x):
-        return str(x)
-    return f"{x:.{max(0, 2 - math.floor(math.log10(abs(x))))}f}"
-
-
 def write(report: Report, folder: Path) -> None:
     """Write kernels.json and kernels.md, each whole or not at all."""
     write_both(folder, "kernels", to_dict(report), markdown(report))
-
-
-def write_both(folder: Path, stem: str, numbers: dict[str, Any], text: str) -> None:
-    """Write a report's STEM.json and STEM.md, each whole or not at all."""
-    _write_whole(folder / f"{stem}.json", json.dumps(numbers, indent=1) + "\n")
-    _write_whole(folder / f"{stem}.md", text)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kernels.bench.report import machine_line, table, write_both
+from kernels.bench.report import machine_line
+from megatron_ext.reports import table, write_both
 
 
 @dataclass(frozen=True)

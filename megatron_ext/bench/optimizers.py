@@ -9,11 +9,11 @@ from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from kernels.bench.report import table
 from megatron_ext.bench.run_report import RunReport
 from megatron_ext.bench.steps import TimedRun
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.platform import Platform
+from megatron_ext.reports import table
 
 WARM_UP = 3
 """Steps of each run before any is timed: kernels and Adam's moments are made."""

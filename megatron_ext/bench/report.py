@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kernels.bench.report import digits, finite, machine_line, table, write_both
+from kernels.bench.report import machine_line
 from kernels.bench.timing import Times
 from kernels.dispatch import Choice
 from megatron_ext.bench.cases import FLA, OURS, LayerShape, Plan
 from megatron_ext.bench.ours import CHECKED_LENGTH, LIMIT, Agreement
+from megatron_ext.reports import digits, finite, table, write_both
 
 COLUMNS = (
     "size",

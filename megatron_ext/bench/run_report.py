@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kernels.bench.arguments import save_into
-from kernels.bench.report import machine_line, write_both
+from kernels.bench.report import machine_line
 from megatron_ext.bench.processes import is_first
+from megatron_ext.reports import write_both
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from kernels.bench.report import digits, table
 from megatron_ext.bench.run_report import RunReport
 from megatron_ext.bench.saves import Measured
+from megatron_ext.reports import digits, table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from scipy import stats
 
 from data_prep.manifest import Manifest
-from kernels.bench.report import table, write_both
 from megatron_ext.config.schema import STRICT
+from megatron_ext.reports import table, write_both
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -11,16 +11,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from data_prep.manifest import TokenizerEntry
 from data_prep.tokenization.tokenizer import NoTokenError
-from data_prep.tokenization.vocabularies import TextTokenizer, kept_tokenizer
+from data_prep.tokenization.vocabularies import TextTokenizer, kept_tokenizer, lost_part
 from megatron_ext.checkpoint.conversion import tokenizer_files
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
 
 ENTRY = "tokenizer_entry.json"
 """Beside a tokenizer that is no tokenizer.json: what the data's manifest says of it, see `TokenizerEntry`."""
-
-LONGEST_SHOWN = 40
-"""Characters of a text in a message."""
 
 
 class Coder:
@@ -61,20 +58,12 @@ class Coder:
         try:
             return self._tokenizer.encode_batch([text])[0]
         except NoTokenError:
-            lost = next(filter(self._is_lost, text.split()), text)[:LONGEST_SHOWN]
-            problem = f"has no token for text such as {lost!r}, and no unknown token"
+            problem = f"has no token for text such as {lost_part(self._tokenizer, text)!r}, and no unknown token"
             raise UserError("the run's tokenizer", problem, "give text without it") from None
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens."""
         return self._tokenizer.decode(list(tokens))
-
-    def _is_lost(self, text: str) -> bool:
-        try:
-            self._tokenizer.encode_batch([text])
-        except NoTokenError:
-            return True
-        return False
 
 
 def keep_coder(file: Path, entry: TokenizerEntry, folder: Path) -> None:

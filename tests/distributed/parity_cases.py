@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_ext import reports
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.mixers.registry import load_all
 
@@ -126,11 +127,11 @@ COLUMNS = {
 def table() -> str:
     """For each mixer the layouts under which it is compared, as Markdown; models of one mixer alone count."""
     held = {(MODELS[model].pattern.partition("*")[0], layout) for model, layout in compared()}
-    lines = ["| | " + " | ".join(COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for mixer in sorted(load_all()):
-        cells = ["yes" if (mixer, layout) in held else "" for layout in COLUMNS]
-        lines.append(f"| `{mixer}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    rows = [
+        [f"`{mixer}`", *("yes" if (mixer, layout) in held else "" for layout in COLUMNS)]
+        for mixer in sorted(load_all())
+    ]
+    return "\n".join(reports.table(["", *COLUMNS.values()], rows)) + "\n"
 
 
 def readme_with_table() -> str:

@@ -23,6 +23,18 @@ def prompts() -> list[list[int]]:
     return [_tokens(draw, 1, 50) for _ in range(11)]
 
 
+LAYOUTS: dict[str, dict[str, Any] | None] = {
+    "alone": None,
+    "dp2": {},
+    "tp2": {"tensor": 2},
+    "tp2_sp": {"tensor": 2, "sequence": True},
+    "cp2": {"context": 2},
+    "pp2": {"pipeline": 2},
+    "pp2_interleaved": {"pipeline": 2, "virtual_pipeline": 2},
+}
+EVERY_LAYOUT = pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
+
+
 @pytest.fixture(scope="module")
 def requests_and_expected(pool: Any, prompts: list[list[int]]) -> tuple[list[Request], Any]:
     """Requests of all kinds of lengths, some of them greedy continuations."""
@@ -33,19 +45,7 @@ def requests_and_expected(pool: Any, prompts: list[list[int]]) -> tuple[list[Req
     return requests, pool.run(asked.by_hand, 1, requests, prompts)[0]
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        None,
-        {},
-        {"tensor": 2},
-        {"tensor": 2, "sequence": True},
-        {"context": 2},
-        {"pipeline": 2},
-        {"pipeline": 2, "virtual_pipeline": 2},
-    ],
-    ids=["alone", "dp2", "tp2", "tp2_sp", "cp2", "pp2", "pp2_interleaved"],
-)
+@EVERY_LAYOUT
 def test_every_layout_says_what_a_token_at_a_time_says(
     parallel: dict[str, Any] | None, requests_and_expected: tuple[list[Request], Any], prompts: Any, pool: Any
 ) -> None:
@@ -86,23 +86,11 @@ def test_tokens_are_foretold_in_one_pass_a_text(
     assert len(set(expected)) > 1
     misses, passes, _, _ = pool.run(asked.foretell, 1 if parallel is None else 2, parallel or {}, texts, [])[0]
     assert misses == expected
-    assert passes == (
-        4 if parallel == {"pipeline": 2} else 3
-    )  # seven texts, three at a time; as many as there are stages
+    # Seven texts, three at a time; under PP as many groups as there are stages.
+    assert passes == (4 if parallel == {"pipeline": 2} else 3)
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        None,
-        {"tensor": 2},
-        {"tensor": 2, "sequence": True},
-        {"context": 2},
-        {"pipeline": 2},
-        {"pipeline": 2, "virtual_pipeline": 2},
-    ],
-    ids=str,
-)
+@EVERY_LAYOUT
 def test_prompts_of_like_lengths_are_continued_together(
     parallel: dict[str, Any] | None, prompts: list[list[int]], pool: Any
 ) -> None:

@@ -115,13 +115,6 @@ def test_a_failed_write_leaves_the_old_file(canned, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kernels.json", "kernels.md"]
 
 
-@pytest.mark.parametrize(
-    ("x", "said"), [(0.0, "0.0"), (0.0123456, "0.0123"), (1.0, "1.00"), (12.34, "12.3"), (4321.6, "4322")]
-)
-def test_three_digits(x, said):
-    assert report.digits(x) == said
-
-
 def parse(*arguments):
     parser = argparse.ArgumentParser()
     options.add_arguments(parser)

@@ -5,19 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import fsspec
-import orjson
-import zstandard
-
+from data_prep.documents import Problems
+from data_prep.reading.corpus import open_files
 from megatron_ext.errors import UserError
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """The sentences of passkey (Mohtashami & Jaggi 2023, arXiv 2305.16300) and of RULER's noise."""
 
-RECORDS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-TEXTS = (".txt", ".text", ".md", ".rst", ".tex")
 CHARACTERS = 4_000_000
 """Read at most: several times a context of 128k tokens."""
 
@@ -50,7 +45,7 @@ NOISE_LINES = Haystack("noise", (NOISE,), "\n")
 
 
 def read_haystack(path: str | None) -> Haystack:
-    """The haystack of a local file or folder in sentences, or the noise.
+    """The haystack of a corpus in sentences, or the noise. What `selectron prepare` reads is a corpus, tokens apart.
 
     White space is squeezed to single blanks. Sentences end with a full stop, question or exclamation mark before a
     blank; RULER takes nltk's model of sentences, which has to be downloaded.
@@ -62,7 +57,7 @@ def read_haystack(path: str | None) -> Haystack:
         return NOISE_LINES
     sentences: list[str] = []
     characters = 0
-    for text in _texts(Path(path)):
+    for text in _texts(path):
         sentences += _sentences(text)
         characters += len(text)
         if characters >= CHARACTERS:
@@ -88,29 +83,24 @@ def _sentences(text: str) -> list[str]:
     return found
 
 
-def _texts(path: Path) -> Iterator[str]:
-    if not path.exists():
-        raise UserError(WHERE, f"{path} does not exist", "name a file or folder of text")
-    inside = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
-    files = [one for one in inside if one.name.endswith(RECORDS + TEXTS)]
-    if not files:
-        raise UserError(WHERE, f"{path} holds none of {', '.join(RECORDS + TEXTS)}", "name a file or folder of those")
-    for file in files:
-        try:
-            yield from _records(file) if file.name.endswith(RECORDS) else [file.read_text(encoding="utf-8")]
-        except UnicodeDecodeError as error:
-            raise UserError(WHERE, f"{file} is not UTF-8 (byte {error.start})", "repair it or name another") from error
-        except (OSError, EOFError, zstandard.ZstdError) as error:
-            raise UserError(WHERE, f"{file} cannot be read ({error})", "repair it or name another") from error
+def _texts(source: str) -> Iterator[str]:
+    try:
+        corpus = open_files(source, domain=source)
+    except UserError as error:
+        holds_tokens = error.where == "--source-tokenizer"
+        problem = f"{source} holds tokens, no text" if holds_tokens else error.problem
+        raise UserError(WHERE, problem, "name a file or folder with text in it") from error
+    try:
+        for document in corpus.documents(_Refused()):
+            yield document.text
+    except OSError as error:
+        raise UserError(WHERE, f"{source} cannot be read ({error})", "repair it or name another") from error
 
 
-def _records(file: Path) -> Iterator[str]:
-    with fsspec.open(str(file), "rt", encoding="utf-8", compression="infer") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                text = orjson.loads(line)["text"]
-            except (orjson.JSONDecodeError, KeyError, TypeError):
-                text = None
-            if not isinstance(text, str):
-                raise UserError(WHERE, f"{file}:{number} is no record with a text", "repair it or name another")
-            yield text
+class _Refused(Problems):
+    """A haystack is a text that the user chose: what is malformed is not passed over."""
+
+    def report(self, file: str, line: int | str | None, reason: str, detail: str = "", mend: str = "repair it") -> None:
+        where = file if line is None else f"{file}:{line}"
+        problem = f"{reason} ({detail})" if detail else reason
+        raise UserError(WHERE, f"{where}: {problem}", f"{mend} or name another")

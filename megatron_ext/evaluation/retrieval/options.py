@@ -53,9 +53,9 @@ class RetrievalOptions:
             the others have theirs all over the context.
         samples: of a task, length and depth.
         seed: of the samples; sample i of a task, length and depth is the same whatever else is tested.
-        haystack: text between the needles: a file of text or of JSON records with a `text` a line (.jsonl, .jsonl.gz,
-            .jsonl.zst), or a folder of such files, up to 4 million characters; None: RULER's noise sentences, so
-            that niah_single_2 is niah_single_1 but for what is drawn.
+        haystack: text between the needles, up to 4 million characters of it: what `selectron prepare --input` reads,
+            JSON lines, Parquet, tars or files of text, alone or in a folder; None: RULER's noise sentences, so that
+            niah_single_2 is niah_single_1 but for what is drawn.
         unfit: what happens to a length beyond the model's, or too short for a task in the model's tokens: the run is
             refused, or that length is left out and the results say so.
     """

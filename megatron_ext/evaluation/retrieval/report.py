@@ -10,10 +10,10 @@ from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from typing import Any
 
-from kernels.bench.report import table
 from megatron_ext.evaluation.retrieval.figure import draw
 from megatron_ext.evaluation.retrieval.results import CONFIDENCE, RetrievalResults, Summary
 from megatron_ext.files import write_whole
+from megatron_ext.reports import table
 
 SCHEMA = "selectron.retrieval.1"
 """Of retrieval.json, beside which model it was: `schema`, `options`, `haystack`, `max_length` (the model's, tokens),

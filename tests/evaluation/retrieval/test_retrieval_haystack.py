@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import re
+import tarfile
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import zstandard
 
@@ -33,27 +37,34 @@ def test_records_are_read_whatever_they_are_packed_in(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(line)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(line))
     (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(line))
-    assert list(read_haystack(str(tmp_path)).pieces) == ["Of course.", "It is."] * 3
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["Of course. It is."]}), tmp_path / "d.parquet")
+    with tarfile.open(tmp_path / "e.tar", "w") as tar:
+        member = tarfile.TarInfo("0.txt")
+        member.size = len(b"Of course. It is.")
+        tar.addfile(member, io.BytesIO(b"Of course. It is."))
+    assert list(read_haystack(str(tmp_path)).pieces) == ["Of course.", "It is."] * 5
 
 
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("none.txt", None, "does not exist"),
+        ("none.txt", None, "none.txt does not exist; name a file or folder with text in it"),
         ("blank.txt", b" \n", "holds no text"),
-        ("image.png", b"x", "holds none of .jsonl"),
-        ("latin.txt", b"caf\xe9", "is not UTF-8 .byte 3"),
-        ("bad.jsonl", b'{"text": "Good."}\n{"txt": 1}\n', "bad.jsonl:2 is no record with a text"),
-        ("packed.jsonl.gz", gzip.compress(b'{"text": "Good."}' * 99, mtime=0)[:-9], "packed.jsonl.gz cannot be read"),
-        ("packed.jsonl.zst", b"no such thing", "packed.jsonl.zst cannot be read"),
-        ("bytes.jsonl", b'{"text": "caf\xe9"}', "bytes.jsonl is not UTF-8"),
-        ("number.jsonl", b'{"text": 1}\n', "number.jsonl:1 is no record with a text"),
+        ("image.png", b"x", "holds neither .jsonl"),
+        ("tokens.idx", b"x", "tokens.idx holds tokens, no text; name a file or folder with text in it"),
+        ("latin.txt", b"caf\xe9", "latin.txt: not UTF-8 (byte 3); repair it or name another"),
+        ("bad.jsonl", b'{"text": "Good."}\n{"txt": 1}\n', "bad.jsonl:2: no text; repair it or name another"),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "Good."}' * 99, mtime=0)[:-9], "cut.jsonl.gz:1: compressed stream"),
+        ("cut.jsonl.zst", zstandard.compress(b'{"text": "Good."}\n' * 99)[:-1], "the file ends too early"),
+        ("packed.jsonl.zst", b"no such thing", "packed.jsonl.zst:1: compressed stream broken"),
+        ("bytes.jsonl", b'{"text": "caf\xe9"}', "bytes.jsonl:1: not UTF-8 (byte 13"),
+        ("number.jsonl", b'{"text": 1}\n', "number.jsonl:1: no text"),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path: Path, name: str, content: bytes | None, problem: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=problem):
+    with pytest.raises(UserError, match=rf"^retrieval.haystack: .*{re.escape(problem)}"):
         read_haystack(str(tmp_path / name))
 
 

@@ -1,0 +1,37 @@
+"""What every report is made of: Markdown tables, numbers of three digits, a JSON and a Markdown file that are whole."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.files import write_whole
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table. White space in a cell becomes single blanks: a line break would end its row."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return ["| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |" for cells in lines]
+
+
+def digits(x: float) -> str:
+    """A number with three significant digits, and all digits before the point."""
+    if x == 0 or not math.isfinite(x):
+        return str(x)
+    return f"{x:.{max(0, 2 - math.floor(math.log10(abs(x))))}f}"
+
+
+def finite(x: Any) -> Any:
+    """JSON has no infinity and no NaN: they become words."""
+    if isinstance(x, dict):
+        return {key: finite(value) for key, value in x.items()}
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def write_both(folder: Path, stem: str, numbers: dict[str, Any], text: str) -> None:
+    """Write a report's STEM.json and STEM.md, each whole or not at all."""
+    write_whole(folder / f"{stem}.json", (json.dumps(numbers, indent=1) + "\n").encode())
+    write_whole(folder / f"{stem}.md", text.encode())
