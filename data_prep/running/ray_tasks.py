@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import traceback
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from datatrove.executor import RayPipelineExecutor
@@ -39,6 +41,7 @@ class RayExecutor(RayPipelineExecutor):
             ray.init(log_to_driver=False)
         for name in self._failures():
             self.logging_dir.rm(name)
+        self._warn_where_none_can_begin(ray.nodes())
         with quiet():
             super().run()
         for name in self._failures():
@@ -59,6 +62,18 @@ class RayExecutor(RayPipelineExecutor):
             with self.logging_dir.open(f"{FAILURES}/{rank:05d}.json", "wt", encoding="utf-8") as file:
                 json.dump(_note_of(error), file)
             raise
+
+    def _warn_where_none_can_begin(self, nodes: Iterable[Mapping[str, Any]]) -> None:
+        """Ray waits without a word for a node that is large enough, which may be on its way."""
+        gib = self.cpus_per_task * self.mem_per_cpu_gb
+        for node in nodes:
+            offered = node["Resources"]
+            enough = offered.get("CPU", 0) >= self.cpus_per_task and offered.get("memory", 0) >= gib * 2**30
+            if node["Alive"] and enough:
+                return
+        asked = f"{self.cpus_per_task} CPU and {gib:g} GiB of memory, as a task asks for"
+        warning = f"no node of the Ray cluster offers {asked}; waiting for one that does"
+        print(f"selectron: warning: {warning}", file=sys.stderr, flush=True)
 
     def _failures(self) -> list[str]:
         found: list[str] = self.logging_dir.list_files(FAILURES)

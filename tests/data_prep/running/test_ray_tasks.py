@@ -17,6 +17,8 @@ from data_prep.running.ray_tasks import RayExecutor
 from megatron_ext.errors import UserError
 
 ON_RAY = Execution(executor="ray", workers=2)
+NODE = {"Alive": True, "Resources": {"CPU": 1.0, "memory": 2.0 * 2**30}}
+"""One that a task fits on, in the form of ray.nodes(), Ray 2.60."""
 
 
 @pytest.fixture
@@ -31,7 +33,8 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 executor._run_for_rank(rank)
 
     monkeypatch.setattr(RayPipelineExecutor, "run", run)
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True, __spec__=object()))
+    ray = SimpleNamespace(is_initialized=lambda: True, nodes=lambda: [NODE], __spec__=object())
+    monkeypatch.setitem(sys.modules, "ray", ray)
     return ranks
 
 
@@ -88,3 +91,22 @@ def test_tasks_that_end_without_a_word(tmp_path: Path, begun: list[int], monkeyp
     monkeypatch.setattr(RayPipelineExecutor, "run", lambda _: None)
     with pytest.raises(UserError, match=r"^--executor: 3 of 3 tasks ended on Ray without a word"):
         _executor(tmp_path / "notes").run()
+
+
+@pytest.mark.parametrize(
+    ("node", "waits"),
+    [
+        (NODE, False),
+        ({"Alive": True, "Resources": {"CPU": 8.0, "memory": 2.0 * 2**30 - 1}}, True),
+        ({"Alive": True, "Resources": {"memory": 2.0**40}}, True),
+        ({**NODE, "Alive": False}, True),
+    ],
+    ids=["fits", "memory", "no CPU", "gone"],
+)
+def test_a_cluster_without_room_is_told_of(  # type: ignore[no-untyped-def]
+    node: dict[str, object], waits: bool, tmp_path: Path, begun, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(sys.modules["ray"], "nodes", lambda: [node])
+    _executor(tmp_path / "notes").run()
+    said = "no node of the Ray cluster offers 1 CPU and 2 GiB of memory, as a task asks for; waiting for one that does"
+    assert capsys.readouterr().err == (f"selectron: warning: {said}\n" if waits else "")
