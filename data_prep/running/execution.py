@@ -76,7 +76,8 @@ def check_execution(execution: Execution) -> None:
         UserError: Ray or Slurm is not there, or no partition is named.
     """
     if execution.executor == "ray" and importlib.util.find_spec("ray") is None:
-        raise UserError("--executor", "ray is not installed", "install it (pip install ray) or use local or slurm")
+        mend = "install it (pip install 'selectron[ray]') or use local or slurm"
+        raise UserError("--executor", "ray is not installed", mend)
     if execution.executor == "slurm":
         if shutil.which("sbatch") is None:
             raise UserError("--executor", "slurm has no sbatch here", "call it on a Slurm login node or use local")

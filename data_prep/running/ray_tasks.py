@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import traceback
 from collections.abc import Iterable, Mapping
@@ -38,7 +39,7 @@ class RayExecutor(RayPipelineExecutor):
         import ray
 
         if not ray.is_initialized():
-            ray.init(log_to_driver=False)
+            ray.init(log_to_driver=False, logging_level=logging.ERROR)
         for name in self._failures():
             self.logging_dir.rm(name)
         self._warn_where_none_can_begin(ray.nodes())

@@ -1,0 +1,52 @@
+"""`selectron prepare --executor ray` on a real Ray, which each call starts for itself on this machine."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prep_fakes import options
+
+from data_prep.prepare import prepare
+from data_prep.stages import Filtering
+
+pytestmark = pytest.mark.slow
+
+ONE_PASS = ["--no-clean", "--duplicates", "keep", "--decontaminate", "off"]
+"""One stage: each takes seconds to begin on Ray, whatever there is to do."""
+
+
+def call(source: Path, output: Path, tokenizer: Path) -> subprocess.CompletedProcess[str]:
+    """`selectron prepare` with the options of `prep_fakes.options`."""
+    data = ["--input", str(source), "--output", str(output), "--tokenizer", str(tokenizer), "--tasks", "2"]
+    domains = ["--train-domains", "C4,CommonCrawl", "--test-domains", "ArXiv"]
+    sizes = ["--validation-fraction", "0.2", "--shard-tokens", "700"]
+    arguments = [*data, *domains, *sizes, *ONE_PASS, "--executor", "ray", "--workers", "2"]
+    command = [sys.executable, "-m", "megatron_ext.cli", "prepare", *arguments]
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
+
+
+def test_a_failed_task_is_the_calls_error_and_the_next_call_ends_in_the_bytes_of_one_machine(
+    records, tmp_path, tokenizer_file
+):
+    whole = (records / "b.jsonl").read_text()
+    (records / "b.jsonl").write_text(whole + "{broken\n")
+    failed = call(records, tmp_path / "ray", tokenizer_file)
+    assert failed.returncode == 2, failed.stderr
+    last = failed.stderr.splitlines()[-1]
+    assert re.search(r"^selectron: error: .*b\.jsonl:46: not JSON .*; repair it or pass --on-error skip$", last)
+    assert not (tmp_path / "ray").exists()
+
+    (records / "b.jsonl").write_text(whole)
+    done = call(records, tmp_path / "ray", tokenizer_file)
+    assert done.returncode == 0, done.stderr
+    one_pass = Filtering(cleaning=None, duplicates="keep", overlap=None)
+    prepare(options(records, tmp_path / "local", tokenizer_file, tasks=2, filtering=one_pass))
+    here, there = (
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        for folder in (tmp_path / "local", tmp_path / "ray")
+    )
+    assert here == there
