@@ -19,7 +19,7 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupBuckets
 
 from data_prep.deduplication.keys import WriteKeys
-from data_prep.deduplication.signatures import ExactSignature, NearSignature
+from data_prep.deduplication.signatures import BoundedSignature, ExactSignature, NearSignature
 from data_prep.deduplication.survivors import ChooseSurvivors, KeepSurvivors
 from data_prep.ledger import CountLeftOut, Ledger
 from data_prep.running.execution import Stage
@@ -135,7 +135,7 @@ def _deduplication(
     documents: list[PipelineStep],
     folder: str,
     tasks: int,
-    signature: NearSignature | ExactSignature,
+    signature: BoundedSignature,
     beside: Sequence[PipelineStep],
     ledger: Ledger,
 ) -> Deduplication:

@@ -5,10 +5,15 @@ Near-duplicates: MinHash over word n-grams, Lee et al. 2022 (arXiv 2107.06499). 
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain, islice
 
 import numpy as np
 import xxhash
+from datatrove.data import Document
+from datatrove.io import DataFolder, get_datafolder
 from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
 from datatrove.utils.text import simplify_text
 from datatrove.utils.word_tokenizers import WordTokenizer
@@ -17,6 +22,12 @@ from data_prep.contamination.ngrams import Hashes, window_hashes
 
 BLOCK_SHINGLES = 512
 """n-grams whose permuted hashes are in memory at a time, 0.5 MB at 112 permutations, however long a document is."""
+
+BLOCK_DOCUMENTS = 1 << 22
+"""Documents whose signatures are sorted at a time: 285 MB of a bucket's at the usual numbers."""
+
+RECORDS_AT_A_TIME = 1 << 12
+"""Signatures read at a time from each sorted block, and written, while blocks are merged."""
 
 _PRIME_BITS = np.uint64(61)
 _PRIME = (np.uint64(1) << _PRIME_BITS) - np.uint64(1)
@@ -36,14 +47,61 @@ class _Words(WordTokenizer):
         raise NotImplementedError("signatures are of words")
 
 
-class NearSignature(MinhashDedupSignature):
+class BoundedSignature(MinhashDedupSignature):
+    """datatrove's step, which sorts all signatures of a task in memory, for a task of any number of documents.
+
+    Args:
+        folder: for signatures, local or an fsspec URL.
+        config: their form.
+    """
+
+    output_folder: DataFolder
+
+    def __init__(self, folder: str, config: MinhashConfig) -> None:
+        super().__init__(folder, config, language=_Words())
+        self._folder = folder
+        number = self.config.hash_config.struct_format
+        hashes = [(f"hash{i}", f"<{number}") for i in range(self.config.hashes_per_bucket)]
+        self._record = np.dtype([*hashes, ("document", "<u4")])
+
+    def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
+        """Write a task's signatures, sorted: datatrove's file of each bucket, to the byte."""
+        documents, whole = iter(data), self.output_folder
+        super().run(islice(documents, BLOCK_DOCUMENTS), rank, world_size)
+        blocks = [whole]
+        for first in documents:
+            self.output_folder = get_datafolder(f"{self._folder}/blocks/{rank:05d}/{len(blocks):05d}")
+            super().run(chain([first], islice(documents, BLOCK_DOCUMENTS - 1)), rank, world_size)
+            blocks.append(self.output_folder)
+        self.output_folder = whole
+        if len(blocks) > 1:
+            for bucket in range(self.config.num_buckets):
+                self._merge(blocks, f"bucket_{bucket:03d}/{rank:05d}.minhash.sig")
+
+    def _merge(self, blocks: list[DataFolder], name: str) -> None:
+        records = heapq.merge(
+            *(self._records(block, name, number * BLOCK_DOCUMENTS) for number, block in enumerate(blocks))
+        )
+        with self.output_folder.open(f"merged/{name}", "wb") as file:
+            while some := list(islice(records, RECORDS_AT_A_TIME)):
+                file.write(np.array(some, self._record).tobytes())
+        for block in blocks:
+            block.rm(name)
+        self.output_folder.mv(f"merged/{name}", name)
+
+    def _records(self, block: DataFolder, name: str, first_document: int) -> Iterator[tuple[int, ...]]:
+        with block.open(name, "rb") as file:
+            while content := file.read(RECORDS_AT_A_TIME * self._record.itemsize):
+                records = np.frombuffer(content, self._record).copy()
+                records["document"] += first_document
+                yield from records.tolist()
+
+
+class NearSignature(BoundedSignature):
     """datatrove's MinHash signatures, of whitespace-delimited words, in memory that does not grow with a document.
 
     Words are those of datatrove's `simplify_text`: lower case, no punctuation, no accents, every number a 0.
     """
-
-    def __init__(self, folder: str, config: MinhashConfig) -> None:
-        super().__init__(folder, config, language=_Words())
 
     def get_shingles(self, text: str) -> Hashes:
         """Hashes of the word n-grams, shape (n-grams, 1)."""
@@ -66,11 +124,8 @@ class NearSignature(MinhashDedupSignature):
         return signature
 
 
-class ExactSignature(MinhashDedupSignature):
+class ExactSignature(BoundedSignature):
     """One signature a document: 120 bits of hash of its text, as two numbers."""
-
-    def __init__(self, folder: str, config: MinhashConfig) -> None:
-        super().__init__(folder, config, language=_Words())
 
     def get_shingles(self, text: str) -> Hashes:
         """The two numbers, shape (1, 2)."""
