@@ -87,11 +87,13 @@ def _continue(prompt: str, args: argparse.Namespace) -> None:
 
     from megatron_ext.evaluation.decoding import decoding
     from megatron_ext.evaluation.generation import Sampler, generate, greedy, text_of
+    from megatron_ext.evaluation.text_model import Draw
     from megatron_ext.training.trained import open_run, trained_model
 
     trained = open_run(args.run, args.step)
     coder = trained.coder
     ids = coder.encode(prompt)
+    draw = Draw((args.seed,), args.temperature, top_p=args.top_p)
     _check_length(trained, len(ids), args.max_tokens)
     with trained_model(trained) as model, decoding(model) as decoder:
         tokens = generate(
@@ -100,7 +102,7 @@ def _continue(prompt: str, args: argparse.Namespace) -> None:
             vocab_size=coder.size,
             max_tokens=args.max_tokens,
             end=coder.known_end,
-            choose=greedy if args.greedy else Sampler(args.temperature, args.top_p, args.seed),
+            choose=greedy if args.greedy else Sampler(draw, torch.Generator().manual_seed(args.seed)),
         )
         for text in text_of(tokens, coder.decode, before=ids):
             print(text, end="", flush=True)

@@ -1,4 +1,4 @@
-"""The likeliest continuations of many texts at a time, with what each layer remembers of them."""
+"""Continuations of many texts at a time, the likeliest or drawn, with what each layer remembers of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_ext.evaluation.decoding import remembering
+from megatron_ext.evaluation.generation import Sampler
 from megatron_ext.evaluation.next_tokens import OutputLayer, without_output_layer
 from megatron_ext.evaluation.stages import Stages
+from megatron_ext.evaluation.text_model import Draw
 from megatron_ext.evaluation.vocabulary import Vocabulary
 
 PIECE = 8192
@@ -21,7 +23,7 @@ IsDone = Callable[[Sequence[int]], bool]
 
 
 class Continuations:
-    """Greedy generation for prompts of about the same length together, each as if it stood alone.
+    """Generation for prompts of about the same length together, each as if it stood alone.
 
     There is no padding, which a mixer with a state would remember: prompts are read together as far as the shortest
     goes, then token by token, the longer ones their own tokens while the shorter ones are already continued. So they
@@ -49,7 +51,14 @@ class Continuations:
         self._vocabulary = Vocabulary(vocab_size, groups.tp)
         self._tokens_at_a_time = tokens_at_a_time
 
-    def __call__(self, prompts: Sequence[Sequence[int]], max_tokens: int, end: int, is_done: IsDone) -> list[list[int]]:
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        end: int,
+        is_done: IsDone,
+        draws: Sequence[Draw] | None = None,
+    ) -> list[list[int]]:
         """What follows each prompt, see `TextModel.generate`.
 
         Args:
@@ -57,10 +66,12 @@ class Continuations:
             max_tokens: how many at most.
             end: token that ends a text, and is left out.
             is_done: told what has been generated for a prompt, whether that is enough.
+            draws: how tokens are drawn, one for each prompt; None: the likeliest are taken.
         """
         found: dict[int, list[int]] = {}
         for numbers in self._batches([len(prompt) for prompt in prompts], max_tokens):
-            texts = [_Text(prompts[number], max_tokens) for number in numbers]
+            samplers = [None if draws is None else Sampler(draws[number]) for number in numbers]
+            texts = [_Text(prompts[number], max_tokens, own) for number, own in zip(numbers, samplers, strict=True)]
             self._continue(texts, end, is_done)
             found |= {number: text.found for number, text in zip(numbers, texts, strict=True)}
         return [found[number] for number in range(len(prompts))]
@@ -84,47 +95,60 @@ class Continuations:
             for chunk in self._chunks:
                 stack.enter_context(remembering(chunk))
             output = stack.enter_context(without_output_layer(self._chunks))
-            likeliest = self._read_prompts([text.prompt[:at] for text in texts], output)
+            found = self._read_prompts(texts, at, output)
             while True:
-                for text, token in zip(texts, likeliest, strict=True):
+                for text, token in zip(texts, found, strict=True):
                     text.take(token, at, end, is_done)
                 if not any(text.is_open for text in texts):
                     return
                 tokens_b1 = torch.tensor([[text.token(at, end)] for text in texts], device=self._device)
-                likeliest = self._next(tokens_b1, at, output)
+                found = self._next(tokens_b1, at, texts, output)
                 at += 1
 
-    def _read_prompts(self, prompts: Sequence[Sequence[int]], output: OutputLayer | None) -> list[int]:
-        tokens_bt = torch.tensor([list(prompt) for prompt in prompts], device=self._device)
-        start, likeliest = 0, [0]
-        for piece_bt in tokens_bt.split(max(1, PIECE // len(prompts)), dim=1):
-            likeliest = self._next(piece_bt, start, output)
+    def _read_prompts(self, texts: Sequence[_Text], end: int, output: OutputLayer | None) -> list[int]:
+        tokens_bt = torch.tensor([list(text.prompt[:end]) for text in texts], device=self._device)
+        start, found = 0, [0]
+        for piece_bt in tokens_bt.split(max(1, PIECE // len(texts)), dim=1):
+            found = self._next(piece_bt, start, texts, output)
             start += piece_bt.shape[1]
-        return likeliest
+        return found
 
-    def _next(self, tokens_bt: Tensor, start: int, output: OutputLayer | None) -> list[int]:
-        """Read on from a position; the likeliest token after each text."""
+    def _next(self, tokens_bt: Tensor, start: int, texts: Sequence[_Text], output: OutputLayer | None) -> list[int]:
+        """Read on from a position; the token that is to follow in each text, if it wants one there."""
         b, t = tokens_bt.shape
         positions_t = torch.arange(start, start + t, device=self._device)
         hidden_tbh = self._stages(tokens_bt, positions_t.expand(b, -1))
-        best_b = tokens_bt.new_zeros(b)
-        if output is not None:
-            _, best_b = self._vocabulary.ask(hidden_tbh[-1], output.weight_vh, best_b)
-        tokens: list[int] = self._stages.said_by_last(best_b).tolist()
+        chosen_b = tokens_bt.new_zeros(b)
+        if output is not None and texts[0].sampler is None:
+            _, chosen_b = self._vocabulary.ask(hidden_tbh[-1], output.weight_vh, chosen_b)
+        elif output is not None and any(text.wants(start + t) for text in texts):
+            logits_bv = self._vocabulary.logits(hidden_tbh[-1], output.weight_vh)
+            drawn = [text.draw(logits_bv[row]) if text.wants(start + t) else 0 for row, text in enumerate(texts)]
+            chosen_b = tokens_bt.new_tensor(drawn)
+        tokens: list[int] = self._stages.said_by_last(chosen_b).tolist()
         return tokens
 
 
 class _Text:
     """A prompt and what has been found to follow it."""
 
-    def __init__(self, prompt: Sequence[int], max_tokens: int) -> None:
-        self.prompt, self._max_tokens = prompt, max_tokens
+    def __init__(self, prompt: Sequence[int], max_tokens: int, sampler: Sampler | None) -> None:
+        self.prompt, self._max_tokens, self.sampler = prompt, max_tokens, sampler
         self.found: list[int] = []
         self.is_open = True
 
+    def wants(self, at: int) -> bool:
+        """Whether the prompt has ended before a position, and the text has not."""
+        return self.is_open and at >= len(self.prompt)
+
+    def draw(self, logits_v: Tensor) -> int:
+        """Draw the next token; all ranks that hold the text draw the same."""
+        assert self.sampler is not None
+        return self.sampler(logits_v)
+
     def take(self, token: int, at: int, end: int, is_done: IsDone) -> None:
-        """Take the likeliest token at a position, if the prompt has ended before and the text has not."""
-        if not self.is_open or at < len(self.prompt):
+        """Take a token at a position, if it is wanted there."""
+        if not self.wants(at):
             return
         if token == end:
             self.is_open = False

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.evaluation.decoding import Decoder
+from megatron_ext.evaluation.text_model import Draw
+from megatron_ext.parallel.parameters import generator_for
 
 PROMPT_PIECE = 1024
 """Tokens of a prompt that are read at a time: logits of all of a long one would not fit in memory."""
@@ -28,30 +30,36 @@ def greedy(logits_v: Tensor) -> int:
 
 
 class Sampler:
-    """Draws tokens; the same seed draws the same ones.
+    """Draws tokens; the same generator draws the same ones.
 
-    With `top_p` below 1 from the nucleus: the fewest likeliest tokens whose probabilities sum up to at least that
-    (Holtzman et al. 2020, arXiv 1904.09751).
+    `top_p` is the nucleus of Holtzman et al. 2020 (arXiv 1904.09751), `min_p` that of Nguyen et al. 2024 (arXiv
+    2407.01082).
 
     Args:
-        temperature: divides the logits, above 0.
-        top_p: in (0, 1].
-        seed: of the generator.
+        draw: how.
+        generator: of random numbers, on the CPU; None: what `draw.identity` says.
     """
 
-    def __init__(self, temperature: float, top_p: float, seed: int) -> None:
-        self._temperature, self._top_p = temperature, top_p
-        self._generator = torch.Generator().manual_seed(seed)
+    def __init__(self, draw: Draw, generator: torch.Generator | None = None) -> None:
+        self._draw = draw
+        self._generator = generator_for(*draw.identity) if generator is None else generator
 
     def __call__(self, logits_v: Tensor) -> int:
         """Draw one token from the logits [v] of any floating dtype."""
+        p_v, tokens_v = self.likeliest(logits_v)
+        return int(tokens_v[torch.multinomial(p_v, 1, generator=self._generator)])
+
+    def likeliest(self, logits_v: Tensor) -> tuple[Tensor, Tensor]:
+        """Shares float64 [v] of which tokens are drawn, falling, and those tokens [v]; those left out have none."""
         # On the CPU, so that the same probabilities are the same draw on every machine.
         logits_v = logits_v.detach().to("cpu", torch.float64)
         below_best_v = logits_v - logits_v.max()  # so that no temperature, however low, makes an infinity of it
-        p_v, tokens_v = (below_best_v / self._temperature).softmax(-1).sort(descending=True, stable=True)
-        in_nucleus_v = p_v.cumsum(-1) - p_v < self._top_p
-        drawn = torch.multinomial(p_v * in_nucleus_v, 1, generator=self._generator)
-        return int(tokens_v[drawn])
+        p_v, tokens_v = (below_best_v / self._draw.temperature).softmax(-1).sort(descending=True, stable=True)
+        if self._draw.top_k is not None and self._draw.top_k < len(p_v):
+            p_v = p_v * (p_v >= p_v[self._draw.top_k - 1])  # with those that are as likely as the last one
+        p_v = p_v / p_v.sum()
+        taken_v = (p_v.cumsum(-1) - p_v < self._draw.top_p) & (p_v >= self._draw.min_p * p_v[0])
+        return p_v * taken_v, tokens_v
 
 
 def generate(

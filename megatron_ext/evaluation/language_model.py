@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.evaluation.continuations import Continuations, IsDone
 from megatron_ext.evaluation.next_tokens import NOTHING, NextTokens, Text
-from megatron_ext.evaluation.text_model import Foretelling, Request, Score
+from megatron_ext.evaluation.text_model import Draw, Foretelling, Request, Score
 from megatron_ext.platform import Platform
 
 
@@ -109,8 +109,14 @@ class LanguageModel:
         misses: list[int] = self._next_tokens(asked).misses.tolist()
         return misses
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, is_done: IsDone) -> list[list[int]]:
-        """The likeliest continuations; see `TextModel`."""
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        is_done: IsDone,
+        draws: Sequence[Draw] | None = None,
+    ) -> list[list[int]]:
+        """Continuations, the likeliest or drawn; see `TextModel`."""
         for prompt in prompts:
             self._check_length(len(prompt) + max_tokens)
         write = Continuations(
@@ -121,7 +127,8 @@ class LanguageModel:
             tokens_at_a_time=self._micro_batch_size * self._max_length,
         )
         sharing = self._groups.dp_cp
-        own = write(prompts[sharing.rank() :: sharing.size()], max_tokens, self.end_id, is_done)
+        mine = slice(sharing.rank(), None, sharing.size())
+        own = write(prompts[mine], max_tokens, self.end_id, is_done, None if draws is None else draws[mine])
         shares: list[list[list[int]]] = [[] for _ in range(sharing.size())]
         dist.all_gather_object(shares, own, group=sharing)
         return [shares[number % sharing.size()][number // sharing.size()] for number in range(len(prompts))]

@@ -46,6 +46,25 @@ class Score:
     is_greedy: bool
 
 
+@dataclass(frozen=True)
+class Draw:
+    """How the tokens that go on a text are drawn.
+
+    Attributes:
+        identity: numbers that decide what is drawn, under any layout: two texts with the same ones draw alike.
+        temperature: divides the logits, above 0.
+        top_k: from so many likeliest tokens; None: from all.
+        top_p: then from the fewest likeliest of them whose probabilities sum up to at least that, in (0, 1].
+        min_p: then from those at least so likely, beside the likeliest one, in [0, 1].
+    """
+
+    identity: tuple[int, ...]
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
 class TextModel(Protocol):
     """A language model with its tokenizer, under any layout. Its calls are collective: every rank gives the same
     arguments and gets the same results.
@@ -82,14 +101,19 @@ class TextModel(Protocol):
         """
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, is_done: Callable[[Sequence[int]], bool]
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        is_done: Callable[[Sequence[int]], bool],
+        draws: Sequence[Draw] | None = None,
     ) -> list[list[int]]:
-        """The likeliest next tokens, one after the other (greedy), for each prompt.
+        """The next tokens of each prompt, one after the other.
 
         Args:
             prompts: tokens, at least one each; with `max_tokens` they fit into `max_length`.
             max_tokens: how many at most.
             is_done: told what has been generated for a prompt after each token, whether that is enough.
+            draws: how tokens are drawn, one for each prompt; None: the likeliest are taken (greedy).
 
         Returns:
             What follows each prompt: the end-of-document token ends it and is left out.

@@ -40,6 +40,13 @@ class Vocabulary:
         log_p, best = zip(*answers, strict=True)
         return torch.cat(log_p), torch.cat(best)
 
+    def logits(self, hidden_nh: Tensor, weight_vh: Tensor) -> Tensor:
+        """Logits [n, v] in fp32 on every rank of the group, of few positions; a collective call, see `ask`."""
+        own_nv = (hidden_nh.to(weight_vh.dtype) @ weight_vh.T).float().contiguous()
+        parts = [torch.empty_like(own_nv) for _ in range(self._group.size())]
+        dist.all_gather(parts, own_nv, group=self._group)
+        return torch.cat(parts, dim=1)[:, : self._size]
+
     def _ask(self, logits_nv: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
         rows = logits_nv.shape[1]
         first = self._group.rank() * rows

@@ -9,8 +9,9 @@ import torch
 
 from megatron_ext.config.derive import derive
 from megatron_ext.config.schema import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
+from megatron_ext.evaluation.generation import Sampler
 from megatron_ext.evaluation.language_model import LanguageModel
-from megatron_ext.evaluation.text_model import Foretelling, Request, Score
+from megatron_ext.evaluation.text_model import Draw, Foretelling, Request, Score
 from megatron_ext.model import build_model
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.platform import select_platform
@@ -110,6 +111,34 @@ def continue_with(
     chunks, groups, platform = _chunks(parallel, "fp32", False, pattern, mixers, block)
     model = LanguageModel(chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=1)
     return model.generate(prompts, 9, lambda tokens: tokens[-1] > 50)
+
+
+def drawn(
+    rank: int, world_size: int, parallel: dict[str, Any], prompts: list[list[int]], draws: list[Draw]
+) -> list[list[int]]:
+    """Drawn continuations of at most 9 tokens, or until one is above 50."""
+    chunks, groups, platform = _chunks(parallel, "fp32", False)
+    model = LanguageModel(chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=1)
+    return model.generate(prompts, 9, lambda tokens: tokens[-1] > 50, draws)
+
+
+def drawn_by_hand(rank: int, world_size: int, prompts: list[list[int]], draws: list[Draw]) -> list[list[int]]:
+    """The same in one process, a token at a time from all logits."""
+    (model,), _, _ = _chunks({}, "fp32", False)
+    model.eval()
+    texts = []
+    for prompt, draw in zip(prompts, draws, strict=True):
+        sampler, text = Sampler(draw), []
+        while len(text) < 9 and (not text or text[-1] <= 50):
+            tokens = [*prompt, *text]
+            with torch.no_grad():
+                logits_btv = model(torch.tensor([tokens]), torch.arange(len(tokens))[None], attention_mask=None)
+            token = sampler(logits_btv[0, -1, :VOCABULARY])
+            if token == END:
+                break
+            text.append(token)
+        texts.append(text)
+    return texts
 
 
 def too_long(rank: int, world_size: int) -> list[str]:

@@ -8,11 +8,17 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from megatron_ext.evaluation import generation
 from megatron_ext.evaluation.generation import Sampler, generate, greedy, text_of
+from megatron_ext.evaluation.text_model import Draw
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.1, 0.3, 0.15])
+
+
+def _sampler(temperature: float, top_p: float, seed: int) -> Sampler:
+    return Sampler(Draw((seed,), temperature, top_p=top_p))
 
 
 def _shares(sampler: Sampler, logits: Tensor, draws: int = 4000) -> Tensor:
@@ -24,7 +30,7 @@ def _shares(sampler: Sampler, logits: Tensor, draws: int = 4000) -> Tensor:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_draws_follow_the_softmax_of_the_logits_over_the_temperature(temperature: float) -> None:
     expected = PROBABILITIES ** (1 / temperature)
-    found = _shares(Sampler(temperature, 1.0, seed=1), PROBABILITIES.log() + 3.0)
+    found = _shares(_sampler(temperature, 1.0, seed=1), PROBABILITIES.log() + 3.0)
     torch.testing.assert_close(found, expected / expected.sum(), rtol=0, atol=0.03)  # four standard errors
 
 
@@ -34,25 +40,52 @@ def test_draws_follow_the_softmax_of_the_logits_over_the_temperature(temperature
 def test_the_nucleus_is_the_fewest_tokens_that_reach_top_p(top_p: float, nucleus: list[int]) -> None:
     expected = torch.zeros(5)
     expected[nucleus] = PROBABILITIES[nucleus] / PROBABILITIES[nucleus].sum()
-    found = _shares(Sampler(1.0, top_p, seed=2), PROBABILITIES.log())
+    found = _shares(_sampler(1.0, top_p, seed=2), PROBABILITIES.log())
     assert found.nonzero().flatten().tolist() == nucleus
     torch.testing.assert_close(found, expected, rtol=0, atol=0.03)
 
 
 def test_the_nucleus_is_taken_after_the_temperature() -> None:
     """At temperature 0.5 the likeliest token has 0.16 / 0.285 = 0.56."""
-    assert _shares(Sampler(0.5, 0.5, seed=3), PROBABILITIES.log(), 100)[1] == 1.0
-    assert _shares(Sampler(1.0, 0.5, seed=3), PROBABILITIES.log(), 100)[1] < 1.0
+    assert _shares(_sampler(0.5, 0.5, seed=3), PROBABILITIES.log(), 100)[1] == 1.0
+    assert _shares(_sampler(1.0, 0.5, seed=3), PROBABILITIES.log(), 100)[1] < 1.0
 
 
 def test_a_seed_draws_the_same_tokens() -> None:
-    first, again, other = (Sampler(1.0, 0.9, seed) for seed in (5, 5, 6))
+    first, again, other = (_sampler(1.0, 0.9, seed) for seed in (5, 5, 6))
     drawn = [[sampler(PROBABILITIES.log()) for _ in range(30)] for sampler in (first, again, other)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+@pytest.mark.parametrize("top_k", [None, 1, 7, 40, 99])
+@pytest.mark.parametrize("top_p", [0.2, 0.9, 1.0])
+@pytest.mark.parametrize(("temperature", "min_p"), [(1.0, 0.0), (0.6, 0.05), (1.7, 0.3)])
+def test_tokens_are_left_out_as_transformers_does(
+    temperature: float, top_k: int | None, top_p: float, min_p: float
+) -> None:
+    logits_v = torch.randn(50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    logits_v[7] = logits_v[9]  # two that are equally likely
+    warpers: list[Any] = [TemperatureLogitsWarper(temperature)]
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)]
+    scores_1v = logits_v[None].clone()
+    for warp in warpers:
+        scores_1v = warp(None, scores_1v)
+    p_v, tokens_v = Sampler(Draw((1,), temperature, top_k, top_p, min_p)).likeliest(logits_v)
+    found_v = torch.zeros_like(p_v).scatter(0, tokens_v, p_v / p_v.sum())
+    torch.testing.assert_close(found_v, scores_1v[0].softmax(-1))
+    assert 1 <= int((found_v > 0).sum()) <= 50
+
+
+def test_what_is_drawn_is_a_function_of_all_numbers_of_the_identity() -> None:
+    logits = torch.zeros(1000)
+    drawn = {identity: Sampler(Draw(identity))(logits) for identity in [(1, 2), (2, 1), (12,), (1, 3)]}
+    assert len(set(drawn.values())) == 4
+    assert Sampler(Draw((2, 1)))(logits) == drawn[2, 1]
+
+
 def test_next_to_no_temperature_is_greedy() -> None:
-    assert {Sampler(5e-324, 1.0, seed)(PROBABILITIES.log()) for seed in range(9)} == {1}
+    assert {_sampler(5e-324, 1.0, seed)(PROBABILITIES.log()) for seed in range(9)} == {1}
 
 
 def test_greedy_takes_the_likeliest() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import asked
 import pytest
 
-from megatron_ext.evaluation.text_model import Foretelling, Request
+from megatron_ext.evaluation.text_model import Draw, Foretelling, Request
 
 pytestmark = pytest.mark.slow
 
@@ -131,6 +131,30 @@ def test_every_mixer_remembers_under_every_layout(others: tuple[Any, ...], promp
     assert len({tuple(text) for text in expected}) > 5
     for parallel in ({"tensor": 2, "sequence": True}, {"context": 2}, {"pipeline": 2}):
         assert pool.run(asked.continue_with, 2, parallel, *others, prompts)[0] == expected, parallel
+
+
+@pytest.fixture(scope="module")
+def draws_and_texts(pool: Any, prompts: list[list[int]]) -> tuple[list[Draw], list[list[int]]]:
+    """Of all kinds, in one batch, and what is drawn a token at a time."""
+    shapes = [(1.0, None, 1.0, 0.0), (0.7, 20, 1.0, 0.0), (1.5, None, 0.9, 0.0), (1.2, 40, 0.95, 0.02)]
+    draws = [Draw((3, number), *shapes[number % 4]) for number in range(len(prompts))]
+    return draws, pool.run(asked.drawn_by_hand, 1, prompts, draws)[0]
+
+
+@EVERY_LAYOUT
+def test_every_layout_draws_what_is_drawn_a_token_at_a_time(
+    parallel: dict[str, Any] | None, prompts: Any, draws_and_texts: tuple[list[Draw], Any], pool: Any
+) -> None:
+    draws, expected = draws_and_texts
+    ranks = pool.run(asked.drawn, 1 if parallel is None else 2, parallel or {}, prompts, draws)
+    assert all(texts == expected for texts in ranks)
+
+
+def test_the_same_text_is_drawn_anew_for_another_identity(pool: Any) -> None:
+    prompts = [[5, 6, 7]] * 6
+    texts = pool.run(asked.drawn, 1, {}, prompts, [Draw((number,)) for number in (1, 2, 3, 4, 5, 1)])[0]
+    assert len({tuple(text) for text in texts}) == 5
+    assert texts[0] == texts[5]
 
 
 def test_a_tied_output_layer(

@@ -6,7 +6,7 @@ Imports lm-eval.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from lm_eval.api.instance import Instance
@@ -16,7 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from megatron_ext.errors import UserError
-from megatron_ext.evaluation.text_model import Request, TextModel
+from megatron_ext.evaluation.text_model import Draw, Request, TextModel
 
 MAX_TOKENS = 256
 """Tokens that are generated at most where a task does not say: as many as by lm-eval's Hugging Face model."""
@@ -24,8 +24,8 @@ MAX_TOKENS = 256
 PIECE = 256
 """Texts that the model is given at a time: enough to fill every layout, few enough to see how far it is."""
 
-OF_A_DRAW = {"temperature", "top_k", "top_p", "min_p"}
-"""Arguments that shape a draw; where nothing is drawn they say nothing."""
+USUAL = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+"""Of a draw, where a task does not say: as transformers' `generate`, which lm-eval's Hugging Face model calls."""
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
@@ -40,13 +40,15 @@ class Generation:
     Attributes:
         until: texts that end it, and are cut off.
         max_tokens: most tokens.
+        draw: how tokens are drawn, for any text; None: the likeliest are taken.
     """
 
     until: tuple[str, ...]
     max_tokens: int
+    draw: Draw | None = None
 
 
-def greedy_generation(arguments: Mapping[str, Any], max_length: int) -> Generation:
+def generation_of(arguments: Mapping[str, Any], max_length: int) -> Generation:
     """What a task's generation arguments ask for.
 
     Args:
@@ -54,21 +56,34 @@ def greedy_generation(arguments: Mapping[str, Any], max_length: int) -> Generati
         max_length: tokens that the model takes at most.
 
     Raises:
-        UserError: they ask for anything but the likeliest tokens, or for as many as leave no room for a question.
+        UserError: they ask for what is not done here, as beams, or for as many tokens as leave no room for a question.
     """
     given = dict(normalize_gen_kwargs(dict(arguments), MAX_TOKENS))
     until, max_tokens, draws = given.pop("until"), given.pop("max_gen_toks"), given.pop("do_sample")
-    others = {
-        name: value for name, value in given.items() if name not in OF_A_DRAW and (name, value) != ("num_beams", 1)
-    }
-    if draws or others:
-        asked = ", ".join(f"{name}={value}" for name, value in arguments.items() if name in others or draws)
-        mend = "choose a task that generates greedily, or run this one with lm-eval on an exported checkpoint"
-        raise UserError("fewshot.tasks", f"the task does not generate greedily: {asked}", mend)
+    shape = {name: default if given.get(name) is None else given[name] for name, default in USUAL.items()}
+    others = {name: value for name, value in given.items() if name not in USUAL and (name, value) != ("num_beams", 1)}
+    if others:
+        asked = ", ".join(f"{name}={value}" for name, value in others.items())
+        mend = "leave the task out, or run it with lm-eval on an exported checkpoint"
+        raise UserError("fewshot.tasks", f"the task asks for what is not done here: {asked}", mend)
     if max_tokens >= max_length:
         problem = f"the task generates up to {max_tokens} tokens, and the model takes {max_length} with the question"
         raise UserError("fewshot.tasks", problem, "leave the task out for this model")
-    return Generation(tuple(until), max_tokens)
+    return Generation(tuple(until), max_tokens, _draw_of(shape) if draws else None)
+
+
+def _draw_of(shape: Mapping[str, Any]) -> Draw:
+    temperature, top_k, top_p, min_p = (shape[name] for name in ("temperature", "top_k", "top_p", "min_p"))
+    for name, fits in (
+        ("temperature", temperature > 0),
+        ("top_k", top_k >= 0),
+        ("top_p", 0 < top_p <= 1),
+        ("min_p", 0 <= min_p <= 1),
+    ):
+        if not fits:
+            mend = "mend the task's generation_kwargs, or leave the task out"
+            raise UserError("fewshot.tasks", f"the task draws with {name}={shape[name]}", mend)
+    return Draw((), float(temperature), int(top_k) or None, float(top_p), float(min_p))
 
 
 class SelectronLM(TemplateLM):
@@ -79,15 +94,16 @@ class SelectronLM(TemplateLM):
 
     Args:
         model: what answers.
+        seed: of what is drawn.
 
     Attributes:
         asked: texts so far that the model was given; each choice of a question is one.
         truncated: those of them that were longer than it takes, and lost their beginning.
     """
 
-    def __init__(self, model: TextModel) -> None:
+    def __init__(self, model: TextModel, seed: int = 0) -> None:
         super().__init__()
-        self._model = model
+        self._model, self._seed = model, seed
         self.asked = self.truncated = 0
 
     @property
@@ -138,16 +154,22 @@ class SelectronLM(TemplateLM):
         return Request(self._end_of(context, room), continuation)
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The likeliest continuations of texts, cut before the first of a task's stop texts."""
+        """Continuations of texts, cut before the first of a task's stop texts."""
         alike: dict[Generation, list[int]] = {}
         for number, request in enumerate(requests):
             _, arguments = request.args
-            alike.setdefault(greedy_generation(arguments, self.max_length), []).append(number)
+            alike.setdefault(generation_of(arguments, self.max_length), []).append(number)
         found: dict[int, str] = {}
         for generation, numbers in alike.items():
-            prompts = [self._prompt(requests[number].args[0], generation.max_tokens) for number in numbers]
-            found |= zip(numbers, self._generate(prompts, generation, disable_tqdm), strict=True)
+            questions = [self._question(requests[number].args[0], generation) for number in numbers]
+            found |= zip(numbers, self._generate(questions, generation, disable_tqdm), strict=True)
         return [found[number] for number in range(len(requests))]
+
+    def _question(self, text: str, generation: Generation) -> tuple[list[int], Draw | None]:
+        """Tokens of a prompt, and how those after it are drawn: each text by itself, the same text asked twice, too."""
+        prompt = self._prompt(text, generation.max_tokens)
+        draw = None if generation.draw is None else replace(generation.draw, identity=(self._seed, self.asked))
+        return prompt, draw
 
     def _prompt(self, text: str, max_tokens: int) -> list[int]:
         tokens = self._model.encode(text) or [self.prefix_token_id]
@@ -158,7 +180,9 @@ class SelectronLM(TemplateLM):
         self.truncated += len(tokens) > room
         return tokens[-room:]
 
-    def _generate(self, prompts: Sequence[list[int]], generation: Generation, disable_tqdm: bool) -> list[str]:
+    def _generate(
+        self, questions: Sequence[tuple[list[int], Draw | None]], generation: Generation, disable_tqdm: bool
+    ) -> list[str]:
         decode = self._model.decode
         # The end of a document ends a text as a token, and as characters that the model writes out.
         stops = [stop for stop in handle_stop_sequences(list(generation.until), decode([self.eot_token_id])) if stop]
@@ -167,10 +191,14 @@ class SelectronLM(TemplateLM):
             text = decode(tokens)
             return any(stop in text for stop in stops)
 
-        def generate(piece: Sequence[list[int]]) -> list[list[int]]:
-            return self._model.generate(piece, generation.max_tokens, is_done)
+        def generate(piece: Sequence[tuple[list[int], Draw | None]]) -> list[list[int]]:
+            draws = [draw for _, draw in piece if draw is not None]
+            return self._model.generate([prompt for prompt, _ in piece], generation.max_tokens, is_done, draws or None)
 
-        continuations = _in_pieces(prompts, len, generate, "Generating", disable_tqdm)
+        def size(question: tuple[list[int], Draw | None]) -> int:
+            return len(question[0])
+
+        continuations = _in_pieces(questions, size, generate, "Generating", disable_tqdm)
         return [postprocess_generated_text(decode(tokens), stops, None) for tokens in continuations]
 
 

@@ -27,7 +27,7 @@ class FewshotOptions:
             does, from the Hugging Face hub, as all other tasks and groups do.
         split: rows of the tasks over `data`; see `local_task`.
         include_path: folder of the user's own definitions; None: lm-eval's alone.
-        seed: of the choice of examples; lm-eval's own unless told.
+        seed: of the choice of examples, and of what tasks have drawn; lm-eval's own unless told.
 
     Raises:
         UserError: a split without `data`.

@@ -39,8 +39,8 @@ def evaluate_fewshot(model: TextModel, options: FewshotOptions) -> FewshotResult
         What was found, on the first rank; None on others, which print nothing either.
 
     Raises:
-        UserError: lm-eval is not installed, a task is not known, does not generate greedily or runs code, or a file is
-            missing or damaged.
+        UserError: lm-eval is not installed, a task is not known, generates as is not done here or runs code, or a file
+            is missing or damaged.
     """
     check_installed()
     is_first = not dist.is_initialized() or dist.get_rank() == 0
@@ -114,7 +114,7 @@ def _evaluate(model: TextModel, options: FewshotOptions, is_first: bool) -> dict
     from megatron_ext.evaluation.fewshot.tasks import LocalTask, load_tasks
 
     loaded = load_tasks(options, model.max_length)
-    lm = SelectronLM(model)
+    lm = SelectronLM(model, options.seed)
     # Some standard errors are drawn by processes that lm-eval starts: once, not on every rank.
     draws = BOOTSTRAP_DRAWS if is_first else 0
     found = evaluate(lm=lm, task_dict=loaded, limit=options.limit, log_samples=False, bootstrap_iters=draws)

@@ -19,7 +19,7 @@ from lm_eval.tasks._index import Kind
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from megatron_ext.errors import UserError
-from megatron_ext.evaluation.fewshot.adapter import greedy_generation
+from megatron_ext.evaluation.fewshot.adapter import generation_of
 from megatron_ext.evaluation.fewshot.options import FewshotOptions, Split
 from megatron_ext.evaluation.fewshot.published import PUBLISHED_SETS, Row, find_file, read_rows
 
@@ -155,7 +155,7 @@ def _check_task(name: str, task: Any, max_length: int) -> None:
     if getattr(task, "MULTIMODAL", False):
         raise UserError("fewshot.tasks", f"{name} shows pictures or plays sounds", elsewhere)
     if task.OUTPUT_TYPE == "generate_until":
-        greedy_generation(task.config.generation_kwargs or {}, max_length)
+        generation_of(task.config.generation_kwargs or {}, max_length)
 
 
 def _set_examples(task: Any, options: FewshotOptions) -> None:

@@ -9,7 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from megatron_ext.evaluation.text_model import Request, Score
+from megatron_ext.evaluation.generation import Choose, Sampler, greedy
+from megatron_ext.evaluation.text_model import Draw, Request, Score
 
 END = "<|endoftext|>"
 MAX_LENGTH = 128
@@ -86,16 +87,26 @@ class PlainModel:
         return Score(float(log_p_tv[range(len(targets)), targets].sum()), bool((likeliest == targets).all()))
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, is_done: Callable[[Sequence[int]], bool]
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        is_done: Callable[[Sequence[int]], bool],
+        draws: Sequence[Draw] | None = None,
     ) -> list[list[int]]:
-        self.asked.append((list(prompts), max_tokens))
-        return [self._continue(list(prompt), max_tokens, is_done) for prompt in prompts]
+        self.asked.append((list(prompts), max_tokens, draws))
+        choices = [greedy] * len(prompts) if draws is None else [Sampler(draw) for draw in draws]
+        return [
+            self._continue(list(prompt), max_tokens, is_done, choose)
+            for prompt, choose in zip(prompts, choices, strict=True)
+        ]
 
-    def _continue(self, prompt: list[int], max_tokens: int, is_done: Callable[[Sequence[int]], bool]) -> list[int]:
+    def _continue(
+        self, prompt: list[int], max_tokens: int, is_done: Callable[[Sequence[int]], bool], choose: Choose
+    ) -> list[int]:
         assert len(prompt) + max_tokens <= MAX_LENGTH
         found: list[int] = []
         while len(found) < max_tokens and not (found and is_done(found)):
-            token = int(self._logits([*prompt, *found])[-1].argmax())
+            token = choose(self._logits([*prompt, *found])[-1])
             if token == self.end_id:
                 break
             found.append(token)

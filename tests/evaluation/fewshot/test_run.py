@@ -17,10 +17,11 @@ from small_model import MAX_LENGTH, PlainModel, small_llama, small_tokenizer
 
 from megatron_ext.config.validate import validate
 from megatron_ext.errors import UserError
-from megatron_ext.evaluation.fewshot.adapter import greedy_generation
+from megatron_ext.evaluation.fewshot.adapter import Generation, generation_of
 from megatron_ext.evaluation.fewshot.options import FewshotOptions
 from megatron_ext.evaluation.fewshot.results import write_results
 from megatron_ext.evaluation.fewshot.run import evaluate_fewshot
+from megatron_ext.evaluation.text_model import Draw
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +150,10 @@ def test_rows_that_cannot_be_read(model: PlainModel, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("generation_kwargs: {do_sample: true, temperature: 0.7}\n", "do_sample=True, temperature=0.7"),
+        ("generation_kwargs: {do_sample: true, max_gen_toks: 4, temperature: 0}\n", "draws with temperature=0"),
+        ("generation_kwargs: {temperature: 0.7, max_gen_toks: 4, top_p: 1.5}\n", "draws with top_p=1.5"),
+        ("generation_kwargs: {do_sample: true, max_gen_toks: 4, top_k: -1}\n", "draws with top_k=-1"),
+        ("generation_kwargs: {do_sample: true, max_gen_toks: 4, typical_p: 0.2}\n", "not done here: typical_p=0.2"),
         ("generation_kwargs: {until: ['x'], num_beams: 4}\n", "num_beams=4"),
         ("generation_kwargs: {until: ['x']}\n", f"up to 256 tokens, and the model takes {MAX_LENGTH}"),
         ("generation_kwargs: {until: ['x'], max_gen_toks: 4}\nunsafe_code: true\n", "runs code"),
@@ -164,8 +168,14 @@ def test_what_a_text_model_does_not_do_is_refused_before_it_is_asked(
 
 def test_arguments_that_are_greedy_all_the_same() -> None:
     given = {"until": "x", "do_sample": False, "temperature": 0.8, "top_p": 0.95, "num_beams": 1, "max_new_tokens": 9}
-    generation = greedy_generation(given, 64)
-    assert (generation.until, generation.max_tokens) == (("x",), 9)
+    generation = generation_of(given, 64)
+    assert generation == Generation(("x",), 9)
+
+
+def test_what_a_task_leaves_out_of_a_draw_is_as_transformers_has_it() -> None:
+    given = {"until": "x", "do_sample": True, "temperature": 0.8, "max_gen_toks": 9, "top_p": None}
+    assert generation_of(given, 64).draw == Draw((), 0.8, 50, 1.0, 0.0)
+    assert generation_of(given | {"top_k": 0, "min_p": 0.1}, 64).draw == Draw((), 0.8, None, 1.0, 0.1)
 
 
 def test_a_task_that_takes_no_examples_takes_none(model: PlainModel, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from megatron_ext.evaluation.text_model import Foretelling, Request, Score
+from megatron_ext.evaluation.text_model import Draw, Foretelling, Request, Score
 
 END = 0
 
@@ -40,8 +40,13 @@ class Letters:
         return [sum(self._next_token(one.tokens[:at]) != one.tokens[at] for at in one.asked) for one in texts]
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, is_done: Callable[[Sequence[int]], bool]
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        is_done: Callable[[Sequence[int]], bool],
+        draws: Sequence[Draw] | None = None,
     ) -> list[list[int]]:
+        assert draws is None
         found = []
         for prompt in prompts:
             self.prompts.append(self.decode(prompt))

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from megatron_ext.evaluation.text_model import Foretelling, Request, Score
+from megatron_ext.evaluation.text_model import Draw, Foretelling, Request, Score
 
 END = 0
 
@@ -53,8 +53,13 @@ class FakeModel:
         self._answer = answer
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, is_done: Callable[[Sequence[int]], bool]
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        is_done: Callable[[Sequence[int]], bool],
+        draws: Sequence[Draw] | None = None,
     ) -> list[list[int]]:
+        assert draws is None
         assert all(len(prompt) + max_tokens <= self.max_length for prompt in prompts)
         self.asked += len(prompts)
         return [self._write(prompt, max_tokens, is_done) for prompt in prompts]
