@@ -50,10 +50,12 @@ class Problems:
 
     Attributes:
         on_error: `stop` raises at the first one, `skip` counts.
+        otherwise: what a user who is stopped can do besides mending the record.
         counts: number of skipped records by (file, reason).
     """
 
     on_error: Literal["stop", "skip"] = "stop"
+    otherwise: str = "pass --on-error skip"
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def report(self, file: str, line: int | str | None, reason: str, detail: str = "", mend: str = "repair it") -> None:
@@ -72,7 +74,7 @@ class Problems:
         if self.on_error == "stop":
             where = file if line is None else f"{file}:{line}"
             problem = f"{reason} ({detail})" if detail else reason
-            raise UserError(where, " ".join(problem.split()), f"{mend} or pass --on-error skip")
+            raise UserError(where, " ".join(problem.split()), f"{mend} or {self.otherwise}")
         self.counts[file, reason] += 1
 
 

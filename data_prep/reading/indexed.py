@@ -5,6 +5,7 @@ The only module here that needs Megatron: its format is read and written by Mega
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
-from data_prep.documents import Advance, Problems
+from data_prep.documents import LONGEST_TEXT, Advance, MalformedError, Problems
 from data_prep.manifest import DomainEntry, Manifest, verify_shard
 from data_prep.reading.inputs import InputFile
 from data_prep.tokenization.vocabularies import TextTokenizer
@@ -38,22 +39,72 @@ class IndexedReader:
         dataset = _open(file, problems)
         if dataset is None:
             return
-        bounds = dataset.document_indices
-        for number in range(len(bounds) - 1):
-            advance(file.size * (number + 1) // (len(bounds) - 1) - file.size * number // (len(bounds) - 1))
-            parts = [dataset[sequence] for sequence in range(int(bounds[number]), int(bounds[number + 1]))]
-            tokens = np.concatenate(parts).tolist() if parts else []
-            if self._end is not None and tokens and tokens[-1] == self._end[1]:
-                del tokens[-1]
-            if any(not 0 <= token < self._tokenizer.vocab_size for token in tokens):
-                detail = f"token {max(tokens)} of {self._tokenizer.vocab_size}"
-                problems.report(file.location, number + 1, "not the tokens of --source-tokenizer", detail)
-                continue
-            text = self._tokenizer.decode(tokens)
-            if text.strip():
-                yield f":{number + 1}", text, domain or _domain_of(file)
-            else:
-                problems.report(file.location, number + 1, "no text")
+        total, number = len(dataset.document_indices) - 1, 0
+        try:
+            for number, (start, count) in enumerate(_documents(dataset), start=1):
+                advance(file.size * number // total - file.size * (number - 1) // total)
+                try:
+                    yield f":{number}", self._text(dataset, start, count), domain or _domain_of(file)
+                except MalformedError as error:
+                    problems.report(file.location, number, error.reason, error.detail)
+        except BrokenIndexError as error:
+            problems.report(file.location, number + 1, "does not fit its .bin", str(error))
+
+    def _text(self, dataset: IndexedDataset, start: int, count: int) -> str:
+        if count > LONGEST_TEXT:
+            raise MalformedError("too long", f"{count:,} tokens, at most {LONGEST_TEXT:,} are taken")
+        tokens = dataset.bin_reader.read(dataset.index.dtype, count, start)
+        if self._end is not None and count and tokens[-1] == self._end[1]:
+            tokens = tokens[:-1]
+        unknown = tokens[(tokens < 0) | (tokens >= self._tokenizer.vocab_size)]
+        if len(unknown):
+            detail = f"token {unknown[0]} of {self._tokenizer.vocab_size}"
+            raise MalformedError("not the tokens of --source-tokenizer", detail)
+        text = self._tokenizer.decode(tokens.tolist())
+        if not text.strip():
+            raise MalformedError("no text")
+        if len(text) > LONGEST_TEXT:
+            raise MalformedError("too long", f"{len(text):,} characters, at most {LONGEST_TEXT:,} are taken")
+        return text
+
+
+class BrokenIndexError(ValueError):
+    """An index that contradicts itself or its .bin."""
+
+
+class _Dataset(IndexedDataset):
+    """Megatron's, silent where its files cannot be opened: its own `__del__` then prints an error."""
+
+    def __del__(self) -> None:
+        for name in ("bin_reader", "index"):
+            self.__dict__.pop(name, None)
+
+
+def _documents(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
+    """First byte and number of tokens of every document.
+
+    Megatron writes sequence after sequence, and documents of sequences in their order.
+
+    Raises:
+        BrokenIndexError: the index says otherwise, or the .bin ends before.
+    """
+    lengths, starts, bounds = dataset.sequence_lengths, dataset.index.sequence_pointers, dataset.document_indices
+    size = Path(f"{dataset.path_prefix}.bin").stat().st_size
+    if bounds[0] != 0:
+        raise BrokenIndexError(f"the first document begins with sequence {bounds[0]}")
+    end = 0
+    for first, last in itertools.pairwise(map(int, bounds)):
+        if not first <= last <= len(lengths):
+            raise BrokenIndexError(f"a document of the sequences {first} to {last} of {len(lengths)}")
+        start = end
+        for sequence in range(first, last):
+            if starts[sequence] != end or lengths[sequence] < 0:
+                where = f"sequence {sequence} has {lengths[sequence]} tokens from byte {starts[sequence]} on"
+                raise BrokenIndexError(f"{where}, and the one before ends at {end}")
+            end += int(lengths[sequence]) * dataset.index.dtype_size
+        if end > size:
+            raise BrokenIndexError(f"a document of the bytes {start} to {end} of {size}")
+        yield start, (end - start) // dataset.index.dtype_size
 
 
 def _open(file: InputFile, problems: Problems) -> IndexedDataset | None:
@@ -65,9 +116,12 @@ def _open(file: InputFile, problems: Problems) -> IndexedDataset | None:
     if not IndexedDataset.exists(prefix):
         problems.report(file.location, None, "has no .bin beside it")
         return None
+    if not Path(f"{prefix}.bin").stat().st_size:  # which cannot be mapped to memory
+        problems.report(file.location, None, "has an empty .bin beside it")
+        return None
     try:
-        return IndexedDataset(prefix)
-    except (AssertionError, OSError, ValueError, struct.error) as error:
+        return _Dataset(prefix)
+    except (AssertionError, OSError, OverflowError, ValueError, struct.error) as error:
         problems.report(file.location, None, "not an index of Megatron's", str(error))
         return None
 

@@ -34,8 +34,18 @@ def read_table(
                 except MalformedError as error:
                     problems.report(file.location, number, error.reason, error.detail)
                 advance(share)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
+        if not _is_broken(error):
+            raise
         problems.report(file.location, number + 1, "Parquet file broken", str(error))
+
+
+def _is_broken(error: Exception) -> bool:
+    """Whether the file's content is at fault: pyarrow says so with errors of its own, or a bare OSError without number.
+
+    What a file system says has a number, or a type of its own.
+    """
+    return not isinstance(error, OSError) or (type(error) is OSError and error.errno is None)
 
 
 def _rows(stream: Any, size: int) -> Iterator[tuple[dict[str, pyarrow.Scalar], int]]:
@@ -45,12 +55,13 @@ def _rows(stream: Any, size: int) -> Iterator[tuple[dict[str, pyarrow.Scalar], i
     columns = [name for name in COLUMNS if name in table.schema_arrow.names]
     if "text" not in columns:
         raise pyarrow.ArrowInvalid("no column `text`")
-    total, done = table.metadata.num_rows, 0
-    for batch in table.iter_batches(_batch_rows(table.metadata), columns=columns):
-        for row in range(batch.num_rows):
-            share = size * (done + 1) // total - size * done // total
-            done += 1
-            yield {name: batch.column(name)[row] for name in columns}, share
+    total, done, rows = table.metadata.num_rows, 0, _batch_rows(table.metadata)
+    for group in range(table.num_row_groups):  # one by one: a batch over several is lost where the last of them is
+        for batch in table.iter_batches(rows, row_groups=[group], columns=columns):
+            for row in range(batch.num_rows):
+                share = size * (done + 1) // total - size * done // total
+                done += 1
+                yield {name: batch.column(name)[row] for name in columns}, share
 
 
 def _batch_rows(facts: pyarrow.parquet.FileMetaData) -> int:

@@ -42,7 +42,8 @@ class RayExecutor(RayPipelineExecutor):
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
         for name in self._failures():
             self.logging_dir.rm(name)
-        self._warn_where_none_can_begin(ray.nodes())
+        if self.get_incomplete_ranks():
+            self._warn_where_none_can_begin(ray.nodes())
         with quiet():
             super().run()
         for name in self._failures():

@@ -90,17 +90,23 @@ def test_tokens_are_foretold_in_one_pass_a_text(
     assert passes == (4 if parallel == {"pipeline": 2} else 3)
 
 
-@EVERY_LAYOUT
-def test_prompts_of_like_lengths_are_continued_together(
-    parallel: dict[str, Any] | None, prompts: list[list[int]], pool: Any
-) -> None:
-    """Three at a time of the longest that the model takes are six at a time of 32 tokens."""
+@pytest.fixture(scope="module")
+def like_prompts_and_alone(pool: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[Any]]:
+    """Prompts of about the same length, and what a model says to each by itself."""
     some = [
         prompt[:length] for prompt, length in zip([one * 40 for one in prompts], [20, 23, 21, 20, 20, 22], strict=False)
     ]
+    return some, [pool.run(asked.foretell, 1, {}, [], [prompt])[0] for prompt in some]
+
+
+@EVERY_LAYOUT
+def test_prompts_of_like_lengths_are_continued_together(
+    parallel: dict[str, Any] | None, like_prompts_and_alone: tuple[list[list[int]], list[Any]], pool: Any
+) -> None:
+    """Three at a time of the longest that the model takes are six at a time of 32 tokens."""
+    some, alone = like_prompts_and_alone
     world_size = 1 if parallel is None else 2
     _, _, together, passes = pool.run(asked.foretell, world_size, parallel or {}, [], some)[0]
-    alone = [pool.run(asked.foretell, 1, {}, [], [prompt])[0] for prompt in some]
     assert together == [texts[0] for _, _, texts, _ in alone]
     assert passes <= 1 + 3 + 9 < sum(passes for *_, passes in alone)
     assert sum(map(len, together)) > 20

@@ -90,17 +90,12 @@ def _texts(source: str) -> Iterator[str]:
         holds_tokens = error.where == "--source-tokenizer"
         problem = f"{source} holds tokens, no text" if holds_tokens else error.problem
         raise UserError(WHERE, problem, "name a file or folder with text in it") from error
+    # It is a text that the user chose: what is malformed is not passed over.
+    problems = Problems("stop", otherwise="name another")
     try:
-        for document in corpus.documents(_Refused()):
+        for document in corpus.documents(problems):
             yield document.text
+    except UserError as error:
+        raise UserError(WHERE, f"{error.where}: {error.problem}", error.mend) from None
     except OSError as error:
         raise UserError(WHERE, f"{source} cannot be read ({error})", "repair it or name another") from error
-
-
-class _Refused(Problems):
-    """A haystack is a text that the user chose: what is malformed is not passed over."""
-
-    def report(self, file: str, line: int | str | None, reason: str, detail: str = "", mend: str = "repair it") -> None:
-        where = file if line is None else f"{file}:{line}"
-        problem = f"{reason} ({detail})" if detail else reason
-        raise UserError(WHERE, f"{where}: {problem}", f"{mend} or name another")

@@ -1,6 +1,8 @@
+import errno
 import io
 import json
 import re
+import struct
 import tarfile
 
 import fsspec
@@ -16,8 +18,10 @@ from tokenizers import Tokenizer
 
 from data_prep.documents import Problems
 from data_prep.prepare import prepare
+from data_prep.reading import indexed
 from data_prep.reading.corpus import open_files
 from data_prep.reading.indexed import export
+from data_prep.reading.inputs import InputFile
 from data_prep.tokenization.vocabularies import open_tokenizer
 from megatron_ext.errors import UserError
 
@@ -46,6 +50,37 @@ def test_parquet_rows_in_batches(tmp_path):
     ]
     assert documents[2].id == "x.parquet:3"
     assert told == total
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy", "gzip", "zstd"])
+def test_parquet_damaged_within_its_data(tmp_path, compression):
+    """The footer is whole; what stands in whole pages before is kept."""
+    path = tmp_path / "a.parquet"
+    table(path, [{"text": text(i, 400)} for i in range(30)], row_group_size=10, compression=compression)
+    start = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    content = bytearray(path.read_bytes())
+    content[start : start + 8] = b"\xff" * 8
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"^{re.escape(str(path))}:11: Parquet file broken \(.+\); repair it or pass"):
+        read(tmp_path, domain="Web")
+    documents, problems, _ = read(tmp_path, "skip", domain="Web")
+    assert [item.text for item in documents] == [text(i, 400) for i in range(10)]
+    assert problems.counts == {(str(path), "Parquet file broken"): 1}
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "input/output error"), PermissionError("not yours")])
+def test_what_the_disk_says_is_not_the_files_fault(tmp_path, monkeypatch, error):
+    """Nothing is passed over for it."""
+    path = tmp_path / "a.parquet"
+    table(path, [{"text": text(i, 400)} for i in range(30)])
+
+    class Failing(io.BytesIO):
+        def read(self, *_):
+            raise error
+
+    monkeypatch.setattr(InputFile, "open", lambda _: Failing(path.read_bytes()))
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        read(tmp_path, "skip", domain="Web")
 
 
 def test_parquet_at_fault(tmp_path):
@@ -131,6 +166,63 @@ def test_token_files_at_fault(tokens, tokenizer_file, tmp_path):
     (tmp_path / "Law_text_document.bin").unlink()
     with pytest.raises(UserError, match=rf"^{re.escape(index)}: has no .bin beside it; "):
         read(tokens, tokenizer=open_tokenizer(str(tokenizer_file)))
+
+
+# The index of `tokens`: 34 bytes, lengths of three sequences (int32), where they start, bounds of documents (int64).
+LENGTHS, STARTS, BOUNDS = 34, 34 + 12, 34 + 12 + 24
+
+
+@pytest.mark.parametrize(
+    ("at", "number", "said"),
+    [
+        (LENGTHS + 4, -1, r"sequence 1 has -1 tokens from byte \d+ on, and the one before ends at \d+"),
+        (LENGTHS + 8, 3000, r"a document of the bytes \d+ to \d+ of \d+"),
+        (STARTS, 2, "sequence 0 has \\d+ tokens from byte 2 on, and the one before ends at 0"),
+        (STARTS + 16, 2**40, r"sequence 2 has \d+ tokens from byte 1099511627776 on, and the one before ends at \d+"),
+        (BOUNDS, 1, "the first document begins with sequence 1"),
+        (BOUNDS + 8, -2, "a document of the sequences 0 to -2 of 3"),
+        (BOUNDS + 8, 4, "a document of the sequences 0 to 4 of 3"),
+    ],
+)
+def test_an_index_that_does_not_fit(tokens, tokenizer_file, at, number, said):
+    """What stands before the contradiction is kept; Megatron's own reader takes bytes of other documents, or fails."""
+    index = tokens / "Law_text_document.idx"
+    content = bytearray(index.read_bytes())
+    struct.pack_into("<i" if at < STARTS else "<q", content, at, number)
+    index.write_bytes(content)
+    given = {"tokenizer": open_tokenizer(str(tokenizer_file))}
+    with pytest.raises(
+        UserError, match=rf"^{re.escape(str(index))}:\d: does not fit its .bin \({said}\); repair it or "
+    ):
+        read(tokens, **given)
+    documents, problems, _ = read(tokens, "skip", **given)
+    assert problems.counts == {(str(index), "does not fit its .bin"): 1}
+    assert [item.text for item in documents] == ["first half, second half 東京"][: len(documents)]
+    assert len(documents) == (at in (LENGTHS + 8, STARTS + 16))
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # as Megatron's own dataset causes
+def test_token_files_cut_off(tokens, tokenizer_file):
+    binary, index = tokens / "Law_text_document.bin", tokens / "Law_text_document.idx"
+    given = {"tokenizer": open_tokenizer(str(tokenizer_file))}
+    binary.write_bytes(binary.read_bytes()[:-1])
+    documents, problems, _ = read(tokens, "skip", **given)
+    assert [item.text for item in documents] == ["first half, second half 東京"]
+    assert problems.counts == {(str(index), "does not fit its .bin"): 1}
+    binary.write_bytes(b"")
+    with pytest.raises(UserError, match=r"\.idx: has an empty \.bin beside it; repair it or pass"):
+        read(tokens, **given)
+    binary.write_bytes(b"12")
+    index.write_bytes(index.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"\.idx: not an index of Megatron's \(buffer is smaller than .*\); repair it"):
+        read(tokens, **given)
+
+
+def test_a_document_of_too_many_tokens(tokens, tokenizer_file, monkeypatch):
+    monkeypatch.setattr(indexed, "LONGEST_TEXT", 8)
+    documents, problems, _ = read(tokens, "skip", tokenizer=open_tokenizer(str(tokenizer_file)))
+    assert [item.text for item in documents] == ["another"]
+    assert {reason for _, reason in problems.counts} == {"too long"}
 
 
 def test_what_is_exported_is_what_megatron_reads(records, tmp_path, tokenizer_file):

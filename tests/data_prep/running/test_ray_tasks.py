@@ -110,3 +110,5 @@ def test_a_cluster_without_room_is_told_of(  # type: ignore[no-untyped-def]
     _executor(tmp_path / "notes").run()
     said = "no node of the Ray cluster offers 1 CPU and 2 GiB of memory, as a task asks for; waiting for one that does"
     assert capsys.readouterr().err == (f"selectron: warning: {said}\n" if waits else "")
+    _executor(tmp_path / "notes").run()
+    assert capsys.readouterr().err == "", "a stage with nothing left to run waits for nothing"
