@@ -1,20 +1,22 @@
-"""Continuations of many texts at a time, the likeliest or drawn, with what each layer remembers of them."""
+"""Continuations of texts, the likeliest or drawn, with what each layer remembers of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from megatron_ext.evaluation.beams import Beams
 from megatron_ext.evaluation.decoding import remembering
 from megatron_ext.evaluation.generation import Sampler
 from megatron_ext.evaluation.next_tokens import OutputLayer, without_output_layer
 from megatron_ext.evaluation.stages import Stages
 from megatron_ext.evaluation.text_model import Draw
 from megatron_ext.evaluation.vocabulary import Vocabulary
+from megatron_ext.mixers.memory import Memory
 
 PIECE = 8192
 """Tokens of all prompts together that are read at a time: a layer's activations of all of a long one take gigabytes."""
@@ -89,44 +91,75 @@ class Continuations:
         if batch:
             yield batch
 
+    @contextmanager
+    def _begun(self) -> Iterator[tuple[OutputLayer | None, list[Memory]]]:
+        """New texts: the output layer, where it is, and what will be remembered."""
+        with ExitStack() as stack:
+            memories = [memory for chunk in self._chunks for memory in stack.enter_context(remembering(chunk))]
+            yield stack.enter_context(without_output_layer(self._chunks)), memories
+
     def _continue(self, texts: Sequence[_Text], end: int, is_done: IsDone) -> None:
         at = min(len(text.prompt) for text in texts)
-        with ExitStack() as stack:
-            for chunk in self._chunks:
-                stack.enter_context(remembering(chunk))
-            output = stack.enter_context(without_output_layer(self._chunks))
-            found = self._read_prompts(texts, at, output)
+        with self._begun() as (output, _):
+            hidden_tbh = self._read_on([text.prompt[:at] for text in texts])
+            found = self._next(hidden_tbh, at, texts, output)
             while True:
                 for text, token in zip(texts, found, strict=True):
                     text.take(token, at, end, is_done)
                 if not any(text.is_open for text in texts):
                     return
-                tokens_b1 = torch.tensor([[text.token(at, end)] for text in texts], device=self._device)
-                found = self._next(tokens_b1, at, texts, output)
+                hidden_tbh = self._read_on([[text.token(at, end)] for text in texts], at)
                 at += 1
+                found = self._next(hidden_tbh, at, texts, output)
 
-    def _read_prompts(self, texts: Sequence[_Text], end: int, output: OutputLayer | None) -> list[int]:
-        tokens_bt = torch.tensor([list(text.prompt[:end]) for text in texts], device=self._device)
-        start, found = 0, [0]
+    def _read_on(self, texts: Sequence[Sequence[int]], start: int = 0) -> Tensor:
+        """Read more of each text, as much of all, from a position on; what the last piece of it is made into."""
+        tokens_bt = torch.tensor([list(text) for text in texts], device=self._device)
         for piece_bt in tokens_bt.split(max(1, PIECE // len(texts)), dim=1):
-            found = self._next(piece_bt, start, texts, output)
-            start += piece_bt.shape[1]
-        return found
+            b, t = piece_bt.shape
+            positions_t = torch.arange(start, start + t, device=self._device)
+            hidden_tbh = self._stages(piece_bt, positions_t.expand(b, -1))
+            start += t
+        return hidden_tbh
 
-    def _next(self, tokens_bt: Tensor, start: int, texts: Sequence[_Text], output: OutputLayer | None) -> list[int]:
-        """Read on from a position; the token that is to follow in each text, if it wants one there."""
-        b, t = tokens_bt.shape
-        positions_t = torch.arange(start, start + t, device=self._device)
-        hidden_tbh = self._stages(tokens_bt, positions_t.expand(b, -1))
-        chosen_b = tokens_bt.new_zeros(b)
+    def _next(self, hidden_tbh: Tensor, at: int, texts: Sequence[_Text], output: OutputLayer | None) -> list[int]:
+        """The token that is to stand at a position of each text, if it wants one there."""
+        chosen_b = torch.zeros(len(texts), dtype=torch.int64, device=self._device)
         if output is not None and texts[0].sampler is None:
             _, chosen_b = self._vocabulary.ask(hidden_tbh[-1], output.weight_vh, chosen_b)
-        elif output is not None and any(text.wants(start + t) for text in texts):
+        elif output is not None and any(text.wants(at) for text in texts):
             logits_bv = self._vocabulary.logits(hidden_tbh[-1], output.weight_vh)
-            drawn = [text.draw(logits_bv[row]) if text.wants(start + t) else 0 for row, text in enumerate(texts)]
-            chosen_b = tokens_bt.new_tensor(drawn)
+            drawn = [text.draw(logits_bv[row]) if text.wants(at) else 0 for row, text in enumerate(texts)]
+            chosen_b = chosen_b.new_tensor(drawn)
         tokens: list[int] = self._stages.said_by_last(chosen_b).tolist()
         return tokens
+
+    def best_of_beams(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, end: int, is_done: IsDone, num_beams: int
+    ) -> list[list[int]]:
+        """What a beam search finds to follow each prompt, one prompt at a time; see `Beams`."""
+        return [self._search(prompt, Beams(num_beams, max_tokens, end, is_done)) for prompt in prompts]
+
+    def _search(self, prompt: Sequence[int], beams: Beams) -> list[int]:
+        at = len(prompt)
+        with self._begun() as (output, memories):
+            logits_1v = self._logits(self._read_on([prompt]), output)
+            numbers, tokens = beams.advance(logits_1v.expand(beams.num_beams, -1))
+            while beams.is_open:
+                for memory in memories:
+                    memory.take(torch.tensor(numbers, device=self._device))
+                hidden_tbh = self._read_on([[token] for token in tokens], at)
+                numbers, tokens = beams.advance(self._logits(hidden_tbh, output))
+                at += 1
+        return beams.best
+
+    def _logits(self, hidden_tbh: Tensor, output: OutputLayer | None) -> Tensor:
+        """Logits fp32 [b, v] of what follows the last position, on all stages: each follows the search by itself."""
+        if output is None:
+            logits_bv = torch.empty(hidden_tbh.shape[1], self._vocabulary.size, device=self._device)
+        else:
+            logits_bv = self._vocabulary.logits(hidden_tbh[-1], output.weight_vh).contiguous()
+        return self._stages.said_by_last(logits_bv)
 
 
 class _Text:

@@ -17,7 +17,7 @@ _SEQUENCE_PARALLEL = ("sequence_parallel", "scatter_to_sequence_parallel", "redu
 
 
 @contextmanager
-def remembering(module: torch.nn.Module) -> Iterator[None]:
+def remembering(module: torch.nn.Module) -> Iterator[list[Memory]]:
     """Within it, each forward pass continues the sequences of the one before; without gradients.
 
     What was seen is forgotten at the end. Sequence and context parallelism rest, as a single token has no parts: each
@@ -25,15 +25,19 @@ def remembering(module: torch.nn.Module) -> Iterator[None]:
 
     Args:
         module: all parts of it that look back remember: a model, a pipeline stage's part of it, or a mixer.
+
+    Yields:
+        What each part of it remembers.
     """
     parts = [part for part in module.modules() if isinstance(part, LooksBack)]
     training = module.training
     module.eval()
     try:
-        for part in parts:
-            part.memory = Memory()
+        memories = [Memory() for _ in parts]
+        for part, memory in zip(parts, memories, strict=True):
+            part.memory = memory
         with torch.no_grad(), _whole_sequences(module):
-            yield
+            yield memories
     finally:
         module.train(training)
         for part in parts:

@@ -115,6 +115,7 @@ class LanguageModel:
         max_tokens: int,
         is_done: IsDone,
         draws: Sequence[Draw] | None = None,
+        num_beams: int = 1,
     ) -> list[list[int]]:
         """Continuations, the likeliest or drawn; see `TextModel`."""
         for prompt in prompts:
@@ -128,7 +129,10 @@ class LanguageModel:
         )
         sharing = self._groups.dp_cp
         mine = slice(sharing.rank(), None, sharing.size())
-        own = write(prompts[mine], max_tokens, self.end_id, is_done, None if draws is None else draws[mine])
+        if num_beams > 1:
+            own = write.best_of_beams(prompts[mine], max_tokens, self.end_id, is_done, num_beams)
+        else:
+            own = write(prompts[mine], max_tokens, self.end_id, is_done, None if draws is None else draws[mine])
         shares: list[list[list[int]]] = [[] for _ in range(sharing.size())]
         dist.all_gather_object(shares, own, group=sharing)
         return [shares[number % sharing.size()][number // sharing.size()] for number in range(len(prompts))]

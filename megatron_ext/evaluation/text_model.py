@@ -106,6 +106,7 @@ class TextModel(Protocol):
         max_tokens: int,
         is_done: Callable[[Sequence[int]], bool],
         draws: Sequence[Draw] | None = None,
+        num_beams: int = 1,
     ) -> list[list[int]]:
         """The next tokens of each prompt, one after the other.
 
@@ -114,6 +115,7 @@ class TextModel(Protocol):
             max_tokens: how many at most.
             is_done: told what has been generated for a prompt after each token, whether that is enough.
             draws: how tokens are drawn, one for each prompt; None: the likeliest are taken (greedy).
+            num_beams: more than one: the best text of a search with so many beams, without draws; see `Beams`.
 
         Returns:
             What follows each prompt: the end-of-document token ends it and is left out.

@@ -19,7 +19,7 @@ class Vocabulary:
     """
 
     def __init__(self, size: int, group: dist.ProcessGroup) -> None:
-        self._size, self._group = size, group
+        self.size, self._group = size, group
 
     def ask(self, hidden_nh: Tensor, weight_vh: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
         """How likely tokens are, and which is the likeliest; a collective call, n the same on all ranks of the group.
@@ -45,19 +45,19 @@ class Vocabulary:
         own_nv = (hidden_nh.to(weight_vh.dtype) @ weight_vh.T).float().contiguous()
         parts = [torch.empty_like(own_nv) for _ in range(self._group.size())]
         dist.all_gather(parts, own_nv, group=self._group)
-        return torch.cat(parts, dim=1)[:, : self._size]
+        return torch.cat(parts, dim=1)[:, : self.size]
 
     def _ask(self, logits_nv: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
         rows = logits_nv.shape[1]
         first = self._group.rank() * rows
         tokens_v = torch.arange(first, first + rows, device=logits_nv.device)
-        logits_nv = logits_nv.float().masked_fill(tokens_v >= self._size, -torch.inf)
+        logits_nv = logits_nv.float().masked_fill(tokens_v >= self.size, -torch.inf)
         largest_n = self._over_ranks(logits_nv.amax(1), dist.ReduceOp.MAX)
         total_n = self._over_ranks((logits_nv - largest_n[:, None]).exp().sum(1), dist.ReduceOp.SUM)
         is_here = (targets_n >= first) & (targets_n < first + rows)
         here_n = logits_nv.gather(1, (targets_n - first).clamp(0, rows - 1)[:, None])[:, 0]
         target_n = self._over_ranks(torch.where(is_here, here_n, 0.0), dist.ReduceOp.SUM)
-        best_nv = torch.where(logits_nv == largest_n[:, None], tokens_v, self._size)
+        best_nv = torch.where(logits_nv == largest_n[:, None], tokens_v, self.size)
         best_n = self._over_ranks(best_nv.amin(1), dist.ReduceOp.MIN)
         return (target_n - largest_n - total_n.log()).double(), best_n
 

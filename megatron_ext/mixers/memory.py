@@ -23,18 +23,19 @@ class Memory(Past):
 
     def __init__(self) -> None:
         self.num_positions = 0
-        self._kept: dict[str, Tensor] = {}
+        self._kept: dict[str, Tensor] = {}  # rows [t, b, ...]
+        self._states: dict[str, Tensor] = {}  # [b, ...]
         self._rows: dict[str, _Rows] = {}
 
     @property
     def num_bytes(self) -> int:
         """Bytes held, room for more included."""
-        held = [*self._kept.values(), *(rows.room for rows in self._rows.values())]
+        held = [*self._kept.values(), *self._states.values(), *(rows.room for rows in self._rows.values())]
         return sum(x.untyped_storage().nbytes() for x in held)
 
     def advance(self, count: int) -> int:
         """Count positions that are given now. Returns the first of them."""
-        assert self._kept or self._rows or not self.num_positions, (
+        assert self._kept or self._states or self._rows or not self.num_positions, (
             "a mixer asks `Part.past` for what came before; this one does not"
         )
         self.num_positions += count
@@ -58,13 +59,24 @@ class Memory(Past):
 
     def walk(self, name: str, walk: Walk, v_bthe: Tensor, key_dim: int) -> Tensor:
         """See `Past.walk`."""
-        out, self._kept[name] = walk(v_bthe, self._kept.get(name))
+        out, self._states[name] = walk(v_bthe, self._states.get(name))
         return out
 
     def walk_diagonal(self, name: str, walk: DiagonalWalk, kept: Tensor) -> Tensor:
         """See `Past.walk_diagonal`."""
-        out, self._kept[name] = walk(self._kept.get(name))
+        out, self._states[name] = walk(self._states.get(name))
         return out
+
+    def take(self, numbers_n: Tensor) -> None:
+        """Go on with some of the sequences, each as often as it is named.
+
+        Args:
+            numbers_n: int64, of the sequences, on the device of what is remembered.
+        """
+        self._kept = {name: rows.index_select(1, numbers_n) for name, rows in self._kept.items()}
+        self._states = {name: state.index_select(0, numbers_n) for name, state in self._states.items()}
+        for rows in self._rows.values():
+            rows.take(numbers_n)
 
     def _keep_last(self, name: str, rows: Tensor, count: int) -> None:
         last = rows[max(len(rows) - count, 0) :]
@@ -88,6 +100,12 @@ class _Rows:
             self.room = room
         self.room[start : self._count] = x
         return self.room[: self._count]
+
+    def take(self, numbers_n: Tensor) -> None:
+        """See `Memory.take`."""
+        room = self.room.new_empty(len(self.room), len(numbers_n), *self.room.shape[2:])
+        torch.index_select(self.room[: self._count], 1, numbers_n, out=room[: self._count])
+        self.room = room
 
 
 class LooksBack(MegatronModule):

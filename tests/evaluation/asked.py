@@ -9,6 +9,7 @@ import torch
 
 from megatron_ext.config.derive import derive
 from megatron_ext.config.schema import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
+from megatron_ext.evaluation.beams import Beams
 from megatron_ext.evaluation.generation import Sampler
 from megatron_ext.evaluation.language_model import LanguageModel
 from megatron_ext.evaluation.text_model import Draw, Foretelling, Request, Score
@@ -106,11 +107,32 @@ def continue_with(
     mixers: dict[str, Any],
     block: str,
     prompts: list[list[int]],
-) -> list[list[int]]:
-    """Continuations of at most 9 tokens by other mixers."""
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Continuations of at most 9 tokens by other mixers; and those of four beams."""
     chunks, groups, platform = _chunks(parallel, "fp32", False, pattern, mixers, block)
     model = LanguageModel(chunks, Numbers(), groups, platform, max_length=LENGTH, micro_batch_size=3, multiple=1)
-    return model.generate(prompts, 9, lambda tokens: tokens[-1] > 50)
+
+    def is_done(tokens: Sequence[int]) -> bool:
+        return tokens[-1] > 50
+
+    return model.generate(prompts, 9, is_done), model.generate(prompts, 9, is_done, num_beams=4)
+
+
+def searched_by_hand(rank: int, world_size: int, prompts: list[list[int]], *of_model: Any) -> list[list[int]]:
+    """What four beams find in one process that reads all of them again for each token."""
+    (model,), _, _ = _chunks({}, "fp32", False, *of_model)
+    model.eval()
+    found = []
+    for prompt in prompts:
+        beams, texts = Beams(4, 9, END, lambda tokens: tokens[-1] > 50), [prompt] * 4
+        while beams.is_open:
+            positions_t = torch.arange(len(texts[0]))
+            with torch.no_grad():
+                logits_btv = model(torch.tensor(texts), positions_t.expand(4, -1), attention_mask=None)
+            numbers, tokens = beams.advance(logits_btv[:, -1, :VOCABULARY])
+            texts = [[*texts[number], token] for number, token in zip(numbers, tokens, strict=True)]
+        found.append(beams.best)
+    return found
 
 
 def drawn(

@@ -133,10 +133,13 @@ OTHERS = {
 
 @pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
 def test_every_mixer_remembers_under_every_layout(others: tuple[Any, ...], prompts: Any, pool: Any) -> None:
+    """Whether the likeliest token is taken, or one of four beams goes on from another's past."""
     _, expected = pool.run(asked.by_hand, 1, [], prompts, False, *others)[0]
+    searched = pool.run(asked.searched_by_hand, 1, prompts, *others)[0]
     assert len({tuple(text) for text in expected}) > 5
+    assert sum(one != two for one, two in zip(expected, searched, strict=True)) >= 4
     for parallel in ({"tensor": 2, "sequence": True}, {"context": 2}, {"pipeline": 2}):
-        assert pool.run(asked.continue_with, 2, parallel, *others, prompts)[0] == expected, parallel
+        assert pool.run(asked.continue_with, 2, parallel, *others, prompts)[0] == (expected, searched), parallel
 
 
 @pytest.fixture(scope="module")

@@ -41,11 +41,13 @@ class Generation:
         until: texts that end it, and are cut off.
         max_tokens: most tokens.
         draw: how tokens are drawn, for any text; None: the likeliest are taken.
+        num_beams: of a beam search; 1: there is none.
     """
 
     until: tuple[str, ...]
     max_tokens: int
     draw: Draw | None = None
+    num_beams: int = 1
 
 
 def generation_of(arguments: Mapping[str, Any], max_length: int) -> Generation:
@@ -56,12 +58,16 @@ def generation_of(arguments: Mapping[str, Any], max_length: int) -> Generation:
         max_length: tokens that the model takes at most.
 
     Raises:
-        UserError: they ask for what is not done here, as beams, or for as many tokens as leave no room for a question.
+        UserError: they ask for what is not done here, as a penalty for repeated tokens, or for as many tokens as leave
+            no room for a question.
     """
     given = dict(normalize_gen_kwargs(dict(arguments), MAX_TOKENS))
     until, max_tokens, draws = given.pop("until"), given.pop("max_gen_toks"), given.pop("do_sample")
+    num_beams = given.pop("num_beams", 1)
     shape = {name: default if given.get(name) is None else given[name] for name, default in USUAL.items()}
-    others = {name: value for name, value in given.items() if name not in USUAL and (name, value) != ("num_beams", 1)}
+    others = {name: value for name, value in given.items() if name not in USUAL}
+    if draws and num_beams > 1:
+        others |= {"do_sample": draws, "num_beams": num_beams}
     if others:
         asked = ", ".join(f"{name}={value}" for name, value in others.items())
         mend = "leave the task out, or run it with lm-eval on an exported checkpoint"
@@ -69,7 +75,14 @@ def generation_of(arguments: Mapping[str, Any], max_length: int) -> Generation:
     if max_tokens >= max_length:
         problem = f"the task generates up to {max_tokens} tokens, and the model takes {max_length} with the question"
         raise UserError("fewshot.tasks", problem, "leave the task out for this model")
-    return Generation(tuple(until), max_tokens, _draw_of(shape) if draws else None)
+    if num_beams < 1:
+        raise _unfit("searches", "num_beams", num_beams)
+    return Generation(tuple(until), max_tokens, _draw_of(shape) if draws else None, num_beams)
+
+
+def _unfit(does: str, name: str, value: Any) -> UserError:
+    mend = "mend the task's generation_kwargs, or leave the task out"
+    return UserError("fewshot.tasks", f"the task {does} with {name}={value}", mend)
 
 
 def _draw_of(shape: Mapping[str, Any]) -> Draw:
@@ -81,8 +94,7 @@ def _draw_of(shape: Mapping[str, Any]) -> Draw:
         ("min_p", 0 <= min_p <= 1),
     ):
         if not fits:
-            mend = "mend the task's generation_kwargs, or leave the task out"
-            raise UserError("fewshot.tasks", f"the task draws with {name}={shape[name]}", mend)
+            raise _unfit("draws", name, shape[name])
     return Draw((), float(temperature), int(top_k) or None, float(top_p), float(min_p))
 
 
@@ -186,14 +198,16 @@ class SelectronLM(TemplateLM):
         decode = self._model.decode
         # The end of a document ends a text as a token, and as characters that the model writes out.
         stops = [stop for stop in handle_stop_sequences(list(generation.until), decode([self.eot_token_id])) if stop]
+        # As many last tokens as lm-eval looks at: where a search with beams ends is decided by them.
+        windows = {stop: len(self._model.encode(stop)) + 2 for stop in stops}
 
         def is_done(tokens: Sequence[int]) -> bool:
-            text = decode(tokens)
-            return any(stop in text for stop in stops)
+            return any(stop in decode(tokens[-window:]) for stop, window in windows.items())
 
         def generate(piece: Sequence[tuple[list[int], Draw | None]]) -> list[list[int]]:
             draws = [draw for _, draw in piece if draw is not None]
-            return self._model.generate([prompt for prompt, _ in piece], generation.max_tokens, is_done, draws or None)
+            prompts = [prompt for prompt, _ in piece]
+            return self._model.generate(prompts, generation.max_tokens, is_done, draws or None, generation.num_beams)
 
         def size(question: tuple[list[int], Draw | None]) -> int:
             return len(question[0])

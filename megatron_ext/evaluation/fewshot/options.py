@@ -27,6 +27,8 @@ class FewshotOptions:
             does, from the Hugging Face hub, as all other tasks and groups do.
         split: rows of the tasks over `data`; see `local_task`.
         include_path: folder of the user's own definitions; None: lm-eval's alone.
+        confirm_run_unsafe_code: run what the model writes where a task judges it so, on every rank, with the rights of
+            this process; else such tasks are refused.
         seed: of the choice of examples, and of what tasks have drawn; lm-eval's own unless told.
 
     Raises:
@@ -39,6 +41,7 @@ class FewshotOptions:
     data: Path | None = None
     split: Split = "published"
     include_path: Path | None = None
+    confirm_run_unsafe_code: bool = False
     seed: NonNegativeInt = 1234
 
     def __post_init__(self) -> None:

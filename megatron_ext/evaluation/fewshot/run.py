@@ -39,8 +39,8 @@ def evaluate_fewshot(model: TextModel, options: FewshotOptions) -> FewshotResult
         What was found, on the first rank; None on others, which print nothing either.
 
     Raises:
-        UserError: lm-eval is not installed, a task is not known, generates as is not done here or runs code, or a file
-            is missing or damaged.
+        UserError: lm-eval is not installed, a task is not known, cannot be loaded, generates as is not done here or
+            runs code without leave, or a file is missing or damaged.
     """
     check_installed()
     is_first = not dist.is_initialized() or dist.get_rank() == 0
@@ -117,6 +117,13 @@ def _evaluate(model: TextModel, options: FewshotOptions, is_first: bool) -> dict
     lm = SelectronLM(model, options.seed)
     # Some standard errors are drawn by processes that lm-eval starts: once, not on every rank.
     draws = BOOTSTRAP_DRAWS if is_first else 0
-    found = evaluate(lm=lm, task_dict=loaded, limit=options.limit, log_samples=False, bootstrap_iters=draws)
+    found = evaluate(
+        lm=lm,
+        task_dict=loaded,
+        limit=options.limit,
+        log_samples=False,
+        bootstrap_iters=draws,
+        confirm_run_unsafe_code=options.confirm_run_unsafe_code,
+    )
     sources = {name: task.sources for name, task in loaded["tasks"].items() if isinstance(task, LocalTask)}
     return {"tasks": task_results(found, sources), "asked": lm.asked, "truncated": lm.truncated}

@@ -107,7 +107,7 @@ def load_tasks(options: FewshotOptions, max_length: int) -> dict[str, Any]:
         ],
     )
     for name, task in loaded["tasks"].items():
-        _check_task(name, task, max_length)
+        _check_task(name, task, options, max_length)
         _set_examples(task, options)
     return loaded
 
@@ -140,18 +140,28 @@ def _load(manager: TaskManager, specs: list[str | LocalTask]) -> dict[str, Any]:
     try:
         return manager.load(specs)
     except OSError as error:
-        names = ", ".join(spec for spec in specs if isinstance(spec, str))
         known = ", ".join(PUBLISHED_SETS)
         mend = f"have the rows in the Hugging Face cache, or the files of {known} in a folder (fewshot.data)"
-        first_line = next(iter(str(error).splitlines()), "")
-        raise UserError("fewshot.tasks", f"rows could not be read ({names}): {first_line}", mend) from error
+        raise _not_loaded("rows could not be read", specs, error, mend) from error
+    except ImportError as error:
+        raise _not_loaded("a package is missing", specs, error, "install it, or leave the task out") from error
+    except Exception as error:  # of the task's own code
+        mend = "mend the task or what it needs, or leave it out"
+        raise _not_loaded(f"{type(error).__name__} in the task's definition", specs, error, mend) from error
 
 
-def _check_task(name: str, task: Any, max_length: int) -> None:
+def _not_loaded(problem: str, specs: list[str | LocalTask], error: Exception, mend: str) -> UserError:
+    names = ", ".join(spec for spec in specs if isinstance(spec, str))
+    first_line = next(iter(str(error).splitlines()), "")
+    return UserError("fewshot.tasks", f"{problem} ({names}): {first_line}", mend)
+
+
+def _check_task(name: str, task: Any, options: FewshotOptions, max_length: int) -> None:
     """Refuse what a text model cannot be asked, before it is asked anything."""
     elsewhere = "leave the task out"
-    if getattr(task, "UNSAFE_CODE", False):
-        raise UserError("fewshot.tasks", f"{name} runs code that a model has written", elsewhere)
+    if getattr(task, "UNSAFE_CODE", False) and not options.confirm_run_unsafe_code:
+        mend = f"set fewshot.confirm_run_unsafe_code to true where it may run, or {elsewhere}"
+        raise UserError("fewshot.tasks", f"{name} runs code that a model has written", mend)
     if getattr(task, "MULTIMODAL", False):
         raise UserError("fewshot.tasks", f"{name} shows pictures or plays sounds", elsewhere)
     if task.OUTPUT_TYPE == "generate_until":

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from megatron_ext.evaluation.beams import Beams
 from megatron_ext.evaluation.generation import Choose, Sampler, greedy
 from megatron_ext.evaluation.text_model import Draw, Request, Score
 
@@ -92,8 +93,11 @@ class PlainModel:
         max_tokens: int,
         is_done: Callable[[Sequence[int]], bool],
         draws: Sequence[Draw] | None = None,
+        num_beams: int = 1,
     ) -> list[list[int]]:
         self.asked.append((list(prompts), max_tokens, draws))
+        if num_beams > 1:
+            return [self._search(prompt, Beams(num_beams, max_tokens, self.end_id, is_done)) for prompt in prompts]
         choices = [greedy] * len(prompts) if draws is None else [Sampler(draw) for draw in draws]
         return [
             self._continue(list(prompt), max_tokens, is_done, choose)
@@ -111,6 +115,14 @@ class PlainModel:
                 break
             found.append(token)
         return found
+
+    def _search(self, prompt: Sequence[int], beams: Beams) -> list[int]:
+        texts = [list(prompt)] * beams.num_beams
+        while beams.is_open:
+            logits_nv = torch.stack([self._logits(text)[-1] for text in texts])
+            numbers, tokens = beams.advance(logits_nv)
+            texts = [[*texts[number], token] for number, token in zip(numbers, tokens, strict=True)]
+        return beams.best
 
     @torch.no_grad()
     def _logits(self, tokens: list[int]) -> torch.Tensor:

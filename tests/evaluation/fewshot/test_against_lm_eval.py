@@ -228,6 +228,16 @@ def test_generated_texts_are_the_same(both: tuple[PlainModel, Any]) -> None:
     assert SelectronLM(model).generate_until(asked) == own.generate_until(asked)
 
 
+@pytest.mark.parametrize("num_beams", [2, 5])
+def test_texts_that_beams_find_are_the_same(num_beams: int, both: tuple[PlainModel, Any]) -> None:
+    model, own = both
+    plain = generation([], 1) + generation("e", 60) + generation(["\n\n", " t"], 12)
+    asked = requests("generate_until", [(text, more | {"num_beams": num_beams}) for text, more in plain])
+    found = SelectronLM(model).generate_until(asked)
+    assert found == own.generate_until(asked)
+    assert found != SelectronLM(model).generate_until(requests("generate_until", plain))
+
+
 def test_the_only_token_that_may_be_drawn_is_that_of_lm_evals_model(both: tuple[PlainModel, Any]) -> None:
     model, own = both
     shape = {"do_sample": True, "temperature": 0.9, "top_k": 1}

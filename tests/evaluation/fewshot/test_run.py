@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,9 @@ def test_rows_that_cannot_be_read(model: PlainModel, tmp_path: Path) -> None:
         ("generation_kwargs: {temperature: 0.7, max_gen_toks: 4, top_p: 1.5}\n", "draws with top_p=1.5"),
         ("generation_kwargs: {do_sample: true, max_gen_toks: 4, top_k: -1}\n", "draws with top_k=-1"),
         ("generation_kwargs: {do_sample: true, max_gen_toks: 4, typical_p: 0.2}\n", "not done here: typical_p=0.2"),
-        ("generation_kwargs: {until: ['x'], num_beams: 4}\n", "num_beams=4"),
+        ("generation_kwargs: {do_sample: true, num_beams: 4}\n", "not done here: do_sample=True, num_beams=4"),
+        ("generation_kwargs: {num_beams: 4, length_penalty: 2.0}\n", "not done here: length_penalty=2.0"),
+        ("generation_kwargs: {num_beams: 0, max_gen_toks: 4}\n", "searches with num_beams=0"),
         ("generation_kwargs: {until: ['x']}\n", f"up to 256 tokens, and the model takes {MAX_LENGTH}"),
         ("generation_kwargs: {until: ['x'], max_gen_toks: 4}\nunsafe_code: true\n", "runs code"),
         ("generation_kwargs: {until: ['x'], max_gen_toks: 4}\ndoc_to_image: text\n", "shows pictures"),
@@ -164,6 +167,42 @@ def test_what_a_text_model_does_not_do_is_refused_before_it_is_asked(
     more: str, said: str, model: PlainModel, tmp_path: Path
 ) -> None:
     assert said in refused(model, own_task(tmp_path, more=more)).problem
+
+
+JUDGE = """
+def ran(references, predictions):
+    found = {}
+    exec("answer = len(" + repr(predictions[0]) + ")", found)
+    return float(found["answer"] > 0)
+"""
+RUNS_CODE = """unsafe_code: true
+generation_kwargs: {until: [], max_gen_toks: 4}
+metric_list: [{metric: !function judge.ran, aggregation: mean, higher_is_better: true}]
+"""
+
+
+def test_a_task_that_runs_code_runs_with_leave(model: PlainModel, tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(JUDGE)
+    options = own_task(tmp_path, more=RUNS_CODE)
+    assert "set fewshot.confirm_run_unsafe_code to true where it may run" in refused(model, options).mend
+    results = evaluate_fewshot(model, replace(options, confirm_run_unsafe_code=True))
+    assert results is not None
+    assert [metric.value for metric in results.tasks[0].metrics] == [1.0]
+    assert results.settings["confirm_run_unsafe_code"]
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "mend"),
+    [
+        ("import no_such_package\n", "a package is missing (own): No module named 'no_such_package'", "install it"),
+        ("int('x')\n", "ValueError in the task's definition (own): invalid literal", "mend the task"),
+    ],
+)
+def test_a_task_whose_code_fails_is_named(code: str, said: str, mend: str, model: PlainModel, tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(code + JUDGE)
+    error = refused(model, own_task(tmp_path, more=RUNS_CODE))
+    assert said in error.problem
+    assert mend in error.mend
 
 
 def test_arguments_that_are_greedy_all_the_same() -> None:

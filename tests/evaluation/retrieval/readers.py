@@ -45,8 +45,9 @@ class Letters:
         max_tokens: int,
         is_done: Callable[[Sequence[int]], bool],
         draws: Sequence[Draw] | None = None,
+        num_beams: int = 1,
     ) -> list[list[int]]:
-        assert draws is None
+        assert (draws, num_beams) == (None, 1)
         found = []
         for prompt in prompts:
             self.prompts.append(self.decode(prompt))

@@ -58,8 +58,9 @@ class FakeModel:
         max_tokens: int,
         is_done: Callable[[Sequence[int]], bool],
         draws: Sequence[Draw] | None = None,
+        num_beams: int = 1,
     ) -> list[list[int]]:
-        assert draws is None
+        assert (draws, num_beams) == (None, 1)
         assert all(len(prompt) + max_tokens <= self.max_length for prompt in prompts)
         self.asked += len(prompts)
         return [self._write(prompt, max_tokens, is_done) for prompt in prompts]
