@@ -16,6 +16,7 @@ from data_prep.reading import embedded
 from data_prep.reading.corpus import open_files
 from data_prep.running.execution import Execution, check_execution, run_stages
 from data_prep.running.slurm import submit
+from data_prep.running.workers import allow_open_files
 from data_prep.splits import SplitPlan
 from data_prep.stages import Filtering, Preparation
 from data_prep.steps import reading
@@ -102,6 +103,8 @@ def prepare(options: PrepareOptions) -> Manifest | None:
     try:
         corpus = open_corpus(options)
         recorded = _recorded(options, options.tasks or default_tasks(corpus))
+        if options.filtering.duplicates != "keep":
+            allow_open_files(recorded["tasks"])  # as jobs will on other machines: better told now than hours later
         with unfinished_folder(output, _begun(recorded, corpus, options)) as partial:
             if (partial / MANIFEST_NAME).exists():  # stopped between the manifest and the renaming of the folder
                 publish(partial, output)

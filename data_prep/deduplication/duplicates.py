@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupBuckets
@@ -23,6 +24,7 @@ from data_prep.deduplication.signatures import BoundedSignature, ExactSignature,
 from data_prep.deduplication.survivors import ChooseSurvivors, KeepSurvivors
 from data_prep.ledger import CountLeftOut, Ledger
 from data_prep.running.execution import Stage
+from data_prep.running.workers import allow_open_files
 from megatron_ext.errors import UserError
 
 EXACT = MinhashConfig(num_buckets=1, hashes_per_bucket=2)
@@ -141,7 +143,7 @@ def _deduplication(
 ) -> Deduplication:
     keys, pairs, removed = (f"{folder}/{part}" for part in ("keys", "pairs", "removed"))
     lines = max(1, min(LINES_AT_A_TIME, LINES_IN_MEMORY // tasks))
-    buckets = MinhashDedupBuckets(f"{folder}/signatures", pairs, config=signature.config, lines_to_buffer=lines)
+    buckets = _Buckets(tasks, f"{folder}/signatures", pairs, config=signature.config, lines_to_buffer=lines)
     stages = [
         Stage(f"{name}_signatures", [*documents, *beside, WriteKeys(keys), signature], tasks),
         Stage(f"{name}_pairs", [buckets], signature.config.num_buckets),
@@ -149,3 +151,21 @@ def _deduplication(
     ]
     counting = CountLeftOut(ledger, f"{name} duplicate")
     return Deduplication(stages, [*documents, KeepSurvivors(keys, removed, counting)])
+
+
+class _Buckets(MinhashDedupBuckets):
+    """datatrove's, which opens the signatures of all tasks at once.
+
+    Args:
+        tasks: that wrote signatures.
+        arguments: datatrove's.
+    """
+
+    def __init__(self, tasks: int, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._tasks = tasks
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Any:
+        """Find the documents that share a bucket of their signatures."""
+        allow_open_files(self._tasks)
+        return super().run(data, rank, world_size)

@@ -1,0 +1,71 @@
+"""What holds in a process that runs tasks."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from data_prep.running.workers import OWN_FILES, allow_open_files
+from megatron_ext.errors import UserError
+
+PAIRS_OF_MANY_TASKS = """
+import resource, sys
+from datatrove.data import Document
+from data_prep.deduplication.duplicates import exact_duplicates
+
+folder, tasks = sys.argv[1], 150
+documents = [Document(f"text {task // 2}", str(task), metadata={"split": "train"}) for task in range(tasks)]
+signatures, pairs, _ = exact_duplicates([], folder, tasks).stages
+for task, document in enumerate(documents):
+    stream = iter([document])
+    for step in signatures.steps:
+        stream = step.run(stream, task, tasks)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[2])))
+for step in pairs.steps:
+    step.run(None, 0, 1)
+"""
+
+
+@pytest.fixture
+def limits() -> Iterator[tuple[int, int]]:
+    """Those of this process, which are afterwards what they were."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield before
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_process_is_allowed_as_many_files_as_there_are_tasks(limits: tuple[int, int]) -> None:
+    _, most = limits
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, most))
+    allow_open_files(512 - OWN_FILES)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (512, most)
+    allow_open_files(513)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (513 + OWN_FILES, most)
+
+
+def test_more_than_the_system_allows_is_refused(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    said = (
+        r"^--tasks: files of all 5,000 tasks are open at once, and a process may open 4,096 here \(ulimit -Hn\); "
+        r"give 3,996 at most, or raise the limit$"
+    )
+    with pytest.raises(UserError, match=said):
+        allow_open_files(5000)
+
+
+@pytest.mark.parametrize(("most", "fails"), [(400, False), (200, True)])
+def test_duplicates_of_more_tasks_than_files_may_be_open(tmp_path: Path, most: int, fails: bool) -> None:
+    """datatrove opens the signatures of all of them."""
+    command = [sys.executable, "-c", PAIRS_OF_MANY_TASKS, str(tmp_path), str(most)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode != 0) == fails
+    if fails:
+        assert "UserError: --tasks: files of all 150 tasks" in done.stderr
+    else:
+        (pairs,) = (tmp_path / "pairs").iterdir()
+        assert pairs.stat().st_size == 75 * 4 * 4  # file and document of each of two, for every second task
