@@ -234,6 +234,21 @@ def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
+# --- fit -------------------------------------------------------------------------------------------------------------
+
+
+def _add_fit(parser: argparse.ArgumentParser) -> None:
+    from megatron_ext.analysis.scaling import command
+
+    command.add_arguments(parser)
+
+
+def _fit(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from megatron_ext.analysis.scaling import command
+
+    return command.run(args)
+
+
 # --- generate --------------------------------------------------------------------------------------------------------
 
 
@@ -365,6 +380,7 @@ VERBS = {
     "train": _Verb(help="train a model from a configuration", add_arguments=_add_train, run=_train),
     "prepare": _Verb(help="turn documents into tokenised shards", add_arguments=_add_prepare, run=_prepare),
     "report": _Verb(help="compare runs at equal training loss", add_arguments=_add_report, run=_report),
+    "fit": _Verb(help="fit a scaling law to models of many sizes", add_arguments=_add_fit, run=_fit),
     "generate": _Verb(help="let a trained model continue a text", add_arguments=_add_generate, run=_generate),
     "evaluate": _Verb(help="put a trained model to tests", add_arguments=_add_evaluate, run=_evaluate),
     "convert": _Verb(help="turn a checkpoint into another format", add_arguments=_add_convert, run=_convert),

@@ -78,13 +78,18 @@ def draw(comparison: Comparison, theme: Theme = LIGHT, *, stacked: bool = False)
     axes = _panels(figure, splits, with_gaps, stacked)
     styles = _styles(comparison.architectures, theme)
     for (split, is_gap), ax in axes.items():
-        _dress(ax, theme)
+        dress(ax, theme)
         draw_panel = _draw_gaps if is_gap else _draw_curves
         draw_panel(ax, comparison, split, styles)
     _label_axes(axes, comparison, with_gaps, stacked, theme)
     _legend(figure, styles, theme, columns=1 if stacked else min(len(styles), 3))
+    return png(figure)
+
+
+def png(figure: Figure) -> bytes:
+    """The same figure gives the same bytes."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})  # the same report gives the same bytes
+    figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
 
@@ -151,7 +156,8 @@ def _draw_gaps(ax: Axes, comparison: Comparison, split: Split, styles: dict[str,
         ax.plot(x[at], one.gap.value[at], style.marker, color=style.color, markersize=3.6, linestyle="none")
 
 
-def _dress(ax: Axes, theme: Theme) -> None:
+def dress(ax: Axes, theme: Theme) -> None:
+    """Colours, grid and ticks of a plot."""
     ax.set_facecolor(theme.paper)
     ax.grid(color=theme.grid, linewidth=0.7)
     ax.set_axisbelow(True)

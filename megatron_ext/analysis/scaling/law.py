@@ -1,0 +1,192 @@
+"""L(N, D) = E + A / N^alpha + B / D^beta, fitted as by Hoffmann et al. 2022 (arXiv 2203.15556, section 3.3).
+
+What is minimised is the sum, over the points, of Huber's loss of the difference of log losses. A mean in its place is
+so small that an optimiser's usual tolerances end it early, at another law; Besiroglu et al. 2024 (arXiv 2404.10102)
+found that to be the reason for constants that do not fit their own points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from scipy.optimize import minimize
+from scipy.special import logsumexp
+
+from megatron_ext.analysis.runs import FloatArray
+from megatron_ext.analysis.scaling.points import Points
+from megatron_ext.errors import UserError
+
+DELTA = 1e-3
+"""Of Huber's loss: larger differences of log losses count linearly, so that single runs do not bend the law."""
+
+STARTS = {
+    "log_a": np.arange(0.0, 30.0, 5.0),
+    "log_b": np.arange(0.0, 30.0, 5.0),
+    "log_e": np.arange(-1.0, 1.5, 0.5),
+    "alpha": np.arange(0.0, 2.5, 0.5),
+    "beta": np.arange(0.0, 2.5, 0.5),
+}
+"""The grid of Hoffmann et al., appendix D.3: 4,500 starts."""
+
+FEWEST_POINTS = 5
+"""As many as there are constants."""
+
+ROUNDS = 20
+"""Of the optimiser, each from where the one before ended: it begins a new picture of the curvature, and may go on."""
+
+STEPS, FIRST_STEPS = 5000, 500
+"""Of a round at most; and from the starts, which have only to show where it is worth to go on."""
+
+SAME_RATIO = 1e-6
+"""Relative spread within which values count as one: counts of tokens are rounded to whole batches."""
+
+
+@dataclass(frozen=True)
+class ScalingLaw:
+    """L(N, D) = E + A / N^alpha + B / D^beta in nats a token, for N parameters and D tokens."""
+
+    E: float
+    A: float
+    B: float
+    alpha: float
+    beta: float
+
+    def loss(self, params: FloatArray | float, tokens: FloatArray | float) -> FloatArray:
+        """Losses of models; arguments as numpy broadcasts them."""
+        return np.asarray(self.E + self.A * np.power(params, -self.alpha) + self.B * np.power(tokens, -self.beta))
+
+    def best_params(self, flops: FloatArray | float) -> FloatArray:
+        """Parameters of the lowest loss for a compute of 6 N D operations (Hoffmann et al., equation 4)."""
+        g = (self.alpha * self.A / (self.beta * self.B)) ** (1.0 / (self.alpha + self.beta))
+        return np.asarray(g * (np.asarray(flops) / 6.0) ** (self.beta / (self.alpha + self.beta)))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A law and how well it fits.
+
+    Attributes:
+        law: the law.
+        objective: sum of Huber's losses.
+        points: it was fitted to.
+    """
+
+    law: ScalingLaw
+    objective: float
+    points: Points
+
+
+class _Objective:
+    """Sum of Huber's losses over points, and its gradient.
+
+    Its arguments [5] are the logarithms of both terms at the points' mean logarithms, log E, alpha and beta: a change
+    of an exponent then turns a term about the middle of the points, where log A alone would have to follow it.
+    """
+
+    def __init__(self, points: Points) -> None:
+        self._log_n, self._log_d, self._log_l = (np.log(x) for x in (points.params, points.tokens, points.losses))
+        self.middle_n, self.middle_d = self._log_n.mean(), self._log_d.mean()
+        self._n, self._d = self._log_n - self.middle_n, self._log_d - self.middle_d
+
+    def __call__(self, at: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Values [...] and gradients [..., 5] at arguments [..., 5]."""
+        u, v, e, alpha, beta = np.moveaxis(at, -1, 0)[..., None]
+        of_params, of_tokens = u - alpha * self._n, v - beta * self._d
+        terms_3p = np.stack([of_params, of_tokens, np.broadcast_to(e, of_params.shape)], axis=-2)
+        log_sum_p = logsumexp(terms_3p, axis=-2)
+        share_3p = np.exp(terms_3p - log_sum_p[..., None, :])
+        rest_p = log_sum_p - self._log_l
+        slope_p = np.clip(rest_p, -DELTA, DELTA)
+        pull_3p = share_3p * slope_p[..., None, :]
+        exponents_2 = np.stack([-(pull_3p[..., 0, :] @ self._n), -(pull_3p[..., 1, :] @ self._d)], axis=-1)
+        gradient_5 = np.concatenate([pull_3p.sum(-1), exponents_2], axis=-1)
+        return (slope_p * (rest_p - slope_p / 2.0)).sum(-1), gradient_5
+
+    def scaled(self, at: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Times 1 / delta^2: of the size that an optimiser's tolerances are made for."""
+        value, gradient = self(at)
+        return value / DELTA**2, gradient / DELTA**2
+
+    def arguments(self, constants: FloatArray) -> FloatArray:
+        """Those of log A, log B, log E, alpha and beta, [..., 5] to [..., 5]."""
+        at = np.array(constants, dtype=np.float64)
+        at[..., 0] -= at[..., 3] * self.middle_n
+        at[..., 1] -= at[..., 4] * self.middle_d
+        return at
+
+    def arguments_of(self, law: ScalingLaw) -> FloatArray:
+        """Those of a law."""
+        return self.arguments(np.array([*np.log([law.A, law.B, law.E]), law.alpha, law.beta]))
+
+    def law(self, at: FloatArray) -> ScalingLaw:
+        """Of arguments."""
+        u, v, e, alpha, beta = (float(x) for x in at)
+        a, b = np.exp(u + alpha * self.middle_n), np.exp(v + beta * self.middle_d)
+        return ScalingLaw(float(np.exp(e)), float(a), float(b), alpha, beta)
+
+
+def fit(points: Points) -> Fit:
+    """Fit a law: the best of what L-BFGS finds from the most promising start of each pair of exponents.
+
+    Raises:
+        UserError: there are fewer than 5 points, or they cannot tell parameters and tokens apart.
+    """
+    check_points(points)
+    objective = _Objective(points)
+    ends = [_descend(objective, start, rounds=1, steps=FIRST_STEPS) for start in _starts(objective)]
+    best = _descend(objective, min(ends, key=lambda end: float(objective(end)[0])), ROUNDS)
+    return Fit(objective.law(best), float(objective(best)[0]), points)
+
+
+def refit(points: Points, law: ScalingLaw) -> ScalingLaw:
+    """Fit a law to other points like those of a law that is known, from there: as for a bootstrap."""
+    objective = _Objective(points)
+    return objective.law(_descend(objective, objective.arguments_of(law), rounds=3))
+
+
+def objective_of(law: ScalingLaw, points: Points) -> float:
+    """Sum of Huber's losses of a law over points."""
+    objective = _Objective(points)
+    return float(objective(objective.arguments_of(law))[0])
+
+
+def check_points(points: Points, where: str = "points") -> None:
+    """Refuse points that no law can be fitted to.
+
+    Raises:
+        UserError: why.
+    """
+    if len(points) < FEWEST_POINTS:
+        problem = f"{len(points)} points, and the law has {FEWEST_POINTS} constants"
+        raise UserError(where, problem, f"give {FEWEST_POINTS} points or more")
+    for name, values, why in (
+        ("parameters", points.params, "A and alpha cannot be told from E"),
+        ("tokens", points.tokens, "B and beta cannot be told from E"),
+        ("tokens a parameter", points.tokens / points.params, "what more parameters do and what more tokens do is one"),
+    ):
+        if np.ptp(np.log(values)) <= SAME_RATIO:
+            mend = "add points with other sizes and other numbers of tokens"
+            raise UserError(where, f"all have {values[0]:,.6g} {name}, and so {why}", mend)
+
+
+def _starts(objective: _Objective) -> Iterator[FloatArray]:
+    """Of each pair of exponents the start with the smallest objective."""
+    others = list(product(STARTS["log_a"], STARTS["log_b"], STARTS["log_e"]))
+    for exponents in product(STARTS["alpha"], STARTS["beta"]):
+        starts = objective.arguments(np.array([[*other, *exponents] for other in others]))
+        yield starts[objective(starts)[0].argmin()]
+
+
+def _descend(objective: _Objective, start: FloatArray, rounds: int, steps: int = STEPS) -> FloatArray:
+    """Go down from a start until a round gains nothing."""
+    at, value = start, np.inf
+    for _ in range(rounds):
+        options = {"maxiter": steps, "maxfun": 4 * steps, "maxcor": 20, "ftol": 1e-15, "gtol": 1e-12}
+        found = minimize(objective.scaled, at, jac=True, method="L-BFGS-B", options=options)
+        if not found.fun < value:
+            break
+        at, value = found.x, found.fun
+    return np.asarray(at)

@@ -1,0 +1,87 @@
+"""What a scaling law is fitted to: runs of unlike sizes and lengths, from a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_ext.analysis.runs import FloatArray, IntArray
+from megatron_ext.errors import UserError
+
+NUMBERS = ("params", "tokens", "loss")
+MIXER = "mixer"
+
+
+@dataclass(frozen=True)
+class Points:
+    """Trained models, a point each.
+
+    Attributes:
+        params: float64 [n], parameters.
+        tokens: float64 [n], training tokens.
+        losses: float64 [n], final loss in nats a token.
+    """
+
+    params: FloatArray
+    tokens: FloatArray
+    losses: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.losses)
+
+    def take(self, which: IntArray | np.ndarray) -> Points:
+        """Some of the points: by their numbers, or where a mask says so."""
+        return Points(self.params[which], self.tokens[which], self.losses[which])
+
+
+def read_points(path: Path) -> dict[str, Points]:
+    """Points of a CSV file with the columns params, tokens and loss, and maybe mixer; others are passed over.
+
+    Returns:
+        By mixer, in the order in which they first appear; all points under an empty name where there is no such column.
+
+    Raises:
+        UserError: there is no such file, it lacks a column or holds no points, or a value is no number above 0.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, skipinitialspace=True)
+            columns = [name.strip() for name in reader.fieldnames or ()]
+            reader.fieldnames = columns
+            _check_columns(path, columns)
+            rows = [(f"{path}:{reader.line_num}", row) for row in reader]
+    except OSError as error:
+        raise UserError(str(path), f"cannot be read ({error.strerror})", "give a CSV file") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(str(path), f"is not CSV ({error})", "give a CSV file in UTF-8") from None
+    if not rows:
+        raise UserError(str(path), "holds no points", "give a line for each trained model")
+    found: dict[str, list[list[float]]] = {}
+    for where, row in rows:
+        mixer = (row.get(MIXER) or "").strip()
+        if MIXER in columns and not mixer:
+            raise UserError(where, f"{MIXER} is empty", "name the mixer of every point, or leave the column out")
+        found.setdefault(mixer, []).append([_number(where, name, row.get(name)) for name in NUMBERS])
+    return {mixer: Points(*np.array(values).T) for mixer, values in found.items()}
+
+
+def _check_columns(path: Path, columns: list[str]) -> None:
+    missing = [name for name in NUMBERS if name not in columns]
+    if missing:
+        there = ", ".join(columns) or "none"
+        mend = f"name the columns {', '.join(NUMBERS)} (and maybe {MIXER}) in the first line"
+        raise UserError(str(path), f"has no column {', '.join(missing)}; its columns are {there}", mend)
+
+
+def _number(where: str, name: str, text: str | None) -> float:
+    try:
+        value = float(text or "")
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise UserError(where, f"{name} is {text!r}, not a number above 0", "mend the value or leave the line out")
+    return value

@@ -1,0 +1,128 @@
+"""`selectron fit` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.analysis.scaling.law import ScalingLaw
+from megatron_ext.cli import main
+
+LAWS = {
+    "attention": ScalingLaw(1.7, 400.0, 1500.0, 0.34, 0.36),
+    "mamba/2 (new)": ScalingLaw(1.8, 300.0, 1200.0, 0.33, 0.35),
+}
+
+
+def write(path: Path, laws: dict[str, ScalingLaw], sizes: int = 5) -> Path:
+    lines = ["params,tokens,loss,mixer"]
+    for mixer, law in laws.items():
+        for c in np.geomspace(1e19, 1e21, 4):
+            for n in float(law.best_params(c)) * np.geomspace(0.4, 2.5, sizes):
+                lines.append(f"{n},{c / 6 / n},{float(law.loss(n, c / 6 / n))},{mixer}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def without_mixer(path: Path) -> Path:
+    path.write_text("\n".join(line.rsplit(",", 1)[0] for line in path.read_text().splitlines()) + "\n")
+    return path
+
+
+def size_of_picture(path: Path) -> tuple[int, int]:
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG")
+    return struct.unpack(">II", content[16:24])  # type: ignore[return-value]
+
+
+def test_one_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
+    output = tmp_path / "new" / "fit"
+    assert main(["fit", str(points), "--output", str(output), "--json", "--bootstrap", "20"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers == json.loads((output / "fit.json").read_text())
+    law = LAWS["attention"]
+    for name in ("E", "A", "B", "alpha", "beta"):
+        assert numbers[name] == pytest.approx(getattr(law, name), rel=1e-4)
+        low, high = numbers["intervals"][name]
+        assert low <= high == pytest.approx(numbers[name], rel=1e-2)
+    assert 0 <= numbers["objective"] < 1e-10
+    assert (numbers["points"], numbers["draws"]) == (20, 20)
+    assert numbers["back_test"]["held_out"] == 2
+    assert numbers["back_test"]["largest_error"] < 1e-4
+    assert len(numbers["isoflop"]["budgets"]) == 4
+    assert numbers["isoflop"]["params_of_flops"]["exponent"] == pytest.approx(
+        law.beta / (law.alpha + law.beta), abs=0.01
+    )
+    assert sorted(path.name for path in output.iterdir()) == ["fit.json", "fit.md", "isoflop.png", "scaling.png"]
+    assert min(size_of_picture(output / "scaling.png")) > 600
+
+
+def test_a_law_for_each_mixer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = write(tmp_path / "points.csv", LAWS)
+    assert main(["fit", str(points), "--output", str(tmp_path / "fit"), "--bootstrap", "20"]) == 0
+    said = capsys.readouterr().out
+    assert said == (tmp_path / "fit" / "fit.md").read_text() + "\n"
+    assert "| attention | 20 | 1.7 (" in said
+    assert "Back-test: mamba/2 (new): the law without the 2 largest models (from " in said
+    assert "IsoFLOP: attention: 4 of 4 budgets have a lowest loss among their sizes; the best number of param" in said
+    assert list(json.loads((tmp_path / "fit" / "fit.json").read_text())["mixers"]) == list(LAWS)
+    assert (tmp_path / "fit" / "scaling_mamba_2_new_.png").is_file()
+
+
+def test_five_points_have_a_law_and_no_intervals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    law = LAWS["attention"]
+    sizes, tokens = (5e7, 2e8, 4e8, 1e9, 3e9), (4e9, 2e9, 3e10, 1e10, 2e11)
+    lines = [f"{n},{d},{float(law.loss(n, d))}" for n, d in zip(sizes, tokens, strict=True)]
+    (tmp_path / "points.csv").write_text("\n".join(["params,tokens,loss", *lines]))
+    arguments = ["fit", str(tmp_path / "points.csv"), "--output", str(tmp_path / "fit"), "--bootstrap", "3"]
+    assert main(arguments) == 0
+    assert "(unknown)" in capsys.readouterr().out
+    numbers = json.loads((tmp_path / "fit" / "fit.json").read_text())
+    assert numbers["objective"] < 1e-10
+    assert numbers["back_test"] is None
+    assert set(numbers["intervals"].values()) == {None}
+
+
+def test_the_highest_losses_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
+    points.write_text(points.read_text() + "1e9,2e10,50\n")
+    arguments = ["fit", str(points), "--output", str(tmp_path / "fit"), "--json", "--bootstrap", "2"]
+    assert main([*arguments, "--drop-highest", "1"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert (numbers["points"], numbers["objective"] < 1e-10) == (20, True)
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["objective"] > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--bootstrap", "1"], "--bootstrap: 1 draws make no interval; give 2 or more"),
+        (["--drop-highest", "-1"], "--drop-highest: -1 is below 0; "),
+        (["--drop-highest", "17"], "points.csv: 3 points, and the law has 5 constants; give 5 points or more"),
+    ],
+)
+def test_bad_options(more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
+    assert main(["fit", str(points), "--output", str(tmp_path / "fit"), *more]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "fit").exists()
+
+
+def test_a_mixer_without_a_law_stops_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = write(tmp_path / "points.csv", LAWS)
+    points.write_text(points.read_text() + "1e9,2e10,3,rwkv7\n")
+    assert main(["fit", str(points), "--output", str(tmp_path / "fit")]) == 2
+    assert "points.csv (rwkv7): 1 points, and the law has 5 constants; " in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
+    (tmp_path / "file").touch()
+    assert main(["fit", str(points), "--output", str(tmp_path / "file" / "fit"), "--bootstrap", "2"]) == 2
+    assert "cannot be written (Not a directory); give another folder" in capsys.readouterr().err

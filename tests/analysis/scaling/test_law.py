@@ -1,0 +1,113 @@
+"""The law, its gradient, and what is fitted: to known constants, and to the points of a published figure."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.optimize import approx_fprime
+
+from megatron_ext.analysis.scaling.law import DELTA, Fit, ScalingLaw, _Objective, fit, objective_of, refit
+from megatron_ext.analysis.scaling.points import Points, read_points
+from megatron_ext.errors import UserError
+
+CHINCHILLA = Path(__file__).with_name("chinchilla.csv")
+"""245 points of figure 4 of Hoffmann et al. 2022: parameters, tokens (compute / 6 / parameters) and losses, to nine
+digits, as Besiroglu et al. 2024 have read them from the figure (github.com/epoch-research/analyzing-chinchilla)."""
+
+KNOWN = ScalingLaw(1.7, 400.0, 1500.0, 0.34, 0.36)
+
+
+def grid(law: ScalingLaw = KNOWN, noise: float = 0.0) -> Points:
+    n, d = (x.ravel() for x in np.meshgrid(np.geomspace(5e7, 1e10, 7), np.geomspace(1e9, 4e11, 6)))
+    factor = np.exp(noise * np.random.default_rng(5).normal(size=len(n)))
+    return Points(n, d, law.loss(n, d) * factor)
+
+
+@pytest.fixture(scope="module")
+def chinchilla() -> Points:
+    """Without the five highest losses, which Besiroglu et al. leave out as outliers."""
+    points = read_points(CHINCHILLA)[""]
+    assert len(points) == 245
+    return points.take(np.argsort(points.losses)[:-5])
+
+
+@pytest.fixture(scope="module")
+def of_chinchilla(chinchilla: Points) -> Fit:
+    return fit(chinchilla)
+
+
+def by_hand(law: ScalingLaw, points: Points) -> float:
+    total = 0.0
+    for n, d, loss in zip(points.params, points.tokens, points.losses, strict=True):
+        rest = abs(np.log(law.E + law.A / n**law.alpha + law.B / d**law.beta) - np.log(loss))
+        total += rest**2 / 2 if rest <= DELTA else DELTA * (rest - DELTA / 2)
+    return total
+
+
+def test_the_objective_is_the_sum_of_hubers_losses() -> None:
+    for law in (KNOWN, ScalingLaw(1.701, 400.0, 1500.0, 0.34, 0.36), ScalingLaw(1.0, 30.0, 90.0, 0.2, 0.1)):
+        assert objective_of(law, grid(noise=1e-3)) == pytest.approx(by_hand(law, grid(noise=1e-3)), rel=1e-9)
+
+
+@pytest.mark.parametrize("e", [0.2, 0.5306, 1.4])
+def test_its_gradient_is_that_of_differences(e: float) -> None:
+    objective = _Objective(grid(noise=1e-3))
+    at = objective.arguments(np.array([np.log(400.0), np.log(1500.0), e, 0.34, 0.36]))
+    expected = approx_fprime(at, lambda x: objective(x)[0], 1e-7)
+    np.testing.assert_allclose(objective(at)[1], expected, rtol=2e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "law", [KNOWN, ScalingLaw(1.69, 406.4, 410.7, 0.34, 0.28), ScalingLaw(0.5, 20.0, 9000.0, 0.15, 0.5)], ids=str
+)
+def test_constants_come_back_to_five_digits_without_noise(law: ScalingLaw) -> None:
+    np.testing.assert_allclose(astuple(fit(grid(law)).law), astuple(law), rtol=5e-6)
+
+
+def test_outliers_do_not_bend_the_law() -> None:
+    points = grid(noise=1e-4)
+    points.losses[[3, 20, 33]] *= 1.2
+    np.testing.assert_allclose(astuple(fit(points).law), astuple(KNOWN), rtol=0.03)
+
+
+def test_the_published_points_give_the_published_law(of_chinchilla: Fit) -> None:
+    """Besiroglu et al.: 482, 2085, 1.8169, 0.3478 and 0.3659."""
+    law = of_chinchilla.law
+    assert of_chinchilla.objective <= 0.0010183
+    assert of_chinchilla.objective == pytest.approx(by_hand(law, of_chinchilla.points), rel=1e-9)
+    assert (round(law.E, 3), round(law.alpha, 3), round(law.beta, 3)) == (1.817, 0.347, 0.367)
+    assert pytest.approx(482, rel=0.03) == law.A
+    assert pytest.approx(2085, rel=0.03) == law.B
+    assert by_hand(ScalingLaw(1.784, 855.0, 695.0, 0.381, 0.312), of_chinchilla.points) > 1.05 * of_chinchilla.objective
+
+
+def test_no_way_down_is_left(of_chinchilla: Fit) -> None:
+    """From the law that was found, and from ten places about it."""
+    dice = np.random.default_rng(3)
+    for _ in range(10):
+        near = ScalingLaw(*(np.array(astuple(of_chinchilla.law)) * np.exp(0.02 * dice.normal(size=5))))
+        again = refit(of_chinchilla.points, near)
+        assert objective_of(again, of_chinchilla.points) >= of_chinchilla.objective * (1 - 1e-6)
+
+
+def test_the_best_size_is_where_the_loss_is_lowest() -> None:
+    for flops in (1e18, 1e21):
+        sizes = np.geomspace(1e6, 1e12, 200_001)
+        lowest = sizes[KNOWN.loss(sizes, flops / 6 / sizes).argmin()]
+        assert float(KNOWN.best_params(flops)) == pytest.approx(lowest, rel=1e-4)
+
+
+def test_points_that_say_too_little() -> None:
+    points = grid()
+    for some, said in (
+        (points.take(np.arange(4)), "4 points, and the law has 5 constants"),
+        (points.take(points.params == points.params[0]), "all have 5e+07 parameters, and so A and alpha cannot"),
+        (points.take(points.tokens == points.tokens[0]), "all have 1e+09 tokens, and so B and beta cannot"),
+        (Points(points.params, 20 * points.params, points.losses), "all have 20 tokens a parameter, and so what more"),
+    ):
+        with pytest.raises(UserError) as caught:
+            fit(some)
+        assert said in caught.value.problem
