@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from megatron_ext.analysis.scaling.isoflop import Budget, PowerLaw, best_sizes, budgets
 from megatron_ext.analysis.scaling.law import Fit, check_points, fit
 from megatron_ext.analysis.scaling.points import Points, read_points
+from megatron_ext.analysis.scaling.transfer import Difference, Line, difference, line_of
 from megatron_ext.analysis.scaling.uncertainty import BackTest, Sampled, back_test, bootstrap
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
@@ -35,6 +37,7 @@ class Found:
         tested: its back-test.
         budgets: IsoFLOP parabolas.
         best: how the best size grows with compute, by them.
+        transfer: test loss over training loss; None: there are no test losses, or too few.
     """
 
     fitted: Fit
@@ -42,12 +45,13 @@ class Found:
     tested: BackTest | None
     budgets: list[Budget]
     best: PowerLaw | None
+    transfer: Line | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add = parser.add_argument
-    columns = "CSV file with the columns params, tokens, loss, and mixer where there are several"
+    columns = "CSV file with the columns params, tokens, loss, mixer where there are several, and test_loss if known"
     add("points", type=Path, metavar="CSV", help=columns)
     add("--output", type=Path, required=True, metavar="DIR", help="folder for fit.json, fit.md and pictures")
     add("--json", action="store_true", help="print the numbers as JSON, not as a table")
@@ -92,11 +96,18 @@ def _find(points: Points, args: argparse.Namespace) -> Found:
     fitted = fit(points)
     sampled = bootstrap(fitted, args.bootstrap, args.seed, progress=sys.stderr.isatty())
     of_compute = budgets(points)
-    return Found(fitted, sampled, back_test(points), of_compute, best_sizes(of_compute))
+    transfer = None if points.test_losses is None else line_of(points.losses, points.test_losses)
+    return Found(fitted, sampled, back_test(points), of_compute, best_sizes(of_compute), transfer)
+
+
+def _differences(found: Mapping[str, Found]) -> list[tuple[str, str, Difference]]:
+    """Of each pair of mixers, in their order."""
+    lines = [(mixer, one.transfer) for mixer, one in found.items() if one.transfer is not None]
+    return [(a, b, difference(one, other)) for (a, one), (b, other) in combinations(lines, 2)]
 
 
 def _write(output: Path, found: Mapping[str, Found], numbers: dict[str, Any], text: str) -> None:
-    from megatron_ext.analysis.scaling.figures import draw_budgets, draw_law
+    from megatron_ext.analysis.scaling.figures import draw_budgets, draw_law, draw_transfer
 
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -107,6 +118,9 @@ def _write(output: Path, found: Mapping[str, Found], numbers: dict[str, Any], te
             if one.budgets:
                 picture = draw_budgets(one.budgets, _title(mixer, "IsoFLOP"))
                 write_whole(output / f"isoflop{ending}.png", picture)
+        lines = {mixer: one.transfer for mixer, one in found.items() if one.transfer is not None}
+        if lines:
+            write_whole(output / "test_loss.png", draw_transfer(lines))
         write_both(output, "fit", numbers, text)
     except OSError as error:
         mend = "give another folder with --output or make room"
@@ -120,7 +134,10 @@ def _title(mixer: str, what: str) -> str:
 def _numbers(found: Mapping[str, Found]) -> dict[str, Any]:
     """For machines: of the one law, or by mixer."""
     by_mixer = {mixer: _numbers_of(one) for mixer, one in found.items()}
-    return by_mixer[""] if list(by_mixer) == [""] else {"mixers": by_mixer}
+    if list(by_mixer) == [""]:
+        return by_mixer[""]
+    pairs = [{"mixer": one, "other": other, **asdict(apart)} for one, other, apart in _differences(found)]
+    return {"mixers": by_mixer, "test_loss_differences": pairs}
 
 
 def _numbers_of(found: Found) -> dict[str, Any]:
@@ -139,6 +156,19 @@ def _numbers_of(found: Found) -> dict[str, Any]:
             ],
             "params_of_flops": None if found.best is None else asdict(found.best),
         },
+        "test_loss": _numbers_of_line(found.transfer),
+    }
+
+
+def _numbers_of_line(line: Line | None) -> dict[str, Any] | None:
+    if line is None:
+        return None
+    return {
+        "factor": line.factor,
+        "exponent": line.exponent,
+        "exponent_interval": list(line.exponent_interval),
+        "deviation": line.deviation,
+        "points": len(line.rest),
     }
 
 
@@ -172,6 +202,9 @@ def _text(found: Mapping[str, Found]) -> str:
     for mixer, one in found.items():
         lines += [f"{_title(mixer, 'Back-test')}: {_test_line(one.tested)}", ""]
         lines += [f"{_title(mixer, 'IsoFLOP')}: {_budget_line(one)}", ""]
+        if one.transfer is not None:
+            lines += [f"{_title(mixer, 'Test loss')}: {_transfer_line(one.transfer)}", ""]
+    lines += _difference_lines(found)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -201,3 +234,32 @@ def _budget_line(found: Found) -> str:
     if found.best is None:
         return f"{line}."
     return f"{line}; the best number of parameters grows as compute^{found.best.exponent:.3f}."
+
+
+def _transfer_line(line: Line) -> str:
+    low, high = line.exponent_interval
+    return (
+        f"{line.factor:.4g} * loss^{line.exponent:.4g} (exponent {digits(low)} to {digits(high)}, 95 %), "
+        f"and models {100 * line.deviation:.2f} % about it."
+    )
+
+
+def _difference_lines(found: Mapping[str, Found]) -> list[str]:
+    pairs = _differences(found)
+    if not pairs:
+        return []
+    columns = ["mixer", "other", "p-value", "at training loss", "other's test loss beside"]
+    rows = [[one, other, f"{apart.p_value:.2g}", *_apart(apart)] for one, other, apart in pairs]
+    return [
+        "Test loss over training loss, whether two mixers have the same curve (F-test, each pair by itself):",
+        "",
+        *table(columns, rows),
+        "",
+    ]
+
+
+def _apart(apart: Difference) -> list[str]:
+    if apart.train_loss is None or apart.ratio is None or apart.interval is None:
+        return ["none in common", "-"]
+    low, high = (100 * (x - 1) for x in apart.interval)
+    return [f"{apart.train_loss:.4g}", f"{100 * (apart.ratio - 1):+.2f} % ({low:+.2f} to {high:+.2f})"]

@@ -1,8 +1,8 @@
-"""Pictures of a scaling law: the surface with its points, the best loss for a compute, and IsoFLOP parabolas."""
+"""Pictures of scaling laws: the surface with its points, the best loss for a compute, IsoFLOP parabolas, test loss."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib import colormaps
@@ -10,10 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 
-from megatron_ext.analysis.figure import DPI, LIGHT, dress, png
+from megatron_ext.analysis.figure import DPI, LIGHT, MARKERS, dress, png
 from megatron_ext.analysis.scaling.isoflop import Budget
 from megatron_ext.analysis.scaling.law import Fit
+from megatron_ext.analysis.scaling.transfer import Line
 from megatron_ext.analysis.scaling.uncertainty import Sampled
 
 SIZE = (11.0, 4.8)
@@ -45,6 +47,25 @@ def draw_budgets(budgets: Sequence[Budget], title: str) -> bytes:
     ax.set_xlabel("parameters")
     ax.set_ylabel("loss (nats per token)")
     ax.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return png(figure)
+
+
+def draw_transfer(lines: Mapping[str, Line]) -> bytes:
+    """Test loss over training loss as PNG: models by mixer, and the power law of each."""
+    figure, (ax,) = _figure(1, "Test loss over training loss")
+    for number, (mixer, line) in enumerate(lines.items()):
+        color = LIGHT.palette[number % len(LIGHT.palette)]
+        marker = MARKERS[number % len(MARKERS)]
+        test = np.exp(line.at(line.log_train) + line.rest)
+        ax.plot(np.exp(line.log_train), test, marker, color=color, markersize=5, label=mixer or "models")
+        grid = np.linspace(line.log_train.min(), line.log_train.max(), 50)
+        ax.plot(np.exp(grid), np.exp(line.at(grid)), color=color, linewidth=1.3)
+    ax.set(xscale="log", yscale="log", xlabel="training loss (nats per token)", ylabel="test loss (nats per token)")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(6))
+        axis.set_minor_formatter(NullFormatter())
+        axis.set_major_formatter(StrMethodFormatter("{x:.2f}"))
+    ax.legend(frameon=False, fontsize=9)
     return png(figure)
 
 

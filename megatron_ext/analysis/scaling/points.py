@@ -13,7 +13,7 @@ from megatron_ext.analysis.runs import FloatArray, IntArray
 from megatron_ext.errors import UserError
 
 NUMBERS = ("params", "tokens", "loss")
-MIXER = "mixer"
+MIXER, TEST_LOSS = "mixer", "test_loss"
 
 
 @dataclass(frozen=True)
@@ -24,22 +24,25 @@ class Points:
         params: float64 [n], parameters.
         tokens: float64 [n], training tokens.
         losses: float64 [n], final loss in nats a token.
+        test_losses: float64 [n], the same on text unlike the training text; None: not known.
     """
 
     params: FloatArray
     tokens: FloatArray
     losses: FloatArray
+    test_losses: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.losses)
 
     def take(self, which: IntArray | np.ndarray) -> Points:
         """Some of the points: by their numbers, or where a mask says so."""
-        return Points(self.params[which], self.tokens[which], self.losses[which])
+        test_losses = None if self.test_losses is None else self.test_losses[which]
+        return Points(self.params[which], self.tokens[which], self.losses[which], test_losses)
 
 
 def read_points(path: Path) -> dict[str, Points]:
-    """Points of a CSV file with the columns params, tokens and loss, and maybe mixer; others are passed over.
+    """Points of a CSV file: columns params, tokens and loss, and maybe mixer and test_loss; others are passed over.
 
     Returns:
         By mixer, in the order in which they first appear; all points under an empty name where there is no such column.
@@ -60,12 +63,13 @@ def read_points(path: Path) -> dict[str, Points]:
         raise UserError(str(path), f"is not CSV ({error})", "give a CSV file in UTF-8") from None
     if not rows:
         raise UserError(str(path), "holds no points", "give a line for each trained model")
+    numbers = [*NUMBERS, TEST_LOSS] if TEST_LOSS in columns else NUMBERS
     found: dict[str, list[list[float]]] = {}
     for where, row in rows:
         mixer = (row.get(MIXER) or "").strip()
         if MIXER in columns and not mixer:
             raise UserError(where, f"{MIXER} is empty", "name the mixer of every point, or leave the column out")
-        found.setdefault(mixer, []).append([_number(where, name, row.get(name)) for name in NUMBERS])
+        found.setdefault(mixer, []).append([_number(where, name, row.get(name)) for name in numbers])
     return {mixer: Points(*np.array(values).T) for mixer, values in found.items()}
 
 
@@ -73,7 +77,7 @@ def _check_columns(path: Path, columns: list[str]) -> None:
     missing = [name for name in NUMBERS if name not in columns]
     if missing:
         there = ", ".join(columns) or "none"
-        mend = f"name the columns {', '.join(NUMBERS)} (and maybe {MIXER}) in the first line"
+        mend = f"name the columns {', '.join(NUMBERS)} (and maybe {MIXER}, {TEST_LOSS}) in the first line"
         raise UserError(str(path), f"has no column {', '.join(missing)}; its columns are {there}", mend)
 
 

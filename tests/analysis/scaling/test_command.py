@@ -88,6 +88,37 @@ def test_five_points_have_a_law_and_no_intervals(tmp_path: Path, capsys: pytest.
     assert set(numbers["intervals"].values()) == {None}
 
 
+def with_test_loss(path: Path) -> Path:
+    """A power of training loss, a little higher for the second mixer, with some noise."""
+    dice = np.random.default_rng(7)
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines[1:], start=1):
+        loss, mixer = float(line.split(",")[2]), line.split(",")[3]
+        factor = 1.2 if mixer == "attention" else 1.3
+        lines[number] += f",{factor * loss**0.9 * np.exp(0.002 * dice.normal())}"
+    path.write_text("\n".join([f"{lines[0]},test_loss", *lines[1:]]) + "\n")
+    return path
+
+
+def test_test_loss_over_training_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = with_test_loss(write(tmp_path / "points.csv", LAWS))
+    assert main(["fit", str(points), "--output", str(tmp_path / "fit"), "--bootstrap", "2"]) == 0
+    said = capsys.readouterr().out
+    numbers = json.loads((tmp_path / "fit" / "fit.json").read_text())
+    for mixer, factor in zip(LAWS, (1.2, 1.3), strict=True):
+        line = numbers["mixers"][mixer]["test_loss"]
+        assert line["exponent"] == pytest.approx(0.9, abs=0.02)
+        assert line["factor"] == pytest.approx(factor, rel=0.02)
+        assert line["deviation"] == pytest.approx(0.002, rel=0.5)
+        assert f"Test loss: {mixer}: {line['factor']:.4g} * loss^{line['exponent']:.4g} (exponent 0." in said
+    (apart,) = numbers["test_loss_differences"]
+    assert (apart["mixer"], apart["other"]) == tuple(LAWS)
+    assert apart["p_value"] < 1e-9
+    assert apart["interval"][0] < 1.3 / 1.2 < apart["interval"][1]
+    assert f"| attention | mamba/2 (new) | {apart['p_value']:.2g} | {apart['train_loss']:.4g} | +8." in said
+    assert min(size_of_picture(tmp_path / "fit" / "test_loss.png")) > 600
+
+
 def test_the_highest_losses_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
     points.write_text(points.read_text() + "1e9,2e10,50\n")

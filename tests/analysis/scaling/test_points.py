@@ -31,6 +31,18 @@ def test_mixers_apart_in_their_order(tmp_path: Path) -> None:
     assert found["mamba"].losses.tolist() == [3, 9]
 
 
+def test_losses_on_other_text(tmp_path: Path) -> None:
+    path = written(tmp_path, "params,tokens,loss,test_loss\n1,2,3,3.5\n4,5,6,6.5\n")
+    (points,) = read_points(path).values()
+    assert points.test_losses is not None
+    assert points.test_losses.tolist() == [3.5, 6.5]
+    some = points.take(points.params > 1)
+    assert some.test_losses is not None
+    assert (some.losses.tolist(), some.test_losses.tolist()) == ([6], [6.5])
+    (without,) = read_points(written(tmp_path, "params,tokens,loss\n1,2,3\n")).values()
+    assert without.test_losses is None
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -45,6 +57,7 @@ def test_mixers_apart_in_their_order(tmp_path: Path) -> None:
         ("params,tokens,loss\n0,2,3\n", "points.csv:2: params is '0', not a number above 0; "),
         ("params,tokens,loss\n1,nan,3\n", "points.csv:2: tokens is 'nan', not a number above 0; "),
         ("params,tokens,loss\n1,2,inf\n", "points.csv:2: loss is 'inf', not a number above 0; "),
+        ("params,tokens,loss,test_loss\n1,2,3,-1\n", "points.csv:2: test_loss is '-1', not a number above 0; "),
         ("params,tokens,loss,mixer\n1,2,3,\n", "points.csv:2: mixer is empty; name the mixer of every point"),
     ],
 )

@@ -1,0 +1,123 @@
+"""Loss on text unlike the training text as a power of training loss, for each mixer, and whether two mixers differ.
+
+L_test = factor * L_train^exponent is a line in logarithms: a least-squares fit, with the tests of linear regression
+(Draper & Smith 1998, chapters 1 and 6). A point is a trained model: its final losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from megatron_ext.analysis.runs import FloatArray
+
+FEWEST = 3
+"""Models of a mixer: two losses lie on a line whatever they are."""
+
+COVERAGE = 0.95
+
+ROUNDING = 1e-28
+"""Variance of logarithms of losses that is none, but rounding."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line through the logarithms of the losses of one mixer's models.
+
+    Attributes:
+        exponent: its slope.
+        exponent_interval: 95 % interval of the slope.
+        log_factor: its value at a training loss of one nat.
+        deviation: standard deviation of what is left, as a share of the loss.
+        log_train: float64 [n], logarithms of training losses.
+        rest: float64 [n], logarithms of test losses less the line.
+    """
+
+    exponent: float
+    exponent_interval: tuple[float, float]
+    log_factor: float
+    deviation: float
+    log_train: FloatArray
+    rest: FloatArray
+
+    @property
+    def factor(self) -> float:
+        """Test loss at a training loss of one nat."""
+        return float(np.exp(self.log_factor))
+
+    def at(self, log_train: FloatArray | float) -> FloatArray:
+        """Logarithms of test losses."""
+        return np.asarray(self.log_factor + self.exponent * np.asarray(log_train))
+
+    def uncertainty(self, log_train: float) -> float:
+        """Variance of the line at a training loss, as a multiple of that of a point about it."""
+        centred = self.log_train - self.log_train.mean()
+        return 1 / len(centred) + (log_train - self.log_train.mean()) ** 2 / float(centred @ centred)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two mixers' lines.
+
+    Attributes:
+        p_value: how probable lines at least as unlike are, if both mixers have the same one (F-test, two constants).
+        train_loss: in the middle of the training losses that both mixers have; None: they have none in common.
+        ratio: there, test loss of the second mixer over that of the first; None: as above.
+        interval: 95 % interval of the ratio.
+    """
+
+    p_value: float
+    train_loss: float | None
+    ratio: float | None
+    interval: tuple[float, float] | None
+
+
+def line_of(train: FloatArray, test: FloatArray) -> Line | None:
+    """The line of a mixer's models; None where they are fewer than three, or all of one training loss.
+
+    Args:
+        train: float64 [n], training losses in nats a token.
+        test: float64 [n], test losses.
+    """
+    x, y = np.log(train), np.log(test)
+    if len(x) < FEWEST or np.ptp(x) < 1e-9:
+        return None
+    centred = x - x.mean()
+    exponent = float(centred @ y / (centred @ centred))
+    rest = y - y.mean() - exponent * centred
+    deviation = float(np.sqrt(rest @ rest / (len(x) - 2)))
+    half = float(stats.t.ppf((1 + COVERAGE) / 2, len(x) - 2)) * deviation / float(np.sqrt(centred @ centred))
+    log_factor = float(y.mean() - exponent * x.mean())
+    return Line(exponent, (exponent - half, exponent + half), log_factor, deviation, x, rest)
+
+
+def difference(one: Line, other: Line) -> Difference:
+    """Whether two lines are one, and how far they are apart in the middle of what they share."""
+    freedom = len(one.rest) + len(other.rest) - 4
+    apart = float(one.rest @ one.rest + other.rest @ other.rest)
+    together, variance = _rest_of_one_line([one, other]), apart / freedom
+    p_value = 1.0  # without noise, on one line
+    if together > ROUNDING * (freedom + 4):
+        p_value = float(stats.f.sf(max(together - apart, 0.0) / 2 / max(variance, ROUNDING), 2, freedom))
+    low = max(one.log_train.min(), other.log_train.min())
+    high = min(one.log_train.max(), other.log_train.max())
+    if low > high:
+        return Difference(p_value, None, None, None)
+    middle = float(low + high) / 2
+    log_ratio = float(other.at(middle) - one.at(middle))
+    error = np.sqrt(variance * (one.uncertainty(middle) + other.uncertainty(middle)))
+    half = float(stats.t.ppf((1 + COVERAGE) / 2, freedom) * error)
+    ratio, low_ratio, high_ratio = (float(np.exp(x)) for x in (log_ratio, log_ratio - half, log_ratio + half))
+    return Difference(p_value, float(np.exp(middle)), ratio, (low_ratio, high_ratio))
+
+
+def _rest_of_one_line(lines: Sequence[Line]) -> float:
+    """Sum of squares that one line through all points leaves."""
+    x = np.concatenate([line.log_train for line in lines])
+    y = np.concatenate([line.at(line.log_train) + line.rest for line in lines])
+    centred = x - x.mean()
+    rest = y - y.mean() - (centred @ y / (centred @ centred)) * centred
+    return float(rest @ rest)

@@ -1,0 +1,82 @@
+"""Test loss over training loss, against scipy's regression and against chance."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from megatron_ext.analysis.scaling.transfer import Line, difference, line_of
+
+
+def made(seed: int, *, factor: float = 1.3, exponent: float = 0.8, noise: float = 0.01, models: int = 8) -> Line:
+    dice = np.random.default_rng(seed)
+    train = dice.uniform(2.0, 4.0, models)
+    line = line_of(train, factor * train**exponent * np.exp(noise * dice.normal(size=models)))
+    assert line is not None
+    return line
+
+
+def test_the_line_is_scipys() -> None:
+    line = made(1)
+    y = line.at(line.log_train) + line.rest
+    expected = stats.linregress(line.log_train, y)
+    assert (line.exponent, line.log_factor) == pytest.approx((expected.slope, expected.intercept))
+    half = stats.t.ppf(0.975, 6) * expected.stderr
+    assert line.exponent_interval == pytest.approx((expected.slope - half, expected.slope + half))
+    at_zero = line.deviation * np.sqrt(line.uncertainty(0.0))
+    assert at_zero == pytest.approx(expected.intercept_stderr)
+
+
+def test_a_power_law_comes_back() -> None:
+    line = made(2, noise=0.0)
+    assert (line.factor, line.exponent) == pytest.approx((1.3, 0.8))
+    assert line.deviation < 1e-12
+
+
+def test_too_few_models_are_no_line() -> None:
+    assert line_of(np.array([2.0, 3.0]), np.array([2.5, 3.5])) is None
+    assert line_of(np.array([2.0, 2.0, 2.0]), np.array([2.5, 3.5, 3.0])) is None
+
+
+def test_one_curve_is_called_two_as_often_as_the_p_value_says() -> None:
+    """Of 400 pairs from one law a twentieth has a p-value below 0.05, and a half one below 0.5."""
+    found = np.array([difference(made(2 * n), made(2 * n + 1)).p_value for n in range(400)])
+    for level in (0.05, 0.5):
+        error = np.sqrt(level * (1 - level) / 400)
+        assert abs((found < level).mean() - level) < 4 * error
+
+
+def test_intervals_of_the_ratio_hold_it_as_often_as_they_say() -> None:
+    held = 0
+    for n in range(300):
+        apart = difference(made(2 * n), made(2 * n + 1, factor=1.3 * 1.02))
+        assert apart.interval is not None
+        held += apart.interval[0] <= 1.02 <= apart.interval[1]
+    assert abs(held / 300 - 0.95) < 4 * np.sqrt(0.95 * 0.05 / 300)
+
+
+@pytest.mark.parametrize("other", [{"factor": 1.3 * 1.06}, {"exponent": 0.6, "factor": 1.3 * 3**0.2}])
+def test_curves_that_differ(other: dict[str, float]) -> None:
+    """In height, or in slope alone: in the middle they then meet."""
+    apart = difference(made(5), made(6, **other))
+    assert apart.p_value < 1e-3
+    assert apart.ratio is not None
+    assert (abs(apart.ratio - 1) > 0.03) == ("exponent" not in other)
+
+
+def test_without_noise() -> None:
+    same = difference(made(5, noise=0.0), made(6, noise=0.0))
+    assert same.p_value == 1.0
+    assert same.ratio == pytest.approx(1.0)
+    assert difference(made(5, noise=0.0), made(6, noise=0.0, factor=1.4)).p_value < 1e-9
+
+
+def test_training_losses_that_no_two_mixers_share() -> None:
+    low, high = (np.linspace(*ends, 5) for ends in ((2.0, 2.5), (3.0, 3.5)))
+    one, other = line_of(low, 1.1 * low), line_of(high, 1.1 * high + 0.01 * np.sin(high * 9))
+    assert one is not None
+    assert other is not None
+    apart = difference(one, other)
+    assert (apart.train_loss, apart.ratio, apart.interval) == (None, None, None)
+    assert 0 <= apart.p_value <= 1
