@@ -22,7 +22,7 @@ from megatron_ext.analysis.scaling.transfer import Difference, Line, difference,
 from megatron_ext.analysis.scaling.uncertainty import BackTest, Sampled, back_test, bootstrap
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
-from megatron_ext.reports import digits, table, write_both
+from megatron_ext.reports import table, write_both
 
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
 
@@ -200,6 +200,9 @@ def _text(found: Mapping[str, Found]) -> str:
         rows.append([mixer or "all", str(len(one.fitted.points)), *cells, f"{one.fitted.objective:.5g}"])
     lines += [*table(columns, rows), ""]
     for mixer, one in found.items():
+        if not one.fitted.law.falls:
+            why = "an exponent is not above 0: loss does not fall with it, and the law says nothing of larger models"
+            lines += [f"{_title(mixer, 'Warning')}: {why}.", ""]
         lines += [f"{_title(mixer, 'Back-test')}: {_test_line(one.tested)}", ""]
         lines += [f"{_title(mixer, 'IsoFLOP')}: {_budget_line(one)}", ""]
         if one.transfer is not None:
@@ -212,7 +215,7 @@ def _with_interval(value: float, interval: tuple[float, float]) -> str:
     low, high = interval
     if math.isnan(low):
         return f"{value:.5g} (unknown)"
-    return f"{value:.5g} ({digits(low)} to {digits(high)})"
+    return f"{value:.5g} ({low:.3g} to {high:.3g})"
 
 
 def _test_line(tested: BackTest | None) -> str:
@@ -239,7 +242,7 @@ def _budget_line(found: Found) -> str:
 def _transfer_line(line: Line) -> str:
     low, high = line.exponent_interval
     return (
-        f"{line.factor:.4g} * loss^{line.exponent:.4g} (exponent {digits(low)} to {digits(high)}, 95 %), "
+        f"{line.factor:.4g} * loss^{line.exponent:.4g} (exponent {low:.3g} to {high:.3g}, 95 %), "
         f"and models {100 * line.deviation:.2f} % about it."
     )
 

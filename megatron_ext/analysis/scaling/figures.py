@@ -91,28 +91,31 @@ def _draw_surface(ax: Axes, fitted: Fit) -> None:
     ax.clabel(contours, fontsize=7.5, fmt="%.2f")
     shown = ax.scatter(points.params, points.tokens, c=points.losses, cmap=COLOURS, norm=norm, s=18)
     shown.set(edgecolors=LIGHT.ink, linewidths=0.3)
-    flops = 6 * np.array([n[0] * d[0], n[-1] * d[-1]])
-    best = law.best_params(flops)
-    ax.plot(best, flops / 6 / best, "--", color=LIGHT.ink, linewidth=1.2, label="best size for a compute")
+    if law.falls:
+        flops = 6 * np.array([n[0] * d[0], n[-1] * d[-1]])
+        best = law.best_params(flops)
+        ax.plot(best, flops / 6 / best, "--", color=LIGHT.ink, linewidth=1.2, label="best size for a compute")
+        ax.legend(frameon=False, fontsize=8.5, loc="lower right")
     ax.set(xscale="log", yscale="log", xlim=(n[0], n[-1]), ylim=(d[0], d[-1]), xlabel="parameters", ylabel="tokens")
     ax.set_title("loss (nats per token), and the points by colour", loc="left", fontsize=10)
-    ax.legend(frameon=False, fontsize=8.5, loc="lower right")
 
 
 def _draw_frontier(ax: Axes, fitted: Fit, sampled: Sampled) -> None:
     points, law = fitted.points, fitted.law
     flops_p = 6 * points.params * points.tokens
-    grid = np.geomspace(flops_p.min() / BEYOND, flops_p.max() * BEYOND, 80)
-    best = law.best_params(grid)
-    low, high = sampled.band(best, grid / 6 / best)
-    ax.fill_between(grid, low, high, color=LIGHT.palette[0], alpha=0.25, linewidth=0, label="95 % interval")
-    ax.plot(grid, law.loss(best, grid / 6 / best), color=LIGHT.palette[0], linewidth=1.6, label="law, at the best size")
+    if law.falls:
+        grid = np.geomspace(flops_p.min() / BEYOND, flops_p.max() * BEYOND, 80)
+        best = law.best_params(grid)
+        low, high = sampled.band(best, grid / 6 / best)
+        ax.fill_between(grid, low, high, color=LIGHT.palette[0], alpha=0.25, linewidth=0, label="95 % interval")
+        losses = law.loss(best, grid / 6 / best)
+        ax.plot(grid, losses, color=LIGHT.palette[0], linewidth=1.6, label="law, at the best size")
+        ax.legend(frameon=False, fontsize=8.5)
     shown = ax.scatter(flops_p, points.losses, c=points.params, cmap=COLOURS, norm=LogNorm(), s=16)
     bar = ax.figure.colorbar(shown, ax=ax, pad=0.02)
     bar.set_label("parameters", fontsize=9)
     ax.set(xscale="log", xlabel="operations (6 x parameters x tokens)", ylabel="loss (nats per token)")
     ax.set_title("the points, and the law where it is lowest", loc="left", fontsize=10)
-    ax.legend(frameon=False, fontsize=8.5)
 
 
 def _shades(number: int) -> Sequence[tuple[float, float, float, float]]:

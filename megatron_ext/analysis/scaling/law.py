@@ -58,8 +58,18 @@ class ScalingLaw:
         """Losses of models; arguments as numpy broadcasts them."""
         return np.asarray(self.E + self.A * np.power(params, -self.alpha) + self.B * np.power(tokens, -self.beta))
 
+    @property
+    def falls(self) -> bool:
+        """Whether more parameters, and more tokens, lower the loss."""
+        return self.alpha > 0 and self.beta > 0
+
     def best_params(self, flops: FloatArray | float) -> FloatArray:
-        """Parameters of the lowest loss for a compute of 6 N D operations (Hoffmann et al., equation 4)."""
+        """Parameters of the lowest loss for a compute of 6 N D operations (Hoffmann et al., equation 4).
+
+        Not a number where the loss does not fall with both parameters and tokens.
+        """
+        if not self.falls:
+            return np.full_like(flops, np.nan, dtype=np.float64)
         g = (self.alpha * self.A / (self.beta * self.B)) ** (1.0 / (self.alpha + self.beta))
         return np.asarray(g * (np.asarray(flops) / 6.0) ** (self.beta / (self.alpha + self.beta)))
 
@@ -159,13 +169,15 @@ def check_points(points: Points, where: str = "points") -> None:
     Raises:
         UserError: why.
     """
-    if len(points) < FEWEST_POINTS:
-        problem = f"{len(points)} points, and the law has {FEWEST_POINTS} constants"
+    unlike = len(np.unique([points.params, points.tokens], axis=1).T)
+    if unlike < FEWEST_POINTS:
+        problem = f"{unlike} points of unlike params or tokens, and the law has {FEWEST_POINTS} constants"
         raise UserError(where, problem, f"give {FEWEST_POINTS} points or more")
     for name, values, why in (
         ("parameters", points.params, "A and alpha cannot be told from E"),
         ("tokens", points.tokens, "B and beta cannot be told from E"),
         ("tokens a parameter", points.tokens / points.params, "what more parameters do and what more tokens do is one"),
+        ("nats of loss", points.losses, "nothing is seen of what makes it fall"),
     ):
         if np.ptp(np.log(values)) <= SAME_RATIO:
             mend = "add points with other sizes and other numbers of tokens"

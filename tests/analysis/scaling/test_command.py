@@ -119,6 +119,16 @@ def test_test_loss_over_training_loss(tmp_path: Path, capsys: pytest.CaptureFixt
     assert min(size_of_picture(tmp_path / "fit" / "test_loss.png")) > 600
 
 
+def test_losses_that_do_not_fall_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    n, d = (x.ravel() for x in np.meshgrid(np.geomspace(1e7, 1e9, 4), np.geomspace(1e9, 1e11, 4)))
+    losses = 2 + 0.05 * np.log(n / 1e7) - 0.03 * np.log(d / 1e9)
+    lines = ["params,tokens,loss", *(f"{a},{b},{c}" for a, b, c in zip(n, d, losses, strict=True))]
+    (tmp_path / "points.csv").write_text("\n".join(lines))
+    assert main(["fit", str(tmp_path / "points.csv"), "--output", str(tmp_path / "fit"), "--bootstrap", "2"]) == 0
+    assert "Warning: an exponent is not above 0: loss does not fall with it" in capsys.readouterr().out
+    assert min(size_of_picture(tmp_path / "fit" / "scaling.png")) > 600
+
+
 def test_the_highest_losses_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
     points.write_text(points.read_text() + "1e9,2e10,50\n")
@@ -135,7 +145,10 @@ def test_the_highest_losses_can_be_left_out(tmp_path: Path, capsys: pytest.Captu
     [
         (["--bootstrap", "1"], "--bootstrap: 1 draws make no interval; give 2 or more"),
         (["--drop-highest", "-1"], "--drop-highest: -1 is below 0; "),
-        (["--drop-highest", "17"], "points.csv: 3 points, and the law has 5 constants; give 5 points or more"),
+        (
+            ["--drop-highest", "17"],
+            "points.csv: 3 points of unlike params or tokens, and the law has 5 constants; give 5 points or more",
+        ),
     ],
 )
 def test_bad_options(more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +162,10 @@ def test_a_mixer_without_a_law_stops_all(tmp_path: Path, capsys: pytest.CaptureF
     points = write(tmp_path / "points.csv", LAWS)
     points.write_text(points.read_text() + "1e9,2e10,3,rwkv7\n")
     assert main(["fit", str(points), "--output", str(tmp_path / "fit")]) == 2
-    assert "points.csv (rwkv7): 1 points, and the law has 5 constants; " in capsys.readouterr().err
+    assert (
+        "points.csv (rwkv7): 1 points of unlike params or tokens, and the law has 5 constants; "
+        in capsys.readouterr().err
+    )
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,10 +103,12 @@ def test_the_best_size_is_where_the_loss_is_lowest() -> None:
 def test_points_that_say_too_little() -> None:
     points = grid()
     for some, said in (
-        (points.take(np.arange(4)), "4 points, and the law has 5 constants"),
+        (points.take(np.arange(4)), "4 points of unlike params or tokens, and the law has 5 constants"),
+        (points.take(np.array([0, 8, 16, 24, 24, 0])), "4 points of unlike params or tokens, and the law has 5"),
         (points.take(points.params == points.params[0]), "all have 5e+07 parameters, and so A and alpha cannot"),
         (points.take(points.tokens == points.tokens[0]), "all have 1e+09 tokens, and so B and beta cannot"),
         (Points(points.params, 20 * points.params, points.losses), "all have 20 tokens a parameter, and so what more"),
+        (Points(points.params, points.tokens, np.full(42, 2.5)), "all have 2.5 nats of loss, and so nothing is seen"),
     ):
         with pytest.raises(UserError) as caught:
             fit(some)
