@@ -12,7 +12,10 @@ from megatron_ext.errors import UserError
 SPLITS = ("train", "validation", "test")
 
 LONGEST_TEXT = 16_000_000
-"""Characters of a document. A longer one is malformed: a worker holds a whole one, and its memory is bounded."""
+"""Characters of a document, or tokens where it comes as these.
+
+A longer one is malformed: a worker holds a whole one, and its memory is bounded.
+"""
 
 LONGEST_RECORD = 64 << 20
 """Bytes of a line, a tar member or a text file that are read into memory; JSON may spell a letter with six."""
@@ -125,3 +128,17 @@ class MalformedError(ValueError):
         super().__init__(reason, detail)
         self.reason = reason
         self.detail = detail
+
+
+def check_length(length: int, unit: str = "characters") -> None:
+    """Refuse a text that is too long to be held whole.
+
+    Args:
+        length: of the text, in characters, or in tokens that have not been decoded.
+        unit: which of them, for the message.
+
+    Raises:
+        MalformedError: it is above `LONGEST_TEXT`.
+    """
+    if length > LONGEST_TEXT:
+        raise MalformedError("too long", f"{length:,} {unit}, at most {LONGEST_TEXT:,} are taken")

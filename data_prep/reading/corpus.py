@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data_prep.documents import LONGEST_RECORD, LONGEST_TEXT, SPLITS, Advance, Document, Problems, ignore_progress
+from data_prep.documents import (
+    LONGEST_RECORD,
+    SPLITS,
+    Advance,
+    Document,
+    MalformedError,
+    Problems,
+    check_length,
+    ignore_progress,
+)
 from data_prep.reading.inputs import InputFile, list_files
 from data_prep.reading.records import read_records
 from data_prep.reading.tables import read_table
@@ -130,13 +139,14 @@ class FileCorpus:
             return
         try:
             text = content.decode("utf-8")
+            check_length(len(text))
         except UnicodeDecodeError as error:
             problems.report(file.location, None, "not UTF-8", f"byte {error.start}")
             return
-        if len(text) > LONGEST_TEXT:
-            detail = f"{len(text):,} characters, at most {LONGEST_TEXT:,} are taken"
-            problems.report(file.location, None, "too long", detail)
-        elif text.strip():
+        except MalformedError as error:
+            problems.report(file.location, None, error.reason, error.detail)
+            return
+        if text.strip():
             yield "", text, file.parts[0] if len(file.parts) > 1 else domain or self._name
 
 

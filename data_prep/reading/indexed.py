@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
-from data_prep.documents import LONGEST_TEXT, Advance, MalformedError, Problems
+from data_prep.documents import Advance, MalformedError, Problems, check_length
 from data_prep.manifest import DomainEntry, Manifest, verify_shard
 from data_prep.reading.inputs import InputFile
 from data_prep.tokenization.vocabularies import TextTokenizer
@@ -51,8 +51,7 @@ class IndexedReader:
             problems.report(file.location, number + 1, "does not fit its .bin", str(error))
 
     def _text(self, dataset: IndexedDataset, start: int, count: int) -> str:
-        if count > LONGEST_TEXT:
-            raise MalformedError("too long", f"{count:,} tokens, at most {LONGEST_TEXT:,} are taken")
+        check_length(count, "tokens")
         tokens = dataset.bin_reader.read(dataset.index.dtype, count, start)
         if self._end is not None and count and tokens[-1] == self._end[1]:
             tokens = tokens[:-1]
@@ -63,8 +62,7 @@ class IndexedReader:
         text = self._tokenizer.decode(tokens.tolist())
         if not text.strip():
             raise MalformedError("no text")
-        if len(text) > LONGEST_TEXT:
-            raise MalformedError("too long", f"{len(text):,} characters, at most {LONGEST_TEXT:,} are taken")
+        check_length(len(text))
         return text
 
 

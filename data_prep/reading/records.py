@@ -12,10 +12,10 @@ import zstandard
 
 from data_prep.documents import (
     LONGEST_RECORD,
-    LONGEST_TEXT,
     Advance,
     MalformedError,
     Problems,
+    check_length,
     ignore_progress,
     short_domain,
 )
@@ -92,8 +92,7 @@ def text_and_domain(record: Any, domain: str | None = None) -> tuple[str, str]:
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str) or not text.strip():
         raise MalformedError("no text")
-    if len(text) > LONGEST_TEXT:
-        raise MalformedError("too long", f"a text of {len(text):,} characters, at most {LONGEST_TEXT:,} are taken")
+    check_length(len(text))
     if _has_lone_surrogate(text):
         raise MalformedError("text is not valid Unicode", "a lone surrogate")
     return text, _domain_of(record, domain)

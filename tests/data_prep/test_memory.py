@@ -139,8 +139,7 @@ def test_a_line_of_200_megabytes_is_one_problem_and_never_in_memory(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst", ".tar", ".txt", ".parquet"])
 def test_too_long_a_text_stops_or_is_counted(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr("data_prep.reading.records.LONGEST_TEXT", 1000)
-    monkeypatch.setattr("data_prep.reading.corpus.LONGEST_TEXT", 1000)
+    monkeypatch.setattr("data_prep.documents.LONGEST_TEXT", 1000)
     path, good, bad = tmp_path / f"x{suffix}", "x" * 1000, "y" * 1001
     lines = "".join(json.dumps({"text": text}) + "\n" for text in (good, bad)).encode()
     if suffix == ".tar":

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 
 from data_prep.documents import Problems
 from data_prep.prepare import prepare
-from data_prep.reading import indexed
 from data_prep.reading.corpus import open_files
 from data_prep.reading.indexed import export
 from data_prep.reading.inputs import InputFile
@@ -219,7 +218,7 @@ def test_token_files_cut_off(tokens, tokenizer_file):
 
 
 def test_a_document_of_too_many_tokens(tokens, tokenizer_file, monkeypatch):
-    monkeypatch.setattr(indexed, "LONGEST_TEXT", 8)
+    monkeypatch.setattr("data_prep.documents.LONGEST_TEXT", 8)
     documents, problems, _ = read(tokens, "skip", tokenizer=open_tokenizer(str(tokenizer_file)))
     assert [item.text for item in documents] == ["another"]
     assert {reason for _, reason in problems.counts} == {"too long"}
