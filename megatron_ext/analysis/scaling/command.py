@@ -7,9 +7,9 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations
+from itertools import combinations, count
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,11 @@ from megatron_ext.files import write_whole
 from megatron_ext.reports import table, write_both
 
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
+
+PICTURE = re.compile(r"(scaling|isoflop|test_loss)[A-Za-z0-9_.+-]*\.png")
+
+Pair = tuple[str, str, Difference]
+"""Two mixers, and how their test losses differ."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
     for mixer, some in points.items():
         check_points(some, f"{args.points} ({mixer})" if mixer else str(args.points))
     found = {mixer: _find(some, args) for mixer, some in points.items()}
-    numbers, text = _numbers(found), _text(found)
+    apart = _differences(found)
+    numbers, text = _numbers(found, apart), _text(found, apart)
     _write(args.output, found, numbers, text)
     print(json.dumps(numbers, indent=1) if args.json else text)
     return 0
@@ -100,43 +106,70 @@ def _find(points: Points, args: argparse.Namespace) -> Found:
     return Found(fitted, sampled, back_test(points), of_compute, best_sizes(of_compute), transfer)
 
 
-def _differences(found: Mapping[str, Found]) -> list[tuple[str, str, Difference]]:
+def _lines(found: Mapping[str, Found]) -> dict[str, Line]:
+    return {mixer: one.transfer for mixer, one in found.items() if one.transfer is not None}
+
+
+def _differences(found: Mapping[str, Found]) -> list[Pair]:
     """Of each pair of mixers, in their order."""
-    lines = [(mixer, one.transfer) for mixer, one in found.items() if one.transfer is not None]
-    return [(a, b, difference(one, other)) for (a, one), (b, other) in combinations(lines, 2)]
+    return [(a, b, difference(one, other)) for (a, one), (b, other) in combinations(_lines(found).items(), 2)]
 
 
 def _write(output: Path, found: Mapping[str, Found], numbers: dict[str, Any], text: str) -> None:
-    from megatron_ext.analysis.scaling.figures import draw_budgets, draw_law, draw_transfer
-
+    pictures = _pictures(found)
     try:
         output.mkdir(parents=True, exist_ok=True)
-        for mixer, one in found.items():
-            ending = f"_{re.sub(r'[^A-Za-z0-9.+-]+', '_', mixer)}" if mixer else ""
-            picture = draw_law(one.fitted, one.sampled, _title(mixer, "Scaling law"))
-            write_whole(output / f"scaling{ending}.png", picture)
-            if one.budgets:
-                picture = draw_budgets(one.budgets, _title(mixer, "IsoFLOP"))
-                write_whole(output / f"isoflop{ending}.png", picture)
-        lines = {mixer: one.transfer for mixer, one in found.items() if one.transfer is not None}
-        if lines:
-            write_whole(output / "test_loss.png", draw_transfer(lines))
-        write_both(output, "fit", numbers, text)
+        for name in _pictures_before(output) - set(pictures):
+            (output / name).unlink(missing_ok=True)
+        for name, picture in pictures.items():
+            write_whole(output / name, picture)
+        write_both(output, "fit", {**numbers, "pictures": list(pictures)}, text)
     except OSError as error:
         mend = "give another folder with --output or make room"
         raise UserError(str(output), f"cannot be written ({error.strerror})", mend) from None
+
+
+def _pictures(found: Mapping[str, Found]) -> dict[str, bytes]:
+    """PNG by file name."""
+    from megatron_ext.analysis.scaling.figures import draw_budgets, draw_law, draw_transfer
+
+    pictures: dict[str, bytes] = {}
+    for mixer, one in found.items():
+        pictures[_free(pictures, "scaling", mixer)] = draw_law(one.fitted, one.sampled, _title(mixer, "Scaling law"))
+        if one.budgets:
+            pictures[_free(pictures, "isoflop", mixer)] = draw_budgets(one.budgets, _title(mixer, "IsoFLOP"))
+    if lines := _lines(found):
+        pictures["test_loss.png"] = draw_transfer(lines)
+    return pictures
+
+
+def _free(taken: Collection[str], kind: str, mixer: str) -> str:
+    """A file name that no other mixer has: names that differ in signs alone would be one."""
+    plain = f"{kind}_{re.sub(r'[^A-Za-z0-9.+-]+', '_', mixer)}" if mixer else kind
+    names = (f"{plain}{f'_{number}' if number > 1 else ''}.png" for number in count(1))
+    return next(name for name in names if name not in taken)
+
+
+def _pictures_before(output: Path) -> set[str]:
+    """Those of an earlier fit into this folder: only what it says it drew may be removed."""
+    try:
+        names = json.loads((output / "fit.json").read_bytes())["pictures"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return set()
+    listed = names if isinstance(names, list) else []
+    return {name for name in listed if isinstance(name, str) and PICTURE.fullmatch(name)}
 
 
 def _title(mixer: str, what: str) -> str:
     return f"{what}: {mixer}" if mixer else what
 
 
-def _numbers(found: Mapping[str, Found]) -> dict[str, Any]:
+def _numbers(found: Mapping[str, Found], differences: Sequence[Pair]) -> dict[str, Any]:
     """For machines: of the one law, or by mixer."""
     by_mixer = {mixer: _numbers_of(one) for mixer, one in found.items()}
     if list(by_mixer) == [""]:
         return by_mixer[""]
-    pairs = [{"mixer": one, "other": other, **asdict(apart)} for one, other, apart in _differences(found)]
+    pairs = [{"mixer": one, "other": other, **asdict(apart)} for one, other, apart in differences]
     return {"mixers": by_mixer, "test_loss_differences": pairs}
 
 
@@ -190,7 +223,7 @@ def _numbers_of_test(tested: BackTest | None) -> dict[str, Any] | None:
     }
 
 
-def _text(found: Mapping[str, Found]) -> str:
+def _text(found: Mapping[str, Found], differences: Sequence[Pair]) -> str:
     """For readers: Markdown."""
     lines = ["L(N, D) = E + A / N^alpha + B / D^beta, nats a token, with 95 % bootstrap intervals", ""]
     columns = ["mixer", "points", *CONSTANTS, "objective"]
@@ -207,7 +240,7 @@ def _text(found: Mapping[str, Found]) -> str:
         lines += [f"{_title(mixer, 'IsoFLOP')}: {_budget_line(one)}", ""]
         if one.transfer is not None:
             lines += [f"{_title(mixer, 'Test loss')}: {_transfer_line(one.transfer)}", ""]
-    lines += _difference_lines(found)
+    lines += _difference_lines(differences)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -247,12 +280,11 @@ def _transfer_line(line: Line) -> str:
     )
 
 
-def _difference_lines(found: Mapping[str, Found]) -> list[str]:
-    pairs = _differences(found)
-    if not pairs:
+def _difference_lines(differences: Sequence[Pair]) -> list[str]:
+    if not differences:
         return []
     columns = ["mixer", "other", "p-value", "at training loss", "other's test loss beside"]
-    rows = [[one, other, f"{apart.p_value:.2g}", *_apart(apart)] for one, other, apart in pairs]
+    rows = [[one, other, f"{apart.p_value:.2g}", *_apart(apart)] for one, other, apart in differences]
     return [
         "Test loss over training loss, whether two mixers have the same curve (F-test, each pair by itself):",
         "",

@@ -56,8 +56,8 @@ def draw_transfer(lines: Mapping[str, Line]) -> bytes:
     for number, (mixer, line) in enumerate(lines.items()):
         color = LIGHT.palette[number % len(LIGHT.palette)]
         marker = MARKERS[number % len(MARKERS)]
-        test = np.exp(line.at(line.log_train) + line.rest)
-        ax.plot(np.exp(line.log_train), test, marker, color=color, markersize=5, label=mixer or "models")
+        losses = np.exp(line.log_train), np.exp(line.log_test)
+        ax.plot(*losses, marker, color=color, markersize=5, label=mixer or "models")
         grid = np.linspace(line.log_train.min(), line.log_train.max(), 50)
         ax.plot(np.exp(grid), np.exp(line.at(grid)), color=color, linewidth=1.3)
     ax.set(xscale="log", yscale="log", xlabel="training loss (nats per token)", ylabel="test loss (nats per token)")

@@ -48,8 +48,13 @@ class Line:
         """Test loss at a training loss of one nat."""
         return float(np.exp(self.log_factor))
 
+    @property
+    def log_test(self) -> FloatArray:
+        """float64 [n], logarithms of test losses."""
+        return self.at(self.log_train) + self.rest
+
     def at(self, log_train: FloatArray | float) -> FloatArray:
-        """Logarithms of test losses."""
+        """Logarithms of test losses by the line."""
         return np.asarray(self.log_factor + self.exponent * np.asarray(log_train))
 
     def uncertainty(self, log_train: float) -> float:
@@ -117,7 +122,7 @@ def difference(one: Line, other: Line) -> Difference:
 def _rest_of_one_line(lines: Sequence[Line]) -> float:
     """Sum of squares that one line through all points leaves."""
     x = np.concatenate([line.log_train for line in lines])
-    y = np.concatenate([line.at(line.log_train) + line.rest for line in lines])
+    y = np.concatenate([line.log_test for line in lines])
     centred = x - x.mean()
     rest = y - y.mean() - (centred @ y / (centred @ centred)) * centred
     return float(rest @ rest)

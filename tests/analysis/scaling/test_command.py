@@ -44,7 +44,8 @@ def test_one_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "new" / "fit"
     assert main(["fit", str(points), "--output", str(output), "--json", "--bootstrap", "20"]) == 0
     numbers = json.loads(capsys.readouterr().out)
-    assert numbers == json.loads((output / "fit.json").read_text())
+    pictures = {"pictures": ["scaling.png", "isoflop.png"]}
+    assert numbers | pictures == json.loads((output / "fit.json").read_text())
     law = LAWS["attention"]
     for name in ("E", "A", "B", "alpha", "beta"):
         assert numbers[name] == pytest.approx(getattr(law, name), rel=1e-4)
@@ -127,6 +128,40 @@ def test_losses_that_do_not_fall_are_told_of(tmp_path: Path, capsys: pytest.Capt
     assert main(["fit", str(tmp_path / "points.csv"), "--output", str(tmp_path / "fit"), "--bootstrap", "2"]) == 0
     assert "Warning: an exponent is not above 0: loss does not fall with it" in capsys.readouterr().out
     assert min(size_of_picture(tmp_path / "fit" / "scaling.png")) > 600
+
+
+def test_a_folder_of_an_earlier_fit_keeps_none_of_its_pictures(tmp_path: Path) -> None:
+    points, output = with_test_loss(write(tmp_path / "points.csv", LAWS)), tmp_path / "fit"
+    assert main(["fit", str(points), "--output", str(output), "--bootstrap", "2"]) == 0
+    assert {path.name for path in output.glob("*.png")} == {
+        "scaling_attention.png",
+        "scaling_mamba_2_new_.png",
+        "isoflop_attention.png",
+        "isoflop_mamba_2_new_.png",
+        "test_loss.png",
+    }
+    (output / "scaling_of_mine.png").touch()
+    one = without_mixer(write(tmp_path / "one.csv", {"attention": LAWS["attention"]}))
+    assert main(["fit", str(one), "--output", str(output), "--bootstrap", "2"]) == 0
+    assert {path.name for path in output.glob("*.png")} == {"scaling.png", "isoflop.png", "scaling_of_mine.png"}
+
+
+@pytest.mark.parametrize("names", [["../../mine.png", "/etc/x.png", 7, "points.csv"], "scaling.png", None])
+def test_an_earlier_fit_removes_its_own_pictures_alone(tmp_path: Path, names: object) -> None:
+    points, output = without_mixer(write(tmp_path / "points.csv", {"a": LAWS["attention"]})), tmp_path / "a" / "fit"
+    output.mkdir(parents=True)
+    (output / "points.csv").touch()
+    (tmp_path / "mine.png").touch()
+    (output / "fit.json").write_text(json.dumps({"pictures": names}))
+    assert main(["fit", str(points), "--output", str(output), "--bootstrap", "2"]) == 0
+    assert (tmp_path / "mine.png").exists()
+    assert (output / "points.csv").exists()
+
+
+def test_mixers_whose_names_differ_in_signs_have_pictures_of_their_own(tmp_path: Path) -> None:
+    points = write(tmp_path / "points.csv", {"a/b": LAWS["attention"], "a b": LAWS["attention"]})
+    assert main(["fit", str(points), "--output", str(tmp_path / "fit"), "--bootstrap", "2"]) == 0
+    assert {path.name for path in (tmp_path / "fit").glob("scaling*")} == {"scaling_a_b.png", "scaling_a_b_2.png"}
 
 
 def test_the_highest_losses_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
