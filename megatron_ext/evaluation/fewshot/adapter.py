@@ -5,6 +5,7 @@ Imports lm-eval.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -199,10 +200,13 @@ class SelectronLM(TemplateLM):
         # The end of a document ends a text as a token, and as characters that the model writes out.
         stops = [stop for stop in handle_stop_sequences(list(generation.until), decode([self.eot_token_id])) if stop]
         # As many last tokens as lm-eval looks at: where a search with beams ends is decided by them.
-        windows = {stop: len(self._model.encode(stop)) + 2 for stop in stops}
+        windows: defaultdict[int, list[str]] = defaultdict(list)
+        for stop in stops:
+            windows[len(self._model.encode(stop)) + 2].append(stop)
 
         def is_done(tokens: Sequence[int]) -> bool:
-            return any(stop in decode(tokens[-window:]) for stop, window in windows.items())
+            ends = ((decode(tokens[-window:]), some) for window, some in windows.items())
+            return any(stop in text for text, some in ends for stop in some)
 
         def generate(piece: Sequence[tuple[list[int], Draw | None]]) -> list[list[int]]:
             draws = [draw for _, draw in piece if draw is not None]
