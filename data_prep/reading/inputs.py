@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
@@ -13,6 +14,9 @@ from megatron_ext.errors import UserError
 from megatron_ext.files import is_url
 
 ABSENT = "give a file, a folder, a URL or `embedded`"
+
+MOST_FILES = 1_000_000
+"""Files of an input: every worker holds the list of them, in some 700 bytes a file, and its memory is bounded."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def list_files(source: str) -> list[InputFile]:
     """Every file of an input, sorted by path.
 
     Raises:
-        UserError: there is no such path, or the URL's file system cannot be reached.
+        UserError: there is no such path, it holds over `MOST_FILES` files, or the URL's file system cannot be reached.
     """
     if not is_url(source):
         return list(_local_files(Path(source)))
@@ -86,7 +90,9 @@ def _local_files(root: Path) -> Iterator[InputFile]:
     if root.is_file():
         yield local_file(root)
         return
-    for file in sorted(file for file in root.rglob("*") if file.is_file()):
+    found = list(islice((file for file in root.rglob("*") if file.is_file()), MOST_FILES + 1))
+    _check_number(len(found), root)
+    for file in sorted(found):
         yield local_file(file, file.relative_to(root).parts)
 
 
@@ -95,8 +101,15 @@ def _remote_files(source: str) -> Iterator[InputFile]:
     found: dict[str, dict[str, Any]] = system.find(root, detail=True)
     if not found:
         raise FileNotFoundError(source)
+    _check_number(len(found), source)
     for path in sorted(found):
         facts = found[path]
         inside = PurePosixPath(path).relative_to(root).parts if path != root else (PurePosixPath(path).name,)
         stamp = next((str(facts[key]) for key in ("ETag", "etag", "mtime", "created") if key in facts), "")
         yield InputFile(system.unstrip_protocol(path), inside, int(facts["size"]), stamp)
+
+
+def _check_number(files: int, source: str | Path) -> None:
+    if files > MOST_FILES:
+        mend = "put them together, as lines of JSON or in tars"
+        raise UserError("--input", f"{source} holds more than {MOST_FILES:,} files", mend)

@@ -269,3 +269,17 @@ def test_urls_at_fault():
         open_files("memory://absent")
     with pytest.raises(UserError, match=r"^--input: nosuch://x cannot be opened \(Protocol not known: nosuch"):
         open_files("nosuch://x")
+
+
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_more_files_than_a_worker_can_hold_the_list_of(place, tmp_path, monkeypatch):
+    monkeypatch.setattr("data_prep.reading.inputs.MOST_FILES", 3)
+    source = str(tmp_path / "texts") if place == "disk" else f"memory://{tmp_path.name}"
+    for number in range(3):
+        with fsspec.open(f"{source}/a/{number}.txt", "w", auto_mkdir=True) as file:
+            file.write(text(number))
+    assert open_files(source).units == 3
+    with fsspec.open(f"{source}/a/b/3.txt", "w", auto_mkdir=True) as file:
+        file.write(text(3))
+    with pytest.raises(UserError, match=rf"^--input: {source} holds more than 3 files; put them together, as lines "):
+        open_files(source)
