@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -61,6 +62,38 @@ def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter
         elif name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             parts = ["embedding", "word_embeddings", "weight"]
         yield ".".join(parts), parameter
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """How many parameters a model has, as it is trained: with the rows that fill up the vocabulary.
+
+    Attributes:
+        parameters: all of them; a weight that is shared counts once.
+        embedding_parameters: those of the input's word and position embeddings among them.
+        output_layer_parameters: those of the output layer; 0 where it shares the embedding's.
+    """
+
+    parameters: int
+    embedding_parameters: int
+    output_layer_parameters: int
+
+
+def count_parameters(chunks: Iterable[torch.nn.Module], tp_size: int) -> ParameterCount:
+    """Parameters of a stage's chunks, wrapped or not, with the parts of all `tp_size` tensor-parallel ranks."""
+    total = embedding = output = 0
+    for model in (module for chunk in chunks for module in chunk.modules() if isinstance(module, GPTModel)):
+        for name, parameter in global_parameters(model):
+            split = getattr(parameter, "tensor_model_parallel", False)
+            count = parameter.numel() * (tp_size if split else 1)
+            if name.startswith("embedding."):
+                if not model.pre_process:  # the last stage's copy of the first one's
+                    continue
+                embedding += count
+            elif name.startswith("output_layer."):
+                output += count
+            total += count
+    return ParameterCount(total, embedding, output)
 
 
 def initialize_model(chunks: Iterable[GPTModel], seed: int, tp_group: ProcessGroup) -> None:

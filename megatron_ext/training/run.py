@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,8 +21,10 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.verified import read_verified, write_verified
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.domains import DomainEvaluator, evaluation_domains
+from megatron_ext.files import write_whole
 from megatron_ext.model import ModelShape, training_flops_per_token
 from megatron_ext.parallel.groups import make_process_groups
+from megatron_ext.parallel.parameters import ParameterCount, count_parameters
 from megatron_ext.platform import DTYPES, Platform, local_rank, select_platform, start_process_group
 from megatron_ext.training import skipped
 from megatron_ext.training.between_steps import SuitesBetweenSteps
@@ -36,6 +39,7 @@ from megatron_ext.training.testing import Evaluated
 from megatron_ext.training.trainer import Trainer
 
 CONFIG = "config.yaml"
+MODEL = "model.json"
 CHECKPOINTS = "checkpoints"
 
 
@@ -158,7 +162,7 @@ def _loop(
         flops = training_flops_per_token(shape, trainer.optimizer.chunks, config.data.seq_length)
     peak = platform.peak_flops(DTYPES[training.precision])
     suites = _suites(config, folder, data, trainer, progress)
-    records, packing = _records(config, folder, data, progress), packing_of(config.data)
+    records, packing = _records(config, folder, data, progress, model_size(trainer)), packing_of(config.data)
     last_evaluation = _sum_over(0 if records is None else records.last_evaluation, platform, None)
     last_suites = _sum_over(0 if records is None else records.last_suites, platform, None)
     return TrainingLoop(
@@ -200,13 +204,16 @@ def _suites(
     return SuitesBetweenSteps(evaluated, trainer.optimizer.testing, options, folder)
 
 
-def _records(config: RunConfig, folder: Path, data: RunData, progress: Progress) -> RunRecords | None:
+def _records(
+    config: RunConfig, folder: Path, data: RunData, progress: Progress, size: ParameterCount
+) -> RunRecords | None:
     """The run's folder and files, made by the first rank once everything before has been found right."""
     if dist.get_rank() != 0:
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _save_config(config, folder, progress.step)
+        write_whole(folder / MODEL, (json.dumps(asdict(size), indent=1) + "\n").encode())
         skipped.keep(folder, data.damages, data.samples, progress.step)
         if data.verified:
             write_verified(folder, data.verified)
@@ -214,6 +221,14 @@ def _records(config: RunConfig, folder: Path, data: RunData, progress: Progress)
         return RunRecords(folder, config.run.name, progress.step, config.training.steps)
     except OSError as error:
         raise UserError(str(folder), f"cannot be written ({error.strerror})", "choose another run.dir") from error
+
+
+def model_size(trainer: Trainer) -> ParameterCount:
+    """Number of parameters of the whole model, on every rank."""
+    with trainer.optimizer.whole():
+        own = count_parameters(trainer.optimizer.chunks, trainer.groups.tp.size())
+    counts = asdict(own).items()
+    return ParameterCount(**{name: int(_sum_over(n, trainer.platform, trainer.groups.pp)) for name, n in counts})
 
 
 def _save_config(config: RunConfig, folder: Path, step: int) -> None:

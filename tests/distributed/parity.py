@@ -36,7 +36,9 @@ from megatron_ext.mixers import base, chosen_chunks, key_value, past
 from megatron_ext.mixers.registry import load_all
 from megatron_ext.model import build_model, training_flops_per_token
 from megatron_ext.parallel.groups import make_process_groups
+from megatron_ext.parallel.parameters import ParameterCount
 from megatron_ext.platform import select_platform
+from megatron_ext.training import run
 from megatron_ext.training.build import build_trainer, model_shape
 
 VOCABULARY, LENGTH, STEPS, SEED = 128, 32, 5, 1234
@@ -180,6 +182,14 @@ def flops_per_token(rank: int, world_size: int, config: RunConfig) -> float:
     trainer = build_trainer(config, shape, groups, platform)
     with trainer.optimizer.whole():
         return training_flops_per_token(shape, trainer.optimizer.chunks, LENGTH)
+
+
+def model_size(rank: int, world_size: int, config: RunConfig) -> ParameterCount:
+    """Number of parameters that a run would keep."""
+    platform = select_platform("cpu")
+    groups = make_process_groups(config.parallel, config.training.seed)
+    count_anew()
+    return run.model_size(build_trainer(config, model_shape(config, platform, VOCABULARY), groups, platform))
 
 
 def plain_first_step(rank: int, world_size: int, config: RunConfig) -> tuple[float, float]:

@@ -6,6 +6,7 @@ difference between layouts; the seed in parity.py is one with which no two score
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import parity
@@ -195,6 +196,20 @@ def test_tied_embeddings_are_one_weight_on_two_stages(
     reference = _reference(pool, model)
     assert not [name for name in reference.parameters if "output_layer" in name]
     _check(_train(pool, model, world_size, parallel), reference)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_layout_counts_the_parameters_of_the_whole_model(pool: WorkerPool, tied: bool) -> None:
+    model = Model("top1_chunk,gated_deltanet,attention*2", chunks("exact"), {"tie_embeddings": tied})
+    sizes = {name: x.numel() for name, x in _reference(pool, model).parameters.items()}
+    vocabulary = [count for name, count in sizes.items() if "word_embeddings" in name or "output_layer" in name]
+    assert len(vocabulary) == 2 - tied
+    expected = (sum(sizes.values()), vocabulary[0], 0 if tied else vocabulary[0])
+    layouts = [(1, {}), (2, {"pipeline": 2, "virtual_pipeline": 2}), (4, {"tensor": 2, "pipeline": 2})]
+    for world_size, parallel in layouts:
+        config = parity.run_config(model.pattern, model.mixers, model.model, parallel)
+        for counted in pool.run(parity.model_size, world_size, config):
+            assert tuple(asdict(counted).values()) == expected, parallel
 
 
 IN_BF16 = ["attention", "top1_chunk_exact", "gated_deltanet", "linear_attention", "retnet"]

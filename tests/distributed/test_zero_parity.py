@@ -93,6 +93,12 @@ def test_shared_out_weights_are_counted(pool: WorkerPool) -> None:
     }
     assert of["zero3"] == of["none"]
     assert of["none"][0] > 1e5
+    sizes = {
+        sharding: pool.run(parity.model_size, 2, parity.run_config("gated_deltanet*4", {}, {}, {}, sharding=sharding))
+        for sharding in of
+    }
+    assert sizes["zero3"] == sizes["none"]
+    assert sizes["none"][0].parameters > 1e5
 
 
 @pytest.mark.slow

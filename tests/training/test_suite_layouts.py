@@ -66,11 +66,19 @@ def test_answers_are_those_of_one_process_and_training_goes_on_undisturbed(
     tested = trained(pool, data, tmp_path / "tested", [*RUN, *layout, *SUITES], 2)
     plain = trained(pool, data, tmp_path / "plain", [*RUN, *layout], 2)
     assert curve(tested) == curve(plain)  # losses, norms and rates, to the last bit
+    assert (tested / "model.json").read_bytes() == (alone / "model.json").read_bytes()
     for step in (1, 2):
         assert answers(tested, step) == answers(alone, step)
     scores = [(one["step"], one["scores"]) for one in records(alone, "suites.jsonl")]
     assert [(one["step"], one["scores"]) for one in records(tested, "suites.jsonl")] == scores
     assert [step for step, _ in scores] == [1, 2]
+
+
+def test_the_size_of_the_model_is_kept(data: Path, alone: Path) -> None:
+    size = json.loads((alone / "model.json").read_text())
+    tokens = json.loads((data / "manifest.json").read_text())["tokenizer"]["vocab_size"]
+    assert size["embedding_parameters"] == size["output_layer_parameters"] == -(-tokens // 128) * 128 * 32
+    assert size["parameters"] > 2 * size["embedding_parameters"] + 2 * 4 * 32 * 32
 
 
 def test_what_is_compared_differs(alone: Path) -> None:
