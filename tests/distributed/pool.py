@@ -7,6 +7,7 @@ that is most of what a case would cost.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -49,8 +50,13 @@ class WorkerPool:
     patience = 2.0
     """Seconds in which an idle worker may end before it is killed."""
 
+    life = 30
+    """Calls after which workers are replaced. Nobody trains hundreds of models, one after the other, in one process:
+    a heap was once found corrupted in one that had, and nowhere else. Starting one takes half a second."""
+
     def __init__(self, size: int) -> None:
         self.size = size
+        self._calls = 0
         atexit.register(self.stop)
         self._workers: list[tuple[Any, Connection]] = []
 
@@ -69,13 +75,16 @@ class WorkerPool:
         Raises:
             WorkerFailed: one of them raised, died or did not answer.
         """
+        if self._calls == self.life:
+            self.stop()
         if not self._workers:
             self._start()
+        self._calls += 1
         with tempfile.TemporaryDirectory() as folder:
             for rank, (_, connection) in enumerate(self._workers[:world_size]):
                 connection.send((function, rank, world_size, Path(folder) / "store", timeout, args))
             try:
-                return self._collect(world_size, time.monotonic() + timeout)
+                return self._collect(world_size, time.monotonic() + timeout, Path(folder))
             except BaseException:
                 self.stop()
                 raise
@@ -89,7 +98,7 @@ class WorkerPool:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.join()
-        self._workers = []
+        self._workers, self._calls = [], 0
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -103,7 +112,7 @@ class WorkerPool:
                 theirs.close()
                 self._workers.append((process, ours))
 
-    def _collect(self, world_size: int, deadline: float) -> list[Any]:
+    def _collect(self, world_size: int, deadline: float, folder: Path) -> list[Any]:
         ranks = {connection: rank for rank, (_, connection) in enumerate(self._workers[:world_size])}
         results: dict[int, Any] = {}
         failures: list[str] = []
@@ -114,7 +123,7 @@ class WorkerPool:
                 break
             for connection in ready:
                 rank = ranks[connection]  # type: ignore[index]
-                ok, results[rank] = _receive(connection)  # type: ignore[arg-type]
+                ok, results[rank] = _receive(connection, _stack_file(folder, rank))  # type: ignore[arg-type]
                 if not ok:
                     failures.append(f"rank {rank} {results[rank]}")
                     # The others may hang for want of this one, or say more about what happened.
@@ -124,11 +133,16 @@ class WorkerPool:
         return [results[rank] for rank in range(world_size)]
 
 
-def _receive(connection: Connection) -> tuple[bool, Any]:
+def _receive(connection: Connection, stack: Path) -> tuple[bool, Any]:
     try:
         return pickle.loads(connection.recv_bytes())
     except EOFError:
-        return False, "died"
+        return False, f"died\n{stack.read_text() if stack.exists() else ''}"
+
+
+def _stack_file(folder: Path, rank: int) -> Path:
+    """Where a worker that a signal ends says what it was doing."""
+    return folder / f"stack_{rank}"
 
 
 @contextmanager
@@ -153,11 +167,21 @@ def _serve(connection: Connection) -> None:
         except EOFError:
             return
         try:
-            with _process_group(rank, world_size, store, timeout):
+            with _stack_kept(_stack_file(store.parent, rank)), _process_group(rank, world_size, store, timeout):
                 answer = pickle.dumps((True, function(rank, world_size, *args)))
         except BaseException:
             answer = pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
         connection.send_bytes(answer)
+
+
+@contextmanager
+def _stack_kept(file: Path) -> Iterator[None]:
+    with file.open("w") as stream:
+        faulthandler.enable(stream)
+        try:
+            yield
+        finally:
+            faulthandler.disable()
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def _hang(rank: int, world_size: int) -> None:
 
 
 def _die(rank: int, world_size: int) -> None:
-    os._exit(3)
+    os.abort()
 
 
 def _environment(rank: int, world_size: int) -> tuple[int, bool, int]:
@@ -44,9 +44,17 @@ def test_workers_form_a_group_of_any_size_again_and_again(pool: WorkerPool) -> N
 
 
 def test_workers_stay_and_have_one_thread_and_no_gpu(pool: WorkerPool) -> None:
+    pool.stop()
     first, second = (pool.run(_environment, 2) for _ in range(2))
     assert first == second
     assert [answer[:2] for answer in first] == [(1, False)] * 2
+
+
+def test_workers_are_replaced_after_so_many_calls(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "life", 2)
+    pool.stop()
+    processes = [pool.run(_environment, 1)[0][2] for _ in range(5)]
+    assert processes[0] == processes[1] != processes[2] == processes[3] != processes[4]
 
 
 def _threads(rank: int, world_size: int) -> int:
@@ -57,6 +65,7 @@ def test_a_case_leaves_no_process_groups_behind(pool: WorkerPool) -> None:
     """A model that is not freed holds its groups, and each has polling threads: thousands after some hundred cases."""
     config = parity.run_config("attention,gla,rwkv6,rwkv7", {}, {}, {"tensor": 2})
     counts = []
+    pool.stop()
     for _ in range(3):
         pool.run(parity.train, 2, config)
         counts.append(pool.run(_threads, 2))
@@ -70,7 +79,7 @@ def test_failures_are_told_and_the_next_call_works() -> None:
     try:
         with pytest.raises(WorkerFailed, match=r"rank 1 raised\nTraceback(.|\n)*ValueError: the reason"):
             pool.run(_fail_on_one, 2)
-        with pytest.raises(WorkerFailed, match="died"):
+        with pytest.raises(WorkerFailed, match=r"rank [01] died\nFatal Python error: Aborted(.|\n)* in _die\n"):
             pool.run(_die, 2)
         assert [rank for rank, _, _ in pool.run(_sum_of_ranks, 2, 0)] == [0, 1]
         start = time.monotonic()
