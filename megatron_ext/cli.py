@@ -223,7 +223,7 @@ def _prepare(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders to compare")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders to compare, or folders of run folders")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the report")
 
 
@@ -380,7 +380,7 @@ VERBS = {
     "train": _Verb(help="train a model from a configuration", add_arguments=_add_train, run=_train),
     "prepare": _Verb(help="turn documents into tokenised shards", add_arguments=_add_prepare, run=_prepare),
     "report": _Verb(help="compare runs at equal training loss", add_arguments=_add_report, run=_report),
-    "fit": _Verb(help="fit a scaling law to models of many sizes", add_arguments=_add_fit, run=_fit),
+    "fit": _Verb(help="fit a scaling law to runs of many sizes", add_arguments=_add_fit, run=_fit),
     "generate": _Verb(help="let a trained model continue a text", add_arguments=_add_generate, run=_generate),
     "evaluate": _Verb(help="put a trained model to tests", add_arguments=_add_evaluate, run=_evaluate),
     "convert": _Verb(help="turn a checkpoint into another format", add_arguments=_add_convert, run=_convert),

@@ -6,9 +6,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from megatron_ext.analysis.runs import Run
+from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.errors import UserError
 
 BASELINE = "attention"
@@ -78,6 +80,18 @@ def group_runs(runs: Sequence[Run]) -> list[Architecture]:
     labels = _labels([members[0] for members in members_of])
     architectures = [Architecture(label, tuple(members)) for label, members in zip(labels, members_of, strict=True)]
     return sorted(architectures, key=_baseline_rank)  # stable: the order given holds among the rest
+
+
+def mixer_label(run: Run) -> str:
+    """What a run's layers are, whatever their number and width: the repeated part of its pattern, and settings."""
+    layers = parse_pattern(run.pattern)
+    period = next(
+        n for n in range(1, len(layers) + 1) if len(layers) % n == 0 and layers == layers[:n] * (len(layers) // n)
+    )
+    runs_of_one = [(name, len(list(some))) for name, some in groupby(layers[:period])]
+    name = ",".join(name if count == 1 else f"{name}*{count}" for name, count in runs_of_one)
+    settings = _settings(recipe(run))
+    return f"{name} ({', '.join(settings)})" if settings else name
 
 
 def recipe(run: Run) -> dict[str, Any]:

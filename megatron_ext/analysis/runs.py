@@ -22,6 +22,8 @@ IntArray = NDArray[np.int64]
 Split = Literal["test", "validation", "test_in_domain"]
 Record = TypeVar("Record")
 
+CONFIG = "config.yaml"
+
 LOSS_TOLERANCE = 1e-3
 """Relative disagreement allowed between a domain's loss and that of its documents: summing order and fp32, no more."""
 
@@ -50,6 +52,15 @@ class EvaluationRecord:
     documents: Annotated[list[int], Field(min_length=1)]
     document_loss: list[FiniteFloat]
     document_tokens: list[NonNegativeInt]
+
+
+@checked_dataclass(frozen=True, config=_LINE)
+class ModelSize:
+    """model.json: parameters of the whole model, and how many of them are embeddings and the output layer's."""
+
+    parameters: PositiveInt
+    embedding_parameters: NonNegativeInt
+    output_layer_parameters: NonNegativeInt
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,7 @@ class Run:
         tokens_per_second: [S], NaN where not recorded.
         evaluation_steps: [E] steps after which the run was evaluated, rising.
         domains: ordered by split and name; the same in every run of a comparison.
+        size: parameters of the model; None: the run is from before they were kept.
     """
 
     path: Path
@@ -106,6 +118,7 @@ class Run:
     tokens_per_second: FloatArray
     evaluation_steps: IntArray
     domains: tuple[DomainEvaluations, ...]
+    size: ModelSize | None = None
 
     @property
     def pattern(self) -> str:
@@ -117,33 +130,50 @@ class Run:
         return tuple(domain for domain in self.domains if domain.split == split)
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path], *, evaluated: bool = True) -> list[Run]:
     """Read run folders that are to be compared.
+
+    Args:
+        paths: run folders, or folders of run folders.
+        evaluated: whether each must have been evaluated, and out of domain; else they may.
 
     Raises:
         UserError: no folder, a folder given twice, one that `read_run` refuses, runs trained or evaluated on
-            different data, or without an out-of-domain evaluation.
+            different data, or without an evaluation that they must have.
     """
     if not paths:
         raise UserError("RUN", "no run folder given", "name at least one")
-    resolved = [path.resolve() for path in paths]
+    folders = [folder for path in paths for folder in _run_folders(path)]
+    resolved = [path.resolve() for path in folders]
     for index, path in enumerate(resolved):
         if path in resolved[:index]:
-            raise UserError(str(paths[index]), "is given twice", "name every run folder once")
-    runs = [read_run(path) for path in paths]
+            raise UserError(str(folders[index]), "is given twice", "name every run folder once")
+    runs = [read_run(path, evaluated=evaluated) for path in folders]
+    first = next((run for run in runs if run.domains), runs[0])
     for run in runs:
-        _check_same_data(run, runs[0])
-    if not runs[0].split("test"):
+        _check_same_data(run, first)
+    if evaluated and not runs[0].split("test"):
         where = str(runs[0].path / "evaluation.jsonl")
         raise UserError(where, "has no out-of-domain (split test) evaluation", "train with data.test_domains")
     return runs
 
 
-def read_run(path: Path) -> Run:
+def _run_folders(path: Path) -> list[Path]:
+    """The folder itself, or the run folders in it, by name, where it is none."""
+    if (path / CONFIG).exists() or not path.is_dir():
+        return [path]
+    return sorted(folder for folder in path.iterdir() if (folder / CONFIG).exists()) or [path]
+
+
+def read_run(path: Path, *, evaluated: bool = True) -> Run:
     """Read one run folder.
 
     The last line of a killed run may be half-written, and its last evaluation may lack domains: both are left out,
     with a warning on standard error. A resumed run may hold a step twice: the later line counts.
+
+    Args:
+        path: the folder.
+        evaluated: whether there must be an evaluation.
 
     Raises:
         UserError: a file missing or damaged, a line that is not what it should be, no step, no evaluation.
@@ -151,7 +181,7 @@ def read_run(path: Path) -> Run:
     config = _read_config(path)
     metrics = _read_metrics(path / "metrics.jsonl")
     steps = np.array([record.step for record in metrics], dtype=np.int64)
-    evaluation_steps, domains = _read_evaluations(path / "evaluation.jsonl", steps)
+    evaluation_steps, domains = _read_evaluations(path / "evaluation.jsonl", steps, needed=evaluated)
     rates = [np.nan if record.tokens_per_second is None else record.tokens_per_second for record in metrics]
     return Run(
         path=path,
@@ -164,6 +194,7 @@ def read_run(path: Path) -> Run:
         tokens_per_second=np.array(rates, dtype=np.float64),
         evaluation_steps=evaluation_steps,
         domains=domains,
+        size=_read_size(path / "model.json"),
     )
 
 
@@ -182,7 +213,7 @@ def _read_bytes(path: Path, mend: str) -> bytes:
 
 def _read_config(path: Path) -> dict[str, Any]:
     """config.yaml as plain mappings, with the fields that identify a run present and of their type."""
-    file = path / "config.yaml"
+    file = path / CONFIG
     data = _read_bytes(file, "give the folder of a run: it holds config.yaml, metrics.jsonl and evaluation.jsonl")
     mend = "put back the configuration that was saved with the run"
     try:
@@ -192,11 +223,25 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise UserError(f"{file}{line}", f"is not YAML ({error.problem})", mend) from None
     except (YAMLError, UnicodeDecodeError):
         raise UserError(str(file), "is not YAML", mend) from None
-    for section, key, kind in (("model", "pattern", str), ("training", "seed", int), ("run", "name", str)):
+    needed = (("model", "pattern", str), ("training", "seed", int), ("run", "name", str), ("training", "steps", int))
+    for section, key, kind in needed:
         values = config.get(section) if isinstance(config, dict) else None
         if not isinstance(values, dict) or not isinstance(values.get(key), kind):
             raise UserError(str(file), f"has no {section}.{key}", mend)
     return config
+
+
+def _read_size(path: Path) -> ModelSize | None:
+    if not path.exists():
+        return None
+    mend = "restore the file or continue the run, which writes it anew"
+    try:
+        return TypeAdapter(ModelSize).validate_json(_read_bytes(path, mend))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        problem = f"{field}: {first['msg'].lower()}" if field else "is not a JSON object"
+        raise UserError(str(path), problem, mend) from None
 
 
 def _parse_lines(path: Path, kind: type[Record], mend: str) -> Iterator[Line[Record]]:
@@ -255,8 +300,10 @@ def _scores(line: Line[EvaluationRecord]) -> _Scores:
     return _Scores(line.where, documents, tokens, losses)
 
 
-def _read_evaluations(path: Path, steps: IntArray) -> tuple[IntArray, tuple[DomainEvaluations, ...]]:
+def _read_evaluations(path: Path, steps: IntArray, *, needed: bool) -> tuple[IntArray, tuple[DomainEvaluations, ...]]:
     """Evaluations that have a training loss beside them: their steps [E], and what was measured of each domain."""
+    if not needed and not path.exists():
+        return np.empty(0, dtype=np.int64), ()
     mend = "train with training.evaluate_every above 0"
     by_step: dict[int, dict[tuple[Split, str], _Scores]] = {}
     for line in _parse_lines(path, EvaluationRecord, mend):
@@ -269,7 +316,9 @@ def _read_evaluations(path: Path, steps: IntArray) -> tuple[IntArray, tuple[Doma
         _warn(str(path), f"evaluation at step {step} ignored: metrics.jsonl has no such step")
         del by_step[step]
     if not by_step:
-        raise UserError(str(path), "holds no evaluation after a training step", mend)
+        if needed:
+            raise UserError(str(path), "holds no evaluation after a training step", mend)
+        return np.empty(0, dtype=np.int64), ()
     order = sorted(by_step)
     domains = tuple(_stack(key, [by_step[step][key] for step in order]) for key in keys)
     return np.array(order, dtype=np.int64), domains
@@ -308,6 +357,8 @@ def _check_same_data(run: Run, first: Run) -> None:
     train, first_train = (one.config.get("data", {}).get("train_domains") for one in (run, first))
     if train and first_train and sorted(train) != sorted(first_train):
         raise UserError(where, f"trained on {', '.join(train)}, the first run on {', '.join(first_train)}", mend)
+    if not run.domains:
+        return
     names, first_names = ([f"{d.domain} ({d.split})" for d in one.domains] for one in (run, first))
     if names != first_names:
         raise UserError(where, f"evaluated on {', '.join(names)}, the first run on {', '.join(first_names)}", mend)

@@ -33,6 +33,7 @@ class Synthetic:
     documents: dict = field(default_factory=lambda: {"web": 40, "code": 30, "maths": 20})
     corpus_seed: int = 7
     config: dict = field(default_factory=dict)
+    size: dict | None = None
     training_loss: Callable | None = None
 
     def curve(self, step):
@@ -61,6 +62,8 @@ def write_run(folder: Path, run: Synthetic) -> Path:
         config.setdefault(section, {}).update(values)
     with (folder / "config.yaml").open("w") as stream:
         YAML(typ="safe").dump(config, stream)
+    if run.size is not None:
+        (folder / "model.json").write_text(json.dumps(run.size))
     generator = np.random.default_rng(run.seed)
     steps = np.arange(1, run.steps + 1)
     losses = run.curve(steps) + run.noise * generator.standard_normal(run.steps)

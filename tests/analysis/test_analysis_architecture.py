@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.analysis.architecture import PLAIN, group_runs
+from megatron_ext.analysis.architecture import PLAIN, group_runs, mixer_label
 from megatron_ext.analysis.runs import Run
 from megatron_ext.errors import UserError
 
@@ -103,3 +103,18 @@ def test_plain_settings_are_the_mixers_defaults():
     for name, plain in PLAIN.items():
         defaults = {one.name: one.default for one in fields(mixers[name].config_type)}
         assert plain == {field: defaults[field] for field in plain}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "mixers", "label"),
+    [
+        ("attention*12", {}, "attention"),
+        ("attention,attention*2", {"attention": {"window": 256}}, "attention (window 256)"),
+        ("(top1_chunk*3, attention)*4", {}, "top1_chunk*3,attention (exact)"),
+        ("top1_chunk*3,attention,(top1_chunk*2,top1_chunk,attention)*2", {}, "top1_chunk*3,attention (exact)"),
+        ("attention,mamba*3", {}, "attention,mamba*3"),
+        ("attention,mamba,mamba,attention", {}, "attention,mamba*2,attention"),
+    ],
+)
+def test_layers_of_any_number_have_one_label(pattern, mixers, label):
+    assert mixer_label(make_run(pattern, mixers)) == label

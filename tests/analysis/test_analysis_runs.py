@@ -225,3 +225,60 @@ def test_no_folder_and_the_same_twice(folder):
     assert message_of(read_runs, []) == "RUN: no run folder given; name at least one"
     twice = folder / ".." / folder.name
     assert message_of(read_runs, [folder, twice]) == f"{twice}: is given twice; name every run folder once"
+
+
+SIZE = {"parameters": 1000, "embedding_parameters": 300, "output_layer_parameters": 0}
+
+
+def test_a_folder_of_runs_is_those_runs(tmp_path):
+    for name in ("b", "a"):
+        write_run(tmp_path / "sweep" / name, Synthetic(name=name, size=SIZE | {"parameters": 1000 + ord(name)}))
+    (tmp_path / "sweep" / "report").mkdir()
+    (tmp_path / "sweep" / "log").touch()
+    runs = read_runs([tmp_path / "sweep"])
+    assert [(run.path, run.size.parameters) for run in runs] == [
+        (tmp_path / "sweep" / "a", 1097),
+        (tmp_path / "sweep" / "b", 1098),
+    ]
+    assert "/a: is given twice; name every run folder once" in message_of(
+        read_runs, [tmp_path / "sweep", tmp_path / "sweep" / "a"]
+    )
+    assert "report/config.yaml: is missing; give the folder of a run" in message_of(
+        read_runs, [tmp_path / "sweep" / "report"]
+    )
+
+
+@pytest.mark.parametrize("evaluations", ["", None, "beyond"])
+def test_a_run_need_not_be_evaluated_where_none_asks(tmp_path, evaluations, capsys):
+    evaluated = write_run(tmp_path / "evaluated", Synthetic())
+    plain = write_run(tmp_path / "plain", Synthetic(seed=2))
+    file = plain / "evaluation.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("" if evaluations != "beyond" else "".join(line.replace(": 20,", ": 999,") for line in lines[:3]))
+    if evaluations is None:
+        file.unlink()
+    runs = read_runs([plain, evaluated], evaluated=False)
+    assert [len(run.domains) for run in runs] == [0, 3]
+    assert runs[0].evaluation_steps.tolist() == []
+    with pytest.raises(UserError, match=r"evaluation\.jsonl: (is missing|holds no evaluation after a training step)"):
+        read_runs([plain, evaluated])
+    assert ("evaluation at step 999 ignored" in capsys.readouterr().err) == (evaluations == "beyond")
+    other = write_run(tmp_path / "other", Synthetic(seed=3, corpus_seed=8))
+    assert "has other documents than the first run's" in message_of(
+        lambda: read_runs([plain, evaluated, other], evaluated=False)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "is not a JSON object"),
+        ("[]", "is not a JSON object"),
+        ('{"parameters": 3}', "embedding_parameters: field required"),
+        (json.dumps(SIZE | {"parameters": 0}), "parameters: input should be greater than 0"),
+    ],
+)
+def test_a_damaged_size(folder, text, problem):
+    (folder / "model.json").write_text(text)
+    mend = "restore the file or continue the run, which writes it anew"
+    assert message_of(read_run, folder) == f"{folder}/model.json: {problem}; {mend}"

@@ -1,4 +1,4 @@
-"""What `selectron fit` does: a scaling law of the points in a CSV file, for each mixer, with its uncertainty."""
+"""What `selectron fit` does: a scaling law of runs or of points in a CSV file, for each mixer, with its uncertainty."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import numpy as np
 from megatron_ext.analysis.scaling.isoflop import Budget, PowerLaw, best_sizes, budgets
 from megatron_ext.analysis.scaling.law import Fit, check_points, fit
 from megatron_ext.analysis.scaling.points import Points, read_points
+from megatron_ext.analysis.scaling.run_points import RunPoint, as_csv, by_mixer, points_of_runs
 from megatron_ext.analysis.scaling.transfer import Difference, Line, difference, line_of
 from megatron_ext.analysis.scaling.uncertainty import BackTest, Sampled, back_test, bootstrap
 from megatron_ext.errors import UserError
@@ -26,7 +27,8 @@ from megatron_ext.reports import table, write_both
 
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
 
-PICTURE = re.compile(r"(scaling|isoflop|test_loss)[A-Za-z0-9_.+-]*\.png")
+WRITTEN = re.compile(r"(scaling|isoflop|test_loss)[A-Za-z0-9_.+-]*\.png|points\.csv")
+"""Names of the files beside fit.json and fit.md."""
 
 Pair = tuple[str, str, Difference]
 """Two mixers, and how their test losses differ."""
@@ -56,10 +58,12 @@ class Found:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add = parser.add_argument
-    columns = "CSV file with the columns params, tokens, loss, mixer where there are several, and test_loss if known"
-    add("points", type=Path, metavar="CSV", help=columns)
+    columns = "a CSV file with the columns params, tokens, loss, mixer where there are several, and test_loss if known"
+    add("points", type=Path, nargs="+", metavar="RUN|CSV", help=f"run folders, folders of run folders, or {columns}")
     add("--output", type=Path, required=True, metavar="DIR", help="folder for fit.json, fit.md and pictures")
     add("--json", action="store_true", help="print the numbers as JSON, not as a table")
+    without = "count parameters of runs without embeddings and output layer"
+    add("--without-embeddings", action="store_true", help=without)
     highest = "leave out the N highest losses of each mixer (default %(default)s)"
     add("--drop-highest", type=int, default=0, metavar="N", help=highest)
     add("--bootstrap", type=int, default=1000, metavar="N", help="draws behind the intervals (default %(default)s)")
@@ -82,15 +86,30 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--bootstrap", f"{args.bootstrap} draws make no interval", "give 2 or more; 1000 are usual")
     if args.drop_highest < 0:
         raise UserError("--drop-highest", f"{args.drop_highest} is below 0", "give 0 to keep all points")
-    points = {mixer: _kept(some, args.drop_highest) for mixer, some in read_points(args.points).items()}
+    where, read, runs = _read(args.points, embeddings=not args.without_embeddings)
+    points = {mixer: _kept(some, args.drop_highest) for mixer, some in read.items()}
     for mixer, some in points.items():
-        check_points(some, f"{args.points} ({mixer})" if mixer else str(args.points))
+        check_points(some, f"{where} ({mixer})" if mixer else where)
     found = {mixer: _find(some, args) for mixer, some in points.items()}
     apart = _differences(found)
     numbers, text = _numbers(found, apart), _text(found, apart)
-    _write(args.output, found, numbers, text)
+    files = _pictures(found) | ({"points.csv": as_csv(runs).encode()} if runs else {})
+    _write(args.output, files, numbers, text, args.points[0])
     print(json.dumps(numbers, indent=1) if args.json else text)
     return 0
+
+
+def _read(paths: Sequence[Path], *, embeddings: bool) -> tuple[str, dict[str, Points], list[RunPoint]]:
+    """What messages call it, the points by mixer, and the runs that they are of; none of a CSV file."""
+    files = [path for path in paths if path.is_file() or path.suffix.lower() == ".csv"]
+    if not files:
+        runs = points_of_runs(paths, embeddings=embeddings)
+        return ", ".join(map(str, paths)), by_mixer(runs), runs
+    if len(paths) > 1:
+        raise UserError(str(files[0]), "stands beside other arguments", "give one CSV file alone, or run folders")
+    if not embeddings:
+        raise UserError("--without-embeddings", "says nothing of a CSV file", "give the number in its column params")
+    return str(files[0]), read_points(files[0]), []
 
 
 def _kept(points: Points, dropped: int) -> Points:
@@ -115,15 +134,15 @@ def _differences(found: Mapping[str, Found]) -> list[Pair]:
     return [(a, b, difference(one, other)) for (a, one), (b, other) in combinations(_lines(found).items(), 2)]
 
 
-def _write(output: Path, found: Mapping[str, Found], numbers: dict[str, Any], text: str) -> None:
-    pictures = _pictures(found)
+def _write(output: Path, files: Mapping[str, bytes], numbers: dict[str, Any], text: str, source: Path) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
-        for name in _pictures_before(output) - set(pictures):
-            (output / name).unlink(missing_ok=True)
-        for name, picture in pictures.items():
-            write_whole(output / name, picture)
-        write_both(output, "fit", {**numbers, "pictures": list(pictures)}, text)
+        for name in _files_before(output) - set(files):
+            if (output / name).resolve() != source.resolve():
+                (output / name).unlink(missing_ok=True)
+        for name, content in files.items():
+            write_whole(output / name, content)
+        write_both(output, "fit", {**numbers, "files": list(files)}, text)
     except OSError as error:
         mend = "give another folder with --output or make room"
         raise UserError(str(output), f"cannot be written ({error.strerror})", mend) from None
@@ -150,14 +169,14 @@ def _free(taken: Collection[str], kind: str, mixer: str) -> str:
     return next(name for name in names if name not in taken)
 
 
-def _pictures_before(output: Path) -> set[str]:
-    """Those of an earlier fit into this folder: only what it says it drew may be removed."""
+def _files_before(output: Path) -> set[str]:
+    """Those of an earlier fit into this folder: only what it says it wrote may be removed."""
     try:
-        names = json.loads((output / "fit.json").read_bytes())["pictures"]
+        names = json.loads((output / "fit.json").read_bytes())["files"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return set()
     listed = names if isinstance(names, list) else []
-    return {name for name in listed if isinstance(name, str) and PICTURE.fullmatch(name)}
+    return {name for name in listed if isinstance(name, str) and WRITTEN.fullmatch(name)}
 
 
 def _title(mixer: str, what: str) -> str:

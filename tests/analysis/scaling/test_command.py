@@ -44,8 +44,8 @@ def test_one_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "new" / "fit"
     assert main(["fit", str(points), "--output", str(output), "--json", "--bootstrap", "20"]) == 0
     numbers = json.loads(capsys.readouterr().out)
-    pictures = {"pictures": ["scaling.png", "isoflop.png"]}
-    assert numbers | pictures == json.loads((output / "fit.json").read_text())
+    files = {"files": ["scaling.png", "isoflop.png"]}
+    assert numbers | files == json.loads((output / "fit.json").read_text())
     law = LAWS["attention"]
     for name in ("E", "A", "B", "alpha", "beta"):
         assert numbers[name] == pytest.approx(getattr(law, name), rel=1e-4)
@@ -152,7 +152,7 @@ def test_an_earlier_fit_removes_its_own_pictures_alone(tmp_path: Path, names: ob
     output.mkdir(parents=True)
     (output / "points.csv").touch()
     (tmp_path / "mine.png").touch()
-    (output / "fit.json").write_text(json.dumps({"pictures": names}))
+    (output / "fit.json").write_text(json.dumps({"files": names}))
     assert main(["fit", str(points), "--output", str(output), "--bootstrap", "2"]) == 0
     assert (tmp_path / "mine.png").exists()
     assert (output / "points.csv").exists()

@@ -1,0 +1,136 @@
+"""Runs as points of a scaling law, and `selectron fit` on them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from analysis_synthetic import TOKENS_A_STEP, Synthetic, write_run
+
+from megatron_ext.analysis.scaling.law import ScalingLaw
+from megatron_ext.analysis.scaling.run_points import points_of_runs
+from megatron_ext.cli import main
+from megatron_ext.errors import UserError
+
+LAWS = {"attention": ScalingLaw(1.7, 4.0, 20.0, 0.34, 0.36), "mamba": ScalingLaw(1.8, 3.0, 25.0, 0.33, 0.35)}
+SIZES = {2: 2_000, 4: 9_000, 8: 41_000}
+"""Parameters by number of layers."""
+VOCABULARY = 700
+
+
+def sweep(folder: Path, steps: tuple[int, ...] = (20, 60)) -> Path:
+    """Runs of three sizes, two lengths and two mixers, on their laws; embeddings count for nothing in them."""
+    for mixer, law in LAWS.items():
+        for layers, params in SIZES.items():
+            for length in steps:
+                loss = float(law.loss(params, length * TOKENS_A_STEP))
+                size = {"parameters": params + 2 * VOCABULARY, "embedding_parameters": VOCABULARY}
+                write_run(
+                    folder / f"{mixer}_{layers}_{length}",
+                    Synthetic(
+                        name=f"{mixer}_{layers}_{length}",
+                        pattern=f"{mixer}*{layers}",
+                        steps=length,
+                        gap=0.2 * (mixer == "mamba"),
+                        hardness=0.0,
+                        size=size | {"output_layer_parameters": VOCABULARY},
+                        training_loss=lambda step, loss=loss, end=length: loss + 0.1 * (np.asarray(step) <= 0.95 * end),
+                    ),
+                )
+    return folder
+
+
+def test_a_point_is_a_runs_end(tmp_path: Path) -> None:
+    folder = sweep(tmp_path / "sweep", steps=(60,))
+    points = points_of_runs([folder])
+    assert [(point.run.name, point.mixer) for point in points] == [
+        *((f"attention_{layers}_60", "attention") for layers in SIZES),
+        *((f"mamba_{layers}_60", "mamba") for layers in SIZES),
+    ]
+    for point, params in zip(points, [*SIZES.values()] * 2, strict=True):
+        assert (point.params, point.tokens) == (params + 2 * VOCABULARY, 60 * TOKENS_A_STEP)
+        assert point.loss == pytest.approx(float(LAWS[point.mixer].loss(params, point.tokens)), rel=1e-12)
+    assert [point.params for point in points_of_runs([folder], embeddings=False)] == [*SIZES.values()] * 2
+
+
+def test_a_test_loss_is_that_of_all_documents_after_the_last_step(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Synthetic(size={"parameters": 9, **EMBEDDINGS}, wobble=0.3))
+    lines = [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
+    last = [line for line in lines if line["step"] == 200 and line["split"] == "test"]
+    nats, tokens = (sum(sum(line[f"document_{of}"]) for line in last) for of in ("loss", "tokens"))
+    (point,) = points_of_runs([folder])
+    assert point.test_loss == pytest.approx(nats / tokens, rel=1e-12)
+    assert len(last) == 2
+
+
+EMBEDDINGS = {"embedding_parameters": 1, "output_layer_parameters": 1}
+
+
+def test_a_law_for_each_mixer_of_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, output = sweep(tmp_path / "sweep"), tmp_path / "fit"
+    arguments = ["fit", str(folder), "--output", str(output), "--json", "--bootstrap", "2", "--without-embeddings"]
+    assert main(arguments) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert list(numbers["mixers"]) == list(LAWS)
+    for mixer, law in LAWS.items():
+        found = ScalingLaw(*(numbers["mixers"][mixer][name] for name in ("E", "A", "B", "alpha", "beta")))
+        for params in SIZES.values():
+            for tokens in (20 * TOKENS_A_STEP, 60 * TOKENS_A_STEP):
+                assert float(found.loss(params, tokens)) == pytest.approx(float(law.loss(params, tokens)), rel=1e-4)
+        assert numbers["mixers"][mixer]["points"] == 6
+        assert numbers["mixers"][mixer]["test_loss"]["points"] == 6
+    (apart,) = numbers["test_loss_differences"]
+    assert apart["ratio"] > 1.03
+    assert (output / "test_loss.png").is_file()
+    with (output / "points.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 12
+    assert {row["run"] for row in rows} == {str(path) for path in folder.iterdir()}
+    # What was written can be fitted again, and is not removed by that.
+    again = ["fit", str(output / "points.csv"), "--output", str(output), "--json", "--bootstrap", "2"]
+    assert main(again) == 0
+    assert json.loads(capsys.readouterr().out) == numbers
+    assert (output / "points.csv").is_file()
+
+
+def test_some_runs_without_a_test_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = sweep(tmp_path / "sweep")
+    (folder / "mamba_4_20" / "evaluation.jsonl").unlink()
+    assert main(["fit", str(folder), "--output", str(tmp_path / "fit"), "--bootstrap", "2"]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"warning: {folder}/mamba_4_20: no test loss after the last step: none is fitted\n"
+    assert "Test loss" not in said.out
+    assert "test_loss" not in (tmp_path / "fit" / "points.csv").read_text()
+
+
+def test_runs_at_fault(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Synthetic())
+    with pytest.raises(UserError, match=r"run/model\.json: is missing: the number of parameters is not known; "):
+        points_of_runs([folder])
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:150]))
+    with pytest.raises(UserError, match=r"run: stopped at step 150 of 200; finish it with --resume, or leave it out"):
+        points_of_runs([folder])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["a.csv", "run"], "a.csv: stands beside other arguments; give one CSV file alone, or run folders"),
+        (["a.csv", "b.csv"], "a.csv: stands beside other arguments; "),
+        (["a.csv", "--without-embeddings"], "--without-embeddings: says nothing of a CSV file; give the number in"),
+        (["absent.csv"], "absent.csv: cannot be read (No such file or directory); give a CSV file"),
+        (["absent"], "absent/config.yaml: is missing; give the folder of a run: "),
+    ],
+)
+def test_bad_arguments(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.csv").write_text("params,tokens,loss\n1,2,3\n")
+    assert main(["fit", *arguments, "--output", "fit"]) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("fit").exists()
