@@ -223,7 +223,9 @@ def _prepare(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders to compare, or folders of run folders")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folders to compare, or folders of run folders"
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the report")
 
 

@@ -230,12 +230,15 @@ class RunSection:
         backend: Megatron's modules for norms and linears: its own (`local`) or Transformer Engine's; auto: Transformer
             Engine's where it is installed and a GPU is there.
         device: cuda, cpu, or auto: cuda where there is one.
+        branch_from: checkpoint of another run (`runs/trunk/checkpoints/step_400`) to begin from, with its optimizer's
+            state, its place in the data and its records; None: begin from initial weights.
     """
 
     dir: str = "runs"
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     backend: Literal["auto", "local", "transformer_engine"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    branch_from: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

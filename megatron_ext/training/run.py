@@ -28,11 +28,12 @@ from megatron_ext.parallel.parameters import ParameterCount, count_parameters
 from megatron_ext.platform import DTYPES, Platform, local_rank, select_platform, start_process_group
 from megatron_ext.training import skipped
 from megatron_ext.training.between_steps import SuitesBetweenSteps
+from megatron_ext.training.branch import Branch, branch_of
 from megatron_ext.training.build import build_trainer, model_shape
 from megatron_ext.training.coder import coder_of, keep_coder
 from megatron_ext.training.datasets import RunData, open_data, packing_of
 from megatron_ext.training.loop import TrainingLoop
-from megatron_ext.training.records import METRICS, RunRecords
+from megatron_ext.training.records import EVALUATION, METRICS, SUITES, RunRecords
 from megatron_ext.training.stopping import StopRequest, stop_on_signals
 from megatron_ext.training.suites import check_suites
 from megatron_ext.training.testing import Evaluated
@@ -60,11 +61,14 @@ def train(config: RunConfig, *, resume: bool = False, from_step: int | None = No
     if step is not None and step >= config.training.steps:
         _say_on_first_rank(f"{folder} is finished: step {step} of {config.training.steps}")
         return
+    branch = None
+    if step is None and config.run.branch_from is not None:
+        branch = branch_of(config.run.branch_from, config.training.steps)
     with stop_on_signals() as stop:
         platform = select_platform(config.run.device, local_rank())
         start_process_group(platform)
         try:
-            _train(config, folder, platform, stop, lambda store: _record(store, step, from_step))
+            _train(config, folder, platform, stop, branch, lambda store: _record(store, step, from_step))
         finally:
             dist.destroy_process_group()
 
@@ -108,26 +112,34 @@ def _train(
     folder: Path,
     platform: Platform,
     stop: StopRequest,
+    branch: Branch | None,
     record_of: Callable[[CheckpointStore], Record | None],
 ) -> None:
     data = open_data(config.data, config.training.seed, read_verified(folder))
     for warning in skipped.warnings(data.damages, data.samples):
         _say_on_first_rank(warning)
     groups = make_process_groups(config.parallel, config.training.seed)
+    shared = identity(config, data)
     store = CheckpointStore(
         folder / CHECKPOINTS,
-        identity(config, data),
+        shared,
         groups,
         platform,
         Retention(config.training.keep_checkpoints, config.training.keep_every),
         asynchronous=config.training.async_checkpoints,
     )
-    record = record_of(store)
+    if branch is None:
+        begins_at, record = store, record_of(store)
+    else:
+        begins_at = CheckpointStore(branch.checkpoints.root, shared, groups, platform)
+        record = begins_at.check(branch.step)
     shape = model_shape(config, platform, data.vocab_size)
     trainer = build_trainer(config, shape, groups, platform)
     if record is not None:
-        store.load(trainer.optimizer, record)
-    loop = _loop(config, folder, data, shape, trainer, store, record)
+        begins_at.load(trainer.optimizer, record)
+    if branch is not None:
+        branch.check_rate(METRICS, trainer.optimizer.lr)
+    loop = _loop(config, folder, data, shape, trainer, store, record, branch)
     if data.unchanged:  # said when nothing can be refused any more: an error stands alone
         told = f"{data.unchanged} of {len(data.verified)} files are as they were when their sha256 was compared"
         _say_on_first_rank(f"data: {told}, and not read again")
@@ -147,6 +159,7 @@ def _loop(
     trainer: Trainer,
     store: CheckpointStore,
     record: Record | None,
+    branch: Branch | None,
 ) -> TrainingLoop:
     training, platform = config.training, trainer.platform
     progress = record.progress if record is not None else Progress()
@@ -162,7 +175,7 @@ def _loop(
         flops = training_flops_per_token(shape, trainer.optimizer.chunks, config.data.seq_length)
     peak = platform.peak_flops(DTYPES[training.precision])
     suites = _suites(config, folder, data, trainer, progress)
-    records, packing = _records(config, folder, data, progress, model_size(trainer)), packing_of(config.data)
+    records, packing = _records(config, folder, data, progress, model_size(trainer), branch), packing_of(config.data)
     last_evaluation = _sum_over(0 if records is None else records.last_evaluation, platform, None)
     last_suites = _sum_over(0 if records is None else records.last_suites, platform, None)
     return TrainingLoop(
@@ -205,7 +218,7 @@ def _suites(
 
 
 def _records(
-    config: RunConfig, folder: Path, data: RunData, progress: Progress, size: ParameterCount
+    config: RunConfig, folder: Path, data: RunData, progress: Progress, size: ParameterCount, branch: Branch | None
 ) -> RunRecords | None:
     """The run's folder and files, made by the first rank once everything before has been found right."""
     if dist.get_rank() != 0:
@@ -218,6 +231,8 @@ def _records(
         if data.verified:
             write_verified(folder, data.verified)
         keep_coder(data.tokenizer_file, data.manifest.tokenizer, folder)
+        if branch is not None:
+            branch.copy_records((METRICS, EVALUATION, SUITES), folder)
         return RunRecords(folder, config.run.name, progress.step, config.training.steps)
     except OSError as error:
         raise UserError(str(folder), f"cannot be written ({error.strerror})", "choose another run.dir") from error

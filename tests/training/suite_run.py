@@ -1,4 +1,4 @@
-"""What one rank does in a case of `test_suite_layouts.py`: a whole run, in a process group that is there already."""
+"""What one rank does in a case of the tests beside it: a whole run, in a process group that is there already."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from megatron_ext.mixers.registry import load_all
 from megatron_ext.training.run import train
 
 
-def run(rank: int, world_size: int, path: Path, overrides: list[str]) -> None:
+def resume(rank: int, world_size: int, path: Path, overrides: list[str]) -> None:
+    """Go on as `selectron train --resume` does."""
+    run(rank, world_size, path, overrides, resume=True)
+
+
+def run(rank: int, world_size: int, path: Path, overrides: list[str], resume: bool = False) -> None:
     """Train as `selectron train` does in each process that it starts."""
     mixers = load_all()
     config = load_config(path, overrides, mixers)
     check(config, world_size, mixers)
     with patch("torch.distributed.destroy_process_group"):  # the group is another's
-        train(config)
+        train(config, resume=resume)

@@ -1,0 +1,89 @@
+"""Runs that begin from another run's checkpoint.
+
+Of one long run whose rate stays (warm-up-stable-decay), short ones branch off in which it falls: models of several
+token counts for little more than the longest costs (Hu et al. 2024, arXiv 2404.06395; Haegele et al. 2024,
+arXiv 2405.18392). A branch is to the last bit the run that its configuration would have made from the start.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ext.checkpoint.folder import RECORD, CheckpointFolder
+from megatron_ext.errors import UserError
+
+FIELD = "run.branch_from"
+EXAMPLE = "give one like runs/trunk/checkpoints/step_400"
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Where a run begins.
+
+    Attributes:
+        run: folder of the other run.
+        checkpoints: the other run's.
+        step: of the checkpoint.
+    """
+
+    run: Path
+    checkpoints: CheckpointFolder
+    step: int
+
+    def check_rate(self, metrics: str, lr: float) -> None:
+        """Whether the other run had, at its step, the learning rate that this run's schedule has there.
+
+        Args:
+            metrics: name of the file with a run's steps.
+            lr: this run's learning rate at the step.
+
+        Raises:
+            UserError: it had another: no run from the start would have come there.
+        """
+        found = [line["lr"] for line in _lines(self.run / metrics) if line["step"] == self.step]
+        if not found:
+            mend = "bring it back: the branch's own records begin with it"
+            raise UserError(str(self.run / metrics), f"has no step {self.step}", mend)
+        if not math.isclose(found[-1], lr, rel_tol=1e-9):
+            problem = f"had the learning rate {found[-1]:.6g} at step {self.step}, where this run's is {lr:.6g}"
+            mend = "branch off before the rate falls, from a run with the same rate, warm-up and schedule (wsd)"
+            raise UserError(FIELD, f"{self.run} {problem}", mend)
+
+    def copy_records(self, names: Sequence[str], folder: Path) -> None:
+        """Let the records of a run that begins here begin with those of the other run."""
+        for name in names:
+            if (self.run / name).exists():
+                shutil.copyfile(self.run / name, folder / name)
+
+
+def branch_of(checkpoint: str, steps: int) -> Branch:
+    """The checkpoint that a run of `steps` steps is to begin from.
+
+    Raises:
+        UserError: there is no such checkpoint, it holds a model alone, or is not before the run's end.
+    """
+    path = Path(checkpoint)
+    if not re.fullmatch(r"step_\d+", path.name) or not (path / RECORD).is_file():
+        raise UserError(FIELD, f"{path} is no checkpoint of a run", EXAMPLE)
+    checkpoints, step = CheckpointFolder(path.parent), int(path.name.removeprefix("step_"))
+    if checkpoints.is_model_only(step):
+        raise UserError(FIELD, f"{path} holds a converted model alone, without optimizer state", EXAMPLE)
+    if step >= steps:
+        problem = f"{path} is not before the run's end, training.steps {steps}"
+        raise UserError(FIELD, problem, "give an earlier checkpoint, or more steps")
+    return Branch(path.parent.parent, checkpoints, step)
+
+
+def _lines(path: Path) -> list[dict[str, float]]:
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise UserError(str(path), f"cannot be read ({error})", "bring it back from a copy") from None

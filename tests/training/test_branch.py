@@ -1,0 +1,99 @@
+"""Runs that branch off another's checkpoint are the runs that their configurations would have made from the start."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import suite_run
+from corpora import prepared
+from launching import TP2, call, curve, records, snapshot, write_config
+from pool import WorkerFailed
+
+pytestmark = pytest.mark.slow
+
+SCHEDULE = ["optimizer.schedule=wsd", "training.evaluate_every=2"]
+TRUNK = [*SCHEDULE, "training.steps=12", "optimizer.decay_steps=2", "run.name=trunk"]
+SHORT = [*SCHEDULE, "training.steps=8", "optimizer.decay_steps=2"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("prepared"))
+
+
+@pytest.fixture(scope="module")
+def trunk(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of 12 steps with checkpoints at 3, 6, 9 and 12, its rate falling in the last two."""
+    folder = tmp_path_factory.mktemp("trunk")
+    pool.run(suite_run.run, 2, write_config(folder, data, folder), [*TRUNK, *TP2])
+    return folder / "trunk"
+
+
+@pytest.mark.parametrize("layout", [[], TP2, ["optimizer.sharding=zero3"]], ids=["dp2", "tp2_sp", "zero3"])
+def test_a_branch_is_the_run_from_the_start(
+    pool: Any, data: Path, trunk: Path, tmp_path: Path, layout: list[str]
+) -> None:
+    before = snapshot(trunk)
+    config = write_config(tmp_path, data, tmp_path)
+    pool.run(suite_run.run, 2, config, [*SHORT, *TP2, "run.name=direct"])
+    step = f"run.branch_from={trunk}/checkpoints/step_6"
+    pool.run(suite_run.run, 2, config, [*SHORT, *layout, step, "run.name=branch"])
+    direct, branch = tmp_path / "direct", tmp_path / "branch"
+    assert [line["step"] for line in records(branch)] == list(range(1, 9))
+    assert [line["lr"] for line in records(branch)] == [line["lr"] for line in records(direct)]
+    assert records(branch)[:6] == records(trunk)[:6]
+    if layout == TP2:  # the same sums in the same order
+        assert curve(branch) == curve(direct)
+        assert records(branch, "evaluation.jsonl") == records(direct, "evaluation.jsonl")
+    found, expected = ([line["loss"] for line in records(run)] for run in (branch, direct))
+    assert found == pytest.approx(expected, abs=2e-6)
+    assert found[7] != pytest.approx(records(trunk)[7]["loss"], abs=2e-6)  # whose rate had not fallen
+    assert [path.name for path in sorted((branch / "checkpoints").glob("step_*"))] == ["step_8"]
+    assert snapshot(trunk) == before
+
+
+def test_a_branch_that_is_continued_goes_on_from_its_own_checkpoint(
+    pool: Any, data: Path, trunk: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, data, tmp_path)
+    step = f"run.branch_from={trunk}/checkpoints/step_3"
+    pool.run(suite_run.run, 2, config, [*SHORT, *TP2, step, "training.checkpoint_every=2"])
+    whole = curve(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_8")
+    (tmp_path / "run" / "checkpoints" / "latest").write_text("step_6\n")
+    pool.run(suite_run.resume, 2, config, [*SHORT, *TP2, step, "training.checkpoint_every=2"])
+    assert curve(tmp_path / "run") == whole
+
+
+@pytest.mark.parametrize(
+    ("step", "overrides", "said"),
+    [
+        ("step_12", [*SHORT[:1], "training.steps=20", "optimizer.decay_steps=2"], "had the learning rate"),
+        ("step_6", ["optimizer.schedule=cosine", "training.steps=8"], "branch off before the rate falls"),
+        ("step_6", [*SHORT, "model.hidden_size=64"], "model.hidden_size: 64, but the checkpoint"),
+    ],
+)
+def test_a_checkpoint_that_no_run_from_the_start_would_have_made(
+    pool: Any, data: Path, trunk: Path, tmp_path: Path, step: str, overrides: list[str], said: str
+) -> None:
+    config = write_config(tmp_path, data, tmp_path)
+    with pytest.raises(WorkerFailed, match=said):
+        pool.run(suite_run.run, 1, config, [*overrides, f"run.branch_from={trunk}/checkpoints/{step}"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_no_checkpoint_is_refused_before_a_process_starts(
+    data: Path, trunk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, data, tmp_path)
+    for given, said in (
+        (trunk, f"run.branch_from: {trunk} is no checkpoint of a run; give one like runs/trunk/checkpoints/step_400"),
+        (f"{trunk}/checkpoints/step_5", "step_5 is no checkpoint of a run; "),
+        (f"{trunk}/checkpoints/step_12", "step_12 is not before the run's end, training.steps 8; give an earlier"),
+    ):
+        assert call(config, *SHORT, f"run.branch_from={given}") == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
