@@ -230,6 +230,8 @@ class RunSection:
         backend: Megatron's modules for norms and linears: its own (`local`) or Transformer Engine's; auto: Transformer
             Engine's where it is installed and a GPU is there.
         device: cuda, cpu, or auto: cuda where there is one.
+        hang_timeout: seconds without a step, forward pass or checkpoint after which a rank ends itself, its stacks on
+            standard error; the first step may compile for a minute. 0: never.
         branch_from: checkpoint of another run (`runs/trunk/checkpoints/step_400`) to begin from, with its optimizer's
             state, its place in the data and its records; None: begin from initial weights.
     """
@@ -238,6 +240,7 @@ class RunSection:
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     backend: Literal["auto", "local", "transformer_engine"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    hang_timeout: NonNegativeFloat = 1800.0
     branch_from: str | None = None
 
 

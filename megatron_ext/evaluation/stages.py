@@ -9,6 +9,8 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
+from megatron_ext.parallel.watchdog import alive
+
 
 class Stages:
     """The model chunks of all pipeline stages, one after the other.
@@ -31,6 +33,7 @@ class Stages:
         Returns:
             What the last chunk of this rank gives: on the last stage the model's answer.
         """
+        alive()
         rank, last = self._group.rank(), self._group.size() - 1
         for number, chunk in enumerate(self._chunks):
             if rank or number:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_ext.parallel.watchdog import alive
+
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
 """Takes a micro-batch and a chunk; gives the chunk's output and what the last stage does with it."""
 
@@ -37,6 +39,7 @@ def run_schedule(
     Returns:
         What the last stage has made of each micro-batch; empty on the others.
     """
+    alive()
     iterators = [iter(micro_batches) for _ in chunks]
     several = len(chunks) > 1
     found: list[Any] = get_forward_backward_func()(

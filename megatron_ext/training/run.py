@@ -25,6 +25,7 @@ from megatron_ext.files import write_whole
 from megatron_ext.model import ModelShape, training_flops_per_token
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.parallel.parameters import ParameterCount, count_parameters
+from megatron_ext.parallel.watchdog import watching
 from megatron_ext.platform import DTYPES, Platform, local_rank, select_platform, start_process_group
 from megatron_ext.training import skipped
 from megatron_ext.training.between_steps import SuitesBetweenSteps
@@ -144,7 +145,8 @@ def _train(
         told = f"{data.unchanged} of {len(data.verified)} files are as they were when their sha256 was compared"
         _say_on_first_rank(f"data: {told}, and not read again")
     try:
-        finished = loop.run(stop)
+        with watching(config.run.hang_timeout):
+            finished = loop.run(stop)
     finally:
         if loop.records is not None:
             loop.records.close()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from corpora import prepared
 from launching import (
@@ -117,6 +119,30 @@ def test_signals_end_a_run_with_a_checkpoint_from_which_it_continues(
     must_run(folder / "config.yaml", ["--resume"], processes=2)
     assert curve(folder) == curve(reference("tp2"))
     assert records(folder, "evaluation.jsonl") == records(reference("tp2"), "evaluation.jsonl")
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_run_with_stacks_and_it_continues_to_the_last_bit(
+    tmp_path: Path, config: Path, reference: References
+) -> None:
+    """A rank that is stopped says nothing and holds its connections, as behind a link that is cut."""
+    folder, limit = tmp_path / "run", 20.0
+    process = start(config, [*TP2, f"run.hang_timeout={limit}"], 2)
+    wait_for_step(process, folder, 4)
+    ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
+    assert len(ranks) == 2
+    ranks[1].suspend()
+    stopped = time.monotonic()
+    _, errors = process.communicate(timeout=240)
+    assert limit - 1 < time.monotonic() - stopped < limit + 60
+    assert process.returncode == 1
+    assert "Timeout (0:00:20)!" in errors
+    assert "in _step" in errors  # of the loop
+    assert "selectron: rank 0 of 2 ended with exit code 1" in errors
+    assert not [rank for rank in ranks if rank.is_running()]
+    assert len(records(folder)) < STEPS
+    must_run(config, [*TP2, "--resume"], processes=2)
+    assert curve(folder) == curve(reference("tp2"))
 
 
 # --- another layout: the same curve ----------------------------------------------------------------------------------

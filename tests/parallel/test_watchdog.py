@@ -1,0 +1,50 @@
+"""The watch over a process: one that hangs ends and says where, one that gets further is left alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+SCRIPT = """
+import time
+from megatron_ext.parallel.watchdog import alive, watching
+
+def stuck_in_a_collective():
+    time.sleep(600)
+
+with watching({seconds}):
+    for _ in range(8):
+        time.sleep(0.5)
+        {call}
+time.sleep(3)  # after the watch
+print("got here", flush=True)
+with watching({seconds}):
+    stuck_in_a_collective() if {seconds} else None
+"""
+
+
+def run(seconds: float, call: str = "alive()") -> tuple[int, str, str, float]:
+    start = time.monotonic()
+    script = SCRIPT.format(seconds=seconds, call=call)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout, done.stderr, time.monotonic() - start
+
+
+def test_a_hang_ends_with_the_stack_and_getting_further_does_not() -> None:
+    code, out, err, seconds = run(2.0)
+    assert (code, out) == (1, "got here\n")
+    assert err.startswith("Timeout (0:00:02)!\n")
+    assert "in stuck_in_a_collective" in err
+    assert seconds < 120
+
+
+def test_without_a_sign_of_life_even_what_works_is_ended() -> None:
+    code, out, err, _ = run(2.0, call="pass")
+    assert (code, out) == (1, "")
+    assert "Timeout" in err
+
+
+def test_nothing_is_watched_without_a_limit() -> None:
+    code, out, err, _ = run(0.0)
+    assert (code, out, err) == (0, "got here\n", "")
