@@ -146,16 +146,29 @@ def test_a_folder_of_an_earlier_fit_keeps_none_of_its_pictures(tmp_path: Path) -
     assert {path.name for path in output.glob("*.png")} == {"scaling.png", "isoflop.png", "scaling_of_mine.png"}
 
 
-@pytest.mark.parametrize("names", [["../../mine.png", "/etc/x.png", 7, "points.csv"], "scaling.png", None])
-def test_an_earlier_fit_removes_its_own_pictures_alone(tmp_path: Path, names: object) -> None:
+@pytest.mark.parametrize("names", [["../../mine.png", "/etc/x.png", 7, "notes.csv"], "scaling.png", None])
+def test_an_earlier_fit_removes_its_own_files_alone(tmp_path: Path, names: object) -> None:
     points, output = without_mixer(write(tmp_path / "points.csv", {"a": LAWS["attention"]})), tmp_path / "a" / "fit"
     output.mkdir(parents=True)
-    (output / "points.csv").touch()
+    (output / "notes.csv").touch()
     (tmp_path / "mine.png").touch()
     (output / "fit.json").write_text(json.dumps({"files": names}))
     assert main(["fit", str(points), "--output", str(output), "--bootstrap", "2"]) == 0
     assert (tmp_path / "mine.png").exists()
-    assert (output / "points.csv").exists()
+    assert (output / "notes.csv").exists()
+
+
+def test_points_of_an_earlier_fit_of_runs_go_but_not_those_that_are_read(tmp_path: Path) -> None:
+    points, output = without_mixer(write(tmp_path / "one.csv", {"a": LAWS["attention"]})), tmp_path / "fit"
+    output.mkdir()
+    (output / "fit.json").write_text(json.dumps({"files": ["points.csv"]}))
+    kept = output / "points.csv"
+    kept.write_bytes(points.read_bytes())
+    assert main(["fit", str(kept), "--output", str(output), "--bootstrap", "2"]) == 0
+    assert kept.read_bytes() == points.read_bytes()
+    (output / "fit.json").write_text(json.dumps({"files": ["points.csv"]}))
+    assert main(["fit", str(points), "--output", str(output), "--bootstrap", "2"]) == 0
+    assert not kept.exists()
 
 
 def test_mixers_whose_names_differ_in_signs_have_pictures_of_their_own(tmp_path: Path) -> None:
