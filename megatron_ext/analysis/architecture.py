@@ -85,13 +85,10 @@ def group_runs(runs: Sequence[Run]) -> list[Architecture]:
 def mixer_label(run: Run) -> str:
     """What a run's layers are, whatever their number and width: the repeated part of its pattern, and settings."""
     layers = parse_pattern(run.pattern)
-    period = next(
-        n for n in range(1, len(layers) + 1) if len(layers) % n == 0 and layers == layers[:n] * (len(layers) // n)
-    )
+    period = next(n for n in range(1, len(layers) + 1) if layers[:n] * (len(layers) // n) == layers)
     runs_of_one = [(name, len(list(some))) for name, some in groupby(layers[:period])]
     name = ",".join(name if count == 1 else f"{name}*{count}" for name, count in runs_of_one)
-    settings = _settings(recipe(run))
-    return f"{name} ({', '.join(settings)})" if settings else name
+    return _label(name, _settings(recipe(run)))
 
 
 def recipe(run: Run) -> dict[str, Any]:
@@ -141,8 +138,12 @@ def _labels(runs: Sequence[Run]) -> list[str]:
         keys = sorted({key for twin in twins for key in twin})
         differing = [key for key in keys if any(twin.get(key) != fields.get(key) for twin in twins)]
         settings = [*name[1], *(_setting(key, fields.get(key)) for key in differing)]
-        labels.append(f"{name[0]} ({', '.join(settings)})" if settings else name[0])
+        labels.append(_label(name[0], settings))
     return labels
+
+
+def _label(name: str, settings: Sequence[str]) -> str:
+    return f"{name} ({', '.join(settings)})" if settings else name
 
 
 def _base_name(pattern: str) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
@@ -238,10 +239,7 @@ def _read_size(path: Path) -> ModelSize | None:
     try:
         return TypeAdapter(ModelSize).validate_json(_read_bytes(path, mend))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
-        problem = f"{field}: {first['msg'].lower()}" if field else "is not a JSON object"
-        raise UserError(str(path), problem, mend) from None
+        raise UserError(str(path), _problem(error.errors(include_url=False)[0]), mend) from None
 
 
 def _parse_lines(path: Path, kind: type[Record], mend: str) -> Iterator[Line[Record]]:
@@ -256,13 +254,18 @@ def _parse_lines(path: Path, kind: type[Record], mend: str) -> Iterator[Line[Rec
             yield Line(where, adapter.validate_json(text))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            broken = first["type"] == "json_invalid"
-            if broken and number == len(lines):  # no newline after it: the writer was stopped in the middle
+            # Without a newline after it: the writer was stopped in the middle.
+            if first["type"] == "json_invalid" and number == len(lines):
                 _warn(where, "half-written last line ignored")
                 continue
-            field = ".".join(str(part) for part in first["loc"])
-            problem = "is not a JSON object" if broken or not field else f"{field}: {first['msg'].lower()}"
-            raise UserError(where, problem, "restore the file or repeat the run") from None
+            raise UserError(where, _problem(first), "restore the file or repeat the run") from None
+
+
+def _problem(first: ErrorDetails) -> str:
+    """What is wrong with JSON, by the first of pydantic's findings."""
+    field = ".".join(str(part) for part in first["loc"])
+    broken = first["type"] == "json_invalid" or not field
+    return "is not a JSON object" if broken else f"{field}: {first['msg'].lower()}"
 
 
 def _read_metrics(path: Path) -> list[StepRecord]:

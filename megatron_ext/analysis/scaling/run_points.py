@@ -64,7 +64,7 @@ def points_of_runs(paths: Sequence[Path], *, embeddings: bool = True) -> list[Ru
 
 def by_mixer(points: Sequence[RunPoint]) -> dict[str, Points]:
     """Points by mixer, in the order in which they first appear; with test losses where all runs have them."""
-    tested = all(point.test_loss is not None for point in points)
+    tested = _tested(points)
     found: dict[str, list[list[float]]] = {}
     for point in points:
         values = [point.params, point.tokens, point.loss]
@@ -76,12 +76,16 @@ def as_csv(points: Sequence[RunPoint]) -> str:
     """The points as a CSV file that can be fitted again, with the runs they are of."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    tested = all(point.test_loss is not None for point in points)
+    tested = _tested(points)
     writer.writerow([*NUMBERS, MIXER, *([TEST_LOSS] if tested else []), "run"])
     for point in points:
         numbers = [point.params, point.tokens, repr(point.loss)]
         writer.writerow([*numbers, point.mixer, *([repr(point.test_loss)] if tested else []), point.run])
     return stream.getvalue()
+
+
+def _tested(points: Sequence[RunPoint]) -> bool:
+    return all(point.test_loss is not None for point in points)
 
 
 def _point(run: Run, embeddings: bool) -> RunPoint:
@@ -91,7 +95,7 @@ def _point(run: Run, embeddings: bool) -> RunPoint:
         mend = "finish it with --resume, or leave it out"
         raise UserError(str(run.path), f"stopped at step {last} of {steps}", mend)
     if run.size is None:
-        mend = "continue the run, which writes it, or give a CSV file with the column params"
+        mend = "give a CSV file with the column params instead"
         raise UserError(str(run.path / "model.json"), "is missing: the number of parameters is not known", mend)
     params = run.size.parameters
     if not embeddings:
