@@ -7,16 +7,13 @@ arXiv 2405.18392). A branch is to the last bit the run that its configuration wo
 
 from __future__ import annotations
 
-import json
 import math
-import re
-import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.checkpoint.folder import RECORD, CheckpointFolder
+from megatron_ext.checkpoint.folder import CheckpointFolder
 from megatron_ext.errors import UserError
+from megatron_ext.training.records import METRICS, lr_at
 
 FIELD = "run.branch_from"
 EXAMPLE = "give one like runs/trunk/checkpoints/step_400"
@@ -36,30 +33,23 @@ class Branch:
     checkpoints: CheckpointFolder
     step: int
 
-    def check_rate(self, metrics: str, lr: float) -> None:
+    def check_rate(self, lr: float) -> None:
         """Whether the other run had, at its step, the learning rate that this run's schedule has there.
 
         Args:
-            metrics: name of the file with a run's steps.
             lr: this run's learning rate at the step.
 
         Raises:
             UserError: it had another: no run from the start would have come there.
         """
-        found = [line["lr"] for line in _lines(self.run / metrics) if line["step"] == self.step]
-        if not found:
+        found = lr_at(self.run, self.step)
+        if found is None:
             mend = "bring it back: the branch's own records begin with it"
-            raise UserError(str(self.run / metrics), f"has no step {self.step}", mend)
-        if not math.isclose(found[-1], lr, rel_tol=1e-9):
-            problem = f"had the learning rate {found[-1]:.6g} at step {self.step}, where this run's is {lr:.6g}"
+            raise UserError(str(self.run / METRICS), f"has no step {self.step}", mend)
+        if not math.isclose(found, lr, rel_tol=1e-9):
+            problem = f"had the learning rate {found:.6g} at step {self.step}, where this run's is {lr:.6g}"
             mend = "branch off before the rate falls, from a run with the same rate, warm-up and schedule (wsd)"
             raise UserError(FIELD, f"{self.run} {problem}", mend)
-
-    def copy_records(self, names: Sequence[str], folder: Path) -> None:
-        """Let the records of a run that begins here begin with those of the other run."""
-        for name in names:
-            if (self.run / name).exists():
-                shutil.copyfile(self.run / name, folder / name)
 
 
 def branch_of(checkpoint: str, steps: int) -> Branch:
@@ -69,21 +59,13 @@ def branch_of(checkpoint: str, steps: int) -> Branch:
         UserError: there is no such checkpoint, it holds a model alone, or is not before the run's end.
     """
     path = Path(checkpoint)
-    if not re.fullmatch(r"step_\d+", path.name) or not (path / RECORD).is_file():
+    checkpoints = CheckpointFolder(path.parent)
+    step = next((step for step in checkpoints.steps() if checkpoints.path(step) == path), None)
+    if step is None:
         raise UserError(FIELD, f"{path} is no checkpoint of a run", EXAMPLE)
-    checkpoints, step = CheckpointFolder(path.parent), int(path.name.removeprefix("step_"))
     if checkpoints.is_model_only(step):
         raise UserError(FIELD, f"{path} holds a converted model alone, without optimizer state", EXAMPLE)
     if step >= steps:
         problem = f"{path} is not before the run's end, training.steps {steps}"
         raise UserError(FIELD, problem, "give an earlier checkpoint, or more steps")
     return Branch(path.parent.parent, checkpoints, step)
-
-
-def _lines(path: Path) -> list[dict[str, float]]:
-    try:
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise UserError(str(path), f"cannot be read ({error})", "bring it back from a copy") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -128,6 +129,25 @@ def _reopened(path: Path, first_step: int) -> IO[str]:
         kept = [line for line in path.read_text().splitlines(keepends=True) if _step_of(line, path) <= first_step]
         write_whole(path, "".join(f"{line.rstrip()}\n" for line in kept).encode())
     return path.open("a")
+
+
+def lr_at(folder: Path, step: int) -> float | None:
+    """Learning rate of a step that a run's records hold, of a step done twice the later one; None: they do not.
+
+    Raises:
+        UserError: a line is no record.
+    """
+    path = folder / METRICS
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    found = [json.loads(line)["lr"] for line in lines if _step_of(line, path) == step]
+    return found[-1] if found else None
+
+
+def copy_records(source: Path, folder: Path) -> None:
+    """Let the records of a run begin with those of another."""
+    for name in (METRICS, EVALUATION, SUITES):
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
 
 
 def _last_step(path: Path) -> int:

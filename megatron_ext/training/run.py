@@ -34,7 +34,7 @@ from megatron_ext.training.build import build_trainer, model_shape
 from megatron_ext.training.coder import coder_of, keep_coder
 from megatron_ext.training.datasets import RunData, open_data, packing_of
 from megatron_ext.training.loop import TrainingLoop
-from megatron_ext.training.records import EVALUATION, METRICS, SUITES, RunRecords
+from megatron_ext.training.records import METRICS, RunRecords, copy_records
 from megatron_ext.training.stopping import StopRequest, stop_on_signals
 from megatron_ext.training.suites import check_suites
 from megatron_ext.training.testing import Evaluated
@@ -139,7 +139,7 @@ def _train(
     if record is not None:
         begins_at.load(trainer.optimizer, record)
     if branch is not None:
-        branch.check_rate(METRICS, trainer.optimizer.lr)
+        branch.check_rate(trainer.optimizer.lr)
     loop = _loop(config, folder, data, shape, trainer, store, record, branch)
     if data.unchanged:  # said when nothing can be refused any more: an error stands alone
         told = f"{data.unchanged} of {len(data.verified)} files are as they were when their sha256 was compared"
@@ -175,9 +175,10 @@ def _loop(
     )
     with trainer.optimizer.whole():  # weights are counted
         flops = training_flops_per_token(shape, trainer.optimizer.chunks, config.data.seq_length)
+        size = model_size(trainer)
     peak = platform.peak_flops(DTYPES[training.precision])
     suites = _suites(config, folder, data, trainer, progress)
-    records, packing = _records(config, folder, data, progress, model_size(trainer), branch), packing_of(config.data)
+    records, packing = _records(config, folder, data, progress, size, branch), packing_of(config.data)
     last_evaluation = _sum_over(0 if records is None else records.last_evaluation, platform, None)
     last_suites = _sum_over(0 if records is None else records.last_suites, platform, None)
     return TrainingLoop(
@@ -234,17 +235,15 @@ def _records(
             write_verified(folder, data.verified)
         keep_coder(data.tokenizer_file, data.manifest.tokenizer, folder)
         if branch is not None:
-            branch.copy_records((METRICS, EVALUATION, SUITES), folder)
+            copy_records(branch.run, folder)
         return RunRecords(folder, config.run.name, progress.step, config.training.steps)
     except OSError as error:
         raise UserError(str(folder), f"cannot be written ({error.strerror})", "choose another run.dir") from error
 
 
 def model_size(trainer: Trainer) -> ParameterCount:
-    """Number of parameters of the whole model, on every rank."""
-    with trainer.optimizer.whole():
-        own = count_parameters(trainer.optimizer.chunks, trainer.groups.tp.size())
-    counts = asdict(own).items()
+    """Number of parameters of the whole model, on every rank; to be called where the optimizer's are `whole`."""
+    counts = asdict(count_parameters(trainer.optimizer.chunks, trainer.groups.tp.size())).items()
     return ParameterCount(**{name: int(_sum_over(n, trainer.platform, trainer.groups.pp)) for name, n in counts})
 
 

@@ -34,12 +34,13 @@ from megatron_ext.data.batches import Batch, micro_batch_indices, training_batch
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.mixers import base, chosen_chunks, key_value, past
 from megatron_ext.mixers.registry import load_all
-from megatron_ext.model import build_model, training_flops_per_token
+from megatron_ext.model import ModelShape, build_model, training_flops_per_token
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.parallel.parameters import ParameterCount
 from megatron_ext.platform import select_platform
 from megatron_ext.training import run
 from megatron_ext.training.build import build_trainer, model_shape
+from megatron_ext.training.trainer import Trainer
 
 VOCABULARY, LENGTH, STEPS, SEED = 128, 32, 5, 1234
 
@@ -175,21 +176,24 @@ def count_anew() -> None:
 
 def flops_per_token(rank: int, world_size: int, config: RunConfig) -> float:
     """Model FLOPs a token that a run would report."""
-    platform = select_platform("cpu")
-    groups = make_process_groups(config.parallel, config.training.seed)
-    count_anew()
-    shape = model_shape(config, platform, VOCABULARY)
-    trainer = build_trainer(config, shape, groups, platform)
+    shape, trainer = _built(config)
     with trainer.optimizer.whole():
         return training_flops_per_token(shape, trainer.optimizer.chunks, LENGTH)
 
 
 def model_size(rank: int, world_size: int, config: RunConfig) -> ParameterCount:
     """Number of parameters that a run would keep."""
+    _, trainer = _built(config)
+    with trainer.optimizer.whole():
+        return run.model_size(trainer)
+
+
+def _built(config: RunConfig) -> tuple[ModelShape, Trainer]:
     platform = select_platform("cpu")
     groups = make_process_groups(config.parallel, config.training.seed)
     count_anew()
-    return run.model_size(build_trainer(config, model_shape(config, platform, VOCABULARY), groups, platform))
+    shape = model_shape(config, platform, VOCABULARY)
+    return shape, build_trainer(config, shape, groups, platform)
 
 
 def plain_first_step(rank: int, world_size: int, config: RunConfig) -> tuple[float, float]:
