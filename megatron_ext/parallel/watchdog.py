@@ -35,6 +35,6 @@ def watching(seconds: float) -> Iterator[None]:
 
 
 def alive() -> None:
-    """Say that this process has got further: a step, a forward pass, a checkpoint."""
+    """Say that this process has got further: every forward pass does, and what lies between two has the same limit."""
     if _seconds:
         faulthandler.dump_traceback_later(_seconds, exit=True, file=STANDARD_ERROR)

@@ -15,7 +15,6 @@ from megatron_ext.config.schema import TrainingConfig
 from megatron_ext.data.batches import NO_PACKING, Batch, Packing
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.evaluation.domains import DomainEvaluator
-from megatron_ext.parallel.watchdog import alive
 from megatron_ext.training.between_steps import SuitesBetweenSteps
 from megatron_ext.training.datasets import step_batches
 from megatron_ext.training.records import RunRecords
@@ -87,7 +86,6 @@ class TrainingLoop:
                 self._run_suites()
             if asked or finished or self._is_due(self.training.checkpoint_every, False):
                 self.store.save(self.trainer.optimizer, self.progress)
-            alive()
             if asked:
                 break
         return self.progress.step == self.training.steps
