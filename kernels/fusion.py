@@ -1,6 +1,8 @@
 """Work around the ops, element by element, as few kernels on a GPU."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,6 +17,25 @@ MOST_FORMS = 64
 OWN_SHAPES = 16
 """Of its first argument, that a function has code of its own for; later ones share code for any."""
 
+_varying: ContextVar[bool] = ContextVar("shapes vary", default=False)
+
+
+@contextmanager
+def shapes_vary(vary: bool = True) -> Iterator[None]:
+    """Within, shapes are ever new: a function is compiled for any length that was seen to differ, from the second on.
+
+    Else it has code of its own for each of the first OWN_SHAPES, which is fast and soon made where a run has few. The
+    lengths and numbers of packed documents differ within every batch: a compiler would take minutes for a first step.
+
+    Args:
+        vary: False for what this was before.
+    """
+    before = _varying.set(vary)
+    try:
+        yield
+    finally:
+        _varying.reset(before)
+
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator: `torch.compile` on a GPU, the function as it is elsewhere.
@@ -27,9 +48,11 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
     """
     plain: Callable[..., R] = function
 
-    def laid(*args: Any, **more: Any) -> R:
+    def laid(orders: tuple[tuple[int, ...] | None, ...], *args: Any, **more: Any) -> R:
         # What is compiled leaves a gradient as it was computed, which an op or a linear before would copy.
-        return plain(*(gradient_laid_as(x) if isinstance(x, torch.Tensor) else x for x in args), **more)
+        return plain(
+            *(x if o is None else _LaidGradient.apply(x, o) for x, o in zip(args, orders, strict=True)), **more
+        )
 
     # Else it would be one for all functions to torch, which allows each so many forms.
     laid.__code__ = laid.__code__.replace(co_name=function.__name__)
@@ -40,7 +63,9 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
         assert isinstance(x, torch.Tensor)
         if not _runs_compiled(x):
             return function(*args, **more)
-        result: R = compiled(laid, x, later=True)(*args, **more)
+        # Sorted out here: code for any length cannot tell which of two strides is the greater.
+        orders = tuple(_outermost_first(x) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in args)
+        result: R = compiled(laid, x, later=True)(orders, *args, **more)
         return result
 
     return call
@@ -50,22 +75,23 @@ def _runs_compiled(x: torch.Tensor) -> bool:
     return x.is_cuda and not torch.compiler.is_compiling()
 
 
-def gradient_laid_as(x: torch.Tensor) -> torch.Tensor:
-    """Return x, whose gradient is to have its dimensions in memory in x's order, without gaps."""
-    y: torch.Tensor = _LaidGradient.apply(x) if x.requires_grad else x
-    return y
+def _outermost_first(x: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions of x in the order that they have in memory."""
+    return tuple(sorted(range(x.dim()), key=x.stride, reverse=True))
 
 
 class _LaidGradient(torch.autograd.Function):
+    """x, whose gradient is to have its dimensions in memory in an order, outermost first, without gaps."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.outermost_first = sorted(range(x.dim()), key=x.stride, reverse=True)
+    def forward(ctx: Any, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+        ctx.outermost_first = order
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         order = ctx.outermost_first
-        return grad.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
+        return grad.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))]), None
 
 
 def cut(x: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
@@ -88,12 +114,13 @@ def _views(x: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
 class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        ctx.padding = x.shape[-1] - sum(widths)
+        ctx.padding, ctx.shapes_vary = x.shape[-1] - sum(widths), _varying.get()
         return _views(x, widths)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _joined(*grads, padding=ctx.padding), None
+        with shapes_vary(ctx.shapes_vary):
+            return _joined(*grads, padding=ctx.padding), None
 
 
 @fused
@@ -111,11 +138,13 @@ def compiled(function: Any, x: torch.Tensor, *, later: bool | None, fullgraph: b
         function: to be compiled at its first call.
         x: its first argument, for the shape; elsewhere than on a GPU, the function is left as it is.
         later: for shapes after the first OWN_SHAPES, whether one code serves any; None: any of those lengths that
-            were seen to differ.
+            were seen to differ. Within `shapes_vary` it is None from the first on.
         fullgraph: raise where it cannot be compiled as one graph.
     """
     if not _runs_compiled(x):
         return function
+    if _varying.get():
+        return _compiled(function, fullgraph, None)
     shapes = _shapes_of(function)
     if len(shapes) < OWN_SHAPES:
         shapes.add(x.shape)

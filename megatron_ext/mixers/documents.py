@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.fusion import shapes_vary
+
 PieceMix = Callable[[tuple[Tensor, ...], Tensor | None], Tensor]
-"""Mixes features [n, 1, units, width] and shared features [n, 1, width] of one piece: [n, 1, units, output_width]."""
+"""Mixes features [n, b, units, width] and shared features [n, b, width] of b pieces: [n, b, units, output_width]."""
+
+TOGETHER = ("cuda",)
+"""Kinds of device on which a call costs more than padding: pieces of like lengths share one there."""
+
+SHORTEST = 64
+"""Positions, to which shorter pieces are padded where they share a call."""
 
 
 def mix_by_document(
     mix: PieceMix, features_tbuw: Sequence[Tensor], shared_tbw: Tensor | None, cu_seqlens: Tensor
 ) -> Tensor:
-    """Mix each document's piece by itself, one after the other: nothing of another one can reach it.
+    """Mix each document's piece by itself: nothing of another one can reach it.
 
-    A mixer that looks back in `Mixer.mix` alone begins anew with each call of it: its keys, its states, its
-    convolution, its chunks and its positions.
+    A mixer that looks back in `Mixer.mix` alone begins anew with each sample of each call of it: its keys, its states,
+    its convolution, its chunks and its positions. So each piece is a sample: of a call of its own on a CPU; elsewhere
+    (`TOGETHER`) those of like lengths share one, the shorter ones with zeros behind them, where nothing looks back to.
 
     Args:
-        mix: of one piece.
+        mix: of pieces of one length.
         features_tbuw: projected features, [t, b, units, width] each.
         shared_tbw: what all units are given, [t, b, width], or None.
         cu_seqlens: int [n + 1], rising, where the n pieces begin among the b * t tokens, row after row, and b * t;
@@ -33,13 +44,77 @@ def mix_by_document(
     t, b = features_tbuw[0].shape[:2]
     bounds: list[int] = cu_seqlens.tolist()
     assert {row * t for row in range(b + 1)} <= set(bounds), "pieces do not fit the batch"
+    given = [*features_tbuw] if shared_tbw is None else [*features_tbuw, shared_tbw]
+    flat = [x.transpose(0, 1).flatten(0, 1) for x in given]
+
+    def mix_given(given: tuple[Tensor, ...]) -> Tensor:
+        return mix(given, None) if shared_tbw is None else mix(given[:-1], given[-1])
+
+    if features_tbuw[0].device.type in TOGETHER:
+        mixed = _mix_together(mix_given, flat, bounds, t)
+    else:
+        mixed = _mix_one_by_one(mix_given, flat, bounds)
+    return mixed.unflatten(0, (b, t)).transpose(0, 1)
+
+
+def _mix_one_by_one(mix: Callable[[tuple[Tensor, ...]], Tensor], flat: list[Tensor], bounds: list[int]) -> Tensor:
     lengths = [end - start for start, end in pairwise(bounds)]
-    of_pieces = zip(*(_pieces(x, lengths) for x in features_tbuw), strict=True)
-    shared = [None] * len(lengths) if shared_tbw is None else _pieces(shared_tbw, lengths)
-    mixed = [mix(features, given) for features, given in zip(of_pieces, shared, strict=True)]
-    return torch.cat(mixed).squeeze(1).unflatten(0, (b, t)).transpose(0, 1)
+    # Split at once, as gradients are joined at once.
+    pieces = zip(*(x.unsqueeze(1).split(lengths) for x in flat), strict=True)
+    return torch.cat([mix(piece) for piece in pieces]).squeeze(1)
 
 
-def _pieces(x_tb: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
-    """Cut [t, b, ...] row after row into pieces [n, 1, ...]; split at once, as their gradients are joined at once."""
-    return x_tb.transpose(0, 1).flatten(0, 1).unsqueeze(1).split(lengths)
+def _mix_together(
+    mix: Callable[[tuple[Tensor, ...]], Tensor], flat: list[Tensor], bounds: list[int], longest: int
+) -> Tensor:
+    shapes, rows = _plan(tuple(bounds), longest, flat[0].device)
+    sizes = [length * pieces for length, pieces in shapes]
+    padded = (x.new_zeros(sum(sizes), *x.shape[1:]).index_copy_(0, rows, x).split(sizes) for x in flat)
+    with shapes_vary():
+        mixed = [
+            mix(tuple(x.unflatten(0, shape) for x in given)).flatten(0, 1)
+            for shape, given in zip(shapes, zip(*padded, strict=True), strict=True)
+        ]
+    out: Tensor = _Rows.apply(torch.cat(mixed), rows)
+    return out
+
+
+@lru_cache(maxsize=2)
+def _plan(bounds: tuple[int, ...], longest: int, device: torch.device) -> tuple[list[tuple[int, int]], Tensor]:
+    """Plan which pieces share a call; every layer asks for the same batch's.
+
+    Returns:
+        (padded length, pieces) of each call; and of each token its row, counted through [length, pieces] of the calls
+        one after the other.
+    """
+    calls: dict[int, list[tuple[int, int]]] = {}
+    for start, end in pairwise(bounds):
+        calls.setdefault(_padded(end - start, longest), []).append((start, end))
+    rows, first = torch.empty(bounds[-1], dtype=torch.int64), 0
+    for length, pieces in calls.items():
+        for sample, (start, end) in enumerate(pieces):
+            rows[start:end] = first + sample + len(pieces) * torch.arange(end - start)
+        first += length * len(pieces)
+    return [(length, len(pieces)) for length, pieces in calls.items()], rows.to(device)
+
+
+def _padded(length: int, longest: int) -> int:
+    """The next power of two or three quarters of one: few lengths, each at most a half more than what is padded."""
+    power = max(SHORTEST, 1 << (length - 1).bit_length())
+    three_quarters = power * 3 // 4
+    return min(three_quarters if power > SHORTEST and length <= three_quarters else power, longest)
+
+
+class _Rows(torch.autograd.Function):
+    """`x.index_select(0, rows)` of rows that differ: its gradient is written where torch's is added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.num_rows = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, rows, grad), None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -27,7 +30,7 @@ def test_on_a_gpu_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def compiled(function: object, fullgraph: bool, dynamic: bool) -> object:
         seen.append((function, dynamic))
-        return lambda x, times: "compiled"
+        return lambda orders, x, times: "compiled"
 
     monkeypatch.setattr(fusion, "_compiled", compiled)
     monkeypatch.setattr(fusion, "OWN_SHAPES", 2)
@@ -35,6 +38,10 @@ def test_on_a_gpu_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         tensors = [torch.empty(n, device="cuda") for n in (3, 4, 5, 3, 6)]
     assert [half(x, times=2) for x in tensors] == ["compiled"] * 5
     assert [dynamic for _, dynamic in seen] == [False, False, True, False, True]
+    with fusion.shapes_vary():
+        assert half(tensors[0], times=2) == "compiled"
+    half(tensors[0], times=2)
+    assert [dynamic for _, dynamic in seen[5:]] == [None, False]
     assert len({function for function, _ in seen}) == 1, "as often, it would be compiled anew"
 
 
@@ -60,6 +67,26 @@ def test_gradients_lie_as_the_tensors_do(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(grad, 2 * tensor.detach())
     assert found[0].is_contiguous()
     assert found[1].permute(2, 1, 0).is_contiguous()
+
+
+def test_a_gradient_is_joined_by_what_serves_the_shapes_it_was_cut_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's gradients are computed in a thread of torch's own, which begins without what was said around the call."""
+    seen: list[bool | None] = []
+
+    def compiled(function: Callable[..., object], fullgraph: bool, dynamic: bool | None) -> Callable[..., object]:
+        seen.append(dynamic)
+        return function
+
+    monkeypatch.setattr(fusion, "_runs_compiled", lambda _: True)
+    monkeypatch.setattr(fusion, "_compiled", compiled)
+    x = torch.randn(3, 5, requires_grad=True)
+    with fusion.shapes_vary():
+        varying = fusion.cut(x, [2, 3])
+    for views in (varying, fusion.cut(x, [2, 3])):
+        with ThreadPoolExecutor() as thread:
+            (grad,) = thread.submit(torch.autograd.grad, sum(v.sum() for v in views), x).result()
+        assert torch.equal(grad, torch.ones(3, 5))
+    assert seen == [None, False]
 
 
 @pytest.mark.parametrize("padding", [0, 3])

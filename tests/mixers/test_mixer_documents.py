@@ -11,6 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_ext.mixers import documents
 from megatron_ext.mixers.registry import load_all
 
 APART = sorted(name for name, entry in load_all().items() if entry.keeps_documents_apart)
@@ -71,6 +72,38 @@ def test_in_float64_only_rounding_is_left(
     torch.testing.assert_close(packed, expected, rtol=0, atol=1e-10)
     for one, other in zip(_gradients(mixer, packed, x), _gradients(mixer, expected, x), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10 * max(1.0, float(other.abs().max())))
+
+
+@pytest.mark.parametrize(("name", "fields"), VARIANTS)
+def test_pieces_that_share_a_call(
+    make_mixer: Callable[..., Any],
+    hidden_states: Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    fields: dict[str, Any],
+) -> None:
+    """As on a GPU: five pieces in four calls, the first of two pieces, of 1 and 2 tokens."""
+    monkeypatch.setattr(documents, "TOGETHER", ("cpu",))
+    monkeypatch.setattr(documents, "SHORTEST", 2)
+    mixer, x = make_mixer(name, **fields), hidden_states.clone().requires_grad_()
+    shapes = _shapes_of_calls(mixer, monkeypatch)
+    packed, expected = _packed(mixer, x), _alone(mixer, x)
+    assert shapes[:3] == [(2, 2), (6, 1), (8, 1)]
+    torch.testing.assert_close(packed, expected, rtol=1e-5, atol=1e-5)
+    for one, other in zip(_gradients(mixer, packed, x), _gradients(mixer, expected, x), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+
+
+def _shapes_of_calls(mixer: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    seen, mix = [], mixer.mix
+
+    def watched(x_tbuw: Tensor, part: Any) -> Tensor:
+        seen.append(tuple(x_tbuw.shape[:2]))
+        out: Tensor = mix(x_tbuw, part)
+        return out
+
+    monkeypatch.setattr(mixer, "mix", watched)
+    return seen
 
 
 def test_those_that_shift_tokens_before_they_mix_do_not_say_that_they_can() -> None:
