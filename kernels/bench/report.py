@@ -1,7 +1,6 @@
 """What was measured, as JSON and as a Markdown table."""
 
 import platform
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -14,9 +13,8 @@ import torch
 from kernels.bench.cases import BASELINE, Pass, Plan, Shape
 from kernels.bench.checks import Verdict
 from kernels.bench.timing import Ceilings, Times
+from megatron_ext import source
 from megatron_ext.reports import digits, finite, table, write_both
-
-ROOT = Path(__file__).resolve().parents[2]
 
 COLUMNS = (
     "heads x dim",
@@ -120,13 +118,13 @@ def describe_machine(device: torch.device) -> dict[str, str | None]:
     """GPU, driver, versions, commit and date; None: not known."""
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": source.output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": _version("triton"),
         "fla": _version("flash-linear-attention"),
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": source.commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -141,24 +139,6 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _commit() -> str | None:
-    """Commit of the source tree, with a + if it has been changed; None for an installed package."""
-    git = ("git", "-C", str(ROOT))
-    if _output(*git, "rev-parse", "--show-toplevel") != str(ROOT):
-        return None
-    commit = _output(*git, "rev-parse", "HEAD")
-    return f"{commit}+" if commit and _output(*git, "status", "--porcelain") else commit
-
-
-def _output(*command: str) -> str | None:
-    """First line that a command prints; None if it fails or is not there."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return next(iter(done.stdout.splitlines()), None)
 
 
 def to_dict(report: Report) -> dict[str, Any]:
