@@ -35,9 +35,10 @@ test: $(INSTALLED_DEV) ## lint, types and all tests
 quick: $(INSTALLED_DEV) ## the tests without the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --durations=5
 
-lint: $(INSTALLED_DEV) ## ruff: rules and form
+lint: $(INSTALLED_DEV) ## ruff: rules and form; shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck slurm/*.sbatch examples/*.sh tools/*.sh .ci/run
 
 types: $(INSTALLED_DEV) ## mypy
 	$(BIN)/mypy

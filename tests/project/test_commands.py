@@ -211,7 +211,7 @@ def make(tmp_path):
         (tmp_path / name).touch()
     script(tmp_path / "tools" / "install.sh", FAKE_INSTALL)
     script(tmp_path / "examples" / "quickstart.sh", "#!/bin/sh\necho demo >>calls\n")
-    for name in ("ruff", "mypy", "python"):
+    for name in ("ruff", "shellcheck", "mypy", "python"):
         script(tmp_path / ".venv" / "bin" / name, f"#!/bin/sh\necho {name} >>calls\n")
 
     def call(*arguments):
@@ -230,7 +230,7 @@ FIRST, SECOND = "install ", "install dev"
 def test_the_demo_does_not_wait_for_the_tools(make):
     assert make("demo") == [FIRST, "demo"]
     assert make("demo") == ["demo"]
-    assert make("lint") == [SECOND, "ruff", "ruff"]
+    assert make("lint") == [SECOND, "ruff", "ruff", "shellcheck"]
     assert make("demo") == ["demo"]
 
 
