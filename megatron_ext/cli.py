@@ -128,10 +128,14 @@ def _dispatch(arguments: list[str]) -> int:
 # --- train -----------------------------------------------------------------------------------------------------------
 
 
-def _add_train(parser: argparse.ArgumentParser) -> None:
+def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file, see examples/")
     override = "e.g. training.steps=200; or another YAML file, laid over the first"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=override)
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
     parser.add_argument("--processes", type=int, metavar="N", help="processes to start on this machine (default 1)")
     parser.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
     parser.add_argument("--from-step", type=int, metavar="N", help="continue from the checkpoint of this step")
@@ -202,6 +206,59 @@ def _mixers() -> Mixers:
     from megatron_ext.mixers.registry import load_all
 
     return load_all()
+
+
+# --- launch, status, logs, cancel ------------------------------------------------------------------------------------
+
+
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    from megatron_ext.launch import command
+
+    _add_config(parser)
+    command.add_launch(parser)
+
+
+def _launch(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from megatron_ext.launch import command
+
+    config = _checked_config(args, command.world_size(args))
+
+    def refuse_existing() -> None:
+        from megatron_ext.training import run
+
+        run.refuse_existing(run.run_folder(config))
+
+    return command.launch(args, config, refuse_existing)
+
+
+def _add_runs(parser: argparse.ArgumentParser) -> None:
+    from megatron_ext.launch import command
+
+    command.add_runs(parser)
+
+
+def _status(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from megatron_ext.launch import command
+
+    return command.status(args)
+
+
+def _add_logs(parser: argparse.ArgumentParser) -> None:
+    from megatron_ext.launch import command
+
+    command.add_logs(parser)
+
+
+def _logs(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from megatron_ext.launch import command
+
+    return command.logs(args)
+
+
+def _cancel(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from megatron_ext.launch import command
+
+    return command.cancel(args)
 
 
 # --- prepare ---------------------------------------------------------------------------------------------------------
@@ -380,6 +437,10 @@ def _kernels_complaint() -> str | None:
 
 VERBS = {
     "train": _Verb(help="train a model from a configuration", add_arguments=_add_train, run=_train),
+    "launch": _Verb(help="train as a job of Slurm, which goes on by itself", add_arguments=_add_launch, run=_launch),
+    "status": _Verb(help="say how launched runs stand", add_arguments=_add_runs, run=_status),
+    "logs": _Verb(help="show what a launched run prints", add_arguments=_add_logs, run=_logs),
+    "cancel": _Verb(help="end the jobs of launched runs", add_arguments=_add_runs, run=_cancel),
     "prepare": _Verb(help="turn documents into tokenised shards", add_arguments=_add_prepare, run=_prepare),
     "report": _Verb(help="compare runs at equal training loss", add_arguments=_add_report, run=_report),
     "fit": _Verb(help="fit a scaling law to runs of many sizes", add_arguments=_add_fit, run=_fit),

@@ -44,9 +44,19 @@ ReturnToService=2
 SlurmdTimeout=8
 MessageTimeout=5
 KillWait=2
-NodeName=n[1-{nodes}] CPUs={cpus} RealMemory=64000 State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+NodeName=n[1-{nodes}] CPUs={cpus} RealMemory=64000 {node}
+PartitionName=main Nodes=ALL Default=YES MaxTime={max_time} State=UP
 """
+
+DECLARED = """
+GresTypes=gpu
+EnforcePartLimits=ALL
+SuspendProgram=/bin/true
+ResumeProgram=/bin/true
+SuspendTime=INFINITE
+PrivateData=cloud
+"""
+"""Nodes that nobody starts: Slurm takes them for ones that it could wake, and shows them."""
 
 
 def missing() -> str:
@@ -68,13 +78,22 @@ class SlurmCluster:
         folder: for configuration, logs and state.
         nodes: number of nodes, called n1, n2, ...
         cpus: that each says it has.
+        declared_gpus: GPUs that each is said to have, where none is to be started: for what is refused or accepted
+            before it runs. None: nodes are started, and have none.
+        max_time: limit of the partition.
     """
 
-    def __init__(self, folder: Path, nodes: int, cpus: int) -> None:
+    def __init__(
+        self, folder: Path, nodes: int, cpus: int, *, declared_gpus: int | None = None, max_time: str = "INFINITE"
+    ) -> None:
         self.folder = folder
         for name in ("state", *(f"spool/n{node + 1}" for node in range(nodes))):
             (folder / name).mkdir(parents=True)
-        (folder / "slurm.conf").write_text(CONFIGURATION.format(login=LOGIN, folder=folder, nodes=nodes, cpus=cpus))
+        node, more = "State=UNKNOWN", ""
+        if declared_gpus is not None:
+            node, more = f"Gres=gpu:{declared_gpus} State=CLOUD NodeAddr=127.0.0.1 Port=[7000-{6999 + nodes}]", DECLARED
+        values = {"login": LOGIN, "folder": folder, "nodes": nodes, "cpus": cpus, "node": node, "max_time": max_time}
+        (folder / "slurm.conf").write_text(more + CONFIGURATION.format(**values))
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         addresses = [f"10.77.0.{node + 1} n{node + 1}" for node in range(nodes)]
         (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{LOGIN} login", *addresses, ""]))
@@ -82,18 +101,26 @@ class SlurmCluster:
         key.touch(0o600)
         key.write_bytes(os.urandom(1024))
         self.environment = {**os.environ, "PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
-        command = ["unshare", "--net", *NAMESPACES, sys.executable, __file__, str(folder), str(nodes)]
+        command = [
+            "unshare",
+            "--net",
+            *NAMESPACES,
+            sys.executable,
+            __file__,
+            str(folder),
+            str(0 if declared_gpus is not None else nodes),
+        ]
         with (folder / "login.log").open("wb") as log:
             self.holder = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=self.environment, start_new_session=True
             )
-        self._wait_for_nodes(nodes)
+        self._wait_for_nodes(nodes, "idle" if declared_gpus is None else "all")
 
-    def _wait_for_nodes(self, nodes: int) -> None:
+    def _wait_for_nodes(self, nodes: int, states: str) -> None:
         for _ in range(200):
             time.sleep(0.1)
             if (self.folder / "ready").exists():
-                idle = self.run("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N", check=False)
+                idle = self.run("sinfo", "--noheader", "--Node", f"--states={states}", "--format=%N", check=False)
                 if len(idle.split()) == nodes:
                     return
         self.stop()

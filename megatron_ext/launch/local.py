@@ -50,7 +50,7 @@ def launch(command: Sequence[str], processes: int, patience: Patience | None = N
     """Run copies of a command as the ranks of one run and wait for all of them.
 
     Rank 0 writes to this process's standard output and error, the others to log files, whose end is shown if they
-    crash. SIGTERM and SIGINT are passed on once to every rank; a second SIGINT kills them.
+    crash. SIGTERM, SIGINT and SIGUSR1 are passed on once to every rank; a second SIGINT kills them.
 
     Args:
         command: what each rank executes.
@@ -253,8 +253,8 @@ def _die_with(parent: int) -> Callable[[], None]:
 
 @contextmanager
 def _forwarding(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle SIGTERM and SIGINT by `handler` while the block runs."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    """Handle SIGTERM, SIGINT and SIGUSR1 by `handler` while the block runs."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

@@ -79,6 +79,16 @@ def run_folder(config: RunConfig) -> Path:
     return Path(config.run.dir) / config.run.name
 
 
+def refuse_existing(folder: Path) -> None:
+    """Refuse a folder in which a run has begun.
+
+    Raises:
+        UserError: it has.
+    """
+    if (folder / METRICS).exists() or (folder / CHECKPOINTS).exists():
+        raise UserError("run.name", f"{folder} holds a run already", "add --resume, or choose another run.name")
+
+
 def _starting_step(folder: Path, resume: bool, from_step: int | None) -> int | None:
     """Step of the checkpoint to continue from; None: begin anew.
 
@@ -86,8 +96,7 @@ def _starting_step(folder: Path, resume: bool, from_step: int | None) -> int | N
         UserError: there is a run already and nobody asked to continue it, or it cannot be continued.
     """
     if not resume:
-        if (folder / METRICS).exists() or (folder / CHECKPOINTS).exists():
-            raise UserError("run.name", f"{folder} holds a run already", "add --resume, or choose another run.name")
+        refuse_existing(folder)
         return None
     checkpoints = CheckpointFolder(folder / CHECKPOINTS)
     step = from_step if from_step is not None else checkpoints.latest()

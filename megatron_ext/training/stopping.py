@@ -1,4 +1,4 @@
-"""A stop that is asked for: SIGTERM and SIGINT let the step in hand finish."""
+"""A stop that is asked for: SIGTERM, SIGINT and SIGUSR1 let the step in hand finish."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """While inside, SIGTERM and SIGINT are only remembered."""
+    """While inside, SIGTERM, SIGINT and SIGUSR1 (which Slurm sends before a job's time is up) are only remembered."""
     request = StopRequest()
-    before = {number: signal.signal(number, request) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, request) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
         yield request
     finally:

@@ -1,0 +1,169 @@
+"""What a job asks Slurm for, and whether the cluster has it: looked at before anything is submitted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_ext.errors import UserError
+from megatron_ext.launch.slurm import UNLIMITED, Partition
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What is asked for.
+
+    Attributes:
+        nodes: number of nodes.
+        gpus_per_node: GPUs of each, with a task for each; None: none.
+        processes_per_node: tasks on each node, where it has no GPUs.
+        partition: None: Slurm's default one.
+        time: limit, as Slurm reads it (minutes, H:MM:SS, D-HH, ...); None: the partition's.
+        job_name: as squeue shows it.
+        save_before: seconds before the limit at which the run writes a checkpoint and the job starts anew.
+        requeues: most times that it starts anew.
+        container: image for enroot with pyxis, or a .sif for Apptainer; None: none.
+        mounts: paths that the container sees beside the working folder.
+        more: further options of sbatch, `--account=x`.
+    """
+
+    nodes: int
+    gpus_per_node: int | None = None
+    processes_per_node: int | None = None
+    partition: str | None = None
+    time: str | None = None
+    job_name: str
+    save_before: int = 180
+    requeues: int = 20
+    container: str | None = None
+    mounts: list[str] = field(default_factory=list)
+    more: list[str] = field(default_factory=list)
+
+    @property
+    def tasks_per_node(self) -> int:
+        """Processes of the run on each node."""
+        return self.gpus_per_node or self.processes_per_node or 1
+
+    def check(self) -> None:
+        """Refuse what no cluster takes.
+
+        Raises:
+            UserError: an option is not what it must be.
+        """
+        for option, value in (
+            ("--nodes", self.nodes),
+            ("--gpus-per-node", self.gpus_per_node),
+            ("--processes-per-node", self.processes_per_node),
+        ):
+            if value is not None and value < 1:
+                raise UserError(option, f"{value} is less than 1", "give 1 or more")
+        if self.gpus_per_node and self.processes_per_node:
+            problem = f"{self.processes_per_node}, beside --gpus-per-node, which has a process for each GPU"
+            raise UserError("--processes-per-node", problem, "leave one of them out")
+        if not _NAME.fullmatch(self.job_name):
+            mend = "give letters, digits, '.', '_' and '-'"
+            raise UserError("--job-name", f"{self.job_name!r} is no name that files can have", mend)
+        if self.time is not None and self.time_seconds() <= self.save_before:
+            problem = (
+                f"{self.time} is no longer than the {self.save_before} s before it at which a checkpoint is written"
+            )
+            raise UserError("--time", problem, "give more time, or a smaller --save-before")
+        for option in self.more:
+            if not option.startswith("-") or "\n" in option:
+                raise UserError(
+                    "--sbatch", f"{option!r} is no option of sbatch", "give one like --sbatch=--account=mine"
+                )
+        if self.container is not None and looks_like_path(self.container) and not Path(self.container).is_file():
+            raise UserError(
+                "--container", f"there is no file {self.container}", "give an image file, or a registry's name"
+            )
+
+    def time_seconds(self) -> float:
+        """The time limit in seconds.
+
+        Raises:
+            UserError: it is not of Slurm's form.
+        """
+        assert self.time is not None
+        try:
+            return seconds(self.time)
+        except ValueError:
+            mend = "give minutes, H:MM:SS or D-HH:MM:SS"
+            raise UserError("--time", f"{self.time!r} is no time that Slurm reads", mend) from None
+
+    def check_cluster(self, partitions: Mapping[str, Partition]) -> None:
+        """Refuse what this cluster has not.
+
+        Raises:
+            UserError: there is no such partition, or it has less than is asked for.
+        """
+        chosen = self._partition(partitions)
+        there = f"partition {chosen.name} has"
+        if chosen.nodes:  # of nodes that sleep in a cloud Slurm may show none: sbatch itself is asked about them
+            self._check_nodes(chosen, there)
+        limit = chosen.time_limit
+        if self.time is not None and limit != UNLIMITED and self.time_seconds() > seconds(limit):
+            raise UserError("--time", f"{self.time}, and {there} a limit of {limit}", f"give {limit} or less")
+
+    def _check_nodes(self, chosen: Partition, there: str) -> None:
+        if self.nodes > chosen.nodes:
+            raise UserError("--nodes", f"{self.nodes}, and {there} {chosen.nodes}", f"give {chosen.nodes} or fewer")
+        if self.gpus_per_node and self.gpus_per_node > chosen.gpus_per_node:
+            mend = (
+                f"give {chosen.gpus_per_node} or fewer" if chosen.gpus_per_node else "give --processes-per-node instead"
+            )
+            problem = f"{self.gpus_per_node}, and {there} {chosen.gpus_per_node} GPUs a node"
+            raise UserError("--gpus-per-node", problem, mend)
+        if not self.gpus_per_node and self.tasks_per_node > chosen.tasks_per_node:
+            problem = f"{self.tasks_per_node}, and {there} {chosen.tasks_per_node} processors a node"
+            raise UserError("--processes-per-node", problem, f"give {chosen.tasks_per_node} or fewer")
+
+    def _partition(self, partitions: Mapping[str, Partition]) -> Partition:
+        names = ", ".join(sorted(partitions))
+        if self.partition is None:
+            default = [one for one in partitions.values() if one.is_default]
+            if not default:
+                raise UserError("--partition", "the cluster has no default one", f"choose from {names}")
+            return default[0]
+        if self.partition not in partitions:
+            raise UserError("--partition", f"there is no {self.partition}", f"choose from {names}")
+        return partitions[self.partition]
+
+    def sbatch_options(self) -> list[str]:
+        """Options of sbatch."""
+        asked = {
+            "--partition": self.partition,
+            "--time": self.time,
+            "--gpus-per-node": self.gpus_per_node,
+        }
+        given = [f"{option}={value}" for option, value in asked.items() if value is not None]
+        fixed = [f"--nodes={self.nodes}", f"--ntasks-per-node={self.tasks_per_node}"]
+        return [*fixed, *given, f"--signal=B:USR1@{self.save_before}", *self.more]
+
+
+def seconds(time: str) -> float:
+    """Seconds of a time as Slurm reads it: minutes, M:SS, H:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = _TIME.fullmatch(time)
+    if match is None:
+        raise ValueError(time)
+    parts = [int(part) for part in match.group("a", "b", "c") if part is not None]
+    if match["days"] is not None:
+        hours, minutes, rest = (*parts, 0, 0)[:3]
+        return ((int(match["days"]) * 24 + hours) * 60 + minutes) * 60 + rest
+    if len(parts) == 3:
+        return (parts[0] * 60 + parts[1]) * 60 + parts[2]
+    return parts[0] * 60 + (parts[1] if len(parts) == 2 else 0)
+
+
+def looks_like_path(image: str) -> bool:
+    """Whether a container's image is a file, and not a name in a registry."""
+    return image.startswith(("/", "./", "../")) or image.endswith((".sif", ".sqsh"))

@@ -1,0 +1,69 @@
+"""Batch scripts against a cluster of 64 nodes with 8 GPUs each that is only declared: Slurm judges, nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slurm_cluster import SlurmCluster, missing
+
+from megatron_ext import source
+from megatron_ext.config.schema import DataConfig, RunConfig
+from megatron_ext.errors import UserError
+from megatron_ext.launch import slurm
+from megatron_ext.launch.job import write_job
+from megatron_ext.launch.resources import Resources
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "never")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    folder = tmp_path_factory.mktemp("slurm") / "cluster"
+    declared = SlurmCluster(folder, nodes=64, cpus=96, declared_gpus=8, max_time="3-0")
+    yield declared
+    declared.stop()
+
+
+@pytest.fixture(autouse=True)
+def asked_there(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's commands are given on the login host of the cluster."""
+    monkeypatch.setattr(slurm, "ask", cluster.run)
+
+
+def test_the_whole_cluster_is_accepted(cluster: SlurmCluster, tmp_path: Path) -> None:
+    whole = Resources(
+        nodes=64, gpus_per_node=8, partition="main", time="3-00:00:00", job_name="whole", more=["--exclusive"]
+    )
+    whole.check()
+    whole.check_cluster(slurm.partitions())
+    job = write_job(RunConfig(data=DataConfig(path="data")), tmp_path, whole, "python3")
+    cluster.run("sbatch", "--test-only", str(job.script))
+
+
+def test_the_template_is_accepted_as_it_is(cluster: SlurmCluster) -> None:
+    options = ["--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8"]
+    cluster.run("sbatch", "--test-only", *options, str(source.ROOT / "slurm" / "train.sbatch"), "examples/110m_2k.yaml")
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal"),
+    [
+        ({"nodes": 65}, "--nodes: 65, and partition main has 64; give 64 or fewer"),
+        ({"gpus_per_node": 9}, "--gpus-per-node: 9, and partition main has 8 GPUs a node; give 8 or fewer"),
+        ({"partition": "gpux"}, "--partition: there is no gpux; choose from main"),
+        ({"time": "4-0"}, "--time: 4-0, and partition main has a limit of 3-00:00:00; give 3-00:00:00 or less"),
+    ],
+)
+def test_what_slurm_would_refuse_is_refused_before(
+    cluster: SlurmCluster, tmp_path: Path, fields: dict[str, Any], refusal: str
+) -> None:
+    resources = Resources(**{"nodes": 1, "job_name": "run"} | fields)
+    with pytest.raises(UserError) as caught:
+        resources.check_cluster(slurm.partitions())
+    assert str(caught.value) == refusal
+    job = write_job(RunConfig(data=DataConfig(path="data")), tmp_path, resources, "python3")
+    with pytest.raises(RuntimeError, match=r"allocation failure|invalid partition"):
+        cluster.run("sbatch", "--test-only", str(job.script))

@@ -1,0 +1,164 @@
+"""The folder of a launched job, its script run by bash with programs in the place of training."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_ext import source
+from megatron_ext.config.schema import DataConfig, RunConfig
+from megatron_ext.errors import UserError
+from megatron_ext.launch.job import Job, jobs_of, script, write_job
+from megatron_ext.launch.resources import Resources
+from megatron_ext.launch.slurm import _gpus
+from megatron_ext.launch.status import events_of, last_metrics, run_folders, status_table
+
+RESOURCES = Resources(nodes=1, job_name="run", requeues=2)
+
+
+def written(folder: Path, program: str) -> Job:
+    """A job whose interpreter is a shell program; it is called as `program -m megatron_ext.cli train ...`."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\n{program}\n")
+    python.chmod(0o755)
+    return write_job(RunConfig(data=DataConfig(path="data")), folder / "run", RESOURCES, str(python))
+
+
+def started(job: Job) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    return subprocess.Popen(["bash", str(job.script)], env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def ended(job: Job) -> tuple[int, str, list[str]]:
+    """Run the script to its end: exit code, what it says, what it notes."""
+    process = started(job)
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, errors, [event.what for event in events_of(job)]
+
+
+def test_the_run_is_made_of_what_was_there(tmp_path: Path) -> None:
+    job = written(tmp_path, 'echo "$@" > $(dirname "$0")/called; env > $(dirname "$0")/environment')
+    assert ended(job) == (0, "", ["begun with 1 processes", "finished"])
+    words = (tmp_path / "called").read_text().split()
+    assert words == ["-m", "megatron_ext.cli", "train", f"{job.folder}/config.yaml", "--resume", "--processes", "1"]
+    given = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines() if "=" in line)
+    # In the source tree, which `python -m` would look into first.
+    command = [sys.executable, "-c", "import kernels, data_prep, megatron_ext as m; print(m.__file__)"]
+    seen = subprocess.run(command, env=given, cwd=source.ROOT, capture_output=True, text=True, check=True)
+    assert seen.stdout.strip() == f"{job.folder}/code/megatron_ext/__init__.py"
+    assert job.number is None
+
+
+def test_a_run_that_fails_starts_anew_until_it_may_not(tmp_path: Path) -> None:
+    code, errors, notes = ended(written(tmp_path, "exit 7"))
+    assert code == 7
+    assert errors == "selectron: job local ended with exit code 7 after 2 restarts, the most that it may have\n"
+    failed = ["begun with 1 processes", "ended with exit code 7"]
+    assert notes == [*failed, "starts anew", *failed, "starts anew", *failed, "given up after 2 restarts"]
+
+
+def test_a_mistake_of_the_user_is_met_once(tmp_path: Path) -> None:
+    code, _, notes = ended(written(tmp_path, "exit 2"))
+    assert (code, notes) == (2, ["begun with 1 processes", "refused"])
+
+
+WAITS = """
+trap 'echo $(dirname "$0")/asked; exit 0' USR1 TERM
+[ -e "$(dirname "$0")/second" ] && exit 0
+touch "$(dirname "$0")/second"
+sleep 60 & wait
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "after"),
+    [
+        (signal.SIGUSR1, ["ended with exit code 0", "starts anew", "begun with 1 processes", "finished"]),
+        (signal.SIGTERM, ["stopped"]),
+    ],
+)
+def test_a_signal_is_passed_on(tmp_path: Path, number: signal.Signals, after: list[str]) -> None:
+    job = written(tmp_path, WAITS)
+    process = started(job)
+    while not (tmp_path / "second").exists():
+        time.sleep(0.01)
+    time.sleep(0.2)  # until it waits
+    process.send_signal(number)
+    assert process.wait(timeout=30) == 0
+    name = number.name.removeprefix("SIG")
+    assert [event.what for event in events_of(job)] == ["begun with 1 processes", f"asked to stop by {name}", *after]
+
+
+def test_jobs_of_a_run_are_counted(tmp_path: Path) -> None:
+    assert jobs_of(tmp_path / "run") == []
+    jobs = [written(tmp_path, "exit 0") for _ in range(11)]
+    assert jobs_of(tmp_path / "run") == jobs
+    assert jobs[-1].folder.name == "11"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(UserError, match=r"run/launch/1: cannot be written \(Not a directory\); choose another run.dir"):
+        written(tmp_path, "exit 0")
+
+
+def test_containers(tmp_path: Path) -> None:
+    """Lines of the script that differ."""
+    job, here = Job(tmp_path), Path.cwd()
+
+    def settings(image: str) -> list[str]:
+        text = script(job, replace(RESOURCES, container=image, mounts=["/data", "/raw:/in"]), "python3")
+        return re.findall(r"^(?:srun_options|inside)=.*", text, re.MULTILINE)
+
+    assert settings("registry/image:1") == [
+        f"srun_options=(--container-image=registry/image:1 --container-mounts={here}:{here},{tmp_path}:{tmp_path},"
+        "/data:/data,/raw:/in)",
+        "inside=()",
+    ]
+    assert settings("image.sif") == [
+        "srun_options=()",
+        f"inside=(apptainer exec --nv --bind={here},{tmp_path},/data,/raw:/in image.sif)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("resources", "expected"),
+    [
+        ("(null)", 0),
+        ("gpu:8", 8),
+        ("gpu:h200:8(S:0-1)", 8),
+        ("gpu:a:4,gpu:b:2", 6),
+        ("shard:16,gpu:1", 1),
+    ],
+)
+def test_gpus_in_slurms_words(resources: str, expected: int) -> None:
+    assert _gpus(resources) == expected
+
+
+def test_status(tmp_path: Path) -> None:
+    job = written(tmp_path, "exit 7")
+    ended(job)
+    run = tmp_path / "run"
+    record = '{"step": %d, "loss": 2.5, "tokens_per_second": 1234.5}\n'
+    (run / "metrics.jsonl").write_text("".join(record % step for step in range(1, 3000)) + '{"step": 3000, "lo')
+    assert last_metrics(run) == {"step": 2999, "loss": 2.5, "tokens_per_second": 1234.5}
+    assert list(run_folders([tmp_path])) == list(run_folders([run])) == [run]
+    row = [cell.strip() for cell in status_table([run])[2].split("|")][1:-1]
+    assert row[:7] == ["run", "local", "given up after 2 restarts", "3", "2999 of 1000", "2.5000", "1,234"]
+    assert row[7].endswith(" s ago")
+    assert row[8].endswith("Z given up after 2 restarts")
+
+
+def test_what_was_not_launched(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no run that was launched"):
+        list(run_folders([tmp_path]))
+    with pytest.raises(UserError, match="nowhere: is no folder"):
+        list(run_folders([tmp_path / "nowhere"]))

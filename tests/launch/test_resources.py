@@ -1,0 +1,175 @@
+"""What a job may ask for, and what is refused before it is submitted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.errors import UserError
+from megatron_ext.launch import slurm
+from megatron_ext.launch.resources import Resources, seconds
+from megatron_ext.launch.slurm import JobState, Partition
+
+CLUSTER = {
+    "gpu": Partition("gpu", 64, 8, 128, "1-00:00:00", False),
+    "cpu": Partition("cpu", 4, 0, 2, "infinite", True),
+}
+
+
+@pytest.mark.parametrize(
+    ("time", "expected"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("2:00:05", 7205),
+        ("1-12", 129600),
+        ("1-12:30", 131400),
+        ("2-00:00:01", 172801),
+    ],
+)
+def test_times_are_read_as_slurm_does(time: str, expected: int) -> None:
+    assert seconds(time) == expected
+
+
+@pytest.mark.parametrize("time", ["x", "1h", "1:2:3:4", "-5", "1-", "1.5"])
+def test_what_is_no_time(time: str) -> None:
+    with pytest.raises(ValueError, match=time):
+        seconds(time)
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"nodes": 0}, "--nodes: 0 is less than 1; give 1 or more"),
+        ({"gpus_per_node": -1}, "--gpus-per-node: -1 is less than 1; give 1 or more"),
+        (
+            {"gpus_per_node": 8, "processes_per_node": 4},
+            "--processes-per-node: 4, beside --gpus-per-node, which has a process for each GPU; leave one of them out",
+        ),
+        (
+            {"job_name": "my run"},
+            "--job-name: 'my run' is no name that files can have; give letters, digits, '.', '_' and '-'",
+        ),
+        ({"time": "1h"}, "--time: '1h' is no time that Slurm reads; give minutes, H:MM:SS or D-HH:MM:SS"),
+        (
+            {"time": "3"},
+            "--time: 3 is no longer than the 180 s before it at which a checkpoint is written; "
+            "give more time, or a smaller --save-before",
+        ),
+        (
+            {"more": ["account=x"]},
+            "--sbatch: 'account=x' is no option of sbatch; give one like --sbatch=--account=mine",
+        ),
+        (
+            {"container": "images/none.sqsh"},
+            "--container: there is no file images/none.sqsh; give an image file, or a registry's name",
+        ),
+    ],
+)
+def test_what_no_cluster_takes(fields: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Resources(**{"nodes": 1, "job_name": "run"} | fields).check()
+    assert str(caught.value) == line
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"partition": "gpux"}, "--partition: there is no gpux; choose from cpu, gpu"),
+        ({"nodes": 5}, "--nodes: 5, and partition cpu has 4; give 4 or fewer"),
+        (
+            {"partition": "gpu", "gpus_per_node": 16},
+            "--gpus-per-node: 16, and partition gpu has 8 GPUs a node; give 8 or fewer",
+        ),
+        (
+            {"gpus_per_node": 1},
+            "--gpus-per-node: 1, and partition cpu has 0 GPUs a node; give --processes-per-node instead",
+        ),
+        (
+            {"processes_per_node": 3},
+            "--processes-per-node: 3, and partition cpu has 2 processors a node; give 2 or fewer",
+        ),
+        (
+            {"partition": "gpu", "time": "2-00"},
+            "--time: 2-00, and partition gpu has a limit of 1-00:00:00; give 1-00:00:00 or less",
+        ),
+    ],
+)
+def test_what_this_cluster_has_not(fields: dict[str, Any], line: str) -> None:
+    resources = Resources(**{"nodes": 1, "job_name": "run"} | fields)
+    resources.check()
+    with pytest.raises(UserError) as caught:
+        resources.check_cluster(CLUSTER)
+    assert str(caught.value) == line
+
+
+def test_what_it_has() -> None:
+    fields: dict[str, Any] = {"partition": "gpu", "gpus_per_node": 8, "time": "1-00", "container": "registry/image:1"}
+    whole = Resources(nodes=64, job_name="run", more=["--account=mine"], **fields)
+    whole.check()
+    whole.check_cluster(CLUSTER)
+    assert whole.sbatch_options() == [
+        "--nodes=64",
+        "--ntasks-per-node=8",
+        "--partition=gpu",
+        "--time=1-00",
+        "--gpus-per-node=8",
+        "--signal=B:USR1@180",
+        "--account=mine",
+    ]
+
+
+def test_no_default_partition() -> None:
+    with pytest.raises(UserError, match="--partition: the cluster has no default one; choose from gpu"):
+        Resources(nodes=1, job_name="run").check_cluster({"gpu": CLUSTER["gpu"]})
+
+
+def says(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str, body: str) -> None:
+    """A program of Slurm's that answers as written."""
+    path = folder / program
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_a_partition_of_nodes_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "gpu*|60|gpu:8|128+|2-00:00:00\ngpu*|4|gpu:h200:4(S:0-1)|64|2-00:00:00\ncpu|2|(null)|32|infinite"
+    says(tmp_path, monkeypatch, "sinfo", f"printf '{lines}\n'")
+    assert slurm.partitions() == {
+        "gpu": Partition("gpu", 64, 8, 128, "2-00:00:00", True),
+        "cpu": Partition("cpu", 2, 0, 32, "infinite", False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("echo 'RUNNING|None|n[1-2]'", JobState("RUNNING", "", "n[1-2]")),
+        ("echo 'PENDING|Resources|'", JobState("PENDING", "Resources", "")),
+        ("true", None),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", None),
+    ],
+)
+def test_the_state_of_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, expected: JobState | None
+) -> None:
+    says(tmp_path, monkeypatch, "squeue", body)
+    assert slurm.job_state("7") == expected
+
+
+def test_slurms_own_words_are_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    says(tmp_path, monkeypatch, "squeue", "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(UserError, match=r"^squeue: refused: .*Unable to contact slurm controller; mend what it names"):
+        slurm.job_state("7")
+
+
+def test_a_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"^squeue: is not installed on this machine; call it on a login node"):
+        slurm.job_state("7")
+    with pytest.raises(
+        UserError, match="there is no sbatch on this machine; call it on a login node, or give --local N"
+    ):
+        slurm.check_installed()
