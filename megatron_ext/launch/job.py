@@ -107,9 +107,10 @@ def script(job: Job, resources: Resources, python: str) -> str:
         f"folder={shlex.quote(str(job.folder))}",
         f"srun_options=({_words(srun)})",
         f"inside=({_words(inside)})",
-        f'set -- {shlex.quote(str(job.folder / "config.yaml"))} "$@"',
+        f"config=({shlex.quote(str(job.folder / 'config.yaml'))})",
         # Safe: else Python would find what stands in the working folder, a checkout that has moved on, before it.
-        f"export PYTHONPATH={shlex.quote(str(job.folder / CODE))} PYTHONSAFEPATH=1",
+        f"code={shlex.quote(str(job.folder / CODE))}",
+        'export PYTHONPATH="$code${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1',
     ]
     return head + _BEGIN + "\n".join(settings) + "\n" + _END + body
 

@@ -44,12 +44,14 @@ def ended(job: Job) -> tuple[int, str, list[str]]:
     return process.returncode, errors, [event.what for event in events_of(job)]
 
 
-def test_the_run_is_made_of_what_was_there(tmp_path: Path) -> None:
+def test_the_run_is_made_of_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/packages/of/the/user")
     job = written(tmp_path, 'echo "$@" > $(dirname "$0")/called; env > $(dirname "$0")/environment')
     assert ended(job) == (0, "", ["begun with 1 processes", "finished"])
     words = (tmp_path / "called").read_text().split()
     assert words == ["-m", "megatron_ext.cli", "train", f"{job.folder}/config.yaml", "--resume", "--processes", "1"]
     given = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines() if "=" in line)
+    assert given["PYTHONPATH"] == f"{job.folder}/code:/packages/of/the/user"
     # In the source tree, which `python -m` would look into first.
     command = [sys.executable, "-c", "import kernels, data_prep, megatron_ext as m; print(m.__file__)"]
     seen = subprocess.run(command, env=given, cwd=source.ROOT, capture_output=True, text=True, check=True)
@@ -58,8 +60,9 @@ def test_the_run_is_made_of_what_was_there(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_starts_anew_until_it_may_not(tmp_path: Path) -> None:
-    code, errors, notes = ended(written(tmp_path, "exit 7"))
+    code, errors, notes = ended(written(tmp_path, 'echo "$@" >> $(dirname "$0")/called; exit 7'))
     assert code == 7
+    assert len(set((tmp_path / "called").read_text().splitlines())) == 1
     assert errors == "selectron: job local ended with exit code 7 after 2 restarts, the most that it may have\n"
     failed = ["begun with 1 processes", "ended with exit code 7"]
     assert notes == [*failed, "starts anew", *failed, "starts anew", *failed, "given up after 2 restarts"]
