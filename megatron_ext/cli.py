@@ -12,7 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -187,17 +187,20 @@ def _world_size(asked: int | None) -> int | None:
 
 
 def _checked_config(args: argparse.Namespace, processes: int | None) -> RunConfig:
+    # Printing starts nothing: without a number of processes, one replica of the model is what it is checked for.
+    return _config(args.config, args.overrides, processes or (None if args.print_config else 1))
+
+
+def _config(path: Path, overrides: Sequence[str], processes: int | None) -> RunConfig:
+    """A whole configuration, checked for a number of processes; None: as many as one replica of the model has."""
     from megatron_ext.config.layout import model_parallel_size
     from megatron_ext.config.load import load_config
     from megatron_ext.config.rules import check
     from megatron_ext.training.suites import check_suites
 
     mixers = _mixers()
-    config = load_config(args.config, args.overrides, mixers)
-    if processes is None:
-        # Printing starts nothing: without a number of processes, one replica of the model is what it is checked for.
-        processes = model_parallel_size(config.parallel) if args.print_config else 1
-    check(config, processes, mixers)
+    config = load_config(path, overrides, mixers)
+    check(config, model_parallel_size(config.parallel) if processes is None else processes, mixers)
     check_suites(config)
     return config
 
@@ -221,7 +224,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
 def _launch(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from megatron_ext.launch import command
 
-    config = _checked_config(args, command.world_size(args))
+    config = _config(args.config, args.overrides, command.world_size(args))
 
     def refuse_existing() -> None:
         from megatron_ext.training import run
@@ -229,6 +232,29 @@ def _launch(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         run.refuse_existing(run.run_folder(config))
 
     return command.launch(args, config, refuse_existing)
+
+
+def _add_sweep(parser: argparse.ArgumentParser) -> None:
+    from megatron_ext.launch import command
+
+    command.add_sweep(parser)
+
+
+def _sweep(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from megatron_ext.launch import command
+    from megatron_ext.launch.sweep_file import read_sweep
+
+    processes = command.world_size(args)
+    path, runs = read_sweep(args.sweep)
+    overrides = {name: [*fields, *args.overrides] for name, fields in runs.items()}
+    configs = {}
+    for name, fields in overrides.items():
+        try:
+            config = _config(path, [*fields, f"run.name={name}"], processes)
+        except UserError as error:
+            raise UserError(f"{args.sweep}: run {name}: {error.where}", error.problem, error.mend) from error
+        configs[name] = replace(config, run=replace(config.run, dir=str(Path(config.run.dir) / args.sweep.stem)))
+    return command.sweep(args, configs, overrides)
 
 
 def _add_runs(parser: argparse.ArgumentParser) -> None:
@@ -438,6 +464,7 @@ def _kernels_complaint() -> str | None:
 VERBS = {
     "train": _Verb(help="train a model from a configuration", add_arguments=_add_train, run=_train),
     "launch": _Verb(help="train as a job of Slurm, which goes on by itself", add_arguments=_add_launch, run=_launch),
+    "sweep": _Verb(help="launch many runs that differ in some fields", add_arguments=_add_sweep, run=_sweep),
     "status": _Verb(help="say how launched runs stand", add_arguments=_add_runs, run=_status),
     "logs": _Verb(help="show what a launched run prints", add_arguments=_add_logs, run=_logs),
     "cancel": _Verb(help="end the jobs of launched runs", add_arguments=_add_runs, run=_cancel),

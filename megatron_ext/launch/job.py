@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -39,6 +41,11 @@ class Job:
         return path.read_text().strip() if path.exists() else None
 
     @property
+    def run(self) -> Path:
+        """Folder of the run."""
+        return self.folder.parents[1]
+
+    @property
     def script(self) -> Path:
         """The batch script."""
         return self.folder / SCRIPT
@@ -57,6 +64,30 @@ def jobs_of(run_folder: Path) -> list[Job]:
     """Jobs of a run, the newest last."""
     folders = [path for path in (run_folder / "launch").glob("*") if path.name.isdecimal()]
     return [Job(path) for path in sorted(folders, key=lambda path: int(path.name))]
+
+
+def claim(run_folder: Path) -> int | None:
+    """Take a run's lock for processes that are started here, which inherit it.
+
+    Returns:
+        A file descriptor that holds it as long as any process has it open; None: another process has it.
+    """
+    folder = run_folder / "launch"
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    os.set_inheritable(lock, True)
+    return lock
+
+
+def local_environment(processes: int) -> dict[str, str]:
+    """Variables with which a job's script runs here, whatever Slurm job this process is part of."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return given | {"SELECTRON_PROCESSES": str(processes)}
 
 
 def write_job(config: RunConfig, run_folder: Path, resources: Resources, python: str) -> Job:

@@ -16,6 +16,8 @@ from megatron_ext.launch.slurm import job_state
 from megatron_ext.reports import table
 
 METRICS = "metrics.jsonl"
+SWEEP = "sweep.json"
+"""In a folder of runs: names of those that there are to be."""
 COLUMNS = ("run", "job", "state", "starts", "step", "loss", "tokens/s", "last step", "last event")
 _TAIL_BYTES = 64 * 1024
 
@@ -49,11 +51,23 @@ def run_folders(given: Sequence[Path]) -> Iterator[Path]:
         UserError: a folder is none, or holds none.
     """
     for folder in given:
-        inside = [folder] if jobs_of(folder) else [path for path in sorted(folder.glob("*")) if jobs_of(path)]
+        inside = [folder] if jobs_of(folder) else _inside(folder)
         if not inside:
             problem = "holds no run that was launched" if folder.is_dir() else "is no folder"
             raise UserError(str(folder), problem, "give run.dir/run.name of a launched run, or run.dir")
         yield from inside
+
+
+def _inside(folder: Path) -> list[Path]:
+    sweep = folder / SWEEP
+    if sweep.exists():
+        return [folder / name for name in json.loads(sweep.read_text())["runs"]]
+    return [path for path in sorted(folder.glob("*")) if jobs_of(path)]
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run's newest job has finished it."""
+    return any(event.what == "finished" for job in jobs_of(folder)[-1:] for event in events_of(job)[-1:])
 
 
 def status_table(folders: Sequence[Path]) -> list[str]:
@@ -66,6 +80,8 @@ def status_table(folders: Sequence[Path]) -> list[str]:
 
 
 def _row(folder: Path) -> list[str]:
+    if not jobs_of(folder):
+        return [folder.name, "", "not begun", *[""] * (len(COLUMNS) - 3)]
     job = jobs_of(folder)[-1]
     events, last = events_of(job), last_metrics(folder)
     steps = read_tree(job.folder / "config.yaml")["training"]["steps"]

@@ -130,13 +130,13 @@ def test_a_killed_rank(cluster: SlurmCluster, config: Path, undisturbed: Path) -
     assert len(ranks) == 4
     os.kill(ranks[-1], signal.SIGKILL)
     finished(cluster, folder)
-    assert happened(folder) == [
-        "begun on n1,n2",
+    begun, ended, *again = happened(folder)
+    assert begun == "begun on n1,n2"
+    assert ended in (
         "ended with exit code 137",
-        "starts anew",
-        "begun on n1,n2",
-        "finished",
-    ]
+        "ended with exit code 143",
+    )  # srun's: of the rank, or of one ended then
+    assert again == ["starts anew", begun, "finished"]
     assert curve(folder) == curve(undisturbed)
     (last,) = cluster.run(*CLI, "logs", str(folder), "--lines", "1").splitlines()
     assert last.endswith(f"finished: {STEPS} steps, {STEPS * 256:,} tokens, in {folder}")
@@ -165,6 +165,30 @@ def test_a_job_that_is_cancelled_does_not_start_anew(cluster: SlurmCluster, conf
         ),
     )
     assert "starts anew" not in happened(folder)
+
+
+FAILS_ONCE = """#!/bin/sh
+case "$*" in *seed2*) [ -e {folder}/mended ] || exit 3 ;; esac
+"""
+
+
+def test_a_sweep_submits_what_is_not_finished(cluster: SlurmCluster, config: Path, tmp_path: Path) -> None:
+    """With a shell program in the place of training."""
+    program, sweep = tmp_path / "program", config.parent / "seeds.yaml"
+    program.write_text(FAILS_ONCE.format(folder=tmp_path))
+    program.chmod(0o755)
+    sweep.write_text(f"config: {config.name}\naxes: {{training.seed: [1, 2, 3]}}\n")
+    folder = config.parent / "runs" / "seeds"
+    command = [*CLI, "sweep", str(sweep), "--python", str(program), "--requeues", "0"]
+    printed = cluster.run(*command).splitlines()
+    assert [line.split(": job ")[0] for line in printed[:3]] == ["seed1", "seed2", "seed3"]
+    assert printed[3] == f"follow: selectron status {folder}"
+    for name, end in (("seed1", "finished"), ("seed2", "given up after 0 restarts"), ("seed3", "finished")):
+        wait_for(folder / name, lambda name=name, end=end: happened(folder / name)[-1:] == [end])
+    (tmp_path / "mended").touch()
+    assert len(cluster.run(*command).splitlines()) == 2
+    wait_for(folder / "seed2", lambda: happened(folder / "seed2")[-1:] == ["finished"])
+    assert [len(jobs_of(folder / f"seed{n}")) for n in (1, 2, 3)] == [1, 2, 1]
 
 
 def test_what_the_cluster_has_not_is_refused_before_anything_is_written(cluster: SlurmCluster, config: Path) -> None:

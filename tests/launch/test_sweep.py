@@ -1,0 +1,212 @@
+"""Sweeps: how they are read, and how their runs are begun, with a shell program in the place of training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from corpora import prepared
+from launching import environment, write_config
+
+from megatron_ext import source
+from megatron_ext.cli import main
+from megatron_ext.config.schema import DataConfig, RunConfig, RunSection
+from megatron_ext.errors import UserError
+from megatron_ext.launch.job import claim, jobs_of
+from megatron_ext.launch.resources import Resources
+from megatron_ext.launch.status import run_folders, status_table
+from megatron_ext.launch.sweep import Sweep
+from megatron_ext.launch.sweep_file import read_sweep
+
+SWEEP = """
+config: base.yaml
+fields: {optimizer.lr: 1e-3}
+axes:
+  mixer:
+    full: {model.pattern: "attention*2"}
+    chunk: {model.pattern: "top1_chunk*2", mixers.top1_chunk.chunk_size: 16}
+  training.seed: [1, 2]
+runs:
+  long: {training.steps: 50, optimizer.betas: [0.9, 0.99]}
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "sizes.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_run_for_each_combination(tmp_path: Path) -> None:
+    config, runs = read_sweep(written(tmp_path, SWEEP))
+    assert config == tmp_path / "base.yaml"
+    rate, full = "optimizer.lr=0.001", 'model.pattern="attention*2"'
+    chunk = ['model.pattern="top1_chunk*2"', "mixers.top1_chunk.chunk_size=16"]
+    assert runs == {
+        "full-seed1": [rate, full, "training.seed=1"],
+        "full-seed2": [rate, full, "training.seed=2"],
+        "chunk-seed1": [rate, *chunk, "training.seed=1"],
+        "chunk-seed2": [rate, *chunk, "training.seed=2"],
+        "long": [rate, "training.steps=50", "optimizer.betas=[0.9, 0.99]"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("config: a.yaml", "has no runs; give axes, or runs"),
+        ("config: a.yaml\naxes: {seed: [1, 2]}", "axes.seed: is a list, and its name is no field"),
+        (
+            "config: a.yaml\naxes: {mixer: {a: 1}}",
+            'axes.mixer: {"a": 1} is no axis; give labels with their fields below',
+        ),
+        ("config: a.yaml\naxes: {mixer: []}", "axes.mixer: [] is no axis"),
+        (
+            "config: a.yaml\naxes: {a: {x: {}}, b: {y: {}}}\nruns: {x-y: {}}",
+            "runs.x-y: there are two of this name; give each run labels of its own",
+        ),
+        ("axes: {}", "config: "),
+        ("config: a.yaml\naxis: {}", "axis: "),
+    ],
+)
+def test_what_is_no_sweep(tmp_path: Path, text: str, line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_sweep(written(tmp_path, text))
+    assert line in str(caught.value)
+
+
+def sweep_of(folder: Path, program: str, names: list[str]) -> Sweep:
+    """A sweep whose interpreter is a shell program, called as `program -m megatron_ext.cli train CONFIG ...`."""
+    python = folder / "python"
+    python.write_text(
+        f'#!/bin/sh\nhere=$(dirname "$0"); name=$(basename "$(dirname "$(dirname "$(dirname "$4")")")")\n{program}\n'
+    )
+    python.chmod(0o755)
+    runs = folder / "runs"
+    configs = {name: RunConfig(data=DataConfig(path="x"), run=RunSection(dir=str(runs), name=name)) for name in names}
+    made = Sweep(runs, configs, Resources(nodes=1, job_name="runs", requeues=0), str(python))
+    made.note()
+    return made
+
+
+# Says how many run with it, once there are as many as there can be.
+COUNTS = """
+touch $here/at-work-$name; sleep 0.5; ls $here | grep -c at-work >> $here/counts; rm $here/at-work-$name
+"""
+
+
+def test_as_many_at_a_time_as_are_asked_for(tmp_path: Path) -> None:
+    assert sweep_of(tmp_path, COUNTS, list("abcde")).run(1, parallel=2) == 0
+    counts = [int(line) for line in (tmp_path / "counts").read_text().split()]
+    assert len(counts) == 5
+    assert max(counts) == 2
+
+
+FAILS_ONCE = """
+echo $name >> $here/called
+[ $name != b ] || [ -e $here/mended ] || exit 3
+"""
+
+
+def test_a_second_call_begins_what_is_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep, runs = sweep_of(tmp_path, FAILS_ONCE, ["a", "b", "c"]), tmp_path / "runs"
+    assert sweep.run(1, parallel=1) == 1
+    said = capsys.readouterr()
+    assert f"b: given up after 0 restarts; see {runs}/b/launch/1/job-local.log\n" in said.out
+    assert said.err == "selectron: 1 of 3 runs are not finished: b\n"
+    (tmp_path / "mended").touch()
+    assert sweep.run(1, parallel=1) == 0
+    assert sweep.run(1, parallel=1) == 0
+    assert (tmp_path / "called").read_text().split() == ["a", "b", "c", "b"]
+    assert [len(jobs_of(runs / name)) for name in "abc"] == [1, 2, 1]
+
+
+def test_what_runs_already_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = sweep_of(tmp_path, "true", ["a", "b"])
+    held = claim(tmp_path / "runs" / "a")
+    assert held is not None
+    assert sweep.run(1, parallel=1) == 1
+    assert "a: runs already\n" in capsys.readouterr().out
+    os.close(held)
+    assert sweep.run(1, parallel=1) == 0
+
+
+def test_the_status_of_a_sweep_has_what_has_not_begun(tmp_path: Path) -> None:
+    sweep_of(tmp_path, "true", ["b", "a"])
+    rows = status_table(list(run_folders([tmp_path / "runs"])))[2:]
+    assert [[cell.strip() for cell in row.split("|")[1:4]] for row in rows] == [
+        ["b", "", "not begun"],
+        ["a", "", "not begun"],
+    ]
+
+
+WAITS = """
+trap 'exit 0' TERM
+touch $here/begun-$name; sleep 60 & wait
+"""
+
+
+def test_a_signal_stops_the_runs_and_begins_no_other(tmp_path: Path) -> None:
+    sweep_of(tmp_path, WAITS, ["a", "b", "c"])
+    script = (
+        f"import sys; sys.path.insert(0, {str(source.ROOT / 'tests' / 'launch')!r});"
+        f"from pathlib import Path; from test_sweep import WAITS, sweep_of;"
+        f"sys.exit(sweep_of(Path({str(tmp_path)!r}), WAITS, ['a', 'b', 'c']).run(1, 2))"
+    )
+    given = environment() | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", script], env=given, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / f"begun-{name}").exists() for name in "ab"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.3)  # until they wait
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    runs = tmp_path / "runs"
+    assert {f"{name}: stopped; see {runs}/{name}/launch/1/job-local.log" for name in "ab"} <= set(out.splitlines())
+    assert jobs_of(runs / "c") == []
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("swept")
+    return write_config(folder, prepared(folder), folder / "runs").rename(folder / "base.yaml")
+
+
+def test_runs_are_listed_before_they_begin(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", str(written(base.parent, SWEEP)), "--dry-run"]) == 0
+    rows = [[cell.strip() for cell in row.split("|")[1:4]] for row in capsys.readouterr().out.splitlines()[2:]]
+    assert rows[0] == ["full-seed1", "10", "2,560"]
+    assert rows[-1] == ["long", "50", "12,800"]
+    assert not (base.parent / "runs" / "sizes").exists()
+
+
+def test_a_mistake_in_one_run_is_named_before_any_begins(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(base.parent, "config: base.yaml\naxes: {optimizer.lr: [1e-3, -1]}")
+    assert main(["sweep", str(path), "--local", "1"]) == 2
+    line = f"selectron: error: {path}: run lr-1: optimizer.lr: -1 is out of range; give a value greater than 0\n"
+    assert capsys.readouterr().err == line
+    assert not (base.parent / "runs" / "sizes").exists()
+
+
+@pytest.mark.slow
+def test_a_sweep_is_trained_and_reported_as_a_folder_of_runs(base: Path, tmp_path: Path) -> None:
+    sweep = written(base.parent, "config: base.yaml\naxes: {training.seed: [1, 2]}\nfields: {training.steps: 6}")
+    command = [sys.executable, "-m", "megatron_ext.cli"]
+    arguments = ["sweep", str(sweep), "--local", "1", "--parallel", "2", "training.evaluate_every=2"]
+    subprocess.run([*command, *arguments], env=environment(), cwd=source.ROOT, check=True, timeout=240)
+    folder = base.parent / "runs" / "sizes"
+    assert [row.split("|")[3].strip() for row in status_table(list(run_folders([folder])))[2:]] == ["finished"] * 2
+    subprocess.run(
+        [*command, "report", str(folder), "--output", str(tmp_path / "report")],
+        env=environment(),
+        check=True,
+        timeout=120,
+    )
+    assert (tmp_path / "report" / "index.html").exists()
