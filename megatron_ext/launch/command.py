@@ -122,6 +122,8 @@ def launch(args: argparse.Namespace, config: RunConfig, refuse_existing: Callabl
         slurm.check_installed()
         resources.check_cluster(slurm.partitions())
         _refuse_alive(folder)
+    if args.local is not None and not args.dry_run and claim(folder) is None:
+        raise UserError("run.name", f"{folder} is trained by another process", "wait for it, or end it with Ctrl-C")
     job = write_job(config, folder, resources, _python(args))
     if args.dry_run:
         sys.stdout.write(job.script.read_text())
@@ -129,8 +131,6 @@ def launch(args: argparse.Namespace, config: RunConfig, refuse_existing: Callabl
         return 0
     if args.local is not None:
         print(f"events: {job.folder}/events.tsv\nfollow: selectron status {folder}", file=sys.stderr, flush=True)
-        if claim(folder) is None:
-            raise UserError("run.name", f"{folder} is trained by another process", "wait for it, or end it with Ctrl-C")
         os.execvpe("bash", ["bash", str(job.script)], local_environment(args.local))
     job.keep_number(slurm.submit(job.script))
     print(

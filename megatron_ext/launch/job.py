@@ -71,10 +71,16 @@ def claim(run_folder: Path) -> int | None:
 
     Returns:
         A file descriptor that holds it as long as any process has it open; None: another process has it.
+
+    Raises:
+        UserError: the folder cannot be written.
     """
     folder = run_folder / "launch"
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
+    except OSError as error:
+        raise unwritable(folder, error) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -114,8 +120,13 @@ def write_job(config: RunConfig, run_folder: Path, resources: Resources, python:
         job = Job(folder)
         job.script.write_text(script(job, resources, python))
     except OSError as error:
-        raise UserError(str(folder), f"cannot be written ({error.strerror})", "choose another run.dir") from error
+        raise unwritable(folder, error) from error
     return job
+
+
+def unwritable(folder: Path, error: OSError) -> UserError:
+    """What is said of a folder in which nothing can be made."""
+    return UserError(str(folder), f"cannot be written ({error.strerror})", "choose another run.dir")
 
 
 def script(job: Job, resources: Resources, python: str) -> str:

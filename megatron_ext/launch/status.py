@@ -66,8 +66,8 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a run's newest job has finished it."""
-    return any(event.what == "finished" for job in jobs_of(folder)[-1:] for event in events_of(job)[-1:])
+    """Whether a job of a run has finished it."""
+    return any(event.what == "finished" for job in jobs_of(folder) for event in events_of(job)[-1:])
 
 
 def status_table(folders: Sequence[Path]) -> list[str]:

@@ -14,10 +14,9 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
 from megatron_ext.launch import slurm
-from megatron_ext.launch.job import Job, claim, jobs_of, local_environment, write_job
+from megatron_ext.launch.job import Job, claim, jobs_of, local_environment, unwritable, write_job
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.status import SWEEP, events_of, is_finished
 
@@ -47,9 +46,7 @@ class Sweep:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_whole(self._folder / SWEEP, (json.dumps({"runs": list(self._configs)}, indent=1) + "\n").encode())
         except OSError as error:
-            raise UserError(
-                str(self._folder), f"cannot be written ({error.strerror})", "choose another run.dir"
-            ) from error
+            raise unwritable(self._folder, error) from error
 
     def submit(self) -> None:
         """Submit a job for each run that is neither finished nor has one.

@@ -126,6 +126,29 @@ def test_a_second_call_begins_what_is_not_finished(tmp_path: Path, capsys: pytes
     assert [len(jobs_of(runs / name)) for name in "abc"] == [1, 2, 1]
 
 
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(UserError, match=r"runs: cannot be written \(File exists\); choose another run.dir"):
+        sweep_of(tmp_path, "true", ["a"])
+    with pytest.raises(
+        UserError, match=r"runs/a/launch: cannot be written \(Not a directory\); choose another run.dir"
+    ):
+        claim(tmp_path / "runs" / "a")
+
+
+def test_a_run_that_another_process_trains_is_not_launched(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = base.parent / "runs" / "held"
+    held = claim(folder)
+    assert held is not None
+    try:
+        assert main(["launch", str(base), "--local", "1", "run.name=held"]) == 2
+    finally:
+        os.close(held)
+    mend = "wait for it, or end it with Ctrl-C"
+    assert capsys.readouterr().err == f"selectron: error: run.name: {folder} is trained by another process; {mend}\n"
+    assert jobs_of(folder) == []
+
+
 def test_what_runs_already_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = sweep_of(tmp_path, "true", ["a", "b"])
     held = claim(tmp_path / "runs" / "a")
