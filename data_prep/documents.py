@@ -121,6 +121,11 @@ def short_domain(name: str) -> str:
     return name[len("redpajama") :] if name.lower().startswith("redpajama") and len(name) > len("redpajama") else name
 
 
+def domain_key(name: str) -> str:
+    """What two names of one domain have in common: neither its form, SlimPajama's or the short one, nor its case."""
+    return short_domain(name).casefold()
+
+
 class MalformedError(ValueError):
     """A record that is no document: a kind of defect and the detail of this one."""
 

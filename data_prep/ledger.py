@@ -11,15 +11,17 @@ from datatrove.data import Document
 
 @dataclass
 class Ledger:
-    """Counts by split and reason; steps of one pipeline share one, and each task has its own copy.
+    """Counts of documents; steps of one pipeline share one, and each task has its own copy.
 
     Attributes:
-        left_out: documents that were dropped.
-        changed: documents that cleaning changed; one with several reasons is counted under each.
+        left_out: those that were dropped, by split and reason.
+        changed: those that cleaning changed, by split and reason; one with several reasons is counted under each.
+        unused: those that no split takes, by domain and reason.
     """
 
     left_out: Counter[tuple[str, str]] = field(default_factory=Counter)
     changed: Counter[tuple[str, str]] = field(default_factory=Counter)
+    unused: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
 class CountLeftOut:

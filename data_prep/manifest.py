@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from data_prep.documents import short_domain
+from data_prep.documents import domain_key
 from data_prep.storage import sha256_of
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
@@ -117,6 +117,15 @@ class CountEntry:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class UnusedEntry:
+    """Well-formed documents that no split takes, by domain and reason."""
+
+    domain: str
+    reason: str
+    documents: int
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Manifest:
     """A prepared folder.
 
@@ -129,6 +138,8 @@ class Manifest:
         duplicates: documents left out as exact or near-duplicates.
         left_out: well-formed documents left out, duplicates among them.
         cleaned: documents that cleaning changed; one with several reasons is counted under each.
+        unused: well-formed documents of domains, or of folders for them, that no split takes. With the documents of
+            `domains`, `skipped` and `left_out` they are all records of the input.
         options: what the folder was prepared with.
         provenance: what the documents come from.
     """
@@ -141,6 +152,7 @@ class Manifest:
     duplicates: int = 0
     left_out: list[CountEntry] = field(default_factory=list)
     cleaned: list[CountEntry] = field(default_factory=list)
+    unused: list[UnusedEntry] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
 
@@ -175,7 +187,7 @@ class Manifest:
 
 def match_domain(name: str, present: Iterable[str]) -> str | None:
     """The domain of `present` that a user's name means, in either form and any case; None if there is none."""
-    return next((known for known in present if short_domain(known).lower() == short_domain(name).lower()), None)
+    return next((known for known in present if domain_key(known) == domain_key(name)), None)
 
 
 def save_manifest(root: Path, manifest: Manifest) -> None:

@@ -157,7 +157,7 @@ def _find_any(corpus: Corpus, names: list[str]) -> None:
     """Refuse an input that has none of the usual training domains; reads on to the first document that is of one."""
     present: dict[str, None] = {}
     for document in corpus.documents(Problems("skip")):
-        if document.domain in names:
+        if match_domain(document.domain, names):
             return
         present[document.domain] = None
     problem = f"is not given, and the input has neither of the usual ones: {', '.join(names)}"
@@ -198,7 +198,8 @@ def _fill(root: Path, corpus: Corpus, options: PrepareOptions, recorded: dict[st
     )
     finish = Finish(preparation.merge(recorded), Path(options.output))
     if options.execution.executor == "slurm":
-        submit(preparation.stages(), root, finish, f"{options.output}.slurm", options.execution)
+        logs = f"{options.output}.slurm"
+        submit(preparation.stages(), root, finish, logs, options.execution, corpus.total_bytes)
         return None
     run_stages(preparation.stages(), root, options.execution, corpus.total_bytes, progress=options.progress)
     return finish.merge()

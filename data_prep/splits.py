@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
+
+from data_prep.documents import domain_key
+
+NO_SIDE = "neither trained nor tested on"
 
 
 @dataclass(frozen=True)
 class SplitPlan:
     """Which split a document belongs to.
+
+    Domains are known by any of their spellings, as `match_domain` knows them.
 
     Attributes:
         train: training domains.
@@ -37,12 +44,25 @@ class SplitPlan:
         Returns:
             train, validation or test; None: it is not used.
         """
+        domain = self.own_name(domain)
         if domain in self.test:
             given = next((name for name in ("test", "validation") if name in self.folders), None)
             return "test" if given is None or folder == given else None
         if domain not in self.train:
             return None
         return folder or "train"
+
+    def why_unused(self, domain: str, folder: str | None) -> str:
+        """Why `side_of` says None of a document."""
+        return f"tested on, but in the folder {folder}" if self.own_name(domain) in self.test else NO_SIDE
+
+    def own_name(self, domain: str) -> str:
+        """The one spelling of a domain that the splits use; of a domain that they do not: the one given."""
+        return self._own_names.get(domain_key(domain), domain)
+
+    @cached_property
+    def _own_names(self) -> dict[str, str]:
+        return {domain_key(name): name for name in self.train | self.test}
 
     def split_of(self, text: str, domain: str, folder: str | None) -> str | None:
         """The split of a document; see `side_of`. The hash is of the text: equal texts cannot stand on both sides."""

@@ -49,22 +49,34 @@ class ReadCorpus(PipelineStep):
 
 
 class ChooseDomains(PipelineStep):
-    """Drops documents that no split takes; `split` of the others is the side that they are on."""
+    """Drops documents that no split takes; of the others, `split` is the side that they are on.
+
+    Spellings of one domain become one.
+
+    Args:
+        plan: which split a document belongs to.
+        ledger: told of those that are dropped.
+    """
 
     type = "SPLITTER"
     name = "domains"
 
-    def __init__(self, plan: SplitPlan) -> None:
+    def __init__(self, plan: SplitPlan, ledger: Ledger) -> None:
         super().__init__()
         self.plan = plan
+        self.ledger = ledger
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield the documents that are used."""
         for document in data:
-            side = self.plan.side_of(document.metadata["domain"], document.metadata["folder"])
-            if side is not None:
-                document.metadata["split"] = side
-                yield document
+            facts = document.metadata
+            facts["domain"] = self.plan.own_name(facts["domain"])
+            side = self.plan.side_of(facts["domain"], facts["folder"])
+            if side is None:
+                self.ledger.unused[facts["domain"], self.plan.why_unused(facts["domain"], facts["folder"])] += 1
+                continue
+            facts["split"] = side
+            yield document
 
 
 class AssignSplits(PipelineStep):
@@ -95,9 +107,9 @@ def reading(
         plan: which split a document belongs to.
         cleaning: what is cleaned; None: nothing.
         problems: what to do about malformed records.
-        ledger: told of documents that cleaning changes or leaves out.
+        ledger: told of documents that are not used, and of those that cleaning changes or leaves out.
     """
-    steps: list[PipelineStep] = [ReadCorpus(corpus, problems), ChooseDomains(plan)]
+    steps: list[PipelineStep] = [ReadCorpus(corpus, problems), ChooseDomains(plan, ledger)]
     if cleaning is not None:
         steps.append(Clean(cleaning, CountLeftOut(ledger, "{}"), ledger))
     return [*steps, AssignSplits(plan)]

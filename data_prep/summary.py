@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_prep.manifest import Manifest
+from data_prep.manifest import Manifest, match_domain
 from data_prep.output.merging import CONTAMINATION, CONTAMINATION_TABLE
 
 CHANGES = {
@@ -23,6 +23,9 @@ LEFT_OUT = {
     "near duplicate": "near-duplicates",
     "contaminated": "contaminated",
 }
+
+MOST_LINES = 20
+"""Domains that are not used, of which there may be any number, with a line of their own."""
 
 
 def summary(manifest: Manifest, output: str) -> str:
@@ -42,7 +45,9 @@ def summary(manifest: Manifest, output: str) -> str:
     if not manifest.duplicates and manifest.options.get("duplicates") in ("exact", "near"):
         lines.append("no duplicates were found")
     lines += [f"left out: {one.documents} in {one.split}: {LEFT_OUT[one.reason]}" for one in manifest.left_out]
+    lines += _unused(manifest)
     lines += [f"skipped: {one.records} in {one.file}: {one.reason}" for one in manifest.skipped]
+    lines += [_of_unread(kind) for kind in manifest.provenance.get("not_read", [])]
     return "\n".join([*lines, *_contamination(Path(output)), f"written: {output}"])
 
 
@@ -52,9 +57,27 @@ def _absent(manifest: Manifest) -> list[str]:
         name
         for option, split in (("train_domains", "train"), ("test_domains", "test"))
         for name in manifest.options.get(option, [])
-        if name.lower() not in map(str.lower, manifest.domain_names(split))
+        if match_domain(name, manifest.domain_names(split)) is None
     ]
     return [f"no document of: {', '.join(absent)}"] if absent else []
+
+
+def _unused(manifest: Manifest) -> list[str]:
+    """Documents that no split takes, most first."""
+    entries = sorted(manifest.unused, key=lambda one: -one.documents)
+    lines = [f"not used: {one.documents} of {one.domain} ({one.reason})" for one in entries[:MOST_LINES]]
+    rest = entries[MOST_LINES:]
+    if rest:
+        lines.append(f"not used: {sum(one.documents for one in rest)} of {len(rest)} more; the manifest lists them all")
+    return lines
+
+
+def _of_unread(kind: dict[str, Any]) -> str:
+    """Files of one suffix that were not read, with the names of a few."""
+    files = f"{kind['files']} {kind['suffix']} file{'s' if kind['files'] > 1 else ''}".replace("  ", " ")
+    such_as = "such as " if kind["files"] > len(kind["examples"]) else ""
+    suffix = "" if kind["suffix"] else " without suffix"
+    return f"not read: {files}{suffix} ({kind['reason']}): {such_as}{', '.join(kind['examples'])}"
 
 
 def _contamination(root: Path) -> list[str]:

@@ -23,7 +23,7 @@ from data_prep.manifest import (
     TokenizerEntry,
     save_manifest,
 )
-from data_prep.output.writing import TaskResult, count_entries, in_order, load_result
+from data_prep.output.writing import TaskResult, count_entries, in_order, load_result, unused_entries
 from data_prep.splits import SplitPlan
 from data_prep.storage import publish
 from data_prep.tokenization.vocabularies import token_dtype
@@ -68,6 +68,9 @@ class Merge:
         skipped: Counter[tuple[str, str]] = Counter()
         for entry in (entry for result in results for entry in result.skipped):
             skipped[entry.file, entry.reason] += entry.records
+        unused: Counter[tuple[str, str]] = Counter()
+        for one in (one for result in results for one in result.unused):
+            unused[one.domain, one.reason] += one.documents
         left_out = _total(entry for result in results for entry in result.left_out)
         if self.report is not None:
             shutil.copyfile(self.report / REPORT, self.root / CONTAMINATION)
@@ -81,6 +84,7 @@ class Merge:
             duplicates=sum(entry.documents for entry in left_out if entry.reason.endswith("duplicate")),
             left_out=left_out,
             cleaned=_total(entry for result in results for entry in result.changed),
+            unused=unused_entries(unused),
             options=self.options,
             provenance=self.provenance,
         )

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from data_prep.documents import SPLITS, Problems
 from data_prep.ledger import Ledger
-from data_prep.manifest import CountEntry, DomainEntry, SkippedEntry, TokenizerEntry
+from data_prep.manifest import CountEntry, DomainEntry, SkippedEntry, TokenizerEntry, UnusedEntry
 from data_prep.output.shards import DomainWriter
 from data_prep.running.progress import Board
 from data_prep.storage import locked
@@ -42,12 +42,14 @@ class TaskResult:
         skipped: malformed records passed over.
         left_out: well-formed documents that were left out.
         changed: documents that cleaning changed.
+        unused: documents that no split takes.
     """
 
     domains: list[DomainEntry]
     skipped: list[SkippedEntry]
     left_out: list[CountEntry]
     changed: list[CountEntry]
+    unused: list[UnusedEntry]
 
 
 class WriteShards(PipelineStep):
@@ -94,8 +96,13 @@ class WriteShards(PipelineStep):
                 shutil.rmtree(target, ignore_errors=True)
                 target.mkdir()
                 domains = self._write(data, target, rank)
-                counts = (count_entries(self.ledger.left_out), count_entries(self.ledger.changed))
-                result = TaskResult(domains, _skipped(self.problems), *counts)
+                result = TaskResult(
+                    domains,
+                    _skipped(self.problems),
+                    left_out=count_entries(self.ledger.left_out),
+                    changed=count_entries(self.ledger.changed),
+                    unused=unused_entries(self.ledger.unused),
+                )
                 write_whole(note, json.dumps(asdict(result), ensure_ascii=False).encode())
         yield from ()
 
@@ -174,6 +181,11 @@ def in_order(key: tuple[str, str]) -> tuple[int, str]:
 def count_entries(counts: Mapping[tuple[str, str], int]) -> list[CountEntry]:
     """Counts by (split, reason), train before validation before test."""
     return [CountEntry(*key, counts[key]) for key in sorted(counts, key=in_order)]  # type: ignore[arg-type]
+
+
+def unused_entries(counts: Mapping[tuple[str, str], int]) -> list[UnusedEntry]:
+    """Counts by (domain, reason), by name."""
+    return [UnusedEntry(*key, counts[key]) for key in sorted(counts)]
 
 
 def _skipped(problems: Problems) -> list[SkippedEntry]:

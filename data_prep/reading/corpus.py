@@ -1,4 +1,4 @@
-"""The corpus that `--input` names: which of its files are read, as what, and which domain and split they give."""
+"""The corpus that `--input` names: its files are read each by what it is, and give domains and splits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from data_prep.documents import (
     LONGEST_RECORD,
-    SPLITS,
     Advance,
     Document,
     MalformedError,
@@ -17,22 +16,22 @@ from data_prep.documents import (
     check_length,
     ignore_progress,
 )
-from data_prep.reading.inputs import InputFile, list_files
+from data_prep.reading.inputs import InputFile, list_files, without_protocol
 from data_prep.reading.records import read_records
+from data_prep.reading.selection import (
+    INDEX_SUFFIX,
+    TABLE_SUFFIX,
+    TAR_SUFFIX,
+    Selection,
+    is_records,
+    select,
+    split_folder,
+)
 from data_prep.reading.tables import read_table
 from data_prep.reading.tars import read_tar
 from data_prep.tokenization.vocabularies import TextTokenizer
 from megatron_ext.errors import UserError
 from megatron_ext.files import is_url
-
-RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-TABLE_SUFFIX, TAR_SUFFIX, INDEX_SUFFIX = ".parquet", ".tar", ".idx"
-STRUCTURED = (*RECORD_SUFFIXES, TABLE_SUFFIX, TAR_SUFFIX, INDEX_SUFFIX)
-TEXT_SUFFIXES = frozenset(
-    {".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".html", ".css", ".sql", ".sh"}
-    | {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".r", ".jl"}
-    | {".scala", ".kt", ".swift", ".php", ".pl", ".lua", ".hs", ".ml"}
-)
 
 Reader = Callable[[InputFile, str | None, Problems, Advance], Iterator[tuple[str, str, str]]]
 """Reads one file: yields (place in the file, text, domain); the second argument is the domain of records without."""
@@ -47,39 +46,35 @@ def open_files(source: str | Path, domain: str | None = None, tokenizer: TextTok
         tokenizer: turns the tokens of Megatron's .bin/.idx files back to text.
 
     Raises:
-        UserError: there is no such path, nothing readable in it, or token files without a tokenizer.
+        UserError: there is no such path, nothing readable in it, or token files without a tokenizer; see `select`.
     """
-    files = list_files(str(source))
-    structured = [file for file in files if file.name.endswith(STRUCTURED)]
-    if any(file.suffix == INDEX_SUFFIX for file in structured) and tokenizer is None:
+    source = without_protocol(str(source))
+    selection = select(source, list_files(source))
+    if tokenizer is None and any(file.suffix == INDEX_SUFFIX for file in selection.files):
         raise UserError("--source-tokenizer", f"is not given, but {source} holds tokens", "give what made the tokens")
-    texts = [file for file in files if file.suffix in TEXT_SUFFIXES]
-    if not structured and not texts:
-        known = ", ".join(STRUCTURED)
-        raise UserError("--input", f"{source} holds neither {known} nor text files", "give a folder that does")
-    return FileCorpus(_own_name(source), structured or texts, domain, tokenizer)
+    return FileCorpus(_own_name(source), selection, domain, tokenizer)
 
 
 class FileCorpus:
     """Documents of files, a unit a file.
 
     Sub-folders called train, validation and test give the split; where there are such, files outside them (benchmarks,
-    notes) are not read. Text files have no split of their own.
+    notes) are not read. Text files have no split of their own. What is not read is counted in `provenance`.
 
     Args:
         name: domain of text files that lie in no sub-folder.
-        files: what is read, in order.
+        selection: what is read, and what is not.
         domain: domain of records that name none.
         tokenizer: turns tokens back to text.
     """
 
     def __init__(
-        self, name: str, files: list[InputFile], domain: str | None = None, tokenizer: TextTokenizer | None = None
+        self, name: str, selection: Selection, domain: str | None = None, tokenizer: TextTokenizer | None = None
     ) -> None:
-        inside = [file for file in files if split_folder(file)]
-        self.files = inside or files
-        self.folders = frozenset(folder for file in inside if (folder := split_folder(file)))
+        self.files = selection.files
+        self.folders = selection.folders
         self.total_bytes = sum(file.size for file in self.files)
+        self._not_read = selection.not_read
         self._name = name
         self._domain = domain
         self._tokenizer = tokenizer
@@ -101,8 +96,8 @@ class FileCorpus:
             yield Document(f"{file.source}{place}", text, domain, file.source, split_folder(file))
 
     def provenance(self) -> dict[str, Any]:
-        """Number and size of the input files."""
-        return {"files": len(self.files), "bytes": self.total_bytes}
+        """Number and size of the input files that are read, and which are not."""
+        return {"files": len(self.files), "bytes": self.total_bytes, "not_read": self._not_read}
 
     def identity(self) -> str:
         """Digest of the files' names, sizes and times."""
@@ -112,7 +107,7 @@ class FileCorpus:
         return digest.hexdigest()
 
     def _reader(self, file: InputFile) -> Reader:
-        if file.name.endswith(RECORD_SUFFIXES):
+        if is_records(file):
             return read_records
         if file.suffix == TABLE_SUFFIX:
             return read_table
@@ -128,7 +123,7 @@ class FileCorpus:
     def _read_text(
         self, file: InputFile, domain: str | None, problems: Problems, advance: Advance
     ) -> Iterator[tuple[str, str, str]]:
-        """A text file is a document; its domain is its first-level folder. Empty files are no documents."""
+        """A text file is a document; its domain is its first-level folder. One without text is malformed."""
         with file.open() as stream:
             content = stream.read(LONGEST_RECORD + 1)
         advance(file.size)
@@ -139,6 +134,8 @@ class FileCorpus:
             return
         try:
             text = content.decode("utf-8")
+            if not text.strip():
+                raise MalformedError("no text")
             check_length(len(text))
         except UnicodeDecodeError as error:
             problems.report(file.location, None, "not UTF-8", f"byte {error.start}")
@@ -146,19 +143,11 @@ class FileCorpus:
         except MalformedError as error:
             problems.report(file.location, None, error.reason, error.detail)
             return
-        if text.strip():
-            yield "", text, file.parts[0] if len(file.parts) > 1 else domain or self._name
+        yield "", text, file.parts[0] if len(file.parts) > 1 else domain or self._name
 
 
-def _own_name(source: str | Path) -> str:
-    if isinstance(source, str) and is_url(source):
+def _own_name(source: str) -> str:
+    if is_url(source):
         return PurePosixPath(source).stem
     path = Path(source).resolve()
     return path.stem if path.is_file() else path.name
-
-
-def split_folder(file: InputFile) -> str | None:
-    """The split whose folder a file lies in; None for text files, whose folders are domains."""
-    if file.name.endswith(STRUCTURED) and len(file.parts) > 1 and file.parts[0] in SPLITS:
-        return file.parts[0]
-    return None

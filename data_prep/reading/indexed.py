@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import itertools
 import struct
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
+import fsspec
 import numpy as np
 import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
@@ -36,9 +39,14 @@ class IndexedReader:
         self, file: InputFile, domain: str | None, problems: Problems, advance: Advance
     ) -> Iterator[tuple[str, str, str]]:
         """Yield (place in the file, text, domain): the domain given, or by the name of the file."""
-        dataset = _open(file, problems)
-        if dataset is None:
-            return
+        with _here(file) as prefix:
+            dataset = _open(file, prefix, problems)
+            if dataset is not None:
+                yield from self._read(dataset, file, domain, problems, advance)
+
+    def _read(
+        self, dataset: IndexedDataset, file: InputFile, domain: str | None, problems: Problems, advance: Advance
+    ) -> Iterator[tuple[str, str, str]]:
         total, number = len(dataset.document_indices) - 1, 0
         try:
             for number, (start, count) in enumerate(_documents(dataset), start=1):
@@ -84,7 +92,7 @@ def _documents(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
     Megatron writes sequence after sequence, and documents of sequences in their order.
 
     Raises:
-        BrokenIndexError: the index says otherwise, or the .bin ends before.
+        BrokenIndexError: the index says otherwise, or the .bin ends before, or goes on.
     """
     lengths, starts, bounds = dataset.sequence_lengths, dataset.index.sequence_pointers, dataset.document_indices
     size = Path(f"{dataset.path_prefix}.bin").stat().st_size
@@ -103,14 +111,29 @@ def _documents(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
         if end > size:
             raise BrokenIndexError(f"a document of the bytes {start} to {end} of {size}")
         yield start, (end - start) // dataset.index.dtype_size
+    if end < size:
+        raise BrokenIndexError(f"the last document ends at byte {end} of {size}")
 
 
-def _open(file: InputFile, problems: Problems) -> IndexedDataset | None:
-    if not file.is_local:
-        raise UserError(
-            file.location, "token files are read from local disks only", "copy the .bin and .idx files here"
-        )
-    prefix = file.location.removesuffix(".idx")
+@contextmanager
+def _here(file: InputFile) -> Iterator[str]:
+    """The pair's common path on this machine, while it is read: Megatron maps the files to memory.
+
+    A pair at a URL is copied to the system's folder for temporary files, and removed from there again.
+    """
+    if file.is_local:
+        yield file.location.removesuffix(".idx")
+        return
+    with tempfile.TemporaryDirectory(prefix="selectron-") as folder:
+        system, path = fsspec.core.url_to_fs(file.location)
+        for suffix in (".idx", ".bin"):
+            source = f"{path.removesuffix('.idx')}{suffix}"
+            if system.exists(source):
+                system.get_file(source, f"{folder}/pair{suffix}")
+        yield f"{folder}/pair"
+
+
+def _open(file: InputFile, prefix: str, problems: Problems) -> IndexedDataset | None:
     if not IndexedDataset.exists(prefix):
         problems.report(file.location, None, "has no .bin beside it")
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -9,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from megatron_ext.errors import UserError
 from megatron_ext.files import is_url
@@ -28,12 +30,14 @@ class InputFile:
         parts: path inside the input, in parts; the file name alone where the input is that file.
         size: bytes.
         stamp: what changes with the content, as far as the file system tells: time of change or ETag.
+        is_absent: whether there is nothing but a link that leads nowhere.
     """
 
     location: str
     parts: tuple[str, ...]
     size: int
     stamp: str = ""
+    is_absent: bool = False
 
     @property
     def name(self) -> str:
@@ -63,17 +67,27 @@ class InputFile:
 
 
 def local_file(path: Path, parts: tuple[str, ...] | None = None) -> InputFile:
-    """A file on a local disk."""
+    """A file on a local disk, or a link there that leads nowhere."""
+    parts = parts or (path.name,)
+    if path.is_symlink() and not os.path.exists(path):  # which takes a link to itself, too; pathlib fails at it
+        return InputFile(str(path), parts, 0, is_absent=True)
     stat = path.stat()
-    return InputFile(str(path), parts or (path.name,), stat.st_size, str(stat.st_mtime_ns))
+    return InputFile(str(path), parts, stat.st_size, str(stat.st_mtime_ns))
+
+
+def without_protocol(source: str) -> str:
+    """The path of a URL of the local file system (`file:`); any other source as it is."""
+    is_own = is_url(source) and source.split("://")[0] in LocalFileSystem.protocol
+    return str(LocalFileSystem._strip_protocol(source)) if is_own else source
 
 
 def list_files(source: str) -> list[InputFile]:
-    """Every file of an input, sorted by path.
+    """Every file of an input, sorted by path. Links are followed, to files and to folders.
 
     Raises:
         UserError: there is no such path, it holds over `MOST_FILES` files, or the URL's file system cannot be reached.
     """
+    source = without_protocol(source)
     if not is_url(source):
         return list(_local_files(Path(source)))
     try:
@@ -90,10 +104,29 @@ def _local_files(root: Path) -> Iterator[InputFile]:
     if root.is_file():
         yield local_file(root)
         return
-    found = list(islice((file for file in root.rglob("*") if file.is_file()), MOST_FILES + 1))
+    found = list(islice(_walk(root), MOST_FILES + 1))
     _check_number(len(found), root)
     for file in sorted(found):
         yield local_file(file, file.relative_to(root).parts)
+
+
+def _walk(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
+    """Files below a folder, and links that lead nowhere. A link back to a folder that it lies in is not followed.
+
+    Two links to one folder give its files twice: each may be another domain or split, and copies are looked for later.
+    """
+    status = folder.stat()
+    here = (status.st_dev, status.st_ino)
+    if here in above:
+        return
+    with os.scandir(folder) as listing:
+        entries = list(listing)  # so that not a folder of each level is open at once
+    for entry in entries:
+        is_absent = entry.is_symlink() and not os.path.exists(entry.path)
+        if is_absent or entry.is_file():
+            yield Path(entry.path)
+        elif entry.is_dir():
+            yield from _walk(Path(entry.path), above | {here})
 
 
 def _remote_files(source: str) -> Iterator[InputFile]:

@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import shutil
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -68,6 +69,10 @@ class Stage:
         """Folder in which datatrove notes finished tasks, in the work folder of what is filled."""
         return str(root / WORK_NAME / f"tasks-{self.name}")
 
+    def finished(self, root: Path) -> set[int]:
+        """Tasks that datatrove has noted as finished."""
+        return {int(note.name) for note in Path(self.notes(root), "completions").glob("*")}
+
 
 def check_execution(execution: Execution) -> None:
     """Refuse what cannot run here.
@@ -98,14 +103,41 @@ def run_stages(stages: list[Stage], root: Path, execution: Execution, total_byte
     Raises:
         UserError: Slurm jobs of an earlier call are at work in the folder.
     """
-    check_no_jobs(root)
+    check_no_jobs(root, lambda: standing(stages, root, total_bytes))
     for stage in stages:
-        visible = progress and stage.board is not None
         if stage.board is None:
             _executor(stage, root, execution).run()
         else:
-            with shown(stage.board, stage.name, total_bytes, visible=visible):
+            with shown(stage.board, _title(stage, stages), total_bytes, visible=progress):
                 _executor(stage, root, execution).run()
+
+
+def standing(stages: list[Stage], root: Path, total_bytes: int) -> str:
+    """Where the jobs are that run these stages on other machines, in a few words.
+
+    As in the titles of the bars, only stages that read the whole input are numbered: the others are short.
+
+    Args:
+        stages: in order.
+        root: folder that is filled.
+        total_bytes: input bytes that a numbered stage reads.
+    """
+    for place, stage in enumerate(stages):
+        finished = stage.finished(root)
+        if len(finished) == stage.tasks:
+            continue
+        if stage.board is not None:
+            pace = stage.board.pace(finished, time.time())
+            return f"at stage {_title(stage, stages)}: {pace.said(total_bytes)}"
+        coming = next((_title(later, stages) for later in stages[place:] if later.board is not None), "the end")
+        return f"at {stage.name}, before {coming}"
+    return "at merging, after all stages"
+
+
+def _title(stage: Stage, stages: list[Stage]) -> str:
+    """Name of a stage with its number among those that read the whole input."""
+    numbered = [each.name for each in stages if each.board is not None]
+    return f"{numbered.index(stage.name) + 1}/{len(numbered)} {stage.name}"
 
 
 def _executor(stage: Stage, root: Path, execution: Execution) -> PipelineExecutor:

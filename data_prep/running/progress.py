@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +16,14 @@ INTERVAL_SECONDS = 0.5
 
 
 class Board:
-    """Two numbers a task, input bytes read and tokens written, in a file that every process maps.
+    """Input bytes read, tokens written and time of the start of each task, in a file that every process maps.
 
-    Works wherever the tasks run, on one machine or on several with a shared file system: a task writes its own row
-    alone.
+    Works wherever the tasks run, on one machine or on several with a shared file system: a task writes its own numbers
+    alone. The times stand behind all else, so that a file of an earlier form, which had none, is gone on with.
 
     Args:
         path: the file.
-        tasks: number of rows.
+        tasks: number of tasks.
     """
 
     def __init__(self, path: Path, tasks: int) -> None:
@@ -29,13 +31,16 @@ class Board:
         self.tasks = tasks
 
     def clear_missing(self) -> None:
-        """Make the file where there is none; what finished tasks wrote before a stop stays."""
-        if not self.path.exists():
-            self.path.write_bytes(bytes(16 * self.tasks))
+        """Make the file, or what is missing of it; what finished tasks wrote before a stop stays."""
+        there = self.path.stat().st_size if self.path.exists() else 0
+        with self.path.open("ab") as file:  # zeros, not a hole: a full disk is told here, not by a killed task
+            file.write(bytes(max(0, 8 * 3 * self.tasks - there)))
 
     def bytes_of(self, task: int) -> np.ndarray:
-        """The bytes that a task has read: an array of one writable number, set to 0."""
-        return self._zeroed(task, 0)
+        """The bytes that a task, which begins now, has read: an array of one writable number, set to 0."""
+        cell = self._zeroed(task, 0)
+        self._map("r+")[2 * self.tasks + task] = round(1000 * time.time())
+        return cell
 
     def tokens_of(self, task: int) -> np.ndarray:
         """The tokens that a task has written: an array of one writable number, set to 0."""
@@ -43,16 +48,68 @@ class Board:
 
     def sums(self) -> tuple[int, int]:
         """Bytes and tokens of all tasks."""
-        read, tokens = self._map("r").sum(axis=0)
+        read, tokens = self._counts(self._map("r")).sum(axis=0)
         return int(read), int(tokens)
 
+    def pace(self, finished: Collection[int], now: float) -> Pace:
+        """How far the tasks are, and how fast.
+
+        Args:
+            finished: tasks that no longer run: their work counts, their speed does not.
+            now: seconds since the epoch.
+        """
+        values = self._map("r").copy()
+        counts, begun = self._counts(values), values[2 * self.tasks :] / 1000
+        at_work = begun > 0
+        at_work[list(finished)] = False
+        seconds = np.maximum(now - begun[at_work], 1.0)  # clocks of machines may differ
+        speeds = (counts[at_work] / seconds[:, None]).sum(axis=0)
+        read, tokens = counts.sum(axis=0)
+        return Pace(int(read), int(tokens), int(at_work.sum()), float(speeds[0]), float(speeds[1]))
+
     def _zeroed(self, task: int, column: int) -> np.ndarray:
-        cell = self._map("r+")[task, column : column + 1]
+        place = 2 * task + column
+        cell = self._map("r+")[place : place + 1]
         cell[:] = 0
         return cell
 
+    def _counts(self, values: np.ndarray) -> np.ndarray:
+        return values[: 2 * self.tasks].reshape(self.tasks, 2)
+
     def _map(self, mode: str) -> np.ndarray:
-        return np.memmap(self.path, np.int64, mode, shape=(self.tasks, 2))  # type: ignore[call-overload]
+        return np.memmap(self.path, np.int64, mode, shape=(3 * self.tasks,))  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far the tasks of a stage are, and how fast.
+
+    Attributes:
+        read: input bytes that all tasks have read.
+        tokens: that they have written.
+        at_work: tasks that have begun and not ended.
+        read_speed: input bytes a second of these.
+        token_speed: tokens a second of these.
+    """
+
+    read: int
+    tokens: int
+    at_work: int
+    read_speed: float
+    token_speed: float
+
+    def said(self, total_bytes: int) -> str:
+        """The same in words, with the time left for the input bytes that a stage reads."""
+        words = [f"{100 * self.read / max(total_bytes, 1):.0f} % of {tqdm.format_sizeof(total_bytes)}B read"]
+        if not self.at_work:
+            return f"{words[0]}, no task at work"
+        words.append(f"{tqdm.format_sizeof(self.read_speed)}B/s")
+        if self.tokens:
+            words.append(f"{tqdm.format_sizeof(self.token_speed)} tokens/s")
+        if self.read_speed:
+            left = max(total_bytes - self.read, 0) / self.read_speed
+            words.append(f"{tqdm.format_interval(left)} left of this stage")
+        return ", ".join(words)
 
 
 @contextlib.contextmanager

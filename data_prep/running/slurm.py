@@ -16,7 +16,7 @@ from datatrove.executor import SlurmPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.stats import PipelineStats
 
-from data_prep.running.execution import MEMORY_GB, Execution, Stage
+from data_prep.running.execution import MEMORY_GB, Execution, Stage, standing
 from data_prep.running.slurm_jobs import check_no_jobs, note_job, noted_jobs
 from megatron_ext.errors import UserError
 
@@ -25,7 +25,9 @@ MAX_ARRAY = 1001
 have the next stage wait for the last of them alone: here, a job runs several tasks instead."""
 
 
-def submit(stages: list[Stage], root: Path, finish: PipelineStep, logs: str, execution: Execution) -> None:
+def submit(
+    stages: list[Stage], root: Path, finish: PipelineStep, logs: str, execution: Execution, total_bytes: int
+) -> None:
     """Submit stages and what comes after them; tasks that were finished before are not submitted again.
 
     Args:
@@ -34,11 +36,12 @@ def submit(stages: list[Stage], root: Path, finish: PipelineStep, logs: str, exe
         finish: what makes the folder of all that the stages wrote.
         logs: folder for what the jobs print, a folder a stage: the one that is filled is renamed when they are done.
         execution: partition, time and number of jobs at a time.
+        total_bytes: input bytes that a stage reads.
 
     Raises:
         UserError: Slurm refuses a job, or jobs of an earlier call are at work.
     """
-    check_no_jobs(root)
+    check_no_jobs(root, lambda: standing(stages, root, total_bytes))
     last = None
     for stage in stages:
         last = _Job(stage.steps, stage.tasks, stage.name, stage.notes(root), root, logs, execution, last)

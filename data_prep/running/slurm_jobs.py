@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from data_prep.storage import WORK_NAME
@@ -23,8 +24,14 @@ def noted_jobs(root: Path) -> list[str]:
     return note.read_text().split() if note.exists() else []
 
 
-def check_no_jobs(root: Path) -> None:
+def check_no_jobs(root: Path, standing: Callable[[], str]) -> None:
     """Refuse to fill what Slurm jobs of an earlier call still fill; forget those that have ended.
+
+    The call that is refused is how a user asks where the jobs are: nothing else shows it.
+
+    Args:
+        root: folder that is filled.
+        standing: says where its jobs are.
 
     Raises:
         UserError: there are such jobs, or Slurm cannot be asked about them.
@@ -42,7 +49,6 @@ def check_no_jobs(root: Path) -> None:
     running = [job for job in jobs if job in listed.split()]
     if running:
         numbers = " ".join(running)
-        raise UserError(
-            str(root), f"is being written by Slurm jobs {numbers}", f"wait, or stop them: scancel {numbers}"
-        )
+        problem = f"is being written by Slurm jobs {numbers}, {standing()}"
+        raise UserError(str(root), problem, f"wait, or stop them: scancel {numbers}")
     (root / WORK_NAME / JOBS_NAME).unlink()

@@ -16,7 +16,10 @@ from data_prep.reading.corpus import open_files
 from data_prep.reading.inputs import local_file
 from data_prep.reading.records import read_lines
 
-DOMAIN = "Text"
+DOMAIN, TEST_DOMAIN = "Text", "Test"
+TEST_EVERY = 20
+"""One document in so many is test text, the first one too: else there would be none to look for in training text."""
+
 LETTERS = "etaoinshrdlucmfwypvbgk"
 
 
@@ -47,7 +50,8 @@ def write_input(root: Path, texts: Iterator[str], files: int) -> Input:
         streams = [stack.enter_context(zstandard.open(folder / f"{n:03d}.jsonl.zst", "wb")) for n in range(files)]
         for documents, text in enumerate(texts, start=1):
             # An id, so that equal texts are not taken for one document by anyone.
-            line = orjson.dumps({"id": str(documents), "text": text, "domain": DOMAIN}) + b"\n"
+            domain = TEST_DOMAIN if documents % TEST_EVERY == 1 else DOMAIN
+            line = orjson.dumps({"id": str(documents), "text": text, "domain": domain}) + b"\n"
             plain.write(line)
             streams[documents % files].write(line)
             size += len(text.encode())

@@ -24,6 +24,7 @@ class Row:
         cpu_seconds: of all its processes; of a bare tokenizer: of encoding alone.
         start_cpu_seconds: the same for a document a file: what does not grow with the input.
         peak_bytes: resident memory of its largest process, the most of all rounds; 0: not measured.
+        does_more: what it does that the others do not.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Row:
     cpu_seconds: float
     start_cpu_seconds: float
     peak_bytes: int
+    does_more: str = ""
 
     @property
     def work(self) -> float:
@@ -91,8 +93,9 @@ class Report:
             "are of processor seconds without those that a document a file takes: other work on the machine and "
             "starting are not in them."
         )
-        left_out = [f"Left out: {name}." for name in self.left_out]
-        return "\n".join([machine_line(self.machine), "", about, *left_out, "", *table(head, rows)]) + "\n"
+        notes = [f"{row.name}: {row.does_more}." for row in self.rows if row.does_more]
+        notes += [f"Left out: {name}." for name in self.left_out]
+        return "\n".join([machine_line(self.machine), "", about, *notes, "", *table(head, rows)]) + "\n"
 
     def write(self, folder: Path) -> None:
         """Write prepare.json and prepare.md, each whole or not at all."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -14,6 +15,7 @@ from urllib.parse import quote
 import fsspec
 
 from data_prep.manifest import MANIFEST_NAME, ShardEntry, load_manifest
+from megatron_ext.data.failed import DamagedShard
 from megatron_ext.errors import UserError
 from megatron_ext.files import force_to_disk, write_whole
 
@@ -22,7 +24,7 @@ _AGAIN = "copy it there again or prepare the data again"
 
 
 class Unreachable(UserError):
-    """What lies at an address could not be looked at; whether it is whole is not known."""
+    """What lies at an address could not be looked at, or not be copied here; whether it is whole is not known."""
 
 
 class ShardCache:
@@ -31,7 +33,8 @@ class ShardCache:
     Any number of processes of a machine may share it; of those that want a shard at the same time one copies it, and
     the others wait. What is found under its name is whole and had the manifest's sha256 when it came. Shards of
     training text that were not opened for longest are removed once all of them together are above the limit; a process
-    that has one open can still read it. Another manifest at the same address is another folder.
+    that has one open can still read it, and keeps its room on the disk until then. Another manifest at the same address
+    is another folder. Several threads may use it, each for a shard of its own.
 
     Args:
         url: of the prepared folder, as fsspec takes it.
@@ -54,6 +57,7 @@ class ShardCache:
             content = file.read()
         self.root = folder / hashlib.sha256(f"{self._url}\n".encode() + content).hexdigest()[:16]
         self.copied = 0
+        self._counting, self._listed = threading.Lock(), dict[str, dict[str, Any]]()
         with self._writing():
             self.root.mkdir(parents=True, exist_ok=True)
             with self._locked(MANIFEST_NAME):
@@ -62,7 +66,7 @@ class ShardCache:
         tokenizer = self.manifest.tokenizer
         with self._locked(tokenizer.file):
             if not (self.root / tokenizer.file).exists():
-                self._copy(tokenizer.file, tokenizer.sha256)
+                self._copy(tokenizer.file, tokenizer.sha256, tokenizer.file)
         self._evictable = [shard for entry in self.manifest.domains if entry.split == "train" for shard in entry.shards]
 
     @contextmanager
@@ -70,23 +74,40 @@ class ShardCache:
         """While inside, the shard and its index lie under `root`; they are copied there if they did not.
 
         Raises:
-            UserError: a file cannot be read at its address, or is not what the manifest says; or the disk is full.
+            DamagedShard: a file is not what the manifest says.
+            Unreachable: one cannot be read at its address; or the disk is full.
         """
         with self._locked(shard.file):
-            copied = self.copied
-            for name, size, sha256 in _files_of(shard):
-                path = self.root / name
-                if not path.is_file() or path.stat().st_size != size:
-                    self._copy(name, sha256)
-            os.utime(self.root / shard.file)
-            if self.copied > copied and self._limit is not None:
-                self._evict(self._limit)
+            self._bring(shard, again=False)
             yield
 
     def keep(self, shard: ShardEntry) -> None:
         """Copy a shard that is read without `holding`; only those of training text are ever removed."""
         with self.holding(shard):
             pass
+
+    def renew(self, shard: ShardEntry) -> None:
+        """Copy a shard again whatever is here: the copy, or what lies at the address, failed when it was read.
+
+        Raises:
+            UserError: see `check` and `holding`. A copy that was here stays then.
+        """
+        self.check(shard)
+        with self._locked(shard.file):
+            self._bring(shard, again=True)
+
+    def is_small_for(self, shards: Iterable[ShardEntry]) -> str | None:
+        """What is wrong with the limit, where shards that are read in any order do not find room below it together.
+
+        Args:
+            shards: that a run reads; each sample may be of any.
+        """
+        size = sum(shard.bytes + shard.index_bytes for shard in shards)
+        if self._limit is None or size <= self._limit:
+            return None
+        problem = f"{self._limit / 2**30:.3g} GiB, and the shards to train on have {size / 2**30:.3g} GiB"
+        waiting = f"of 100 samples about {100 - 100 * self._limit // size} wait until a whole shard is copied again"
+        return f"data.cache_gib: {problem}: {waiting}; give more than that, or leave it out"
 
     def check(self, shard: ShardEntry) -> None:
         """See that a shard and its index are at their address, with the sizes that the manifest says.
@@ -97,7 +118,7 @@ class ShardCache:
         """
         for name, size, _ in _files_of(shard):
             try:
-                found = self._files.size(f"{self._base}/{name}")
+                found = self._size(name)
             except FileNotFoundError:
                 raise UserError(f"{self._url}/{name}", "is missing", _AGAIN) from None
             except OSError as error:
@@ -105,8 +126,39 @@ class ShardCache:
             if found != size:
                 raise UserError(f"{self._url}/{name}", f"is of {found} bytes, expected {size}", _AGAIN)
 
-    def _copy(self, name: str, sha256: str) -> None:
-        """Copy a file whole or not at all; its lock is held."""
+    def _size(self, name: str) -> int | None:
+        """Bytes of a file at the address: as the list of its folder says; where that does not, it is asked for alone.
+
+        Lists come a thousand files a request or so, and shards are many.
+        """
+        folder = name.rpartition("/")[0]
+        if folder not in self._listed:
+            self._listed[folder] = self._list(folder)
+        listed = self._listed[folder].get(f"{self._base}/{name}", {}).get("size")
+        return self._files.size(f"{self._base}/{name}") if listed is None else listed
+
+    def _list(self, folder: str) -> dict[str, Any]:
+        """What lies in a folder at the address, by its whole name; nothing where that cannot be had."""
+        try:
+            found = self._files.find(f"{self._base}/{folder}".rstrip("/"), detail=True)
+        except Exception:  # each kind of address has errors of its own, and some give files but no lists
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _bring(self, shard: ShardEntry, *, again: bool) -> None:
+        """Copy what is not here of a shard, or all of it again; its lock is held."""
+        copied = False
+        for name, size, sha256 in _files_of(shard):
+            path = self.root / name
+            if again or not path.is_file() or path.stat().st_size != size:
+                self._copy(name, sha256, shard.file)
+                copied = True
+        os.utime(self.root / shard.file)
+        if copied and self._limit is not None:
+            self._evict(self._limit)
+
+    def _copy(self, name: str, sha256: str, shard: str) -> None:
+        """Copy a file, of a shard say, whole or not at all; the lock is held."""
         path = self.root / name
         beside, digest = path.with_name(f".{path.name}.partial"), hashlib.sha256()
         try:
@@ -119,13 +171,14 @@ class ShardCache:
                         target.write(block)
             if digest.hexdigest() != sha256:
                 problem = f"sha256 differs: expected {sha256}, found {digest.hexdigest()}"
-                raise UserError(f"{self._url}/{name}", problem, _AGAIN)
+                raise DamagedShard(f"{self._url}/{name}", problem, _AGAIN, shard)
             with self._writing():
                 force_to_disk(beside)
                 beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
-        self.copied += 1
+        with self._counting:
+            self.copied += 1
 
     def _evict(self, limit: int) -> None:
         """Remove the shards that were not opened for longest, but those that a process is just opening."""
@@ -179,7 +232,8 @@ class ShardCache:
             yield
         except OSError as error:
             problem = f"{self.root} cannot be written ({error.strerror})"
-            raise UserError("data.cache_dir", problem, "make room, choose another or lower data.cache_gib") from None
+            mend = "make room, choose another or lower data.cache_gib"
+            raise Unreachable("data.cache_dir", problem, mend) from None
 
 
 def _files_of(shard: ShardEntry) -> tuple[tuple[str, int, str], tuple[str, int, str]]:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.manifest import ShardEntry
-from megatron_ext.errors import UserError
+from megatron_ext.data.failed import DamagedShard
 
 STRIDE = 64
 """Documents between two that a shard's `Landmarks` know; an index of a kilobyte is read for a range between them."""
@@ -58,13 +58,13 @@ class OpenShard:
         landmarks: from an earlier opening; None: the index is read whole and compared with the manifest.
 
     Raises:
-        UserError: a file is missing, cannot be read or does not fit the manifest; it is named.
+        DamagedShard: a file is missing, cannot be read or does not fit the manifest; it is named.
     """
 
     def __init__(self, root: Path, entry: ShardEntry, dtype: np.dtype, landmarks: Landmarks | None = None) -> None:
         # Joined as text: where shards are many, each sample opens one, and pathlib takes longer than the system.
         self._tar_path, self._index_path, self._dtype = f"{root}/{entry.file}", f"{root}/{entry.index}", dtype
-        self._documents = entry.documents
+        self._name, self._documents = entry.file, entry.documents
         self._tar = self._opened(self._tar_path)
         self._index = self._opened(self._index_path)
         self.landmarks = self._survey(entry) if landmarks is None else landmarks
@@ -77,7 +77,7 @@ class OpenShard:
         edges = np.minimum(np.maximum(found.starts - start, 0), len(out))  # np.clip takes longer over a few numbers
         offsets = found.offsets + np.maximum(start - found.starts[:-1], 0) * size
         base = int(offsets[0])
-        content = _read(self._tar, self._tar_path, base, int(offsets[-1] + (edges[-1] - edges[-2]) * size) - base)
+        content = self._read(self._tar, self._tar_path, base, int(offsets[-1] + (edges[-1] - edges[-2]) * size) - base)
         places = zip(edges[:-1].tolist(), edges[1:].tolist(), (offsets - base).tolist(), strict=True)
         for begin, end, offset in places:
             out[begin:end] = np.frombuffer(content, self._dtype, end - begin, offset)
@@ -100,22 +100,22 @@ class OpenShard:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise _unreadable(path, error) from None
+            raise self._unreadable(path, error) from None
         weakref.finalize(self, os.close, descriptor)
         return descriptor
 
     def _rows(self, header: int, begin: int, end: int) -> npt.NDArray[np.int64]:
         """Rows [begin, end) of the index: int64 [end - begin, 2], byte offset in the tar and number of tokens."""
         row_bytes = 2 * _ROW.itemsize
-        content = _read(self._index, self._index_path, header + begin * row_bytes, (end - begin) * row_bytes)
+        content = self._read(self._index, self._index_path, header + begin * row_bytes, (end - begin) * row_bytes)
         return np.frombuffer(content, _ROW).astype(np.int64, copy=False).reshape(-1, 2)
 
     def _survey(self, entry: ShardEntry) -> Landmarks:
         """Read the index whole, and hold it against the manifest and the tar."""
         size = os.fstat(self._index).st_size
         header = size - 2 * _ROW.itemsize * entry.documents
-        if not _is_header(os.pread(self._index, max(header, 0), 0), entry.documents):
-            raise UserError(self._index_path, "does not fit the manifest", _MEND)
+        if not _is_header(self._read(self._index, self._index_path, 0, max(header, 0)), entry.documents):
+            raise self._damaged(self._index_path, "does not fit the manifest")
         rows = self._rows(header, 0, entry.documents)
         # Few passes: where shards are many and a run is short, this is a good part of what reading takes.
         offsets, tokens = rows.T
@@ -125,13 +125,37 @@ class OpenShard:
         np.add(offsets, tokens * self._dtype.itemsize, out=ends[1:])
         in_order = tokens.min(initial=0) >= 0 and (offsets - ends[:-1]).min(initial=0) >= 0
         if not in_order or starts[-1] != entry.tokens:
-            raise UserError(self._index_path, "does not fit the manifest", _MEND)
+            raise self._damaged(self._index_path, "does not fit the manifest")
         found = os.fstat(self._tar).st_size
         if ends[-1] > found:
-            raise UserError(self._tar_path, f"is truncated: found {found} bytes", _MEND)
+            raise self._damaged(self._tar_path, f"is truncated: found {found} bytes")
         marks = np.empty(-(-entry.documents // STRIDE) + 1, dtype=np.int64)
         marks[:-1], marks[-1] = starts[:-1:STRIDE], entry.tokens
         return Landmarks(header, marks)
+
+    def _read(self, descriptor: int, path: str, offset: int, length: int) -> bytes:
+        """Bytes [offset, offset + length) of a file.
+
+        Raises:
+            DamagedShard: the disk fails, or the file ends before.
+        """
+        parts = []
+        while length:
+            try:
+                part = os.pread(descriptor, length, offset)
+            except OSError as error:
+                raise self._unreadable(path, error) from None
+            if not part:
+                raise self._damaged(path, f"is truncated: found {os.fstat(descriptor).st_size} bytes")
+            parts.append(part)
+            offset, length = offset + len(part), length - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _unreadable(self, path: str, error: OSError) -> DamagedShard:
+        return self._damaged(path, f"cannot be read ({error.strerror})")
+
+    def _damaged(self, path: str, problem: str) -> DamagedShard:
+        return DamagedShard(path, problem, _MEND, self._name)
 
 
 def _is_header(content: bytes, documents: int) -> bool:
@@ -140,26 +164,3 @@ def _is_header(content: bytes, documents: int) -> bool:
         return False
     described = content[10:].decode("latin1")
     return all(part in described for part in ("'<i8'", "'fortran_order': False", f"({documents}, 2)"))
-
-
-def _read(descriptor: int, path: str, offset: int, length: int) -> bytes:
-    """Bytes [offset, offset + length) of a file.
-
-    Raises:
-        UserError: the disk fails, or the file ends before.
-    """
-    parts = []
-    while length:
-        try:
-            part = os.pread(descriptor, length, offset)
-        except OSError as error:
-            raise _unreadable(path, error) from None
-        if not part:
-            raise UserError(path, f"is truncated: found {os.fstat(descriptor).st_size} bytes", _MEND)
-        parts.append(part)
-        offset, length = offset + len(part), length - len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _unreadable(path: str, error: OSError) -> UserError:
-    return UserError(path, f"cannot be read ({error.strerror})", _MEND)

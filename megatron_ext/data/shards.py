@@ -45,6 +45,8 @@ class TokenStore:
         split: train, validation or test.
         domains: their names, in the long or short form; None: every domain of the split.
         holding: entered while a shard is opened: its files lie under `root` then; None: they always do.
+        most_open: shards kept open at a time; None: as `open_shards` says. A file that is removed while it is open
+            keeps its room on the disk.
 
     Raises:
         UserError: the split or a domain is not there.
@@ -57,6 +59,7 @@ class TokenStore:
         split: str,
         domains: Iterable[str] | None = None,
         holding: Callable[[ShardEntry], AbstractContextManager[object]] | None = None,
+        most_open: int | None = None,
     ) -> None:
         entries = manifest.select(split, domains)
         self._root, self._holding = root, holding or nullcontext
@@ -66,7 +69,7 @@ class TokenStore:
         self._document_starts = _starts([shard.documents for shard in self._shards])
         self._landmarks: dict[int, Landmarks] = {}
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
-        self._most_open = open_shards()
+        self._most_open = open_shards() if most_open is None else most_open
         self.domains = [entry.domain for entry in entries]
         self._domain_starts = _starts([sum(shard.tokens for shard in entry.shards) for entry in entries])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from data_prep.manifest import Manifest, load_manifest
+from data_prep.manifest import Manifest, ShardEntry, load_manifest
 from megatron_ext.config.layout import Layout
 from megatron_ext.config.schema import DataConfig, TrainingConfig
 from megatron_ext.data.batches import NO_PACKING, Batch, Packing, micro_batch_indices, training_batch
@@ -19,10 +19,11 @@ from megatron_ext.data.cache import ShardCache
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.data.verified import Stamp, Verified
-from megatron_ext.data.verify import Damage, check_here, check_tokenizer, find_damage, verify_shards
+from megatron_ext.data.verify import THREADS, Check, Damage, check_here, check_tokenizer, find_damage, verify_shards
 from megatron_ext.data.weights import domain_weights
 from megatron_ext.files import is_url
 from megatron_ext.parallel.agreement import from_every_rank, on_every_rank
+from megatron_ext.platform import local_rank
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class RunData:
         damages: shards of training text that the samples do without.
         verified: files whose sha256 was compared, by all ranks; see `Verified`.
         unchanged: how many of them an earlier start of the run had read.
+        warnings: what the run can be made without, and the user should know.
     """
 
     root: Path
@@ -52,6 +54,7 @@ class RunData:
     damages: Sequence[Damage] = ()
     verified: Mapping[str, Stamp] = field(default_factory=dict)
     unchanged: int = 0
+    warnings: Sequence[str] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -59,7 +62,9 @@ class RunData:
         return self.manifest.tokenizer.vocab_size
 
 
-def open_data(data: DataConfig, seed: int, known: Mapping[str, Stamp] | None = None) -> RunData:
+def open_data(
+    data: DataConfig, seed: int, known: Mapping[str, Stamp] | None = None, failed: Iterable[str] = ()
+) -> RunData:
     """Check manifest, tokenizer and shards, and open the training samples; a collective call.
 
     The ranks share the work of reading the shards; an error that one finds is raised on all.
@@ -68,6 +73,7 @@ def open_data(data: DataConfig, seed: int, known: Mapping[str, Stamp] | None = N
         data: the run's data.
         seed: of the samples' order.
         known: what an earlier start of the run has compared; see `Verified`.
+        failed: shards that failed while the run read them; every machine looks at them whole, whatever is known.
 
     Raises:
         UserError: something is missing, damaged or from another tokenizer.
@@ -76,14 +82,20 @@ def open_data(data: DataConfig, seed: int, known: Mapping[str, Stamp] | None = N
     tokenizer_file = check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
     train, test = chosen_domains(data, manifest)
     weights = None if data.weights is None else domain_weights(data.weights, train, manifest)
-    verified = Verified(root, {} if data.verify == "sha256_always" else known or {})
-    damages = _verified(verified, manifest, {"train": train, "validation": train, "test": test}, data, cache)
-    store = TokenStore(root, manifest, "train", train, None if cache is None else cache.holding)
+    doubted = frozenset(chain.from_iterable(from_every_rank(frozenset(failed))))
+    verified = Verified(root, {} if data.verify == "sha256_always" else known or {}, doubted)
+    splits = {"train": train, "validation": train, "test": test}
+    damages = _verified(verified, manifest, splits, data, cache, doubted)
+    small = None if cache is None else cache.is_small_for(_read(manifest, train, damages))
+    # What the cache has removed takes up room as long as it is open: below a limit only one of them may.
+    most_open = None if small is None else 1
+    store = TokenStore(root, manifest, "train", train, None if cache is None else cache.holding, most_open)
     samples = TrainingSamples(store, data.seq_length, seed, weights, [one.shard for one in damages])
     of_ranks = from_every_rank((verified.found, verified.unchanged))
     found = {path: stamp for one, _ in of_ranks for path, stamp in one.items()}
     unchanged = sum(count for _, count in of_ranks)
-    return RunData(root, manifest, tokenizer_file, train, test, samples, weights, damages, found, unchanged)
+    warnings = [] if small is None else [f"selectron: warning: {small}"]
+    return RunData(root, manifest, tokenizer_file, train, test, samples, weights, damages, found, unchanged, warnings)
 
 
 def open_tests(data: DataConfig) -> tuple[Path, Manifest, list[str], list[str]]:
@@ -97,7 +109,7 @@ def open_tests(data: DataConfig) -> tuple[Path, Manifest, list[str], list[str]]:
     """
     root, manifest, cache = _opened(data)
     train, test = chosen_domains(data, manifest)
-    _verified(Verified(root, {}), manifest, {"validation": train, "test": test}, data, cache)
+    _verified(Verified(root, {}), manifest, {"validation": train, "test": test}, data, cache, frozenset())
     return root, manifest, train, test
 
 
@@ -124,37 +136,75 @@ def _opened(data: DataConfig) -> tuple[Path, Manifest, ShardCache | None]:
 
 
 def _verified(
-    verified: Verified, manifest: Manifest, domains: dict[str, list[str]], data: DataConfig, cache: ShardCache | None
+    verified: Verified,
+    manifest: Manifest,
+    domains: dict[str, list[str]],
+    data: DataConfig,
+    cache: ShardCache | None,
+    doubted: frozenset[str],
 ) -> list[Damage]:
-    """Shards of training text to do without, the same on every rank; any other damage is an error.
-
-    Of a cache, shards of training text are looked for at their address; the others are copied, to every machine.
-    """
-    share: dict[str, Any] = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    if cache is not None:
-        share |= {"check": cache.check, "threads": 1}
-    else:
-        share["check"] = verified.check if data.verify != "size" else partial(check_here, verified.root, "size")
-    root = verified.root
+    """Shards of training text to do without, the same on every rank; any other damage is an error."""
     damages: list[Damage] = []
     for split, names in domains.items():
         present = [domain for domain in names if domain in manifest.domain_names(split)]
         if not present:
             continue
-        if split == "train" and data.on_damaged == "skip":
-            damages += _of_every_rank(partial(find_damage, root, manifest, split, present, **share))
-        elif split == "train" or cache is None:
-            on_every_rank(partial(verify_shards, root, manifest, [split], present, **share))
+        looks = _looks(verified, split, data, cache, doubted)
+        for look in looks:
+            if split == "train" and data.on_damaged == "skip":
+                damages += _of_every_rank(partial(find_damage, verified.root, manifest, split, present, **look))
+            else:
+                on_every_rank(partial(verify_shards, verified.root, manifest, [split], present, **look))
+    return sorted(damages, key=lambda one: one.shard)
+
+
+def _looks(
+    verified: Verified, split: str, data: DataConfig, cache: ShardCache | None, doubted: frozenset[str]
+) -> list[dict[str, Any]]:
+    """How shards are checked: who checks which, and by what.
+
+    The ranks share them. Of a cache, shards of training text are looked for at their address; the others are copied, to
+    every machine. What has failed before is read whole by a rank of each machine: it may be whole on another one.
+    """
+    shared: dict[str, Any] = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    usual: Check = verified.check
+    whole: Check = verified.check
+    threads = THREADS
+    if cache is not None:
+        whole = cache.renew
+        if split == "train":
+            usual, threads = cache.check, 1  # of a list that is here
         else:
-            on_every_rank(partial(verify_shards, root, manifest, [split], present, check=cache.keep, threads=1))
-    return damages
+            usual, shared = cache.keep, {}
+    elif data.verify == "size":
+        usual, whole = partial(check_here, verified.root, "size"), partial(check_here, verified.root, "sha256")
+    if not doubted:
+        return [{"check": usual, "threads": threads, **shared}]
+    others: dict[str, Any] = {"check": _where(lambda shard: shard not in doubted, usual), "threads": threads, **shared}
+    return [others, {"check": _where(lambda shard: shard in doubted and local_rank() == 0, whole)}]
+
+
+def _where(wanted: Callable[[str], bool], check: Check) -> Check:
+    """A check of some shards alone, by the name of their tar in the manifest."""
+
+    def check_some(shard: ShardEntry) -> None:
+        if wanted(shard.file):
+            check(shard)
+
+    return check_some
 
 
 def _of_every_rank(find: Callable[[], list[Damage]]) -> list[Damage]:
-    """What the ranks found together, in the order of the shards' names."""
+    """What the ranks found together, each shard once."""
     found: list[Damage] = []
     on_every_rank(lambda: found.extend(find()))
-    return sorted(chain.from_iterable(from_every_rank(found)), key=lambda one: one.shard)
+    return list({one.shard: one for one in chain.from_iterable(from_every_rank(found))}.values())
+
+
+def _read(manifest: Manifest, domains: list[str], damages: Sequence[Damage]) -> list[ShardEntry]:
+    """Shards of training text that samples are read from."""
+    lost = {damage.shard for damage in damages}
+    return [shard for entry in manifest.select("train", domains) for shard in entry.shards if shard.file not in lost]
 
 
 def _chosen(manifest: Manifest, split: str, asked: list[str] | None) -> list[str]:

@@ -11,7 +11,7 @@ import zstandard
 
 from data_prep.tokenization.tokenizer import train_tokenizer
 from megatron_ext.bench import prepare
-from megatron_ext.bench.prepare_input import given_texts, random_texts, read_texts, write_input
+from megatron_ext.bench.prepare_input import DOMAIN, TEST_DOMAIN, given_texts, random_texts, read_texts, write_input
 from megatron_ext.bench.prepare_report import Report, Row
 from megatron_ext.bench.prepare_work import bare
 from megatron_ext.bench.supervise import cost_of
@@ -27,6 +27,13 @@ def test_every_text_is_in_both_forms_of_the_input(tmp_path: Path) -> None:
     assert len(list(given.folder.iterdir())) == 3
     first = zstandard.ZstdDecompressor().decompressobj().decompress((given.folder / "000.jsonl.zst").read_bytes())
     assert json.loads(first)["text"] == "three é"
+
+
+def test_some_documents_are_test_text_and_of_few_the_first(tmp_path: Path) -> None:
+    given = write_input(tmp_path, map(str, range(50)), 2)
+    domains = [json.loads(line)["domain"] for line in given.lines.read_text().splitlines()]
+    assert [place for place, domain in enumerate(domains) if domain == TEST_DOMAIN] == [0, 20, 40]
+    assert set(domains) == {TEST_DOMAIN, DOMAIN}
 
 
 def test_random_text_is_of_the_size_asked_for() -> None:
@@ -48,13 +55,13 @@ def test_costs_are_those_of_all_processes() -> None:
 
 def test_the_report_by_hand(tmp_path: Path) -> None:
     floors = [Row(name, 10, 2_000_000, 500_000, 2.0, spent, 0.0, 0) for name, spent in (("slow", 2.0), ("fast", 1.0))]
-    ours = Row("ours", 10, 2_000_000, 500_010, 4.0, 3.25, 2.0, 300 << 20)
+    ours = Row("ours", 10, 2_000_000, 500_010, 4.0, 3.25, 2.0, 300 << 20, "cleans")
     report = Report("Text", {"torch": "2"}, 2, 3, [*floors, ours], ["other (not there)"])
     report.write(tmp_path)
     text = (tmp_path / "prepare.md").read_text()
     assert "Text: 10 documents, 2.0 MB of text. 2 workers of one thread; medians of 3 rounds" in text
     assert "| ours | 500,010 | 4.0 | 3.2 | 2.0 | 1.60 | 400 | 160 % | 80 % | 300 |" in text
-    assert "Left out: other (not there)." in text
+    assert "\nours: cleans.\nLeft out: other (not there).\n" in text
     assert json.loads((tmp_path / "prepare.json").read_text())["rows"][2]["start_cpu_seconds"] == 2.0
 
 
@@ -76,9 +83,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     options = ["--tokenizer", str(tokenizer), "--megabytes", "0.05", "--rounds", "1", "--workers", "1"]
     assert main(["bench", "prepare", *options, "--output", str(tmp_path / "out")]) == 0
     raw = json.loads((tmp_path / "out" / "prepare.json").read_text())
-    assert [row["name"] for row in raw["rows"]] == [*prepare.FLOORS, prepare.OURS, prepare.DATATROVE]
-    floor, ours, theirs = (row["tokens"] for row in raw["rows"])
-    assert ours == theirs == floor + raw["rows"][0]["documents"]
+    names = [*prepare.FLOORS, prepare.OURS, prepare.OURS_USUAL, prepare.DATATROVE]
+    assert [row["name"] for row in raw["rows"]] == names
+    floor, ours, usual, theirs = (row["tokens"] for row in raw["rows"])
+    assert ours == usual == theirs == floor + raw["rows"][0]["documents"]
+    assert [bool(row["does_more"]) for row in raw["rows"]] == [name == prepare.OURS_USUAL for name in names]
     assert raw["left_out"] == ["Megatron-LM preprocess_data (no `--megatron-lm`)"]
     assert capsys.readouterr().out == (tmp_path / "out" / "prepare.md").read_text() + "\n"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"prepare.json", "prepare.md"}

@@ -3,7 +3,9 @@
 import multiprocessing
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 from data_prep.manifest import Manifest, ShardEntry
 from megatron_ext.data.cache import ShardCache
+from megatron_ext.data.failed import DamagedShard
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.data.verify import find_damage
 from megatron_ext.errors import UserError
@@ -51,17 +54,60 @@ def test_shards_come_when_they_are_read(cache, prepared, manifest, documents):
     assert not list(cache.root.rglob("*.partial"))
 
 
-def test_an_address_without_a_disk_behind_it(prepared, manifest, tmp_path):
-    memory = fsspec.filesystem("memory")
-    memory.put(str(prepared), "/prepared", recursive=True)
-    try:
-        cache = ShardCache("memory://prepared", tmp_path / "cache")
-        shard = train_shards(manifest)[0]
-        cache.check(shard)
-        with cache.holding(shard):
-            assert (cache.root / shard.file).read_bytes() == (prepared / shard.file).read_bytes()
-    finally:
-        memory.rm("/prepared", recursive=True)
+@pytest.fixture
+def memory(prepared) -> Iterator[Any]:
+    """A file system without a disk behind it, with the data in /prepared."""
+    files = fsspec.filesystem("memory")
+    files.put(str(prepared), "/prepared", recursive=True)
+    yield files
+    files.rm("/prepared", recursive=True)
+
+
+def test_an_address_without_a_disk_behind_it(memory, prepared, manifest, tmp_path):
+    cache = ShardCache("memory://prepared", tmp_path / "cache")
+    shard = train_shards(manifest)[0]
+    cache.check(shard)
+    with cache.holding(shard):
+        assert (cache.root / shard.file).read_bytes() == (prepared / shard.file).read_bytes()
+
+
+def requests(memory: Any, shards: list[ShardEntry], folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often a file system is asked for something while shards are looked for."""
+    cache, asked = ShardCache("memory://prepared", folder), []
+    with monkeypatch.context() as patch:
+        for name in ("find", "ls", "info", "open"):
+            method = getattr(memory, name)
+
+            def asks(*arguments: Any, _name: str = name, _method: Any = method, **options: Any) -> Any:
+                asked.append(_name)
+                return _method(*arguments, **options)
+
+            patch.setattr(memory, name, asks)
+        for shard in shards:
+            cache.check(shard)
+    return len(asked)
+
+
+def test_more_shards_take_no_more_requests(memory, manifest, tmp_path, monkeypatch):
+    shards = manifest.select("train", ["CommonCrawl"])[0].shards
+    assert len(shards) > 2
+    few, all_of_them = (requests(memory, shards[:count], tmp_path, monkeypatch) for count in (1, None))
+    assert few == all_of_them < 4
+
+
+@pytest.mark.parametrize("listed", [NotImplementedError, {}, {"size": None}])
+def test_an_address_that_gives_no_list_is_asked_for_each_file(cache, remote, manifest, monkeypatch, listed):
+    def find(folder: str, detail: bool) -> Any:
+        if isinstance(listed, dict):
+            return {path: listed for path in (f"{remote}/{shard.file}" for shard in train_shards(manifest))}
+        raise listed
+
+    monkeypatch.setattr(cache._files, "find", find)
+    whole, gone = train_shards(manifest)[:2]
+    (remote / gone.file).unlink()
+    cache.check(whole)
+    with pytest.raises(UserError, match=rf"{gone.file}: is missing; "):
+        cache.check(gone)
 
 
 def take(url: str, folder: Path, start: object, found: object) -> None:
@@ -114,15 +160,22 @@ def test_damage_at_the_address_is_named_and_nothing_is_left(cache, remote, manif
         with pytest.raises(UserError, match=said), cache.holding(shard):
             pass
         assert not (cache.root / shard.file).exists()
+    with pytest.raises(DamagedShard) as caught:  # what the run notes, and the next start looks at whole
+        cache.keep(flipped)
+    assert caught.value.shard == flipped.file
+    assert {
+        one.shard for one in find_damage(cache.root, manifest, "train", ["C4", "CommonCrawl"], check=cache.renew)
+    } == {flipped.file, cut.file, gone.file}
     cache.keep(whole)
     assert not list(cache.root.rglob("*.partial"))
 
 
 def test_a_network_that_fails_is_no_damage(cache, manifest, monkeypatch):
-    def fails(_: str) -> int:
+    def fails(_: str, **options: object) -> int:
         raise TimeoutError
 
     monkeypatch.setattr(cache._files, "size", fails)
+    monkeypatch.setattr(cache._files, "find", fails)
     with pytest.raises(UserError, match=r"train/C4/000000\.index\.npy: cannot be read \(TimeoutError\); "):
         find_damage(cache.root, manifest, "train", ["C4"], check=cache.check)
 
@@ -176,7 +229,36 @@ def test_a_full_disk_is_no_fault_of_the_data(cache, manifest, monkeypatch):
     monkeypatch.setattr("megatron_ext.data.cache.force_to_disk", full)
     with pytest.raises(UserError, match=r"^data.cache_dir: .* cannot be written \(No space left on device\); "):
         cache.keep(train_shards(manifest)[0])
+    with pytest.raises(UserError, match=r"^data.cache_dir: "):
+        find_damage(cache.root, manifest, "train", ["C4"], check=cache.renew)
     assert copies(cache) == set()
+
+
+def test_a_copy_that_failed_is_made_again(cache, remote, prepared, manifest):
+    shard = train_shards(manifest)[0]
+    cache.keep(shard)
+    copy = cache.root / shard.file
+    copy.write_bytes(bytes(shard.bytes))  # of the right size: it would stay
+    cache.keep(shard)
+    assert copy.read_bytes() == bytes(shard.bytes)
+    cache.renew(shard)
+    assert copy.read_bytes() == (prepared / shard.file).read_bytes()
+    (remote / shard.file).write_bytes(bytes(shard.bytes))
+    with pytest.raises(DamagedShard, match="sha256 differs"):
+        cache.renew(shard)
+    assert copy.read_bytes() == (prepared / shard.file).read_bytes()
+
+
+def test_a_limit_below_what_is_read_is_named(remote, tmp_path, manifest):
+    shards = train_shards(manifest)
+    size = sum(shard.bytes + shard.index_bytes for shard in shards)
+    for gib in (None, size / 2**30):
+        assert ShardCache(f"file://{remote}", tmp_path / "cache", gib=gib).is_small_for(shards) is None
+    said = ShardCache(f"file://{remote}", tmp_path / "cache", gib=size / 4 / 2**30).is_small_for(shards)
+    assert said == (
+        f"data.cache_gib: {size / 4 / 2**30:.3g} GiB, and the shards to train on have {size / 2**30:.3g} GiB: of 100 "
+        "samples about 75 wait until a whole shard is copied again; give more than that, or leave it out"
+    )
 
 
 def test_what_an_address_is():

@@ -38,9 +38,10 @@ def test_domains_alone_and_in_any_order(prepared, manifest, store):
     assert both.domains == ["C4", "CommonCrawl"]
 
 
-def test_few_open_shards_change_nothing(prepared, manifest, documents, monkeypatch):
-    monkeypatch.setattr(shards, "open_shards", lambda: 1)
-    store = TokenStore(prepared, manifest, "train")
+@pytest.mark.parametrize(("fit", "most_open"), [(1, None), (9, 1)])
+def test_few_open_shards_change_nothing(prepared, manifest, documents, monkeypatch, fit, most_open):
+    monkeypatch.setattr(shards, "open_shards", lambda: fit)
+    store = TokenStore(prepared, manifest, "train", most_open=most_open)
     stream = np.concatenate(documents["train"])
     for start in np.random.default_rng(1).integers(0, len(stream) - 50, 60).tolist():
         assert np.array_equal(store.read(start, 50), stream[start : start + 50])

@@ -83,6 +83,26 @@ def test_what_was_changed_is_found(
     assert str(path) not in verified.found
 
 
+def test_what_failed_since_is_read_though_it_looks_the_same(
+    copy: Path, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = _checked(copy, manifest, tmp_path).found
+    shard = manifest.select("train")[0].shards[0]
+    verified = Verified(copy, known, {shard.file})
+    verify_shards(copy, manifest, check=verified.check)
+    assert (verified.found, verified.unchanged) == (known, len(known) - 2)
+
+    def bad_disk(path: Path) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("data_prep.manifest.sha256_of", bad_disk)
+    verify_shards(copy, manifest, check=Verified(copy, known).check)  # nothing is read
+    (damage,) = find_damage(
+        copy, manifest, "train", ["C4", "CommonCrawl"], check=Verified(copy, known, {shard.file}).check
+    )
+    assert damage.problem == f"{copy / shard.file} or its index cannot be read (Input/output error)"
+
+
 def test_another_manifest_has_other_files(copy: Path, manifest: Manifest, tmp_path: Path) -> None:
     known = _checked(copy, manifest, tmp_path).found
     other = {path: ["0" * 64, *stamp[1:]] for path, stamp in known.items()}

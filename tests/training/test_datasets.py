@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -68,6 +69,41 @@ def test_a_damaged_shard(folder: Path, tmp_path: Path, cached: bool) -> None:
         fields = {"cache_dir": str(tmp_path / "another")}
     with pytest.raises(UserError, match=r"test/Other/000000\.tar: (is missing|cannot be read)"):
         opened(path, on_damaged="skip", **fields)
+
+
+@pytest.mark.parametrize("verify", ["sha256", "size"])
+def test_a_shard_that_failed_is_read_whole(folder: Path, tmp_path: Path, verify: Literal["sha256", "size"]) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    shard = "train/First/000001.tar"
+    config = DataConfig(path=str(copy), seq_length=32, verify=verify, on_damaged="skip")
+    whole = open_data(config, 3)
+    stat = (copy / shard).stat()
+    (copy / shard).write_bytes(bytes(stat.st_size))
+    known = dict(whole.verified)
+    if known:  # as a disk leaves it that gives other bytes than before
+        changed = (copy / shard).stat()
+        known[str(copy / shard)][3:] = [changed.st_mtime_ns, changed.st_ctime_ns]
+    assert open_data(config, 3, known).damages == []
+    (damage,) = open_data(config, 3, known, [shard]).damages
+    assert (damage.shard, "sha256 differs" in damage.problem) == (shard, True)
+    with pytest.raises(UserError, match=rf"{shard}: sha256 differs"):
+        open_data(replace(config, on_damaged="stop"), 3, known, [shard])
+    shutil.copy(folder / shard, copy / shard)
+    again = open_data(config, 3, known, [shard])
+    assert again.damages == []
+    assert again.verified.keys() == whole.verified.keys()
+
+
+def test_a_cache_too_small_is_warned_of_and_kept_to(folder: Path, tmp_path: Path) -> None:
+    fields = {"path": f"file://{folder}", "cache_dir": str(tmp_path)}
+    assert opened(**fields, cache_gib=1).warnings == []
+    data = opened(**fields, cache_gib=1e-6)
+    (warning,) = data.warnings
+    assert warning.startswith("selectron: warning: data.cache_gib: 9.99e-07 GiB, and the shards to train on have ")
+    assert same(data, opened(folder))
+    held = {os.path.realpath(f"/proc/self/fd/{descriptor}") for descriptor in os.listdir("/proc/self/fd")}
+    removed = [path for path in held if path.startswith(str(tmp_path)) and path.endswith(".tar (deleted)")]
+    assert len(removed) <= 1  # on the disk until it is closed
 
 
 def test_weights(folder: Path) -> None:

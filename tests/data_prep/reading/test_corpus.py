@@ -1,6 +1,7 @@
 import errno
 import io
 import json
+import os
 import re
 import struct
 import tarfile
@@ -13,7 +14,7 @@ import pytest
 import torch
 import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from prep_fakes import lines, options, text
+from prep_fakes import lines, options, record, text, write_jsonl
 from tokenizers import Tokenizer
 
 from data_prep.documents import Problems
@@ -130,7 +131,52 @@ def test_tar_at_fault(tmp_path):
     documents, problems, _ = read(tmp_path, "skip", domain="Web")
     assert 0 < len(documents) < 9
     assert [item.text for item in documents] == [text(i, 400) for i in range(len(documents))]
-    assert sorted(reason for _file, reason in problems.counts) == ["no text", "not JSON", "not UTF-8", "tar broken"]
+    reasons = ("no text", "not JSON", "not UTF-8", "tar broken")
+    assert problems.counts == {(str(tmp_path / "a.tar"), reason): 1 for reason in reasons}
+
+
+def damaged(number):
+    """Content of a tar with one bit of a member's header turned over."""
+    return lambda tar: tar[: 1024 * number + 3] + bytes([tar[1024 * number + 3] ^ 1]) + tar[1024 * number + 4 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "whole", "said"),
+    [
+        (lambda tar: tar, 9, ""),
+        (lambda tar: tar[: 9 * 1024 + 512], 9, ""),  # one block of zeros, where two are usual
+        (damaged(6), 5, "after sample '4': bad checksum"),
+        (lambda tar: tar[: 6 * 1024], 5, "after sample '4': it ends without a closing block of zeros"),
+        (lambda tar: tar[: 6 * 1024 + 100], 5, "after sample '4': truncated header"),
+        (lambda tar: tar + tar, 9, "after sample '8': there is more behind its end, and one tar is read of a file"),
+    ],
+)
+def test_what_a_reader_of_tars_takes_for_the_end(tmp_path, change, whole, said):
+    """Nine samples, a block of header and one of content each; what stands behind a sample shows that it is whole."""
+    tar_of(tmp_path / "a.tar", [(f"{i}.txt", text(i, 10).encode()) for i in range(9)])
+    content = (tmp_path / "a.tar").read_bytes()
+    assert content[9 * 1024 :].count(0) == len(content) - 9 * 1024 < len(content)
+    (tmp_path / "a.tar").write_bytes(change(content))
+    documents, problems, _ = read(tmp_path, "skip", domain="Web")
+    assert [item.text for item in documents] == [text(i, 10) for i in range(whole)]
+    assert problems.counts == ({(str(tmp_path / "a.tar"), "tar broken"): 1} if said else {})
+    if said:
+        with pytest.raises(UserError) as caught:
+            read(tmp_path, domain="Web")
+        assert str(caught.value) == f"{tmp_path}/a.tar: tar broken ({said}); repair it or pass --on-error skip"
+
+
+def test_members_that_belong_to_no_sample(tmp_path):
+    """A name without a suffix, or with nothing before it; WebDataset's own names are no members."""
+    names = ["README", "0.txt", ".hidden.txt", "in/1.txt", "in/plain", "__meta__/x"]
+    tar_of(tmp_path / "a.tar", [(name, name.encode()) for name in names])
+    documents, problems, _ = read(tmp_path, "skip", domain="Web")
+    assert [item.text for item in documents] == ["0.txt", "in/1.txt"]
+    assert problems.counts == {(str(tmp_path / "a.tar"), "not named <key>.<suffix>"): 3}
+    with pytest.raises(
+        UserError, match=r"a\.tar:README: not named <key>\.<suffix>; repair it or pass --on-error skip$"
+    ):
+        read(tmp_path, domain="Web")
 
 
 @pytest.fixture
@@ -154,6 +200,37 @@ def test_token_files_become_text_again(tokens, tokenizer_file):
     assert told == total
     with pytest.raises(UserError, match=r"^--source-tokenizer: is not given, but .* holds tokens; "):
         read(tokens)
+
+
+def test_token_files_at_a_url(tokens, tokenizer_file, tmp_path, monkeypatch):
+    """They are copied here while they are read, and gone afterwards."""
+    given = {"tokenizer": open_tokenizer(str(tokenizer_file))}
+    (tmp_path / "copies").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "copies"))
+    for name in ("Law_text_document.bin", "Law_text_document.idx"):
+        fsspec.filesystem("memory").put_file(str(tokens / name), f"/{tmp_path.name}/{name}")
+    source = f"memory://{tmp_path.name}"
+    documents, _, (told, total) = read(source, **given)
+    assert [(item.text, item.domain) for item in documents] == [
+        ("first half, second half 東京", "Law"),
+        ("another", "Law"),
+    ]
+    assert (told, list((tmp_path / "copies").iterdir())) == (total, [])
+    fsspec.filesystem("memory").rm_file(f"/{tmp_path.name}/Law_text_document.bin")
+    with pytest.raises(UserError, match=r"^memory://.*/Law_text_document\.idx: has no \.bin beside it; "):
+        read(source, **given)
+
+
+def test_more_tokens_than_the_index_tells_of(tokens, tokenizer_file):
+    index, given = str(tokens / "Law_text_document.idx"), {"tokenizer": open_tokenizer(str(tokenizer_file))}
+    with (tokens / "Law_text_document.bin").open("ab") as binary:
+        size = binary.tell()
+        binary.write(b"\1\0")
+    said = f"the last document ends at byte {size} of {size + 2}"
+    with pytest.raises(UserError, match=rf":3: does not fit its .bin \({said}\); repair it or "):
+        read(tokens, **given)
+    documents, problems, _ = read(tokens, "skip", **given)
+    assert (len(documents), problems.counts) == (2, {(index, "does not fit its .bin"): 1})
 
 
 def test_token_files_at_fault(tokens, tokenizer_file, tmp_path):
@@ -262,6 +339,82 @@ def test_urls(protocol, tmp_path):
     with fsspec.open(f"{base}/train/chunk1/y.jsonl", "wb") as file:
         file.write(content[0].encode())
     assert open_files(base).identity() != before
+
+
+def names_of(source):
+    return [item.id for item in read(source)[0]]
+
+
+def test_links_are_followed_in_the_order_of_names(tmp_path):
+    """Large corpora often lie as links to where their chunks were put."""
+    for number in range(3):
+        write_jsonl(tmp_path / f"disk{number}/deep/x.jsonl", [record("C4", text(number))])
+    raw = tmp_path / "raw/train"
+    write_jsonl(raw / "b/x.jsonl", [record("C4", text("own"))])
+    (raw / "c").symlink_to(tmp_path / "disk1")
+    (raw / "a").symlink_to(tmp_path / "disk0", target_is_directory=True)
+    (raw / "d.jsonl").symlink_to(tmp_path / "disk2/deep/x.jsonl")
+    expected = ["train/a/deep/x.jsonl:1", "train/b/x.jsonl:1", "train/c/deep/x.jsonl:1", "train/d.jsonl:1"]
+    assert names_of(tmp_path / "raw") == expected
+    (tmp_path / "linked").symlink_to(tmp_path / "raw")
+    assert names_of(tmp_path / "linked") == expected
+    before = open_files(tmp_path / "raw").identity()
+    write_jsonl(tmp_path / "disk0/deep/x.jsonl", [record("C4", text("another"))])
+    assert open_files(tmp_path / "raw").identity() != before
+
+
+def test_links_in_a_circle_end(tmp_path):
+    write_jsonl(tmp_path / "raw/a/x.jsonl", [record("C4", "x")])
+    write_jsonl(tmp_path / "other/y.jsonl", [record("C4", "y")])
+    (tmp_path / "raw/a/up").symlink_to("..")
+    (tmp_path / "raw/a/itself").symlink_to(".")
+    (tmp_path / "raw/other").symlink_to(tmp_path / "other")
+    (tmp_path / "other/back").symlink_to(tmp_path / "raw/a")  # which is no folder that raw/other lies in
+    assert names_of(tmp_path / "raw") == ["a/x.jsonl:1", "other/back/x.jsonl:1", "other/y.jsonl:1"]
+
+
+def test_two_links_to_one_folder_are_two_domains(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk/x.txt").write_text("x")
+    for name in ("Law", "Book"):
+        (tmp_path / "raw" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "raw" / name).symlink_to(tmp_path / "disk")
+    assert [item.domain for item in read(tmp_path / "raw")[0]] == ["Book", "Law"]
+
+
+@pytest.mark.parametrize("target", ["gone.jsonl", "a.jsonl"])
+def test_a_link_that_leads_nowhere_is_refused_where_it_would_be_read(tmp_path, target):
+    write_jsonl(tmp_path / "raw/train/x.jsonl", [record("C4", "x")])
+    (tmp_path / "raw/.#notes").symlink_to("someone@somewhere")
+    assert names_of(tmp_path / "raw") == ["train/x.jsonl:1"]
+    (tmp_path / "raw/train/a.jsonl").symlink_to(target)
+    with pytest.raises(UserError, match=r"raw/train/a\.jsonl: is a link that leads nowhere; mend it or remove it$"):
+        open_files(tmp_path / "raw")
+
+
+def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "x.jsonl", [record("C4", "x")])
+    (tmp_path / "closed").mkdir()
+    scan = os.scandir
+
+    def refusing(path):
+        if path == tmp_path / "closed":
+            raise PermissionError(errno.EACCES, "not yours", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(PermissionError):
+        open_files(tmp_path)
+
+
+def test_urls_of_this_machine_are_its_paths(tmp_path, tokens, tokenizer_file):
+    """Links are followed there, and Megatron's files read, which are not behind other URLs."""
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw/linked").symlink_to(tokens)
+    given = {"tokenizer": open_tokenizer(str(tokenizer_file))}
+    documents, _, _ = read((tmp_path / "raw").as_uri(), **given)
+    assert documents == read(tmp_path / "raw", **given)[0]
+    assert open_files((tmp_path / "raw").as_uri(), **given).files == open_files(tmp_path / "raw", **given).files
 
 
 def test_urls_at_fault():

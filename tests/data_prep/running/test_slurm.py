@@ -88,7 +88,10 @@ def test_while_jobs_write_no_other_call_does(records, tmp_path, tokenizer_file, 
     numbers = sorted(path.name for path in slurm.iterdir())
     again = Execution(executor=executor, workers=2, slurm_partition="cpu")
     answer("echo 55 55; echo 999 103")
-    with pytest.raises(UserError, match=r"out\.partial: is being written by Slurm jobs 103; wait, or .*: scancel 103$"):
+    where = "at stage 1/4 exact_signatures: 0 % of .*B read, no task at work"
+    with pytest.raises(
+        UserError, match=rf"out\.partial: is being written by Slurm jobs 103, {where}; .*: scancel 103$"
+    ):
         call(again)
     answer("exit 1")
     with pytest.raises(UserError, match=rf"was handed to Slurm jobs {','.join(numbers)}, and squeue cannot be asked"):
@@ -97,6 +100,37 @@ def test_while_jobs_write_no_other_call_does(records, tmp_path, tokenizer_file, 
     call(again)
     assert (tmp_path / "out").exists() == (executor == "local")
     assert len(list(slurm.iterdir())) == len(numbers) * (2 if executor == "slurm" else 1)
+
+
+def test_the_call_that_is_refused_says_where_the_jobs_are(records, tmp_path, tokenizer_file, slurm, monkeypatch):
+    """Behind each job the same call comes again, and once while a task that ended its reading is at work."""
+
+    def refusal() -> str:
+        with pytest.raises(UserError) as caught:
+            prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2, execution=ON_SLURM))
+        return caught.value.problem.removeprefix("is being written by Slurm jobs 109, at ")
+
+    prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2, execution=ON_SLURM))
+    (slurm.parent / "squeue").write_text("#!/bin/sh\necho 109 109\n")
+    (slurm.parent / "squeue").chmod(0o755)
+    scripts = [json.loads(path.read_text())[1] for path in sorted(slurm.iterdir())]
+    found = []
+    for script in scripts[:-1]:
+        run_job(script, monkeypatch)
+        found.append(refusal())
+    assert [re.sub(r" of .*B read", "", where) for where in found] == [
+        *("exact_pairs, before 2/4 search_train", "exact_survivors, before 2/4 search_train"),
+        *("merge_test_ngrams, before 2/4 search_train", "stage 2/4 search_train: 0 %, no task at work"),
+        *("merge_findings, before 3/4 judge_test", "stage 3/4 judge_test: 0 %, no task at work"),
+        *("report, before 4/4 tokenising", "stage 4/4 tokenising: 0 %, no task at work"),
+        "merging, after all stages",
+    ]
+    (tmp_path / "out.partial" / ".work" / "tasks-tokenising" / "completions" / "00001").unlink()
+    size = sum(path.stat().st_size for path in records.iterdir())
+    assert re.fullmatch(
+        rf"stage 4/4 tokenising: 100 % of {size / 1000:.2f}kB read, .*B/s, .* tokens/s, 00:00 left of this stage",
+        refusal(),
+    )
 
 
 def test_when_slurm_refuses_a_job_those_before_it_are_taken_back(records, tmp_path, tokenizer_file, slurm):

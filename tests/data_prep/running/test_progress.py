@@ -1,0 +1,111 @@
+"""How far tasks are, from boards that were filled by hand, and what `selectron prepare` shows of a small corpus."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prep_fakes import options
+
+from data_prep.prepare import prepare
+from data_prep.running import execution
+from data_prep.running.execution import Stage, standing
+from data_prep.running.progress import Board, Pace
+
+NOW = 1_000_000.0
+
+
+def board_of(path: Path, rows: list[tuple[int, int, float]]) -> Board:
+    """A board with the bytes, the tokens and the start of each task; a start of 0: it has not begun."""
+    board = Board(path, len(rows))
+    counts = [number for read, tokens, _ in rows for number in (read, tokens)]
+    begun = [round(1000 * start) for _, _, start in rows]
+    np.array([*counts, *begun], np.int64).tofile(path)
+    return board
+
+
+def test_the_arithmetic_by_hand(tmp_path: Path) -> None:
+    rows = [
+        (1000, 300, NOW - 500),  # has ended
+        (400, 100, NOW - 40),
+        (600, 240, NOW - 20),
+        (0, 0, 0),
+    ]
+    board = board_of(tmp_path / "board", rows)
+    assert board.sums() == (2000, 640)
+    pace = board.pace({0}, NOW)
+    assert pace == Pace(read=2000, tokens=640, at_work=2, read_speed=10 + 30, token_speed=2.5 + 12)
+    assert pace.said(8000) == "25 % of 8.00kB read, 40.0B/s, 14.5 tokens/s, 02:30 left of this stage"
+    assert board.pace({0, 1, 2}, NOW).said(8000) == "25 % of 8.00kB read, no task at work"
+
+
+def test_what_is_not_known_is_not_said(tmp_path: Path) -> None:
+    nothing_yet = board_of(tmp_path / "board", [(0, 0, NOW + 3)])  # by the clock of another machine
+    assert nothing_yet.pace((), NOW) == Pace(0, 0, 1, 0.0, 0.0)
+    assert nothing_yet.pace((), NOW).said(100) == "0 % of 100B read, 0.00B/s"
+    assert Pace(50, 0, 1, 0.5, 0.0).said(7300) == "1 % of 7.30kB read, 0.50B/s, 4:01:40 left of this stage"
+    assert Pace(0, 0, 0, 0.0, 0.0).said(0) == "0 % of 0.00B read, no task at work"
+
+
+def test_a_task_that_begins_again_begins_at_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = board_of(tmp_path / "board", [(7, 3, 5.0), (70, 30, 5.0)])
+    monkeypatch.setattr("data_prep.running.progress.time.time", lambda: NOW)
+    read, tokens = board.bytes_of(1), board.tokens_of(1)
+    assert board.sums() == (7, 3)
+    read[0] += 20
+    tokens[0] += 8
+    assert board.sums() == (27, 11)
+    assert board.pace({0}, NOW + 4) == Pace(27, 11, 1, 5.0, 2.0)
+
+
+def test_a_board_without_times_is_gone_on_with(tmp_path: Path) -> None:
+    board = Board(tmp_path / "board", 2)
+    np.array([7, 3, 70, 30], np.int64).tofile(board.path)
+    board.clear_missing()
+    assert board.sums() == (77, 33)
+    assert board.pace({0}, NOW).at_work == 0
+    content = board.path.read_bytes()
+    assert len(content) == 48
+    board.clear_missing()
+    assert board.path.read_bytes() == content
+
+
+def test_only_stages_that_read_the_input_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".work").mkdir()
+    monkeypatch.setattr(execution.time, "time", lambda: NOW)
+    stages = [
+        Stage("first", [], 1, board_of(tmp_path / "first", [(500, 0, NOW - 90)])),
+        Stage("sorting", [], 2),
+        Stage("second", [], 2, board_of(tmp_path / "second", [(300, 60, NOW - 30), (0, 0, 0)])),
+        Stage("sweeping", [], 1),
+    ]
+    said = [standing(stages, tmp_path, 500)]
+    for stage in stages:
+        finished = Path(stage.notes(tmp_path)) / "completions"
+        finished.mkdir(parents=True)
+        for task in range(stage.tasks):
+            (finished / f"{task:05d}").touch()
+        said.append(standing(stages, tmp_path, 500))
+    assert said == [
+        "at stage 1/2 first: 100 % of 500B read, 5.56B/s, 00:00 left of this stage",
+        "at sorting, before 2/2 second",
+        "at stage 2/2 second: 60 % of 500B read, 10.0B/s, 2.00 tokens/s, 00:20 left of this stage",
+        "at sweeping, before the end",
+        "at merging, after all stages",
+    ]
+
+
+def test_what_a_preparation_shows(
+    records: Path, tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = prepare(options(records, tmp_path / "out", tokenizer_file, tasks=2, progress=True))
+    assert manifest is not None
+    bars = {line.split(":")[0]: line for line in re.split(r"[\r\n]+", capsys.readouterr().err) if line.strip()}
+    assert list(bars) == ["1/4 exact_signatures", "2/4 search_train", "3/4 judge_test", "4/4 tokenising"]
+    for last in bars.values():
+        assert ": 100%|" in last
+        assert "B/s" in last
+    tokens = sum(entry.tokens for entry in manifest.domains)
+    assert f"{tokens / 1000:.2f}k tokens, " in bars["4/4 tokenising"]
+    assert bars["4/4 tokenising"].rstrip(" ]").endswith("tokens/s")
+    assert all("tokens" not in bars[title] for title in list(bars)[:3])

@@ -1,0 +1,178 @@
+"""A shard that fails while a run reads it: the run stops once, and its next start knows."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from corpora import prepared
+from launching import call, records, run, snapshot, write_config
+
+from data_prep import manifest as manifest_module
+from megatron_ext.data.failed import read_failed
+
+pytestmark = pytest.mark.slow
+
+SHARD = "train/First/000000.tar"
+SKIP = "data.on_damaged=skip"
+AT_ONCE = "training.async_checkpoints=false"
+LONGER = ["training.steps=12", "--resume"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("prepared"))
+
+
+@pytest.fixture
+def own_data(tmp_path: Path, data: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(data, tmp_path / "data"))
+
+
+@pytest.fixture
+def config(tmp_path: Path, own_data: Path) -> Path:
+    return write_config(tmp_path, own_data, tmp_path)
+
+
+class Disk:
+    """Fails at one file once the run has done some steps, until it is mended; size and times stay as they were."""
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.path, self._run = path, folder
+        self.is_mended, self._is_broken = False, False
+        self._pread, self._sha256_of = os.pread, manifest_module.sha256_of
+
+    def pread(self, descriptor: int, length: int, offset: int) -> bytes:
+        if Path(f"/proc/self/fd/{descriptor}").readlink() == self.path:
+            self._is_broken |= len(records(self._run)) >= 4
+            self._fail()
+        return self._pread(descriptor, length, offset)
+
+    def sha256_of(self, path: Path) -> str:
+        if path == self.path:
+            self._fail()
+        return self._sha256_of(path)
+
+    def _fail(self) -> None:
+        if self._is_broken and not self.is_mended:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.fixture
+def disk(tmp_path: Path, own_data: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    disk = Disk(own_data / SHARD, tmp_path / "run")
+    monkeypatch.setattr(os, "pread", disk.pread)
+    monkeypatch.setattr(manifest_module, "sha256_of", disk.sha256_of)
+    return disk
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def said(capsys: pytest.CaptureFixture[str], start: str) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"selectron: {start}: ")]
+
+
+def skipped(folder: Path) -> list[tuple[int, list[str]]]:
+    return [
+        (line["step"], [one["shard"] for one in line["shards"]]) for line in records(folder, "skipped_shards.jsonl")
+    ]
+
+
+def test_a_disk_that_fails_later_is_left_out_by_the_next_start(
+    tmp_path: Path, config: Path, disk: Disk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert call(config, SKIP, AT_ONCE) == 2
+    (error,) = said(capsys, "error")
+    assert f"{disk.path}: cannot be read (Input/output error); " in error
+    assert error.endswith("start again with --resume: if it is still damaged then, the run leaves it out and goes on")
+    assert read_failed(folder) == {SHARD}
+    assert skipped(folder) == []
+    assert call(config, SKIP, "--resume") == 0
+    assert f"{disk.path} or its index cannot be read (Input/output error): skipped" in said(capsys, "warning")[0]
+    assert [line["step"] for line in records(folder)] == list(range(1, 11))
+    assert skipped(folder) == [(3, [SHARD])]
+    disk.is_mended = True  # the next start finds it whole
+    assert call(config, SKIP, *LONGER) == 0
+    assert said(capsys, "warning") == []
+    assert skipped(folder) == [(3, [SHARD]), (10, [])]
+    assert read_failed(folder) == set()
+
+
+def test_a_disk_that_fails_later_is_named_by_every_start_that_may_not_skip(
+    tmp_path: Path, config: Path, disk: Disk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(config, AT_ONCE) == 2
+    (error,) = said(capsys, "error")
+    assert error.endswith(
+        f"{disk.path}: cannot be read (Input/output error); copy it again or prepare the data again, then start again "
+        "with --resume, or leave it out with --resume data.on_damaged=skip"
+    )
+    before = snapshot(tmp_path)
+    for _ in range(2):
+        assert call(config, "--resume") == 2
+        (error,) = said(capsys, "error")
+        assert f"{disk.path}: or its index cannot be read (Input/output error); copy it again" in error
+        assert snapshot(tmp_path) == before
+    disk.is_mended = True
+    assert call(config, "--resume") == 0
+    assert read_failed(tmp_path / "run") == set()
+
+
+@pytest.fixture
+def remote(tmp_path: Path, own_data: Path) -> list[str]:
+    """The same data at an address, with a shard of the right size that is damaged."""
+    flip_a_byte(own_data / SHARD)
+    return [f"data.path=file://{own_data}", f"data.cache_dir={tmp_path / 'cache'}"]
+
+
+def test_a_shard_that_comes_damaged_is_left_out_by_the_next_start(
+    tmp_path: Path, own_data: Path, config: Path, remote: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert call(config, SKIP, *remote) == 2
+    (error,) = said(capsys, "error")
+    assert f"file://{own_data / SHARD}: sha256 differs: " in error
+    assert error.endswith("if it is still damaged then, the run leaves it out and goes on")
+    for steps, arguments in ((10, ["--resume"]), (12, LONGER)):  # it is not forgotten while it is so
+        assert call(config, SKIP, *remote, *arguments) == 0
+        assert f"file://{own_data / SHARD} sha256 differs: " in said(capsys, "warning")[0]
+        assert len(records(folder)) == steps
+        assert [shards for _, shards in skipped(folder)] == [[SHARD]]
+    flip_a_byte(own_data / SHARD)
+    assert call(config, SKIP, *remote, "training.steps=13", "--resume") == 0
+    assert said(capsys, "warning") == []
+    assert read_failed(folder) == set()
+
+
+def test_a_shard_that_comes_damaged_is_named_by_every_start_that_may_not_skip(
+    tmp_path: Path, own_data: Path, config: Path, remote: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(config, *remote) == 2
+    assert "--resume data.on_damaged=skip" in said(capsys, "error")[0]
+    for _ in range(2):
+        assert call(config, *remote, "--resume") == 2
+        (error,) = said(capsys, "error")
+        assert f"file://{own_data / SHARD}: sha256 differs: " in error
+    flip_a_byte(own_data / SHARD)
+    assert call(config, *remote, "--resume") == 0
+    assert len(records(tmp_path / "run")) == 10
+    assert read_failed(tmp_path / "run") == set()
+
+
+def test_any_rank_tells_the_next_start(tmp_path: Path, config: Path, remote: list[str]) -> None:
+    code, errors = run(config, [SKIP, *remote], processes=2)
+    assert code == 2, errors
+    assert read_failed(tmp_path / "run") == {SHARD}
+    code, errors = run(config, [SKIP, *remote, "--resume"], processes=2)
+    assert code == 0, errors
+    assert errors.count("sha256 differs") == 1
+    assert len(records(tmp_path / "run")) == 10
