@@ -14,10 +14,14 @@ import sys
 import time
 from pathlib import Path
 
+from required import unless_required
+
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter")
 NAMESPACES = ("--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child=KILL", "--mount-proc")
 PATH = f"/usr/sbin:/usr/bin:/sbin:/bin:{os.environ['PATH']}"
 LOGIN = "10.77.0.254"
+STARTUP = 60
+"""Seconds until all nodes are there: one is enough where a machine has nothing else to do."""
 
 CONFIGURATION = """
 ClusterName=test
@@ -41,9 +45,10 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=0,batch_sched_delay=0
 SlurmdParameters=config_overrides
 ReturnToService=2
-SlurmdTimeout=8
+SlurmdTimeout={slurmd_timeout}
 MessageTimeout=5
-KillWait=2
+SrunPortRange=61000-65000
+KillWait={kill_wait}
 NodeName=n[1-{nodes}] CPUs={cpus} RealMemory=64000 {node}
 PartitionName=main Nodes=ALL Default=YES MaxTime={max_time} State=UP
 """
@@ -58,9 +63,24 @@ PrivateData=cloud
 """
 """Nodes that nobody starts: Slurm takes them for ones that it could wake, and shows them."""
 
+PREEMPTING = """
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=urgent Nodes=ALL PriorityTier=10 State=UP
+"""
+"""A second partition, whose jobs drive those of the first one from their nodes."""
+
 
 def missing() -> str:
-    """Why no cluster can be made here; empty if one can."""
+    """Why no cluster can be made here; empty if one can.
+
+    Raises:
+        RuntimeError: none can, and SELECTRON_REQUIRED names `slurm`.
+    """
+    return unless_required("slurm", _missing())
+
+
+def _missing() -> str:
     absent = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
     if absent:
         return f"Slurm is not installed (no {', '.join(absent)}); tools/install_slurm.sh installs it"
@@ -81,10 +101,22 @@ class SlurmCluster:
         declared_gpus: GPUs that each is said to have, where none is to be started: for what is refused or accepted
             before it runs. None: nodes are started, and have none.
         max_time: limit of the partition.
+        is_preempting: whether there is a second partition, `urgent`, to whose jobs others give way.
+        slurmd_timeout: seconds after which a node that does not answer is taken for down.
+        kill_wait: seconds from SIGTERM to SIGKILL, for a job whose time is up or that is cancelled.
     """
 
     def __init__(
-        self, folder: Path, nodes: int, cpus: int, *, declared_gpus: int | None = None, max_time: str = "INFINITE"
+        self,
+        folder: Path,
+        nodes: int,
+        cpus: int,
+        *,
+        declared_gpus: int | None = None,
+        max_time: str = "INFINITE",
+        is_preempting: bool = False,
+        slurmd_timeout: int = 8,
+        kill_wait: int = 2,
     ) -> None:
         self.folder = folder
         for name in ("state", *(f"spool/n{node + 1}" for node in range(nodes))):
@@ -93,7 +125,9 @@ class SlurmCluster:
         if declared_gpus is not None:
             node, more = f"Gres=gpu:{declared_gpus} State=CLOUD NodeAddr=127.0.0.1 Port=[7000-{6999 + nodes}]", DECLARED
         values = {"login": LOGIN, "folder": folder, "nodes": nodes, "cpus": cpus, "node": node, "max_time": max_time}
-        (folder / "slurm.conf").write_text(more + CONFIGURATION.format(**values))
+        values |= {"slurmd_timeout": slurmd_timeout, "kill_wait": kill_wait}
+        urgent = PREEMPTING if is_preempting else ""
+        (folder / "slurm.conf").write_text(more + CONFIGURATION.format(**values) + urgent)
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         addresses = [f"10.77.0.{node + 1} n{node + 1}" for node in range(nodes)]
         (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{LOGIN} login", *addresses, ""]))
@@ -117,14 +151,16 @@ class SlurmCluster:
         self._wait_for_nodes(nodes, "idle" if declared_gpus is None else "all")
 
     def _wait_for_nodes(self, nodes: int, states: str) -> None:
-        for _ in range(200):
+        end = time.monotonic() + STARTUP
+        while time.monotonic() < end:
             time.sleep(0.1)
             if (self.folder / "ready").exists():
+                # A node is listed once for each of its partitions.
                 idle = self.run("sinfo", "--noheader", "--Node", f"--states={states}", "--format=%N", check=False)
-                if len(idle.split()) == nodes:
+                if len(set(idle.split())) == nodes:
                     return
         self.stop()
-        raise TimeoutError(f"Slurm has not started in 20 s; see {self.folder}")
+        raise TimeoutError(f"Slurm has not started in {STARTUP} s; see {self.folder}")
 
     def run(self, *command: str, check: bool = True) -> str:
         """What a command prints on the login host.
@@ -140,10 +176,37 @@ class SlurmCluster:
             raise RuntimeError(f"{command} ended with {done.returncode}: {done.stderr}")
         return done.stdout
 
+    def on_node(self, name: str, *command: str) -> str:
+        """What a command prints on a node.
+
+        Raises:
+            RuntimeError: it fails.
+        """
+        outer = (self.folder / f"{name}.pid").read_text()
+        inside = self.run("cat", f"/proc/{outer}/task/{outer}/children").split()[0]
+        return self.run("nsenter", "-t", inside, "-m", "-n", "-u", "-i", "-p", "--", *command)
+
     def kill_node(self, name: str) -> None:
         """A power cut: the link first, so that nobody is told."""
         self.run("ip", "link", "del", f"v{name}")
         self.run("kill", "-KILL", (self.folder / f"{name}.pid").read_text())
+
+    def start_node(self, name: str) -> None:
+        """The end of a power cut."""
+        self.run(sys.executable, __file__, str(self.folder), "--node", name.removeprefix("n"))
+
+    def cut_link(self, name: str) -> None:
+        """From now on what is sent to a node, or by it, is lost, and nobody is told."""
+        self.run("ip", "link", "set", f"v{name}", "nomaster")
+
+    def mend_link(self, name: str) -> None:
+        """The end of that."""
+        self.run("ip", "link", "set", f"v{name}", "master", "br0")
+
+    def restart_controller(self) -> None:
+        """End slurmctld as by a crash, and start it again with what it had saved."""
+        self.run("kill", "-KILL", (self.folder / "slurmctld.pid").read_text().strip())
+        self.run("slurmctld")
 
     def stop(self) -> None:
         """End everything that runs in it."""
@@ -200,4 +263,7 @@ def _run(*command: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]))
+    if sys.argv[2] == "--node":
+        _start_node(Path(sys.argv[1]), int(sys.argv[3]))
+    else:
+        serve(Path(sys.argv[1]), int(sys.argv[2]))

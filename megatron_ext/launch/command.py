@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import UserError
 from megatron_ext.files import is_url
-from megatron_ext.launch import slurm
-from megatron_ext.launch.job import claim, jobs_of, local_environment, write_job
+from megatron_ext.heartbeat import signs
+from megatron_ext.launch import preflight_limits, slurm
+from megatron_ext.launch.array import tasks
+from megatron_ext.launch.branches import is_checkpoint
+from megatron_ext.launch.job import (
+    Job,
+    claim,
+    is_claimed,
+    jobs_of,
+    local_environment,
+    newest_job,
+    sbatch_options,
+    write_job,
+)
+from megatron_ext.launch.ranks import ranks_table
 from megatron_ext.launch.resources import Resources
-from megatron_ext.launch.status import run_folders, status_table
-from megatron_ext.launch.sweep import Sweep, run_table
-from megatron_ext.reports import table
+from megatron_ext.launch.status import events_of, run_folders, status_of, status_table
+from megatron_ext.launch.sweep import Sweep
+
+_OF_SLURM = ("nodes", "gpus_per_node", "processes_per_node", "cpus_per_task", "partition", "time", "container")
+"""Options that mean nothing to a run on this machine."""
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +53,8 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     override = "of all runs, e.g. training.steps=200; or another YAML file, laid over their configuration"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=override)
     add_where(parser)
-    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="with --local: runs at a time (1)")
+    at_once = "most runs at a time (with --local 1, else as many as Slurm gives)"
+    parser.add_argument("--parallel", type=int, metavar="N", help=at_once)
     parser.add_argument("--dry-run", action="store_true", help="check all runs and list them, start nothing")
 
 
@@ -45,6 +64,8 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--nodes", type=int, metavar="N", help="nodes (default 1)")
     where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of each node, a process for each")
     where.add_argument("--processes-per-node", type=int, metavar="N", help="processes of each node, without GPUs")
+    cpus = "processors of each process, whose threads they run (the cluster's rule, most often 1)"
+    where.add_argument("--cpus-per-task", type=int, metavar="N", help=cpus)
     where.add_argument("--partition", help="of the cluster (its default one)")
     where.add_argument("--time", help="limit: minutes, H:MM:SS or D-HH (the partition's)")
     where.add_argument("--local", type=int, metavar="N", help="without Slurm: N processes of this machine")
@@ -59,6 +80,9 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--python", metavar="PATH", help=python)
     before = "seconds before the time is up at which it writes a checkpoint and starts anew (180)"
     where.add_argument("--save-before", type=int, default=180, metavar="SECONDS", help=before)
+    look = "train without a look at the nodes, see `selectron preflight`"
+    where.add_argument("--no-preflight", action="store_true", help=look)
+    preflight_limits.add_limits(parser)
     where.add_argument("--requeues", type=int, default=20, metavar="N", help="most times that it starts anew (20)")
 
 
@@ -69,7 +93,7 @@ def world_size(args: argparse.Namespace) -> int:
         UserError: an option is not what it must be.
     """
     if args.local is not None:
-        for option in ("nodes", "gpus_per_node", "processes_per_node", "partition", "time", "container"):
+        for option in _OF_SLURM:
             if getattr(args, option) is not None:
                 problem = f"{args.local}, beside --{option.replace('_', '-')}, which is for Slurm"
                 raise UserError("--local", problem, "leave one of them out")
@@ -86,6 +110,7 @@ def _resources(args: argparse.Namespace, run_name: str) -> Resources:
         nodes=1 if args.nodes is None else args.nodes,
         gpus_per_node=args.gpus_per_node,
         processes_per_node=args.local or args.processes_per_node,
+        cpus_per_task=args.cpus_per_task,
         partition=args.partition,
         time=args.time,
         job_name=args.job_name or run_name,
@@ -94,6 +119,7 @@ def _resources(args: argparse.Namespace, run_name: str) -> Resources:
         container=args.container,
         mounts=args.container_mounts.split(",") if args.container_mounts else [],
         more=args.sbatch,
+        preflight=[] if args.no_preflight else preflight_limits.words(args),
     )
 
 
@@ -113,15 +139,13 @@ def launch(args: argparse.Namespace, config: RunConfig, refuse_existing: Callabl
     """
     folder = Path(config.run.dir) / config.run.name
     resources = _resources(args, config.run.name)
-    # A container may have its own name for it.
-    if not args.container and not is_url(config.data.path) and not Path(config.data.path).is_dir():
-        raise UserError("data.path", f"there is no folder {config.data.path}", "prepare it with `selectron prepare`")
+    check_paths({"": config}, resources, _python(args))
     if not args.resume:
         refuse_existing()
-    if args.local is None and not args.dry_run:
-        slurm.check_installed()
-        resources.check_cluster(slurm.partitions())
-        _refuse_alive(folder)
+    if args.local is None:
+        _check_cluster(args, resources, sbatch_options(resources, folder.absolute(), "job-%j.log"))
+        if not args.dry_run:
+            _refuse_alive(folder)
     if args.local is not None and not args.dry_run and claim(folder) is None:
         raise UserError("run.name", f"{folder} is trained by another process", "wait for it, or end it with Ctrl-C")
     job = write_job(config, folder, resources, _python(args))
@@ -139,13 +163,13 @@ def launch(args: argparse.Namespace, config: RunConfig, refuse_existing: Callabl
     return 0
 
 
-def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], overrides: Mapping[str, Sequence[str]]) -> int:
+def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: Sequence[str]) -> int:
     """Launch all runs of a sweep that are not finished.
 
     Args:
         args: see `add_sweep`; checked by `world_size`.
         configs: whole and checked, by the runs' names.
-        overrides: what makes each of them.
+        listing: lines that say what they are.
 
     Returns:
         The exit code.
@@ -153,23 +177,89 @@ def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], overrides:
     Raises:
         UserError: something is missing, here or in the cluster.
     """
-    if args.parallel < 1:
+    if args.parallel is not None and args.parallel < 1:
         raise UserError("--parallel", f"{args.parallel} is less than 1", "give 1 or more")
-    if args.dry_run:
-        print("\n".join(table(("run", "steps", "tokens", "fields"), run_table(configs, overrides))))
-        return 0
     folder = Path(next(iter(configs.values())).run.dir)
     resources = _resources(args, folder.name)
-    if args.local is None:
-        slurm.check_installed()
-        resources.check_cluster(slurm.partitions())
     runs = Sweep(folder, configs, resources, _python(args))
+    try:
+        check_paths(runs.unfinished, resources, _python(args), runs.waiting)
+    except UserError as error:
+        if not args.dry_run:  # runs may be planned, and listed, where their data is not
+            raise
+        print(f"selectron: warning: {error}", file=sys.stderr)
+    if args.local is None:
+        resources.check()  # again, as it has a name now
+        options = sbatch_options(resources, folder.absolute(), "array.log")
+        _check_cluster(args, resources, [*options, tasks(max(runs.largest_array(), 1))])
+    if args.dry_run:
+        print("\n".join(listing))
+        return 0
     runs.note()
     if args.local is not None:
-        return runs.run(args.local, args.parallel)
-    runs.submit()
+        return runs.run(args.local, args.parallel or 1)
+    runs.submit(args.parallel)
     print(f"follow: selectron status {folder}")
     return 0
+
+
+def check_paths(
+    configs: Mapping[str, RunConfig], resources: Resources, python: str, waiting: Collection[str] = ()
+) -> None:
+    """Refuse paths that are not there. Of those that a container has from elsewhere it is said that nobody looked.
+
+    Args:
+        configs: of the runs that are to begin, by their names in a sweep; a single run's by "".
+        resources: of each.
+        python: interpreter of the ranks.
+        waiting: runs that begin from a checkpoint which need not be there yet.
+
+    Raises:
+        UserError: there is no such folder, checkpoint, program or mount.
+    """
+    resources.check_mounts()
+    if resources.container is None and shutil.which(python) is None:
+        raise UserError("--python", f"there is no program {python}", "give an interpreter that has Selectron")
+    unseen = []
+    for name, config in configs.items():
+        for field, path, is_there, kind, mend in _begins_from(config, is_waiting=name in waiting):
+            here = resources.here(path, Path(config.run.dir).absolute())
+            if here is None:
+                unseen.append(f"{field}: {path} is below no mount of the container, so nobody looked for it")
+            elif not is_there(here):
+                found = path if here == Path(os.path.abspath(path)) else f"{path}, which is {here} on this machine"
+                where = f"run {name}: {field}" if name else field
+                raise UserError(where, f"there is no {kind} {found}", mend)
+    for line in dict.fromkeys(unseen):
+        print(f"selectron: warning: {line}", file=sys.stderr)
+
+
+def _begins_from(config: RunConfig, *, is_waiting: bool) -> Iterator[tuple[str, str, Callable[[Path], bool], str, str]]:
+    """Folders that a run needs when it begins: the field, the path, whether it is one, of what kind, and the mend."""
+    if not is_url(config.data.path):
+        yield "data.path", config.data.path, Path.is_dir, "folder", "prepare it with `selectron prepare`"
+    own = Path(config.run.dir) / config.run.name / "checkpoints"  # of which it goes on from the newest, if it has begun
+    if config.run.branch_from is not None and not is_waiting and not own.exists():
+        mend = "give one like runs/trunk/checkpoints/step_400"
+        yield "run.branch_from", config.run.branch_from, is_checkpoint, "checkpoint", mend
+
+
+def _check_cluster(args: argparse.Namespace, resources: Resources, options: Sequence[str]) -> None:
+    """Refuse what the cluster has not; a dry run where there is none to ask says so, and goes on.
+
+    Raises:
+        UserError: it has not what is asked for, or there is none.
+    """
+    try:
+        slurm.check_installed()
+        partitions = slurm.partitions()
+    except UserError as error:
+        if not args.dry_run:
+            raise
+        print(f"selectron: warning: no cluster was asked: {error.where}: {error.problem}", file=sys.stderr)
+        return
+    resources.check_cluster(partitions)
+    slurm.check_options(options)
 
 
 def _python(args: argparse.Namespace) -> str:
@@ -177,11 +267,15 @@ def _python(args: argparse.Namespace) -> str:
 
 
 def _refuse_alive(folder: Path) -> None:
-    for job in jobs_of(folder)[-1:]:
-        state = None if job.number is None else slurm.job_state(job.number)
-        if state is not None and state.is_alive:
-            problem = f"{folder} has job {job.number} ({state.state.lower()})"
-            raise UserError("run.name", problem, f"`selectron cancel {folder}` ends it; or choose another run.name")
+    numbers = slurm.numbers_by_script()
+    for job in jobs_of(folder)[-1:]:  # which a call may have submitted that was stopped before it could note its number
+        if job.number is None and str(job.script) in numbers:
+            job.keep_number(numbers[str(job.script)])
+    newest = newest_job(folder)
+    state = slurm.job_state(newest.number) if newest and newest.number else None
+    if newest is not None and state is not None and state.is_alive:
+        problem = f"{folder} has job {newest.number} ({state.state.lower()})"
+        raise UserError("run.name", problem, f"`selectron cancel {folder}` ends it; or choose another run.name")
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
@@ -196,9 +290,28 @@ def add_logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lines", type=int, default=50, metavar="N", help="as many from the end (50)")
 
 
+def add_status(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `selectron status`."""
+    add_runs(parser)
+    parser.add_argument("--ranks", action="store_true", help="how far each rank is, and which keep the others waiting")
+    parser.add_argument("--json", action="store_true", help="print it for programs")
+
+
 def status(args: argparse.Namespace) -> int:
-    """Print how runs stand."""
-    print("\n".join(status_table(list(run_folders(args.runs)))))
+    """Print how runs stand.
+
+    Raises:
+        UserError: there is nothing that is asked for.
+    """
+    folders = list(run_folders(args.runs))
+    runs = [status_of(folder) for folder in folders]
+    if args.json:
+        ranks = [{"ranks": [asdict(sign) for sign in signs(folder)]} if args.ranks else {} for folder in folders]
+        print(json.dumps([asdict(run) | more for run, more in zip(runs, ranks, strict=True)], indent=1))
+        return 0
+    print("\n".join(status_table(runs)))
+    for folder in folders if args.ranks else ():
+        print(f"\n{folder}:\n" + "\n".join(ranks_table(folder)))
     return 0
 
 
@@ -208,10 +321,9 @@ def logs(args: argparse.Namespace) -> int:
     Raises:
         UserError: there is none yet.
     """
-    jobs = jobs_of(args.run)
-    if not jobs:
+    job = newest_job(args.run)
+    if job is None:
         raise UserError(str(args.run), "is no run that was launched", "give run.dir/run.name of one")
-    job = jobs[-1]
     if not job.log.exists():
         problem = (
             f"job {job.number} has printed nothing yet" if job.number else "its output went to where it was started"
@@ -226,14 +338,26 @@ def cancel(args: argparse.Namespace) -> int:
     """End the jobs of runs that are under way; each leaves a checkpoint if Slurm lets it (KillWait).
 
     Raises:
-        UserError: one was not submitted to Slurm, or Slurm refuses.
+        UserError: Slurm refuses; or, when all that are Slurm's are ended, some are not.
     """
+    others = []
     for folder in run_folders(args.runs):
-        for job in jobs_of(folder)[-1:]:
-            if job.number is None:
-                raise UserError(str(folder), "its job is not Slurm's", "end it where it was started (Ctrl-C)")
-            state = slurm.job_state(job.number)
-            if state is not None and state.is_alive:
-                slurm.cancel(job.number)
-                print(f"{folder.name}: job {job.number} is cancelled")
+        job = newest_job(folder)
+        if job is None or _has_ended_here(job):
+            continue
+        if job.number is None:
+            others.append(str(folder))
+            continue
+        state = slurm.job_state(job.number)
+        if state is not None and state.is_alive:
+            slurm.cancel(job.number)
+            print(f"{folder.name}: job {job.number} is cancelled")
+    if others:
+        raise UserError(", ".join(others), "no job of Slurm's", "end it where it was started (Ctrl-C)")
     return 0
+
+
+def _has_ended_here(job: Job) -> bool:
+    """Whether it was begun on this machine, without Slurm, and trains no more."""
+    begun = any(event.what.startswith("begun with") for event in events_of(job)[:1])
+    return job.number is None and begun and not is_claimed(job.run)

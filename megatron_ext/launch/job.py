@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,14 @@ from megatron_ext import source
 from megatron_ext.config.save import to_yaml
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import UserError
+from megatron_ext.events import EVENTS, LAUNCH, launches
 from megatron_ext.files import write_whole
 from megatron_ext.launch.resources import Resources
 
 TEMPLATE = Path(__file__).with_name("train.sbatch")
 PACKAGES = ("megatron_ext", "kernels", "data_prep")
-SCRIPT, CODE, EVENTS, NUMBER = "job.sbatch", "code", "events.tsv", "job_id"
+SCRIPT, CODE, NUMBER = "job.sbatch", "code", "job_id"
+_CLAIM_TRIES, _CLAIM_SECONDS = 5, 0.05
 _BEGIN, _END = "# >>> job\n", "# <<< job\n"
 
 
@@ -39,6 +42,11 @@ class Job:
         """Slurm's; None where it was not submitted, or runs without Slurm."""
         path = self.folder / NUMBER
         return path.read_text().strip() if path.exists() else None
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it was submitted, or runs or ran here; a dry run's, for example, is not."""
+        return self.number is not None or (self.folder / EVENTS).exists()
 
     @property
     def run(self) -> Path:
@@ -62,8 +70,13 @@ class Job:
 
 def jobs_of(run_folder: Path) -> list[Job]:
     """Jobs of a run, the newest last."""
-    folders = [path for path in (run_folder / "launch").glob("*") if path.name.isdecimal()]
-    return [Job(path) for path in sorted(folders, key=lambda path: int(path.name))]
+    return [Job(path) for path in launches(run_folder)]
+
+
+def newest_job(run_folder: Path) -> Job | None:
+    """The newest job of a run that is begun; None: there is none."""
+    begun = [job for job in jobs_of(run_folder) if job.is_begun]
+    return begun[-1] if begun else None
 
 
 def claim(run_folder: Path) -> int | None:
@@ -75,19 +88,35 @@ def claim(run_folder: Path) -> int | None:
     Raises:
         UserError: the folder cannot be written.
     """
-    folder = run_folder / "launch"
+    folder = run_folder / LAUNCH
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
     except OSError as error:
         raise unwritable(folder, error) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
-    os.set_inheritable(lock, True)
-    return lock
+    for _ in range(_CLAIM_TRIES):  # whoever looks whether it is free holds it for a moment
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_CLAIM_SECONDS)
+        else:
+            os.set_inheritable(lock, True)
+            return lock
+    os.close(lock)
+    return None
+
+
+def is_claimed(run_folder: Path) -> bool:
+    """Whether processes that were started here train a run."""
+    path = run_folder / LAUNCH / "lock"
+    if not path.exists():
+        return False
+    with path.open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def local_environment(processes: int) -> dict[str, str]:
@@ -96,7 +125,23 @@ def local_environment(processes: int) -> dict[str, str]:
     return given | {"SELECTRON_PROCESSES": str(processes)}
 
 
-def write_job(config: RunConfig, run_folder: Path, resources: Resources, python: str) -> Job:
+def copy_code(folder: Path) -> Path:
+    """Copy the code as it is now to a folder of this name, and return it.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        for package in PACKAGES:
+            shutil.copytree(source.ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    return folder
+
+
+def write_job(
+    config: RunConfig, run_folder: Path, resources: Resources, python: str, *, code: Path | None = None
+) -> Job:
     """Write a job's folder, with the configuration and the code as they are now.
 
     Args:
@@ -104,18 +149,20 @@ def write_job(config: RunConfig, run_folder: Path, resources: Resources, python:
         run_folder: of the run.
         resources: checked.
         python: interpreter of the ranks.
+        code: a copy that several jobs share; None: this one gets its own.
 
     Raises:
         UserError: the folder cannot be written.
     """
     before = jobs_of(run_folder)
-    folder = (run_folder / "launch" / str(int(before[-1].folder.name) + 1 if before else 1)).absolute()
+    folder = (run_folder / LAUNCH / str(int(before[-1].folder.name) + 1 if before else 1)).absolute()
     try:
         folder.mkdir(parents=True)
         (folder / "config.yaml").write_text(to_yaml(config))
-        for package in PACKAGES:
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(source.ROOT / package, folder / CODE / package, ignore=ignored)
+        if code is None:
+            copy_code(folder / CODE)
+        else:
+            (folder / CODE).symlink_to(os.path.relpath(code, folder))
         (folder / "code.json").write_text(json.dumps({"commit": source.commit(), "python": python}, indent=1) + "\n")
         job = Job(folder)
         job.script.write_text(script(job, resources, python))
@@ -133,15 +180,8 @@ def script(job: Job, resources: Resources, python: str) -> str:
     """The template with a job's own lines between its marks."""
     head, rest = TEMPLATE.read_text().split(_BEGIN)
     _, body = rest.split(_END)
-    options = [
-        f"--job-name={resources.job_name}",
-        f"--output={job.folder}/job-%j.log",
-        "--open-mode=append",
-        "--requeue",
-        f"--chdir={Path.cwd()}",
-        *resources.sbatch_options(),
-    ]
-    srun, inside = _container(resources, job.folder)
+    options = sbatch_options(resources, job.folder, "job-%j.log")
+    srun, inside = _container(resources, job.run.parent)
     settings = [
         *(f"#SBATCH {option}" for option in options),
         f"python={shlex.quote(python)}",
@@ -150,6 +190,7 @@ def script(job: Job, resources: Resources, python: str) -> str:
         f"srun_options=({_words(srun)})",
         f"inside=({_words(inside)})",
         f"config=({shlex.quote(str(job.folder / 'config.yaml'))})",
+        f"preflight=({_words(resources.preflight)})",
         # Safe: else Python would find what stands in the working folder, a checkout that has moved on, before it.
         f"code={shlex.quote(str(job.folder / CODE))}",
         'export PYTHONPATH="$code${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1',
@@ -157,16 +198,37 @@ def script(job: Job, resources: Resources, python: str) -> str:
     return head + _BEGIN + "\n".join(settings) + "\n" + _END + body
 
 
+def sbatch_options(resources: Resources, folder: Path, log: str) -> list[str]:
+    """Options of sbatch, as they stand in a script, for a job that starts anew and goes on writing to a file.
+
+    Args:
+        resources: checked.
+        folder: of the file, absolute.
+        log: its name, a pattern of Slurm's.
+    """
+    return [
+        f"--job-name={resources.job_name}",
+        # Slurm reads a directive as a shell does, and % in a file's name as the beginning of a pattern.
+        f"--output={shlex.quote(str(folder).replace('%', '%%') + '/' + log)}",
+        "--open-mode=append",
+        "--requeue",
+        f"--chdir={shlex.quote(str(Path.cwd()))}",
+        *resources.sbatch_options(),
+    ]
+
+
 def _words(words: Sequence[str]) -> str:
     return " ".join(shlex.quote(word) for word in words)
 
 
-def _container(resources: Resources, folder: Path) -> tuple[list[str], list[str]]:
+def _container(resources: Resources, runs: Path) -> tuple[list[str], list[str]]:
     """Options of srun, and the command that a rank is begun with."""
     if resources.container is None:
         return [], []
-    seen = list(dict.fromkeys([str(Path.cwd()), str(folder), *resources.mounts]))
+    seen, here = resources.mounts_in(runs), Path.cwd()
+    # An image has a working folder of its own, and run.dir and data.path are most often relative to this one.
     if resources.container.endswith(".sif"):
-        return [], ["apptainer", "exec", "--nv", f"--bind={','.join(seen)}", resources.container]
+        return [], ["apptainer", "exec", "--nv", f"--pwd={here}", f"--bind={','.join(seen)}", resources.container]
     mounts = ",".join(path if ":" in path else f"{path}:{path}" for path in seen)
-    return [f"--container-image={resources.container}", f"--container-mounts={mounts}"], []
+    image = f"--container-image={resources.container}"
+    return [image, f"--container-mounts={mounts}", f"--container-workdir={here}"], []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ class Resources:
         nodes: number of nodes.
         gpus_per_node: GPUs of each, with a task for each; None: none.
         processes_per_node: tasks on each node, where it has no GPUs.
+        cpus_per_task: processors of each task; None: as the cluster is set, most often one.
         partition: None: Slurm's default one.
         time: limit, as Slurm reads it (minutes, H:MM:SS, D-HH, ...); None: the partition's.
         job_name: as squeue shows it.
@@ -30,11 +32,13 @@ class Resources:
         container: image for enroot with pyxis, or a .sif for Apptainer; None: none.
         mounts: paths that the container sees beside the working folder.
         more: further options of sbatch, `--account=x`.
+        preflight: options with which `selectron preflight` looks at the nodes before training; empty: it does not.
     """
 
     nodes: int
     gpus_per_node: int | None = None
     processes_per_node: int | None = None
+    cpus_per_task: int | None = None
     partition: str | None = None
     time: str | None = None
     job_name: str
@@ -43,6 +47,7 @@ class Resources:
     container: str | None = None
     mounts: list[str] = field(default_factory=list)
     more: list[str] = field(default_factory=list)
+    preflight: list[str] = field(default_factory=list)
 
     @property
     def tasks_per_node(self) -> int:
@@ -59,6 +64,7 @@ class Resources:
             ("--nodes", self.nodes),
             ("--gpus-per-node", self.gpus_per_node),
             ("--processes-per-node", self.processes_per_node),
+            ("--cpus-per-task", self.cpus_per_task),
         ):
             if value is not None and value < 1:
                 raise UserError(option, f"{value} is less than 1", "give 1 or more")
@@ -82,6 +88,43 @@ class Resources:
             raise UserError(
                 "--container", f"there is no file {self.container}", "give an image file, or a registry's name"
             )
+
+    def check_mounts(self) -> None:
+        """Refuse to mount what this machine has not.
+
+        Raises:
+            UserError: there is no such path.
+        """
+        for mount in self.mounts:
+            path = mount.split(":")[0]
+            if not path or not Path(path).exists():
+                mend = "give paths of this machine, PATH or PATH:PATH_IN_CONTAINER, separated by commas"
+                raise UserError("--container-mounts", f"there is no {path or 'path before a comma'}", mend)
+
+    def mounts_in(self, runs: Path) -> list[str]:
+        """Paths that a container sees, `PATH` or `PATH:PATH_IN_CONTAINER`.
+
+        Args:
+            runs: folder of the run folders, which checkpoints and records go to and a sweep's code is in.
+        """
+        return list(dict.fromkeys([str(Path.cwd()), str(runs), *self.mounts]))
+
+    def here(self, path: str, runs: Path) -> Path | None:
+        """A path as processes call it, as this machine calls it; None: no mount leads out of their container there.
+
+        Args:
+            path: relative to the working folder, which they start in, or absolute.
+            runs: folder of the run folders.
+        """
+        whole = Path(os.path.abspath(path))
+        if self.container is None:
+            return whole
+        pairs = [(mount.split(":") * 2)[:2] for mount in self.mounts_in(runs)]
+        outer = [(Path(source), Path(target)) for source, target in pairs if whole.is_relative_to(target)]
+        if not outer:
+            return None
+        source, target = max(outer, key=lambda pair: len(pair[1].parts))
+        return source / whole.relative_to(target)
 
     def time_seconds(self) -> float:
         """The time limit in seconds.
@@ -122,6 +165,11 @@ class Resources:
         if not self.gpus_per_node and self.tasks_per_node > chosen.tasks_per_node:
             problem = f"{self.tasks_per_node}, and {there} {chosen.tasks_per_node} processors a node"
             raise UserError("--processes-per-node", problem, f"give {chosen.tasks_per_node} or fewer")
+        most = chosen.tasks_per_node // self.tasks_per_node
+        if self.cpus_per_task and self.cpus_per_task > most:
+            processes = f"for each of {self.tasks_per_node} processes" if self.tasks_per_node > 1 else "for a process"
+            problem = f"{self.cpus_per_task} {processes}, and {there} {chosen.tasks_per_node} processors a node"
+            raise UserError("--cpus-per-task", problem, f"give {most} or fewer" if most else "give fewer processes")
 
     def _partition(self, partitions: Mapping[str, Partition]) -> Partition:
         names = ", ".join(sorted(partitions))
@@ -140,6 +188,7 @@ class Resources:
             "--partition": self.partition,
             "--time": self.time,
             "--gpus-per-node": self.gpus_per_node,
+            "--cpus-per-task": self.cpus_per_task,
         }
         given = [f"{option}={value}" for option, value in asked.items() if value is not None]
         fixed = [f"--nodes={self.nodes}", f"--ntasks-per-node={self.tasks_per_node}"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,14 +113,40 @@ def job_state(job: str) -> JobState | None:
     return JobState(state, "" if reason == "None" else reason, nodes)
 
 
+def check_options(options: Sequence[str]) -> None:
+    """Ask Slurm whether it could ever run a job of these options, of which nothing is written or submitted yet.
+
+    `sinfo` sums up a partition whose nodes differ: which of them together have what is asked for, Slurm alone knows.
+
+    Args:
+        options: as they stand in a batch script.
+
+    Raises:
+        UserError: Slurm refuses them; its own words say why.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as script:
+        script.write("\n".join(["#!/bin/sh", *(f"#SBATCH {option}" for option in options), ""]))
+        script.flush()
+        ask("sbatch", "--test-only", script.name)
+
+
 def submit(script: Path) -> str:
-    """Submit a batch script, which Slurm is asked about first, and return the job's number.
+    """Submit a batch script, and return the job's number.
 
     Raises:
         UserError: Slurm refuses it; its own words say why.
     """
-    ask("sbatch", "--test-only", str(script))
     return ask("sbatch", "--parsable", str(script)).strip().split(";")[0]
+
+
+def numbers_by_script() -> dict[str, str]:
+    """This user's jobs that wait or run, by the path of their script; of an array the whole's number.
+
+    Raises:
+        UserError: Slurm does not answer.
+    """
+    lines = (line.partition(" ") for line in ask("squeue", "--noheader", "--me", "--format=%F %o").splitlines())
+    return {script: number for number, _, script in lines}
 
 
 def cancel(job: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -36,6 +36,7 @@ class RunOptimizer(ABC):
         self.chunks = chunks
         self._modules = [module for chunk in chunks for module in chunk.modules()]
         self._adams, self._scheduler, self.shares_state = adams, schedule, shares_state
+        self._skipped = 0
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -43,14 +44,30 @@ class RunOptimizer(ABC):
     def begin_step(self) -> None:
         """Set gradients to zero."""
 
-    def finish_step(self) -> float:
-        """Clip, update parameters, advance the schedule. Returns the gradient norm before clipping."""
-        self._scheduler.step(increment=1)  # before the update: step 1 already has a rate above zero
-        return self._update()
+    def finish_step(self, goes_on: Callable[[float], bool]) -> None:
+        """Clip the gradients, update parameters, advance the schedule; or drop the gradients, and all stays as it was.
+
+        Args:
+            goes_on: which of them, by the gradient's norm over all ranks, before clipping; inf or nan if it is not
+                finite. On every rank alike.
+        """
+
+        def at_next_rate(grad_norm: float) -> bool:
+            goes = goes_on(grad_norm)
+            if goes:
+                self._scheduler.step(increment=1)  # before the update: step 1 already has a rate above zero
+            return goes
+
+        self._finish_step(at_next_rate)
 
     @abstractmethod
-    def _update(self) -> float:
-        """Clip and update parameters. Returns the gradient norm before clipping."""
+    def _finish_step(self, goes_on: Callable[[float], bool]) -> None:
+        """Clip the gradients and update parameters, or drop the gradients."""
+
+    def skip(self) -> None:
+        """Let a step whose gradients were dropped count as done: the schedule goes on, Adam's own count does not."""
+        self._scheduler.step(increment=1)
+        self._skipped += 1
 
     @property
     def lr(self) -> float:
@@ -95,7 +112,7 @@ class RunOptimizer(ABC):
 
     def plain_state(self) -> dict[str, Any]:
         """What of its state is no tensor."""
-        return {"schedule": self._scheduler.state_dict()}
+        return {"schedule": {**self._scheduler.state_dict(), "skipped": self._skipped}}
 
     def take(self, stretches: Sequence[Stretch], plain: dict[str, Any]) -> None:
         """Go on from a saved state.
@@ -105,5 +122,6 @@ class RunOptimizer(ABC):
             plain: as it was saved.
         """
         done = go_on_from(self._scheduler, plain["schedule"])
+        self._skipped = int(plain["schedule"].get("skipped", 0))  # older checkpoints do not say: there was no skipping
         for adam in self._adams:
-            set_steps(adam, done)
+            set_steps(adam, done - self._skipped)

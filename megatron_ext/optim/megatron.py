@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -66,7 +66,7 @@ class MegatronRunOptimizer(RunOptimizer):
         transformer_config = get_model_config(chunks[0])
         transformer_config.finalize_model_grads_func = finalize_model_grads
         transformer_config.grad_scale_func = self._optimizer.scale_loss
-        self._platform = platform
+        self._platform, self._clip_grad = platform, config.clip_grad
         self._parts: list[Any] = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         schedule = make_schedule(self._optimizer, config, steps)
         super().__init__(wrapped, [part.optimizer for part in self._parts], schedule, shares_state=sharded)
@@ -77,10 +77,19 @@ class MegatronRunOptimizer(RunOptimizer):
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def _update(self) -> float:
+    def _finish_step(self, goes_on: Callable[[float], bool]) -> None:
+        """What Megatron's own `step` does, but for the question; a step begins with gradients at zero."""
         with self._platform.optimizer_context():
-            _updated, grad_norm, _zeros = self._optimizer.step()
-        return float(grad_norm)
+            overflowed = self._optimizer.prepare_grads()
+            assert not overflowed, "it looks for overflow with fp16 alone"
+            grad_norm = float(self._optimizer.get_grad_norm())
+            if not goes_on(grad_norm):
+                return
+            for part in self._parts:
+                parameters = part.get_parameters()
+                if parameters and self._clip_grad:
+                    clip_grad_by_total_norm_fp32(parameters, self._clip_grad, grad_norm)
+            self._optimizer.step_with_ready_grads()
 
     def stretches(self) -> Iterator[Stretch]:
         """Optimizer state as this rank holds it."""
@@ -133,7 +142,7 @@ def _megatron_config(config: OptimizerConfig, precision: str) -> MegatronOptimiz
         adam_beta1=config.betas[0],
         adam_beta2=config.betas[1],
         adam_eps=config.epsilon,
-        clip_grad=config.clip_grad or math.inf,  # Megatron leaves the norm uncomputed where it is 0
+        clip_grad=config.clip_grad,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=config.sharding == "megatron",

@@ -7,7 +7,7 @@ them over to be reduced over data-parallel ranks (Rajbhandari et al., arXiv 1910
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.optim.deepspeed_groups import GroupsForDeepSpeed, join_process_group
+from megatron_ext.optim.deepspeed_steps import step_if
 from megatron_ext.optim.parameter_groups import adamw
 from megatron_ext.optim.schedule import make_schedule
 from megatron_ext.optim.state import MOMENTS, Stretch, make_moments
@@ -82,10 +83,9 @@ class Zero1RunOptimizer(RunOptimizer):
         self._zero.zero_grad()
         self._zero.set_gradient_accumulation_boundary(False)
 
-    def _update(self) -> float:
+    def _finish_step(self, goes_on: Callable[[float], bool]) -> None:
         self.make_moments()
-        self._zero.step()
-        return float(self._zero._global_grad_norm)
+        step_if(self._zero, self._zero.step, goes_on)
 
     def _reduce(self, chunks: Sequence[ZeroChunk], *arguments: Any, **options: Any) -> None:
         """What Megatron calls when all micro-batches are through; see its `finalize_model_grads`."""

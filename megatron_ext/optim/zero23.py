@@ -6,7 +6,7 @@ ZeRO-3 parameters, too, are shared out, and gathered around their use (Rajbhanda
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.optim.deepspeed_groups import GroupsForDeepSpeed, join_process_group
+from megatron_ext.optim.deepspeed_steps import step_if
 from megatron_ext.optim.parameter_groups import adamw
 from megatron_ext.optim.schedule import make_schedule
 from megatron_ext.optim.state import MOMENTS, Stretch, make_moments
@@ -104,10 +105,9 @@ class EngineRunOptimizer(RunOptimizer):
     def begin_step(self) -> None:
         """Nothing: the engine's own step leaves gradients at zero."""
 
-    def _update(self) -> float:
+    def _finish_step(self, goes_on: Callable[[float], bool]) -> None:
         self.make_moments()
-        self._engine.step()
-        return float(self._engine.get_global_grad_norm())
+        step_if(self._zero, self._engine.step, goes_on)
 
     def _count_tokens(self, chunks: Sequence[torch.nn.Module], num_tokens: Tensor, *_: Any, **__: Any) -> None:
         """What Megatron calls when all micro-batches are through: gradients are reduced by then, as averages of sums.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -15,11 +16,34 @@ from megatron_ext.config.schema import TrainingConfig
 from megatron_ext.data.batches import NO_PACKING, Batch, Packing
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.evaluation.domains import DomainEvaluator
+from megatron_ext.heartbeat import Heartbeat
 from megatron_ext.training.between_steps import SuitesBetweenSteps
 from megatron_ext.training.datasets import step_batches
+from megatron_ext.training.guard import Fault
 from megatron_ext.training.records import RunRecords
+from megatron_ext.training.recovery import Recovery
 from megatron_ext.training.stopping import StopRequest
+from megatron_ext.training.stragglers import Stragglers
 from megatron_ext.training.trainer import StepResult, Trainer
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks think alike of at a step.
+
+    Attributes:
+        peak_memory: bytes, the largest of all ranks.
+        is_asked_to_stop: any rank was.
+        is_saving: any rank is at work for a checkpoint.
+        loss: of the step, nats a token; nan if it is not finite.
+        grad_norm: of the step, before clipping; nan if it is not finite.
+    """
+
+    peak_memory: int = 0
+    is_asked_to_stop: bool = False
+    is_saving: bool = False
+    loss: float = 0.0
+    grad_norm: float = 0.0
 
 
 @dataclass
@@ -31,6 +55,9 @@ class TrainingLoop:
         samples: training samples in the run's order.
         evaluator: evaluates by domain.
         store: keeps checkpoints.
+        recovery: does what is to be done about steps that go wrong.
+        stragglers: compares the ranks' paces.
+        heartbeat: says how far this rank is.
         training: length and rhythm.
         layout: how the run is spread.
         records: files of the run; on one rank only.
@@ -47,6 +74,9 @@ class TrainingLoop:
     samples: TrainingSamples
     evaluator: DomainEvaluator
     store: CheckpointStore
+    recovery: Recovery
+    stragglers: Stragglers
+    heartbeat: Heartbeat
     training: TrainingConfig
     layout: Layout
     records: RunRecords | None
@@ -78,17 +108,27 @@ class TrainingLoop:
         if self.progress.step > self.last_suites and self._is_due(self.training.evaluate_suites_every, False):
             self._run_suites()
         while self.progress.step < self.training.steps:
+            before = self.progress.step
             asked = self._step(stop)
+            if self.progress.step <= before:  # rolled back to a step whose checkpoint and tests there are
+                if asked:
+                    break
+                continue
             finished = self.progress.step == self.training.steps
             if self._is_due(self.training.evaluate_every, finished) and (finished or not asked):
                 self._evaluate()
             if self._is_due(self.training.evaluate_suites_every, finished) and (finished or not asked):
                 self._run_suites()
             if asked or finished or self._is_due(self.training.checkpoint_every, False):
-                self.store.save(self.trainer.optimizer, self.progress)
+                self._save()
             if asked:
                 break
         return self.progress.step == self.training.steps
+
+    def _save(self) -> None:
+        if self.records is not None:
+            self.records.flush()
+        self.store.save(self.trainer.optimizer, self.progress)
 
     def _is_due(self, every: int, finished: bool) -> bool:
         return every > 0 and (self.progress.step % every == 0 or finished)
@@ -107,22 +147,31 @@ class TrainingLoop:
     def _step(self, stop: StopRequest) -> bool:
         """One optimizer step and its metrics. Returns whether any rank was asked to stop."""
         started = time.perf_counter()
-        result = self.trainer.train_step(self._batches())
+        batches = self._batches()
+        reading = time.perf_counter() - started
+        agreed = Agreed()
+
+        def judge(loss: float, grad_norm: float) -> Fault | None:
+            nonlocal agreed
+            agreed = self._agree(stop, loss, grad_norm)
+            return self.recovery.guard.judge(agreed.loss, agreed.grad_norm)
+
+        step = self.progress.step + 1
+        result = self.recovery.attempts(step, lambda watched: self.trainer.train_step(batches, judge, watched))
         self.trainer.platform.synchronize()
         seconds = time.perf_counter() - started
-        self.progress = Progress(
-            self.progress.step + 1,
-            self.progress.samples + self.training.global_batch_size,
-            self.progress.tokens + result.tokens,
-        )
-        peak_memory, asked, saving = self._largest(
-            self.trainer.platform.peak_memory_bytes(), stop.signal_name is not None, self.store.is_busy
-        )
-        if self.records is not None:
-            self.records.step(self._metrics(result, seconds, peak_memory))
-        if not saving:  # on any rank: all bring it forward at this step
+        samples = self.training.global_batch_size
+        if result.fault is None:
+            self.progress = Progress(step, self.progress.samples + samples, self.progress.tokens + result.tokens)
+            if self.records is not None:
+                self.records.step(self._metrics(result, seconds, agreed.peak_memory))
+        else:
+            self.progress = self.recovery.after(result, self.progress, samples)
+        self.heartbeat.step = self.progress.step
+        self.stragglers.after_step(step, reading)
+        if not agreed.is_saving:  # on any rank: all bring it forward at this step
             self.store.advance()
-        return bool(asked)
+        return agreed.is_asked_to_stop
 
     def _batches(self) -> list[Batch]:
         groups = self.trainer.groups
@@ -137,11 +186,17 @@ class TrainingLoop:
             packing=self.packing,
         )
 
-    def _largest(self, *values: float) -> list[int]:
-        """The largest of each value over all ranks: one exchange a step for what all must agree on."""
+    def _agree(self, stop: StopRequest, loss: float, grad_norm: float) -> Agreed:
+        """The largest of each value over all ranks: one exchange a step for what all must think alike of."""
+        finite = [value if math.isfinite(value) else 0.0 for value in (loss, grad_norm)]
+        broken = [float(not math.isfinite(value)) for value in (loss, grad_norm)]
+        flags = float(stop.signal_name is not None), float(self.store.is_busy)
+        values = [self.trainer.platform.peak_memory_bytes(), *flags, *finite, *broken]
         largest = torch.tensor(values, dtype=torch.float64, device=self.trainer.platform.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return [int(value) for value in largest.tolist()]
+        peak, asked, saving, *agreed, no_loss, no_norm = largest.tolist()
+        loss, grad_norm = (math.nan if no else value for value, no in zip(agreed, (no_loss, no_norm), strict=True))
+        return Agreed(int(peak), bool(asked), bool(saving), loss, grad_norm)
 
     def _metrics(self, result: StepResult, seconds: float, peak_memory: int) -> dict[str, float | int | None]:
         tokens_per_second = result.tokens / seconds

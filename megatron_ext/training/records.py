@@ -22,6 +22,7 @@ METRICS = "metrics.jsonl"
 EVALUATION = "evaluation.jsonl"
 SUITES = "suites.jsonl"
 TENSORBOARD = "tensorboard"
+_KEPT = (METRICS, EVALUATION, SUITES)
 
 
 class RunRecords:
@@ -40,10 +41,9 @@ class RunRecords:
 
     def __init__(self, folder: Path, name: str, first_step: int, steps: int) -> None:
         self._folder = folder
-        self._files = {name: _reopened(folder / name, first_step) for name in (METRICS, EVALUATION, SUITES)}
-        self.last_evaluation, self.last_suites = (_last_step(folder / name) for name in (EVALUATION, SUITES))
         threading.excepthook = _left_to_the_writer
-        self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=first_step + 1)
+        self._open(first_step)
+        self.last_evaluation, self.last_suites = (_last_step(folder / name) for name in (EVALUATION, SUITES))
         self._bar = tqdm(
             total=steps,
             initial=first_step,
@@ -54,13 +54,48 @@ class RunRecords:
             file=sys.stderr,
         )
 
+    def _open(self, first_step: int) -> None:
+        """Open the records after a step. A run without a board, as a branch that begins, gets one of all of them."""
+        has_board = any((self._folder / TENSORBOARD).glob("events.*"))
+        self._files = {name: _reopened(self._folder / name, first_step) for name in _KEPT}
+        self._board = SummaryWriter(str(self._folder / TENSORBOARD), purge_step=first_step + 1 if has_board else 1)
+        if not has_board:
+            for name in _KEPT:
+                for record in _records_of(self._folder / name):
+                    self._show(name, record)
+            self._board.flush()
+
+    def rewind(self, step: int) -> None:
+        """Drop what the records say of later steps, which will be done again.
+
+        Raises:
+            UserError: as from `step`.
+        """
+        with self._writing():
+            self._close_files()
+            self._open(step)
+        self._bar.n = step
+        self._bar.refresh()
+
+    def history(self, steps: int) -> list[tuple[float, float]]:
+        """Loss and gradient norm of the newest steps that the records hold, as many as there are."""
+        lines = (self._folder / METRICS).read_text().splitlines()[-steps:] if steps else []
+        return [(record["loss"], record["grad_norm"]) for record in map(json.loads, lines)]
+
+    def flush(self) -> None:
+        """Write out the board, which else is written every two minutes: before a checkpoint, so that a run that is
+        killed after it and goes on from there has its steps.
+
+        Raises:
+            UserError: as from `step`.
+        """
+        with self._writing():
+            self._board.flush()
+
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Keep the metrics of an optimizer step (`step`, `loss`, ...)."""
         with self._writing():
-            self._append(METRICS, metrics)
-            for key, value in metrics.items():
-                if key != "step" and value is not None:
-                    self._board.add_scalar(f"train/{key}", value, metrics["step"])
+            self._keep(METRICS, metrics)
         told = f"loss {metrics['loss']:.4f}, {metrics['tokens_per_second']:,.0f} tokens/s"
         self._bar.set_postfix_str(told, refresh=False)
         self._bar.update()
@@ -69,8 +104,7 @@ class RunRecords:
         """Keep the records of one evaluation, one a domain."""
         with self._writing():
             for record in records:
-                self._append(EVALUATION, record)
-                self._board.add_scalar(f"{record['split']}/{record['domain']}", record["loss"], record["step"])
+                self._keep(EVALUATION, record)
         told = ", ".join(f"{record['domain']} ({record['split']}) {record['loss']:.4f}" for record in records)
         self.say(f"step {records[0]['step']}: {told}" if records else "")
 
@@ -78,9 +112,7 @@ class RunRecords:
         """Keep what suites found: step, tokens, suite and its scores by name, a record a suite."""
         with self._writing():
             for record in records:
-                self._append(SUITES, record)
-                for name, score in record["scores"].items():
-                    self._board.add_scalar(f"{record['suite']}/{name}", score, record["step"])
+                self._keep(SUITES, record)
         for record in records:
             self.say(f"step {record['step']}: {record['suite']}: {len(record['scores'])} scores, see evaluation/")
 
@@ -97,10 +129,26 @@ class RunRecords:
         """
         self._bar.close()
         with self._writing():
-            for file in self._files.values():
-                file.close()
-            self._board.flush()  # tells of what its thread could not write; closing does not
-            self._board.close()
+            self._close_files()
+
+    def _close_files(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._board.flush()  # tells of what its thread could not write; closing does not
+        self._board.close()
+
+    def keep(self, name: str, record: Mapping[str, Any]) -> None:
+        """Keep a record in a file of another name, which is opened for it alone.
+
+        Raises:
+            UserError: as from `step`.
+        """
+        with self._writing(), (self._folder / name).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def left_out(self) -> None:
+        """A step counts as done, and has no metrics."""
+        self._bar.update()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -111,10 +159,36 @@ class RunRecords:
             problem = f"cannot be written ({error.strerror})"
             raise UserError(str(self._folder), problem, "make room and start again with --resume") from error
 
-    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+    def _keep(self, name: str, record: Mapping[str, Any]) -> None:
         """One whole line at a time: what a killed run leaves can be read."""
         self._files[name].write(json.dumps(record) + "\n")
         self._files[name].flush()
+        self._show(name, record)
+
+    def _show(self, name: str, record: Mapping[str, Any]) -> None:
+        for tag, value in _scalars(name, record):
+            self._board.add_scalar(tag, value, record["step"])
+
+
+def _scalars(name: str, record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Tags and values that the board shows of a record."""
+    if name == METRICS:
+        yield from ((f"train/{key}", value) for key, value in record.items() if key != "step" and value is not None)
+    elif name == EVALUATION:
+        yield f"{record['split']}/{record['domain']}", record["loss"]
+    else:
+        yield from ((f"{record['suite']}/{score}", value) for score, value in record["scores"].items())
+
+
+def _records_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole records of a file, none where there is no file."""
+    if not path.exists():
+        return
+    with path.open() as file:
+        for line in file:
+            if line.endswith("\n"):
+                _step_of(line, path)
+                yield json.loads(line)
 
 
 def _left_to_the_writer(failed: threading.ExceptHookArgs) -> None:
@@ -144,8 +218,13 @@ def lr_at(folder: Path, step: int) -> float | None:
 
 
 def copy_records(source: Path, folder: Path) -> None:
-    """Let the records of a run begin with those of another."""
-    for name in (METRICS, EVALUATION, SUITES):
+    """Let the records of a run begin with those of another; its board shows them once it has begun.
+
+    What the run wrote before is of a start that did not come to a checkpoint.
+    """
+    if (folder / TENSORBOARD).exists():
+        shutil.rmtree(folder / TENSORBOARD)
+    for name in _KEPT:
         if (source / name).exists():
             shutil.copyfile(source / name, folder / name)
 

@@ -18,14 +18,17 @@ from megatron_ext.config.layout import layout_of
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.save import save_config, to_yaml
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.data.failed import forget_failed, noting, read_failed
 from megatron_ext.data.verified import read_verified, write_verified
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.domains import DomainEvaluator, evaluation_domains
 from megatron_ext.files import write_whole
+from megatron_ext.heartbeat import Heartbeat, forget
 from megatron_ext.model import ModelShape, training_flops_per_token
+from megatron_ext.parallel.agreement import from_every_rank
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.parallel.parameters import ParameterCount, count_parameters
-from megatron_ext.parallel.watchdog import watching
+from megatron_ext.parallel.watchdog import group_timeout, watching
 from megatron_ext.platform import DTYPES, Platform, local_rank, select_platform, start_process_group
 from megatron_ext.training import skipped
 from megatron_ext.training.between_steps import SuitesBetweenSteps
@@ -33,9 +36,12 @@ from megatron_ext.training.branch import Branch, branch_of
 from megatron_ext.training.build import build_trainer, model_shape
 from megatron_ext.training.coder import coder_of, keep_coder
 from megatron_ext.training.datasets import RunData, open_data, packing_of
+from megatron_ext.training.decisions import place_in_data
 from megatron_ext.training.loop import TrainingLoop
 from megatron_ext.training.records import METRICS, RunRecords, copy_records
+from megatron_ext.training.recovery import Recovery
 from megatron_ext.training.stopping import StopRequest, stop_on_signals
+from megatron_ext.training.stragglers import Stragglers
 from megatron_ext.training.suites import check_suites
 from megatron_ext.training.testing import Evaluated
 from megatron_ext.training.trainer import Trainer
@@ -67,7 +73,7 @@ def train(config: RunConfig, *, resume: bool = False, from_step: int | None = No
         branch = branch_of(config.run.branch_from, config.training.steps)
     with stop_on_signals() as stop:
         platform = select_platform(config.run.device, local_rank())
-        start_process_group(platform)
+        start_process_group(platform, group_timeout(config.run.hang_timeout))
         try:
             _train(config, folder, platform, stop, branch, lambda store: _record(store, step, from_step))
         finally:
@@ -125,8 +131,8 @@ def _train(
     branch: Branch | None,
     record_of: Callable[[CheckpointStore], Record | None],
 ) -> None:
-    data = open_data(config.data, config.training.seed, read_verified(folder))
-    for warning in skipped.warnings(data.damages, data.samples):
+    data = open_data(config.data, config.training.seed, read_verified(folder), read_failed(folder))
+    for warning in (*data.warnings, *skipped.warnings(data.damages, data.samples)):
         _say_on_first_rank(warning)
     groups = make_process_groups(config.parallel, config.training.seed)
     shared = identity(config, data)
@@ -154,9 +160,11 @@ def _train(
         told = f"{data.unchanged} of {len(data.verified)} files are as they were when their sha256 was compared"
         _say_on_first_rank(f"data: {told}, and not read again")
     try:
-        with watching(config.run.hang_timeout):
+        skips = config.data.on_damaged == "skip"
+        with watching(config.run.hang_timeout, loop.heartbeat), noting(folder, data.manifest, skips=skips):
             finished = loop.run(stop)
     finally:
+        loop.heartbeat.close()
         if loop.records is not None:
             loop.records.close()
     _say_on_first_rank(_farewell(folder, loop.progress, finished))
@@ -174,6 +182,7 @@ def _loop(
 ) -> TrainingLoop:
     training, platform = config.training, trainer.platform
     progress = record.progress if record is not None else Progress()
+    progress, *_ = from_every_rank(place_in_data(folder, progress) if dist.get_rank() == 0 else progress)
     domains = evaluation_domains(
         data.root,
         data.manifest,
@@ -183,9 +192,8 @@ def _loop(
         training.evaluation_sequences,
     )
     with trainer.optimizer.whole():  # weights are counted
-        flops = training_flops_per_token(shape, trainer.optimizer.chunks, config.data.seq_length)
+        flops, peak = flops_and_peak(config, shape, trainer)
         size = model_size(trainer)
-    peak = platform.peak_flops(DTYPES[training.precision])
     suites = _suites(config, folder, data, trainer, progress)
     records, packing = _records(config, folder, data, progress, size, branch), packing_of(config.data)
     last_evaluation = _sum_over(0 if records is None else records.last_evaluation, platform, None)
@@ -195,11 +203,14 @@ def _loop(
         samples=data.samples,
         evaluator=DomainEvaluator(trainer, domains, training.micro_batch_size, packing),
         store=store,
+        recovery=Recovery(config.resilience, folder, trainer.optimizer, store, records),
+        stragglers=Stragglers(config.resilience, training.precision, platform, dist.get_rank(), records),
+        heartbeat=Heartbeat(folder, dist.get_rank(), config.resilience.heartbeat_seconds),
         training=training,
         layout=layout_of(config, dist.get_world_size()),
         records=records,
-        flops_per_token=_sum_over(flops, platform, trainer.groups.pp),
-        peak_flops=None if peak is None else _sum_over(peak, platform, None),
+        flops_per_token=flops,
+        peak_flops=peak,
         progress=progress,
         last_evaluation=int(last_evaluation),
         packing=packing,
@@ -240,14 +251,29 @@ def _records(
         _save_config(config, folder, progress.step)
         write_whole(folder / MODEL, (json.dumps(asdict(size), indent=1) + "\n").encode())
         skipped.keep(folder, data.damages, data.samples, progress.step)
+        forget_failed(folder, {damage.shard for damage in data.damages})
         if data.verified:
             write_verified(folder, data.verified)
         keep_coder(data.tokenizer_file, data.manifest.tokenizer, folder)
         if branch is not None:
             copy_records(branch.run, folder)
+        forget(folder)
         return RunRecords(folder, config.run.name, progress.step, config.training.steps)
     except OSError as error:
         raise UserError(str(folder), f"cannot be written ({error.strerror})", "choose another run.dir") from error
+
+
+def flops_and_peak(config: RunConfig, shape: ModelShape, trainer: Trainer) -> tuple[float, float | None]:
+    """What utilisation (MFU) is counted by, on every rank; to be called where the optimizer's parameters are `whole`.
+
+    Returns:
+        Model FLOPs a token of forward and backward pass, of the whole model, and the peak in FLOP/s of all devices
+        together; None where that is not known.
+    """
+    platform = trainer.platform
+    flops = training_flops_per_token(shape, trainer.optimizer.chunks, config.data.seq_length)
+    peak = platform.peak_flops(DTYPES[config.training.precision])
+    return _sum_over(flops, platform, trainer.groups.pp), None if peak is None else _sum_over(peak, platform, None)
 
 
 def model_size(trainer: Trainer) -> ParameterCount:

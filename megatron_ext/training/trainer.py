@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,6 +13,10 @@ from megatron_ext.data.batches import Batch
 from megatron_ext.evaluation.token_losses import TokenLosses
 from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.platform import Platform
+from megatron_ext.training.guard import Fault
+from megatron_ext.training.unsound_gradients import watched_gradients
+
+Judge = Callable[[float, float], Fault | None]
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,19 @@ class StepResult:
         tokens: real tokens of the whole batch.
         grad_norm: global norm of the gradient, before clipping.
         lr: learning rate of the update.
+        fault: why there was no update; None: there was one.
+        is_sound_here: whether the losses of this rank's own micro-batches are finite.
+        unsound_gradient: parameter whose gradient of this rank's own micro-batches was the first that was not finite;
+            None: there was none, or nobody looked.
     """
 
     loss: float
     tokens: int
     grad_norm: float
     lr: float
+    fault: Fault | None
+    is_sound_here: bool
+    unsound_gradient: str | None = None
 
 
 class Trainer(TokenLosses):
@@ -58,14 +69,38 @@ class Trainer(TokenLosses):
         super().__init__(optimizer.chunks, groups, platform, *sizes, reset_attention=reset_attention)
         self.optimizer = optimizer
 
-    def train_step(self, batches: Sequence[Batch]) -> StepResult:
-        """One optimizer step over this rank's micro-batches, of which every rank has as many."""
+    def train_step(self, batches: Sequence[Batch], judge: Judge | None = None, watched: bool = False) -> StepResult:
+        """One optimizer step over this rank's micro-batches, of which every rank has as many.
+
+        Args:
+            batches: of this rank.
+            judge: says of the step's loss and gradient norm what is wrong with them, on all ranks alike; then nothing
+                is updated. None: every step is right.
+            watched: whether to look for gradients that are not finite, which takes time; see `watched_gradients`.
+        """
         self.optimizer.begin_step()
-        reports = self._run(batches, _summed_loss, forward_only=False)
-        grad_norm = self.optimizer.finish_step()
+        unsound_gradient = None
+        if watched:
+            with watched_gradients(self.optimizer.chunks) as first_unsound:
+                reports = self._run(batches, _summed_loss, forward_only=False)
+            unsound_gradient = first_unsound()
+        else:
+            reports = self._run(batches, _summed_loss, forward_only=False)
         none = torch.zeros(2, device=self.platform.device)
-        loss, tokens = self.reduce(sum((r["loss_and_tokens"] for r in reports), start=none))
-        return StepResult(float(loss / tokens), int(tokens), grad_norm, self.optimizer.lr)
+        here = sum((r["loss_and_tokens"] for r in reports), start=none)
+        found: list[StepResult] = []
+
+        def goes_on(grad_norm: float) -> bool:
+            loss, tokens = self.reduce(here)
+            mean = float(loss / tokens)
+            fault = None if judge is None else judge(mean, grad_norm)
+            is_sound_here = fault is None or bool(here.isfinite().all())
+            found.append(StepResult(mean, int(tokens), grad_norm, 0.0, fault, is_sound_here))
+            return fault is None
+
+        self.optimizer.finish_step(goes_on)
+        (result,) = found
+        return replace(result, lr=self.optimizer.lr, unsound_gradient=unsound_gradient)
 
 
 def _summed_loss(batch: Batch, losses_bt: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

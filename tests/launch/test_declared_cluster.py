@@ -13,6 +13,7 @@ from megatron_ext import source
 from megatron_ext.config.schema import DataConfig, RunConfig
 from megatron_ext.errors import UserError
 from megatron_ext.launch import slurm
+from megatron_ext.launch.array import write_array
 from megatron_ext.launch.job import write_job
 from megatron_ext.launch.resources import Resources
 
@@ -41,6 +42,24 @@ def test_the_whole_cluster_is_accepted(cluster: SlurmCluster, tmp_path: Path) ->
     whole.check_cluster(slurm.partitions())
     job = write_job(RunConfig(data=DataConfig(path="data")), tmp_path, whole, "python3")
     cluster.run("sbatch", "--test-only", str(job.script))
+
+
+@pytest.mark.parametrize("container", [None, "registry/image:1", "image.sif"])
+def test_a_jobs_and_an_arrays_script_are_accepted(cluster: SlurmCluster, tmp_path: Path, container: str | None) -> None:
+    runs = tmp_path / "my runs"
+    given = Resources(nodes=32, gpus_per_node=8, cpus_per_task=12, job_name="sizes", container=container)
+    jobs = [write_job(RunConfig(data=DataConfig(path="data")), runs / name, given, "python3") for name in "ab"]
+    array = write_array(runs, jobs, given, parallel=1, after=None)
+    for script in (jobs[0].script, array.script):
+        cluster.run("sbatch", "--test-only", str(script))
+
+
+@pytest.mark.parametrize("more", ["--exclude=n1", "--array=0-5000", "--no-such-option", "--comment=two words"])
+def test_what_only_slurm_knows_is_refused_without_a_script(more: str) -> None:
+    whole = Resources(nodes=64, gpus_per_node=8, job_name="whole", more=[more])
+    whole.check_cluster(slurm.partitions())
+    with pytest.raises(RuntimeError, match=r"not available|Invalid job array|unrecognized option|Invalid directive"):
+        slurm.check_options(whole.sbatch_options())
 
 
 def test_the_template_is_accepted_as_it_is(cluster: SlurmCluster) -> None:

@@ -19,7 +19,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.launch.job import Job, jobs_of, script, write_job
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.slurm import _gpus
-from megatron_ext.launch.status import events_of, last_metrics, run_folders, status_table
+from megatron_ext.launch.status import events_of, last_metrics, run_folders, status_of, status_table
 
 RESOURCES = Resources(nodes=1, job_name="run", requeues=2)
 
@@ -113,22 +113,44 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         written(tmp_path, "exit 0")
 
 
+def test_a_path_as_a_container_calls_it(tmp_path: Path) -> None:
+    """Relative to the working folder, below it, below run.dir, below the mount that leads furthest, or below none."""
+    runs, paths = (
+        tmp_path / "runs",
+        ["data", f"{Path.cwd()}/data", f"{tmp_path}/runs/a", "/in/x", "/in/deep/x", "/else"],
+    )
+    inside = replace(RESOURCES, container="image.sif", mounts=["/raw:/in:ro", "/far:/in/deep"])
+    below = [Path.cwd() / "data"] * 2 + [runs / "a"]
+    assert [inside.here(path, runs) for path in paths] == [*below, Path("/raw/x"), Path("/far/x"), None]
+    assert [RESOURCES.here(path, runs) for path in paths[2:]] == [Path(path) for path in paths[2:]]
+
+
+def test_paths_that_a_directive_could_not_hold_bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm reads a directive as a shell does, and % in a log's name as the beginning of a pattern."""
+    here, job = tmp_path / "my work", Job(tmp_path / "my runs 50%" / "run" / "launch" / "1")
+    here.mkdir()
+    monkeypatch.chdir(here)
+    lines = script(job, RESOURCES, "python3").splitlines()
+    assert f"#SBATCH --output='{tmp_path}/my runs 50%%/run/launch/1/job-%j.log'" in lines
+    assert f"#SBATCH --chdir='{here}'" in lines
+
+
 def test_containers(tmp_path: Path) -> None:
-    """Lines of the script that differ."""
-    job, here = Job(tmp_path), Path.cwd()
+    """Lines of the script that differ: the run's folder is seen from within, and relative paths mean the same there."""
+    job, here = Job(tmp_path / "runs" / "run" / "launch" / "1"), Path.cwd()
 
     def settings(image: str) -> list[str]:
         text = script(job, replace(RESOURCES, container=image, mounts=["/data", "/raw:/in"]), "python3")
         return re.findall(r"^(?:srun_options|inside)=.*", text, re.MULTILINE)
 
     assert settings("registry/image:1") == [
-        f"srun_options=(--container-image=registry/image:1 --container-mounts={here}:{here},{tmp_path}:{tmp_path},"
-        "/data:/data,/raw:/in)",
+        f"srun_options=(--container-image=registry/image:1 --container-mounts={here}:{here},"
+        f"{tmp_path}/runs:{tmp_path}/runs,/data:/data,/raw:/in --container-workdir={here})",
         "inside=()",
     ]
     assert settings("image.sif") == [
         "srun_options=()",
-        f"inside=(apptainer exec --nv --bind={here},{tmp_path},/data,/raw:/in image.sif)",
+        f"inside=(apptainer exec --nv --pwd={here} --bind={here},{tmp_path}/runs,/data,/raw:/in image.sif)",
     ]
 
 
@@ -154,10 +176,12 @@ def test_status(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(record % step for step in range(1, 3000)) + '{"step": 3000, "lo')
     assert last_metrics(run) == {"step": 2999, "loss": 2.5, "tokens_per_second": 1234.5}
     assert list(run_folders([tmp_path])) == list(run_folders([run])) == [run]
-    row = [cell.strip() for cell in status_table([run])[2].split("|")][1:-1]
+    _, _, line, failure = status_table([status_of(run)])
+    row = [cell.strip() for cell in line.split("|")][1:-1]
     assert row[:7] == ["run", "local", "given up after 2 restarts", "3", "2999 of 1000", "2.5000", "1,234"]
     assert row[7].endswith(" s ago")
     assert row[8].endswith("Z given up after 2 restarts")
+    assert failure == f"run failed: given up after 2 restarts; see {job.log}"
 
 
 def test_what_was_not_launched(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def test_what_is_no_time(time: str) -> None:
     ("fields", "line"),
     [
         ({"nodes": 0}, "--nodes: 0 is less than 1; give 1 or more"),
+        ({"cpus_per_task": 0}, "--cpus-per-task: 0 is less than 1; give 1 or more"),
         ({"gpus_per_node": -1}, "--gpus-per-node: -1 is less than 1; give 1 or more"),
         (
             {"gpus_per_node": 8, "processes_per_node": 4},
@@ -92,6 +93,15 @@ def test_what_no_cluster_takes(fields: dict[str, Any], line: str) -> None:
             "--processes-per-node: 3, and partition cpu has 2 processors a node; give 2 or fewer",
         ),
         (
+            {"cpus_per_task": 3},
+            "--cpus-per-task: 3 for a process, and partition cpu has 2 processors a node; give 2 or fewer",
+        ),
+        (
+            {"partition": "gpu", "gpus_per_node": 8, "cpus_per_task": 17},
+            "--cpus-per-task: 17 for each of 8 processes, and partition gpu has 128 processors a node; "
+            "give 16 or fewer",
+        ),
+        (
             {"partition": "gpu", "time": "2-00"},
             "--time: 2-00, and partition gpu has a limit of 1-00:00:00; give 1-00:00:00 or less",
         ),
@@ -107,7 +117,7 @@ def test_what_this_cluster_has_not(fields: dict[str, Any], line: str) -> None:
 
 def test_what_it_has() -> None:
     fields: dict[str, Any] = {"partition": "gpu", "gpus_per_node": 8, "time": "1-00", "container": "registry/image:1"}
-    whole = Resources(nodes=64, job_name="run", more=["--account=mine"], **fields)
+    whole = Resources(nodes=64, job_name="run", cpus_per_task=16, more=["--account=mine"], **fields)
     whole.check()
     whole.check_cluster(CLUSTER)
     assert whole.sbatch_options() == [
@@ -116,6 +126,7 @@ def test_what_it_has() -> None:
         "--partition=gpu",
         "--time=1-00",
         "--gpus-per-node=8",
+        "--cpus-per-task=16",
         "--signal=B:USR1@180",
         "--account=mine",
     ]

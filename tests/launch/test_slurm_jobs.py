@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import subprocess
+import site
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,18 +13,28 @@ from pathlib import Path
 
 import pytest
 from corpora import prepared
-from launching import curve, must_run, records, write_config
-from slurm_cluster import SlurmCluster, missing
+from launching import ROOT, curve, records, write_config
+from slurm_cluster import PATH, SlurmCluster, missing
+from slurm_runs import (
+    CLI,
+    FIELDS,
+    LAUNCH,
+    STEPS,
+    finished,
+    happened,
+    launched,
+    ranks_of,
+    release,
+    wait_for,
+    wait_for_step,
+)
 
+from megatron_ext.events import read_events
 from megatron_ext.launch import slurm
 from megatron_ext.launch.job import jobs_of
 from megatron_ext.launch.status import events_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "never")]
-
-STEPS = 60
-FIELDS = [f"training.steps={STEPS}", "training.evaluate_every=0", "training.micro_batch_size=1"]
-CLI = (sys.executable, "-m", "megatron_ext.cli")
 
 
 @pytest.fixture(scope="module")
@@ -43,84 +54,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(cluster: SlurmCluster, config: Path) -> Path:
     """A run that nothing disturbs, finished."""
     return finished(cluster, launched(cluster, config, "undisturbed"))
-
-
-def launched(cluster: SlurmCluster, config: Path, name: str) -> Path:
-    """Launch a run on both nodes, as a user does; its folder."""
-    options = ["--nodes", "2", "--processes-per-node", "2", "--time", "10"]
-    printed = cluster.run(*CLI, "launch", str(config), *FIELDS, f"run.name={name}", *options)
-    folder = config.parent / "runs" / name
-    (job,) = jobs_of(folder)
-    assert f"job:    {job.number}\n" in printed
-    assert f"log:    {job.log}\n" in printed
-    return folder
-
-
-def happened(folder: Path) -> list[str]:
-    return [event.what for event in events_of(jobs_of(folder)[-1])]
-
-
-def wait_for(folder: Path, condition: Callable[[], object], seconds: float = 180) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        log = jobs_of(folder)[-1].log
-        assert time.monotonic() < end, (happened(folder), log.read_text() if log.exists() else "no log")
-        time.sleep(0.05)
-
-
-def finished(cluster: SlurmCluster, folder: Path) -> Path:
-    """Wait for the end of a run.
-
-    A job that starts anew is held for two minutes by Slurm, and must be for some time: a node takes a job begun in the
-    second in which it was requeued for the one that it has just ended.
-    """
-    number = jobs_of(folder)[-1].number
-
-    def is_finished() -> bool:
-        held = cluster.run("squeue", "--noheader", f"--jobs={number}", "--format=%T %r", check=False)
-        if held.strip() == "PENDING BeginTime":
-            cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now+3")
-            time.sleep(3)
-        time.sleep(0.2)
-        return happened(folder)[-1:] == ["finished"]
-
-    wait_for(folder, is_finished)
-    return folder
-
-
-def wait_for_step(folder: Path, step: int) -> None:
-    wait_for(folder, lambda: len(records(folder)) >= step)
-
-
-def ranks_of(folder: Path) -> list[int]:
-    """Processes of a run's ranks, whatever node they are on."""
-    found = subprocess.run(["pgrep", "-f", f"cli train {folder}/launch"], capture_output=True, text=True, check=False)
-    pids = [int(pid) for pid in found.stdout.split()]
-    return [pid for pid in pids if os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python")]
-
-
-def test_two_nodes_train_as_one_machine(undisturbed: Path, config: Path) -> None:
-    must_run(config, [*FIELDS, "run.name=one_machine"], processes=4)
-    assert curve(undisturbed) == curve(config.parent / "runs" / "one_machine")
-    assert len(curve(undisturbed)) == STEPS
-    assert happened(undisturbed) == ["begun on n1,n2", "finished"]
-
-
-def test_a_job_starts_anew_before_its_time_is_up(cluster: SlurmCluster, config: Path, undisturbed: Path) -> None:
-    """As `--signal=B:USR1@180` has Slurm send it."""
-    folder = launched(cluster, config, "time_is_up")
-    wait_for_step(folder, 5)
-    cluster.run("scancel", "--batch", "--signal=USR1", str(jobs_of(folder)[-1].number))
-    finished(cluster, folder)
-    assert happened(folder) == [
-        "begun on n1,n2",
-        "asked to stop by USR1",
-        "ended with exit code 0",
-        "starts anew",
-        "begun on n1,n2",
-        "finished",
-    ]
-    assert curve(folder) == curve(undisturbed)
 
 
 def test_a_killed_rank(cluster: SlurmCluster, config: Path, undisturbed: Path) -> None:
@@ -150,12 +83,43 @@ def test_a_killed_rank(cluster: SlurmCluster, config: Path, undisturbed: Path) -
     ]
 
 
+def test_the_template_by_hand(
+    cluster: SlurmCluster, config: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`sbatch slurm/train.sbatch` as it is, with Selectron on the nodes; and a signal before its time is up."""
+    (tmp_path / "python3").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)  # of the notes and the log
+    # A link to an interpreter of a virtual environment does not find it by itself.
+    found = [f"PATH={tmp_path}:{PATH}", f"PYTHONPATH={ROOT}:{':'.join(site.getsitepackages())}"]
+    options = ["--parsable", "--nodes=2", "--ntasks-per-node=2", str(ROOT / "slurm" / "train.sbatch"), str(config)]
+    number = cluster.run("env", *found, "sbatch", *options, *FIELDS, "run.name=by_hand").strip()
+    folder = config.parent / "runs" / "by_hand"
+
+    def notes() -> list[str]:
+        return [event.what for event in read_events(tmp_path)]
+
+    def is_past(condition: Callable[[], object]) -> None:
+        end = time.monotonic() + 300
+        while not condition():
+            assert time.monotonic() < end, (notes(), (tmp_path / f"selectron-{number}.log").read_text())
+            time.sleep(0.1)
+
+    is_past(lambda: len(records(folder)) >= 5)
+    cluster.run("scancel", "--batch", "--signal=USR1", number)
+    is_past(lambda: release(cluster, number))
+    is_past(lambda: notes()[-1:] == ["finished"])
+    begun, asked, ended, *again = notes()
+    assert [begun, asked, *again] == ["begun on n1,n2", "asked to stop by USR1", "starts anew", begun, "finished"]
+    assert ended.startswith("ended with exit code")
+    assert curve(folder) == curve(undisturbed)
+
+
 def test_a_job_that_is_cancelled_does_not_start_anew(cluster: SlurmCluster, config: Path) -> None:
     folder = config.parent / "runs" / "cancelled"
-    cluster.run(*CLI, "launch", str(config), *FIELDS, "training.steps=100000", "run.name=cancelled")
+    cluster.run(*LAUNCH, str(config), *FIELDS, "training.steps=100000", "run.name=cancelled")
     wait_for_step(folder, 3)
     with pytest.raises(RuntimeError, match=r"run.name: \S*cancelled has job \d+ \(running\); `selectron cancel"):
-        cluster.run(*CLI, "launch", str(config), *FIELDS, "run.name=cancelled", "--resume")
+        cluster.run(*LAUNCH, str(config), *FIELDS, "run.name=cancelled", "--resume")
     number = jobs_of(folder)[-1].number
     assert cluster.run(*CLI, "cancel", str(folder)) == f"cancelled: job {number} is cancelled\n"
     wait_for(
@@ -172,36 +136,121 @@ case "$*" in *seed2*) [ -e {folder}/mended ] || exit 3 ;; esac
 """
 
 
+def sweep_of(folder: Path, config: Path, name: str, text: str, program: str) -> tuple[Path, list[str]]:
+    """A sweep with a shell program in the place of training: its folder, and the command."""
+    path, sweep = folder / "program", config.parent / f"{name}.yaml"
+    path.write_text(program.format(folder=folder))
+    path.chmod(0o755)
+    sweep.write_text(f"config: {config.name}\n{text}\n")
+    command = [*CLI, "sweep", str(sweep), "--python", str(path), "--requeues", "0", "--no-preflight"]
+    return config.parent / "runs" / name, command
+
+
 def test_a_sweep_submits_what_is_not_finished(cluster: SlurmCluster, config: Path, tmp_path: Path) -> None:
-    """With a shell program in the place of training."""
-    program, sweep = tmp_path / "program", config.parent / "seeds.yaml"
-    program.write_text(FAILS_ONCE.format(folder=tmp_path))
-    program.chmod(0o755)
-    sweep.write_text(f"config: {config.name}\naxes: {{training.seed: [1, 2, 3]}}\n")
-    folder = config.parent / "runs" / "seeds"
-    command = [*CLI, "sweep", str(sweep), "--python", str(program), "--requeues", "0"]
+    """An array, and one more of what waits for a run of it."""
+    branch = f"{config.parent}/runs/seeds/seed2/checkpoints/step_10"
+    text = f"axes: {{training.seed: [1, 2, 3]}}\nruns: {{short: {{run.branch_from: {branch}, training.steps: 15}}}}"
+    folder, command = sweep_of(tmp_path, config, "seeds", text, FAILS_ONCE)
     printed = cluster.run(*command).splitlines()
-    assert [line.split(": job ")[0] for line in printed[:3]] == ["seed1", "seed2", "seed3"]
-    assert printed[3] == f"follow: selectron status {folder}"
+    assert [line.split(": job ")[0] for line in printed[:4]] == ["seed1", "seed2", "seed3", "short"]
+    numbers = [line.split(": job ")[1] for line in printed[:4]]
+    first = numbers[0].removesuffix("_0")
+    assert numbers[:3] == [f"{first}_{task}" for task in range(3)]
+    assert numbers[3].endswith("_0, after seed2")
+    assert printed[4] == f"follow: selectron status {folder}"
     for name, end in (("seed1", "finished"), ("seed2", "given up after 0 restarts"), ("seed3", "finished")):
         wait_for(folder / name, lambda name=name, end=end: happened(folder / name)[-1:] == [end])
+
+    def standings() -> list[str]:
+        return [run["standing"] for run in json.loads(cluster.run(*CLI, "status", str(folder), "--json"))]
+
+    wait_for(folder / "short", lambda: standings() == ["finished", "failed", "finished", "stopped"])
     (tmp_path / "mended").touch()
-    assert len(cluster.run(*command).splitlines()) == 2
-    wait_for(folder / "seed2", lambda: happened(folder / "seed2")[-1:] == ["finished"])
-    assert [len(jobs_of(folder / f"seed{n}")) for n in (1, 2, 3)] == [1, 2, 1]
+    assert len(cluster.run(*command).splitlines()) == 3
+    wait_for(folder / "short", lambda: happened(folder / "short")[-1:] == ["finished"])
+    jobs = {name: jobs_of(folder / name) for name in ("seed1", "seed2", "seed3", "short")}
+    assert [len(found) for found in jobs.values()] == [1, 2, 1, 2]
+    ended, begun = events_of(jobs["seed2"][-1])[-1], events_of(jobs["short"][-1])[0]
+    assert (ended.what, begun.is_start) == ("finished", True)
+    assert ended.time <= begun.time
 
 
-def test_what_the_cluster_has_not_is_refused_before_anything_is_written(cluster: SlurmCluster, config: Path) -> None:
-    command = [*CLI, "launch", str(config), "run.name=refused", "--partition", "gpux"]
-    with pytest.raises(RuntimeError, match=r"--partition: there is no gpux; choose from main"):
-        cluster.run(*command)
+WAITS = """#!/bin/sh
+while [ ! -e {folder}/go ]; do sleep 0.1; done
+"""
+
+
+def test_a_call_that_was_stopped_loses_no_job(cluster: SlurmCluster, config: Path, tmp_path: Path) -> None:
+    folder, command = sweep_of(tmp_path, config, "lost", "axes: {training.seed: [1, 2]}", WAITS)
+    numbers = [line.split(": job ")[1] for line in cluster.run(*command, "--parallel", "1").splitlines()[:2]]
+    jobs = [jobs_of(folder / name)[0] for name in ("seed1", "seed2")]
+    wait_for(folder / "seed1", lambda: happened(folder / "seed1"))
+    for job in jobs:  # as it would be had the call ended right after sbatch
+        (job.folder / "job_id").unlink()
+    states = [f"seed1: job {numbers[0]} (running)", f"seed2: job {numbers[1]} (pending)"]
+    assert cluster.run(*command).splitlines()[:2] == states
+    (tmp_path / "go").touch()
+    for job in jobs:
+        wait_for(job.run, lambda job=job: happened(job.run)[-1:] == ["finished"])
+    assert [len(jobs_of(job.run)) for job in jobs] == [1, 1]
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--partition", "gpux"], r"--partition: there is no gpux; choose from main"),
+        # Of the nodes together, which what sinfo says of one does not show.
+        (
+            ["--nodes", "2", "--sbatch=--exclude=n1"],
+            r"sbatch: refused: .*Requested node configuration is not available",
+        ),
+    ],
+)
+def test_what_the_cluster_has_not_is_refused_before_anything_is_written(
+    cluster: SlurmCluster, config: Path, options: list[str], line: str, dry: list[str]
+) -> None:
+    with pytest.raises(RuntimeError, match=line):
+        cluster.run(*LAUNCH, str(config), "run.name=refused", *options, *dry)
     assert not (config.parent / "runs" / "refused").exists()
+
+
+def test_paths_with_spaces(
+    cluster: SlurmCluster, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the runs and the working folder, which the job's scripts and logs are named by."""
+    here = tmp_path / "my work 50%j"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    program = here / "program"
+    program.write_text("#!/bin/sh\npwd\n")
+    program.chmod(0o755)
+    (tmp_path / "base.yaml").write_text(config.read_text())
+    (tmp_path / "sizes.yaml").write_text("config: base.yaml\naxes: {training.seed: [1, 2]}\n")
+    options = ["run.dir=my runs", "--python", "./program", "--no-preflight"]
+    cluster.run(*CLI, "launch", str(config), "run.name=single", *options)
+    cluster.run(*CLI, "sweep", str(tmp_path / "sizes.yaml"), *options)
+    for name in ("single", "sizes/seed1", "sizes/seed2"):
+        folder = here / "my runs" / name
+        wait_for(folder, lambda folder=folder: happened(folder)[-1:] == ["finished"])
+        assert str(here) in jobs_of(folder)[0].log.read_text().splitlines()
+
+
+def test_processors_of_a_process_are_its_threads(cluster: SlurmCluster, config: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text('#!/bin/sh\necho "threads: $OMP_NUM_THREADS of $SLURM_CPUS_PER_TASK"\n')
+    program.chmod(0o755)
+    options = ["--python", str(program), "--no-preflight", "--cpus-per-task", "2"]
+    cluster.run(*CLI, "launch", str(config), "run.name=threads", *options)
+    folder = config.parent / "runs" / "threads"
+    wait_for(folder, lambda: happened(folder)[-1:] == ["finished"])
+    assert "threads: 2 of 2" in jobs_of(folder)[0].log.read_text().splitlines()
 
 
 def test_a_mistake_that_only_the_ranks_find_ends_the_job(cluster: SlurmCluster, config: Path) -> None:
     name = "mistaken"
     options = ["--nodes", "2", "--processes-per-node", "2", "data.train_domains=[Nowhere]", f"run.name={name}"]
-    cluster.run(*CLI, "launch", str(config), *FIELDS, *options)
+    cluster.run(*LAUNCH, str(config), *FIELDS, *options)
     folder = config.parent / "runs" / name
     wait_for(folder, lambda: any(event.startswith("refused") for event in happened(folder)))
     errors = [line for line in jobs_of(folder)[-1].log.read_text().splitlines() if "selectron: error" in line]

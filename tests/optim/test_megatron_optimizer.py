@@ -54,7 +54,9 @@ def _step(optimizer: MegatronRunOptimizer, gradients: dict[str, Tensor]) -> floa
         parameter.main_grad.copy_(gradients[name])
     for chunk in optimizer.chunks:
         chunk.finish_grad_sync()
-    return optimizer.finish_step()
+    norms: list[float] = []
+    optimizer.finish_step(lambda norm: not norms.append(norm))  # type: ignore[func-returns-value]
+    return norms[0]
 
 
 def _rates(optimizer: MegatronRunOptimizer) -> Iterator[float]:

@@ -6,6 +6,10 @@ import subprocess
 import sys
 import time
 
+import pytest
+
+from megatron_ext.parallel.watchdog import group_timeout
+
 SCRIPT = """
 import time
 from megatron_ext.parallel.watchdog import alive, watching
@@ -48,3 +52,8 @@ def test_without_a_sign_of_life_even_what_works_is_ended() -> None:
 def test_nothing_is_watched_without_a_limit() -> None:
     code, out, err, _ = run(0.0)
     assert (code, out, err) == (0, "got here\n", "")
+
+
+@pytest.mark.parametrize(("watch", "expected"), [(0.0, 600), (10.0, 600), (1800.0, 1860)])
+def test_collectives_give_up_after_the_watch(watch: float, expected: int) -> None:
+    assert group_timeout(watch).total_seconds() == expected

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from corpora import prepared
-from launching import call, curve, must_run, records, write_config
+from launching import ROOT, call, curve, environment, must_run, records, write_config
+from questions import write_questions
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_ext.evaluation.generators import generators_kept
 
 RETRIEVAL = ["training.evaluate_suites=[retrieval]", "training.evaluate_suites_every=2"]
+BOTH = ["training.evaluate_suites=[retrieval, fewshot]", RETRIEVAL[1]]
 OPTIONS = ["retrieval.tasks=[mqar, passkey]", "retrieval.lengths=[64, 512]", "retrieval.samples=1"]
 RUN = [
     *("training.steps=3", "training.evaluate_every=0", "training.checkpoint_every=0"),
@@ -28,35 +33,79 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepared(tmp_path_factory.mktemp("between"), documents=60)
 
 
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of the suite `fewshot`: two rows of each of three tasks."""
+    folder = tmp_path_factory.mktemp("questions")
+    write_questions(folder / "published", folder / "columns")
+    return [f"fewshot.data={folder / 'published'}", "fewshot.tasks=[piqa, arc_easy, boolq]", "fewshot.limit=2"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [[], ["parallel.pipeline=2", "retrieval.tasks=[mqar, induction]"]], ids=["one_process", "pp2"]
 )
-def test_a_run_goes_on_as_if_nothing_had_been_tested(data: Path, tmp_path: Path, layout: list[str]) -> None:
-    curves = {}
-    tested = [*RETRIEVAL, *OPTIONS, "retrieval.unfit=skip", *layout[1:]]
-    for name, more in {"plain": [], "tested": tested}.items():
+def test_a_run_goes_on_as_if_nothing_had_been_tested(
+    data: Path, questions: list[str], tmp_path: Path, layout: list[str]
+) -> None:
+    curves, processes = {}, 2 if layout else 1
+    options = [*OPTIONS, "retrieval.unfit=skip", *layout[1:], *questions]
+    for name, more in {"plain": [], "tested": [*BOTH, *options]}.items():
         config = write_config(tmp_path, data, tmp_path / name)
-        must_run(config, [*RUN, *layout[:1], *more], processes=2 if layout else 1)
+        must_run(config, [*RUN, *layout[:1], *more], processes=processes)
         curves[name] = curve(tmp_path / name / "run")
     assert curves["tested"] == curves["plain"]  # losses, norms and rates, to the last bit
-    _check_results(tmp_path / "tested" / "run")
+    run = tmp_path / "tested" / "run"
+    _check_results(run)
+    said = _evaluate(run, tmp_path / "again", processes, options)
+    for suite in ("retrieval", "fewshot"):
+        assert _numbers(tmp_path / "again", suite) == _numbers(run / "evaluation" / "step_3", suite)
+    assert (tmp_path / "again" / "retrieval.md").read_text() in said
 
 
 def _check_results(run: Path) -> None:
     """As `selectron evaluate` writes them, and the same numbers in the run's own records."""
     kept = records(run, "suites.jsonl")
-    assert [(one["step"], one["suite"]) for one in kept] == [(2, "retrieval"), (3, "retrieval")]
+    assert [(one["step"], one["suite"]) for one in kept] == [
+        (step, suite) for step in (2, 3) for suite in ("retrieval", "fewshot")
+    ]
     board = EventAccumulator(str(run / "tensorboard")).Reload()
     for one in kept:
-        results = json.loads((run / "evaluation" / f"step_{one['step']}" / "retrieval.json").read_text())
+        suite = one["suite"]
+        results = json.loads((run / "evaluation" / f"step_{one['step']}" / f"{suite}.json").read_text())
         assert (results["run"], results["step"], results["tokens"]) == ("run", one["step"], one["tokens"])
-        scores = {f"{mean['task']}/{mean['length']}": mean["score"] for mean in results["by_length"]}
+        scores = _scores(results)
         assert one["scores"] == scores
         assert scores
         for name, score in scores.items():
-            shown = {event.step: event.value for event in board.Scalars(f"retrieval/{name}")}
+            shown = {event.step: event.value for event in board.Scalars(f"{suite}/{name}")}
             assert shown[one["step"]] == pytest.approx(score)
+
+
+def _scores(results: dict[str, Any]) -> dict[str, float]:
+    """By the names that records have."""
+    if "by_length" in results:
+        return {f"{mean['task']}/{mean['length']}": mean["score"] for mean in results["by_length"]}
+    assert {name: task["rows"] for name, task in results["tasks"].items()} == {"piqa": 2, "arc_easy": 2, "boolq": 2}
+    return {
+        f"{name}/{metric['name']}": metric["value"]
+        for name, task in results["tasks"].items()
+        for metric in task["metrics"]
+    }
+
+
+def _evaluate(run: Path, output: Path, processes: int, options: list[str]) -> str:
+    """`selectron evaluate` on the finished run; what it prints."""
+    command = [sys.executable, "-m", "megatron_ext.cli", "evaluate", str(run), "--suite", "retrieval,fewshot", *options]
+    command += ["--processes", str(processes), "--output", str(output)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _numbers(folder: Path, suite: str) -> dict[str, Any]:
+    """All that a suite found, each sample's answer with it, but how long it took."""
+    return {key: value for key, value in json.loads((folder / f"{suite}.json").read_text()).items() if key != "seconds"}
 
 
 def test_generators_go_on_as_if_nothing_had_been_drawn() -> None:

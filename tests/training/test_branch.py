@@ -11,6 +11,7 @@ import suite_run
 from corpora import prepared
 from launching import TP2, call, curve, records, snapshot, write_config
 from pool import WorkerFailed
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +46,10 @@ def test_a_branch_is_the_run_from_the_start(
     assert [line["step"] for line in records(branch)] == list(range(1, 9))
     assert [line["lr"] for line in records(branch)] == [line["lr"] for line in records(direct)]
     assert records(branch)[:6] == records(trunk)[:6]
+    board = EventAccumulator(str(branch / "tensorboard")).Reload()
+    assert [one.step for one in board.Scalars("train/loss")] == list(range(1, 9))
+    losses = [line["loss"] for line in records(branch)]
+    assert [one.value for one in board.Scalars("train/loss")] == pytest.approx(losses, rel=1e-6)
     if layout == TP2:  # the same sums in the same order
         assert curve(branch) == curve(direct)
         assert records(branch, "evaluation.jsonl") == records(direct, "evaluation.jsonl")

@@ -123,6 +123,9 @@ def test_layout_length_and_unused_mixers_do_not() -> None:
 # --- what a step's metrics say ---------------------------------------------------------------------------------------
 
 
+A_STEP = StepResult(loss=2.5, tokens=1000, grad_norm=0.5, lr=1e-3, fault=None, is_sound_here=True)
+
+
 def a_loop(peak_flops: float | None) -> TrainingLoop:
     nothing = cast(Any, None)
     return TrainingLoop(
@@ -130,6 +133,9 @@ def a_loop(peak_flops: float | None) -> TrainingLoop:
         samples=nothing,
         evaluator=nothing,
         store=nothing,
+        recovery=nothing,
+        stragglers=nothing,
+        heartbeat=nothing,
         training=Training(steps=10),
         layout=nothing,
         records=nothing,
@@ -141,7 +147,7 @@ def a_loop(peak_flops: float | None) -> TrainingLoop:
 
 
 def test_metrics_by_hand() -> None:
-    found = a_loop(peak_flops=2e9)._metrics(StepResult(loss=2.5, tokens=1000, grad_norm=0.5, lr=1e-3), 4.0, 123)
+    found = a_loop(peak_flops=2e9)._metrics(A_STEP, 4.0, 123)
     # 1000 tokens in 4 s are 250 a second; at 3e6 FLOPs each, 7.5e8 of 2e9 a second.
     assert found == {
         "step": 7,
@@ -156,7 +162,7 @@ def test_metrics_by_hand() -> None:
 
 
 def test_utilisation_is_unknown_where_the_peak_is() -> None:
-    found = a_loop(peak_flops=None)._metrics(StepResult(loss=2.5, tokens=1000, grad_norm=0.5, lr=1e-3), 4.0, 123)
+    found = a_loop(peak_flops=None)._metrics(A_STEP, 4.0, 123)
     assert found["mfu"] is None
 
 

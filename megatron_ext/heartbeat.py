@@ -1,0 +1,146 @@
+"""How far each rank of a run is: a small file for each, which a thread of it writes over every few seconds.
+
+Whoever looks for the rank that keeps all others waiting finds it there: it has made fewer passes than they, or writes
+no more, as its process or its machine is gone or stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+FOLDER = "heartbeats"
+_WIDTH = 256
+"""Bytes of a file: it is written over in one call, so that a reader sees one line or the other."""
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a rank last wrote; times in seconds since 1970, by the clock of its machine.
+
+    Attributes:
+        rank: its number.
+        host: its machine.
+        pid: its process there.
+        seconds: between two signs.
+        step: steps done.
+        passes: forward passes, and what else it does in turn with the other ranks, since its start.
+        further: when it last got further.
+        written: when it wrote this.
+        ended: whether it will write no more.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    seconds: float
+    step: int
+    passes: int
+    further: float
+    written: float
+    ended: bool
+
+
+class Heartbeat:
+    """Writes the signs of one rank, until it is closed.
+
+    Args:
+        folder: of the run.
+        rank: this process's.
+        seconds: between two signs; 0: none is written.
+
+    Attributes:
+        step: steps done.
+    """
+
+    def __init__(self, folder: Path, rank: int, seconds: float) -> None:
+        self.step = 0
+        self._path, self._rank, self._seconds = folder / FOLDER / f"rank_{rank}", rank, seconds
+        self._host, self._passes, self._further = socket.gethostname(), 0, time.time()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._write_on, name="heartbeat", daemon=True)
+        if seconds:
+            self._thread.start()
+
+    def beat(self) -> None:
+        """Say that this rank has got further."""
+        self._passes += 1
+        self._further = time.time()
+
+    def close(self) -> None:
+        """Write a last sign, and no more."""
+        if self._seconds:
+            self._closed.set()
+            self._thread.join()
+
+    def _write_on(self) -> None:
+        ended = False
+        while not ended:
+            ended = self._closed.wait(self._seconds)
+            try:
+                self._write(ended)
+            except OSError:  # no reason to end a run: what it needs the disk for tells of that
+                continue
+
+    def _write(self, ended: bool) -> None:
+        sign = Sign(
+            self._rank,
+            self._host,
+            os.getpid(),
+            self._seconds,
+            self.step,
+            self._passes,
+            self._further,
+            time.time(),
+            ended,
+        )
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self._path, os.O_CREAT | os.O_WRONLY, 0o644)
+        try:
+            os.pwrite(file, (json.dumps(asdict(sign)).ljust(_WIDTH - 1) + "\n").encode(), 0)
+        finally:
+            os.close(file)
+
+
+def signs(run_folder: Path) -> list[Sign]:
+    """Last signs of the ranks of a run, in the order of the ranks."""
+    found = (path.read_text() for path in (run_folder / FOLDER).glob("rank_*"))
+    return sorted((Sign(**json.loads(line)) for line in found if line), key=lambda sign: sign.rank)
+
+
+def forget(run_folder: Path) -> None:
+    """Remove the signs of an earlier start, which may have had more ranks."""
+    for path in (run_folder / FOLDER).glob("rank_*"):
+        path.unlink(missing_ok=True)
+
+
+def troubles(found: Sequence[Sign], now: float) -> list[str]:
+    """A line for each rank that does not write, or that keeps the others waiting.
+
+    Args:
+        found: the signs of a run.
+        now: seconds since 1970.
+    """
+    lines, alive = [], []
+    for sign in found:
+        silent = now - sign.written
+        if sign.ended or silent <= 3 * sign.seconds:
+            alive.append(sign)
+        else:
+            why = "its process or its machine is gone, stopped or cut off"
+            lines.append(f"rank {sign.rank} on {sign.host} wrote nothing for {silent:.0f} s: {why}")
+    # Who gets further is not kept from it; and what the others are waiting for was last done by none of them.
+    waiting = [sign for sign in alive if not sign.ended and now - sign.further > 3 * sign.seconds]
+    passes = median(sign.passes for sign in waiting) if waiting else 0
+    for sign in waiting:
+        if sign.passes < passes:
+            behind = f"{sign.passes} passes, where the middle rank made {passes:g}"
+            lines.append(f"rank {sign.rank} on {sign.host} is behind: {behind}")
+    return lines

@@ -1,0 +1,38 @@
+"""`selectron status --ranks`: how far each rank of a run is, and which of them keep the others waiting."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from megatron_ext.errors import UserError
+from megatron_ext.heartbeat import signs, troubles
+from megatron_ext.launch.status import ago
+from megatron_ext.reports import table
+
+COLUMNS = ("rank", "host", "process", "step", "passes", "got further", "last sign")
+
+
+def ranks_table(folder: Path) -> list[str]:
+    """A line for each rank of a run, and what is wrong with some.
+
+    Raises:
+        UserError: none has written how far it is.
+    """
+    found, now = signs(folder), time.time()
+    if not found:
+        problem = "has no heartbeats: no rank has begun to train, or resilience.heartbeat_seconds is 0"
+        raise UserError(str(folder), problem, "wait for its first steps, or leave out --ranks")
+    rows = [
+        [
+            str(sign.rank),
+            sign.host,
+            str(sign.pid),
+            str(sign.step),
+            str(sign.passes),
+            f"{ago(now - sign.further)} ago",
+            "ended" if sign.ended else f"{ago(now - sign.written)} ago",
+        ]
+        for sign in found
+    ]
+    return [*table(COLUMNS, rows), *troubles(found, now)]

@@ -1,0 +1,204 @@
+"""Steps that go wrong: computed again, left out, rolled back, or the end of the run; see `ResilienceConfig`."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_ext.checkpoint.folder import Progress
+from megatron_ext.checkpoint.store import CheckpointStore
+from megatron_ext.config.schema import ResilienceConfig
+from megatron_ext.errors import UserError
+from megatron_ext.optim.base import RunOptimizer
+from megatron_ext.parallel.agreement import from_every_rank
+from megatron_ext.training.decisions import AGAIN, ROLL_BACK, SKIP, STOP, interventions, note
+from megatron_ext.training.guard import StepGuard
+from megatron_ext.training.records import RunRecords
+from megatron_ext.training.trainer import StepResult
+
+MOST_NAMED = 4
+"""Ranks that a line names one by one; decisions.jsonl has all."""
+
+
+@dataclass(frozen=True)
+class Unsound:
+    """A rank of which something is not finite.
+
+    Attributes:
+        rank: its number and host.
+        parameter: whose gradient was the first; None: the loss was not finite, or nobody looked.
+    """
+
+    rank: str
+    parameter: str | None
+
+
+class Recovery:
+    """Does what a run's configuration says about steps that go wrong, on all ranks alike.
+
+    Args:
+        config: what is to be done.
+        folder: of the run.
+        optimizer: of the run.
+        store: of its checkpoints.
+        records: of the run; on the first rank only.
+    """
+
+    def __init__(
+        self,
+        config: ResilienceConfig,
+        folder: Path,
+        optimizer: RunOptimizer,
+        store: CheckpointStore,
+        records: RunRecords | None,
+    ) -> None:
+        self._config, self._optimizer, self._store, self._records = config, optimizer, store, records
+        self._interventions, *_ = from_every_rank(0 if records is None else interventions(folder))
+        self.guard = StepGuard(config, self._history())
+
+    def attempts(self, step: int, attempt: Callable[[bool], StepResult]) -> StepResult:
+        """The first attempt at a step that goes right, or the last one that may be made.
+
+        Args:
+            step: its number.
+            attempt: makes one; gets whether it is to look for gradients that are not finite.
+        """
+        result = attempt(False)
+        for left in range(self._config.retries, 0, -1):
+            if result.fault is None:
+                break
+            fault, found = result.fault, self._found(result)
+            self._note(AGAIN, step, f"{fault.problem}{_on(found)}: computed again", result, found)
+            # A loss that is not finite names its rank by itself.
+            result = attempt(math.isfinite(result.loss) and not math.isfinite(result.grad_norm))
+            if result.fault is None:
+                line = f"right when computed again: loss {result.loss:.4f}; a machine had erred{_on(found)}"
+                self._note(AGAIN, step, line, result, attempts_left=left - 1)
+        if result.fault is None:
+            self.guard.accept(result.loss, result.grad_norm)
+        return result
+
+    def after(self, result: StepResult, before: Progress, samples: int) -> Progress:
+        """Do what is to be done about a step that stayed wrong.
+
+        Args:
+            result: of the step.
+            before: the run's progress without it.
+            samples: of a step.
+
+        Returns:
+            The run's progress from which it goes on.
+
+        Raises:
+            UserError: the run is to stop.
+        """
+        assert result.fault is not None
+        found = self._found(result)
+        action = self._config.on_nonfinite if result.fault.kind == "nonfinite" else self._config.on_spike
+        if action == "stop":
+            mend = (
+                f"set resilience.on_{result.fault.kind} to skip or roll_back, or optimizer.lr lower, and add --resume"
+            )
+            raise self._stop(result, found, before, f"resilience.on_{result.fault.kind}", mend)
+        self._interventions += 1
+        if self._interventions > self._config.limit:
+            problem = f"{self._config.limit} steps were skipped or rolled back before"
+            raise self._stop(
+                result, found, before, "resilience.limit", "raise it, or optimizer.lr lower, and add --resume", problem
+            )
+        if action == "skip":
+            line = f"{result.fault.problem}{_on(found)}: its samples are left out"
+            self._note(SKIP, before.step + 1, line, result, found)
+            self._optimizer.skip()
+            if self._records is not None:
+                self._records.left_out()
+            return Progress(before.step + 1, before.samples + samples, before.tokens)
+        return self._roll_back(result, found, before, samples)
+
+    def _roll_back(self, result: StepResult, found: Sequence[Unsound], before: Progress, samples: int) -> Progress:
+        fault = result.fault
+        assert fault is not None
+        self._store.wait()
+        if self._store.folder.latest() is None:
+            field = f"resilience.on_{fault.kind}"
+            mend = "lower optimizer.lr, or set training.checkpoint_every lower, and begin again"
+            raise self._stop(result, found, before, field, mend, "there is no checkpoint yet to roll back to")
+        record, damages = self._store.check_newest()
+        to_step, position = record.progress.step, before.samples + samples
+        notes = "".join(f" ({damage.where}: {damage.problem})" for damage in damages)
+        line = f"{fault.problem}{_on(found)}: rolled back to step {to_step}{notes}, and on from sample {position}"
+        self._note(ROLL_BACK, before.step + 1, line, result, found, to_step=to_step, samples=position)
+        self._store.load(self._optimizer, record)
+        if self._records is not None:
+            self._records.rewind(to_step)
+        self.guard.remember(self._history())
+        return Progress(to_step, position, record.progress.tokens)
+
+    def _stop(
+        self,
+        result: StepResult,
+        found: Sequence[Unsound],
+        before: Progress,
+        field: str,
+        mend: str,
+        more: str = "",
+    ) -> UserError:
+        """The error of a run that stops; the state before the step, which is sound, is kept."""
+        assert result.fault is not None
+        tried = " each time that it was computed" if self._config.retries else ""
+        problem = f"in step {before.step + 1} {result.fault.problem}{_on(found)}{tried}"
+        self._store.wait()
+        if before.step and self._store.folder.latest() != before.step:
+            self._store.save(self._optimizer, before)
+            self._store.wait()
+        said = "; ".join(part for part in (problem, more) if part)
+        self._note(STOP, before.step + 1, f"{said}: the run stops", result, found)
+        return UserError(field, said, mend)
+
+    def _found(self, result: StepResult) -> list[Unsound]:
+        """Ranks whose own losses were not finite; or, if an attempt looked for it, whose own gradient was not."""
+        here = None
+        if not result.is_sound_here or result.unsound_gradient is not None:
+            here = Unsound(f"{dist.get_rank()} ({socket.gethostname()})", result.unsound_gradient)
+        return [found for found in from_every_rank(here) if found is not None]
+
+    def _note(
+        self,
+        decision: str,
+        step: int,
+        line: str,
+        result: StepResult,
+        found: Sequence[Unsound] | None = None,
+        **details: Any,
+    ) -> None:
+        if self._records is None:
+            return
+        if found is not None:
+            parameters = [one.parameter for one in found]
+            details |= {"ranks": [one.rank for one in found], "parameters": parameters if any(parameters) else []}
+        note(self._records, decision, step, line, loss=result.loss, grad_norm=result.grad_norm, **details)
+
+    def _history(self) -> list[tuple[float, float]]:
+        """Loss and gradient norm of the newest steps, which the first rank's records hold, on every rank."""
+        window = self._config.spike_window if self._config.on_spike != "ignore" else 0
+        history, *_ = from_every_rank([] if self._records is None else self._records.history(window))
+        return history
+
+
+def _on(found: Sequence[Unsound]) -> str:
+    """Where the fault was, by what is known of it."""
+    of_parameter: dict[str | None, list[str]] = {}
+    for one in found:
+        of_parameter.setdefault(one.parameter, []).append(one.rank)
+    parts = []
+    for parameter, ranks in of_parameter.items():
+        more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+        first = "" if parameter is None else f", first in the gradient of {parameter}"
+        parts.append(f" on rank {', '.join(ranks[:MOST_NAMED])}{more}{first}")
+    return ";".join(parts)

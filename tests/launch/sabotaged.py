@@ -1,0 +1,82 @@
+"""`python FAULT -m megatron_ext.cli ...`: the command, but that something goes wrong in training."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from megatron_ext.cli import main
+from megatron_ext.training.build import build_trainer
+from megatron_ext.training.trainer import StepResult, Trainer
+
+SECONDS = 1.0
+FOREVER = 3600
+
+
+def nan_once(*arguments: Any) -> Trainer:
+    """Rank 1's gradient is not a number at its ninth attempt at a step."""
+    trainer = build_trainer(*arguments)
+    count, train_step = 0, trainer.train_step
+
+    def counted(*arguments: Any) -> StepResult:
+        nonlocal count
+        count += 1
+        return train_step(*arguments)
+
+    def broken(gradient: Any) -> Any:
+        return gradient * math.nan if os.environ["RANK"] == "1" and count == 9 else gradient
+
+    next(iter(trainer.optimizer.chunks[0].parameters())).register_hook(broken)
+    trainer.train_step = counted  # type: ignore[method-assign]
+    return trainer
+
+
+def slow_start(*arguments: Any) -> Trainer:
+    """Steps take a second until the job starts anew."""
+    trainer = build_trainer(*arguments)
+    train_step = trainer.train_step
+
+    def slow(*arguments: Any) -> StepResult:
+        time.sleep(0 if os.environ.get("SLURM_RESTART_COUNT") else SECONDS)
+        return train_step(*arguments)
+
+    trainer.train_step = slow  # type: ignore[method-assign]
+    return trainer
+
+
+def stuck_once(*arguments: Any) -> Trainer:
+    """A ninth step that no signal but KILL ends, until the job starts anew."""
+    trainer = build_trainer(*arguments)
+    count, train_step = 0, trainer.train_step
+
+    def stuck(*arguments: Any) -> StepResult:
+        nonlocal count
+        count += 1
+        if count == 9 and not os.environ.get("SLURM_RESTART_COUNT"):
+            time.sleep(FOREVER)  # a signal whose handler returns does not shorten it
+        return train_step(*arguments)
+
+    trainer.train_step = stuck  # type: ignore[method-assign]
+    return trainer
+
+
+FAULTS = {build.__name__: build for build in (nan_once, slow_start, stuck_once)}
+
+
+def program(folder: Path, fault: str) -> Path:
+    """Write what stands in the place of Python where a run is launched."""
+    path = folder / fault
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).resolve()} {fault} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+if __name__ == "__main__":
+    assert sys.argv[2:4] == ["-m", "megatron_ext.cli"]
+    with patch("megatron_ext.training.run.build_trainer", FAULTS[sys.argv[1]]):
+        sys.exit(main(sys.argv[4:]))

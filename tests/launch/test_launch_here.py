@@ -1,0 +1,30 @@
+"""`selectron launch --local` as a user calls it, with the look at the machine that comes before training."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from corpora import prepared
+from launching import ROOT, STEPS, curve, environment, must_run, write_config
+
+from megatron_ext.launch.job import jobs_of
+from megatron_ext.launch.status import events_of
+
+
+@pytest.mark.slow
+def test_a_launched_run_is_the_one_that_train_makes(tmp_path: Path) -> None:
+    config, runs = write_config(tmp_path, prepared(tmp_path), tmp_path / "runs"), tmp_path / "runs"
+    command = [sys.executable, "-m", "megatron_ext.cli", "launch", str(config), "run.name=launched", "--local", "2"]
+    given = {name: value for name, value in environment().items() if not name.startswith("SLURM")}
+    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    (job,) = jobs_of(runs / "launched")
+    assert f"events: {job.folder}/events.tsv\nfollow: selectron status {runs}/launched\n" in done.stderr
+    assert "pre-flight of 1 node" in done.stdout
+    assert [event.what for event in events_of(job)] == ["begun with 2 processes", "finished"]
+    must_run(config, ["run.name=trained"], processes=2)
+    assert curve(runs / "launched") == curve(runs / "trained")
+    assert len(curve(runs / "trained")) == STEPS

@@ -1,0 +1,158 @@
+"""`selectron preflight` in processes of its own, and its options on `selectron launch`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import environment
+from test_job import RESOURCES, ended
+
+from megatron_ext import source
+from megatron_ext.cli import main
+from megatron_ext.config.schema import DataConfig, RunConfig
+from megatron_ext.launch.job import write_job
+from megatron_ext.launch.preflight_checks import PACKAGES, code_digest
+from megatron_ext.launch.preflight_limits import size
+
+# A rank becomes one of a node of two, of a Slurm job that there is not.
+RANKS = """
+import os, sys
+rank = int(os.environ["RANK"])
+if rank in {silent}:
+    sys.exit(0)
+os.environ |= dict(SLURMD_NODENAME=f"n{{rank // 2 + 1}}", SLURM_JOB_ID="1")
+os.environ |= dict(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+from megatron_ext.cli import main
+sys.exit(main(["preflight", *sys.argv[1:]]))
+"""
+LAUNCH = "import sys; from megatron_ext.launch.local import launch; sys.exit(launch(sys.argv[2:], int(sys.argv[1])))"
+
+
+def flown(folder: Path, *options: str, processes: int = 4, silent: str = "()") -> tuple[int, str, dict[str, Any]]:
+    """Exit code, what is printed, and what is left in the folder."""
+    program = folder / "ranks.py"
+    program.write_text(RANKS.format(silent=silent))
+    command = [sys.executable, "-c", LAUNCH, str(processes), sys.executable, str(program), "--folder", str(folder)]
+    given = environment() | {"PYTHONPATH": str(source.ROOT)}
+    done = subprocess.run([*command, *options], env=given, capture_output=True, text=True, timeout=120, check=False)
+    found = folder / "preflight.json"
+    return done.returncode, done.stdout + done.stderr, json.loads(found.read_text()) if found.exists() else {}
+
+
+def test_two_nodes_of_two_processes(tmp_path: Path) -> None:
+    code, printed, found = flown(tmp_path, "--nodes", "n1,n2")
+    assert code == 0, printed
+    assert [(one["node"], one["rank"], one["local_rank"]) for one in found["reports"]] == [
+        ("n1", 0, 0),
+        ("n1", 1, 1),
+        ("n2", 2, 0),
+        ("n2", 3, 1),
+    ]
+    # Both processes of both nodes, each with its own kind.
+    assert sorted(link["local_rank"] for link in found["links"]) == [0, 0, 1, 1]
+    assert all(link["pair"] == ["n1", "n2"] and link["bandwidth"] > 0 for link in found["links"])
+    assert abs(found["clocks"]["n2"]["ahead"]) < 0.1
+    assert (tmp_path / "preflight.notes").read_text() == ""
+    assert re.search(r"^\| n1 - n2 \| \d", printed, re.MULTILINE)
+
+
+def test_a_silent_process_is_its_nodes_fault(tmp_path: Path) -> None:
+    code, printed, found = flown(tmp_path, "--nodes", "n1,n2", "--node-timeout", "6", silent="(3,)")
+    assert code == 3, printed
+    reason = "1 of its 2 processes said nothing within 6 s"
+    assert found["verdict"]["bad"] == {"n2": reason}
+    assert (tmp_path / "preflight.notes").read_text() == f"bad node n2: {reason}\n"
+
+
+def test_what_all_nodes_lack_ends_the_job(tmp_path: Path) -> None:
+    code, printed, _ = flown(tmp_path, "--nodes", "n1", "--min-disk", "900TB", processes=2)
+    assert code == 2
+    assert re.search(
+        rf"selectron: error: pre-flight: \S+ \w+ free in {tmp_path}, less than 900 TB; mend it, or change", printed
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("10GB", 1e10), ("1.5 tb", 1.5e12), ("500M", 5e8), ("12", 12.0), ("3KB", 3e3), ("0", 0.0)],
+)
+def test_sizes(text: str, expected: float) -> None:
+    assert size(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "line"),
+    [
+        ("--min-disk", "much", "--min-disk: 'much' is no size; give one like 10GB"),
+        ("--min-tmp", "-1GB", "--min-tmp: '-1GB' is no size; give one like 10GB"),
+        ("--min-gpu-memory", "90", "--min-gpu-memory: '90' is above 1; give a fraction from 0 to 1"),
+        ("--max-clock-offset", "x", "--max-clock-offset: 'x' is no number; give 0 or more"),
+        ("--min-bandwidth", "nan", "--min-bandwidth: 'nan' is no number; give 0 or more"),
+        ("--pair-timeout", "0", "--pair-timeout: '0' is less than a second; give seconds"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["preflight", "launch"])
+def test_a_limit_that_is_none(
+    verb: str, option: str, value: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [verb, f"{option}={value}"]
+    if verb == "launch":
+        arguments += [str(source.ROOT / "examples" / "quickstart.yaml"), f"run.dir={tmp_path}", "--dry-run"]
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == f"selectron: error: {line}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_script_has_all_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "data").mkdir()
+    config = str(source.ROOT / "examples" / "quickstart.yaml")
+    fields = [f"run.dir={tmp_path}", f"data.path={tmp_path}/data", "--processes-per-node", "2", "--dry-run"]
+    assert main(["launch", config, *fields, "--min-disk", "10GB"]) == 0
+    (line,) = re.findall(r"^preflight=\((.*)\)$", capsys.readouterr().out, re.MULTILINE)
+    assert line.startswith("--min-disk 10GB --min-tmp 250MB ")
+    assert line.endswith(" --node-timeout 300")
+    assert main(["launch", config, *fields, "--no-preflight", "--resume"]) == 0
+    assert "\npreflight=()\n" in capsys.readouterr().out
+
+
+PROGRAM = """#!/bin/sh
+[ "$3" = preflight ] && exec {python} "$@"
+echo trained
+"""
+
+
+def test_a_local_job_looks_at_this_machine(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(PROGRAM.format(python=sys.executable))
+    python.chmod(0o755)
+
+    def job(*options: str) -> tuple[int, str, list[str]]:
+        resources = replace(RESOURCES, preflight=list(options))
+        return ended(write_job(RunConfig(data=DataConfig(path="data")), tmp_path / "run", resources, str(python)))
+
+    assert job("--node-timeout", "30") == (0, "", ["begun with 1 processes", "finished"])
+    code, errors, events = job("--min-tmp", "900TB")
+    assert code == 2
+    assert re.fullmatch(r"selectron: error: pre-flight: \S+: .* free in \S+, less than 900 TB; mend it, .*\n", errors)
+    assert events[0] == "begun with 1 processes"
+    assert re.fullmatch(r"bad node \S+: .* less than 900 TB", events[1])
+    assert events[2:] == ["refused"]
+
+
+def test_a_digest_stands_for_the_code(tmp_path: Path) -> None:
+    for package in PACKAGES:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "a.py").write_text("x = 1\n")
+    first = code_digest(tmp_path)
+    (tmp_path / "kernels" / "__pycache__").mkdir()
+    (tmp_path / "kernels" / "__pycache__" / "a.pyc").write_text("y")
+    assert code_digest(tmp_path) == first
+    (tmp_path / "kernels" / "a.py").write_text("x = 2\n")
+    assert code_digest(tmp_path) != first

@@ -1,0 +1,79 @@
+"""All-reduces between processes, and clocks, with real processes over gloo."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore, TCPStore
+
+from megatron_ext.launch.preflight_links import BYTES, Link, longest, measure, offset, ring, rounds
+
+CPU = torch.device("cpu")
+OTHER = """
+import dataclasses, json, sys, torch
+from torch.distributed import PrefixStore, TCPStore
+from megatron_ext.launch.preflight_links import measure
+store = PrefixStore("a", TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False))
+print(json.dumps(dataclasses.asdict(measure(("n1", "n2"), 3, 1, store, torch.device("cpu"), 20))))
+"""
+
+
+def test_two_processes() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-c", OTHER, str(store.port)]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    from torch.distributed import PrefixStore
+
+    begun = time.monotonic()
+    here = measure(("n1", "n2"), 3, 0, PrefixStore("a", store), CPU, 60)
+    seconds = time.monotonic() - begun
+    there = Link(**{**json.loads(other.communicate(timeout=60)[0]), "pair": ("n1", "n2")})
+    for link in (here, there):
+        assert (link.pair, link.local_rank, link.error) == (("n1", "n2"), 3, "")
+        # Five of this size were sent in that time, and more; and no memory is that fast.
+        assert 5 * BYTES["cpu"] / seconds / 1e9 < link.bandwidth < 100
+        assert 0 < link.latency < seconds / 20
+    assert here.bandwidth == pytest.approx(there.bandwidth, rel=0.9)
+
+
+def test_a_process_that_does_not_come_takes_its_time_and_no_more() -> None:
+    begun = time.monotonic()
+    link = measure(("n1", "n2"), 0, 0, HashStore(), CPU, 1)
+    assert link.error
+    assert link.bandwidth == 0
+    assert time.monotonic() - begun < longest(1) + 1
+
+
+@pytest.mark.parametrize(("nodes", "turns"), [(2, 1), (3, 3), (4, 2), (7, 3), (64, 2)])
+def test_rounds_have_each_node_once(nodes: int, turns: int) -> None:
+    pairs = ring([f"n{i}" for i in range(nodes)])
+    shared = rounds(pairs)
+    assert len(shared) == turns
+    assert sorted(pair for turn in shared for pair in turn) == sorted(pairs)
+    for turn in shared:
+        names = [node for pair in turn for node in pair]
+        assert len(names) == len(set(names))
+
+
+def test_the_offset_of_a_clock() -> None:
+    """The other clock is 5 s ahead; ways there and back take 0.1 s and 0.3 s, but once 0.01 s each."""
+    now = 100.0
+    ways = [(0.1, 0.3), (0.01, 0.01), (0.3, 0.1)]
+
+    def ask() -> float:
+        nonlocal now
+        there, back = ways.pop(0)
+        now += there
+        seen = now + 5
+        now += back
+        return seen
+
+    ahead, error = offset(ask, times=3, clock=lambda: now)
+    assert ahead == pytest.approx(5)
+    assert error == pytest.approx(0.01)

@@ -1,0 +1,204 @@
+"""What `selectron launch` and `selectron sweep` refuse as a user calls them: with one line, and nothing written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launching import write_config
+
+from megatron_ext.cli import main
+
+BOTH = pytest.mark.parametrize("verb", ["launch", "sweep"])
+SINFO = "echo 'gpu*|4|gpu:8|96|1-00:00:00'"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration, a sweep and a data folder, on a machine without Slurm."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    (tmp_path / "data").mkdir()
+    write_config(tmp_path, tmp_path / "data", tmp_path / "runs")
+    (tmp_path / "sizes.yaml").write_text("config: config.yaml\naxes: {training.seed: [1]}\n")
+    return tmp_path
+
+
+def install(folder: Path, program: str, body: str) -> None:
+    path = folder / "bin" / program
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+def called(folder: Path, verb: str, *arguments: str) -> int:
+    return main([verb, str(folder / ("config.yaml" if verb == "launch" else "sizes.yaml")), *arguments])
+
+
+def refusal(folder: Path, capsys: pytest.CaptureFixture[str], verb: str, *arguments: str) -> str:
+    """The one line that is said; nothing is written."""
+    before = sorted(folder.rglob("*"))
+    assert called(folder, verb, *arguments) == 2
+    assert sorted(folder.rglob("*")) == before
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err.removeprefix("selectron: error: ")
+
+
+MOUNTS_MEND = "give paths of this machine, PATH or PATH:PATH_IN_CONTAINER, separated by commas"
+
+
+@BOTH
+@pytest.mark.parametrize("where", [[], ["--local", "1"]])
+@pytest.mark.parametrize(
+    ("arguments", "of_run", "line"),
+    [
+        (["data.path=/nowhere"], True, "data.path: there is no folder /nowhere; prepare it with `selectron prepare`"),
+        (
+            ["run.branch_from=/nowhere/checkpoints/step_4"],
+            True,
+            "run.branch_from: there is no checkpoint /nowhere/checkpoints/step_4; "
+            "give one like runs/trunk/checkpoints/step_400",
+        ),
+        (["run.branch_from=/tmp"], True, "run.branch_from: there is no checkpoint /tmp; give one like "),
+        (["run.branch_from=/"], True, "run.branch_from: there is no checkpoint /; give one like "),
+        (
+            ["--python", "/nowhere/python"],
+            False,
+            "--python: there is no program /nowhere/python; give an interpreter that has Selectron",
+        ),
+        (["--python", "pyhton3"], False, "--python: there is no program pyhton3; "),
+        (
+            ["--container-mounts", "/tmp,/nowhere:/in"],
+            False,
+            f"--container-mounts: there is no /nowhere; {MOUNTS_MEND}",
+        ),
+        (["--container-mounts", "/tmp,"], False, f"--container-mounts: there is no path before a comma; {MOUNTS_MEND}"),
+    ],
+)
+def test_paths_that_are_not_there(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    verb: str,
+    where: list[str],
+    arguments: list[str],
+    of_run: bool,
+    line: str,
+) -> None:
+    named = "run seed1: " if of_run and verb == "sweep" else ""
+    said = refusal(folder, capsys, verb, *arguments, *where)
+    assert said.startswith(named + line)
+    assert said.count("\n") == 1
+
+
+@BOTH
+def test_a_path_that_a_mount_leads_to_from_a_container(
+    folder: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    inside = ["--container", "registry/image:1", "--container-mounts", f"{folder}:/in"]
+    named = "run seed1: " if verb == "sweep" else ""
+    assert refusal(folder, capsys, verb, *inside, "data.path=/in/none") == (
+        f"{named}data.path: there is no folder /in/none, which is {folder}/none on this machine; "
+        "prepare it with `selectron prepare`\n"
+    )
+    for path, warning in (
+        ("/in/data", ""),
+        ("/image", "data.path: /image is below no mount of the container, so nobody looked for it"),
+    ):
+        assert called(folder, verb, *inside, f"data.path={path}", "--dry-run") == 0
+        warnings = [line for line in capsys.readouterr().err.splitlines() if "data.path" in line]
+        assert warnings == ([f"selectron: warning: {warning}"] if warning else [])
+
+
+def test_a_dry_run_of_a_sweep_lists_runs_whose_data_is_elsewhere(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "data.path: there is no folder /nowhere; prepare it with `selectron prepare`"
+    assert refusal(folder, capsys, "launch", "--dry-run", "data.path=/nowhere") == f"{line}\n"
+    assert called(folder, "sweep", "--dry-run", "--local", "1", "data.path=/nowhere") == 0
+    said = capsys.readouterr()
+    assert said.err == f"selectron: warning: run seed1: {line}\n"
+    assert "| seed1 | 10 | 2,560 |" in said.out
+
+
+def test_a_run_that_has_begun_needs_no_branch(folder: Path) -> None:
+    (folder / "runs" / "run" / "checkpoints").mkdir(parents=True)
+    assert called(folder, "launch", "run.branch_from=/nowhere", "--resume", "--dry-run") == 0
+
+
+def test_a_branch_of_the_sweep_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its checkpoint need not be there yet, but must have a name that one can have."""
+    trunk = folder / "runs" / "sizes" / "seed1" / "checkpoints"
+    short = f"short: {{run.branch_from: {trunk}/STEP}}"
+    sweep = (
+        f"config: config.yaml\nfields: {{training.keep_every: 3}}\naxes: {{training.seed: [1]}}\nruns: {{{short}}}\n"
+    )
+    (folder / "sizes.yaml").write_text(sweep.replace("STEP", "step_6"))
+    assert called(folder, "sweep", "--dry-run") == 0
+    capsys.readouterr()
+    (folder / "sizes.yaml").write_text(sweep.replace("STEP", "latest"))
+    line = f"run short: run.branch_from: {trunk}/latest is no checkpoint of a run; give one like {trunk}/step_400\n"
+    assert refusal(folder, capsys, "sweep", "--dry-run") == line
+
+
+@BOTH
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--partition", "cpu"], "--partition: there is no cpu; choose from gpu"),
+        (["--nodes", "5"], "--nodes: 5, and partition gpu has 4; give 4 or fewer"),
+        (["--gpus-per-node", "9"], "--gpus-per-node: 9, and partition gpu has 8 GPUs a node; give 8 or fewer"),
+        (
+            ["--processes-per-node", "4", "--cpus-per-task", "25"],
+            "--cpus-per-task: 25 for each of 4 processes, and partition gpu has 96 processors a node; give 24 or fewer",
+        ),
+        (["--time", "2-00"], "--time: 2-00, and partition gpu has a limit of 1-00:00:00; give 1-00:00:00 or less"),
+        (
+            ["--job-name", "my run"],
+            "--job-name: 'my run' is no name that files can have; give letters, digits, '.', '_' and '-'",
+        ),
+    ],
+)
+def test_what_the_cluster_has_not(
+    folder: Path, capsys: pytest.CaptureFixture[str], verb: str, dry: list[str], arguments: list[str], line: str
+) -> None:
+    install(folder, "sinfo", SINFO)
+    install(folder, "sbatch", "exit 1")
+    batch = "training.global_batch_size=360"  # which can be divided among as many processes
+    assert refusal(folder, capsys, verb, *arguments, *dry, batch) == f"{line}\n"
+
+
+@BOTH
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_what_only_sbatch_knows(folder: Path, capsys: pytest.CaptureFixture[str], verb: str, dry: list[str]) -> None:
+    """As where the nodes of a partition differ, and too few have what is asked for."""
+    install(folder, "sinfo", SINFO)
+    install(folder, "sbatch", "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1")
+    said = "allocation failure: Requested node configuration is not available; mend what it names and call again"
+    assert refusal(folder, capsys, verb, *dry) == f"sbatch: refused: {said}\n"
+
+
+def test_a_sweep_whose_files_name_no_job_can_have(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "sizes.yaml").rename(folder / "my sizes.yaml")
+    assert main(["sweep", str(folder / "my sizes.yaml")]) == 2
+    assert capsys.readouterr().err.startswith("selectron: error: --job-name: 'my sizes' is no name that files can have")
+    assert not (folder / "runs").exists()
+
+
+@BOTH
+def test_a_dry_run_says_that_no_cluster_was_asked(folder: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    assert called(folder, verb, "--dry-run") == 0
+    warning = "selectron: warning: no cluster was asked: selectron launch: there is no sbatch on this machine"
+    assert warning in capsys.readouterr().err.splitlines()
+    install(folder, "sbatch", "exit 1")
+    install(folder, "sinfo", "echo 'sinfo: error: no controller' >&2; exit 1")
+    assert called(folder, verb, "--dry-run") == 0
+    warning = "selectron: warning: no cluster was asked: sinfo: refused: error: no controller"
+    assert warning in capsys.readouterr().err.splitlines()
+    assert called(folder, verb, "--dry-run", "--local", "1") == 0
+    assert "cluster" not in capsys.readouterr().err
+
+
+def test_processors_are_slurms_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--local: 1, beside --cpus-per-task, which is for Slurm; leave one of them out\n"
+    assert refusal(folder, capsys, "launch", "--local", "1", "--cpus-per-task", "2") == line

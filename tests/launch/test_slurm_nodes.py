@@ -1,0 +1,55 @@
+"""The quickstart model on 2 and 4 nodes of a real Slurm, two processes each: as on one machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from corpora import prepared
+from launching import ROOT, curve, must_run
+from slurm_cluster import SlurmCluster, missing
+from slurm_runs import CLI, finished, happened
+
+from megatron_ext.launch.job import jobs_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "never")]
+
+QUICKSTART = ROOT / "examples" / "quickstart.yaml"
+STEPS = 9
+FIELDS = [f"training.steps={STEPS}", "training.evaluate_every=0", "training.micro_batch_size=4"]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    started = SlurmCluster(tmp_path_factory.mktemp("slurm") / "cluster", nodes=4, cpus=2)
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("data"))
+
+
+def launched(cluster: SlurmCluster, fields: list[str], runs: Path, nodes: int) -> Path:
+    """Launch with the pre-flight, as it is left on unless told otherwise; on four nodes without, which is quicker."""
+    # The nodes are one machine, whose few processors are busy: nothing is to be learnt from how fast they talk.
+    look = ["--min-bandwidth-fraction", "0"] if nodes == 2 else ["--no-preflight"]
+    where = ["--nodes", str(nodes), "--processes-per-node", "2", "--time", "10"]
+    cluster.run(*CLI, "launch", str(QUICKSTART), *fields, "run.name=nodes", *where, *look)
+    return runs / "nodes"
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_nodes_train_as_one_machine(cluster: SlurmCluster, data: Path, tmp_path: Path, nodes: int) -> None:
+    fields = [*FIELDS, f"data.path={data}", f"run.dir={tmp_path}"]
+    folder = finished(cluster, launched(cluster, fields, tmp_path, nodes))
+    (job,) = jobs_of(folder)
+    looked_at = [json.loads(path.read_text())["verdict"]["bad"] for path in job.folder.glob("preflight-*.json")]
+    assert looked_at == ([{}] if nodes == 2 else [])
+    assert happened(folder) == [f"begun on {','.join(f'n{node + 1}' for node in range(nodes))}", "finished"]
+    must_run(QUICKSTART, [*fields, "run.name=one_machine"], processes=2 * nodes)
+    assert curve(folder) == curve(tmp_path / "one_machine")
+    assert len(curve(folder)) == STEPS

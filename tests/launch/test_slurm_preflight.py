@@ -1,0 +1,144 @@
+"""Pre-flight on a real Slurm of three nodes, of which one is bad; a shell program stands in the place of training."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corpora import prepared
+from launching import write_config
+from slurm_cluster import SlurmCluster, missing
+from slurm_runs import release
+
+from megatron_ext.launch.job import Job, jobs_of
+from megatron_ext.launch.status import events_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "never")]
+
+CLI = (sys.executable, "-m", "megatron_ext.cli")
+PROGRAM = """#!/bin/sh
+[ "$3" != preflight ] || exec {python} "$@"
+echo "trained on $SLURMD_NODENAME"
+"""
+# Three nodes are one machine here, and its two processors are busy: nothing is to be learnt from how fast they talk.
+ANY_SPEED = ["--min-bandwidth-fraction", "0"]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    started = SlurmCluster(tmp_path_factory.mktemp("slurm") / "cluster", nodes=3, cpus=2)
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("looked_at")
+    program = folder / "program"
+    program.write_text(PROGRAM.format(python=sys.executable))
+    program.chmod(0o755)
+    return write_config(folder, prepared(folder), folder / "runs")
+
+
+def launched(cluster: SlurmCluster, config: Path, name: str, *options: str, environment: str = "A=b") -> Job:
+    """Launch a run with a process a node."""
+    program = ["--python", str(config.parent / "program")]
+    command = [*CLI, "launch", str(config), f"run.name={name}", *program, *ANY_SPEED, *options]
+    cluster.run("env", environment, *command)
+    (job,) = jobs_of(config.parent / "runs" / name)
+    return job
+
+
+def happened(job: Job) -> list[str]:
+    return [event.what for event in events_of(job)]
+
+
+def wait_for(cluster: SlurmCluster, job: Job, condition: Callable[[list[str]], object]) -> list[str]:
+    """Wait for what a job notes; one that Slurm holds after a requeue begins sooner."""
+    end = time.monotonic() + 300
+    while not condition(happened(job)):
+        assert time.monotonic() < end, (happened(job), job.log.read_text() if job.log.exists() else "no log")
+        release(cluster, str(job.number))
+        time.sleep(0.1)
+    return happened(job)
+
+
+def left(job: Job, start: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((job.folder / f"preflight-{job.number}-{start}.json").read_text())
+    return found
+
+
+def test_a_node_whose_disk_is_full_is_left_out(cluster: SlurmCluster, config: Path, tmp_path: Path) -> None:
+    cluster.on_node("n2", "mount", "-t", "tmpfs", "-o", "size=4m", "none", str(tmp_path))
+    try:
+        job = launched(cluster, config, "full", "--nodes", "2", "--min-tmp", "50MB", environment=f"TMPDIR={tmp_path}")
+        events = wait_for(cluster, job, lambda notes: notes[-1:] == ["finished"])
+    finally:
+        cluster.on_node("n2", "umount", str(tmp_path))
+    assert events == [
+        "begun on n1,n2",
+        f"bad node n2: 4.19 MB free in {tmp_path}, less than 50 MB",
+        "ended with exit code 3",
+        "starts anew without n2",
+        "begun on n1,n3",
+        "finished",
+    ]
+    log = job.log.read_text()
+    assert re.search(r"^\| n2 \|.* \| 4.19 MB free in ", log, re.MULTILINE)
+    assert sorted(re.findall("^trained on (.*)$", log, re.MULTILINE)) == ["n1", "n3"]
+    assert list(left(job)["verdict"]["bad"]) == ["n2"]
+    second = left(job, 1)
+    assert second["verdict"]["bad"] == {}
+    assert [link["pair"] for link in second["links"]] == [["n1", "n3"]] * 2
+    assert all(link["bandwidth"] > 0 and not link["error"] for link in second["links"])
+    assert abs(second["clocks"]["n3"]["ahead"]) < 0.5
+
+
+# What it can send: slurmd's answers, words to slurmctld, srun and the store of the first node, and nothing else.
+RULES = [
+    "sport 6818 lookup main",
+    "dport 6817 lookup main",
+    "dport 61000-65000 lookup main",
+    "dport 20000-29999 lookup main",
+    "blackhole",
+]
+
+
+def test_a_node_that_reaches_no_other_is_named(cluster: SlurmCluster, config: Path) -> None:
+    """It talks to Slurm and to the first node's store, not to other processes: as with a broken second network."""
+    priorities = [str(10 + i) for i in range(len(RULES))]
+    for priority, rule in zip(priorities, RULES, strict=True):
+        cluster.on_node("n2", "ip", "rule", "add", "priority", priority, "ipproto", "tcp", *rule.split())
+    try:
+        fields = ["training.global_batch_size=6", "training.micro_batch_size=1"]
+        job = launched(cluster, config, "alone", *fields, "--nodes", "3", "--pair-timeout", "2")
+        events = wait_for(cluster, job, lambda notes: [note for note in notes if "given up" in note or "fin" in note])
+    finally:
+        for priority in priorities:
+            cluster.on_node("n2", "ip", "rule", "del", "priority", priority)
+    begun, bad, ended, given_up = events
+    assert begun == "begun on n1,n2,n3"
+    assert bad.startswith("bad node n2: with ")
+    assert ended == "ended with exit code 3"
+    assert given_up == "given up: without n2 there are not the 3 nodes that it needs"
+    assert "trained on" not in job.log.read_text()
+    assert {tuple(link["pair"]) for link in left(job)["links"] if not link["error"]} == {("n3", "n1")}
+
+
+def test_a_node_that_cannot_be_reached_at_all(cluster: SlurmCluster, config: Path) -> None:
+    """Its link goes down before Slurm knows."""
+    cluster.run("ip", "link", "set", "vn2", "down")
+    try:
+        job = launched(cluster, config, "unreached", "--nodes", "2", "--node-timeout", "10")
+        events = wait_for(cluster, job, lambda notes: notes[-1:] == ["finished"])
+    finally:
+        cluster.run("ip", "link", "set", "vn2", "up")
+    assert events[0] == "begun on n1,n2"
+    assert events[1].startswith("bad node n2: ")
+    assert events[3:] == ["starts anew without n2", "begun on n1,n3", "finished"]

@@ -1,0 +1,39 @@
+"""What one rank does in a case of the tests beside it: a run in which one rank's gradient is broken sometimes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import suite_run
+
+from megatron_ext.training.build import build_trainer
+from megatron_ext.training.trainer import StepResult, Trainer
+
+
+def run(
+    rank: int, world_size: int, path: Path, overrides: list[str], attempts: Sequence[int], factor: float, resume: bool
+) -> None:
+    """Train; at these attempts at a step, counted from 1, the last rank's gradient of a parameter has a factor."""
+
+    def build(*arguments: Any) -> Trainer:
+        trainer = build_trainer(*arguments)
+        parameter = next(iter(trainer.optimizer.chunks[0].parameters()))
+        count, train_step = 0, trainer.train_step
+
+        def counted(*arguments: Any) -> StepResult:
+            nonlocal count
+            count += 1
+            return train_step(*arguments)
+
+        def broken(gradient: Any) -> Any:
+            return gradient * factor if rank == world_size - 1 and count in attempts else gradient
+
+        parameter.register_hook(broken)
+        trainer.train_step = counted  # type: ignore[method-assign]
+        return trainer
+
+    with patch("megatron_ext.training.run.build_trainer", build):
+        suite_run.run(rank, world_size, path, overrides, resume)

@@ -1,0 +1,27 @@
+"""What one rank does in a case of the tests beside it: a run whose last rank waits for its samples."""
+
+from __future__ import annotations
+
+import io
+import time
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import suite_run
+
+from megatron_ext.training.datasets import step_batches
+
+
+def run(rank: int, world_size: int, path: Path, overrides: list[str], seconds: float) -> str:
+    """Train; the last rank's samples come some seconds late. Returns what the rank said on standard error."""
+
+    def late(*arguments: Any, **named: Any) -> Any:
+        if rank == world_size - 1:
+            time.sleep(seconds)
+        return step_batches(*arguments, **named)
+
+    with patch("megatron_ext.training.loop.step_batches", late), redirect_stderr(io.StringIO()) as said:
+        suite_run.run(rank, world_size, path, overrides)
+    return said.getvalue()

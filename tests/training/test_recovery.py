@@ -1,0 +1,149 @@
+"""Steps whose gradient is broken on one rank, under every optimizer: computed again, left out, rolled back, the end."""
+
+from __future__ import annotations
+
+import math
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sabotage
+import suite_run
+from corpora import prepared
+from launching import curve, records, write_config
+from pool import WorkerFailed
+
+pytestmark = pytest.mark.slow
+
+FIELDS = ["training.evaluate_every=0"]
+EMBEDDING = "embedding.word_embeddings.weight"
+"""The parameter whose gradient `sabotage` breaks: the model's first."""
+SHARDINGS = ["none", "megatron", "zero1", "zero2", "zero3"]
+
+
+class Runs:
+    """Runs of one configuration, in two processes each."""
+
+    def __init__(self, pool: Any, folder: Path) -> None:
+        self._pool, self.folder = pool, folder
+        self._config = write_config(folder, prepared(folder), folder)
+
+    def undisturbed(self, sharding: str) -> Path:
+        """A run that nothing disturbs; made once."""
+        folder = self.folder / sharding
+        if not folder.exists():
+            self._pool.run(suite_run.run, 2, self._config, [*FIELDS, *_of(sharding), f"run.name={sharding}"])
+        return folder
+
+    def broken(
+        self, name: str, overrides: list[str], attempts: list[int], factor: float = math.nan, resume: bool = False
+    ) -> Path:
+        """A run whose second rank's gradient has a factor at some attempts."""
+        arguments = [*FIELDS, *overrides, f"run.name={name}"]
+        self._pool.run(sabotage.run, 2, self._config, arguments, attempts, factor, resume)
+        return self.folder / name
+
+
+def _of(sharding: str) -> list[str]:
+    return [f"optimizer.sharding={sharding}"]
+
+
+@pytest.fixture(scope="module")
+def runs(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(pool, tmp_path_factory.mktemp("recovery"))
+
+
+def decisions(folder: Path) -> list[tuple[int, str]]:
+    return [(record["step"], record["decision"]) for record in records(folder, "decisions.jsonl")]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in records(folder)}
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_what_is_right_when_computed_again_leaves_no_trace(runs: Runs, sharding: str) -> None:
+    folder = runs.broken(f"again_{sharding}", _of(sharding), [4])
+    assert curve(folder) == curve(runs.undisturbed(sharding))
+    assert decisions(folder) == [(4, "again"), (4, "again")]
+    first, second = (record["line"] for record in records(folder, "decisions.jsonl"))
+    assert first.startswith("the gradient's norm is not finite")
+    assert second.startswith("right when computed again")
+    assert "rank" not in first + second  # nobody looked, or there was nothing left to see
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_skipping_and_rolling_back(runs: Runs, sharding: str) -> None:
+    """Both go on from the parameters after step 3 with the samples of step 5: by not updating, or from a checkpoint."""
+    skip = [*_of(sharding), "resilience.on_nonfinite=skip"]
+    skipped = runs.broken(f"skip_{sharding}", skip, [4, 5])
+    assert decisions(skipped) == [(4, "again"), (4, "skip")]
+    back = [*_of(sharding), "resilience.on_nonfinite=roll_back", "training.async_checkpoints=true"]
+    back += ["training.evaluate_every=3"]  # at the step that it rolls back to, too
+    rolled = runs.broken(f"back_{sharding}", back, [4, 5])
+    evaluated = [record["step"] for record in records(rolled, "evaluation.jsonl")]
+    assert {step: evaluated.count(step) for step in evaluated} == dict.fromkeys((3, 6, 9, 10), evaluated.count(10))
+    assert decisions(rolled) == [(4, "again"), (4, "roll_back")]
+    assert set(losses(skipped)) == {1, 2, 3, *range(5, 11)}
+    assert set(losses(rolled)) == set(range(1, 11))
+    # The attempt that was made again names the rank whose own gradient it was, and the parameter.
+    rank = f"1 ({socket.gethostname()})"
+    for folder in (skipped, rolled):
+        again, done = records(folder, "decisions.jsonl")
+        assert (again["ranks"], again["parameters"]) == ([], [])
+        assert (done["ranks"], done["parameters"]) == ([rank], [EMBEDDING])
+        assert f"(nan) on rank {rank}, first in the gradient of {EMBEDDING}: " in done["line"]
+    undisturbed = losses(runs.undisturbed(sharding))
+    assert [losses(skipped)[step] for step in (1, 2, 3)] == [undisturbed[step] for step in (1, 2, 3)]
+    assert losses(skipped)[5] == losses(rolled)[4] != undisturbed[5]
+    assert [record["lr"] for record in records(skipped)][3:] == [record["lr"] for record in records(rolled)][4:]
+    # A run that goes on from a checkpoint after it is the same run: Adam has counted one update less than steps.
+    whole = curve(skipped)
+    (skipped / "checkpoints" / "latest").write_text("step_6\n")
+    runs.broken(f"skip_{sharding}", skip, [], resume=True)
+    assert curve(skipped) == whole
+
+
+def test_the_run_stops_with_a_checkpoint(runs: Runs) -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        runs.broken("stop", [], [5, 6])
+    where = f"on rank 1 ({socket.gethostname()}), first in the gradient of {EMBEDDING}"
+    assert (
+        f"resilience.on_nonfinite: in step 5 the gradient's norm is not finite (nan) {where} each time that it was "
+        "computed; "
+        "set resilience.on_nonfinite to skip or roll_back, or optimizer.lr lower, and add --resume"
+    ) in str(caught.value)
+    folder = runs.folder / "stop"
+    assert (folder / "checkpoints" / "latest").read_text().strip() == "step_4"
+    runs.broken("stop", [], [], resume=True)
+    assert curve(folder) == curve(runs.undisturbed("megatron"))
+
+
+def test_a_rolled_back_run_that_ends_before_its_next_checkpoint(runs: Runs) -> None:
+    """Goes on with the samples that it had skipped to."""
+    back = ["resilience.on_nonfinite=roll_back", "resilience.retries=0"]
+    whole = curve(runs.broken("back", back, [5]))
+    with pytest.raises(WorkerFailed, match=r"resilience\.limit: in step 5 .*; 1 steps were skipped or rolled back"):
+        runs.broken("back_twice", [*back, "resilience.limit=1"], [5, 7])
+    folder = runs.folder / "back_twice"
+    (folder / "checkpoints" / "latest").write_text("step_3\n")
+    runs.broken("back_twice", back, [], resume=True)
+    assert curve(folder) == whole
+
+
+def test_a_spike(runs: Runs) -> None:
+    spike = ["resilience.on_spike=skip", "resilience.spike_window=4", "resilience.retries=0"]
+    folder = runs.broken("spike", spike, [8], factor=1e4)
+    assert decisions(folder) == [(8, "skip")]
+    (record,) = records(folder, "decisions.jsonl")
+    assert "the gradient's norm is" in record["line"]
+    assert record["grad_norm"] > 10 * max(line["grad_norm"] for line in records(folder))
+    ignored = runs.broken("spike_ignored", [], [8], factor=1e4)
+    assert decisions(ignored) == []
+    assert set(losses(ignored)) == set(range(1, 11))
+
+
+def test_no_checkpoint_to_roll_back_to(runs: Runs) -> None:
+    with pytest.raises(WorkerFailed, match="there is no checkpoint yet to roll back to; lower"):
+        runs.broken("nothing", ["resilience.on_nonfinite=roll_back", "resilience.retries=0"], [1])
