@@ -136,10 +136,19 @@ def _labels(runs: Sequence[Run]) -> list[str]:
     for name, fields in zip(names, recipes, strict=True):
         twins = [other for other_name, other in zip(names, recipes, strict=True) if other_name == name]
         keys = sorted({key for twin in twins for key in twin})
-        differing = [key for key in keys if any(twin.get(key) != fields.get(key) for twin in twins)]
+        differing = _telling([key for key in keys if any(twin.get(key) != fields.get(key) for twin in twins)], twins)
         settings = [*name[1], *(_setting(key, fields.get(key)) for key in differing)]
         labels.append(_label(name[0], settings))
     return labels
+
+
+def _telling(keys: Sequence[str], twins: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys without those that tell twins apart just as another does: a wider model has wider heads, too."""
+    told: dict[tuple[int, ...], str] = {}
+    for key in sorted(keys, key=lambda key: key != "model.hidden_size"):  # the cause before what follows from it
+        values = [twin.get(key) for twin in twins]
+        told.setdefault(tuple(values.index(value) for value in values), key)
+    return [key for key in keys if key in told.values()]
 
 
 def _label(name: str, settings: Sequence[str]) -> str:

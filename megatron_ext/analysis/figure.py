@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Literal
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
-from megatron_ext.analysis.architecture import Architecture
 from megatron_ext.analysis.matched import Comparison, Measured, training_loss
-from megatron_ext.analysis.runs import FloatArray, Run, Split
+from megatron_ext.analysis.runs import FloatArray, Run, Split, column_name
+from megatron_ext.analysis.style import (
+    LIGHT,
+    Picture,
+    Styles,
+    Theme,
+    as_csv,
+    dress,
+    legend_above,
+    new_figure,
+    png,
+    styles,
+)
 
-DPI = 150
 WIDE = (10.0, 6.6)
 """Inches: panels of two splits side by side."""
 STACKED = (4.6, 11.6)
 """Inches: panels of two splits below one another, for a phone."""
 
-OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Colours that people with a colour-vision deficiency tell apart (Okabe & Ito 2008), without its yellow and black."""
-
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 TITLES: dict[Split, str] = {
     "test": "Out of domain",
     "validation": "In domain, held out",
@@ -36,26 +37,36 @@ TITLES: dict[Split, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Theme:
-    """Colours of paper, ink (the baseline's) and of the other lines. On dark paper the sky blue stands for the blue."""
-
-    paper: str
-    ink: str
-    muted: str
-    grid: str
-    palette: tuple[str, ...]
+DRAWN = ("panel", "architecture", "split", "run", "training_loss", "value", "low", "high")
+"""Columns of the picture's numbers, nats a token: of a panel `loss` a row an evaluation of a run, of a panel `gap` a
+row a training loss of an architecture, with its 95 % interval."""
 
 
-LIGHT = Theme(paper="#ffffff", ink="#1a1a1a", muted="#5c5c5c", grid="#e4e4e4", palette=OKABE_ITO)
-DARK = Theme(paper="#15181c", ink="#f0f0f0", muted="#a8adb3", grid="#30353b", palette=(OKABE_ITO[5], *OKABE_ITO[1:5]))
+def matched_loss(comparison: Comparison) -> Picture:
+    """The plot and its numbers."""
+    rows = [*_loss_rows(comparison), *_gap_rows(comparison)]
+    alt = "Loss out of domain and in domain over training loss, one line an architecture"
+    if _has_gaps(comparison):
+        alt += f"; below them the gaps to {comparison.baseline.label} at matched training loss"
+    tables = {"matched_loss_drawn.csv": as_csv(DRAWN, rows)}
+    return Picture("matched_loss", alt, tables, lambda theme, stacked: draw(comparison, theme, stacked=stacked))
 
 
-@dataclass(frozen=True)
-class _Style:
-    color: str
-    marker: str
-    line: Literal["-", "--", ":", "-."]
+def _loss_rows(comparison: Comparison) -> Iterator[tuple[Any, ...]]:
+    for one in comparison.architectures:
+        for run, split in product(one.runs, TITLES):
+            if run.split(split):
+                pairs = zip(training_loss(run, comparison.window), split_loss(run, split), strict=True)
+                yield from (
+                    ("loss", one.label, column_name(split), run.name, float(x), float(y), "", "") for x, y in pairs
+                )
+
+
+def _gap_rows(comparison: Comparison) -> Iterator[tuple[Any, ...]]:
+    for split in TITLES:
+        for one in comparison.select(split)[1:]:
+            found = zip(comparison.training_losses, one.gap.value, one.gap.low, one.gap.high, strict=True)
+            yield from (("gap", one.architecture, column_name(split), "", *map(float, numbers)) for numbers in found)
 
 
 def draw(comparison: Comparison, theme: Theme = LIGHT, *, stacked: bool = False) -> bytes:
@@ -71,26 +82,22 @@ def draw(comparison: Comparison, theme: Theme = LIGHT, *, stacked: bool = False)
         stacked: panels below one another instead of side by side.
     """
     splits: list[Split] = [split for split in TITLES if comparison.select(split)]
-    with_gaps = len(comparison.architectures) > 1
+    with_gaps = _has_gaps(comparison)
     size = _size(len(splits), with_gaps, stacked)
-    figure = Figure(figsize=size, dpi=DPI, layout="constrained", facecolor=theme.paper)
-    FigureCanvasAgg(figure)
+    figure = new_figure(size, theme)
     axes = _panels(figure, splits, with_gaps, stacked)
-    styles = _styles(comparison.architectures, theme)
+    lines = styles(comparison.architectures, theme)
     for (split, is_gap), ax in axes.items():
         dress(ax, theme)
         draw_panel = _draw_gaps if is_gap else _draw_curves
-        draw_panel(ax, comparison, split, styles)
+        draw_panel(ax, comparison, split, lines)
     _label_axes(axes, comparison, with_gaps, stacked, theme)
-    _legend(figure, styles, theme, columns=1 if stacked else min(len(styles), 3))
+    legend_above(figure, lines.legend, theme, narrow=stacked)
     return png(figure)
 
 
-def png(figure: Figure) -> bytes:
-    """The same figure gives the same bytes."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+def _has_gaps(comparison: Comparison) -> bool:
+    return len(comparison.architectures) > 1 and comparison.is_matched
 
 
 def _size(splits: int, with_gaps: bool, stacked: bool) -> tuple[float, float]:
@@ -114,17 +121,6 @@ def _panels(figure: Figure, splits: Sequence[Split], with_gaps: bool, stacked: b
     return dict(zip(order, grid.ravel(), strict=True))
 
 
-def _styles(architectures: Sequence[Architecture], theme: Theme) -> dict[str, _Style]:
-    """Baseline in ink, the others through the palette; further rounds of it change the line."""
-    lines: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
-    styles = {}
-    for index, one in enumerate(architectures):
-        color = theme.ink if index == 0 else theme.palette[(index - 1) % len(theme.palette)]
-        line = lines[(max(index, 1) - 1) // len(theme.palette) % len(lines)]
-        styles[one.label] = _Style(color, MARKERS[index % len(MARKERS)], line)
-    return styles
-
-
 def split_loss(run: Run, split: Split) -> FloatArray:
     """[E] token-weighted mean loss over a split's domains at each evaluation, nats a token."""
     domains = run.split(split)
@@ -132,41 +128,38 @@ def split_loss(run: Run, split: Split) -> FloatArray:
     return nats / sum(int(domain.tokens.sum()) for domain in domains)
 
 
-def _draw_curves(ax: Axes, comparison: Comparison, split: Split, styles: dict[str, _Style]) -> None:
+def _draw_curves(ax: Axes, comparison: Comparison, split: Split, lines: Styles) -> None:
     for one in comparison.architectures:
-        style = styles[one.label]
+        style = lines.of[one.label]
         for run in one.runs:
             x, y = training_loss(run, comparison.window), split_loss(run, split)
             order = np.argsort(x)  # as the interpolation sees it
             ax.plot(x[order], y[order], style.line, color=style.color, linewidth=1.4, alpha=0.9)
             ax.plot(x, y, style.marker, color=style.color, markersize=3.2, linestyle="none")
             edge = ax.get_facecolor()  # keeps final points apart where they lie over one another
-            ax.plot(x[-1], y[-1], style.marker, color=style.color, markersize=9.5, mec=edge, mew=1.2, zorder=5)
+            ax.plot(
+                x[-1],
+                y[-1],
+                style.marker,
+                color=style.color,
+                markersize=6.5 if lines.many else 9.5,
+                mec=edge,
+                mew=1.2,
+                zorder=5,
+            )
 
 
-def _draw_gaps(ax: Axes, comparison: Comparison, split: Split, styles: dict[str, _Style]) -> None:
+def _draw_gaps(ax: Axes, comparison: Comparison, split: Split, lines: Styles) -> None:
     x = comparison.training_losses
     measured: list[Measured] = comparison.select(split)
-    ax.axhline(0.0, color=styles[measured[0].architecture].color, linewidth=1.4)
+    ax.axhline(0.0, color=lines.of[measured[0].architecture].color, linewidth=1.4)
     for one in measured[1:]:
-        style = styles[one.architecture]
+        style = lines.of[one.architecture]
         ax.plot(x, one.gap.value, style.line, color=style.color, linewidth=1.4)
-        ax.fill_between(x, one.gap.low, one.gap.high, color=style.color, alpha=0.22, linewidth=0)
+        if not lines.many:  # so many bands would hide each other
+            ax.fill_between(x, one.gap.low, one.gap.high, color=style.color, alpha=0.22, linewidth=0)
         at = list(comparison.levels)
         ax.plot(x[at], one.gap.value[at], style.marker, color=style.color, markersize=3.6, linestyle="none")
-
-
-def dress(ax: Axes, theme: Theme) -> None:
-    """Colours, grid and ticks of a plot."""
-    ax.set_facecolor(theme.paper)
-    ax.grid(color=theme.grid, linewidth=0.7)
-    ax.set_axisbelow(True)
-    ax.tick_params(colors=theme.muted, labelsize=9, length=3)
-    ax.xaxis.set_major_locator(MaxNLocator(6))
-    ax.yaxis.set_major_locator(MaxNLocator(6))
-    for side, spine in ax.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(theme.muted)
 
 
 def _label_axes(
@@ -189,14 +182,3 @@ def _label_axes(
 
 def _short(label: str) -> str:
     return label if len(label) <= 20 else "baseline"
-
-
-def _legend(figure: Figure, styles: dict[str, _Style], theme: Theme, columns: int) -> None:
-    handles = [
-        Line2D([], [], color=style.color, linestyle=style.line, marker=style.marker, markersize=5, label=label)
-        for label, style in styles.items()
-    ]
-    legend = figure.legend(
-        handles=handles, loc="outside upper left", ncols=columns, frameon=False, fontsize=10, labelcolor=theme.ink
-    )
-    legend.set_in_layout(True)

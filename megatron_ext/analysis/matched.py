@@ -24,7 +24,6 @@ import numpy as np
 
 from megatron_ext.analysis.architecture import Architecture, group_runs
 from megatron_ext.analysis.runs import FloatArray, IntArray, Run, Split
-from megatron_ext.errors import UserError
 
 ALL_DOMAINS = "all"
 """Name of the token-weighted mean over a split's domains."""
@@ -49,6 +48,9 @@ RESOLUTION = 0.004
 
 NORMAL_HALF_WIDTH = 1.96
 """Standard errors on each side of a 95 % interval."""
+
+ROUNDING = 1e-9
+"""Nats a token; differences below are of the arithmetic, not of documents."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,10 @@ class Measured:
     documents: int
     tokens: int
 
-    def documents_needed(self, level: int, difference: float = RESOLUTION) -> int:
-        """Documents of this kind that would tell a gap of `difference` from none.
+    def documents_needed(self, level: int, difference: float = RESOLUTION) -> int | None:
+        """Documents of this kind that would tell a gap of `difference` from none; None: these do not say.
+
+        They say it by how they differ, which one document does not, nor several of which each is a domain's only one.
 
         With as many the 95 % interval of the gap is `difference` on each side, as far as it comes from documents: their
         part of the standard error falls with the root of their number. Batches and seeds are no matter of documents.
@@ -105,6 +109,8 @@ class Measured:
             difference: nats a token, above 0.
         """
         half_width = NORMAL_HALF_WIDTH * float(self.gap.document_error[level])
+        if half_width < ROUNDING:
+            return None
         return math.ceil(self.documents * (half_width / difference) ** 2)
 
 
@@ -115,7 +121,8 @@ class Comparison:
     Attributes:
         architectures: the baseline first.
         window: steps over which a training loss is averaged.
-        training_losses: [G] falling, nats a token, from the highest to the lowest that all runs share.
+        training_losses: [G] falling, nats a token, from the highest to the lowest that all runs share; [0]: they share
+            none.
         levels: indices into `training_losses` of the tabulated levels; the last one is the headline.
         measured: every architecture on every domain and on all domains of each split.
     """
@@ -132,6 +139,11 @@ class Comparison:
         return self.architectures[0]
 
     @property
+    def is_matched(self) -> bool:
+        """Whether the runs have a training loss in common."""
+        return bool(self.levels)
+
+    @property
     def headline(self) -> int:
         """Index of the lowest training loss that every run reached."""
         return self.levels[-1]
@@ -144,7 +156,7 @@ class Comparison:
 def compare(
     runs: Sequence[Run], *, window: int | None = None, levels: int = 5, resamples: int = 1000, seed: int = 0
 ) -> Comparison:
-    """Compare runs over the same data at matched training loss.
+    """Compare runs over the same data at matched training loss, as far as they have one in common.
 
     Args:
         runs: from `read_runs`; those that differ in their seed alone are averaged.
@@ -154,13 +166,13 @@ def compare(
         seed: of the resamples.
 
     Raises:
-        UserError: the runs have no training loss in common, or one setting and seed is there twice.
+        UserError: one setting and seed is there twice.
     """
     window = default_window(runs) if window is None else window
     architectures = tuple(group_runs(runs))
     curves = [[training_loss(run, window) for run in one.runs] for one in architectures]
-    high, low = _overlap(architectures, curves)
-    grid, indices = _levels(high, low, levels)
+    every = [x for xs in curves for x in xs]
+    grid, indices = _levels(min(x.max() for x in every), max(x.min() for x in every), levels)
     readings = [
         [
             _Reading(run, x, grid, interpolation_weights(x, grid), training_loss_noise(run, window, resamples, seed))
@@ -253,22 +265,16 @@ def curve_slope(x: FloatArray, y: FloatArray, at: FloatArray) -> FloatArray:
     return np.polyval(np.polyder(np.polyfit(x - centre, y, degree)), at - centre)
 
 
-def _overlap(architectures: Sequence[Architecture], curves: Sequence[Sequence[FloatArray]]) -> tuple[float, float]:
-    """Highest and lowest training loss that every run has passed at its evaluations."""
-    runs = [run for one in architectures for run in one.runs]
-    xs = [x for many in curves for x in many]
-    first_to_end = min(range(len(xs)), key=lambda i: xs[i].max())
-    last_to_arrive = max(range(len(xs)), key=lambda i: xs[i].min())
-    high, low = float(xs[first_to_end].max()), float(xs[last_to_arrive].min())
-    if low > high:
-        problem = f"its training loss comes down to {low:.4f}, but {runs[first_to_end].path} starts at {high:.4f}"
-        mend = "no training loss is common to both: train it longer, or evaluate from earlier on"
-        raise UserError(str(runs[last_to_arrive].path), problem, mend)
-    return high, low
-
-
 def _levels(high: float, low: float, levels: int) -> tuple[FloatArray, tuple[int, ...]]:
-    """Training losses to look at, falling, and which of them are tabulated: `levels` and the lowest one."""
+    """Training losses to look at, falling, and which of them are tabulated: `levels` and the lowest one.
+
+    Args:
+        high: the highest training loss that every run has passed at its evaluations.
+        low: the lowest; above `high` if there is none.
+        levels: how many.
+    """
+    if low > high:
+        return np.empty(0), ()
     if high == low:
         return np.array([low]), (0,)
     tabulated = np.linspace(high, low, levels + 1)

@@ -23,6 +23,9 @@ IntArray = NDArray[np.int64]
 Split = Literal["test", "validation", "test_in_domain"]
 Record = TypeVar("Record")
 
+SPLITS: dict[Split, str] = {"test": "out of domain", "validation": "in domain", "test_in_domain": "in domain test"}
+"""What reports call the splits, in the order in which they show them."""
+
 CONFIG = "config.yaml"
 
 LOSS_TOLERANCE = 1e-3
@@ -39,6 +42,8 @@ class StepRecord:
     tokens: NonNegativeInt
     loss: FiniteFloat
     tokens_per_second: float | None = None
+    mfu: float | None = None
+    peak_memory: NonNegativeInt | None = None
 
 
 @checked_dataclass(frozen=True, config=_LINE)
@@ -107,6 +112,8 @@ class Run:
         evaluation_steps: [E] steps after which the run was evaluated, rising.
         domains: ordered by split and name; the same in every run of a comparison.
         size: parameters of the model; None: the run is from before they were kept.
+        peak_memory: bytes, the largest of any step's; None: not recorded.
+        mfu: median share of the device's peak that was used; None: not recorded.
     """
 
     path: Path
@@ -120,6 +127,13 @@ class Run:
     evaluation_steps: IntArray
     domains: tuple[DomainEvaluations, ...]
     size: ModelSize | None = None
+    peak_memory: int | None = None
+    mfu: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Time of the optimizer steps; NaN where the time of one is not known."""
+        return float((np.diff(self.tokens, prepend=0) / self.tokens_per_second).sum())
 
     @property
     def pattern(self) -> str:
@@ -129,6 +143,11 @@ class Run:
     def split(self, split: Split) -> tuple[DomainEvaluations, ...]:
         """The domains of one split."""
         return tuple(domain for domain in self.domains if domain.split == split)
+
+
+def column_name(split: Split) -> str:
+    """What CSV files call a split."""
+    return SPLITS[split].replace(" ", "_")
 
 
 def read_runs(paths: Sequence[Path], *, evaluated: bool = True) -> list[Run]:
@@ -183,7 +202,9 @@ def read_run(path: Path, *, evaluated: bool = True) -> Run:
     metrics = _read_metrics(path / "metrics.jsonl")
     steps = np.array([record.step for record in metrics], dtype=np.int64)
     evaluation_steps, domains = _read_evaluations(path / "evaluation.jsonl", steps, needed=evaluated)
-    rates = [np.nan if record.tokens_per_second is None else record.tokens_per_second for record in metrics]
+    rates = [record.tokens_per_second for record in metrics]
+    shares = [record.mfu for record in metrics if record.mfu is not None]
+    peaks = [record.peak_memory for record in metrics if record.peak_memory is not None]
     return Run(
         path=path,
         name=config["run"]["name"],
@@ -192,10 +213,12 @@ def read_run(path: Path, *, evaluated: bool = True) -> Run:
         steps=steps,
         tokens=np.array([record.tokens for record in metrics], dtype=np.int64),
         losses=np.array([record.loss for record in metrics], dtype=np.float64),
-        tokens_per_second=np.array(rates, dtype=np.float64),
+        tokens_per_second=np.array(rates, dtype=np.float64),  # None becomes NaN
         evaluation_steps=evaluation_steps,
         domains=domains,
         size=_read_size(path / "model.json"),
+        peak_memory=max(peaks, default=None),
+        mfu=float(np.median(shares)) if shares else None,
     )
 
 
@@ -242,7 +265,7 @@ def _read_size(path: Path) -> ModelSize | None:
         raise UserError(str(path), _problem(error.errors(include_url=False)[0]), mend) from None
 
 
-def _parse_lines(path: Path, kind: type[Record], mend: str) -> Iterator[Line[Record]]:
+def parse_lines(path: Path, kind: type[Record], mend: str) -> Iterator[Line[Record]]:
     """The lines of a JSON-lines file as records of `kind`."""
     adapter = TypeAdapter(kind)
     lines = _read_bytes(path, mend).split(b"\n")
@@ -270,7 +293,7 @@ def _problem(first: ErrorDetails) -> str:
 
 def _read_metrics(path: Path) -> list[StepRecord]:
     """The steps of a run in rising order; of a step written twice the later line."""
-    by_step = {line.record.step: line.record for line in _parse_lines(path, StepRecord, "give the folder of a run")}
+    by_step = {line.record.step: line.record for line in parse_lines(path, StepRecord, "give the folder of a run")}
     if not by_step:
         raise UserError(str(path), "holds no step", "train the run first")
     return [by_step[step] for step in sorted(by_step)]
@@ -309,7 +332,7 @@ def _read_evaluations(path: Path, steps: IntArray, *, needed: bool) -> tuple[Int
         return np.empty(0, dtype=np.int64), ()
     mend = "train with training.evaluate_every above 0"
     by_step: dict[int, dict[tuple[Split, str], _Scores]] = {}
-    for line in _parse_lines(path, EvaluationRecord, mend):
+    for line in parse_lines(path, EvaluationRecord, mend):
         key = (line.record.split, line.record.domain)
         by_step.setdefault(line.record.step, {})[key] = _scores(line)
     by_step.pop(0, None)  # before the first step there is no training loss to compare at

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import base64
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import count as numbers
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,12 +13,51 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from megatron_ext.analysis.architecture import Architecture
+from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, number, text
+from megatron_ext.analysis.matched_tables import FEW_DOCUMENTS
+from megatron_ext.analysis.runs import SPLITS, Split, column_name
+from megatron_ext.analysis.style import as_csv
 from megatron_ext.errors import UserError
 
 File = TypeVar("File")
 _FILE = ConfigDict(extra="ignore")
 
-NOTHING = "\u2013"
+LOSS = ("documents", "tokens", "loss", "loss_low", "loss_high", "nats_per_byte", "bits_per_byte")
+"""Columns of domains.csv beside the run's, the split's and the domain's; losses in nats a token."""
+MEAN = ("task", "length", "depth", "samples", "score", "low", "high")
+"""Columns of retrieval.csv beside the run's; an empty depth: over all depths."""
+METRIC = ("name", "filter", "value", "stderr")
+"""Columns of fewshot.csv beside the run's and the task's."""
+
+
+@checked_dataclass(frozen=True, config=_FILE)
+class Loss:
+    """The loss on a domain's text, in nats a token, with its interval; see `evaluation.domain_results.DomainLoss`."""
+
+    domain: str
+    split: Split
+    documents: int
+    tokens: int
+    loss: float
+    interval: tuple[float, float] | None
+    loss_per_byte: float | None
+    bits_per_byte: float | None
+
+
+@checked_dataclass(frozen=True, config=_FILE)
+class Confidence:
+    """Options of the suite `domains`, as far as they are used here."""
+
+    confidence: float
+
+
+@checked_dataclass(frozen=True, config=_FILE)
+class Domains:
+    """domains.json, as far as it is used here."""
+
+    step: int
+    options: Confidence
+    domains: list[Loss]
 
 
 @checked_dataclass(frozen=True, config=_FILE)
@@ -77,6 +117,7 @@ class Suites:
     Attributes:
         run: its name.
         architecture: its label.
+        domains: losses.
         retrieval: means of scores.
         picture: their heat map, PNG.
         fewshot: by task.
@@ -84,9 +125,30 @@ class Suites:
 
     run: str
     architecture: str
+    domains: Domains | None
     retrieval: Retrieval | None
     picture: bytes | None
     fewshot: Fewshot | None
+
+    @property
+    def label(self) -> str:
+        """The run's name, and what architecture it is of unless that is the same."""
+        return self.run if self.run == self.architecture else f"{self.run}: {self.architecture}"
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Scores of a run by length and depth.
+
+    Attributes:
+        name: of its file.
+        title: run, architecture and step.
+        png: the picture.
+    """
+
+    name: str
+    title: str
+    png: bytes
 
 
 def read_suites(architectures: Sequence[Architecture]) -> list[Suites]:
@@ -96,18 +158,19 @@ def read_suites(architectures: Sequence[Architecture]) -> list[Suites]:
         UserError: a file of them is damaged.
     """
     found = [_read(run.path, run.name, one.label) for one in architectures for run in one.runs]
-    return [one for one in found if one.retrieval is not None or one.fewshot is not None]
+    return [one for one in found if one.domains or one.retrieval or one.fewshot]
 
 
 def _read(folder: Path, name: str, label: str) -> Suites:
-    retrieval, fewshot = _newest(folder, "retrieval.json"), _newest(folder, "fewshot.json")
+    retrieval = _newest(folder, "retrieval.json")
     picture = None if retrieval is None else retrieval.with_suffix(".png")
     return Suites(
         run=name,
         architecture=label,
-        retrieval=None if retrieval is None else _parsed(retrieval, Retrieval),
+        domains=_parsed(_newest(folder, "domains.json"), Domains),
+        retrieval=_parsed(retrieval, Retrieval),
         picture=picture.read_bytes() if picture is not None and picture.is_file() else None,
-        fewshot=None if fewshot is None else _parsed(fewshot, Fewshot),
+        fewshot=_parsed(_newest(folder, "fewshot.json"), Fewshot),
     )
 
 
@@ -118,7 +181,9 @@ def _newest(folder: Path, name: str) -> Path | None:
     return files[str(max(steps))] if steps else None
 
 
-def _parsed(path: Path, kind: type[File]) -> File:
+def _parsed(path: Path | None, kind: type[File]) -> File | None:
+    if path is None:
+        return None
     try:
         return TypeAdapter(kind).validate_json(path.read_bytes())
     except (OSError, ValidationError):
@@ -133,60 +198,134 @@ def to_dict(found: Sequence[Suites]) -> dict[str, Any]:
             for one in found
             if (results := getattr(one, suite)) is not None
         ]
-        for suite in ("retrieval", "fewshot")
+        for suite in ("domains", "retrieval", "fewshot")
     }
 
 
-def heat_maps(found: Sequence[Suites]) -> list[dict[str, str]]:
-    """What the page shows of each heat map."""
-    return [
-        {"title": _title(one, one.retrieval.step), "picture": base64.b64encode(one.picture).decode("ascii")}
-        for one in found
-        if one.retrieval is not None and one.picture is not None
-    ]
+def heat_maps(found: Sequence[Suites]) -> list[HeatMap]:
+    """Those of the runs that have one."""
+    maps: list[HeatMap] = []
+    for one in found:
+        if one.retrieval is not None and one.picture is not None:
+            plain = f"retrieval_{re.sub(r'[^A-Za-z0-9.+-]+', '_', one.run)}"
+            taken = {map.name for map in maps}
+            names = (f"{plain}{f'_{number}' if number > 1 else ''}" for number in numbers(1))
+            name = next(name for name in names if name not in taken)
+            maps.append(HeatMap(name, _title(one, one.retrieval.step), one.picture))
+    return maps
 
 
-def retrieval_table(found: Sequence[Suites]) -> dict[str, Any]:
-    """A row a task and length, a column a run."""
-    return _table([(one, one.retrieval.step, dict(_means(one.retrieval))) for one in found if one.retrieval])
-
-
-def intervals(found: Sequence[Suites]) -> str:
-    """How sure the intervals of retrieval are, in per cent."""
-    sure = dict.fromkeys(f"{100 * one.retrieval.confidence:.6g} %" for one in found if one.retrieval)
-    return " or ".join(sure)
-
-
-def fewshot_table(found: Sequence[Suites]) -> dict[str, Any]:
-    """A row a metric of a task, a column a run."""
-    return _table([(one, one.fewshot.step, dict(_numbers(one.fewshot))) for one in found if one.fewshot])
-
-
-def _table(columns: Sequence[tuple[Suites, int, dict[str, tuple[str, str]]]]) -> dict[str, Any]:
-    """Rows in the order in which they are first met; each cell a value and its uncertainty."""
-    names = dict.fromkeys(name for *_, cells in columns for name in cells)
+def as_tables(found: Sequence[Suites]) -> dict[str, str]:
+    """The same numbers as CSV, by file name; none for what no run was put to."""
+    tables = {
+        "domains.csv": (("split", "domain", *LOSS), _loss_rows(found)),
+        "retrieval.csv": (MEAN, _mean_rows(found)),
+        "fewshot.csv": (("task", "num_fewshot", *METRIC), _metric_rows(found)),
+    }
+    put_to = {f"{suite}.csv" for suite, runs in to_dict(found).items() if runs}
     return {
-        "titles": [_title(one, step) for one, step, _ in columns],
-        "rows": [(name, [cells.get(name, (NOTHING, "")) for *_, cells in columns]) for name in names],
+        name: as_csv(("run", "architecture", "step", *columns), rows)
+        for name, (columns, rows) in tables.items()
+        if name in put_to
     }
+
+
+def _loss_rows(found: Sequence[Suites]) -> Iterator[tuple[Any, ...]]:
+    for one, step, loss in _losses(found):
+        names = one.run, one.architecture, step, column_name(loss.split), loss.domain
+        interval = loss.interval or (None, None)
+        per_byte = loss.loss_per_byte, loss.bits_per_byte
+        yield (*names, loss.documents, loss.tokens, loss.loss, *interval, *per_byte)
+
+
+def _mean_rows(found: Sequence[Suites]) -> Iterator[tuple[Any, ...]]:
+    for one in found:
+        if (results := one.retrieval) is not None:
+            for mean in (*results.by_length, *results.by_depth):
+                yield (one.run, one.architecture, results.step, *(getattr(mean, name) for name in MEAN))
+
+
+def _metric_rows(found: Sequence[Suites]) -> Iterator[tuple[Any, ...]]:
+    for one in found:
+        if (results := one.fewshot) is not None:
+            for name, task in results.tasks.items():
+                names = one.run, one.architecture, results.step, name, task.num_fewshot
+                yield from ((*names, *(getattr(metric, column) for column in METRIC)) for metric in task.metrics)
+
+
+def _losses(found: Sequence[Suites]) -> list[tuple[Suites, int, Loss]]:
+    """Losses of all runs with their steps: domains as they are first met in each split, and of a domain run by run."""
+    known = [(one, one.domains.step, loss) for one in found if one.domains for loss in one.domains.domains]
+    splits, domains = list(SPLITS), list(dict.fromkeys(loss.domain for *_, loss in known))
+    return sorted(known, key=lambda row: (splits.index(row[2].split), domains.index(row[2].domain)))
+
+
+def loss_table(found: Sequence[Suites]) -> Table:
+    """A row a domain and run."""
+    sure = dict.fromkeys(f"{100 * one.domains.options.confidence:.6g} %" for one in found if one.domains)
+    caption = (
+        f"Losses with bootstrap intervals of {' or '.join(sure)} over documents; "
+        "per byte of UTF-8 where all of a domain was read; "
+        "each run at its newest tested step, so not at matched training loss"
+    )
+    columns = ["domain", "split", "run", "step", "nats per token", "bits per byte", "documents", "tokens"]
+    return Table(caption, columns, [_loss_cells(*row) for row in _losses(found)])
+
+
+def _loss_cells(one: Suites, step: int, loss: Loss) -> list[Cell]:
+    nats = number(loss.loss)
+    if nats != NOTHING and loss.interval is not None:
+        nats = replace(nats, note="{:.4f} to {:.4f}".format(*loss.interval))
+    bits = NOTHING if loss.bits_per_byte is None else number(loss.bits_per_byte)
+    names = text(loss.domain), text(SPLITS[loss.split]), text(one.label)
+    return [*names, count(step), nats, bits, count(loss.documents), count(loss.tokens)]
+
+
+def few_documents(found: Sequence[Suites]) -> list[str]:
+    """Domains whose intervals are too narrow."""
+    return sorted({loss.domain for *_, loss in _losses(found) if loss.documents < FEW_DOCUMENTS})
+
+
+def retrieval_table(found: Sequence[Suites]) -> Table:
+    """A row a task and length, a column a run."""
+    sure = dict.fromkeys(f"{100 * one.retrieval.confidence:.6g} %" for one in found if one.retrieval)
+    intervals = " or ".join(sure)
+    caption = f"Mean scores in per cent with Wilson's interval of {intervals}, over all depths"
+    return _table(caption, [(one, one.retrieval.step, dict(_means(one.retrieval))) for one in found if one.retrieval])
+
+
+def fewshot_table(found: Sequence[Suites]) -> Table:
+    """A row a metric of a task, a column a run."""
+    caption = "lm-eval's metrics with their standard errors"
+    return _table(caption, [(one, one.fewshot.step, dict(_numbers(one.fewshot))) for one in found if one.fewshot])
+
+
+def _table(caption: str, columns: Sequence[tuple[Suites, int, dict[str, Cell]]]) -> Table:
+    """Rows in the order in which they are first met."""
+    names = dict.fromkeys(name for *_, cells in columns for name in cells)
+    return Table(
+        f"{caption}; each run at its newest tested step",
+        ["test", *(_title(one, step) for one, step, _ in columns)],
+        [[text(name), *(cells.get(name, NOTHING) for *_, cells in columns)] for name in names],
+    )
 
 
 def _title(one: Suites, step: int) -> str:
-    name = one.run if one.run == one.architecture else f"{one.run}: {one.architecture}"
-    return f"{name}, step {step}"
+    return f"{one.label}, step {step}"
 
 
-def _means(results: Retrieval) -> Iterator[tuple[str, tuple[str, str]]]:
+def _means(results: Retrieval) -> Iterator[tuple[str, Cell]]:
     for mean in results.by_length:
         uncertainty = f"{100 * mean.low:.1f} to {100 * mean.high:.1f}"
-        yield f"{mean.task}, {mean.length} tokens", (f"{100 * mean.score:.1f}", uncertainty)
+        yield f"{mean.task}, {mean.length} tokens", Cell(f"{100 * mean.score:.1f}", mean.score, uncertainty)
 
 
-def _numbers(results: Fewshot) -> Iterator[tuple[str, tuple[str, str]]]:
+def _numbers(results: Fewshot) -> Iterator[tuple[str, Cell]]:
     for name, task in results.tasks.items():
         shots = f", {task.num_fewshot}-shot" if task.num_fewshot else ""
-        for number in task.metrics:
-            filtered = "" if number.filter == "none" else f" ({number.filter})"
-            value = f"{number.value:.4f}" if isinstance(number.value, float) else number.value
-            error = "" if number.stderr is None else f"\u00b1 {number.stderr:.4f}"
-            yield f"{name}{shots}: {number.name}{filtered}", (value, error)
+        for metric in task.metrics:
+            filtered = "" if metric.filter == "none" else f" ({metric.filter})"
+            error = "" if metric.stderr is None else f"\u00b1 {metric.stderr:.4f}"
+            value = metric.value
+            cell = Cell(f"{value:.4f}", value, error) if isinstance(value, float) else text(value, error)
+            yield f"{name}{shots}: {metric.name}{filtered}", cell

@@ -6,21 +6,27 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.events import LAUNCH
 from megatron_ext.files import write_whole
 from megatron_ext.launch import slurm
-from megatron_ext.launch.job import Job, claim, jobs_of, local_environment, unwritable, write_job
+from megatron_ext.launch.array import find_lost, write_array
+from megatron_ext.launch.branches import in_order, trunks_of
+from megatron_ext.launch.job import Job, claim, copy_code, jobs_of, local_environment, newest_job, unwritable, write_job
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.status import SWEEP, events_of, is_finished
 
 _POLL_SECONDS = 0.2
+_CODE = Path(LAUNCH) / "code"
 
 
 class Sweep:
@@ -31,10 +37,28 @@ class Sweep:
         configs: whole and checked, by the runs' names.
         resources: of each run.
         python: interpreter of the ranks.
+
+    Raises:
+        UserError: a run is to branch off another one at a checkpoint that will not be there.
     """
 
     def __init__(self, folder: Path, configs: Mapping[str, RunConfig], resources: Resources, python: str) -> None:
         self._folder, self._configs, self._resources, self._python = folder, configs, resources, python
+        self._trunks = trunks_of(folder, configs)
+
+    @property
+    def unfinished(self) -> dict[str, RunConfig]:
+        """Configurations of the runs that are not finished, by name."""
+        return {name: config for name, config in self._configs.items() if not is_finished(self._folder / name)}
+
+    @property
+    def waiting(self) -> set[str]:
+        """Names of the runs that begin from a checkpoint which another one is still to write."""
+        return {name for name, trunk in self._trunks.items() if not is_finished(self._folder / trunk)}
+
+    def largest_array(self) -> int:
+        """Number of tasks of the largest array that `submit` may ask for."""
+        return max(map(len, in_order(self.unfinished, self._trunks).values()), default=0)
 
     def note(self) -> None:
         """Write down which runs there are, for `selectron status`.
@@ -48,21 +72,35 @@ class Sweep:
         except OSError as error:
             raise unwritable(self._folder, error) from error
 
-    def submit(self) -> None:
-        """Submit a job for each run that is neither finished nor has one.
+    def submit(self, parallel: int | None) -> None:
+        """Submit those that are neither finished nor have a job: an array, and one more for what waits for each trunk.
+
+        Args:
+            parallel: most runs of an array at a time; None: as many as Slurm gives.
 
         Raises:
             UserError: Slurm refuses.
         """
-        for name in self._unfinished():
-            before = jobs_of(self._folder / name)[-1:]
-            state = slurm.job_state(before[0].number) if before and before[0].number else None
-            if state is not None and state.is_alive:
-                print(f"{name}: job {before[0].number} ({state.state.lower()})")
+        find_lost(self._folder)
+        for trunk, names in in_order(self.unfinished, self._trunks).items():
+            names = [name for name in names if not self._is_alive(name)]
+            if not names:
                 continue
-            job = self._write(name)
-            job.keep_number(slurm.submit(job.script))
-            print(f"{name}: job {job.number}")
+            jobs = [self._write(name) for name in names]
+            before = newest_job(self._folder / trunk) if trunk else None
+            after = before.number if before else None
+            write_array(self._folder, jobs, self._resources, parallel=parallel, after=after).submit()
+            for name, job in zip(names, jobs, strict=True):
+                print(f"{name}: job {job.number}" + (f", after {trunk}" if trunk else ""))
+
+    def _is_alive(self, name: str) -> bool:
+        """Whether a run has a job that waits or runs; says so."""
+        job = newest_job(self._folder / name)
+        state = slurm.job_state(job.number) if job and job.number else None
+        if job is None or state is None or not state.is_alive:
+            return False
+        print(f"{name}: job {job.number} ({state.state.lower()})")
+        return True
 
     def run(self, processes: int, parallel: int) -> int:
         """Run them here.
@@ -74,26 +112,42 @@ class Sweep:
         Returns:
             0 if all are finished in the end, else 1.
         """
-        waiting, children = list(self._unfinished()), dict[str, subprocess.Popen[bytes]]()
-        with _forwarding(waiting, children):
-            while waiting or children:
-                while waiting and len(children) < parallel:
-                    name = waiting.pop(0)
+        waiting, children = list(self.unfinished), dict[str, subprocess.Popen[bytes]]()
+        with _forwarding(children) as asked_to_stop:
+            while (waiting and not asked_to_stop.is_set()) or children:
+                for name in self._ready(waiting, children)[: parallel - len(children)]:
+                    if asked_to_stop.is_set():
+                        break
+                    waiting.remove(name)
                     child = self._start(name, processes)
                     if child is not None:
                         children[name] = child
+                        if asked_to_stop.is_set():  # while it was started
+                            child.send_signal(signal.SIGTERM)
                 for name, child in list(children.items()):
                     if child.poll() is not None:
                         del children[name]
                         print(f"{name}: {self._outcome(name)}", flush=True)
                 time.sleep(_POLL_SECONDS)
-        left = list(self._unfinished())
+        left = list(self.unfinished)
         if left:
             print(
                 f"selectron: {len(left)} of {len(self._configs)} runs are not finished: {', '.join(left)}",
                 file=sys.stderr,
             )
         return 1 if left else 0
+
+    def _ready(self, waiting: list[str], children: Mapping[str, object]) -> list[str]:
+        """Those of the waiting that wait for no other; what waits for one that will not be finished is given up."""
+        ready = []
+        for name in list(waiting):
+            trunk = self._trunks.get(name)
+            if trunk is None or is_finished(self._folder / trunk):
+                ready.append(name)
+            elif trunk not in waiting and trunk not in children:
+                waiting.remove(name)
+                print(f"{name}: not begun, as {trunk} is not finished", flush=True)
+        return ready
 
     def _outcome(self, name: str) -> str:
         """What became of a run's newest job: finished, stopped, refused with the mistake, given up, ..."""
@@ -103,12 +157,15 @@ class Sweep:
             "" if is_finished(job.run) else f"; see {job.log}"
         )
 
-    def _unfinished(self) -> Iterator[str]:
-        return (name for name in self._configs if not is_finished(self._folder / name))
-
     def _write(self, name: str) -> Job:
         resources = replace(self._resources, job_name=f"{self._resources.job_name}-{name}")
-        return write_job(self._configs[name], self._folder / name, resources, self._python)
+        return write_job(self._configs[name], self._folder / name, resources, self._python, code=self._code)
+
+    @cached_property
+    def _code(self) -> Path:
+        """The copy of the code that all runs share that this call begins."""
+        before = [int(path.name) for path in (self._folder / _CODE).glob("*") if path.name.isdecimal()]
+        return copy_code((self._folder / _CODE / str(max(before, default=0) + 1)).absolute())
 
     def _start(self, name: str, processes: int) -> subprocess.Popen[bytes] | None:
         """Start a run; None where one that was started before still runs."""
@@ -132,28 +189,20 @@ class Sweep:
 
 
 @contextmanager
-def _forwarding(waiting: list[str], children: Mapping[str, subprocess.Popen[bytes]]) -> Iterator[None]:
-    """SIGTERM and SIGINT stop the runs, which leave checkpoints, and no other is begun."""
+def _forwarding(children: Mapping[str, subprocess.Popen[bytes]]) -> Iterator[threading.Event]:
+    """SIGTERM and SIGINT stop the runs, which leave checkpoints, and set the event."""
+    asked = threading.Event()
 
     def stop(number: int, _: FrameType | None) -> None:
-        waiting.clear()
-        for child in children.values():
+        asked.set()
+        for child in list(children.values()):
             child.send_signal(signal.SIGTERM)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         for child in children.values():  # none, but after an error
             child.send_signal(signal.SIGTERM)
-
-
-def run_table(configs: Mapping[str, RunConfig], overrides: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """Rows of `--dry-run`: a run's name, its steps and tokens, and what it changes."""
-    rows = []
-    for name, config in configs.items():
-        tokens = config.training.steps * config.training.global_batch_size * config.data.seq_length
-        rows.append([name, str(config.training.steps), f"{tokens:,}", " ".join(overrides[name])])
-    return rows

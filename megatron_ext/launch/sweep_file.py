@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from megatron_ext.config.load import read_tree
 from megatron_ext.config.schema import STRICT
 from megatron_ext.config.validate import validate
 from megatron_ext.errors import UserError
+from megatron_ext.events import LAUNCH
 
 Fields = Mapping[str, Any]
+
+PLAN = "plan."
+"""What the names of fields begin with from which others follow; see `planning.fields`."""
+
+WIDTH = "model.ffn_hidden_size"
+"""The field by which parameters are matched."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MatchParameters:
+    """Which runs have as many parameters as which other, by the width of their feed-forward.
+
+    Attributes:
+        axis: of which one run is the measure of the others that differ from it in nothing else.
+        to: label of that one.
+        multiple_of: the width is a multiple of this, and of the tensor-parallel size.
+        within: part of the parameters by which a run may miss them.
+    """
+
+    axis: str
+    to: str
+    multiple_of: PositiveInt = 8
+    within: PositiveFloat = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -29,34 +55,69 @@ class SweepFile:
         axes: each is a choice that a run makes. Its values are labels with fields, or, where the axis is named for a
             field, a list of that field's values. There is a run for each combination.
         runs: further runs, by name, with their fields.
+        match_parameters: see `MatchParameters`; further runs are as they are.
     """
 
     config: str
     fields: dict[str, Any] = field(default_factory=dict)
     axes: dict[str, Any] = field(default_factory=dict)
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    match_parameters: MatchParameters | None = None
 
 
-def read_sweep(path: Path) -> tuple[Path, dict[str, list[str]]]:
+@dataclasses.dataclass(frozen=True)
+class SweptRuns:
+    """The runs of a sweep.
+
+    Attributes:
+        config: the configuration's file.
+        runs: of each, by name, what is laid over it, as `load_config` takes it; `plan.` fields are among them.
+        match: how parameters are matched; None: they are not.
+        measures: by name, of those that are matched, the run whose parameters they take.
+    """
+
+    config: Path
+    runs: dict[str, list[str]]
+    match: MatchParameters | None = None
+    measures: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_sweep(path: Path) -> SweptRuns:
     """Read a sweep.
-
-    Returns:
-        The configuration's file, and of each run, by name, what is laid over it, as `load_config` takes it.
 
     Raises:
         UserError: the file, or something in it, is not what it must be.
     """
     tree = validate(SweepFile, read_tree(path))
-    axes = [_values(name, axis) for name, axis in tree.axes.items()]
+    axes = {name: _values(name, axis) for name, axis in tree.axes.items()}
+    if tree.match_parameters is not None:
+        _check_match(tree.match_parameters, axes)
     runs: dict[str, list[str]] = {}
-    for choice in product(*axes) if axes else ():
-        name = "-".join(label for label, _ in choice)
+    measures: dict[str, str] = {}
+    for choice in product(*axes.values()) if axes else ():
+        labels = dict(zip(axes, (label for label, _ in choice), strict=True))
+        name = "-".join(labels.values())
         _add(runs, name, [tree.fields, *(fields for _, fields in choice)])
+        if (match := tree.match_parameters) is not None and labels[match.axis] != match.to:
+            measures[name] = "-".join((labels | {match.axis: match.to}).values())
     for name, fields in tree.runs.items():
         _add(runs, name, [tree.fields, fields])
     if not runs:
         raise UserError(str(path), "has no runs", "give axes, or runs")
-    return path.parent / tree.config, runs
+    return SweptRuns(path.parent / tree.config, runs, tree.match_parameters, measures)
+
+
+def _check_match(match: MatchParameters, axes: Mapping[str, Sequence[tuple[str, Fields]]]) -> None:
+    if match.axis not in axes:
+        raise UserError("match_parameters.axis", f"there is no axis {match.axis}", f"choose from: {', '.join(axes)}")
+    labels = [label for label, _ in axes[match.axis]]
+    if match.to not in labels:
+        problem = f"axis {match.axis} has no label {match.to}"
+        raise UserError("match_parameters.to", problem, f"choose from: {', '.join(labels)}")
+    for label, fields in axes[match.axis]:
+        if label != match.to and WIDTH in fields:
+            problem = f"{label} gives {WIDTH}, which match_parameters finds"
+            raise UserError(f"axes.{match.axis}", problem, "leave it out there, or match_parameters")
 
 
 def _values(name: str, axis: Any) -> list[tuple[str, Fields]]:
@@ -66,7 +127,7 @@ def _values(name: str, axis: Any) -> list[tuple[str, Fields]]:
         if "." not in name:
             raise UserError(where, "is a list, and its name is no field", "call it for the field, e.g. training.seed")
         last = name.rsplit(".", 1)[1]
-        return [(f"{last}{value}", {name: value}) for value in axis]
+        return [(f"{last}{_label(name, value)}", {name: value}) for value in axis]
     if isinstance(axis, dict) and axis and all(isinstance(fields, dict) for fields in axis.values()):
         return [(str(label), fields) for label, fields in axis.items()]
     raise UserError(
@@ -74,7 +135,14 @@ def _values(name: str, axis: Any) -> list[tuple[str, Fields]]:
     )
 
 
+def _label(name: str, value: Any) -> str:
+    """A value as a part of a run's name; budgets are large, and a name has no `+`: 3e17."""
+    return f"{value:g}".replace("+", "") if name.startswith(PLAN) and isinstance(value, float) else f"{value}"
+
+
 def _add(runs: dict[str, list[str]], name: str, layers: list[Fields]) -> None:
+    if name == LAUNCH:
+        raise UserError(f"runs.{name}", "is the folder of the sweep's own jobs", "choose another name")
     if name in runs:
         raise UserError(f"runs.{name}", "there are two of this name", "give each run labels of its own")
     runs[name] = [f"{key}={json.dumps(value)}" for fields in layers for key, value in fields.items()]

@@ -118,3 +118,24 @@ def test_plain_settings_are_the_mixers_defaults():
 )
 def test_layers_of_any_number_have_one_label(pattern, mixers, label):
     assert mixer_label(make_run(pattern, mixers)) == label
+
+
+def test_what_follows_from_the_width_is_not_said_again():
+    """Heads and the feed-forward grow with the model; where they do not, they are named."""
+    small = {"hidden_size": 64, "head_dim": 16, "ffn_hidden_size": 192}
+    large = {"hidden_size": 128, "head_dim": 32, "ffn_hidden_size": 384}
+    runs = [
+        make_run("attention*2", model=size, training={"steps": steps}) for size in (small, large) for steps in (5, 9)
+    ]
+    assert labels(*runs) == [
+        "attention (hidden_size 64, steps 5)",
+        "attention (hidden_size 64, steps 9)",
+        "attention (hidden_size 128, steps 5)",
+        "attention (hidden_size 128, steps 9)",
+    ]
+    broad = make_run("attention*2", model=large | {"ffn_hidden_size": 192}, training={"steps": 5})
+    assert labels(runs[0], runs[2], broad) == [
+        "attention (ffn_hidden_size 192, hidden_size 64)",
+        "attention (ffn_hidden_size 384, hidden_size 128)",
+        "attention (ffn_hidden_size 192, hidden_size 128)",
+    ]

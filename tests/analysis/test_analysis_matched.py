@@ -1,10 +1,14 @@
 """The comparison recovers gaps that were built into synthetic runs, with intervals that mean what they say."""
 
+import csv
+import io
+
 import numpy as np
 import pytest
 from analysis_synthetic import Synthetic, write_run
 
 from megatron_ext.analysis.matched import (
+    RESOLUTION,
     bootstrap_counts,
     compare,
     curve_slope,
@@ -12,8 +16,8 @@ from megatron_ext.analysis.matched import (
     interpolation_weights,
     training_loss,
 )
+from megatron_ext.analysis.matched_tables import precision_table, render_table, unmatched
 from megatron_ext.analysis.runs import read_run, read_runs
-from megatron_ext.errors import UserError
 
 DELTA = {"pattern": "gated_deltanet*4"}
 
@@ -103,15 +107,20 @@ def test_interpolation_averages_points_of_equal_training_loss():
 
 
 def test_no_common_training_loss(tmp_path):
-    late = Synthetic(**DELTA, training_loss=lambda step: 9.0 - 0.001 * np.asarray(step))
-    with pytest.raises(UserError) as caught:
-        comparison_of(tmp_path, Synthetic(), late)
-    high = training_loss(read_run(tmp_path / "0"), 20).max()
-    low = training_loss(read_run(tmp_path / "1"), 20).min()
-    assert str(caught.value) == (
-        f"{tmp_path}/1: its training loss comes down to {low:.4f}, but {tmp_path}/0 starts at {high:.4f}; "
-        "no training loss is common to both: train it longer, or evaluate from earlier on"
-    )
+    late = Synthetic(**DELTA, name="late", training_loss=lambda step: 9.0 - 0.001 * np.asarray(step))
+    result = comparison_of(tmp_path, Synthetic(), late)
+    assert not result.is_matched
+    assert result.levels == ()
+    assert {one.domain for one in result.select("test", "code")} == {"code"}  # what was evaluated is known
+    for one in result.measured:
+        assert one.loss.value.shape == one.gap.low.shape == (0,)
+    # Evaluated at steps 20, 40, ... 200, at the mean loss of the 20 steps before.
+    plain = [float(np.mean(2.5 + 4.0 * np.exp(-np.arange(end - 19, end + 1) / 80.0))) for end in (20, 200)]
+    said = unmatched(result)
+    assert f"late was evaluated at training losses of {9 - 0.0105:.4f} to {9 - 0.1905:.4f}, " in said
+    assert f", attention at {plain[0]:.4f} to {plain[1]:.4f}; " in said
+    assert said.endswith("; train late longer, or evaluate attention from earlier on")
+    assert unmatched(comparison_of(tmp_path / "matched", Synthetic(), Synthetic(**DELTA))) == ""
 
 
 def test_one_evaluation_is_one_level(tmp_path):
@@ -162,6 +171,18 @@ def test_as_many_documents_as_are_needed_tell_a_gap_from_none(tmp_path):
     assert few.documents_needed(at) == pytest.approx(25 * few.documents_needed(at, difference=0.02), rel=0.05)
     many, at = measured("many", needed)
     assert (many.gap.high[at] - many.gap.low[at]) / 2 == pytest.approx(0.02, rel=0.15)
+
+
+def test_documents_that_do_not_differ_do_not_say_how_many_are_needed(tmp_path):
+    """A domain's only document is all there is to draw from; no error at all would be one that no documents mend."""
+    few = [Synthetic(documents={"web": 5, "code": 1}), Synthetic(documents={"web": 5, "code": 1}, **DELTA, gap=0.1)]
+    result = comparison_of(tmp_path, *few)
+    code = result.select("test", "code")[1]
+    assert (code.documents, code.documents_needed(result.headline)) == (1, None)
+    (row,) = precision_table(result, RESOLUTION).rows
+    assert [cell.text for cell in row[-2:]] == ["1", "\u2013"]
+    table = list(csv.DictReader(io.StringIO(render_table(result))))
+    assert {line["documents_needed"] for line in table if line["domain"] == "code"} == {""}
 
 
 def test_pairing_removes_what_is_hard_for_all(tmp_path):

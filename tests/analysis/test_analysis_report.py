@@ -9,13 +9,16 @@ import struct
 import zlib
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 from analysis_synthetic import Synthetic, write_run
 
-from megatron_ext.analysis.figure import DARK, LIGHT, STACKED, WIDE, draw
+from megatron_ext.analysis.figure import STACKED, WIDE, draw
 from megatron_ext.analysis.matched import compare
-from megatron_ext.analysis.report import COLUMNS, write_report
+from megatron_ext.analysis.matched_tables import COLUMNS
+from megatron_ext.analysis.report import write_report
 from megatron_ext.analysis.runs import read_runs
+from megatron_ext.analysis.style import DARK, LIGHT
 from megatron_ext.errors import UserError
 
 CHUNK = {"name": "chunk", "pattern": "top1_chunk*4", "mixers": {"top1_chunk": {"score": "exact"}}}
@@ -84,9 +87,19 @@ def png_size(data):
     return width, height
 
 
-def test_writes_three_files_and_nothing_else(written):
+def test_writes_the_page_and_what_it_shows(written):
     assert written.name == "index.html"
-    assert sorted(os.listdir(written.parent)) == ["index.html", "matched_loss.csv", "matched_loss.png"]
+    assert sorted(os.listdir(written.parent)) == [
+        "domain_loss.csv",
+        "domain_loss.png",
+        "index.html",
+        "matched_loss.csv",
+        "matched_loss.png",
+        "matched_loss_drawn.csv",
+        "report.json",
+        "training_loss.csv",
+        "training_loss.png",
+    ]
 
 
 def test_picture_decodes_and_has_its_size(written):
@@ -95,13 +108,14 @@ def test_picture_decodes_and_has_its_size(written):
 
 def test_page_needs_nothing_beside_it(page, written):
     assert page.open == []
-    assert not {"script", "link", "iframe"} & set(page.tags)
-    assert len(page.addresses) == 4
+    assert not {"link", "iframe"} & set(page.tags)
+    pictures = [address for address in page.addresses if not address.startswith("#")]
+    assert len(pictures) == 3 * 4
     sizes = set()
-    for address in page.addresses:
+    for address in pictures:
         assert address.startswith("data:image/png;base64,")
         sizes.add(png_size(base64.b64decode(address.partition(",")[2], validate=True)))
-    assert sizes == {tuple(round(150 * side) for side in size) for size in (WIDE, STACKED)}
+    assert sizes >= {tuple(round(150 * side) for side in size) for size in (WIDE, STACKED)}
     text = written.read_text(encoding="utf-8")
     assert "http:" not in text
     assert "https:" not in text
@@ -138,7 +152,7 @@ def test_table_is_tidy(written):
 
 def test_same_runs_give_the_same_bytes(folders, written, tmp_path):
     again = write_report(folders, tmp_path)
-    for name in ("index.html", "matched_loss.csv", "matched_loss.png"):
+    for name in os.listdir(written.parent):
         assert (again.parent / name).read_bytes() == (written.parent / name).read_bytes()
 
 
@@ -148,6 +162,33 @@ def test_replaces_an_earlier_report_and_leaves_other_files(folders, tmp_path):
     write_report(folders[:1], tmp_path)
     assert (tmp_path / "index.html").read_text().startswith("<!DOCTYPE html>")
     assert (tmp_path / "notes.txt").read_text() == "old"
+
+
+def test_runs_without_a_common_training_loss(folders, tmp_path):
+    """The page has all but the comparison, and says which runs do not meet."""
+
+    def above(step):
+        return 9.0 - 0.001 * np.asarray(step)
+
+    apart = write_run(tmp_path / "apart", Synthetic(name="<i>apart</i>", pattern="mamba*4", training_loss=above))
+    page = write_report([folders[0], apart], tmp_path / "report")
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    # Evaluated at the mean of steps 1 to 20, ... 181 to 200.
+    said = f"&lt;i&gt;apart&lt;/i&gt; was evaluated at training losses of {9 - 0.0105:.4f} to {9 - 0.1905:.4f}, "
+    matched = text[text.index('<h2 id="matched">') : text.index('<h2 id="runs">')]
+    assert matched.count(said) == 1
+    assert "8.8095</td>" in matched, "the ranges of all runs are a table"
+    assert said in text[text.index('<div class="answer">') : text.index("<nav")]
+    assert "nan" not in matched
+    parser = Page()
+    parser.feed(page.read_text(encoding="utf-8"))
+    assert parser.open == []
+    anchors = [address for address in parser.addresses if address.startswith("#")]
+    assert {"#curves", "#matched", "#runs", "#configurations", "#history"} <= set(anchors)
+    assert not {"#levels", "#domains"} & set(anchors)
+    assert list(csv.DictReader((page.parent / "matched_loss.csv").open())) == []
+    drawn = list(csv.DictReader((page.parent / "matched_loss_drawn.csv").open()))
+    assert {(row["panel"], row["run"]) for row in drawn} == {("loss", "<b>plain</b>"), ("loss", "<i>apart</i>")}
 
 
 def test_full_disk_leaves_the_earlier_report_whole(folders, tmp_path, monkeypatch):
@@ -211,7 +252,7 @@ def test_test_text_of_training_domains_stands_apart(folders, written, tmp_path):
     assert losses["in_domain_test"] == pytest.approx([loss + 0.25 for loss in losses["in_domain"]], abs=2e-6)
     assert len(losses["in_domain"]) == 2 * 6
     text = page.read_text(encoding="utf-8")
-    assert "<b>web</b>, in domain test" in text
+    assert 'web</th> <td class="name">in domain test</td>' in " ".join(text.split())
     assert "in domain test: on those in the" in text
     assert "in domain test" not in written.read_text(encoding="utf-8")
     picture = png_size((page.parent / "matched_loss.png").read_bytes())

@@ -1,13 +1,16 @@
 """What suites found of runs stands in the report: pictures, tables, and the same numbers as JSON."""
 
 import base64
+import csv
 import json
 
 import pytest
 from analysis_synthetic import Synthetic, write_run
+from browser import browser, missing
 
 from megatron_ext.analysis.report import write_report
 from megatron_ext.errors import UserError
+from megatron_ext.evaluation.domain_results import DomainLoss, DomainOptions, write_domains
 
 PICTURE = b"\x89PNG\r\n\x1a\n a picture"
 
@@ -29,6 +32,20 @@ def fewshot(step, value):
     word = {"name": "alias", "filter": "none", "value": " - piqa", "stderr": None, "higher_is_better": None}
     task = {"name": "piqa", "num_fewshot": 5, "rows": 9, "metrics": [metric, word]}
     return {"step": step, "tasks": {"piqa": task}}
+
+
+def a_loss(domain, split, loss, documents=1234, **more):
+    fields = {"interval": (loss - 0.125, loss + 0.0625), "loss_per_byte": loss / 4, "bits_per_byte": loss / 2}
+    return DomainLoss(domain, split, documents, 100 * documents, loss, **(fields | more))
+
+
+def write_losses(folder, step, *losses, confidence=0.95):
+    """As `selectron evaluate` writes them."""
+    inside = folder / "evaluation" / f"step_{step}"
+    inside.mkdir(parents=True)
+    about = {"run": "a", "step": step, "tokens": 9}
+    write_domains(losses, DomainOptions(confidence=confidence), about, inside)
+    return json.loads((inside / "domains.json").read_text())
 
 
 def write(folder, step, name, content, picture=None):
@@ -60,10 +77,24 @@ def test_the_newest_results_of_each_run_are_shown(folders, tmp_path):
     assert base64.b64encode(PICTURE + b" 100").decode() in page
     assert base64.b64encode(PICTURE + b" 20").decode() not in page
     squeezed = " ".join(page.split())
-    assert "passkey, 512 tokens</th> <td>50.0 <small>25.0 to 75.0</small></td><td>37.5 " in squeezed
+    scores = '<td data-value="0.5">50.0 <small>25.0 to 75.0</small></td> <td data-value="0.375">37.5 '
+    assert f"passkey, 512 tokens</th> {scores}" in squeezed
     assert "Wilson&#39;s interval of 90 %, over all depths" in squeezed
-    assert "piqa, 5-shot: acc</th> <td>0.6125 <small>\u00b1 0.0125</small></td>" in squeezed
+    assert 'piqa, 5-shot: acc</th> <td data-value="0.6125">0.6125 <small>\u00b1 0.0125</small></td>' in squeezed
     assert "&lt;plain&gt;: attention, step 100" in page
+    assert (tmp_path / "out" / "retrieval__plain_.png").read_bytes() == PICTURE + b" 100"
+    rows = list(csv.DictReader((tmp_path / "out" / "retrieval.csv").open()))
+    assert [(row["run"], row["step"], row["length"], row["depth"], row["score"]) for row in rows] == [
+        ("<plain>", "100", "512", "", "0.5"),
+        ("<plain>", "100", "512", "0.5", "0.5"),
+        ("chunk", "40", "512", "", "0.375"),
+        ("chunk", "40", "512", "0.5", "0.375"),
+    ]
+    scores = list(csv.DictReader((tmp_path / "out" / "fewshot.csv").open()))
+    assert [(row["task"], row["num_fewshot"], row["name"], row["value"], row["stderr"]) for row in scores] == [
+        ("piqa", "5", "acc", "0.6125", "0.0125"),
+        ("piqa", "5", "alias", " - piqa", ""),
+    ]
 
 
 def test_a_run_without_tests_leaves_nothing(folders, tmp_path):
@@ -73,11 +104,100 @@ def test_a_run_without_tests_leaves_nothing(folders, tmp_path):
     (folders[0] / "evaluation" / "step_20" / "fewshot.json").unlink()
     page = write_report(folders, out).read_text()  # over the one before
     assert "Few-shot" not in page
+    assert "Tested by domain" not in page
     assert "Retrieval" not in page
-    assert not (out / "suites.json").exists()
+    for name in ("suites.json", "fewshot.csv", "retrieval.csv", "domains.csv"):
+        assert not (out / name).exists()
 
 
-def test_a_damaged_file_is_named(folders, tmp_path):
-    write(folders[1], 20, "retrieval", {"step": 20})
-    with pytest.raises(UserError, match=r"1/evaluation/step_20/retrieval\.json: is not what a suite has written; "):
+@pytest.fixture
+def tested(folders):
+    """Of each run what its newest domains.json holds; one domain was read in part, and one has a single document."""
+    write_losses(folders[0], 20, a_loss("<web>", "validation", 9.5))
+    plain = [
+        a_loss("<web>", "validation", 3.25),
+        a_loss("code", "test", 4.5, documents=12),
+        a_loss("<web>", "test_in_domain", 3.5, bits_per_byte=None, loss_per_byte=None),
+    ]
+    chunk = [a_loss("<web>", "validation", 3.125), a_loss("code", "test", 4.75, documents=1, interval=None)]
+    return [write_losses(folders[0], 100, *plain), write_losses(folders[1], 60, *chunk, confidence=0.8)]
+
+
+PLAIN, CHUNK = "<plain>: attention", "chunk: top1_chunk (exact)"
+LOSSES = [
+    ["code", "out of domain", PLAIN, "100", "4.5000 4.3750 to 4.5625", "2.2500", "12", "1\u202f200"],
+    ["code", "out of domain", CHUNK, "60", "4.7500", "2.3750", "1", "100"],
+    ["<web>", "in domain", PLAIN, "100", "3.2500 3.1250 to 3.3125", "1.6250", "1\u202f234", "123\u202f400"],
+    ["<web>", "in domain", CHUNK, "60", "3.1250 3.0000 to 3.1875", "1.5625", "1\u202f234", "123\u202f400"],
+    ["<web>", "in domain test", PLAIN, "100", "3.5000 3.3750 to 3.5625", "\u2013", "1\u202f234", "123\u202f400"],
+]
+SPLITS = {"out_of_domain": "test", "in_domain": "validation", "in_domain_test": "test_in_domain"}
+
+
+def test_losses_by_domain_are_those_of_the_file(folders, tested, tmp_path):
+    out = tmp_path / "out"
+    page = " ".join(write_report(folders, out).read_text().split())
+    assert "Losses with bootstrap intervals of 95 % or 80 % over documents; " in page
+    section = page[page.index('<h2 id="losses">') : page.index('<h2 id="runs">')]
+    assert "Fewer than 20 documents: code. Intervals there are too narrow." in section
+    found = {"<plain>": {}, "chunk": {}}
+    for row in csv.DictReader((out / "domains.csv").open()):
+        numbers = {name: float(row[name]) if row[name] else None for name in list(row)[5:]}
+        found[row["run"]][int(row["step"]), row["domain"], SPLITS[row["split"]]] = numbers
+    for name, file in zip(found, tested, strict=True):
+        assert found[name] == {
+            (file["step"], one["domain"], one["split"]): {
+                "documents": one["documents"],
+                "tokens": one["tokens"],
+                "loss": one["loss"],
+                "loss_low": one["interval"][0] if one["interval"] else None,
+                "loss_high": one["interval"][1] if one["interval"] else None,
+                "nats_per_byte": one["loss_per_byte"],
+                "bits_per_byte": one["bits_per_byte"],
+            }
+            for one in file["domains"]
+        }
+    told = json.loads((out / "suites.json").read_text())["domains"]
+    assert [(one["run"], one["step"], one["options"]["confidence"]) for one in told] == [
+        ("<plain>", 100, 0.95),
+        ("chunk", 60, 0.8),
+    ]
+    assert [one["domains"] for one in told] == [file["domains"] for file in tested]
+
+
+TABLE = """
+const rows = [...document.querySelector("#losses ~ .wide table").tBodies[0].rows];
+return rows.map(row => [...row.cells].map(cell => cell.innerText.replace(/[ \\n]+/g, " ")))
+"""
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "never")
+def test_losses_by_domain_in_a_browser(folders, tested, tmp_path):
+    page = write_report(folders, tmp_path / "out")
+    with browser(tmp_path / "profile") as window:
+        for width in (1280, 390):
+            window.show(width)
+            window.open(page)
+            assert window.complaints() == []
+            assert window.run(TABLE) == LOSSES
+            whole, screen = window.run("const d = document.documentElement; return [d.scrollWidth, d.clientWidth]")
+            assert whole <= screen <= width
+        assert window.run("return document.querySelector('nav a[href=\"#losses\"]').innerText") == "Tested by domain"
+        window.show(1280)
+        window.press("#losses ~ .wide th:nth-child(6) button")
+        bits = [row[5] for row in LOSSES if row[5] != "\u2013"]
+        assert [row[5] for row in window.run(TABLE)] == [*sorted(bits, key=float), "\u2013"]  # what is not known last
+
+
+def test_a_diverged_run_has_no_numbers(folders, tmp_path):
+    nan = float("nan")
+    write_losses(folders[0], 100, a_loss("code", "test", nan, interval=(nan, nan)))
+    page = " ".join(write_report(folders, tmp_path / "out").read_text().split())
+    assert "nan" not in page[page.index('<h2 id="losses">') : page.index('<h2 id="runs">')]
+
+
+@pytest.mark.parametrize("name", ["domains", "retrieval", "fewshot"])
+def test_a_damaged_file_is_named(folders, tmp_path, name):
+    write(folders[1], 20, name, {"step": 20})
+    with pytest.raises(UserError, match=rf"1/evaluation/step_20/{name}\.json: is not what a suite has written; "):
         write_report(folders, tmp_path / "out")

@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from corpora import prepared
-from launching import environment, write_config
+from launching import environment, records, write_config
 
 from megatron_ext import source
 from megatron_ext.cli import main
@@ -19,7 +20,7 @@ from megatron_ext.config.schema import DataConfig, RunConfig, RunSection
 from megatron_ext.errors import UserError
 from megatron_ext.launch.job import claim, jobs_of
 from megatron_ext.launch.resources import Resources
-from megatron_ext.launch.status import run_folders, status_table
+from megatron_ext.launch.status import run_folders, status_of, status_table
 from megatron_ext.launch.sweep import Sweep
 from megatron_ext.launch.sweep_file import read_sweep
 
@@ -35,6 +36,12 @@ runs:
   long: {training.steps: 50, optimizer.betas: [0.9, 0.99]}
 """
 
+MATCHED = """
+config: a.yaml
+axes: {{mixer: {{a: {{model.ffn_hidden_size: 8}}, b: {{model.ffn_hidden_size: 8}}}}}}
+match_parameters: {}
+"""
+
 
 def written(folder: Path, text: str) -> Path:
     path = folder / "sizes.yaml"
@@ -43,17 +50,22 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_a_run_for_each_combination(tmp_path: Path) -> None:
-    config, runs = read_sweep(written(tmp_path, SWEEP))
-    assert config == tmp_path / "base.yaml"
+    swept = read_sweep(written(tmp_path, SWEEP))
+    assert swept.config == tmp_path / "base.yaml"
     rate, full = "optimizer.lr=0.001", 'model.pattern="attention*2"'
     chunk = ['model.pattern="top1_chunk*2"', "mixers.top1_chunk.chunk_size=16"]
-    assert runs == {
+    assert swept.runs == {
         "full-seed1": [rate, full, "training.seed=1"],
         "full-seed2": [rate, full, "training.seed=2"],
         "chunk-seed1": [rate, *chunk, "training.seed=1"],
         "chunk-seed2": [rate, *chunk, "training.seed=2"],
         "long": [rate, "training.steps=50", "optimizer.betas=[0.9, 0.99]"],
     }
+
+
+def test_budgets_are_short_in_names(tmp_path: Path) -> None:
+    swept = read_sweep(written(tmp_path, "config: a.yaml\naxes: {plan.training_flops: [1e17, 3.5e+17, 5]}"))
+    assert list(swept.runs) == ["training_flops1e17", "training_flops3.5e17", "training_flops5"]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +82,19 @@ def test_a_run_for_each_combination(tmp_path: Path) -> None:
             "config: a.yaml\naxes: {a: {x: {}}, b: {y: {}}}\nruns: {x-y: {}}",
             "runs.x-y: there are two of this name; give each run labels of its own",
         ),
+        (
+            "config: a.yaml\nruns: {launch: {}}",
+            "runs.launch: is the folder of the sweep's own jobs; choose another name",
+        ),
         ("axes: {}", "config: "),
+        (MATCHED.format("{axis: size, to: a}"), "match_parameters.axis: there is no axis size; choose from: mixer"),
+        (MATCHED.format("{axis: mixer, to: c}"), "match_parameters.to: axis mixer has no label c; choose from: a, b"),
+        (MATCHED.format("{axis: mixer}"), "match_parameters.to: missing"),
+        (MATCHED.format("{axis: mixer, to: a, within: 0}"), "match_parameters.within: 0 is out of range"),
+        (
+            MATCHED.format("{axis: mixer, to: a}"),
+            "axes.mixer: b gives model.ffn_hidden_size, which match_parameters finds; leave it out there, or",
+        ),
         ("config: a.yaml\naxis: {}", "axis: "),
     ],
 )
@@ -80,7 +104,7 @@ def test_what_is_no_sweep(tmp_path: Path, text: str, line: str) -> None:
     assert line in str(caught.value)
 
 
-def sweep_of(folder: Path, program: str, names: list[str]) -> Sweep:
+def sweep_of(folder: Path, program: str, names: list[str], off: Mapping[str, str] | None = None) -> Sweep:
     """A sweep whose interpreter is a shell program, called as `program -m megatron_ext.cli train CONFIG ...`."""
     python = folder / "python"
     python.write_text(
@@ -88,7 +112,11 @@ def sweep_of(folder: Path, program: str, names: list[str]) -> Sweep:
     )
     python.chmod(0o755)
     runs = folder / "runs"
-    configs = {name: RunConfig(data=DataConfig(path="x"), run=RunSection(dir=str(runs), name=name)) for name in names}
+    last = {name: str(runs / trunk / "checkpoints" / "step_1000") for name, trunk in (off or {}).items()}
+    configs = {
+        name: RunConfig(data=DataConfig(path="x"), run=RunSection(dir=str(runs), name=name, branch_from=last.get(name)))
+        for name in names
+    }
     made = Sweep(runs, configs, Resources(nodes=1, job_name="runs", requeues=0), str(python))
     made.note()
     return made
@@ -126,6 +154,25 @@ def test_a_second_call_begins_what_is_not_finished(tmp_path: Path, capsys: pytes
     assert [len(jobs_of(runs / name)) for name in "abc"] == [1, 2, 1]
 
 
+NOTES_ITS_ORDER = """
+echo begin-$name >> $here/order; sleep 0.3; echo end-$name >> $here/order
+[ $name != bad ] || exit 3
+"""
+
+
+def test_a_run_waits_for_the_one_it_branches_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    off = {"short": "trunk", "shorter": "trunk", "lost": "bad"}
+    sweep = sweep_of(tmp_path, NOTES_ITS_ORDER, [*off, "trunk", "bad"], off)
+    assert sweep.run(1, parallel=5) == 1
+    order = (tmp_path / "order").read_text().split()
+    assert set(order[:2]) == {"begin-trunk", "begin-bad"}
+    assert set(order[4:6]) == {"begin-short", "begin-shorter"}
+    assert len(order) == 8
+    said = capsys.readouterr()
+    assert "lost: not begun, as bad is not finished\n" in said.out
+    assert said.err == "selectron: 2 of 5 runs are not finished: lost, bad\n"
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(UserError, match=r"runs: cannot be written \(File exists\); choose another run.dir"):
@@ -161,11 +208,12 @@ def test_what_runs_already_is_left_alone(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_the_status_of_a_sweep_has_what_has_not_begun(tmp_path: Path) -> None:
     sweep_of(tmp_path, "true", ["b", "a"])
-    rows = status_table(list(run_folders([tmp_path / "runs"])))[2:]
-    assert [[cell.strip() for cell in row.split("|")[1:4]] for row in rows] == [
+    lines = status_table([status_of(folder) for folder in run_folders([tmp_path / "runs"])])
+    assert [[cell.strip() for cell in row.split("|")[1:4]] for row in lines[2:4]] == [
         ["b", "", "not begun"],
         ["a", "", "not begun"],
     ]
+    assert lines[4:] == ["", "2 runs: 2 not begun"]
 
 
 WAITS = """
@@ -220,12 +268,21 @@ def test_a_mistake_in_one_run_is_named_before_any_begins(base: Path, capsys: pyt
 
 @pytest.mark.slow
 def test_a_sweep_is_trained_and_reported_as_a_folder_of_runs(base: Path, tmp_path: Path) -> None:
-    sweep = written(base.parent, "config: base.yaml\naxes: {training.seed: [1, 2]}\nfields: {training.steps: 6}")
+    """Two lengths from one run, whose rate stays until its end."""
+    branch = f"{base.parent}/runs/sizes/long/checkpoints/step_4"
+    runs = f"{{short: {{training.steps: 6, run.branch_from: {branch}}}, long: {{training.steps: 8}}}}"
+    rate = "optimizer.schedule: wsd, optimizer.decay_steps: 2"
+    fields = f"{{{rate}, training.checkpoint_every: 2, training.keep_every: 4}}"
+    sweep = written(base.parent, f"config: base.yaml\nfields: {fields}\nruns: {runs}")
     command = [sys.executable, "-m", "megatron_ext.cli"]
-    arguments = ["sweep", str(sweep), "--local", "1", "--parallel", "2", "training.evaluate_every=2"]
+    arguments = ["sweep", str(sweep), "--local", "1", "--parallel", "2", "--no-preflight", "training.evaluate_every=2"]
     subprocess.run([*command, *arguments], env=environment(), cwd=source.ROOT, check=True, timeout=240)
     folder = base.parent / "runs" / "sizes"
-    assert [row.split("|")[3].strip() for row in status_table(list(run_folders([folder])))[2:]] == ["finished"] * 2
+    short, long = (records(folder / name) for name in ("short", "long"))
+    assert [len(short), len(long)] == [6, 8]
+    assert [record["loss"] for record in short[:4]] == [record["loss"] for record in long[:4]]
+    assert short[5]["lr"] < long[5]["lr"]
+    assert [status_of(run).standing for run in run_folders([folder])] == ["finished"] * 2
     subprocess.run(
         [*command, "report", str(folder), "--output", str(tmp_path / "report")],
         env=environment(),

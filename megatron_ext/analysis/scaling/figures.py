@@ -2,122 +2,311 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LogNorm, Normalize
+from matplotlib.colors import Colormap, LinearSegmentedColormap, ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import MaxNLocator, NullLocator, StrMethodFormatter
 
-from megatron_ext.analysis.figure import DPI, LIGHT, MARKERS, dress, png
+from megatron_ext.analysis.runs import FloatArray
 from megatron_ext.analysis.scaling.isoflop import Budget
-from megatron_ext.analysis.scaling.law import Fit
+from megatron_ext.analysis.scaling.law import Fit, ScalingLaw
 from megatron_ext.analysis.scaling.transfer import Line
 from megatron_ext.analysis.scaling.uncertainty import Sampled
+from megatron_ext.analysis.style import (
+    DARK,
+    MARKERS,
+    Picture,
+    Theme,
+    as_csv,
+    count_axis,
+    dress,
+    new_figure,
+    png,
+    power_of_ten,
+)
 
-SIZE = (11.0, 4.8)
+WIDE, NARROW = (12.0, 4.8), (4.6, 4.4)
+"""Inches: two panels side by side, and one panel."""
 COLOURS = "viridis"
 BEYOND = 2.0
 """How far the plots go beyond the points, as a factor."""
+CURVE_POINTS = 80
+SURFACE_POINTS = 40
+"""Of the grid that intervals are drawn on, each way: they are smooth."""
+
+WIDTHS = np.array([factor * 10.0**power for power in range(-3, 4) for factor in (1, 2, 5)])
+"""Steps between the shades of intervals' widths, in per cent of the loss; below the first there is none to be seen."""
+
+MOST_SHADES, SHADE = 7, 0.11
+"""Shades at most, and how far each is from the one before, on the way to the colour of small print."""
+
+LAW = ("what", "params", "tokens", "flops", "loss", "low", "high")
+"""Columns of a law: its points; with 95 % intervals the law at the best size for a compute and its surface."""
+ISOFLOP = ("what", "flops", "params", "loss")
+"""Columns of the parabolas' numbers: points, the curve of each budget, and where it is lowest."""
+TEST_LOSS = ("what", "mixer", "training_loss", "test_loss", "low", "high")
+"""Columns of the numbers of test loss over training loss: models, and each mixer's line with its 95 % interval."""
 
 
-def draw_law(fitted: Fit, sampled: Sampled, title: str) -> bytes:
-    """The law as PNG: contours of the loss over parameters and tokens, and the best loss over compute."""
-    figure, (surface, frontier) = _figure(2, title)
-    _draw_surface(surface, fitted)
-    _draw_frontier(frontier, fitted, sampled)
-    return png(figure)
+def law_picture(name: str, fitted: Fit, sampled: Sampled, title: str) -> Picture:
+    """The law: the loss over parameters and tokens, shaded by how sure it is, and the best loss over compute."""
+
+    def draw(theme: Theme, stacked: bool) -> bytes:
+        figure, (surface, frontier) = _figure(2, title, theme, stacked)
+        _draw_surface(surface, fitted, sampled, theme)
+        _draw_frontier(frontier, fitted, sampled, theme)
+        return png(figure)
+
+    sure = "with its 95 % interval" if _is_known(sampled) else "whose interval is unknown"
+    alt = f"{title}: loss over parameters and tokens, and over compute at the best size, {sure}"
+    return Picture(name, alt, {f"{name}.csv": as_csv(LAW, _law_rows(fitted, sampled))}, draw)
 
 
-def draw_budgets(budgets: Sequence[Budget], title: str) -> bytes:
-    """IsoFLOP parabolas as PNG, each with its points and its lowest place."""
-    figure, (ax,) = _figure(1, title)
-    for budget, shade in zip(budgets, _shades(len(budgets)), strict=True):
-        points = budget.points
-        ax.plot(points.params, points.losses, "o", color=shade, markersize=4, label=f"{budget.flops:.2g} operations")
-        grid = np.geomspace(points.params.min(), points.params.max(), 100)
-        ax.plot(grid, np.polyval(budget.curve, np.log(grid)), color=shade, linewidth=1.3)
-        if budget.best_params is not None:
-            lowest = np.polyval(budget.curve, np.log(budget.best_params))
-            ax.plot(budget.best_params, lowest, "*", color=shade, markersize=13, mec=LIGHT.ink, mew=0.8, zorder=5)
-    ax.set_xscale("log")
-    ax.set_xlabel("parameters")
-    ax.set_ylabel("loss (nats per token)")
-    ax.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return png(figure)
+def budgets_picture(name: str, budgets: Sequence[Budget], title: str) -> Picture:
+    """IsoFLOP parabolas, each with its points and its lowest place."""
+
+    def draw(theme: Theme, stacked: bool) -> bytes:
+        figure, (ax,) = _figure(1, title, theme, stacked)
+        for budget, shade in zip(budgets, _shades(len(budgets), theme), strict=True):
+            points = budget.points
+            ax.plot(points.params, points.losses, "o", color=shade, markersize=4, label=f"{budget.flops:.2g} FLOPs")
+            ax.plot(*_parabola(budget), color=shade, linewidth=1.3)
+            if budget.best_params is not None:
+                lowest = np.polyval(budget.curve, np.log(budget.best_params))
+                ax.plot(budget.best_params, lowest, "*", color=shade, markersize=13, mec=theme.ink, mew=0.8, zorder=5)
+        if any(budget.best_params is not None for budget in budgets):
+            ax.plot([], [], "*", color=theme.ink, mfc="none", markersize=9, label="lowest place")
+        ax.set(xscale="log", xlabel="parameters", ylabel="loss (nats per token)")
+        count_axis(ax.xaxis)
+        place: Literal["outside lower center", "outside right upper"]
+        place, columns = ("outside lower center", 2) if stacked else ("outside right upper", 1)
+        figure.legend(frameon=False, fontsize=8.5, loc=place, ncols=columns, labelcolor=theme.ink)
+        return png(figure)
+
+    alt = f"{title}: loss over parameters at equal compute, with a parabola a budget and a star where it is lowest"
+    return Picture(name, alt, {f"{name}.csv": as_csv(ISOFLOP, _budget_rows(budgets))}, draw)
 
 
-def draw_transfer(lines: Mapping[str, Line]) -> bytes:
-    """Test loss over training loss as PNG: models by mixer, and the power law of each."""
-    figure, (ax,) = _figure(1, "Test loss over training loss")
-    for number, (mixer, line) in enumerate(lines.items()):
-        color = LIGHT.palette[number % len(LIGHT.palette)]
-        marker = MARKERS[number % len(MARKERS)]
-        losses = np.exp(line.log_train), np.exp(line.log_test)
-        ax.plot(*losses, marker, color=color, markersize=5, label=mixer or "models")
-        grid = np.linspace(line.log_train.min(), line.log_train.max(), 50)
-        ax.plot(np.exp(grid), np.exp(line.at(grid)), color=color, linewidth=1.3)
-    ax.set(xscale="log", yscale="log", xlabel="training loss (nats per token)", ylabel="test loss (nats per token)")
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(MaxNLocator(6))
-        axis.set_minor_formatter(NullFormatter())
-        axis.set_major_formatter(StrMethodFormatter("{x:.2f}"))
-    ax.legend(frameon=False, fontsize=9)
-    return png(figure)
+def transfer_picture(name: str, lines: Mapping[str, Line]) -> Picture:
+    """Test loss over training loss: models by mixer, and the power law of each with its 95 % interval."""
+
+    def draw(theme: Theme, stacked: bool) -> bytes:
+        figure, (ax,) = _figure(1, "Test loss over training loss", theme, stacked)
+        for number, (mixer, line) in enumerate(lines.items()):
+            color = [theme.ink, *theme.palette][number % (len(theme.palette) + 1)]
+            losses = np.exp(line.log_train), np.exp(line.log_test)
+            marker = MARKERS[number % len(MARKERS)]
+            ax.plot(*losses, marker, color=color, markersize=5, label=mixer or "models")
+            train, test, low, high = _line(line)
+            ax.fill_between(train, low, high, color=color, alpha=0.18, linewidth=0)
+            ax.plot(train, test, color=color, linewidth=1.3)
+        ax.set(xscale="log", yscale="log", xlabel="training loss (nats per token)", ylabel="test loss (nats per token)")
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(MaxNLocator(6))
+            axis.set_minor_locator(NullLocator())
+            axis.set_major_formatter(StrMethodFormatter("{x:.2f}"))
+        ax.legend(frameon=False, fontsize=9, labelcolor=theme.ink)
+        return png(figure)
+
+    alt = "Test loss over training loss, a point a model, and each mixer's power law with its 95 % interval"
+    return Picture(name, alt, {f"{name}.csv": as_csv(TEST_LOSS, _transfer_rows(lines))}, draw)
 
 
-def _figure(panels: int, title: str) -> tuple[Figure, Sequence[Axes]]:
-    width, height = SIZE
-    figure = Figure(figsize=(width if panels > 1 else 0.75 * width, height), dpi=DPI, layout="constrained")
-    figure.set_facecolor(LIGHT.paper)
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=12, color=LIGHT.ink)
-    axes: Sequence[Axes] = figure.subplots(1, panels, squeeze=False)[0]
+def _figure(panels: int, title: str, theme: Theme, stacked: bool) -> tuple[Figure, Sequence[Axes]]:
+    size = (NARROW[0], panels * NARROW[1]) if stacked else (WIDE[0] if panels > 1 else 0.75 * WIDE[0], WIDE[1])
+    figure = new_figure(size, theme)
+    if panels > 1 and not stacked and (engine := figure.get_layout_engine()) is not None:
+        engine.set(wspace=0.05)  # type: ignore[call-arg]
+    figure.suptitle(title, fontsize=12, color=theme.ink)
+    shape = (panels, 1) if stacked else (1, panels)
+    axes: Sequence[Axes] = list(figure.subplots(*shape, squeeze=False).flat)
     for ax in axes:
-        dress(ax, LIGHT)
+        dress(ax, theme)
     return figure, axes
 
 
-def _draw_surface(ax: Axes, fitted: Fit) -> None:
+def _draw_surface(ax: Axes, fitted: Fit, sampled: Sampled, theme: Theme) -> None:
     points, law = fitted.points, fitted.law
-    n, d = (np.geomspace(x.min() / BEYOND, x.max() * BEYOND, 120) for x in (points.params, points.tokens))
+    n, d = _reach(fitted, 120)
+    ax.set(xscale="log", yscale="log", xlim=(n[0], n[-1]), ylim=(d[0], d[-1]), xlabel="parameters", ylabel="tokens")
+    _shade(ax, fitted, sampled, theme)
     loss_dn = law.loss(n[None], d[:, None])
     norm = Normalize(float(points.losses.min()), float(np.percentile(points.losses, 95)))
     levels = np.linspace(norm.vmin, norm.vmax, 12)  # type: ignore[arg-type]
-    contours = ax.contour(n, d, loss_dn, levels=levels, cmap=COLOURS, norm=norm, linewidths=1.0)
-    ax.clabel(contours, fontsize=7.5, fmt="%.2f")
-    shown = ax.scatter(points.params, points.tokens, c=points.losses, cmap=COLOURS, norm=norm, s=18)
-    shown.set(edgecolors=LIGHT.ink, linewidths=0.3)
+    colours = _colours(theme)
+    contours = ax.contour(n, d, loss_dn, levels=levels, cmap=colours, norm=norm, linewidths=1.0)
+    places = _label_places(law, n, d, levels)
+    for number in ax.clabel(contours, fontsize=7.5, fmt="%.2f", manual=places, zorder=4, colors=theme.ink):
+        number.set_path_effects([withStroke(linewidth=2.5, foreground=theme.paper)])
+    shown = ax.scatter(points.params, points.tokens, c=points.losses, cmap=colours, norm=norm, s=26, zorder=3)
+    shown.set(edgecolors=theme.ink, linewidths=0.3)
     if law.falls:
         flops = 6 * np.array([n[0] * d[0], n[-1] * d[-1]])
         best = law.best_params(flops)
-        ax.plot(best, flops / 6 / best, "--", color=LIGHT.ink, linewidth=1.2, label="best size for a compute")
-        ax.legend(frameon=False, fontsize=8.5, loc="lower right")
-    ax.set(xscale="log", yscale="log", xlim=(n[0], n[-1]), ylim=(d[0], d[-1]), xlabel="parameters", ylabel="tokens")
-    ax.set_title("loss (nats per token), and the points by colour", loc="left", fontsize=10)
+        label = f"best size for a compute{_unsure(sampled)}"
+        ax.plot(best, flops / 6 / best, "--", color=theme.ink, linewidth=1.2, label=label)
+        legend = ax.legend(fontsize=8.5, loc="lower right", labelcolor=theme.ink, framealpha=0.85)
+        legend.get_frame().set(facecolor=theme.paper, edgecolor="none")
+    count_axis(ax.xaxis)
+    count_axis(ax.yaxis)
+    ax.set_title("loss (nats per token), and the points by colour", loc="left", fontsize=10, color=theme.ink)
 
 
-def _draw_frontier(ax: Axes, fitted: Fit, sampled: Sampled) -> None:
+def _label_places(law: ScalingLaw, n: FloatArray, d: FloatArray, levels: FloatArray) -> list[tuple[float, float]]:
+    """Where a line through the plot, from the lower left to the upper right, meets the contours: one label each."""
+    way = np.linspace(0.04, 0.78, 400)
+    x, y = (np.exp(np.log(ends[0]) + at * np.log(ends[-1] / ends[0])) for ends, at in ((n, way), (d, way + 0.17)))
+    above = law.loss(x, y)[:, None] > levels
+    return [(float(x[i]), float(y[i])) for i in np.flatnonzero((above[1:] != above[:-1]).any(axis=1))]
+
+
+def _shade(ax: Axes, fitted: Fit, sampled: Sampled, theme: Theme) -> None:
+    """The width of the loss's 95 % interval, in per cent of the loss: the less sure, the further from the paper."""
+    if not _is_known(sampled):
+        return
+    params, tokens, losses, low, high = _surface(fitted, sampled)
+    width = np.clip(100 * (high - low) / losses, WIDTHS[0], WIDTHS[-1])
+    if width.max() <= WIDTHS[0]:
+        return
+    levels = _steps(width)
+    towards = LinearSegmentedColormap.from_list("sure", [theme.paper, theme.muted])
+    shades = towards(SHADE * np.arange(len(levels) - 1))
+    drawn = ax.contourf(params, tokens, width, levels=levels, colors=shades, zorder=0)
+    bar = ax.figure.colorbar(drawn, ax=ax, pad=0.02, spacing="uniform", ticks=levels)
+    bar.set_label("width of the 95 % interval of the loss (%)", fontsize=9, color=theme.ink)
+    bar.ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    bar.outline.set_edgecolor(theme.muted)
+    bar.ax.tick_params(which="both", colors=theme.muted, labelsize=8.5)
+
+
+def _steps(width: FloatArray) -> FloatArray:
+    """Levels about all widths: 1, 2, 5 and their tens, fewer where there would be too many to tell apart."""
+    first = max(int(np.searchsorted(WIDTHS, width.min(), side="right")) - 1, 0)
+    last = max(int(np.searchsorted(WIDTHS, width.max())), first + 1)
+    every = -(-(last - first) // MOST_SHADES)
+    levels = WIDTHS[first : last + 1 : every]
+    return levels if levels[-1] >= width.max() else np.append(levels, WIDTHS[last])
+
+
+def _is_known(sampled: Sampled) -> bool:
+    """Whether the law's loss has intervals."""
+    return bool(sampled.laws) and not sampled.untold
+
+
+def _reach(fitted: Fit, number: int) -> tuple[FloatArray, FloatArray]:
+    """Parameters and tokens over the points and beyond, so many each."""
+    points = fitted.points
+    n, d = (np.geomspace(x.min() / BEYOND, x.max() * BEYOND, number) for x in (points.params, points.tokens))
+    return n, d
+
+
+def _surface(fitted: Fit, sampled: Sampled) -> tuple[FloatArray, ...]:
+    """Params, tokens, loss and its interval; [D, N] each."""
+    params, tokens = np.meshgrid(*_reach(fitted, SURFACE_POINTS))
+    return (params, tokens, fitted.law.loss(params, tokens), *sampled.band(params, tokens))
+
+
+def _draw_frontier(ax: Axes, fitted: Fit, sampled: Sampled, theme: Theme) -> None:
+    points = fitted.points
+    seen = points.losses
+    if fitted.law.falls:
+        _params, _tokens, grid, losses, low, high = _frontier(fitted, sampled)
+        seen = np.concatenate([seen, losses])
+        if _is_known(sampled):
+            ax.fill_between(grid, low, high, color=theme.palette[0], alpha=0.25, linewidth=0, label="95 % interval")
+        ax.plot(grid, losses, color=theme.palette[0], linewidth=1.6, label=f"law, at the best size{_unsure(sampled)}")
+        ax.legend(frameon=False, fontsize=8.5, labelcolor=theme.ink)
+    flops_p = 6 * points.params * points.tokens
+    shown = ax.scatter(flops_p, points.losses, c=points.params, cmap=_colours(theme), norm=LogNorm(), s=16)
+    bar = ax.figure.colorbar(shown, ax=ax, pad=0.02)
+    bar.set_label("parameters", fontsize=9, color=theme.ink)
+    count_axis(bar.ax.yaxis)
+    bar.ax.tick_params(which="both", colors=theme.muted, labelsize=8.5)
+    room = 0.15 * float(np.ptp(seen))  # an interval may reach far beyond what was seen, and would flatten all else
+    ax.set_ylim(float(seen.min()) - room, float(seen.max()) + room)
+    ax.set(xscale="log", xlabel="compute (FLOPs: 6 x parameters x tokens)", ylabel="loss (nats per token)")
+    count_axis(ax.xaxis, power_of_ten)
+    ax.set_title("the points, and the law where it is lowest", loc="left", fontsize=10, color=theme.ink)
+
+
+def _unsure(sampled: Sampled) -> str:
+    return "" if _is_known(sampled) else " (interval unknown)"
+
+
+def _frontier(fitted: Fit, sampled: Sampled) -> tuple[FloatArray, ...]:
+    """Params, tokens, compute, loss and its interval at the best size, over the points' compute and beyond; [G] each.
+
+    The law falls.
+    """
     points, law = fitted.points, fitted.law
     flops_p = 6 * points.params * points.tokens
-    if law.falls:
-        grid = np.geomspace(flops_p.min() / BEYOND, flops_p.max() * BEYOND, 80)
-        best = law.best_params(grid)
-        low, high = sampled.band(best, grid / 6 / best)
-        ax.fill_between(grid, low, high, color=LIGHT.palette[0], alpha=0.25, linewidth=0, label="95 % interval")
-        losses = law.loss(best, grid / 6 / best)
-        ax.plot(grid, losses, color=LIGHT.palette[0], linewidth=1.6, label="law, at the best size")
-        ax.legend(frameon=False, fontsize=8.5)
-    shown = ax.scatter(flops_p, points.losses, c=points.params, cmap=COLOURS, norm=LogNorm(), s=16)
-    bar = ax.figure.colorbar(shown, ax=ax, pad=0.02)
-    bar.set_label("parameters", fontsize=9)
-    ax.set(xscale="log", xlabel="operations (6 x parameters x tokens)", ylabel="loss (nats per token)")
-    ax.set_title("the points, and the law where it is lowest", loc="left", fontsize=10)
+    grid = np.geomspace(flops_p.min() / BEYOND, flops_p.max() * BEYOND, CURVE_POINTS)
+    params = law.best_params(grid)
+    tokens = grid / 6 / params
+    return (params, tokens, grid, law.loss(params, tokens), *sampled.band(params, tokens))
 
 
-def _shades(number: int) -> Sequence[tuple[float, float, float, float]]:
+def _law_rows(fitted: Fit, sampled: Sampled) -> Iterator[tuple[Any, ...]]:
+    points = fitted.points
+    for n, d, loss in zip(points.params, points.tokens, points.losses, strict=True):
+        yield "point", float(n), float(d), float(6 * n * d), float(loss), "", ""
+    if fitted.law.falls:
+        for numbers in zip(*_frontier(fitted, sampled), strict=True):
+            yield "law", *_cells(numbers)
+    params, tokens, losses, low, high = (x.ravel() for x in _surface(fitted, sampled))
+    for numbers in zip(params, tokens, 6 * params * tokens, losses, low, high, strict=True):
+        yield "surface", *_cells(numbers)
+
+
+def _cells(numbers: Iterable[float]) -> Iterator[float | str]:
+    """What is not known is empty."""
+    return (float(x) if np.isfinite(x) else "" for x in numbers)
+
+
+def _parabola(budget: Budget) -> tuple[FloatArray, FloatArray]:
+    params: FloatArray = np.geomspace(budget.points.params.min(), budget.points.params.max(), CURVE_POINTS)
+    return params, np.asarray(np.polyval(budget.curve, np.log(params)))
+
+
+def _budget_rows(budgets: Sequence[Budget]) -> Iterator[tuple[Any, ...]]:
+    for one in budgets:
+        best = [] if one.best_params is None else [one.best_params]
+        drawn: dict[str, tuple[Iterable[float], Iterable[float]]] = {
+            "point": (one.points.params, one.points.losses),
+            "curve": _parabola(one),
+            "lowest": (best, [float(np.polyval(one.curve, np.log(x))) for x in best]),
+        }
+        for what, pairs in drawn.items():
+            yield from ((what, one.flops, float(n), float(loss)) for n, loss in zip(*pairs, strict=True))
+
+
+def _line(line: Line) -> tuple[FloatArray, ...]:
+    """Training loss, test loss by the line and its interval, over the models' training losses; [G] each."""
+    grid = np.linspace(line.log_train.min(), line.log_train.max(), CURVE_POINTS)
+    half = line.half_width(grid)
+    return tuple(np.exp(x) for x in (grid, line.at(grid), line.at(grid) - half, line.at(grid) + half))
+
+
+def _transfer_rows(lines: Mapping[str, Line]) -> Iterator[tuple[Any, ...]]:
+    for mixer, line in lines.items():
+        models = zip(np.exp(line.log_train), np.exp(line.log_test), strict=True)
+        yield from (("model", mixer, float(x), float(y), "", "") for x, y in models)
+        yield from (("line", mixer, *map(float, numbers)) for numbers in zip(*_line(line), strict=True))
+
+
+def _colours(theme: Theme) -> Colormap:
+    """Viridis without the end that is near the paper: yellow on white, deep violet on black."""
+    low, high = (0.22, 1.0) if theme == DARK else (0.0, 0.9)
+    return ListedColormap(colormaps[COLOURS](np.linspace(low, high, 256)))
+
+
+def _shades(number: int, theme: Theme) -> Sequence[tuple[float, float, float, float]]:
     """Colours that rise."""
-    return [colormaps[COLOURS](place) for place in np.linspace(0.0, 0.92, number)]
+    colours = _colours(theme)
+    return [colours(place) for place in np.linspace(0.0, 1.0, number)]

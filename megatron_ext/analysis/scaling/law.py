@@ -40,8 +40,19 @@ ROUNDS = 20
 STEPS, FIRST_STEPS = 5000, 500
 """Of a round at most; and from the starts, which have only to show where it is worth to go on."""
 
-SAME_RATIO = 1e-6
-"""Relative spread within which values count as one: counts of tokens are rounded to whole batches."""
+ALIKE = 0.05
+"""Relative spread within which sizes, numbers of tokens, and tokens a parameter count as one.
+
+Tokens are rounded to whole steps, which in a run of 20 steps is 2.5 % either way, and sizes to whole widths. What 5 %
+more tokens do to a loss is beta * 5 % of the term B / D^beta, a hundredth of a nat at most: as much as another seed
+does.
+"""
+
+FAINT, RAISED = 1e-2, 0.5
+"""Of the lowest loss: a term below the first has no slope to come back by, and from the second on it has one."""
+
+SAME_LOSS = 1e-6
+"""Relative spread within which losses count as one: they are not rounded to anything."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +140,8 @@ class _Objective:
 
     def arguments_of(self, law: ScalingLaw) -> FloatArray:
         """Those of a law."""
-        return self.arguments(np.array([*np.log([law.A, law.B, law.E]), law.alpha, law.beta]))
+        terms = np.maximum([law.A, law.B, law.E], np.finfo(np.float64).tiny)  # one that has vanished may be 0
+        return self.arguments(np.array([*np.log(terms), law.alpha, law.beta]))
 
     def law(self, at: FloatArray) -> ScalingLaw:
         """Of arguments."""
@@ -152,9 +164,18 @@ def fit(points: Points) -> Fit:
 
 
 def refit(points: Points, law: ScalingLaw) -> ScalingLaw:
-    """Fit a law to other points like those of a law that is known, from there: as for a bootstrap."""
+    """Fit a law to other points like those of a law that is known, from there: as for a bootstrap.
+
+    A term that has vanished from the law would stay so whatever the points say. It is begun with once more, as a part
+    of their losses, and the better end counts.
+    """
     objective = _Objective(points)
-    return objective.law(_descend(objective, objective.arguments_of(law), rounds=3))
+    starts = [objective.arguments_of(law)]
+    terms, lowest = starts[0][:3], np.log(points.losses.min())
+    if terms.min() < lowest + np.log(FAINT):
+        starts.append(np.concatenate([np.maximum(terms, lowest + np.log(RAISED)), starts[0][3:]]))
+    ends = [_descend(objective, start, rounds=3) for start in starts]
+    return objective.law(min(ends, key=lambda end: float(objective(end)[0])))
 
 
 def objective_of(law: ScalingLaw, points: Points) -> float:
@@ -173,15 +194,26 @@ def check_points(points: Points, where: str = "points") -> None:
     if unlike < FEWEST_POINTS:
         problem = f"{unlike} points of unlike params or tokens, and the law has {FEWEST_POINTS} constants"
         raise UserError(where, problem, f"give {FEWEST_POINTS} points or more")
-    for name, values, why in (
-        ("parameters", points.params, "A and alpha cannot be told from E"),
-        ("tokens", points.tokens, "B and beta cannot be told from E"),
-        ("tokens a parameter", points.tokens / points.params, "what more parameters do and what more tokens do is one"),
-        ("nats of loss", points.losses, "nothing is seen of what makes it fall"),
+    ratio = points.tokens / points.params
+    for name, values, spread, why in (
+        ("parameters", points.params, ALIKE, "A and alpha cannot be told from E"),
+        ("tokens", points.tokens, ALIKE, "B and beta cannot be told from E"),
+        ("tokens a parameter", ratio, ALIKE, "what more parameters do and what more tokens do is one"),
+        ("nats of loss", points.losses, SAME_LOSS, "nothing is seen of what makes it fall"),
     ):
-        if np.ptp(np.log(values)) <= SAME_RATIO:
+        low, high = float(values.min()), float(values.max())
+        if np.log(high / low) <= spread:
+            about = f"{low:,.6g}" if np.log(high / low) <= SAME_LOSS else f"about {np.sqrt(low * high):,.3g}"
             mend = "add points with other sizes and other numbers of tokens"
-            raise UserError(where, f"all have {values[0]:,.6g} {name}, and so {why}", mend)
+            raise UserError(where, f"all have {about} {name}, and so {why}", mend)
+
+
+def number_unlike(values: FloatArray) -> int:
+    """How many unlike values there are: of those that lie within `ALIKE` of the smallest among them, one counts."""
+    left, number = np.sort(np.log(values)), 0
+    while len(left):
+        left, number = left[left > left[0] + ALIKE], number + 1
+    return number
 
 
 def _starts(objective: _Objective) -> Iterator[FloatArray]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from megatron_ext.analysis.architecture import mixer_label
-from megatron_ext.analysis.runs import Run, read_runs
+from megatron_ext.analysis.runs import CONFIG, Run, read_runs
 from megatron_ext.analysis.scaling.points import MIXER, NUMBERS, TEST_LOSS, Points
 from megatron_ext.errors import UserError
+
+METRICS = "metrics.jsonl"
 
 WINDOW = 0.05
 """Share of a run's steps, at its end, over which its training loss is averaged: that of one step is that of a batch."""
@@ -44,22 +46,121 @@ class RunPoint:
     test_loss: float | None
 
 
-def points_of_runs(paths: Sequence[Path], *, embeddings: bool = True) -> list[RunPoint]:
-    """A point for each run.
+@dataclass(frozen=True)
+class LeftOut:
+    """A run that is no point.
+
+    Attributes:
+        run: its folder.
+        reason: why.
+    """
+
+    run: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.run}: {self.reason}"
+
+
+class RunPoints(list[RunPoint]):
+    """Points of runs.
 
     Args:
-        paths: run folders, or folders of run folders.
+        points: of those that are finished.
+        left_out: the others.
+
+    Attributes:
+        left_out: the others.
+    """
+
+    def __init__(self, points: Iterable[RunPoint] = (), left_out: Sequence[LeftOut] = ()) -> None:
+        super().__init__(points)
+        self.left_out = list(left_out)
+
+
+def points_of_runs(paths: Sequence[Path], *, embeddings: bool = True) -> RunPoints:
+    """A point for each finished run.
+
+    Args:
+        paths: run folders, or folders of run folders; of these, runs that are not finished are left out, with a
+            warning on standard error.
         embeddings: whether embeddings and the output layer count as parameters.
 
     Raises:
-        UserError: a folder is no run's or damaged, a run is not finished, did not keep the number of its parameters,
-            or is over other data than the first.
+        UserError: a folder is no run's or damaged, a run that is named itself is not finished, or none is; a run did
+            not keep the number of its parameters, or is over other data than the first.
     """
-    points = [_point(run, embeddings) for run in read_runs(paths, evaluated=False)]
+    folders, without_steps = _begun(paths)
+    if not folders:
+        raise _none_finished(without_steps)
+    _warn(without_steps)
+    points = points_of(read_runs(folders, evaluated=False), paths, embeddings=embeddings)
+    return RunPoints(points, [*without_steps, *points.left_out])
+
+
+def points_of(runs: Sequence[Run], named: Sequence[Path] = (), *, embeddings: bool = True) -> RunPoints:
+    """The same of runs that are read already.
+
+    Args:
+        runs: the runs.
+        named: folders that were asked for: a run whose own folder is among them must be finished.
+        embeddings: as above.
+
+    Raises:
+        UserError: a run that is named is not finished, or none is; or a run did not keep the number of its parameters.
+    """
+    reasons = {run.path: reason for run in runs if (reason := _unfinished(run))}
+    asked = {path.resolve() for path in named}
+    for path, reason in reasons.items():
+        if path.resolve() in asked:
+            raise UserError(str(path), reason, "finish it with --resume, or leave it out")
+    left_out = [LeftOut(path, reason) for path, reason in reasons.items()]
+    if len(left_out) == len(runs):
+        raise _none_finished(left_out)
+    _warn(left_out)
+    points = [_point(run, embeddings) for run in runs if run.path not in reasons]
     missing = [point for point in points if point.test_loss is None]
     if missing and len(missing) < len(points):
         print(f"warning: {missing[0].run}: no test loss after the last step: none is fitted", file=sys.stderr)
-    return points
+    return RunPoints(points, left_out)
+
+
+def _begun(paths: Sequence[Path]) -> tuple[list[Path], list[LeftOut]]:
+    """Folders of runs, and those in a folder of runs that have no step yet, which cannot be read."""
+    folders: list[Path] = []
+    left_out: list[LeftOut] = []
+    for path in paths:
+        runs = [] if (path / CONFIG).exists() or not path.is_dir() else sorted(path.iterdir())
+        runs = [run for run in runs if (run / CONFIG).exists()]
+        without = [run for run in runs if not _has_a_step(run / METRICS)]
+        left_out += [LeftOut(run, "has no step yet") for run in without]
+        folders += [run for run in runs if run not in without] or ([] if runs else [path])
+    return folders, left_out
+
+
+def _has_a_step(metrics: Path) -> bool:
+    """Whether there is a whole line: a killed run may have left a part of one."""
+    if not metrics.is_file():
+        return False
+    with metrics.open("rb") as file:
+        return file.readline().endswith(b"\n")
+
+
+def _unfinished(run: Run) -> str:
+    """Why a run is no point; empty: it is one."""
+    steps, last = int(run.config["training"]["steps"]), int(run.steps[-1])
+    return "" if last == steps else f"stopped at step {last} of {steps}"
+
+
+def _none_finished(left_out: Sequence[LeftOut]) -> UserError:
+    first, more = left_out[0], len(left_out) - 1
+    problem = first.reason + (f", and none of the {more} others is finished" if more else "")
+    return UserError(str(first.run), problem, "finish some with --resume")
+
+
+def _warn(left_out: Sequence[LeftOut]) -> None:
+    for one in left_out:
+        print(f"warning: {one}: it is left out of the fit", file=sys.stderr)
 
 
 def by_mixer(points: Sequence[RunPoint]) -> dict[str, Points]:
@@ -89,11 +190,7 @@ def _tested(points: Sequence[RunPoint]) -> bool:
 
 
 def _point(run: Run, embeddings: bool) -> RunPoint:
-    steps = int(run.config["training"]["steps"])
     last = int(run.steps[-1])
-    if last != steps:
-        mend = "finish it with --resume, or leave it out"
-        raise UserError(str(run.path), f"stopped at step {last} of {steps}", mend)
     if run.size is None:
         mend = "give a CSV file with the column params instead"
         raise UserError(str(run.path / "model.json"), "is missing: the number of parameters is not known", mend)

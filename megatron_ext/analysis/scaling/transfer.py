@@ -57,10 +57,16 @@ class Line:
         """Logarithms of test losses by the line."""
         return np.asarray(self.log_factor + self.exponent * np.asarray(log_train))
 
-    def uncertainty(self, log_train: float) -> float:
+    def uncertainty(self, log_train: FloatArray | float) -> FloatArray:
         """Variance of the line at a training loss, as a multiple of that of a point about it."""
         centred = self.log_train - self.log_train.mean()
-        return 1 / len(centred) + (log_train - self.log_train.mean()) ** 2 / float(centred @ centred)
+        away = np.asarray(log_train) - self.log_train.mean()
+        return np.asarray(1 / len(centred) + away**2 / float(centred @ centred))
+
+    def half_width(self, log_train: FloatArray | float) -> FloatArray:
+        """Half of the 95 % interval of the line at a training loss, in logarithms."""
+        t = float(stats.t.ppf((1 + COVERAGE) / 2, len(self.rest) - 2))
+        return np.asarray(t * self.deviation * np.sqrt(self.uncertainty(log_train)))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import struct
 from pathlib import Path
@@ -44,7 +45,7 @@ def test_one_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "new" / "fit"
     assert main(["fit", str(points), "--output", str(output), "--json", "--bootstrap", "20"]) == 0
     numbers = json.loads(capsys.readouterr().out)
-    files = {"files": ["scaling.png", "isoflop.png"]}
+    files = {"files": ["scaling.png", "scaling.csv", "isoflop.png", "isoflop.csv"]}
     assert numbers | files == json.loads((output / "fit.json").read_text())
     law = LAWS["attention"]
     for name in ("E", "A", "B", "alpha", "beta"):
@@ -59,8 +60,45 @@ def test_one_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert numbers["isoflop"]["params_of_flops"]["exponent"] == pytest.approx(
         law.beta / (law.alpha + law.beta), abs=0.01
     )
-    assert sorted(path.name for path in output.iterdir()) == ["fit.json", "fit.md", "isoflop.png", "scaling.png"]
+    assert sorted(path.name for path in output.iterdir()) == sorted(["fit.json", "fit.md", *files["files"]])
     assert min(size_of_picture(output / "scaling.png")) > 600
+
+
+def test_the_published_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Besiroglu et al. 2024 find E 1.8169, alpha 0.3478 and beta 0.3659 without the five highest losses."""
+    points = Path(__file__).with_name("chinchilla.csv")
+    arguments = ["fit", str(points), "--drop-highest", "5", "--json", "--bootstrap", "2"]
+    assert main([*arguments, "--output", str(tmp_path / "fit")]) == 0
+    printed = capsys.readouterr()
+    numbers = json.loads(printed.out)
+    assert numbers["points"] == 240
+    assert numbers["objective"] <= 0.0010183
+    assert [round(numbers[name], 3) for name in ("E", "alpha", "beta")] == [1.817, 0.347, 0.367]
+    assert (numbers["untold"], numbers["warnings"], printed.err) == ([], [], "")
+    assert None not in numbers["intervals"].values()
+
+
+def test_the_surface_has_intervals(tmp_path: Path) -> None:
+    """Over the points and as far again, wider beyond them."""
+    points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
+    dice, lines = np.random.default_rng(4), points.read_text().splitlines()
+    for number, (n, d, loss) in enumerate((line.split(",") for line in lines[1:]), start=1):
+        lines[number] = f"{n},{d},{float(loss) * np.exp(0.004 * dice.normal())}"
+    points.write_text("\n".join(lines) + "\n")
+    assert main(["fit", str(points), "--output", str(tmp_path / "fit"), "--bootstrap", "40"]) == 0
+    with (tmp_path / "fit" / "scaling.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["what"] == "surface"]
+    columns = ("params", "tokens", "flops", "loss", "low", "high")
+    n, d, flops, loss, low, high = np.array([[float(row[name]) for name in columns] for row in rows]).T
+    np.testing.assert_allclose(flops, 6 * n * d, rtol=1e-6)
+    assert (len(set(n)), len(set(d)), len(rows)) == (40, 40, 1600)
+    numbers = json.loads((tmp_path / "fit" / "fit.json").read_text())
+    law = ScalingLaw(*(numbers[name] for name in ("E", "A", "B", "alpha", "beta")))
+    np.testing.assert_allclose(loss, law.loss(n, d), rtol=1e-6)
+    assert (low <= high).all()
+    width = ((high - low) / loss).reshape(40, 40)
+    assert width[0, 0] > 2 * width[15:25, 15:25].mean()
+    assert min(size_of_picture(tmp_path / "fit" / "scaling.png")) > 600
 
 
 def test_a_law_for_each_mixer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +212,17 @@ def test_points_of_an_earlier_fit_of_runs_go_but_not_those_that_are_read(tmp_pat
 def test_mixers_whose_names_differ_in_signs_have_pictures_of_their_own(tmp_path: Path) -> None:
     points = write(tmp_path / "points.csv", {"a/b": LAWS["attention"], "a b": LAWS["attention"]})
     assert main(["fit", str(points), "--output", str(tmp_path / "fit"), "--bootstrap", "2"]) == 0
-    assert {path.name for path in (tmp_path / "fit").glob("scaling*")} == {"scaling_a_b.png", "scaling_a_b_2.png"}
+    assert {path.name for path in (tmp_path / "fit").glob("scaling*.png")} == {"scaling_a_b.png", "scaling_a_b_2.png"}
+
+
+def test_the_points_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = without_mixer(write(tmp_path / "scaling.csv", {"attention": LAWS["attention"]}))
+    before = points.read_bytes()
+    assert main(["fit", str(points), "--output", str(tmp_path), "--bootstrap", "2"]) == 2
+    problem = "would be overwritten by a file of the fit; give another folder with --output"
+    assert capsys.readouterr().err == f"selectron: error: {points}: {problem}\n"
+    assert list(tmp_path.iterdir()) == [points]
+    assert points.read_bytes() == before
 
 
 def test_the_highest_losses_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.optimize import approx_fprime
 
-from megatron_ext.analysis.scaling.law import DELTA, Fit, ScalingLaw, _Objective, fit, objective_of, refit
+from megatron_ext.analysis.scaling.law import (
+    DELTA,
+    Fit,
+    ScalingLaw,
+    _Objective,
+    fit,
+    number_unlike,
+    objective_of,
+    refit,
+)
 from megatron_ext.analysis.scaling.points import Points, read_points
 from megatron_ext.errors import UserError
 
@@ -93,11 +102,41 @@ def test_no_way_down_is_left(of_chinchilla: Fit) -> None:
         assert objective_of(again, of_chinchilla.points) >= of_chinchilla.objective * (1 - 1e-6)
 
 
+@pytest.mark.parametrize("gone", [{"E": 2e-13}, {"E": 0.0}, {"A": 1e-9}, {"B": 0.0}], ids=str)
+def test_a_term_that_had_vanished_comes_back(gone: dict[str, float]) -> None:
+    """As where the points of a law say nothing of E, and a draw of them does."""
+    found = refit(grid(), replace(KNOWN, **gone))
+    np.testing.assert_allclose(astuple(found), astuple(KNOWN), rtol=1e-3)
+
+
 def test_the_best_size_is_where_the_loss_is_lowest() -> None:
     for flops in (1e18, 1e21):
         sizes = np.geomspace(1e6, 1e12, 200_001)
         lowest = sizes[KNOWN.loss(sizes, flops / 6 / sizes).argmin()]
         assert float(KNOWN.best_params(flops)) == pytest.approx(lowest, rel=1e-4)
+
+
+def of_plan(sizes: np.ndarray, step: int) -> Points:
+    """Runs of 20 tokens a parameter, rounded to whole steps, and losses by a law."""
+    tokens = np.round(20 * sizes / step) * step
+    return Points(sizes, tokens, KNOWN.loss(sizes, tokens))
+
+
+def test_tokens_a_parameter_that_are_a_tenth_apart_can_be_fitted() -> None:
+    some = of_plan(np.geomspace(2e7, 2e9, 6), 131_072)
+    apart = Points(some.params, some.tokens * np.array([1, 1.1, 1, 1.1, 1, 1.1]), some.losses)
+    assert len(fit(apart).points) == 6
+
+
+def test_values_that_are_unlike() -> None:
+    assert [number_unlike(np.array(x)) for x in ([5.0], [5.0, 5.2, 5.1], [1.0, 9.0, 9.1, 1.01], [1, 2, 4])] == [
+        1,
+        1,
+        2,
+        3,
+    ]
+    # A chain is not one value, however short its links are.
+    assert number_unlike(1.03 ** np.arange(9)) == 5
 
 
 def test_points_that_say_too_little() -> None:
@@ -108,6 +147,8 @@ def test_points_that_say_too_little() -> None:
         (points.take(points.params == points.params[0]), "all have 5e+07 parameters, and so A and alpha cannot"),
         (points.take(points.tokens == points.tokens[0]), "all have 1e+09 tokens, and so B and beta cannot"),
         (Points(points.params, 20 * points.params, points.losses), "all have 20 tokens a parameter, and so what more"),
+        (of_plan(np.geomspace(2e7, 2e9, 6), 131_072), "all have about 20 tokens a parameter, and so what more"),
+        (of_plan(np.geomspace(2e5, 3e6, 6), 131_072), "tokens a parameter, and so what more"),
         (Points(points.params, points.tokens, np.full(42, 2.5)), "all have 2.5 nats of loss, and so nothing is seen"),
     ):
         with pytest.raises(UserError) as caught:

@@ -101,7 +101,12 @@ def test_some_runs_without_a_test_loss(tmp_path: Path, capsys: pytest.CaptureFix
     (folder / "mamba_4_20" / "evaluation.jsonl").unlink()
     assert main(["fit", str(folder), "--output", str(tmp_path / "fit"), "--bootstrap", "2"]) == 0
     said = capsys.readouterr()
-    assert said.err == f"warning: {folder}/mamba_4_20: no test loss after the last step: none is fitted\n"
+    few = "two numbers of tokens: E, B and beta cannot be told apart"
+    assert said.err.splitlines() == [
+        f"warning: {folder}/mamba_4_20: no test loss after the last step: none is fitted",
+        f"warning: {folder} (attention): {few}",
+        f"warning: {folder} (mamba): {few}",
+    ]
     assert "Test loss" not in said.out
     assert "test_loss" not in (tmp_path / "fit" / "points.csv").read_text()
 
@@ -114,6 +119,69 @@ def test_runs_at_fault(tmp_path: Path) -> None:
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:150]))
     with pytest.raises(UserError, match=r"run: stopped at step 150 of 200; finish it with --resume, or leave it out"):
         points_of_runs([folder])
+
+
+def cut(run: Path, steps: int) -> None:
+    """As a run that was killed leaves its folder."""
+    for name in ("metrics.jsonl", "evaluation.jsonl"):
+        lines = (run / name).read_text().splitlines(keepends=True)
+        (run / name).write_text("".join(line for line in lines if json.loads(line)["step"] <= steps))
+
+
+def test_runs_of_a_folder_that_are_not_finished_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, output = sweep(tmp_path / "sweep", steps=(20, 60, 180)), tmp_path / "fit"
+    cut(folder / "mamba_8_180", 150)
+    (folder / "attention_2_20" / "metrics.jsonl").unlink()
+    (folder / "attention_4_20" / "metrics.jsonl").write_text('{"step": 1, "lo')
+    left_out = {
+        "attention_2_20": "has no step yet",
+        "attention_4_20": "has no step yet",
+        "mamba_8_180": "stopped at step 150 of 180",
+    }
+    assert main(["fit", str(folder), "--output", str(output), "--json", "--bootstrap", "2"]) == 0
+    printed = capsys.readouterr()
+    expected = [f"{folder}/{name}: {reason}" for name, reason in left_out.items()]
+    assert printed.err.splitlines() == [f"warning: {line}: it is left out of the fit" for line in expected]
+    numbers = json.loads(printed.out)
+    assert [mixer["points"] for mixer in numbers["mixers"].values()] == [7, 8]
+    assert numbers["left_out"] == [{"run": f"{folder}/{name}", "reason": why} for name, why in left_out.items()]
+    said = (output / "fit.md").read_text()
+    assert said.endswith("Runs that are left out:\n\n" + "".join(f"- {line}\n" for line in expected))
+    with (output / "points.csv").open() as file:
+        assert {Path(row["run"]).name for row in csv.DictReader(file)} == {
+            run.name for run in folder.iterdir() if run.name not in left_out
+        }
+
+
+def test_a_run_that_is_named_must_be_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = sweep(tmp_path / "sweep")
+    cut(folder / "mamba_8_60", 50)
+    runs = [str(run) for run in sorted(folder.iterdir())]
+    assert main(["fit", *runs, "--output", str(tmp_path / "fit")]) == 2
+    problem = "stopped at step 50 of 60; finish it with --resume, or leave it out"
+    assert capsys.readouterr().err == f"selectron: error: {folder}/mamba_8_60: {problem}\n"
+    assert not (tmp_path / "fit").exists()
+
+
+def test_too_few_finished_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = sweep(tmp_path / "sweep")
+    for layers in SIZES:
+        cut(folder / f"mamba_{layers}_60", 50)
+    assert main(["fit", str(folder), "--output", str(tmp_path / "fit")]) == 2
+    *warnings, error = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 3
+    assert error.startswith(f"selectron: error: {folder} (mamba): 3 points of unlike params or tokens, and the law")
+    for run in folder.iterdir():
+        cut(run, 0 if run.name.startswith("mamba") else 10)
+    assert main(["fit", str(folder), "--output", str(tmp_path / "fit")]) == 2
+    assert "selectron: error: " in capsys.readouterr().err
+    for run in folder.iterdir():
+        cut(run, 0)
+    assert main(["fit", str(folder), "--output", str(tmp_path / "fit")]) == 2
+    problem = "has no step yet, and none of the 11 others is finished; finish some with --resume"
+    assert capsys.readouterr().err == f"selectron: error: {folder}/attention_2_20: {problem}\n"
 
 
 @pytest.mark.parametrize(

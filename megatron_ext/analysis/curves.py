@@ -1,0 +1,197 @@
+"""Loss over training tokens: of training, and of each domain that was evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from megatron_ext.analysis.architecture import Architecture
+from megatron_ext.analysis.decisions import DONE, Decided, Decision
+from megatron_ext.analysis.runs import SPLITS, FloatArray, IntArray, Run, Split, column_name
+from megatron_ext.analysis.style import (
+    MANY,
+    Picture,
+    Styles,
+    Theme,
+    as_csv,
+    count_axis,
+    dress,
+    legend_above,
+    new_figure,
+    png,
+    styles,
+)
+
+TRAINING = ("run", "architecture", "seed", "step", "tokens", "training_loss")
+MARKED = ("run", "architecture", "seed", "time", "step", "tokens", "done", "why")
+DOMAINS = ("run", "architecture", "seed", "split", "domain", "step", "tokens", "loss")
+
+BEGIN = 0.02
+"""Share of a run's tokens before which nothing is drawn: the fall from chance would flatten all that comes after."""
+
+MOST_POINTS = 400
+"""Of a training curve: more than a picture has room for."""
+
+LONGEST_WINDOW = 100
+"""Steps that a training curve averages over, and as a share of those until then: on a logarithmic axis it is as wide
+everywhere.
+"""
+WINDOW = 0.1
+
+COLUMNS = 3
+
+
+def training_curves(architectures: Sequence[Architecture], decided: Sequence[Decided] = ()) -> Picture:
+    """Training loss of every run over its tokens, averaged as `smoothed` says.
+
+    Args:
+        architectures: the baseline first.
+        decided: what was done about steps that went wrong, which have ticks.
+    """
+    decisions = {of.run.path: of.decisions for of in decided}
+    rows = []
+    for one, run in _runs(architectures):
+        found = zip(*smoothed(run), strict=True)
+        rows += [(run.name, one.label, run.seed, int(s), int(t), float(loss)) for s, t, loss in found]
+
+    def draw(theme: Theme, stacked: bool) -> bytes:
+        figure = new_figure((4.6, 4.8) if stacked else (10.0, 4.8), theme)
+        ax = figure.subplots()
+        dress(ax, theme)
+        lines = styles(architectures, theme)
+        widths = _widths(architectures)
+        for one, run in _runs(architectures):
+            style = lines.of[one.label]
+            _steps, tokens, losses = smoothed(run)
+            ax.plot(tokens, losses, style.line, color=style.color, linewidth=widths[one.label], alpha=0.9)
+            ax.plot(tokens[-1], losses[-1], style.marker, color=style.color, markersize=5)
+            at = _tokens_at(run, decisions.get(run.path, ()))
+            at = at[at >= tokens[0]]
+            ax.plot(at, np.interp(at, tokens, losses), "|", color=style.color, markersize=11, markeredgewidth=1.4)
+        ax.set_ylabel("training loss (nats per token)", fontsize=9.5, color=theme.ink)
+        _token_axis(ax, theme)
+        legend_above(figure, lines.legend, theme, narrow=stacked)
+        return png(figure)
+
+    alt = "Training loss over training tokens, a line a run"
+    tables = {"training_loss.csv": as_csv(TRAINING, rows)}
+    if any(decisions.values()):
+        alt += f"; an upright tick where a step went wrong: {_told(decided)}"
+        tables["training_loss_decisions.csv"] = as_csv(MARKED, _marked_rows(architectures, decisions))
+    return Picture("training_loss", alt, tables, draw)
+
+
+def _tokens_at(run: Run, decisions: Sequence[Decision]) -> FloatArray:
+    """[M] training tokens at the steps of decisions; a step that was left out has those of the one before."""
+    steps = np.array([one.step for one in decisions], dtype=np.int64)
+    before = np.searchsorted(run.steps, steps, side="right")
+    return np.concatenate([[0], run.tokens])[before].astype(np.float64)
+
+
+def _marked_rows(
+    architectures: Sequence[Architecture], decisions: Mapping[Path, Sequence[Decision]]
+) -> Iterator[tuple[Any, ...]]:
+    for one, run in _runs(architectures):
+        found = decisions.get(run.path, ())
+        for made, tokens in zip(found, _tokens_at(run, found), strict=True):
+            names = (run.name, one.label, run.seed)
+            yield (*names, made.time, made.step, int(tokens), DONE[made.decision], made.line)
+
+
+def _told(decided: Sequence[Decided]) -> str:
+    """How many steps of each run."""
+    steps = {of.run.name: len({one.step for one in of.decisions}) for of in decided if of.decisions}
+    named = [f"{number} of {name}" for name, number in list(steps.items())[:MANY]]
+    return ", ".join(named) + (f" and of {len(steps) - MANY} more runs" if len(steps) > MANY else "")
+
+
+def domain_curves(architectures: Sequence[Architecture]) -> Picture:
+    """Loss of every run on each domain, at its evaluations, a panel a domain."""
+    panels = [(one.split, one.domain) for split in SPLITS for one in architectures[0].runs[0].split(split)]
+
+    def draw(theme: Theme, stacked: bool) -> bytes:
+        columns = 1 if stacked else min(len(panels), COLUMNS)
+        rows = ceil(len(panels) / columns)
+        width = 4.6 if stacked else 10.0 if columns > 1 else 7.0
+        figure = new_figure((width, 0.9 + 3.1 * rows), theme)
+        axes = figure.subplots(rows, columns, sharex=True, squeeze=False)
+        lines = styles(architectures, theme)
+        for panel, ax in zip(panels, axes.flat, strict=False):
+            dress(ax, theme)
+            _draw_domain(ax, architectures, panel, lines)
+            ax.set_title(f"{panel[1]} ({SPLITS[panel[0]]})", loc="left", fontsize=10.5, color=theme.ink)
+        for ax in axes.flat[len(panels) :]:
+            ax.set_visible(False)
+        for column in range(columns):
+            last = (len(panels) - 1 - column) // columns
+            axes[last, column].tick_params(labelbottom=True)
+            _token_axis(axes[last, column], theme)
+        for ax in axes[:, 0]:
+            ax.set_ylabel("nats per token", fontsize=9.5, color=theme.ink)
+        legend_above(figure, lines.legend, theme, narrow=stacked)
+        return png(figure)
+
+    alt = "Loss over training tokens on each evaluated domain, a panel a domain and a line a run"
+    return Picture("domain_loss", alt, {"domain_loss.csv": as_csv(DOMAINS, _domain_rows(architectures))}, draw)
+
+
+def smoothed(run: Run) -> tuple[IntArray, IntArray, FloatArray]:
+    """Steps, tokens and training loss of the points that are drawn, the last step among them; [P] each.
+
+    A loss is the mean over the last tenth of the steps until then, at most 100.
+    """
+    sums = np.concatenate([[0.0], np.cumsum(run.losses)])
+    ends = np.arange(1, len(run.steps) + 1)
+    windows = np.clip((WINDOW * run.steps).astype(np.int64), 1, LONGEST_WINDOW)
+    starts = np.searchsorted(run.steps, run.steps - windows, side="right")
+    means = (sums[ends] - sums[starts]) / (ends - starts)
+    shown = np.flatnonzero(run.tokens >= BEGIN * run.tokens[-1])
+    chosen = shown[np.unique(np.linspace(0, len(shown) - 1, min(len(shown), MOST_POINTS)).round().astype(int))]
+    return run.steps[chosen], run.tokens[chosen], means[chosen]
+
+
+def _draw_domain(ax: Axes, architectures: Sequence[Architecture], panel: tuple[Split, str], lines: Styles) -> None:
+    widths = _widths(architectures)
+    for one, run in _runs(architectures):
+        style = lines.of[one.label]
+        tokens, losses = evaluated(run, *panel)
+        ax.plot(tokens, losses, style.line, color=style.color, linewidth=widths[one.label], alpha=0.9)
+        ax.plot(tokens, losses, style.marker, color=style.color, markersize=2.6, linestyle="none")
+
+
+def evaluated(run: Run, split: Split, domain: str) -> tuple[IntArray, FloatArray]:
+    """Tokens and loss of a run's evaluations of a domain, nats a token; [E] each."""
+    (one,) = (one for one in run.split(split) if one.domain == domain)
+    tokens = run.tokens[np.searchsorted(run.steps, run.evaluation_steps)]
+    return tokens, one.losses.sum(axis=1) / one.tokens.sum()
+
+
+def _domain_rows(architectures: Sequence[Architecture]) -> Iterator[tuple[Any, ...]]:
+    for (one, run), split in product(list(_runs(architectures)), SPLITS):
+        for domain in run.split(split):
+            pairs = zip(run.evaluation_steps, *evaluated(run, split, domain.domain), strict=True)
+            names = (run.name, one.label, run.seed, column_name(split), domain.domain)
+            yield from ((*names, int(step), int(tokens), float(loss)) for step, tokens, loss in pairs)
+
+
+def _runs(architectures: Sequence[Architecture]) -> Iterator[tuple[Architecture, Run]]:
+    return ((one, run) for one in architectures for run in one.runs)
+
+
+def _widths(architectures: Sequence[Architecture]) -> dict[str, float]:
+    """The baseline's line, which lies below the others, is the widest: where they meet, both are seen."""
+    return {one.label: 1.2 if number else 2.4 for number, one in enumerate(architectures)}
+
+
+def _token_axis(ax: Axes, theme: Theme) -> None:
+    ax.set_xscale("log")
+    ax.set_xlabel("training tokens", fontsize=9.5, color=theme.ink)
+    count_axis(ax.xaxis)
+    ax.yaxis.set_major_locator(MaxNLocator(6))

@@ -1,0 +1,210 @@
+"""Tables of a comparison at matched training loss, and its answer in words."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, number, signed, text
+from megatron_ext.analysis.matched import ALL_DOMAINS, Comparison, Estimate, Measured, training_loss
+from megatron_ext.analysis.runs import SPLITS, FloatArray, Split, column_name
+
+FEW_DOCUMENTS = 20
+"""Below this a bootstrap interval is known to be too narrow, and the page says so."""
+
+BASELINE = Cell("baseline", 0.0)
+
+COLUMNS = (
+    "architecture",
+    "split",
+    "domain",
+    "training_loss",
+    "headline",
+    "loss",
+    "loss_standard_error",
+    "loss_low",
+    "loss_high",
+    "gap",
+    "gap_standard_error",
+    "gap_standard_error_documents",
+    "gap_low",
+    "gap_high",
+    "seeds",
+    "seed_standard_deviation",
+    "documents",
+    "tokens",
+    "documents_needed",
+)
+"""Columns of matched_loss.csv: a row an architecture, domain (or all) and training loss; losses in nats a token;
+documents_needed: to tell a gap of `RESOLUTION` from none; empty: the documents do not say."""
+
+
+def render_table(comparison: Comparison) -> str:
+    """matched_loss.csv: every architecture and domain at every tabulated training loss, see `COLUMNS`."""
+    seeds = {one.label: len(one.runs) for one in comparison.architectures}
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for one in comparison.measured:
+        for level in comparison.levels:
+            writer.writerow(_csv_row(one, level, comparison, seeds[one.architecture]))
+    return stream.getvalue()
+
+
+def _csv_row(one: Measured, level: int, comparison: Comparison, seeds: int) -> list[Any]:
+    loss, gap = one.loss, one.gap
+    x = comparison.training_losses[level]
+    estimates = [e[level] for e in (loss.value, loss.error, loss.low, loss.high)]
+    estimates += [e[level] for e in (gap.value, gap.error, gap.document_error, gap.low, gap.high)]
+    numbers = [f"{value:.6f}" for value in estimates]
+    spread = "" if math.isnan(one.seed_spread[level]) else f"{one.seed_spread[level]:.6f}"
+    headline = str(level == comparison.headline).lower()
+    names = [one.architecture, column_name(one.split), one.domain, f"{x:.6f}", headline]
+    needed = one.documents_needed(level)
+    return [*names, *numbers, seeds, spread, one.documents, one.tokens, "" if needed is None else needed]
+
+
+def splits_of(comparison: Comparison) -> list[Split]:
+    """Those that were evaluated."""
+    return [split for split in SPLITS if comparison.select(split)]
+
+
+def unmatched(comparison: Comparison) -> str:
+    """Which two runs have no training loss in common, in a sentence without its full stop; empty: all have one."""
+    if comparison.is_matched:
+        return ""
+    ranges = [(run, training_loss(run, comparison.window)) for one in comparison.architectures for run in one.runs]
+    highest, above = max(ranges, key=lambda pair: float(pair[1].min()))
+    lowest, below = min(ranges, key=lambda pair: float(pair[1].max()))
+    return (
+        "No training loss is common to all runs, so nothing is compared at matched training loss: "
+        f"{highest.name} was evaluated at training losses of {_range(above)}, {lowest.name} at {_range(below)}; "
+        f"train {highest.name} longer, or evaluate {lowest.name} from earlier on"
+    )
+
+
+def _range(losses: FloatArray) -> str:
+    return f"{number(float(losses.max())).text} to {number(float(losses.min())).text}"
+
+
+def range_table(comparison: Comparison) -> Table:
+    """A row a run: the training losses at which it was evaluated."""
+    rows = []
+    for one in comparison.architectures:
+        for run in one.runs:
+            losses = training_loss(run, comparison.window)
+            rows.append([text(run.name), text(one.label), number(float(losses.max())), number(float(losses.min()))])
+    caption = "Training losses at which each run was evaluated, nats per token"
+    return Table(caption, ["run", "architecture", "highest", "lowest"], rows)
+
+
+def verdicts(comparison: Comparison) -> list[dict[str, str]]:
+    """Of each architecture but the baseline: out-of-domain loss is `higher`, `lower`, or the `same`."""
+    if not comparison.is_matched:
+        return []
+    at = comparison.headline
+    return [
+        {
+            "label": one.architecture,
+            "verdict": _verdict(one.gap, at),
+            "gap": signed(one.gap.value[at]).text,
+            "interval": _interval(one, at),
+        }
+        for one in comparison.select("test")[1:]
+    ]
+
+
+def _verdict(gap: Estimate, at: int) -> str:
+    """Which way the interval lies; `same` where it holds zero."""
+    if gap.low[at] > 0:
+        return "higher"
+    return "lower" if gap.high[at] < 0 else "same"
+
+
+def _interval(one: Measured, at: int) -> str:
+    return f"{signed(one.gap.low[at]).text} to {signed(one.gap.high[at]).text}"
+
+
+def _gap(one: Measured, at: int, *, is_baseline: bool) -> Cell:
+    return BASELINE if is_baseline else Cell(signed(one.gap.value[at]).text, one.gap.value[at], _interval(one, at))
+
+
+def headline_table(comparison: Comparison) -> Table:
+    """A row an architecture: its losses and gaps at the lowest common training loss."""
+    at, splits = comparison.headline, splits_of(comparison)
+    several = any(len(one.runs) > 1 for one in comparison.architectures)
+    columns = ["architecture"]
+    for split in splits:
+        columns += [f"loss {SPLITS[split]}", "gap (95\u00a0% interval)", *(["spread over seeds"] if several else [])]
+    rows = []
+    for index, one in enumerate(comparison.architectures):
+        row = [text(one.label, f"{len(one.runs)} seeds" if len(one.runs) > 1 else "")]
+        for split in splits:
+            measured = comparison.select(split)[index]
+            row += [number(measured.loss.value[at]), _gap(measured, at, is_baseline=index == 0)]
+            row += [number(measured.seed_spread[at])] if several else []
+        rows.append(row)
+    level, baseline = number(comparison.training_losses[at]).text, comparison.baseline.label
+    caption = f"Training loss {level}; all values in nats per token; gap: loss minus that of {baseline}"
+    return Table(caption, columns, rows)
+
+
+def precision_table(comparison: Comparison, resolution: float) -> Table:
+    """How sure the out-of-domain gaps are, and how many documents would make them surer."""
+    at, measured = comparison.headline, comparison.select("test")
+    rows = [
+        [
+            text(one.architecture),
+            number(one.gap.error[at]),
+            number(one.gap.document_error[at]),
+            count(one.documents),
+            NOTHING if (needed := one.documents_needed(at)) is None else count(needed),
+        ]
+        for one in measured[1:]
+    ]
+    columns = ["architecture", "standard error", "of it from documents", "documents scored"]
+    told = f"documents that would tell a gap of {resolution} nats from none"
+    return Table("Out-of-domain gap, nats per token", [*columns, told], rows)
+
+
+def level_table(comparison: Comparison) -> Table:
+    """A row a tabulated training loss: the baseline's out-of-domain loss and everyone's gap to it."""
+    measured = comparison.select("test")
+    rows = [
+        [
+            number(comparison.training_losses[level]),
+            number(measured[0].loss.value[level]),
+            *(_gap(one, level, is_baseline=False) for one in measured[1:]),
+        ]
+        for level in comparison.levels
+    ]
+    caption = (
+        f"Loss of {comparison.baseline.label}, and the others' gap to it, at matched training loss; nats per token"
+    )
+    columns = ["training loss", *(one.architecture for one in measured)]
+    return Table(caption, columns, rows, marked=comparison.levels.index(comparison.headline), below=True)
+
+
+def domain_table(comparison: Comparison) -> Table:
+    """A row a domain and architecture at the headline level, domains in a fixed order, the baseline first in each."""
+    at = comparison.headline
+    rows = []
+    for split in SPLITS:
+        names = dict.fromkeys(one.domain for one in comparison.measured if one.split == split)
+        for name in (name for name in names if name != ALL_DOMAINS):
+            for index, one in enumerate(comparison.select(split, name)):
+                sizes = count(one.documents), count(one.tokens)
+                loss, gap = number(one.loss.value[at]), _gap(one, at, is_baseline=index == 0)
+                rows.append([text(name), text(SPLITS[split]), text(one.architecture), loss, gap, *sizes])
+    caption = f"At training loss {number(comparison.training_losses[at]).text}; losses in nats per token"
+    columns = ["domain", "split", "architecture", "loss", "gap (95\u00a0% interval)", "documents", "tokens"]
+    return Table(caption, columns, rows)
+
+
+def small_domains(comparison: Comparison) -> Sequence[str]:
+    """Those whose intervals are too narrow."""
+    few = {one.domain for one in comparison.measured if one.documents < FEW_DOCUMENTS}
+    return sorted(few - {ALL_DOMAINS})

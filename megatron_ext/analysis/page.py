@@ -1,0 +1,268 @@
+"""The report's page: what stands in it, in which order, and the pictures inside it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, StrictUndefined
+
+from megatron_ext.analysis.architecture import Architecture, mixer_label
+from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, number, text
+from megatron_ext.analysis.decisions import Decided, counts, decision_table, slow_table, unlike_data
+from megatron_ext.analysis.figure import split_loss
+from megatron_ext.analysis.history import differences, happened, skipped
+from megatron_ext.analysis.matched import RESOLUTION, Comparison, training_loss
+from megatron_ext.analysis.matched_tables import (
+    FEW_DOCUMENTS,
+    domain_table,
+    headline_table,
+    level_table,
+    precision_table,
+    range_table,
+    small_domains,
+    splits_of,
+    unmatched,
+    verdicts,
+)
+from megatron_ext.analysis.runs import SPLITS, Run
+from megatron_ext.analysis.scaling.section import Scaling
+from megatron_ext.analysis.style import DARK, DPI, LIGHT, MANY, Picture, short_count, styles, width_of
+from megatron_ext.analysis.suites import (
+    HeatMap,
+    Suites,
+    few_documents,
+    fewshot_table,
+    heat_maps,
+    loss_table,
+    retrieval_table,
+)
+
+SECTIONS = {
+    "curves": "Loss over tokens",
+    "matched": "At matched training loss",
+    "levels": "Out of domain, as training goes on",
+    "domains": "By domain",
+    "losses": "Tested by domain",
+    "retrieval": "Retrieval at length",
+    "fewshot": "Few-shot",
+    "scaling": "Scaling laws",
+    "runs": "Runs",
+    "configurations": "How the configurations differ",
+    "history": "What happened to each run",
+    "skipped": "Skipped shards",
+    "definitions": "Definitions",
+    "files": "Files",
+}
+"""Title by anchor, in their order; a page has those that there is something to say of."""
+
+
+REM_AN_INCH = 6.2
+
+LONG = 12
+"""Rows of which more are folded where a reader looks for something else."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a page is made of.
+
+    Attributes:
+        comparison: at matched training loss.
+        matched: its picture.
+        curves: of training, and of each domain.
+        suites: what other tests found.
+        scaling: laws; None: none were asked for.
+        decided: what the runs did about steps that went wrong; the baseline's first.
+        resamples: behind the intervals.
+        files: names of what lies beside the page.
+    """
+
+    comparison: Comparison
+    matched: Picture
+    curves: Sequence[Picture]
+    suites: Sequence[Suites]
+    scaling: Scaling | None
+    decided: Sequence[Decided]
+    resamples: int
+    files: Sequence[str]
+
+    @property
+    def runs(self) -> list[tuple[Architecture, Run]]:
+        """All runs, the baseline's first."""
+        return [(one, run) for one in self.comparison.architectures for run in one.runs]
+
+
+def render_page(contents: Contents) -> str:
+    """index.html with its pictures inside: for wide and narrow screens, light and dark."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    source = resources.files("megatron_ext.analysis").joinpath("report.html.j2").read_text(encoding="utf-8")
+    comparison, suites = contents.comparison, contents.suites
+    tables = _tables(contents)
+    present = {"curves", "definitions", "files"} | {name for name, table in tables.items() if table is not None}
+    present |= {"scaling"} if contents.scaling else set()
+    return environment.from_string(source).render(
+        titles={anchor: title for anchor, title in SECTIONS.items() if anchor in present},
+        compared=_compared(contents),
+        baseline=comparison.baseline.label,
+        single=len(comparison.architectures) == 1,
+        unlike_data=unlike_data(contents.decided),
+        verdicts=verdicts(comparison),
+        many=MANY,
+        long=LONG,
+        by_mixer=styles(comparison.architectures, LIGHT).many,
+        window=comparison.window,
+        resamples=contents.resamples,
+        unmatched=unmatched(comparison),
+        matched_at=number(comparison.training_losses[comparison.headline]).text if comparison.is_matched else "",
+        matched=_shown(contents.matched),
+        curves=[_shown(picture) for picture in contents.curves],
+        tables=tables,
+        heat_maps=[_heat_map(one) for one in heat_maps(suites)],
+        scaling=contents.scaling,
+        scaling_pictures=[_shown(picture) for picture in contents.scaling.pictures] if contents.scaling else [],
+        few_documents=small_domains(comparison),
+        few_tested=few_documents(suites),
+        few=FEW_DOCUMENTS,
+        in_domain_test="test_in_domain" in splits_of(comparison),
+        files=contents.files,
+    )
+
+
+def _tables(contents: Contents) -> dict[str, Table | None]:
+    """By the anchor of their section; None: there is nothing to say."""
+    comparison, suites = contents.comparison, contents.suites
+    runs = [run for _one, run in contents.runs]
+    tables = _matched_tables(comparison) | {
+        "losses": loss_table(suites),
+        "retrieval": retrieval_table(suites),
+        "fewshot": fewshot_table(suites),
+        "runs": _run_table(contents),
+        "configurations": _difference_table(runs),
+        "history": _history_table(contents.decided),
+        "decisions": decision_table(contents.decided),
+        "slow": slow_table(contents.decided),
+        "skipped": _skipped_table(runs),
+    }
+    return {name: table if table.rows and len(table.columns) > 1 else None for name, table in tables.items()}
+
+
+def _matched_tables(comparison: Comparison) -> dict[str, Table]:
+    if not comparison.is_matched:
+        return dict.fromkeys(("precision", "levels", "domains"), Table("", [], [])) | {
+            "matched": range_table(comparison)
+        }
+    return {
+        "matched": headline_table(comparison),
+        "precision": precision_table(comparison, RESOLUTION),
+        "levels": level_table(comparison),
+        "domains": domain_table(comparison),
+    }
+
+
+def _compared(contents: Contents) -> dict[str, str]:
+    """What was compared, in a line."""
+    runs = [run for _one, run in contents.runs]
+    first, architectures = runs[0], contents.comparison.architectures
+    mixers = dict.fromkeys(mixer_label(one.runs[0]) for one in architectures)
+    return {
+        "runs": _several(len(runs), "run"),
+        "architectures": _several(len(architectures), "architecture"),
+        "mixers": ", ".join(mixers),
+        "parameters": _range([run.size.parameters for run in runs if run.size]),
+        "tokens": _range([int(run.tokens[-1]) for run in runs]),
+        "lengths": _range([run.config["data"]["seq_length"] for run in runs if run.config.get("data")]),
+        "train": ", ".join(_trained_on(first)),
+        "test": ", ".join(domain.domain for domain in first.split("test")),
+    }
+
+
+def _trained_on(run: Run) -> list[str]:
+    """By the configuration, else by what it was evaluated on: held-out text of the same domains."""
+    named = run.config.get("data", {}).get("train_domains")
+    return named or [domain.domain for domain in run.split("validation")]
+
+
+def _several(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _range(values: Sequence[int]) -> str:
+    if not values:
+        return ""
+    low, high = (short_count(value) for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def _run_table(contents: Contents) -> Table:
+    """What a reader wants to know of runs, at their last evaluations."""
+    comparison = contents.comparison
+    splits = splits_of(comparison)
+    rows = []
+    for one, run in contents.runs:
+        last = int(run.evaluation_steps[-1])
+        tokens = int(run.tokens[np.searchsorted(run.steps, last)])
+        row = [text(run.name), text(one.label), Cell(str(run.seed), run.seed), count(last), count(tokens)]
+        row += [number(training_loss(run, comparison.window)[-1])]
+        rows.append(row + [number(split_loss(run, split)[-1]) for split in splits])
+    columns = ["run", "architecture", "seed", "step", "tokens", "training loss"]
+    caption = "At each run's own last evaluation, so not at matched training loss; losses in nats per token"
+    return Table(caption, [*columns, *(f"loss {SPLITS[split]}" for split in splits)], rows)
+
+
+def _difference_table(runs: Sequence[Run]) -> Table:
+    fields, values = differences(runs)
+    rows = [[text(run.name), *cells] for run, cells in zip(runs, values, strict=True)]
+    return Table("Fields of the configuration in which any two runs differ", ["run", *fields], rows)
+
+
+def _history_table(decided: Sequence[Decided]) -> Table:
+    """Without columns of which nothing is known."""
+    found = [happened(one.run) | counts(one) for one in decided]
+    columns = [name for name in found[0] if any(one[name] != NOTHING for one in found)]
+    rows = [[text(of.run.name), *(one[name] for name in columns)] for of, one in zip(decided, found, strict=True)]
+    caption = (
+        "Time is that of the optimizer steps, without evaluations and checkpoints; memory is the largest of any step"
+    )
+    return Table(caption, ["run", *columns], rows)
+
+
+def _skipped_table(runs: Sequence[Run]) -> Table:
+    rows = []
+    for run in runs:
+        if found := skipped(run):
+            left = Cell(
+                f"{count(found.samples_an_epoch).text} of {count(found.of_samples).text}", found.samples_an_epoch
+            )
+            shards = text("; ".join(shard.problem for shard in found.shards))
+            rows.append(
+                [text(run.name), count(found.step), count(len(found.shards)), count(found.tokens), left, shards]
+            )
+    columns = ["run", "from step", "shards", "tokens", "samples left an epoch", "problems"]
+    return Table("Data that could not be read, and that a run did without", columns, rows)
+
+
+def _shown(picture: Picture) -> dict[str, Any]:
+    drawn = {
+        f"{'narrow_' if stacked else ''}{name}": _data_uri(picture.draw(theme, stacked))
+        for name, theme in (("light", LIGHT), ("dark", DARK))
+        for stacked in (False, True)
+    }
+    return {"alt": picture.alt, "rem": _rem(picture.draw(LIGHT, False)), **drawn}
+
+
+def _heat_map(one: HeatMap) -> dict[str, Any]:
+    return {"title": one.title, "picture": _data_uri(one.png), "rem": _rem(one.png)}
+
+
+def _rem(picture: bytes) -> float:
+    """How wide a picture is at most, so that words have one size in all; the widest fill the page."""
+    return round(min(width_of(picture) / DPI * REM_AN_INCH, 62.0), 1)
+
+
+def _data_uri(picture: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(picture).decode("ascii")

@@ -1,0 +1,349 @@
+"""A scaling law of trained models, for each mixer, with its uncertainty: numbers, words, pictures and files."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import combinations, count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ext.analysis.output import replace_files
+from megatron_ext.analysis.scaling.isoflop import Budget, PowerLaw, best_sizes, budgets
+from megatron_ext.analysis.scaling.law import Fit, check_points, fit
+from megatron_ext.analysis.scaling.points import Points
+from megatron_ext.analysis.scaling.run_points import RunPoints, as_csv
+from megatron_ext.analysis.scaling.transfer import Difference, Line, difference, line_of
+from megatron_ext.analysis.scaling.uncertainty import BackTest, Sampled, back_test, bootstrap
+from megatron_ext.analysis.scaling.untold import CONSTANTS, names_of
+from megatron_ext.analysis.style import Picture
+from megatron_ext.errors import UserError
+from megatron_ext.reports import table, write_both
+
+DRAWS = 1000
+"""Of the bootstrap, where nobody says."""
+
+WHY_NOT_FALLING = "an exponent is not above 0: loss does not fall with it, and the law says nothing of larger models"
+
+WRITTEN = re.compile(r"(scaling|isoflop|test_loss)[A-Za-z0-9_.+-]*\.(png|csv)|points\.csv")
+"""Names of the files beside fit.json and fit.md."""
+
+Pair = tuple[str, str, Difference]
+"""Two mixers, and how their test losses differ."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found of one mixer.
+
+    Attributes:
+        fitted: the law.
+        sampled: its uncertainty.
+        tested: its back-test.
+        budgets: IsoFLOP parabolas.
+        best: how the best size grows with compute, by them.
+        transfer: test loss over training loss; None: there are no test losses, or too few.
+    """
+
+    fitted: Fit
+    sampled: Sampled
+    tested: BackTest | None
+    budgets: list[Budget]
+    best: PowerLaw | None
+    transfer: Line | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """How laws are fitted.
+
+    Attributes:
+        drop_highest: so many of the highest losses of each mixer are left out.
+        draws: behind the intervals, 2 or more.
+        seed: of the draws.
+        progress: whether to show how far the draws are.
+    """
+
+    drop_highest: int = 0
+    draws: int = DRAWS
+    seed: int = 0
+    progress: bool = False
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """What was found of all mixers.
+
+    Attributes:
+        mixers: by name; a law of points without one is under the empty name.
+        apart: of each pair of mixers with test losses, in their order.
+        runs: that the points are of, and those that were left out; none of a CSV file.
+    """
+
+    mixers: Mapping[str, Found]
+    apart: Sequence[Pair]
+    runs: RunPoints
+
+    @cached_property
+    def pictures(self) -> list[Picture]:
+        """Of each mixer its law and its parabolas, and test loss over training loss of all."""
+        return _pictures(self.mixers)
+
+
+def fit_all(points: Mapping[str, Points], where: str, options: Options, runs: RunPoints | None = None) -> Fitting:
+    """Fit a law for each mixer; constants that its points do not tell are warned of on standard error.
+
+    Args:
+        points: by mixer.
+        where: what messages call them.
+        options: how.
+        runs: that they are of.
+
+    Raises:
+        UserError: no law can be fitted to the points of a mixer.
+    """
+    kept = {mixer: _kept(some, options.drop_highest) for mixer, some in points.items()}
+    for mixer, some in kept.items():
+        check_points(some, _named(where, mixer))
+    found = {mixer: _find(some, options) for mixer, some in kept.items()}
+    for mixer, one in found.items():
+        for line in one.sampled.untold:
+            print(f"warning: {_named(where, mixer)}: {line}", file=sys.stderr)
+    return Fitting(found, _differences(found), RunPoints() if runs is None else runs)
+
+
+def _named(where: str, mixer: str) -> str:
+    return f"{where} ({mixer})" if mixer else where
+
+
+def write(found: Fitting, output: Path, *, keep: Path | None = None) -> None:
+    """Write fit.json, fit.md, pictures with their numbers, and points.csv of runs; other files of an earlier fit go.
+
+    Args:
+        found: what was found.
+        output: folder; made if it is not there.
+        keep: a file that stays whatever its name, such as the one that the points are from.
+
+    Raises:
+        UserError: the output cannot be written.
+    """
+    files = files_of(found)
+    if keep is not None and keep.resolve() in {(output / name).resolve() for name in files}:
+        raise UserError(str(keep), "would be overwritten by a file of the fit", "give another folder with --output")
+    try:
+        replace_files(output, files, "fit.json", WRITTEN, keep=keep)
+        write_both(output, "fit", {**numbers_of(found), "files": list(files)}, text_of(found))
+    except OSError as error:
+        mend = "give another folder with --output or make room"
+        raise UserError(str(output), f"cannot be written ({error.strerror})", mend) from None
+
+
+def _kept(points: Points, dropped: int) -> Points:
+    order = np.argsort(points.losses, kind="stable")
+    return points.take(np.sort(order[: max(0, len(points) - dropped)]))
+
+
+def _find(points: Points, options: Options) -> Found:
+    fitted = fit(points)
+    sampled = bootstrap(fitted, options.draws, options.seed, progress=options.progress)
+    of_compute = budgets(points)
+    transfer = None if points.test_losses is None else line_of(points.losses, points.test_losses)
+    return Found(fitted, sampled, back_test(points), of_compute, best_sizes(of_compute), transfer)
+
+
+def _lines(found: Mapping[str, Found]) -> dict[str, Line]:
+    return {mixer: one.transfer for mixer, one in found.items() if one.transfer is not None}
+
+
+def _differences(found: Mapping[str, Found]) -> list[Pair]:
+    """Of each pair of mixers, in their order."""
+    return [(a, b, difference(one, other)) for (a, one), (b, other) in combinations(_lines(found).items(), 2)]
+
+
+def files_of(found: Fitting) -> dict[str, bytes]:
+    """What lies beside fit.json and fit.md: pictures with their numbers, and points.csv of runs."""
+    files = {name: content for picture in found.pictures for name, content in picture.files().items()}
+    return files | ({"points.csv": as_csv(found.runs).encode()} if found.runs else {})
+
+
+def _pictures(mixers: Mapping[str, Found]) -> list[Picture]:
+    """Of each mixer its law and its parabolas, and test loss over training loss of all."""
+    from megatron_ext.analysis.scaling.figures import budgets_picture, law_picture, transfer_picture
+
+    made: list[Picture] = []
+    for mixer, one in mixers.items():
+        taken = {picture.name for picture in made}
+        name, title = _free(taken, "scaling", mixer), _title(mixer, "Scaling law")
+        made.append(law_picture(name, one.fitted, one.sampled, title))
+        if one.budgets:
+            name, title = _free(taken, "isoflop", mixer), _title(mixer, "IsoFLOP")
+            made.append(budgets_picture(name, one.budgets, title))
+    if lines := _lines(mixers):
+        made.append(transfer_picture("test_loss", lines))
+    return made
+
+
+def _free(taken: Collection[str], kind: str, mixer: str) -> str:
+    """A file name that no other mixer has: names that differ in signs alone would be one."""
+    plain = f"{kind}_{re.sub(r'[^A-Za-z0-9.+-]+', '_', mixer)}" if mixer else kind
+    names = (f"{plain}{f'_{number}' if number > 1 else ''}" for number in count(1))
+    return next(name for name in names if name not in taken)
+
+
+def _title(mixer: str, what: str) -> str:
+    return f"{what}: {mixer}" if mixer else what
+
+
+def numbers_of(found: Fitting) -> dict[str, Any]:
+    """For machines: of the one law, or by mixer."""
+    by_mixer = {mixer: _numbers_of(one) for mixer, one in found.mixers.items()}
+    if list(by_mixer) == [""]:
+        return by_mixer[""]
+    pairs = [{"mixer": one, "other": other, **asdict(apart)} for one, other, apart in found.apart]
+    left_out = [{"run": str(one.run), "reason": one.reason} for one in found.runs.left_out]
+    return {"mixers": by_mixer, "test_loss_differences": pairs, "left_out": left_out}
+
+
+def _numbers_of(found: Found) -> dict[str, Any]:
+    law = found.fitted.law
+    return {
+        **asdict(law),
+        "objective": found.fitted.objective,
+        "intervals": {name: _known(found.sampled.interval(name)) for name in (*CONSTANTS, "objective")},
+        "untold": names_of(found.sampled.untold),
+        "warnings": warnings_of(found),
+        "draws": len(found.sampled.laws),
+        "points": len(found.fitted.points),
+        "back_test": _numbers_of_test(found.tested),
+        "isoflop": {
+            "budgets": [
+                {"flops": one.flops, "points": len(one.points), "params": one.best_params, "tokens": one.best_tokens}
+                for one in found.budgets
+            ],
+            "params_of_flops": None if found.best is None else asdict(found.best),
+        },
+        "test_loss": _numbers_of_line(found.transfer),
+    }
+
+
+def _numbers_of_line(line: Line | None) -> dict[str, Any] | None:
+    if line is None:
+        return None
+    return {
+        "factor": line.factor,
+        "exponent": line.exponent,
+        "exponent_interval": list(line.exponent_interval),
+        "deviation": line.deviation,
+        "points": len(line.rest),
+    }
+
+
+def _known(interval: tuple[float, float]) -> list[float] | None:
+    return None if math.isnan(interval[0]) else list(interval)
+
+
+def _numbers_of_test(tested: BackTest | None) -> dict[str, Any] | None:
+    if tested is None:
+        return None
+    errors = np.abs(tested.errors)
+    return {
+        "law": asdict(tested.law),
+        "held_out": len(tested.held_out),
+        "smallest_params": float(tested.held_out.params.min()),
+        "mean_error": float(errors.mean()),
+        "largest_error": float(errors.max()),
+        "bias": float(tested.errors.mean()),
+    }
+
+
+def text_of(found: Fitting) -> str:
+    """For readers: Markdown."""
+    lines = ["L(N, D) = E + A / N^alpha + B / D^beta, nats a token, with 95 % bootstrap intervals", ""]
+    columns = ["mixer", "points", *CONSTANTS, "objective"]
+    rows = []
+    for mixer, one in found.mixers.items():
+        cells = [_with_interval(getattr(one.fitted.law, name), one.sampled.interval(name)) for name in CONSTANTS]
+        rows.append([mixer or "all", str(len(one.fitted.points)), *cells, f"{one.fitted.objective:.5g}"])
+    lines += [*table(columns, rows), ""]
+    for mixer, one in found.mixers.items():
+        for warning in warnings_of(one):
+            lines += [f"{_title(mixer, 'Warning')}: {warning}.", ""]
+        lines += [f"{_title(mixer, 'Back-test')}: {test_line(one.tested)}", ""]
+        lines += [f"{_title(mixer, 'IsoFLOP')}: {budget_line(one)}", ""]
+        if one.transfer is not None:
+            lines += [f"{_title(mixer, 'Test loss')}: {transfer_line(one.transfer)}", ""]
+    lines += _difference_lines(found.apart)
+    if found.runs.left_out:
+        lines += ["Runs that are left out:", "", *(f"- {one}" for one in found.runs.left_out)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def warnings_of(found: Found) -> list[str]:
+    """What is not to be believed of a law, a sentence each, without its full stop."""
+    return [*map(str, found.sampled.untold), *([] if found.fitted.law.falls else [WHY_NOT_FALLING])]
+
+
+def _with_interval(value: float, interval: tuple[float, float]) -> str:
+    low, high = interval
+    if math.isnan(low):
+        return f"{value:.5g} (unknown)"
+    return f"{value:.5g} ({low:.3g} to {high:.3g})"
+
+
+def test_line(tested: BackTest | None) -> str:
+    """A back-test in words."""
+    if tested is None:
+        return "without the largest models too little is left to fit a law to."
+    errors, n = np.abs(tested.errors), len(tested.held_out)
+    smallest = f"{tested.held_out.params.min():.3g}"
+    return (
+        f"the law without the {n} largest models (from {smallest} parameters on) is off by {100 * errors.mean():.2f} % "
+        f"of their loss in the mean, at most {100 * errors.max():.2f} % (bias {100 * tested.errors.mean():+.2f} %)."
+    )
+
+
+def budget_line(found: Found) -> str:
+    """What IsoFLOP parabolas say, in words."""
+    told = [one for one in found.budgets if one.best_params is not None]
+    if not found.budgets:
+        return "no four sizes have about the same compute."
+    line = f"{len(told)} of {len(found.budgets)} budgets have a lowest loss among their sizes"
+    if found.best is None:
+        return f"{line}."
+    return f"{line}; the best number of parameters grows as compute^{found.best.exponent:.3f}."
+
+
+def transfer_line(line: Line) -> str:
+    """The power law of test loss, in words."""
+    low, high = line.exponent_interval
+    return (
+        f"{line.factor:.4g} * loss^{line.exponent:.4g} (exponent {low:.3g} to {high:.3g}, 95 %), "
+        f"and models {100 * line.deviation:.2f} % about it."
+    )
+
+
+def _difference_lines(differences: Sequence[Pair]) -> list[str]:
+    if not differences:
+        return []
+    columns = ["mixer", "other", "p-value", "at training loss", "other's test loss beside"]
+    rows = [[one, other, f"{apart.p_value:.2g}", *apart_cells(apart)] for one, other, apart in differences]
+    return [
+        "Test loss over training loss, whether two mixers have the same curve (F-test, each pair by itself):",
+        "",
+        *table(columns, rows),
+        "",
+    ]
+
+
+def apart_cells(apart: Difference) -> list[str]:
+    """The training loss in the middle of what two mixers share, and the ratio of their test losses there."""
+    if apart.train_loss is None or apart.ratio is None or apart.interval is None:
+        return ["none in common", "-"]
+    low, high = (100 * (x - 1) for x in apart.interval)
+    return [f"{apart.train_loss:.4g}", f"{100 * (apart.ratio - 1):+.2f} % ({low:+.2f} to {high:+.2f})"]

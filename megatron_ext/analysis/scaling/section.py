@@ -1,0 +1,126 @@
+"""What a report says of scaling laws: the answer in a line a pair of mixers, tables, remarks and pictures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, text
+from megatron_ext.analysis.scaling.fitting import (
+    Fitting,
+    Found,
+    Pair,
+    apart_cells,
+    budget_line,
+    files_of,
+    test_line,
+    transfer_line,
+    warnings_of,
+)
+from megatron_ext.analysis.scaling.untold import CONSTANTS, names_of
+from megatron_ext.analysis.style import Picture
+
+SURE = 0.05
+"""P-value below which two mixers' test losses are said to differ."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The section.
+
+    Attributes:
+        answers: whether mixers differ, a line a pair.
+        constants: of each mixer's law, with intervals.
+        remarks: on each mixer, and runs that were left out, by heading.
+        transfer: test loss over training loss; None: there are no test losses.
+        pairs: how mixers differ in it; None: there is no pair.
+        pictures: of laws, parabolas and test loss.
+        files: names of all that a fit writes.
+    """
+
+    answers: Sequence[str]
+    constants: Table
+    remarks: Sequence[tuple[str, str]]
+    transfer: Table | None
+    pairs: Table | None
+    pictures: Sequence[Picture]
+    files: Sequence[str]
+
+
+def section(found: Fitting) -> Scaling:
+    """Lay out what was found."""
+    remarks = [remark for mixer, one in found.mixers.items() for remark in _remarks(mixer, one)]
+    remarks += [("Left out", f"{one}.") for one in found.runs.left_out]
+    return Scaling(
+        answers=[_answer(pair) for pair in found.apart],
+        constants=_constants(found),
+        remarks=remarks,
+        transfer=_transfer(found),
+        pairs=_pairs(found.apart),
+        pictures=found.pictures,
+        files=["fit.json", "fit.md", *files_of(found)],
+    )
+
+
+def _answer(pair: Pair) -> str:
+    one, other, apart = pair
+    p = f"p = {apart.p_value:.2g}"
+    if apart.p_value >= SURE:
+        return f"{other} and {one} cannot be told apart ({p})"
+    at, ratio = apart_cells(apart)
+    return f"{other} differs from {one} ({p}), by {ratio} at a training loss of {at} nats per token"
+
+
+def _constants(found: Fitting) -> Table:
+    rows = []
+    for mixer, one in found.mixers.items():
+        cells = []
+        for name in CONSTANTS:
+            (low, high), value = one.sampled.interval(name), getattr(one.fitted.law, name)
+            interval = "interval unknown" if math.isnan(low) else f"{low:.3g} to {high:.3g}"
+            cells.append(Cell(f"{value:.5g}", value, interval))
+        rows.append([text(mixer), count(len(one.fitted.points)), *cells, _exponent(one)])
+    caption = "L(N, D) = E + A / N^alpha + B / D^beta in nats per token, with 95\u00a0% bootstrap intervals"
+    return Table(caption, ["mixer", "runs", *CONSTANTS, "best size grows as compute^"], rows, below=True)
+
+
+def _exponent(one: Found) -> Cell:
+    """By the law; the parabolas' own is among the remarks."""
+    law, untold = one.fitted.law, names_of(one.sampled.untold)
+    if not law.falls or "alpha" in untold or "beta" in untold:
+        return NOTHING
+    exponent = law.beta / (law.alpha + law.beta)
+    return Cell(f"{exponent:.3f}", exponent)
+
+
+def _remarks(mixer: str, one: Found) -> Sequence[tuple[str, str]]:
+    found = [("Warning", f"{line}.") for line in warnings_of(one)]
+    found += [("Back-test", test_line(one.tested)), ("IsoFLOP", budget_line(one))]
+    if one.transfer is not None:
+        found.append(("Test loss", transfer_line(one.transfer)))
+    return [(f"{mixer}: {what}", words) for what, words in found]
+
+
+def _transfer(found: Fitting) -> Table | None:
+    rows = []
+    for mixer, one in found.mixers.items():
+        if (line := one.transfer) is not None:
+            low, high = line.exponent_interval
+            exponent = Cell(f"{line.exponent:.4g}", line.exponent, f"{low:.3g} to {high:.3g}")
+            about = Cell(f"{100 * line.deviation:.2f} %", line.deviation)
+            rows.append([text(mixer), count(len(line.rest)), Cell(f"{line.factor:.4g}", line.factor), exponent, about])
+    caption = "Test loss = factor * training loss^exponent, with 95\u00a0% intervals, and how far runs are about it"
+    return Table(caption, ["mixer", "runs", "factor", "exponent", "deviation"], rows, below=True) if rows else None
+
+
+def _pairs(apart: Sequence[Pair]) -> Table | None:
+    rows = []
+    for one, other, difference in apart:
+        at, ratio = apart_cells(difference)
+        p_value = Cell(f"{difference.p_value:.2g}", difference.p_value)
+        beside = Cell(ratio, difference.ratio) if difference.ratio is not None else NOTHING
+        rows.append([text(one), text(other), p_value, Cell(at, difference.train_loss), beside])
+    caption = "Whether two mixers have the same curve of test loss over training loss (F-test, each pair by itself)"
+    columns = ["mixer", "other", "p-value", "at training loss", "other's test loss beside"]
+    return Table(caption, columns, rows) if rows else None

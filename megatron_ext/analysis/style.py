@@ -1,0 +1,230 @@
+"""How all pictures of a report look: colours of paper and ink, a line a run's architecture, axes, PNG."""
+
+from __future__ import annotations
+
+import csv
+import io
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from megatron_ext.analysis.architecture import Architecture, mixer_label
+
+DPI = 150
+
+OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+"""Colours that people with a colour-vision deficiency tell apart (Okabe & Ito 2008), without its yellow and black."""
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+MANY = 8
+"""Architectures that a legend names one by one; of more, those of one mixer share a colour."""
+
+PALEST = 0.62
+"""How far towards the paper the smallest model of a mixer is."""
+
+MAGNITUDES = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of paper, ink (the baseline's) and of the other lines. On dark paper the sky blue stands for the blue."""
+
+    paper: str
+    ink: str
+    muted: str
+    grid: str
+    palette: tuple[str, ...]
+
+
+LIGHT = Theme(paper="#ffffff", ink="#1a1a1a", muted="#5c5c5c", grid="#e4e4e4", palette=OKABE_ITO)
+DARK = Theme(paper="#15181c", ink="#f0f0f0", muted="#a8adb3", grid="#30353b", palette=(OKABE_ITO[5], *OKABE_ITO[1:5]))
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture, and what it shows as numbers.
+
+    Attributes:
+        name: of its files.
+        alt: what it shows, in words.
+        tables: what is drawn as CSV, by file name.
+        draw: PNG in a theme; the second argument: panels below one another, for a phone.
+    """
+
+    name: str
+    alt: str
+    tables: Mapping[str, str]
+    draw: Callable[[Theme, bool], bytes]
+
+    def __post_init__(self) -> None:
+        # A page shows what the files hold: each is drawn once.
+        object.__setattr__(self, "draw", cache(self.draw))
+
+    def files(self) -> dict[str, bytes]:
+        """PNG and CSV by file name."""
+        return {f"{self.name}.png": self.draw(LIGHT, False)} | {
+            name: text.encode() for name, text in self.tables.items()
+        }
+
+
+@dataclass(frozen=True)
+class Style:
+    """A line."""
+
+    color: str
+    marker: str
+    line: Literal["-", "--", ":", "-."]
+
+
+@dataclass(frozen=True)
+class Styles:
+    """Lines of architectures, by label, and what the legend says of them."""
+
+    of: Mapping[str, Style]
+    legend: Mapping[str, Style]
+
+    @property
+    def many(self) -> bool:
+        """Whether the legend does not name each."""
+        return list(self.of) != list(self.legend)
+
+
+def styles(architectures: Sequence[Architecture], theme: Theme) -> Styles:
+    """Baseline in ink, the others through the palette; further rounds of it change the line.
+
+    More architectures than `MANY` have the colour of their mixer: the smaller the model, and then the shorter the run,
+    the paler.
+    """
+    labels = [one.label for one in architectures]
+    mixers = [mixer_label(one.runs[0]) for one in architectures]
+    families = list(dict.fromkeys(mixers))
+    if len(labels) <= MANY or len(families) == len(labels):
+        of = {label: _style(number, theme) for number, label in enumerate(labels)}
+        return Styles(of, of)
+    legend = {family: _style(number, theme) for number, family in enumerate(families)}
+    found: dict[str, Style] = {}
+    for family, style in legend.items():
+        members = sorted((one for one, mixer in zip(architectures, mixers, strict=True) if mixer == family), key=_size)
+        for one, paleness in zip(members, np.linspace(PALEST, 0.0, len(members)), strict=True):
+            found[one.label] = Style(_mixed(style.color, theme.paper, float(paleness)), style.marker, style.line)
+    return Styles({label: found[label] for label in labels}, legend)
+
+
+def _style(number: int, theme: Theme) -> Style:
+    lines: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
+    color = theme.ink if number == 0 else theme.palette[(number - 1) % len(theme.palette)]
+    line = lines[(max(number, 1) - 1) // len(theme.palette) % len(lines)]
+    return Style(color, MARKERS[number % len(MARKERS)], line)
+
+
+def _size(one: Architecture) -> tuple[int, int]:
+    run = one.runs[0]
+    return (run.size.parameters if run.size else 0, int(run.steps[-1]))
+
+
+def _mixed(color: str, paper: str, share: float) -> str:
+    red, green, blue = (1 - share) * np.array(to_rgb(color)) + share * np.array(to_rgb(paper))
+    return to_hex((red, green, blue))
+
+
+def new_figure(size: tuple[float, float], theme: Theme) -> Figure:
+    """A figure that is drawn without a display; inches."""
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained", facecolor=theme.paper)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def width_of(picture: bytes) -> int:
+    """Pixels of a PNG."""
+    return int.from_bytes(picture[16:20], "big")
+
+
+def png(figure: Figure) -> bytes:
+    """The same figure gives the same bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def as_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table as CSV; numbers with all digits that say something."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([f"{cell:.8g}" if isinstance(cell, float) else cell for cell in row] for row in rows)
+    return stream.getvalue()
+
+
+def dress(ax: Axes, theme: Theme) -> None:
+    """Colours, grid and ticks of a plot."""
+    ax.set_facecolor(theme.paper)
+    ax.grid(color=theme.grid, linewidth=0.7)
+    ax.set_axisbelow(True)
+    ax.tick_params(colors=theme.muted, labelsize=9, length=3)
+    ax.xaxis.set_major_locator(MaxNLocator(6))
+    ax.yaxis.set_major_locator(MaxNLocator(6))
+    for label in (ax.xaxis.label, ax.yaxis.label, ax.title):
+        label.set_color(theme.ink)
+    for side, spine in ax.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(theme.muted)
+
+
+def count_axis(axis: Axis, words: Callable[[float], str] | None = None) -> None:
+    """A logarithmic axis of parameters or tokens: 300k, 1M, 2B, and not more of them than there is room for.
+
+    Args:
+        axis: with its limits.
+        words: of a value; None: `short_count`.
+    """
+    said = words or short_count
+    low, high = sorted(axis.get_view_interval())
+    decades = np.log10(high / low)
+    subs = (1.0, 2.0, 5.0) if decades < 2.2 else (1.0, 3.0) if decades < 3.2 else (1.0,)
+    if decades < 0.5:
+        axis.set_major_locator(MaxNLocator(5))
+    else:
+        axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter(FuncFormatter(lambda value, _position: said(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def short_count(value: float) -> str:
+    """1234567 as 1.23M."""
+    for size, letter in MAGNITUDES:
+        if value >= 0.9995 * size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def power_of_ten(value: float) -> str:
+    """20000000000 as 2e10."""
+    return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+
+
+def legend_above(figure: Figure, entries: Mapping[str, Style], theme: Theme, *, narrow: bool) -> None:
+    """Names of the lines over the plots, in as many columns as their length leaves room for."""
+    width = 44 if narrow else 126
+    names = ["\n".join(textwrap.wrap(label, min(width, 60))) for label in entries]
+    longest = max(len(line) for name in names for line in name.split("\n"))
+    handles = [
+        Line2D([], [], color=style.color, linestyle=style.line, marker=style.marker, markersize=5, label=name)
+        for name, style in zip(names, entries.values(), strict=True)
+    ]
+    columns = max(1, min(len(names), width // (longest + 8), 4))
+    legend = figure.legend(
+        handles=handles, loc="outside upper left", ncols=columns, frameon=False, fontsize=10, labelcolor=theme.ink
+    )
+    legend.set_in_layout(True)

@@ -1,0 +1,80 @@
+"""Runs of a sweep that branch off other runs of it (`run.branch_from`), and so wait for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+from megatron_ext.config.schema import RunConfig, TrainingConfig
+from megatron_ext.errors import UserError
+
+_CHECKPOINT, _EXAMPLE = re.compile(r"step_(\d+)"), "checkpoints/step_400"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether there is a folder that has the name of a checkpoint."""
+    return _CHECKPOINT.fullmatch(path.name) is not None and path.is_dir()
+
+
+def trunks_of(folder: Path, configs: Mapping[str, RunConfig]) -> dict[str, str]:
+    """The trunk of each run that branches off another one of its sweep.
+
+    Args:
+        folder: of the runs' folders.
+        configs: of the sweep's runs, by their names.
+
+    Raises:
+        UserError: a trunk does not keep the checkpoint that a run begins from, or runs wait for each other.
+    """
+    trunks = {}
+    for name, config in configs.items():
+        if config.run.branch_from is None:
+            continue
+        checkpoint = Path(config.run.branch_from).absolute()
+        run = checkpoint.parent.parent
+        if run.parent != folder.absolute() or run.name not in configs:
+            continue
+        step = _CHECKPOINT.fullmatch(checkpoint.name)
+        if not checkpoint.exists():
+            where = f"run {name}: run.branch_from"
+            if step is None:
+                raise UserError(where, f"{checkpoint} is no checkpoint of a run", f"give one like {run}/{_EXAMPLE}")
+            _check_kept(where, run.name, configs[run.name].training, int(step[1]))
+        trunks[name] = run.name
+    try:
+        in_order(configs, trunks)
+    except CycleError as error:
+        circle = ", ".join(error.args[1][1:])
+        problem = f"these runs wait for each other: {circle}"
+        raise UserError("run.branch_from", problem, "let one of them begin anew") from None
+    return trunks
+
+
+def in_order(names: Iterable[str], trunks: Mapping[str, str]) -> dict[str | None, list[str]]:
+    """Runs by the one of them that they wait for, None where there is none, in an order in which none waits in vain.
+
+    Args:
+        names: of the runs.
+        trunks: of each that branches off another.
+    """
+    names = list(names)
+    waiting = {name: trunks[name] if trunks.get(name) in names else None for name in names}
+    groups: dict[str | None, list[str]] = {}
+    for name in TopologicalSorter({name: [on] if on else [] for name, on in waiting.items()}).static_order():
+        groups.setdefault(waiting[name], []).append(name)
+    return {on: sorted(group, key=names.index) for on, group in groups.items()}
+
+
+def _check_kept(where: str, trunk: str, training: TrainingConfig, step: int) -> None:
+    """Refuse a checkpoint that a trunk does not write, or may remove before it ends."""
+    every, last = training.checkpoint_every, training.steps
+    if step != last and (not every or step % every or step > last):
+        rhythm = f"every {every} steps" if every else "none"
+        problem = f"{trunk} writes checkpoints ({rhythm}, and one at its end, {last}), none of step {step}"
+        raise UserError(where, problem, "choose one of them, or set its training.checkpoint_every")
+    kept = training.keep_every and step % training.keep_every == 0
+    if step != last and training.keep_checkpoints and not kept:
+        problem = f"{trunk} keeps its newest {training.keep_checkpoints} checkpoints, not the one of step {step}"
+        raise UserError(where, problem, f"set training.keep_every={step} of {trunk}")

@@ -1,0 +1,1 @@
+"""What a sweep's runs must be so that they can be compared: equal compute, equal parameters."""

@@ -1,0 +1,81 @@
+"""The fields of a sweep under `plan.`, from which the fields of its runs follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field, PositiveFloat
+from pydantic.dataclasses import dataclass
+
+from megatron_ext.config.load import read_fields
+from megatron_ext.config.schema import STRICT
+from megatron_ext.config.validate import validate
+from megatron_ext.errors import UserError
+from megatron_ext.launch.sweep_file import PLAN
+
+Share = Annotated[float, Field(gt=0.0, lt=1.0)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PlanFields:
+    """How long a run is, by one budget at most, and how its schedule is shared out.
+
+    Attributes:
+        training_flops: model FLOPs of forward and backward passes, as mfu counts them.
+        tokens_per_parameter: training tokens over all parameters of the model, those of embeddings among them, as
+            `selectron fit` counts them unless told otherwise.
+        tokens: of training.
+        warmup_share: part of the steps that is warm-up.
+        decay_share: part of the steps in which the rate falls at the end, for `optimizer.schedule` wsd.
+    """
+
+    training_flops: PositiveFloat | None = None
+    tokens_per_parameter: PositiveFloat | None = None
+    tokens: PositiveFloat | None = None
+    warmup_share: Share | None = None
+    decay_share: Share | None = None
+
+    @property
+    def budget(self) -> tuple[str, float] | None:
+        """Name and value of the budget that is given."""
+        given = [(name, getattr(self, name)) for name in BUDGETS if getattr(self, name) is not None]
+        return given[0] if given else None
+
+
+BUDGETS = ("training_flops", "tokens_per_parameter", "tokens")
+
+DERIVED = {
+    **dict.fromkeys(BUDGETS, "training.steps"),
+    "warmup_share": "optimizer.warmup_steps",
+    "decay_share": "optimizer.decay_steps",
+}
+"""By the plan's fields, those of the configuration that follow from them."""
+
+
+def split_plan(fields: Sequence[str], more: Sequence[str]) -> tuple[PlanFields | None, list[str], list[str]]:
+    """Take the plan out of a run's fields.
+
+    Args:
+        fields: of the run, as the sweep's file says them.
+        more: of all runs, as the command line says them; what follows from a plan does not come before them.
+
+    Returns:
+        The plan, None where there is none, and the other fields of both.
+
+    Raises:
+        UserError: there are two budgets, a field is given beside what it follows from, or one is not what it must be.
+    """
+    words = [field.removeprefix(PLAN) for field in (*fields, *more) if field.startswith(PLAN)]
+    own, given = ([field for field in those if not field.startswith(PLAN)] for those in (fields, more))
+    if not words:
+        return None, own, given
+    plan = validate(PlanFields, read_fields(words, PlanFields, PLAN), prefix=PLAN)
+    budgets = [name for name in BUDGETS if getattr(plan, name) is not None]
+    if len(budgets) > 1:
+        raise UserError(PLAN + budgets[1], f"is given, and {PLAN}{budgets[0]}, too", "give one of them")
+    named = {field.partition("=")[0] for field in own}
+    for name, derived in DERIVED.items():
+        if getattr(plan, name) is not None and derived in named:
+            raise UserError(derived, f"is given, and follows from {PLAN}{name}", "leave one of them out")
+    return plan, own, given

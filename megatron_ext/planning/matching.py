@@ -1,0 +1,50 @@
+"""The width of the feed-forward with which a model has as many parameters as another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import lcm
+
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.errors import UserError
+from megatron_ext.launch.sweep_file import WIDTH, MatchParameters
+
+Parameters = Callable[[RunConfig], int]
+
+
+def matched_width(config: RunConfig, measure: str, target: int, match: MatchParameters, parameters: Parameters) -> int:
+    """The feed-forward's width with which a model's parameters come nearest to a number.
+
+    They grow by the same with each unit of the width, so that two counts tell which; the model of that width is counted
+    itself.
+
+    Args:
+        config: of the run, whole.
+        measure: name of the run whose parameters are wanted.
+        target: these.
+        match: how they are matched.
+        parameters: counts those of a configuration.
+
+    Raises:
+        UserError: the model has no feed-forward, or comes no nearer than `match.within`.
+    """
+    multiple = lcm(match.multiple_of, config.parallel.tensor)
+    least, next_one = (parameters(with_width(config, n * multiple)) for n in (1, 2))
+    if least == next_one:
+        problem = f"a layer of model.block {config.model.block} has no feed-forward whose width could match parameters"
+        raise UserError("match_parameters", problem, "choose another model.block, or make it one of runs")
+    width = max(1, 1 + round((target - least) / (next_one - least))) * multiple
+    found = parameters(with_width(config, width))
+    if abs(found - target) > match.within * target:
+        problem = f"{found:,} parameters, with {WIDTH}={width}, are nearest to the {target:,} of {measure}"
+        # The narrowest feed-forward is too wide where the mixer alone has too many.
+        smaller = "make the mixer smaller" if width == multiple else "give a smaller match_parameters.multiple_of"
+        mend = f"{smaller}, or a match_parameters.within above {match.within:g}"
+        raise UserError("match_parameters", f"{problem}, {abs(found - target) / target:.2%} away", mend)
+    return width
+
+
+def with_width(config: RunConfig, width: int) -> RunConfig:
+    """The configuration with another width of the feed-forward."""
+    return replace(config, model=replace(config.model, ffn_hidden_size=width))

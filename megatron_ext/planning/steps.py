@@ -1,0 +1,39 @@
+"""How many steps a budget is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.errors import UserError
+from megatron_ext.launch.sweep_file import PLAN
+from megatron_ext.planning.counts import ModelCounts
+
+
+def step_tokens(config: RunConfig) -> int:
+    """Tokens of an optimizer step."""
+    return config.training.global_batch_size * config.data.seq_length
+
+
+def planned_steps(name: str, budget: float, config: RunConfig, counts: Callable[[RunConfig], ModelCounts]) -> int:
+    """The number of steps that comes nearest to a budget.
+
+    Args:
+        name: of the budget, see `PlanFields`.
+        budget: in its unit.
+        config: of the run, whole.
+        counts: counts its model.
+
+    Raises:
+        UserError: that is no step at all.
+    """
+    per_step = float(step_tokens(config))
+    if name == "training_flops":
+        per_step *= counts(config).flops_per_token
+    elif name == "tokens_per_parameter":
+        per_step /= counts(config).parameters
+    steps = round(budget / per_step)
+    if steps < 1:
+        mend = "give more, or a smaller training.global_batch_size"
+        raise UserError(PLAN + name, f"{budget:g} is less than a step, which takes {per_step:.4g}", mend)
+    return steps

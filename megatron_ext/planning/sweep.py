@@ -1,0 +1,171 @@
+"""From a sweep's file to its runs: what follows from plans and matched parameters becomes ordinary fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.errors import UserError
+from megatron_ext.launch.sweep_file import WIDTH, MatchParameters, read_sweep
+from megatron_ext.planning.counts import Counter, ModelCounts
+from megatron_ext.planning.fields import DERIVED, PlanFields, split_plan
+from megatron_ext.planning.matching import matched_width
+from megatron_ext.planning.steps import planned_steps, step_tokens
+from megatron_ext.reports import table
+
+Load = Callable[[Path, Sequence[str]], RunConfig]
+"""Reads a configuration and what is laid over it, see `load_config`."""
+
+Check = Callable[[RunConfig], None]
+"""Refuses a configuration that cannot work."""
+
+_LONG = 1 << 40
+"""Steps that a run has while its own are not known: enough for any schedule."""
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """A run of a sweep.
+
+    Attributes:
+        config: whole and checked.
+        overrides: what makes it.
+        counts: of its model, where runs are listed and it is a planned one.
+    """
+
+    config: RunConfig
+    overrides: list[str]
+    counts: ModelCounts | None = None
+
+
+def sweep_runs(
+    path: Path, more: Sequence[str], load: Load, check: Check, *, listed: bool = False
+) -> dict[str, SweepRun]:
+    """The runs of a sweep by name, with all that follows from their plans.
+
+    Args:
+        path: of the sweep's file.
+        more: laid over all runs, after what follows from plans.
+        load: reads a run's configuration.
+        check: what every run must stand.
+        listed: they are shown, and their models are counted for that even where nothing follows from it.
+
+    Raises:
+        UserError: the file, or a run, is not what it must be; it names both.
+    """
+    swept = read_sweep(path)
+    drafts: dict[str, _Draft] = {}
+    for name, fields in swept.runs.items():
+        with _named(path, name):
+            drafts[name] = _Draft(swept.config, [f"run.name={name}"], load, *split_plan(fields, more))
+    measures, match = swept.measures, swept.match
+    runs = {}
+    with Counter() as counter:
+        for name in dict.fromkeys(measures.values()):
+            with _named(path, name):
+                drafts[name].check_model(check)
+        for name, draft in drafts.items():
+            with _named(path, name):
+                if name in measures:
+                    assert match is not None, "a run has a measure only then"
+                    _match(draft, measures[name], drafts[measures[name]], match, counter, check)
+                if draft.plan is not None:
+                    _plan(draft, draft.plan, counter, check)
+                check(draft.config)
+                planned = draft.plan is not None or name in measures or name in measures.values()
+                counts = counter(draft.config) if listed and planned else None
+                runs[name] = SweepRun(_in_folder(draft.config, path.stem), draft.overrides, counts)
+    return runs
+
+
+@contextmanager
+def _named(path: Path, name: str) -> Iterator[None]:
+    """Errors inside say which sweep and which run they are of."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{path}: run {name}: {error.where}", error.problem, error.mend) from error
+
+
+def _in_folder(config: RunConfig, name: str) -> RunConfig:
+    return replace(config, run=replace(config.run, dir=str(Path(config.run.dir) / name)))
+
+
+@dataclass
+class _Draft:
+    """A run while its fields are found."""
+
+    base: Path
+    last: list[str]
+    load: Load
+    plan: PlanFields | None
+    fields: list[str]
+    more: list[str]
+    derived: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.config = self._loaded()
+
+    @property
+    def overrides(self) -> list[str]:
+        """What makes the run, but for its name."""
+        return [*self.fields, *self.derived, *self.more]
+
+    def derive(self, name: str, value: int) -> None:
+        """Give a field a value, over which those of the command line are laid as over all others."""
+        self.fields = [one for one in self.fields if not one.startswith(f"{name}=")]
+        self.derived.append(f"{name}={value}")
+        self.config = self._loaded()
+
+    def check_model(self, check: Check) -> None:
+        """Check all but the schedule, which is not known yet: only then can the model be counted."""
+        training = replace(self.config.training, steps=_LONG)
+        optimizer = replace(self.config.optimizer, schedule="constant", warmup_steps=0, decay_steps=0)
+        check(replace(self.config, training=training, optimizer=optimizer))
+
+    def _loaded(self) -> RunConfig:
+        return self.load(self.base, [*self.overrides, *self.last])
+
+
+def _match(
+    draft: _Draft, measure: str, measured: _Draft, match: MatchParameters, counter: Counter, check: Check
+) -> None:
+    """Find the width of a run's feed-forward."""
+    draft.check_model(check)
+    target = counter(measured.config).parameters
+    width = matched_width(draft.config, measure, target, match, lambda config: counter(config).parameters)
+    draft.derive(WIDTH, width)
+    if (given := draft.config.model.ffn_hidden_size) != width:
+        problem = f"{given} on the command line, and match_parameters makes it {width}"
+        raise UserError(WIDTH, problem, "leave one of them out")
+
+
+def _plan(draft: _Draft, plan: PlanFields, counter: Counter, check: Check) -> None:
+    """Find a run's steps, and what is a part of them."""
+    if plan.budget is not None:
+        draft.check_model(check)
+        name, budget = plan.budget
+        draft.derive(DERIVED[name], planned_steps(name, budget, draft.config, counter))
+    # Of the steps that the run will have: those of the command line, where there are some.
+    steps = draft.config.training.steps
+    for name, share in (("warmup_share", plan.warmup_share), ("decay_share", plan.decay_share)):
+        if share is not None:
+            draft.derive(DERIVED[name], round(share * steps))
+
+
+def run_table(runs: Mapping[str, SweepRun]) -> list[str]:
+    """Lines of `selectron sweep --dry-run`: a run's name, its size and length, and what it changes."""
+    rows = []
+    counted = any(run.counts is not None for run in runs.values())
+    for name, run in runs.items():
+        steps = run.config.training.steps
+        tokens = steps * step_tokens(run.config)
+        size = "" if run.counts is None else f"{run.counts.parameters:,}"
+        flops = "" if run.counts is None else f"{tokens * run.counts.flops_per_token:.3e}"
+        length, changes = [str(steps), f"{tokens:,}"], " ".join(run.overrides)
+        rows.append([name, size, *length, flops, changes] if counted else [name, *length, changes])
+    columns = ("run", "parameters", "steps", "tokens", "training FLOPs", "fields")
+    return table(columns if counted else [columns[n] for n in (0, 2, 3, 5)], rows)

@@ -1,0 +1,119 @@
+"""Constants that points do not tell, however small the noise: named, and without intervals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.analysis.scaling.law import Fit, ScalingLaw, fit, objective_of
+from megatron_ext.analysis.scaling.points import Points
+from megatron_ext.analysis.scaling.uncertainty import bootstrap
+from megatron_ext.analysis.scaling.untold import CONSTANTS, untold
+from megatron_ext.cli import main
+
+LAW = ScalingLaw(1.7, 400.0, 1500.0, 0.34, 0.36)
+SIZES, TOKENS = np.array([1e8, 4e8, 2e9, 9e9]), np.array([2e9, 8e9, 4e10, 3e11])
+FEW_TOKENS = "two numbers of tokens: E, B and beta cannot be told apart"
+FEW_SIZES = "two sizes: E, A and alpha cannot be told apart"
+
+
+def grid(sizes: int, lengths: int, *, law: ScalingLaw = LAW, jitter: float = 0.0) -> Points:
+    n, d = (x.ravel() for x in np.meshgrid(SIZES[:sizes], TOKENS[:lengths]))
+    dice = np.random.default_rng(1)
+    n, d = (x * np.exp(dice.uniform(-jitter, jitter, len(x))) for x in (n, d))
+    return Points(n, d, law.loss(n, d))
+
+
+@pytest.mark.parametrize("beta", [0.15, 0.73])
+def test_two_numbers_of_tokens_have_many_laws(beta: float) -> None:
+    """The same losses to the last digits: so says the warning."""
+    points = grid(3, 2)
+    ends = LAW.B * TOKENS[:2] ** -LAW.beta
+    b = (ends[0] - ends[1]) / (TOKENS[0] ** -beta - TOKENS[1] ** -beta)
+    other = ScalingLaw(LAW.E + ends[0] - b * TOKENS[0] ** -beta, LAW.A, b, LAW.alpha, beta)
+    assert abs(other.E - LAW.E) > 0.1
+    assert objective_of(other, points) < 1e-25
+    for law in (LAW, other):
+        assert [str(one) for one in untold(Fit(law, 0.0, points))] == [FEW_TOKENS]
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.02], ids=["exact", "rounded"])
+@pytest.mark.parametrize(
+    ("shape", "said", "unknown"),
+    [
+        ((3, 2), [FEW_TOKENS], ("E", "B", "beta")),
+        ((2, 3), [FEW_SIZES], ("E", "A", "alpha")),
+        ((3, 3), [], ()),
+    ],
+    ids=str,
+)
+def test_what_a_grid_does_not_tell(
+    shape: tuple[int, int], said: list[str], unknown: tuple[str, ...], jitter: float
+) -> None:
+    sampled = bootstrap(fit(grid(*shape, jitter=jitter)), 20, seed=0)
+    assert [str(one) for one in sampled.untold] == said
+    assert {name for name in CONSTANTS if np.isnan(sampled.interval(name)).any()} == set(unknown)
+    assert not np.isnan(sampled.interval("objective")).any()
+    band = sampled.band(SIZES, TOKENS)
+    assert np.isnan(band).all() if unknown else (band[0] <= band[1]).all()
+
+
+def test_a_term_that_is_not_there_says_nothing_of_its_constants() -> None:
+    (one,) = untold(Fit(ScalingLaw(1.7, 1e-80, 1500.0, 0.34, 0.36), 0.0, grid(4, 4)))
+    assert one.constants == ("A", "alpha")
+    assert str(one) == "other constants have the same losses to all digits: A and alpha cannot be told apart"
+
+
+def test_a_term_that_does_not_fall_is_one_with_the_lowest_loss() -> None:
+    (one,) = untold(Fit(ScalingLaw(1.7, 0.5, 1500.0, 0.0, 0.36), 0.0, grid(4, 4)))
+    assert one.constants == ("E", "A")
+
+
+def test_draws_of_two_sizes_say_nothing_where_there_are_three() -> None:
+    """Of nine points, those that leave a size out and yet have five points are some in ten."""
+    fitted = fit(grid(3, 3))
+    sampled = bootstrap(fitted, 100, seed=0)
+    generator, kept = np.random.default_rng(0), 0
+    for _ in range(100):
+        numbers = generator.integers(9, size=9)
+        drawn = fitted.points.take(numbers)
+        whole = len(set(drawn.params)) == len(set(drawn.tokens)) == 3
+        kept += whole and len(set(numbers)) >= 5
+    assert len(sampled.laws) == kept < 100
+
+
+def written(path: Path, points: Points) -> Path:
+    rows = zip(points.params, points.tokens, points.losses, strict=True)
+    path.write_text("\n".join(["params,tokens,loss", *(f"{n},{d},{float(loss)!r}" for n, d, loss in rows)]) + "\n")
+    return path
+
+
+def refused(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+@pytest.mark.parametrize(
+    ("shape", "said", "unknown"),
+    [((3, 2), FEW_TOKENS, ("E", "B", "beta")), ((2, 3), FEW_SIZES, ("E", "A", "alpha")), ((4, 4), "", ())],
+    ids=str,
+)
+def test_the_command_says_so_everywhere(
+    shape: tuple[int, int], said: str, unknown: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    points, output = written(tmp_path / "points.csv", grid(*shape)), tmp_path / "fit"
+    assert main(["fit", str(points), "--output", str(output), "--bootstrap", "20"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == (f"warning: {points}: {said}\n" if said else "")
+    text = (output / "fit.md").read_text()
+    assert (f"Warning: {said}.\n" in text) == bool(said)
+    assert text.count("(unknown)") == len(unknown)
+    numbers = json.loads((output / "fit.json").read_text(), parse_constant=refused)
+    assert {name for name in CONSTANTS if numbers["intervals"][name] is None} == set(unknown) == set(numbers["untold"])
+    assert numbers["warnings"] == ([said] if said else [])
+    assert numbers["objective"] < 1e-15
+    surface = [row.split(",") for row in (output / "scaling.csv").read_text().splitlines() if row.startswith("surface")]
+    assert len(surface) == 1600
+    assert {row[5:] == ["", ""] for row in surface} == {bool(unknown)}

@@ -1,0 +1,269 @@
+"""`selectron report --fit`: one command for the report and the scaling laws of a sweep, and the page in a browser."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from analysis_synthetic import TOKENS_A_STEP, Synthetic, write_run
+from browser import Browser, browser, missing
+
+from megatron_ext.analysis import report
+from megatron_ext.analysis.scaling import law
+from megatron_ext.analysis.scaling.fitting import Options
+from megatron_ext.cli import main
+
+LAWS = {
+    "attention": law.ScalingLaw(1.7, 40.0, 1500.0, 0.5, 0.5),
+    "mamba": law.ScalingLaw(1.8, 30.0, 1200.0, 0.5, 0.5),
+}
+DRAWS = 20
+EVERY = 20
+
+
+def sweep(folder: Path, sizes: int = 4) -> Path:
+    """Two budgets of so many sizes, of each mixer; losses by its law at every step, and some noise in the test loss."""
+    dice = np.random.default_rng(3)
+    for mixer, truth in LAWS.items():
+        for budget in (480, 960):
+            for size in range(sizes):
+                params, steps = 1000 * 2**size, budget // 2**size
+
+                def loss(step: Any, params: int = params, truth: law.ScalingLaw = truth) -> np.ndarray:
+                    return truth.loss(params, TOKENS_A_STEP * np.asarray(step))
+
+                run = Synthetic(
+                    name=f"{mixer}-{budget}-{size}",
+                    pattern=f"{mixer}*4",
+                    steps=steps,
+                    every=EVERY,
+                    gap=float((0.03 if mixer == "mamba" else 0.0) + 0.001 * dice.normal()),
+                    training_loss=loss,
+                    config={"model": {"hidden_size": 16 * 2**size}},
+                    size={"parameters": params, "embedding_parameters": 10, "output_layer_parameters": 10},
+                )
+                write_run(folder / run.name, run)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick() -> Iterator[None]:
+    """Few draws, and few starts of the fit: the laws are exact here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "Options", partial(Options, draws=DRAWS))
+        patch.setattr(report, "RESAMPLES", 50)
+        for name, start in (("alpha", 0.5), ("beta", 0.5)):
+            patch.setitem(law.STARTS, name, np.array([start]))
+        yield
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sweep(tmp_path_factory.mktemp("sweep") / "runs")
+
+
+@pytest.fixture(scope="module")
+def written(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("out") / "report"
+    assert main(["report", str(runs), "--fit", "--output", str(output)]) == 0
+    return output
+
+
+def test_the_fit_is_that_of_the_command(runs: Path, written: Path, tmp_path: Path) -> None:
+    assert main(["fit", str(runs), "--output", str(tmp_path / "fit"), "--bootstrap", str(DRAWS)]) == 0
+    names = {path.name for path in (tmp_path / "fit").iterdir()}
+    assert names == {path.name for path in (written / "scaling").iterdir()}
+    pictures = {"scaling_attention", "scaling_mamba", "isoflop_attention", "isoflop_mamba", "test_loss"}
+    assert {f"{name}.{kind}" for name in pictures for kind in ("png", "csv")} < names
+    for name in names:
+        assert (tmp_path / "fit" / name).read_bytes() == (written / "scaling" / name).read_bytes(), name
+
+
+def test_the_page_says_what_was_fitted(written: Path) -> None:
+    page = " ".join((written / "index.html").read_text(encoding="utf-8").split())
+    numbers = json.loads((written / "scaling" / "fit.json").read_text())
+    for mixer in LAWS:
+        for constant in ("E", "A", "B", "alpha", "beta"):
+            assert f">{numbers['mixers'][mixer][constant]:.5g} <small>" in page
+    assert "mamba differs from attention (p = " in page
+    for anchor in ("curves", "matched", "domains", "scaling", "configurations", "history"):
+        assert f'<h2 id="{anchor}">' in page
+    assert "scaling/fit.json" in page
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_tables_hold_what_pictures_show(written: Path) -> None:
+    for mixer, truth in LAWS.items():
+        rows = rows_of(written / "scaling" / f"scaling_{mixer}.csv")
+        assert sum(row["what"] == "point" for row in rows) == 8
+        for row in rows:
+            n, d, flops, loss = (float(row[name]) for name in ("params", "tokens", "flops", "loss"))
+            assert flops == pytest.approx(6 * n * d, rel=1e-6)
+            if row["what"] == "law":
+                assert loss == pytest.approx(float(truth.loss(n, d)), rel=0.05)
+                assert float(row["low"]) <= loss * (1 + 1e-6)
+                assert loss <= float(row["high"]) * (1 + 1e-6)
+        parabolas = rows_of(written / "scaling" / f"isoflop_{mixer}.csv")
+        assert len({row["flops"] for row in parabolas}) == 2
+        assert sum(row["what"] == "point" for row in parabolas) == 8
+    lines = [row for row in rows_of(written / "scaling" / "test_loss.csv") if row["what"] == "line"]
+    assert {row["mixer"] for row in lines} == set(LAWS)
+    assert all(float(row["low"]) < float(row["test_loss"]) < float(row["high"]) for row in lines)
+
+
+def test_runs_that_no_law_can_be_fitted_to(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = [str(runs / f"attention-480-{size}") for size in range(4)]
+    assert main(["report", *few, "--fit", "--output", str(tmp_path / "report")]) == 2
+    problem = "4 points of unlike params or tokens, and the law has 5 constants; give 5 points or more"
+    assert capsys.readouterr().err == f"selectron: error: {', '.join(few)} (attention): {problem}\n"
+    assert not (tmp_path / "report").exists()
+    assert main(["report", *few, "--output", str(tmp_path / "report")]) == 0
+    assert not (tmp_path / "report" / "scaling").exists()
+
+
+def test_a_report_without_laws_takes_those_of_the_one_before_away(runs: Path, written: Path, tmp_path: Path) -> None:
+    output = tmp_path / "report"
+    shutil.copytree(written, output)
+    fitted = {f"scaling/{path.name}" for path in (output / "scaling").iterdir()}
+    assert fitted <= set(json.loads((output / "report.json").read_text())["files"])
+    (output / "scaling" / "notes.txt").write_text("mine")
+    few = [str(runs / f"attention-480-{size}") for size in range(2)]
+    assert main(["report", *few, "--output", str(output)]) == 0
+    assert [path.name for path in (output / "scaling").iterdir()] == ["notes.txt"]
+    assert not any("scaling" in name for name in json.loads((output / "report.json").read_text())["files"])
+    (output / "scaling" / "notes.txt").unlink()
+    (output / "report.json").write_bytes((written / "report.json").read_bytes())
+    (output / "scaling" / "fit.md").write_text("as of an earlier report")
+    assert main(["report", *few, "--output", str(output)]) == 0
+    assert not (output / "scaling").exists()
+
+
+def test_laws_that_no_report_wrote_stay(runs: Path, tmp_path: Path) -> None:
+    """`selectron fit` may have put them there, and a record does not reach out of the report's folder."""
+    output = tmp_path / "report"
+    (output / "scaling").mkdir(parents=True)
+    for name in ("scaling/fit.json", "points.csv", "notes.txt"):
+        (output / name).write_text("{}")
+    (tmp_path / "fit.json").write_text("{}")
+    names = ["../fit.json", "scaling/../../fit.json", "points.csv", "notes.txt", 3]
+    (output / "report.json").write_text(json.dumps({"files": names}))
+    few = [str(runs / f"attention-480-{size}") for size in range(2)]
+    assert main(["report", *few, "--output", str(output)]) == 0
+    assert (tmp_path / "fit.json").exists()
+    assert {"points.csv", "notes.txt", "scaling"} <= {path.name for path in output.iterdir()}
+    assert (output / "scaling" / "fit.json").exists()
+
+
+def test_a_sweep_without_a_common_training_loss_has_laws(runs: Path, tmp_path: Path) -> None:
+    # One run more, of a law far above the others'.
+    far = Synthetic(
+        name="far",
+        pattern="attention*4",
+        steps=60,
+        every=EVERY,
+        training_loss=lambda step: 900.0 - np.asarray(step),
+        config={"model": {"hidden_size": 8}},
+        size={"parameters": 500, "embedding_parameters": 10, "output_layer_parameters": 10},
+    )
+    apart = write_run(tmp_path / "far", far)
+    assert main(["report", str(runs), str(apart), "--fit", "--output", str(tmp_path / "report")]) == 0
+    page = " ".join((tmp_path / "report" / "index.html").read_text(encoding="utf-8").split())
+    assert "far was evaluated at training losses of 889.5000 to 849.5000" in page
+    assert '<h2 id="scaling">' in page
+
+
+# --- in a browser ----------------------------------------------------------------------------------------------------
+
+in_a_browser = pytest.mark.skipif(bool(missing()), reason=missing() or "never")
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@in_a_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_in_a_browser(written: Path, window: Browser, width: int, scheme: str) -> None:
+    window.show(width, scheme=scheme)
+    window.open(written / "index.html")
+    assert window.complaints() == []
+    addresses = window.requests()
+    assert (written / "index.html").as_uri() in addresses
+    assert {url.partition(":")[0] for url in addresses} == {"file", "data"}
+    assert [url for url in addresses if url.startswith("file:") and not url.endswith("/index.html")] == []
+    widths = window.run("return [...document.images].map(i => i.complete ? i.naturalWidth : 0)")
+    assert len(widths) == 3 + 5
+    assert min(widths) > 500
+    assert (max(widths) < 800) == (width < 640), "a phone gets the pictures that are made for it"
+    page, screen = window.run("const d = document.documentElement; return [d.scrollWidth, d.clientWidth]")
+    assert page <= screen <= width
+    scrolled = window.run(
+        "return [...document.querySelectorAll('.wide')].filter(d => d.scrollWidth > d.clientWidth).length"
+    )
+    assert scrolled > 0, "wide tables scroll inside their box"
+    paper = window.run("return getComputedStyle(document.body).backgroundColor")
+    assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(21, 24, 28)"}[scheme]
+    assert window.run("return [...document.images].every(i => i.alt.length > 10)")
+
+
+@in_a_browser
+def test_the_contents_lead_to_every_section(written: Path, window: Browser) -> None:
+    window.open(written / "index.html")
+    links = window.run("return [...document.querySelectorAll('nav a')].map(a => a.hash)")
+    sections = window.run("return [...document.querySelectorAll('h2')].map(h => '#' + h.id)")
+    assert links == sections
+    others = window.run("return [...document.links].map(a => a.getAttribute('href'))")
+    assert set(others) <= set(links), "no link leads elsewhere"
+
+
+COLUMN = """
+const table = document.querySelector("#matched ~ .wide table");
+return [...table.tBodies[0].rows].map(row => row.cells[arguments[0]].innerText)
+"""
+
+
+@in_a_browser
+def test_a_click_on_a_column_sorts_by_number(written: Path, window: Browser) -> None:
+    window.show(1280)
+    window.open(written / "index.html")
+    before = window.run(COLUMN, 1)
+    button = "#matched ~ .wide table th:nth-child(2) button"
+    assert before != sorted(before, key=float)
+    window.press(button)
+    assert window.run(COLUMN, 1) == sorted(before, key=float)
+    window.press(button)
+    assert window.run(COLUMN, 1) == sorted(before, key=float, reverse=True)
+    window.press("#matched ~ .wide table th:nth-child(3) button")  # gaps: signed, the baseline's counts as zero
+    gaps = [cell.split()[0].replace("\u2212", "-") for cell in window.run(COLUMN, 2)]
+    values = [0.0 if gap == "baseline" else float(gap) for gap in gaps]
+    assert values == sorted(values)
+    assert min(values) < 0 < max(values)
+    window.press("#matched ~ .wide table th:nth-child(1) button")
+    names = window.run(COLUMN, 0)
+    assert names[0].startswith("attention")
+    assert names[-1].startswith("mamba")
+
+
+@in_a_browser
+def test_sorting_by_number_is_not_by_text(written: Path, window: Browser) -> None:
+    """Steps of 60 come before those of 120, which as text they do not."""
+    window.open(written / "index.html")
+    window.press("#history ~ .wide table th:nth-child(2) button")
+    script = "return [...document.querySelectorAll('#history ~ .wide table td:nth-child(2)')].map(d => d.innerText)"
+    steps = [int(text.split()[0]) for text in window.run(script)][: 2 * 8]
+    assert steps == sorted(steps)
+    assert {60, 120, 960} <= set(steps)

@@ -1,0 +1,66 @@
+"""Runs of a sweep that wait for others of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config.schema import DataConfig, RunConfig, RunSection, TrainingConfig
+from megatron_ext.errors import UserError
+from megatron_ext.launch.branches import in_order, trunks_of
+
+
+def run(branch_from: Path | str | None = None, **training: int) -> RunConfig:
+    section = RunSection(branch_from=None if branch_from is None else str(branch_from))
+    return RunConfig(data=DataConfig(path="x"), run=section, training=TrainingConfig(**training))
+
+
+def test_who_waits_for_whom(tmp_path: Path) -> None:
+    configs = {
+        "twig": run(tmp_path / "branch/checkpoints/step_40", steps=60),
+        "branch": run(tmp_path / "trunk/checkpoints/step_20", steps=50, checkpoint_every=10, keep_every=40),
+        "trunk": run(steps=100, checkpoint_every=10, keep_every=20),
+        "other": run("elsewhere/trunk/checkpoints/step_7"),
+        "second": run(tmp_path / "trunk/checkpoints/step_100", steps=150),
+    }
+    trunks = trunks_of(tmp_path, configs)
+    assert trunks == {"twig": "branch", "branch": "trunk", "second": "trunk"}
+    assert in_order(configs, trunks) == {None: ["trunk", "other"], "trunk": ["branch", "second"], "branch": ["twig"]}
+    # A trunk that is not among them is finished.
+    assert in_order(["twig", "second"], trunks) == {None: ["twig", "second"]}
+
+
+@pytest.mark.parametrize(
+    ("trunk", "line"),
+    [
+        (
+            {"steps": 100, "checkpoint_every": 30},
+            "run short: run.branch_from: trunk writes checkpoints (every 30 steps, and one at its end, 100), none of "
+            "step 40; choose one of them, or set its training.checkpoint_every",
+        ),
+        (
+            {"steps": 100, "checkpoint_every": 0},
+            "run short: run.branch_from: trunk writes checkpoints (none, and one at its end, 100), none of step 40; "
+            "choose one of them, or set its training.checkpoint_every",
+        ),
+        (
+            {"steps": 100, "checkpoint_every": 20, "keep_checkpoints": 3},
+            "run short: run.branch_from: trunk keeps its newest 3 checkpoints, not the one of step 40; "
+            "set training.keep_every=40 of trunk",
+        ),
+    ],
+)
+def test_a_checkpoint_that_will_not_be_there(tmp_path: Path, trunk: dict[str, int], line: str) -> None:
+    checkpoint = tmp_path / "trunk/checkpoints/step_40"
+    with pytest.raises(UserError) as caught:
+        trunks_of(tmp_path, {"trunk": run(**trunk), "short": run(checkpoint)})
+    assert str(caught.value) == line
+    checkpoint.mkdir(parents=True)  # it was kept before
+    assert trunks_of(tmp_path, {"trunk": run(**trunk), "short": run(checkpoint)}) == {"short": "trunk"}
+
+
+def test_runs_that_wait_for_each_other(tmp_path: Path) -> None:
+    step = "checkpoints/step_1000"
+    with pytest.raises(UserError, match=r"run.branch_from: these runs wait for each other: (a, b|b, a); let one of"):
+        trunks_of(tmp_path, {"a": run(tmp_path / "b" / step), "b": run(tmp_path / "a" / step)})

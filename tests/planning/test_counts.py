@@ -1,0 +1,144 @@
+"""Counts of models that are built without memory: by hand, and as real runs of all layouts write them down."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import counted_run
+import pytest
+from corpora import prepared
+from launching import TP2, write_config
+
+from megatron_ext.config.derive import derive
+from megatron_ext.config.load import load_config
+from megatron_ext.config.schema import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from megatron_ext.errors import UserError
+from megatron_ext.mixers.registry import load_all
+from megatron_ext.planning import counts
+from megatron_ext.planning.counts import Counter, ModelCounts
+from megatron_ext.planning.vocabulary import vocab_size
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+HIDDEN, HEADS, FFN, LENGTH, ROWS = 32, 4, 48, 16, 384  # rows of the embedding: 300 tokens, padded to multiples of 128
+
+
+def attention(**changes: Any) -> RunConfig:
+    model = ModelConfig(
+        pattern="attention*2", hidden_size=HIDDEN, num_attention_heads=HEADS, ffn_hidden_size=FFN, **changes
+    )
+    return derive(RunConfig(data=DataConfig(path="none", seq_length=LENGTH), model=model))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_of_attention_by_hand(counter: Counter, tied: bool) -> None:
+    weights = 3 * HIDDEN * HIDDEN + HIDDEN * HIDDEN + 3 * HIDDEN * FFN
+    embeddings = ROWS * HIDDEN * (1 if tied else 2)
+    pairs = sum(1 for t in range(LENGTH) for s in range(LENGTH) if s <= t) / LENGTH
+    found = counter(attention(tie_embeddings=tied))
+    assert found.parameters == 2 * (weights + 2 * HIDDEN) + HIDDEN + embeddings
+    # A multiply-add a weight and a coordinate of a pair, for its score and its value, and twice that to learn.
+    assert found.flops_per_token == pytest.approx(6 * (2 * weights + ROWS * HIDDEN) + 2 * 3 * pairs * 4 * HIDDEN)
+
+
+class Process:
+    """In the place of the process that builds models: says how many it is asked for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.asked: list[RunConfig] = []
+
+    def submit(self, _: Any, config: RunConfig, vocab_size: int) -> Process:
+        self.asked.append(config)
+        return self
+
+    def result(self) -> ModelCounts:
+        return ModelCounts(len(self.asked), 1.0)
+
+    def shutdown(self) -> None: ...
+
+
+def test_a_model_is_counted_once_whatever_else_a_run_is() -> None:
+    looked_up: list[str] = []
+
+    def looked(path: str, cache_dir: str | None) -> int:
+        looked_up.append(path)
+        return 300 if path == "none" else 400
+
+    plain = attention()
+    same = replace(
+        plain,
+        parallel=ParallelConfig(tensor=2),
+        optimizer=OptimizerConfig(lr=1.0),
+        mixers={"mamba2": {}},  # in no layer
+        training=replace(plain.training, seed=5, steps=7),
+        run=replace(plain.run, name="x", backend="transformer_engine"),
+    )
+    others = [
+        attention(tie_embeddings=True),
+        replace(plain, mixers={"attention": {"window": 4}}),
+        replace(plain, data=DataConfig(path="none", seq_length=32)),
+        replace(plain, data=DataConfig(path="more", seq_length=LENGTH)),
+    ]
+    with patch.object(counts, "ProcessPoolExecutor", Process), Counter(looked) as counter:
+        assert [counter(one).parameters for one in (plain, same, plain)] == [1, 1, 1]
+        assert [counter(one).parameters for one in (*others, *others)] == [2, 3, 4, 5] * 2
+    assert looked_up == ["none", "more"]
+
+
+def test_a_large_model_takes_no_memory(counter: Counter) -> None:
+    config = load_config(EXAMPLES / "1p3b_100k.yaml", [], load_all())
+    counter(attention())  # the process has begun
+    before = peak_memory(counter)
+    found = counter(config)
+    width, layers, ffn = 2048, 24, 5504
+    layer = 4 * width * width + 3 * width * ffn + 2 * width
+    assert found.parameters == layers * layer + width + 2 * 384 * width
+    assert peak_memory(counter) - before < found.parameters / 8
+
+
+def peak_memory(counter: Counter) -> int:
+    """The most bytes that the process which builds models has had; getrusage would count those of its parent."""
+    assert counter._process is not None
+    status = counter._process.submit(Path("/proc/self/status").read_text).result()
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
+
+
+def test_data_that_are_not_here(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        vocab_size(str(tmp_path), None)
+    problem = f"no prepared data in {tmp_path} on this machine, and a model's size follows from their tokenizer"
+    assert str(caught.value) == f"data.path: {problem}; prepare them, or put a copy of their manifest.json there"
+
+
+ONE_STEP = [
+    *("training.steps=1", "optimizer.warmup_steps=0", "training.evaluate_every=0", "training.checkpoint_every=0"),
+    "training.precision=bf16",
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("counted"), documents=60)
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout"),
+    [
+        (1, []),
+        pytest.param(4, [*TP2, "parallel.pipeline=2", "model.tie_embeddings=true"], marks=pytest.mark.slow),
+        pytest.param(2, ["parallel.context=2", "optimizer.sharding=zero1"], marks=pytest.mark.slow),
+        pytest.param(2, ["optimizer.sharding=zero3"], marks=pytest.mark.slow),
+    ],
+    ids=["alone", "tp2_pp2", "cp2_zero1", "zero3"],
+)
+def test_what_a_run_says_itself(pool: Any, data: Path, tmp_path: Path, processes: int, layout: list[str]) -> None:
+    path, overrides = write_config(tmp_path, data, tmp_path), [*ONE_STEP, *layout]
+    flops = pool.run(counted_run.flops_per_token, processes, path, overrides)
+    with Counter() as counter:
+        found = counter(load_config(path, overrides, load_all()))
+    assert found.parameters == json.loads((tmp_path / "run" / "model.json").read_text())["parameters"]
+    assert flops == [pytest.approx(found.flops_per_token, rel=1e-12)] * processes

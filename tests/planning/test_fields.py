@@ -1,0 +1,46 @@
+"""The fields under `plan.`, taken out of a run's fields."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.errors import UserError
+from megatron_ext.planning.fields import PlanFields, split_plan
+
+
+def test_a_plan_is_taken_out_wherever_it_stands() -> None:
+    fields = ["plan.tokens=1e+9", "optimizer.lr=1e-3", "plan.warmup_share=0.1"]
+    plan, own, more = split_plan(fields, ["training.seed=2", "plan.tokens=2000000", "more.yaml"])
+    assert plan == PlanFields(tokens=2e6, warmup_share=0.1)  # what is given last counts, as of all fields
+    assert (own, more) == (["optimizer.lr=1e-3"], ["training.seed=2", "more.yaml"])
+
+
+def test_most_runs_have_none() -> None:
+    assert split_plan(["training.steps=5"], ["a=1"]) == (None, ["training.steps=5"], ["a=1"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        (
+            ["plan.tokens=1e9", "plan.training_flops=1e18"],
+            "plan.tokens: is given, and plan.training_flops, too; give one of them",
+        ),
+        (
+            ["plan.tokens=1e9", "training.steps=5"],
+            "training.steps: is given, and follows from plan.tokens; leave one of them out",
+        ),
+        (
+            ["plan.decay_share=0.1", "optimizer.decay_steps=5"],
+            "optimizer.decay_steps: is given, and follows from plan.decay_share; leave one of them out",
+        ),
+        (["plan.tokens=0"], "plan.tokens: 0 is out of range; give a value greater than 0"),
+        (["plan.tokens=many"], 'plan.tokens: "many" is not a number; give a number, without quotes'),
+        (["plan.warmup_share=1"], "plan.warmup_share: 1 is out of range; give a value less than 1"),
+        (["plan.flops=1e18"], "plan.flops: no such field; did you mean plan.training_flops?"),
+    ],
+)
+def test_what_is_no_plan(fields: list[str], line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        split_plan(fields, [])
+    assert str(caught.value) == line
