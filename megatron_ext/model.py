@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from megatron.core import activations
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -18,6 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_ext.config.schema import ModelConfig, ParallelConfig
 from megatron_ext.mixers.base import Mixer
+from megatron_ext.output_layer import LanguageModel
 from megatron_ext.parallel.parameters import initialize_model
 from megatron_ext.platform import DTYPES, Platform
 from megatron_ext.specs import Backend, layer_specs, provider
@@ -31,11 +31,13 @@ class MixerTransformerConfig(TransformerConfig):
         rotary_base: base of the rotary frequencies, which mixers apply themselves.
         context_exchange: what mixers exchange under context parallelism; see `ParallelConfig`.
         branches_per_layer: how often a layer adds to the residual stream.
+        recompute_feed_forward: see `BlockLayer`.
     """
 
     rotary_base: float = 10000.0
     context_exchange: str = "auto"
     branches_per_layer: int = 2
+    recompute_feed_forward: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class ModelShape:
         parallel: the layout.
         vocab_size: tokens of the tokenizer, before padding.
         precision: bf16 or fp32.
-        recompute: none or full.
+        recompute: none, mlp or full; see `TrainingConfig`.
         backend: whose linears and norms.
     """
 
@@ -88,11 +90,6 @@ def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransforme
     batched = parallel.batch_p2p_comm
     if batched is None:
         batched = not interleaved and platform.is_cuda
-    recompute = (
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        if shape.recompute == "full"
-        else {}
-    )
     return MixerTransformerConfig(
         num_layers=len(shape.mixers),
         hidden_size=model.hidden_size,
@@ -130,12 +127,20 @@ def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransforme
         overlap_p2p_comm=interleaved and not batched,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
-        bias_activation_fusion=False,
+        # SwiGLU in one kernel that keeps its input alone; compiled, which is not worth its time on a CPU.
+        bias_activation_fusion=swiglu and platform.is_cuda,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         hetereogenous_dist_checkpoint=True,  # layers of different mixers have different parameters
-        **recompute,
+        **_recompute(shape),
     )
+
+
+def _recompute(shape: ModelShape) -> dict[str, Any]:
+    """What is recomputed, as the model's configuration says it."""
+    if shape.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_feed_forward": shape.recompute == "mlp"}
 
 
 def _leave_as_is(_: torch.Tensor) -> None:
@@ -154,7 +159,7 @@ def build_model(
         seed: of the initial weights; None: these are left as memory happens to be, to be filled.
 
     Returns:
-        One `GPTModel` for each virtual pipeline stage, wrapped for bf16 where that is the precision. A chunk maps
+        One `LanguageModel` for each virtual pipeline stage, wrapped for bf16 where that is the precision. A chunk maps
         tokens [b, t] and labels [b, t] to losses [b, t] on the last stage, hidden states [t, b, hidden] elsewhere.
     """
     config = transformer_config(shape, platform)
@@ -171,7 +176,7 @@ def build_model(
 
 def _build_chunk(
     shape: ModelShape, config: MixerTransformerConfig, groups: ProcessGroupCollection, stage: int
-) -> GPTModel:
+) -> LanguageModel:
     pp_rank, last = groups.pp.rank(), groups.pp.size() - 1
     vp_stage = stage if shape.parallel.virtual_pipeline > 1 else None
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
@@ -180,7 +185,7 @@ def _build_chunk(
         layer_specs=layer_specs(own, shape.mixer_configs, shape.backend, shape.model.block, shape.model.normalization),
         layer_norm=provider(shape.backend).layer_norm(rms_norm=shape.model.normalization == "rms_norm"),
     )
-    chunk = GPTModel(
+    chunk = LanguageModel(
         config=config,
         transformer_layer_spec=block,
         vocab_size=shape.padded_vocab_size,
@@ -206,6 +211,6 @@ def training_flops_per_token(shape: ModelShape, chunks: Sequence[torch.nn.Module
         for module in chunk.modules():
             if isinstance(module, Mixer):
                 total += module.training_flops(seq_length) + 6 * shape.feed_forward_parameters
-            elif isinstance(module, GPTModel) and module.post_process:
+            elif isinstance(module, LanguageModel) and module.post_process:
                 total += 6 * shape.model.hidden_size * shape.padded_vocab_size
     return total

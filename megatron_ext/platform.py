@@ -25,6 +25,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Dense bf16 matrix-product peaks in FLOP/s, from NVIDIA's data sheets, by a part of the device's name.
 _PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12}
 
+_CPU_SIZE, _CUDA_SIZE = 768, 4096
+"""Of square matrices whose product is timed: some milliseconds of a processor, a fraction of one of a GPU."""
+
 
 @dataclass(frozen=True)
 class Platform:
@@ -56,7 +59,7 @@ class Platform:
         product of this process reaches now, measured.
         """
         if not self.is_cuda:
-            return _measured_peak(dtype)
+            return 2 * _CPU_SIZE**3 / self.product_seconds(dtype)
         name = torch.cuda.get_device_name(self.device)
         return next((peak for part, peak in _PEAK_BF16.items() if part in name), None)
 
@@ -65,19 +68,22 @@ class Platform:
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
+    def product_seconds(self, dtype: torch.dtype, repeats: int = 5) -> float:
+        """The least time that a matrix product of a fixed size takes this process now, of several."""
+        size = _CUDA_SIZE if self.is_cuda else _CPU_SIZE
+        a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
+        seconds = []
+        for _ in range(repeats):
+            self.synchronize()
+            start = time.perf_counter()
+            torch.mm(a, b)
+            self.synchronize()
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
     def optimizer_context(self) -> AbstractContextManager[None]:
         """Stands around Megatron calls that ask tensors for their CUDA type (see `megatron_cpu`)."""
         return megatron_cpu.tensor_types_as_cuda()
-
-
-def _measured_peak(dtype: torch.dtype, size: int = 768, repeats: int = 5) -> float:
-    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        torch.mm(a, b)
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / min(seconds)
 
 
 def select_platform(device: Literal["auto", "cpu", "cuda"] = "auto", local_rank: int = 0) -> Platform:

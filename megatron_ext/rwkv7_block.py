@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
+from megatron_ext.block_layer import BlockLayer
 from megatron_ext.mixers.memory import LooksBack
 from megatron_ext.mixers.token_shift import layers_left, mixtures, ramp
 from megatron_ext.parallel.parameters import Initializer, new_parameter
@@ -51,7 +52,7 @@ class ShiftedNorm(LooksBack):
         return shifted
 
 
-class RWKV7Layer(TransformerLayer):
+class RWKV7Layer(BlockLayer):
     """norm, token shift, mixer, residual, norm, token shift, feed-forward, residual.
 
     The feed-forward is RWKV-7's channel mix where Megatron's MLP has a squared ReLU and no gate. A mixer that shifts

@@ -13,6 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from megatron_ext.block_layer import BlockLayer
 from megatron_ext.mixers.base import MixerSubmodules
 from megatron_ext.mixers.registry import load_all
 from megatron_ext.parallel.aligned_linear import AlignedColumnParallelLinear
@@ -21,9 +22,9 @@ from megatron_ext.rwkv7_block import RWKV7Layer
 Backend = Literal["local", "transformer_engine"]
 
 LAYERS: dict[str, type[TransformerLayer]] = {
-    "transformer": TransformerLayer,
+    "transformer": BlockLayer,
     "rwkv7": RWKV7Layer,
-    "mixer": TransformerLayer,
+    "mixer": BlockLayer,
 }
 """What stands around a mixer, by `model.block`."""
 

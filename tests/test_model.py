@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,41 @@ def test_precision_recompute_and_interleaving_reach_megatron() -> None:
     # Megatron's batched exchange between interleaved chunks of two stages gives wrong gradients without a word.
     assert not config.batch_p2p_comm
     assert config.overlap_p2p_comm
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("mlp", 2)])
+@pytest.mark.parametrize("block", ["transformer", "rwkv7"])
+def test_feed_forwards_alone_are_recomputed(block: Any, recompute: str, times: int, one_process: Any) -> None:
+    shape = _shape("attention*2")
+    shape = replace(shape, model=replace(shape.model, block=block), recompute=recompute, precision="fp32")
+    (model,) = build_model(shape, CPU, one_process, seed=1)
+    calls: Counter[str] = Counter()
+    for layer in model.decoder.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.update(["mlp"]))
+        layer.self_attention.register_forward_pre_hook(lambda *_: calls.update(["mixer"]))
+    tokens = torch.arange(16)[None]
+    model(tokens, tokens, attention_mask=None, labels=tokens).sum().backward()
+    assert calls == {"mlp": 2 * times, "mixer": 2}
+    with torch.no_grad():
+        model(tokens, tokens, attention_mask=None, labels=tokens)
+    assert calls["mlp"] == 2 * times + 2
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_losses_are_the_cross_entropy_of_the_logits(tie_embeddings: bool, one_process: Any) -> None:
+    shape = _shape("attention*2")
+    shape = replace(shape, model=replace(shape.model, tie_embeddings=tie_embeddings), precision="fp32")
+    (model,) = build_model(shape, CPU, one_process, seed=1)
+    tokens, labels = torch.randint(100, (2, 2, LENGTH))
+    positions = torch.arange(LENGTH).expand(2, -1)
+    logits_btv = model(tokens, positions, attention_mask=None)
+    mask = (torch.arange(LENGTH) % 3 > 0).float().expand(2, -1)
+    losses_bt = model(tokens, positions, attention_mask=None, labels=labels, loss_mask=mask)
+    expected_bt = torch.nn.functional.cross_entropy(logits_btv.mT, labels, reduction="none")
+    torch.testing.assert_close(losses_bt, expected_bt)
+    weight = model.shared_embedding_or_output_weight() if tie_embeddings else model.output_layer.weight
+    found, expected = (torch.autograd.grad((x * mask).sum(), weight)[0] for x in (losses_bt, expected_bt))
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_block_has_no_biases_no_dropout_and_rmsnorm_with_its_weight_alone(one_process: Any) -> None:

@@ -121,8 +121,8 @@ def describe_machine(device: torch.device) -> dict[str, str | None]:
         "driver": source.output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": _version("triton"),
-        "fla": _version("flash-linear-attention"),
+        "triton": version("triton"),
+        "fla": version("flash-linear-attention"),
         "python": platform.python_version(),
         "commit": source.commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -134,7 +134,8 @@ def machine_line(machine: Mapping[str, str | None]) -> str:
     return "Machine: " + ", ".join(f"{name} {value}" for name, value in machine.items() if value is not None) + "."
 
 
-def _version(distribution: str) -> str | None:
+def version(distribution: str) -> str | None:
+    """Of an installed distribution; None: it is not there."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What `selectron bench` does: one benchmark, of kernels, layers, checkpoints, optimizers or data."""
+"""What `selectron bench` does: one benchmark, of kernels, layers, training, checkpoints, optimizers or data."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from megatron_ext.bench import optimizers_options as optimizers
 from megatron_ext.bench import options as layers
 from megatron_ext.bench import prepare_options as prepare
 from megatron_ext.bench import saves_options as checkpoints
+from megatron_ext.bench import train_options as train
 from megatron_ext.errors import UserError
 
 SUBJECTS = {
     "kernels": (kernels, "our attention ops and their peers"),
     "layers": (layers, "one layer's mixer, ours and flash-linear-attention's"),
+    "train": (train, "full training steps of a configuration's variants: tokens/s, MFU, memory, parts of a step"),
     "checkpoints": (
         checkpoints,
         "what a checkpoint costs training, and how fast it is saved and loaded",
@@ -33,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         subject = subjects.add_parser(name, help=text, description=text, allow_abbrev=False)
         options.add_arguments(subject)
         subject.set_defaults(measure=options.run)
+    train.add_rank(subjects.add_parser("train-rank"))  # what `train` starts; without help it is not listed
 
 
 def run(args: argparse.Namespace) -> int:

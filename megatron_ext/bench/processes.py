@@ -19,11 +19,18 @@ VOCABULARY = 50304
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Declare which run it is."""
+    """Declare which run it is, of random tokens."""
+    add_config(parser)
     add = parser.add_argument
-    add("config", type=Path, metavar="CONFIG", help="YAML file, see examples/; its data are not read")
-    add("overrides", nargs="*", metavar="key=value", help="e.g. parallel.tensor=2 training.global_batch_size=64")
     add("--vocabulary", type=int, default=VOCABULARY, metavar="N", help="tokens of the model (%(default)s)")
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Declare which configuration it is."""
+    add = parser.add_argument
+    add("config", type=Path, metavar="CONFIG", help="YAML file, see examples/; its data are not read unless it is said")
+    override = "e.g. parallel.tensor=2 training.global_batch_size=64; or another YAML file, laid over the first"
+    add("overrides", nargs="*", metavar="key=value", help=override)
 
 
 def config_of_run(args: argparse.Namespace, more: Sequence[str] = ()) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Training steps on random tokens, to be timed."""
+"""Training steps, to be timed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import numpy as np
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_ext.bench.step_parts import part
+from megatron_ext.bench.step_trace import DATA
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.platform import Platform
 from megatron_ext.training.build import build_trainer, model_shape
-from megatron_ext.training.datasets import step_batches
-from megatron_ext.training.trainer import Trainer
+from megatron_ext.training.datasets import packing_of, step_batches
+from megatron_ext.training.trainer import StepResult, Trainer
 
 
 class RandomSamples:
@@ -34,6 +36,10 @@ class RandomSamples:
         """Tokens [seq_length + 1] of a sample."""
         return np.random.default_rng(index).integers(0, self._vocabulary, self.seq_length + 1)
 
+    def document_starts(self, index: int) -> np.ndarray:
+        """A sample is one document."""
+        return np.zeros(1, dtype=np.int64)
+
 
 class TimedRun:
     """A run whose steps are timed. Every method is a collective call.
@@ -43,28 +49,46 @@ class TimedRun:
         vocabulary: tokens of the model.
         groups: process groups.
         platform: where this runs.
+        samples: what it trains on; None: random tokens that are nowhere stored.
+
+    Attributes:
+        shape: what the model was built from.
+        trainer: makes the steps.
+        step: how many have been made.
     """
 
-    def __init__(self, config: RunConfig, vocabulary: int, groups: ProcessGroupCollection, platform: Platform) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        vocabulary: int,
+        groups: ProcessGroupCollection,
+        platform: Platform,
+        samples: TrainingSamples | None = None,
+    ) -> None:
         self._config, self._groups, self._platform = config, groups, platform
-        self.trainer: Trainer = build_trainer(config, model_shape(config, platform, vocabulary), groups, platform)
-        self._samples = cast(TrainingSamples, RandomSamples(config.data.seq_length, vocabulary))
+        self.shape = model_shape(config, platform, vocabulary)
+        self.trainer: Trainer = build_trainer(config, self.shape, groups, platform)
+        random = cast(TrainingSamples, RandomSamples(config.data.seq_length, vocabulary))
+        self._samples = random if samples is None else samples
         self.step = 0
 
-    def train(self) -> None:
-        """One step."""
+    def train(self) -> StepResult:
+        """One step, from reading its samples to the update."""
         training, groups = self._config.training, self._groups
-        batches = step_batches(
-            self._samples,
-            self.step * training.global_batch_size,
-            training,
-            layout_of(self._config, dist.get_world_size()),
-            dp_rank=groups.dp.rank(),
-            cp_rank=groups.cp.rank(),
-            cp_size=groups.cp.size(),
-        )
-        self.trainer.train_step(batches)
+        with part(DATA):
+            batches = step_batches(
+                self._samples,
+                self.step * training.global_batch_size,
+                training,
+                layout_of(self._config, dist.get_world_size()),
+                dp_rank=groups.dp.rank(),
+                cp_rank=groups.cp.rank(),
+                cp_size=groups.cp.size(),
+                packing=packing_of(self._config.data),
+            )
+        result = self.trainer.train_step(batches)
         self.step += 1
+        return result
 
     def timed(self, work: Callable[[], object]) -> float:
         """Seconds until all ranks have done something that they began together."""

@@ -102,7 +102,9 @@ class DataConfig:
         cache_dir: local folder for copies of shards that lie at an address: each is copied when it is first opened, by
             one process of a machine, and its sha256 compared with the manifest's; `verify` then means that all have
             the right size at the address. Validation and test shards are copied before training.
-        cache_gib: GiB of training text kept there, at most, and a shard a process; None: all of it.
+        cache_gib: GiB of training text kept there, at most, and a shard a process; None: all of it. As samples come in
+            any order, a run that does not find room for all its shards copies whole ones again for a sample each, and
+            warns.
         tokenizer: a tokenizer.json that must be the one the data was made with; None: the one kept beside the manifest.
         train_domains: domains to train on; None: every domain of the manifest that has a train split.
         test_domains: domains to test on; None: every domain of the manifest that has a test split, but none that was
@@ -115,13 +117,15 @@ class DataConfig:
         seq_length: tokens a sample, whole, before context parallelism splits it.
         verify: what is checked of the shards before training. sha256: that of every file, once a run: one that goes on
             reads those again whose size, inode or times are not as they were then (verified_shards.json in its
-            folder). sha256_always: reads all of them at every start, which finds a disk that has lost bits meanwhile,
-            too. size: their size alone.
+            folder), or that failed while it read them (failed_shards in its folder). sha256_always: reads all of them
+            at every start, which finds a disk that has lost bits meanwhile before the run comes to them. size: their
+            size alone, and those that failed whole.
         on_damaged: what becomes of a run for which that check finds a shard of training text missing or damaged. stop:
             it does not begin. skip: it does without the shard, with a warning, a line in skipped_shards.jsonl and the
             order of all other samples as it was; a sample of the shard reads another in its place. Text to evaluate on
-            is never skipped, and a shard that fails later than that check stops the run by its name: `--resume` with
-            skip goes on without it.
+            is never skipped. A shard that fails later than that check stops the run by its name once. The next start
+            reads it whole, on every machine, or copies it from its address again: `--resume` with skip goes on without
+            it, unless it is whole again.
         document_boundaries: batches say where the documents of a packed sample begin (`Batch.cu_seqlens`), for code
             that reads them; the model does so with `reset_attention`, and mixes across documents without.
         reset_attention: a token attends to, and takes state from, its own document alone, in training as in the losses
@@ -154,7 +158,8 @@ class TrainingConfig:
         micro_batch_size: samples a forward pass on one data-parallel rank.
         precision: parameters and activations; gradients are reduced and accumulated in fp32 either way.
         seed: of the initial weights and of the order of the samples.
-        recompute: activations recomputed in the backward pass: not at all, or whole layers.
+        recompute: activations recomputed in the backward pass: none; mlp: those of the feed-forward and the norm before
+            it, which are more than half of the memory and cost no mixer's work a second time; full: of whole layers.
         evaluate_every: steps between evaluations by domain; 0: never.
         evaluate_suites: tests between steps beside loss by domain: retrieval, fewshot. What they are told stands in the
             sections of their names.
@@ -172,7 +177,7 @@ class TrainingConfig:
     micro_batch_size: PositiveInt = 4
     precision: Literal["bf16", "fp32"] = "bf16"
     seed: NonNegativeInt = 1234
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "mlp", "full"] = "none"
     evaluate_every: NonNegativeInt = 0
     evaluate_suites: list[str] = Field(default_factory=list)
     evaluate_suites_every: NonNegativeInt = 0
@@ -221,6 +226,40 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class ResilienceConfig:
+    """What becomes of steps that go wrong, and how a run shows that it is alive.
+
+    A step's loss and gradient norm are judged before parameters are updated; decisions stand in decisions.jsonl.
+
+    Attributes:
+        retries: times that a step that went wrong is computed again, from the same samples, before anything else: what
+            a machine got wrong once it mostly gets right then, and the run is as if nothing had been.
+        on_nonfinite: what is done if the loss or the gradient is not finite still. stop: the run ends, with a
+            checkpoint of the step before. skip: the step's samples are left out, parameters stay as they are.
+            roll_back: the run goes on from its newest checkpoint, with the samples after those of this step.
+        on_spike: the same if the loss or the gradient's norm is far above those of the steps before; ignore: nothing.
+        spike_deviations: what far is, in standard deviations above the mean.
+        spike_window: steps whose mean and deviation are taken; before there are as many, nothing is a spike.
+        limit: most steps that may be skipped or rolled back in a run; the next one stops it.
+        heartbeat_seconds: between two signs that each rank writes of how far it is, for `selectron status --ranks`; 0:
+            it writes none.
+        straggler_every: steps between comparisons of the ranks' speeds, each alone with a matrix product and with the
+            reading of its samples; 0: never.
+        straggler_factor: a rank is named that takes so many times as long as the middle one.
+    """
+
+    retries: NonNegativeInt = 1
+    on_nonfinite: Literal["stop", "skip", "roll_back"] = "stop"
+    on_spike: Literal["ignore", "stop", "skip", "roll_back"] = "ignore"
+    spike_deviations: PositiveFloat = 6.0
+    spike_window: Annotated[int, Field(ge=2)] = 128
+    limit: NonNegativeInt = 10
+    heartbeat_seconds: NonNegativeFloat = 10.0
+    straggler_every: NonNegativeInt = 100
+    straggler_factor: Annotated[float, Field(gt=1.0)] = 1.5
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunSection:
     """Where the run is kept and on what it runs.
 
@@ -257,6 +296,7 @@ class RunConfig:
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    resilience: ResilienceConfig = Field(default_factory=ResilienceConfig)
     run: RunSection = Field(default_factory=RunSection)
     retrieval: dict[str, Any] = Field(default_factory=dict)
     fewshot: dict[str, Any] = Field(default_factory=dict)

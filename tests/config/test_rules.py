@@ -201,11 +201,23 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         "and virtual_pipeline is 2; give a multiple of 8, or set parallel.virtual_pipeline=1",
         {"parallel": {"pipeline": 2}, "training": {"global_batch_size": 12}},
     ),
+    "recomputed_feed_forwards_are_there": (
+        1,
+        {"model": {"block": "mixer"}, "training": {"recompute": "mlp"}},
+        "training.recompute: mlp, with model.block mixer, which has no feed-forward; use none or full",
+        {"model": {"block": "mixer"}, "training": {"recompute": "full"}},
+    ),
     "suites_have_a_rhythm": (
         1,
         {"training": {"evaluate_suites": ["retrieval"]}},
         "training.evaluate_suites_every: 0, with training.evaluate_suites retrieval; give the steps between them",
         {"training": {"evaluate_suites": ["retrieval"], "evaluate_suites_every": 5}},
+    ),
+    "rolling_back_needs_checkpoints": (
+        1,
+        {"training": {"checkpoint_every": 0}, "resilience": {"on_spike": "roll_back"}},
+        "training.checkpoint_every: 0, with resilience.on_spike roll_back; give the steps between checkpoints",
+        {"training": {"checkpoint_every": 5}, "resilience": {"on_spike": "roll_back"}},
     ),
     "rate_falls": (
         1,

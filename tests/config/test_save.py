@@ -46,6 +46,7 @@ def test_keys_stand_in_the_schemas_order_and_lists_on_one_line() -> None:
         "parallel",
         "training",
         "optimizer",
+        "resilience",
         "run",
         "retrieval: {}",
         "fewshot: {}",

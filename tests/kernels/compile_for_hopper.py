@@ -20,6 +20,8 @@ from triton.runtime.jit import JITFunction
 from kernels.based.op import based_triton
 from kernels.gated_delta_rule import triton_launch as triton_launch_delta_rule
 from kernels.gated_delta_rule.op import gated_delta_rule_triton
+from kernels.linear_cross_entropy import triton_rows
+from kernels.linear_cross_entropy.op import linear_cross_entropy_in_chunks
 from kernels.native_sparse_attention.op import choose_blocks
 from kernels.selective_scan.op import selective_scan_triton
 from kernels.short_convolution.op import short_convolution_triton
@@ -125,6 +127,12 @@ def convolution(width: int, taps: int, widths: list[int], biased: bool) -> None:
     torch.autograd.backward(parts, [torch.ones_like(y) for y in parts])
 
 
+def losses(vocabulary: int, dtype: torch.dtype) -> None:
+    hidden, weight = torch.zeros(100, 32, dtype=dtype, requires_grad=True), torch.zeros(vocabulary, 32, dtype=dtype)
+    label, counted = torch.zeros(100, dtype=torch.int64), torch.ones(100, dtype=torch.bool)
+    linear_cross_entropy_in_chunks(hidden, weight, label, counted, 0, None, 64, triton_rows).sum().backward()
+
+
 def main() -> None:
     driver.set_active(Target())
     choice.form_obstacle = lambda *_: None  # not even that there is no GPU
@@ -155,6 +163,8 @@ def main() -> None:
         based(width, value)
     convolution(384, 4, [64, 64, 256], biased=False)
     convolution(37, 8, [20, 1], biased=True)
+    for vocabulary, dtype in ((300, torch.float32), (50304, torch.bfloat16)):
+        losses(vocabulary, dtype)
     print(*sorted(compiled))
 
 

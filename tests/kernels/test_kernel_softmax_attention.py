@@ -171,7 +171,7 @@ def test_wrong_arguments_are_named(change, message):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch's fused kernels need a GPU")
 @pytest.mark.parametrize("groups", [4, 1])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("length", [63, 1000])
+@pytest.mark.parametrize("length", [63, 1000, 2048])
 def test_on_a_gpu_it_is_the_reference(length, head_dim, groups):
     drawn = [x.cuda() for x in inputs(length, length, 4, groups, head_dim, head_dim, torch.bfloat16)]
     upstream = torch.randn(2, length, 4, head_dim, device="cuda").bfloat16()
@@ -183,3 +183,14 @@ def test_on_a_gpu_it_is_the_reference(length, head_dim, groups):
 
     for found, expected in zip(run("sdpa", torch.bfloat16), run("reference", torch.float64), strict=True):
         assert float((found - expected).norm() / expected.norm()) < 5e-3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch's fused kernels need a GPU")
+@pytest.mark.parametrize("length", [2048, 4096])
+def test_long_sequences_are_cudnns_from_hopper_on(length):
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("before Hopper torch chooses")
+    q, k, v = (x.cuda().requires_grad_() for x in inputs(length, length, 4, 4, 128, 128, torch.bfloat16))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        softmax_attention(q, k, v).sum().backward()
+    assert any("cudnn" in event.key.lower() for event in profile.key_averages())

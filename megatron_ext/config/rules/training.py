@@ -33,6 +33,14 @@ def interleaving_needs_whole_rounds(f: Facts) -> Broken:
     )
 
 
+@rule("training.recompute")
+def recomputed_feed_forwards_are_there(f: Facts) -> Broken:
+    """A layer that is the mixer alone has none."""
+    if f.config.training.recompute != "mlp" or f.config.model.block != "mixer":
+        return None
+    return "mlp, with model.block mixer, which has no feed-forward", "use none or full"
+
+
 @rule("training.evaluate_suites_every")
 def suites_have_a_rhythm(f: Facts) -> Broken:
     """Neither says anything without the other."""
@@ -42,6 +50,16 @@ def suites_have_a_rhythm(f: Facts) -> Broken:
     if t.evaluate_suites:
         return f"0, with training.evaluate_suites {', '.join(t.evaluate_suites)}", "give the steps between them"
     return f"{t.evaluate_suites_every}, without training.evaluate_suites", "name them, e.g. [retrieval]"
+
+
+@rule("training.checkpoint_every")
+def rolling_back_needs_checkpoints(f: Facts) -> Broken:
+    """There is nothing to go back to without."""
+    r = f.config.resilience
+    if f.config.training.checkpoint_every or "roll_back" not in (r.on_nonfinite, r.on_spike):
+        return None
+    name = "on_nonfinite" if r.on_nonfinite == "roll_back" else "on_spike"
+    return f"0, with resilience.{name} roll_back", "give the steps between checkpoints"
 
 
 @rule("optimizer.min_lr")

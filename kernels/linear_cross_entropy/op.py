@@ -1,0 +1,111 @@
+"""Logits of some rows at a time, and what is needed of them: losses, and in the same pass the gradients.
+
+The gradients of hidden states and weight are computed in the forward pass, while a chunk's logits are there: computed
+in the backward pass, each chunk would be multiplied a second time, a third of the output layer's work on top. They are
+then those of the sum of the counted losses, which the backward pass scales.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Rows(Protocol):
+    """What is computed of some rows of logits, by a module: `rows` says what its functions mean."""
+
+    def statistics(self, logits_nv: Tensor, label_n: Tensor, first_label: int) -> Tensor:
+        """See `rows.statistics`."""
+
+    def differentiate(
+        self, logits_nv: Tensor, lse_n: Tensor, label_n: Tensor, counted_n: Tensor, first_label: int
+    ) -> None:
+        """See `rows.differentiate`."""
+
+
+def linear_cross_entropy_in_chunks(
+    hidden_nh: Tensor,
+    weight_vh: Tensor,
+    label_n: Tensor,
+    counted_n: Tensor,
+    first_label: int,
+    group: dist.ProcessGroup | None,
+    chunk_size: int,
+    rows: Rows,
+) -> Tensor:
+    """Arguments as in `interface.linear_cross_entropy`, checked there, flat and dense; `rows` computes of logits."""
+    # Within the function gradients are off, whether or not the caller wants them.
+    wanted = torch.is_grad_enabled() and (hidden_nh.requires_grad or weight_vh.requires_grad)
+    options = (first_label, group, chunk_size, rows, wanted)
+    losses_n: Tensor = _LinearCrossEntropy.apply(hidden_nh, weight_vh, label_n, counted_n, options)
+    return losses_n
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_nh: Tensor, weight_vh: Tensor, label_n: Tensor, counted_n: Tensor, options: tuple[Any, ...]
+    ) -> Tensor:
+        first_label, group, chunk_size, rows, with_gradients = options
+        wide = torch.promote_types(hidden_nh.dtype, torch.float32)
+        losses_n = torch.empty(len(hidden_nh), dtype=wide, device=hidden_nh.device)
+        if with_gradients:
+            dhidden_nh, dweight_vh = torch.empty_like(hidden_nh), torch.zeros_like(weight_vh, dtype=wide)
+        for begin in range(0, len(hidden_nh), chunk_size):
+            chunk = slice(begin, begin + chunk_size)
+            logits_cv = hidden_nh[chunk] @ weight_vh.T
+            lse_c, own_c = _over_ranks(rows.statistics(logits_cv, label_n[chunk], first_label), group)
+            torch.sub(lse_c, own_c, out=losses_n[chunk])
+            if with_gradients:
+                rows.differentiate(logits_cv, lse_c, label_n[chunk], counted_n[chunk], first_label)
+                torch.mm(logits_cv, weight_vh, out=dhidden_nh[chunk])
+                _add_product(dweight_vh, logits_cv.T, hidden_nh[chunk])
+            del logits_cv  # else the next chunk's are made beside them
+        if with_gradients:
+            ctx.save_for_backward(dhidden_nh, dweight_vh.to(weight_vh.dtype), counted_n)
+        return losses_n
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor | None, ...]:
+        dhidden_nh, dweight_vh, counted_n = ctx.saved_tensors
+        factor = _common_factor(grad_n, counted_n)
+        return dhidden_nh * factor.to(dhidden_nh.dtype), dweight_vh * factor.to(dweight_vh.dtype), None, None, None
+
+
+def _over_ranks(found_3n: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Logarithm of the sum of exp, and the label's logit, over the columns of all ranks."""
+    if group is not None and group.size() > 1:
+        of_ranks = found_3n.new_empty(group.size(), *found_3n.shape)
+        dist.all_gather_into_tensor(of_ranks.flatten(0, 1), found_3n, group=group)
+        highest_n = of_ranks[:, 0].amax(0)
+        sum_n = (of_ranks[:, 1] * (of_ranks[:, 0] - highest_n).exp()).sum(0)
+        own_n = of_ranks[:, 2].sum(0)
+    else:
+        highest_n, sum_n, own_n = found_3n
+    return highest_n + sum_n.log(), own_n
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to total, in total's precision."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _common_factor(grad_n: Tensor, counted_n: Tensor) -> Tensor:
+    """The number [1] that comes back for each counted loss. A GPU checks that by itself: nothing waits for it."""
+    first_1 = counted_n.int().argmax(0, keepdim=True)
+    factor = grad_n.index_select(0, first_1) * counted_n.index_select(0, first_1)  # none is counted: zero
+    as_told = (grad_n == factor * counted_n) | ~grad_n.isfinite() | ~factor.isfinite()
+    torch._assert_async(
+        as_told.all(), "linear_cross_entropy: gradients of the counted losses differ, or others have one"
+    )
+    return factor

@@ -1,0 +1,71 @@
+"""What is computed of some rows of logits, in Triton: a program a row, which reads it once and writes at most once."""
+
+# mypy: ignore-errors
+# Triton compiles what is below; pointers and tiles have no type in Python.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton_math import next_power_of_two, on_device
+
+BLOCK, WARPS = 4096, 8
+"""Columns that a program has at a time: 16 of them a thread."""
+
+
+@triton.jit(do_not_specialize=["first_label"])
+def row_statistics(logits, label, found, num_rows, num_columns, first_label, BLOCK: tl.constexpr):
+    """Grid (num_rows). logits [num_rows, num_columns], label int64 [num_rows], found fp32 [3, num_rows]."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * num_columns
+    highest, total = -float("inf"), 0.0
+    for start in range(0, num_columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + column, mask=column < num_columns, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(highest, tl.max(x, 0))
+        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 0)
+        highest = higher
+    own = tl.load(label + row) - first_label
+    is_here = (own >= 0) & (own < num_columns)
+    tl.store(found + row, highest)
+    tl.store(found + num_rows + row, total)
+    tl.store(found + 2 * num_rows + row, tl.load(logits + own, mask=is_here, other=0.0).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["first_label"])
+def row_gradient(logits, lse, label, counted, num_columns, first_label, BLOCK: tl.constexpr):
+    """Grid (num_rows). Writes over logits [num_rows, num_columns]; lse fp32, label int64, counted bool [num_rows]."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * num_columns
+    own = tl.load(label + row) - first_label
+    lse_of_row, is_counted = tl.load(lse + row), tl.load(counted + row) != 0
+    for start in range(0, num_columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + column, mask=column < num_columns, other=0.0).to(tl.float32)
+        gradient = tl.exp(x - lse_of_row) - tl.where(column == own, 1.0, 0.0)
+        # Not multiplied by zero: a loss that is not counted must not spoil gradients where it is not a number.
+        gradient = tl.where(is_counted, gradient, 0.0)
+        tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=column < num_columns)
+
+
+def statistics(logits_nv: Tensor, label_n: Tensor, first_label: int) -> Tensor:
+    """As `rows.statistics`, of dense logits in fp32 or 16 bits."""
+    num_rows, num_columns = logits_nv.shape
+    found = torch.empty(3, num_rows, dtype=torch.float32, device=logits_nv.device)
+    with on_device(logits_nv):
+        row_statistics[(num_rows,)](logits_nv, label_n, found, num_rows, num_columns, first_label, **_tile(num_columns))
+    return found
+
+
+def differentiate(logits_nv: Tensor, lse_n: Tensor, label_n: Tensor, counted_n: Tensor, first_label: int) -> None:
+    """As `rows.differentiate`, of dense logits in fp32 or 16 bits."""
+    num_rows, num_columns = logits_nv.shape
+    with on_device(logits_nv):
+        row_gradient[(num_rows,)](
+            logits_nv, lse_n, label_n, counted_n, num_columns, first_label, **_tile(num_columns)
+        )  # fmt: skip
+
+
+def _tile(num_columns: int) -> dict[str, int]:
+    return {"BLOCK": min(BLOCK, next_power_of_two(num_columns)), "num_warps": WARPS}

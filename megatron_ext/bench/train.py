@@ -1,0 +1,201 @@
+"""Variants of one configuration, trained for some steps one after the other, each in fresh processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from pydantic import TypeAdapter
+
+from kernels.bench.timing import Ceilings
+from megatron_ext.bench.train_measure import Amount, Measured
+from megatron_ext.bench.train_rank import FAILED, MACHINE, MEASURED, Job, about_machine, write_job
+from megatron_ext.bench.train_report import Report, Row
+from megatron_ext.config.load import load_config
+from megatron_ext.config.rules import check
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.data.random_data import make_random_data
+from megatron_ext.errors import EXIT_USER_ERROR, UserError
+from megatron_ext.launch.local import launch, rank_command
+from megatron_ext.mixers.registry import load_all
+
+RANK = "train-rank"
+"""The subject of `selectron bench` that a rank is started with."""
+
+FORM = "write NAME:key=value,key=value or NAME:overlay.yaml"
+
+_SHARD_TOKENS = 1 << 22
+_SEED = 0
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_LONGEST = 300
+"""Characters of a reason in the table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One configuration of several.
+
+    Attributes:
+        name: in the table.
+        overrides: laid over the configuration that all have.
+        config: the whole one; None: it cannot be.
+        refused: why it cannot be trained.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    config: RunConfig | None = None
+    refused: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is to be measured, beside the variants.
+
+    Attributes:
+        processes: that train each variant.
+        amount: how many steps.
+        vocabulary: tokens of the model; None: those of the data.
+        prepared: whether the configuration's own data are read, not random ones.
+    """
+
+    processes: int
+    amount: Amount
+    vocabulary: int | None
+    prepared: bool
+
+
+def parse_variant(text: str) -> tuple[str, tuple[str, ...]]:
+    """Name and overrides of `NAME:key=value,...`; a comma that no key or file follows is of the value.
+
+    Raises:
+        UserError: the text is of another form.
+    """
+    name, colon, rest = text.partition(":")
+    if not colon or not re.fullmatch(r"[\w.+-]+", name):
+        raise UserError("--variant", f"{text!r} is no variant", FORM)
+    parts = re.split(r",(?=\s*[A-Za-z_]\w*(?:\.\w+)+=|[^,=]+\.ya?ml(?:,|$))", rest)
+    return name, tuple(part.strip() for part in parts if part.strip())
+
+
+def read_variants(path: Path, overrides: Sequence[str], texts: Sequence[str], processes: int) -> list[Variant]:
+    """The variants of a configuration, those that are refused too; without any, the configuration as it is.
+
+    Raises:
+        UserError: the configuration that all have cannot be read, or trained where there are no variants; a variant is
+            malformed or there twice.
+    """
+    own = load_config(path, overrides, load_all())
+    if not texts:
+        check(own, processes, load_all())
+        return [Variant(name=path.stem, overrides=(), config=own)]
+    found: dict[str, Variant] = {}
+    for name, more in map(parse_variant, texts):
+        if name in found:
+            raise UserError("--variant", f"{name!r} is there twice", "give each a name of its own")
+        found[name] = Variant(name=name, overrides=more)
+        try:
+            found[name] = replace(found[name], config=load_config(path, [*overrides, *more], load_all()))
+            check(cast(RunConfig, found[name].config), processes, load_all())
+        except UserError as error:
+            found[name] = replace(found[name], refused=str(error))
+    return list(found.values())
+
+
+def bench(
+    variants: Sequence[Variant],
+    plan: Plan,
+    about: Mapping[str, Any],
+    *,
+    tell: Callable[[str], None] = print,
+    save: Callable[[Report], None] | None = None,
+) -> tuple[Report, int]:
+    """Measure every variant.
+
+    Args:
+        variants: in the order of the rows.
+        plan: how.
+        about: fields of the report that say which run it is; see `which_run`.
+        tell: takes a line before and after each.
+        save: takes the report so far after each row, so that a run cut short leaves what it has.
+
+    Returns:
+        The report, and the exit code: 0; 1 if a variant failed; that of the signal that ended one, and so all.
+    """
+    with tempfile.TemporaryDirectory(prefix="selectron-bench-") as scratch:
+        folder = Path(scratch)
+        here, ceilings = _machine(folder)
+        report = Report(**about, machine=here, ceilings=ceilings, amount=plan.amount, prepared=plan.prepared, rows=[])
+        if save is not None:
+            save(report)  # a folder that cannot be written is known before all else is measured
+        random_data = None if plan.prepared else _random_data(folder / "data", variants, plan)
+        for number, variant in enumerate(variants):
+            tell(f"{variant.name} ...")
+            row, code = _row(folder / str(number), variant, plan, random_data)
+            report.rows.append(row)
+            tell(f"{variant.name}: {row.summary}")
+            if save is not None:
+                save(report)
+            if code in _STOPPED:
+                return report, code
+    return report, 1 if any(row.failed for row in report.rows) else 0
+
+
+def _random_data(folder: Path, variants: Sequence[Variant], plan: Plan) -> Path:
+    """A prepared folder of as many random tokens as the longest variant reads, or many of them."""
+    steps = plan.amount.warm_up + plan.amount.steps + plan.amount.profiled + 1
+    configs = [one.config for one in variants if one.config is not None]
+    lengths = [(config.data.seq_length, config.training.global_batch_size) for config in configs]
+    needed = [2 * (length + 1) + min(_SHARD_TOKENS, steps * batch * length) for length, batch in lengths]
+    assert plan.vocabulary is not None, "random tokens have no tokenizer"
+    make_random_data(folder, 1, max(needed, default=1), _SEED, plan.vocabulary)
+    return folder
+
+
+def _machine(folder: Path) -> tuple[dict[str, str | None], Ceilings | None]:
+    """What this machine is and what its GPU can do, from a process of its own, which leaves nothing on the GPU.
+
+    Raises:
+        UserError: the GPU does not work.
+    """
+    if not torch.cuda.is_available():
+        return about_machine(torch.device("cpu")), None
+    code = launch(rank_command("bench", [RANK, "--machine", str(folder)]), 1)
+    if code:
+        problem = f"the GPU cannot be measured: {_reason(folder, code)}"
+        raise UserError("run.device", problem, "see who else is at it (nvidia-smi), and `selectron doctor`")
+    found = json.loads((folder / MACHINE).read_bytes())
+    return found["machine"], Ceilings(**found["ceilings"])
+
+
+def _row(folder: Path, variant: Variant, plan: Plan, random_data: Path | None) -> tuple[Row, int]:
+    """A variant's row, and the exit code of its processes."""
+    config = None if variant.config is None else TypeAdapter(RunConfig).dump_python(variant.config, mode="json")
+    row = Row(name=variant.name, overrides=variant.overrides, config=config, processes=plan.processes)
+    if variant.refused is not None or variant.config is None:
+        return row.with_failure(str(variant.refused)), EXIT_USER_ERROR
+    folder.mkdir()
+    job = Job(config=variant.config, vocabulary=plan.vocabulary, random_data=random_data, amount=plan.amount)
+    write_job(folder, job)
+    code = launch(rank_command("bench", [RANK, str(folder)]), plan.processes)
+    if code:
+        return row.with_failure(_reason(folder, code)), code
+    return row.with_numbers(TypeAdapter(Measured).validate_json((folder / MEASURED).read_bytes())), 0
+
+
+def _reason(folder: Path, code: int) -> str:
+    """What the rank said that failed first, or how it ended if it could not say anything."""
+    said = folder / FAILED
+    if said.exists():
+        return said.read_text()[:_LONGEST]
+    if code > 128:
+        name = signal.Signals(code - 128).name
+        return f"was ended by {name}" + (", for want of memory perhaps" if name == "SIGKILL" else "")
+    return f"ended with exit code {code}"

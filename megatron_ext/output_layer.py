@@ -1,0 +1,81 @@
+"""The output layer of a language model, which gives losses where it gets labels, and never holds all logits then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from kernels.linear_cross_entropy import linear_cross_entropy
+
+
+class LossOutputLayer(ColumnParallelLinear):
+    """Megatron's output layer, vocabulary split over tensor-parallel ranks, with the loss in it.
+
+    In it, and not beside it, since what owns a weight is what DeepSpeed's stage 3 gathers it for.
+    """
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        labels_bt: Tensor | None = None,
+        loss_mask_bt: Tensor | None = None,
+    ) -> Any:
+        """Logits as Megatron gives them, or losses.
+
+        Args:
+            input_: hidden states [t, b, h], under sequence parallelism this rank's part of t.
+            weight: [v / tp, h], where it is the embedding's; None: the layer's own.
+            runtime_gather_output: see Megatron; of logits.
+            labels_bt: [b, t] int64; None: logits are wanted.
+            loss_mask_bt: [b, t], 0 where no gradient comes back, see `linear_cross_entropy`; None: nowhere.
+
+        Returns:
+            Losses [b, t] in nats, fp32; or what Megatron's layer returns.
+        """
+        if labels_bt is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        weight_vh = self.weight if weight is None else weight
+        if self.sequence_parallel:
+            hidden_tbh = gather_from_sequence_parallel_region(input_, group=self.tp_group)
+        else:
+            hidden_tbh = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        # Hidden states stay as they lie: Megatron's sum over ranks loses itself on a gradient that is not dense.
+        losses_tb = linear_cross_entropy(
+            hidden_tbh,
+            weight_vh,
+            labels_bt.T,
+            None if loss_mask_bt is None else loss_mask_bt.T.bool(),
+            first_label=self.tp_group.rank() * len(weight_vh),
+            group=self.tp_group,
+        )
+        return losses_tb.T.contiguous()
+
+
+class LanguageModel(GPTModel):
+    """Megatron's GPT, whose losses come from the output layer itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            # Megatron names the class of its output layer itself; what the layer has and how it is stored stays.
+            self.output_layer.__class__ = LossOutputLayer
+
+    def _postprocess(
+        self, hidden_states: Tensor, *, labels: Tensor | None, loss_mask: Tensor | None = None, **others: Any
+    ) -> Tensor:
+        if not self.post_process or labels is None:
+            unchanged: Tensor = super()._postprocess(hidden_states, labels=labels, loss_mask=loss_mask, **others)
+            return unchanged
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        losses_bt: Tensor = self.output_layer(hidden_states, weight, labels_bt=labels, loss_mask_bt=loss_mask)
+        return losses_bt

@@ -1,0 +1,242 @@
+"""`selectron bench train`: every variant trains in processes of its own or says why not, and the tables follow."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.bench.timing import Ceilings
+from megatron_ext.bench import train
+from megatron_ext.bench.step_trace import MODEL, PARTS, PHASES, Breakdown
+from megatron_ext.bench.train import parse_variant
+from megatron_ext.bench.train_measure import Amount, Measured, Memory, measure
+from megatron_ext.bench.train_rank import FAILED, Job, read_job
+from megatron_ext.bench.train_report import Report, Row, derived
+from megatron_ext.cli import main
+from megatron_ext.config.load import resolve
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.data.opening import open_samples
+from megatron_ext.data.random_data import make_random_data
+from megatron_ext.mixers.registry import load_all
+from megatron_ext.platform import Platform
+
+CPU = Platform(torch.device("cpu"), "gloo")
+TINY = """
+data: {path: none, seq_length: 16}
+model: {pattern: attention, hidden_size: 32, num_attention_heads: 2, ffn_hidden_size: 64}
+training: {global_batch_size: 4, micro_batch_size: 1, precision: fp32}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        ("a:", ()),
+        ("a:model.pattern=attention*24", ("model.pattern=attention*24",)),
+        ("a:model.pattern=x*2,y,optimizer.betas=[0.9, 0.95]", ("model.pattern=x*2,y", "optimizer.betas=[0.9, 0.95]")),
+        ("a:one/two.yaml,mixers.x.y=1,b.yml", ("one/two.yaml", "mixers.x.y=1", "b.yml")),
+    ],
+)
+def test_a_comma_begins_a_key_or_a_file_or_is_of_the_value(text: str, overrides: tuple[str, ...]) -> None:
+    assert parse_variant(text) == ("a", overrides)
+
+
+def test_random_data_are_of_the_vocabulary(tmp_path: Path) -> None:
+    make_random_data(tmp_path, 1, 2000, seed=0, vocabulary=7)
+    samples, _ = open_samples(tmp_path, 1999, seed=0)
+    assert set(samples[0]) == set(range(7))
+
+
+def test_all_is_measured(one_process: Any, small_run: RunConfig, tmp_path: Path) -> None:
+    make_random_data(tmp_path, 1, 2000, seed=0, vocabulary=100)
+    samples, _ = open_samples(tmp_path, 16, seed=0)
+    found = measure(small_run, 100, samples, one_process, CPU, Amount(warm_up=1, steps=3, profiled=1))
+    assert len(found.seconds) == len(found.losses) == 3
+    assert all(seconds > 0 for seconds in found.seconds)
+    assert found.losses[0] == pytest.approx(math.log(128), abs=0.5)  # of the padded vocabulary
+    assert found.tokens == 2 * 16
+    # Two tables of 128 x 32, four projections, three matrices of the feed-forward, three norms.
+    assert found.parameters["parameters"] == 2 * 128 * 32 + 4 * 32 * 32 + 3 * 32 * 64 + 3 * 32
+    weights = 128 * 32 + 4 * 32 * 32 + 3 * 32 * 64
+    assert found.flops_per_token > 6 * weights
+    assert found.peak_flops is not None
+    assert found.memory.allocated > 2**20
+    assert found.memory.reserved is None
+    assert found.breakdown is not None
+    assert [found.breakdown] == found.breakdown_by_rank
+    assert sum(found.breakdown.parts.values()) == pytest.approx(found.breakdown.step)
+
+
+def test_without_profiled_steps_there_is_no_breakdown(one_process: Any, small_run: RunConfig, tmp_path: Path) -> None:
+    make_random_data(tmp_path, 1, 2000, seed=0, vocabulary=100)
+    samples, _ = open_samples(tmp_path, 16, seed=0)
+    found = measure(small_run, 100, samples, one_process, CPU, Amount(warm_up=1, steps=1, profiled=0))
+    assert found.breakdown is None
+    assert found.breakdown_by_rank == []
+    lines = replace(REPORT, rows=[ROW.with_numbers(found)]).table()
+    assert len(lines) == 3
+
+
+PHASES_OF_ONE = {part: dict.fromkeys(PHASES, 0.0) for part in MODEL}
+BREAKDOWN = Breakdown(
+    step=0.5,
+    parts=dict.fromkeys(PARTS, 0.0) | {"mixer": 0.2, "communication": 0.1, "GPU idle": 0.2},
+    phases=PHASES_OF_ONE | {"mixer": {"forward": 0.05, "recompute": 0.05, "backward": 0.1}},
+    communication=0.15,
+    host_syncs={"cudaStreamSynchronize in aten::item (optimizer)": 2.0, "cudaFree in aten::mm (mixer)": 0.5},
+)
+MEASURED = Measured(
+    parameters={"parameters": 1_000_000, "embedding_parameters": 10, "output_layer_parameters": 10},
+    tokens=4000,
+    seconds=[0.5, 0.4, 0.8],
+    losses=[3.0, 2.5, 2.25],
+    flops_per_token=1e9,
+    peak_flops=8e13,
+    memory=Memory(allocated=3 << 30, reserved=4 << 30, allocated_before=5 << 30),
+    breakdown=BREAKDOWN,
+    breakdown_by_rank=[BREAKDOWN, BREAKDOWN],
+)
+ROW = Row(name="full", overrides=("a.b=1",), config={"model": {}}, processes=2)
+REPORT = Report(
+    name="small",
+    overrides=("c.d=2",),
+    processes=2,
+    machine={"torch": "2"},
+    ceilings=Ceilings(7e14, 4e12),
+    amount=Amount(warm_up=5, steps=3, profiled=2),
+    prepared=False,
+    rows=[],
+)
+
+
+def test_rates_by_hand() -> None:
+    assert derived(MEASURED, 2) == pytest.approx(
+        {
+            "s_per_step": 0.5,
+            "tokens_per_s": 8000,
+            "tokens_per_s_min": 5000,
+            "tokens_per_s_max": 10000,
+            "tokens_per_s_per_process": 4000,
+            "mfu": 0.1,
+            "model_tflops_per_process": 4.0,
+        }
+    )
+
+
+def test_the_tables_by_hand(tmp_path: Path) -> None:
+    big = replace(ROW, name="big").with_failure("OutOfMemoryError: x")
+    report = replace(REPORT, rows=[ROW.with_numbers(MEASURED), big])
+    report.write(tmp_path)
+    text = (tmp_path / "train.md").read_text()
+    assert text == report.markdown()
+    assert "`small c.d=2`, 2 processes. Medians of 3 steps after 5, on random tokens" in text
+    assert "bf16 product of 8192 x 8192 matrices 700 TFLOP/s, copy 4.00 TB/s" in text
+    row = "| full | 8,000 | 5,000 to 10,000 | 4,000 | 500 | 10.0 % | 3.00 | 4.00 | 1,000,000 | 2.2500 | 2.5 | 1.00x |"
+    assert row in text
+    assert "| big | failed: OutOfMemoryError: x |  |" in text
+    assert "| full | 500 | 200 (40 %) | 0.0 (0 %) |" in text
+    assert "| full | recompute | 50.0 | 0.0 |" in text
+    assert "* full: communication 150 ms, of which 50.0 hidden" in text
+    assert "* full: 2 x cudaStreamSynchronize in aten::item (optimizer)" in text
+    raw = json.loads((tmp_path / "train.json").read_text())
+    assert raw["rows"][0]["measured"]["breakdown"]["parts"]["mixer"] == 0.2
+    assert raw["rows"][0]["configuration"] == {"model": {}}
+    assert [row["speed_over_first"] for row in raw["rows"]] == [1, None]
+    assert raw["rows"][1]["failed"] == "OutOfMemoryError: x"
+    assert raw["ceilings"] == {"tflops": 700, "gb_per_s": 4000}
+
+
+def test_a_loss_that_is_not_finite_is_a_failure() -> None:
+    row = ROW.with_numbers(replace(MEASURED, losses=[3.0, math.nan, 1.0]))
+    assert row.failed == "the loss of timed step 2 is nan"
+    assert row.to_dict()["measured"]["losses"] == [3.0, "nan", 1.0]
+
+
+def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """On two processes; one variant is refused, and the other goes on."""
+    config, output = tmp_path / "tiny.yaml", tmp_path / "out"
+    config.write_text(TINY)
+    options = ["--processes", "2", "--steps", "1", "--warmup", "1", "--profile", "1", "--vocabulary", "100"]
+    for variant in ("bad:model.num_attention_heads=5", "tp:parallel.tensor=2,training.seed=7"):
+        options += ["--variant", variant]
+    assert main(["bench", "train", *options, "--output", str(output), str(config)]) == 1
+    raw = json.loads((output / "train.json").read_text())
+    bad, tp = raw["rows"]
+    assert "does not divide by 5 heads" in bad["failed"]
+    assert tp["configuration"]["training"]["seed"] == 7
+    assert "failed" not in tp
+    measured = tp["measured"]
+    assert measured["tokens"] == 4 * 16
+    assert len(measured["breakdown_by_rank"]) == 2
+    assert measured["breakdown"]["parts"]["communication"] > 0
+    for one in measured["breakdown_by_rank"]:
+        assert sum(one["parts"].values()) == pytest.approx(one["step"])
+    assert raw["machine"]["megatron-core"]
+    assert (output / "train.md").read_text() in capfd.readouterr().out
+
+
+def test_what_fails_says_why_and_the_others_go_on(
+    tmp_path: Path, small_run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that fail stand for any: one says of what, another is killed, a third is interrupted, with all."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ends = iter([("OutOfMemoryError: CUDA out of memory.", 1), (None, 137), (None, 130)])
+    jobs: list[Job] = []
+
+    def launch(command: list[str], processes: int) -> int:
+        folder = Path(command[-1])
+        jobs.append(read_job(folder))
+        said, code = next(ends)
+        if said is not None:
+            (folder / FAILED).write_text(said)
+        return code
+
+    monkeypatch.setattr(train, "launch", launch)
+    variants = [train.Variant(name=name, overrides=(), config=resolve(small_run, load_all())) for name in "abcd"]
+    amount = Amount(warm_up=1, steps=2, profiled=0)
+    plan = train.Plan(processes=1, amount=amount, vocabulary=50, prepared=False)
+    saved: list[int] = []
+    about = {"name": "small", "overrides": (), "processes": 1}
+    said: list[str] = []
+    report, code = train.bench(variants, plan, about, tell=said.append, save=lambda one: saved.append(len(one.rows)))
+    assert code == 130
+    assert [row.failed for row in report.rows] == [
+        "OutOfMemoryError: CUDA out of memory.",
+        "was ended by SIGKILL, for want of memory perhaps",
+        "was ended by SIGINT",
+    ]
+    assert saved == [0, 1, 2, 3]
+    assert said[1] == "a: failed: OutOfMemoryError: CUDA out of memory."
+    assert [job.config for job in jobs] == [variant.config for variant in variants[:3]]
+    assert jobs[0].amount == amount
+    assert jobs[0].vocabulary == 50
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--steps", "0"], "--steps: 0 is less than 1"),
+        (["--profile", "-1"], "--profile: -1 is less than 0"),
+        (["--processes", "0"], "--processes: 0 is less than 1"),
+        (["--variant", "model.pattern=attention"], "--variant: 'model.pattern=attention' is no variant"),
+        (["--variant", "a:", "--variant", "a:"], "--variant: 'a' is there twice"),
+        (["--processes", "3"], "does not divide"),
+    ],
+)
+def test_bad_options_are_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "train", *options, "examples/110m_2k.yaml", "data.path=none"]) == 2
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert main(["bench", "train", "examples/110m_2k.yaml"]) == 2
+    assert "RANK: is set: a launcher has started this" in capsys.readouterr().err

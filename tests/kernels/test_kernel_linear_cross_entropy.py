@@ -1,0 +1,188 @@
+"""The output layer's cross entropy, in chunks and in Triton, against torch's on whole logits in float64.
+
+The kernels run on a GPU, or in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton_cases import BF16, DEVICE, FP16, FP32, TOLERANCE, needs_gpu, poison, relative_rms
+
+from kernels.dispatch import HAS_TRITON
+from kernels.linear_cross_entropy import linear_cross_entropy
+
+__all__ = ["poison"]  # a fixture: found by its name
+
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+pytestmark = pytest.mark.usefixtures("poison")
+FORMS = ["chunked", pytest.param("triton", marks=needs_triton)]
+
+
+def draw(tokens: int, vocabulary: int, width: int = 24, dtype: torch.dtype = FP32) -> tuple[Tensor, ...]:
+    """Hidden states, weight, labels, and which losses are counted: all but about a fifth."""
+    gen = torch.Generator().manual_seed(tokens)
+    hidden = torch.randn(tokens, width, generator=gen)
+    weight = torch.randn(vocabulary, width, generator=gen) / width**0.5
+    labels = torch.randint(vocabulary, (tokens,), generator=gen)
+    counted = torch.rand(tokens, generator=gen) > 0.2
+    return hidden.to(DEVICE, dtype), weight.to(DEVICE, dtype), labels.to(DEVICE), counted.to(DEVICE)
+
+
+def expected_of(tensors: tuple[Tensor, ...], factor: float) -> tuple[Tensor, ...]:
+    """Losses, and gradients of factor times the sum of the counted ones, by torch in float64."""
+    hidden, weight, labels, counted = tensors
+    inputs = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    losses = F.cross_entropy(inputs[0] @ inputs[1].T, labels, reduction="none")
+    return losses.detach(), *torch.autograd.grad(factor * losses[counted].sum(), inputs)
+
+
+def found_of(tensors: tuple[Tensor, ...], factor: float, **options: object) -> tuple[Tensor, ...]:
+    hidden, weight, labels, counted = tensors
+    inputs = [x.detach().requires_grad_() for x in (hidden, weight)]
+    losses = linear_cross_entropy(*inputs, labels, counted, **options)  # type: ignore[arg-type]
+    return losses.detach(), *torch.autograd.grad(factor * (losses * counted).sum(), inputs)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 1), (1, 7), (63, 100), (130, 4097)])
+def test_losses_and_gradients(tokens: int, vocabulary: int, dtype: torch.dtype, form: str) -> None:
+    tensors = draw(tokens, vocabulary, dtype=dtype)
+    found = found_of(tensors, 0.5, implementation=form, chunk_size=50)
+    for got, want in zip(found, expected_of(tensors, 0.5), strict=True):
+        # Logits in 16 bits are off by as much as they are large, and so are losses.
+        assert relative_rms(got, want) < TOLERANCE[dtype] * (1 if dtype == FP32 else 3)
+    assert found[0].dtype == FP32
+    assert [x.dtype for x in found[1:]] == [dtype, dtype]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("chunk_size", [1, 7, 64, 1000, None])
+def test_chunks_of_any_size(chunk_size: int | None, form: str) -> None:
+    tensors = draw(64, 33)
+    found = found_of(tensors, 1.0, implementation=form, chunk_size=chunk_size)
+    for got, want in zip(found, expected_of(tensors, 1.0), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_float64_is_exact() -> None:
+    hidden, weight, labels, counted = draw(40, 50)
+    tensors = hidden.double(), weight.double(), labels, counted
+    for got, want in zip(found_of(tensors, 3.0, chunk_size=9), expected_of(tensors, 3.0), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
+
+
+def test_the_reference_is_torchs() -> None:
+    hidden, weight, labels, _ = draw(10, 12)
+    losses = linear_cross_entropy(hidden.double(), weight.double(), labels, implementation="reference")
+    logits = hidden.double() @ weight.double().T
+    torch.testing.assert_close(losses, -logits.log_softmax(1)[torch.arange(10, device=DEVICE), labels])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_large_logits_do_not_overflow(form: str) -> None:
+    hidden, weight, labels, counted = draw(20, 30)
+    tensors = hidden * 300, weight * 10, labels, counted
+    for got, want in zip(found_of(tensors, 1.0, implementation=form), expected_of(tensors, 1.0), strict=True):
+        assert relative_rms(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shapes_and_strides_of_a_batch(form: str) -> None:
+    """[t, b, h] seen as [b, t, h], as a model's hidden states are."""
+    hidden, weight, labels, _ = draw(12, 20)
+    losses = linear_cross_entropy(hidden.view(6, 2, -1).transpose(0, 1), weight, labels.view(2, 6), implementation=form)
+    expected = F.cross_entropy(hidden @ weight.T, labels.view(2, 6).T.flatten(), reduction="none")
+    assert losses.shape == (2, 6)
+    torch.testing.assert_close(losses.T.flatten(), expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loss_that_is_not_counted_spoils_nothing(form: str) -> None:
+    hidden, weight, labels, counted = draw(20, 30)
+    hidden[~counted] = float("nan")
+    losses, dhidden, _ = found_of((hidden, weight, labels, counted), 1.0, implementation=form)
+    assert losses[counted].isfinite().all()
+    assert losses[~counted].isnan().all()
+    # Hidden states themselves are multiplied with zeros.
+    assert (dhidden[~counted] == 0).all()
+    hidden[~counted] = 0
+    torch.testing.assert_close(dhidden, found_of((hidden, weight, labels, counted), 1.0)[1])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_gradients_where_none_are_asked_for(form: str) -> None:
+    hidden, weight, labels, counted = draw(20, 30)
+    with torch.no_grad():
+        losses = linear_cross_entropy(hidden.requires_grad_(), weight, labels, counted, implementation=form)
+    assert not losses.requires_grad
+    torch.testing.assert_close(losses, found_of((hidden, weight, labels, counted), 1.0)[0])
+
+
+@pytest.mark.parametrize("upstream", ["unlike", "uncounted"])
+def test_gradients_that_were_not_announced_are_refused(upstream: str) -> None:
+    if DEVICE == "cuda":
+        pytest.skip("the error is the device's, which no test after it could use")
+    hidden, weight, labels, counted = draw(20, 30)
+    losses = linear_cross_entropy(hidden.requires_grad_(), weight, labels, counted)
+    grad = torch.arange(20.0) * counted if upstream == "unlike" else torch.ones(20)
+    with pytest.raises(RuntimeError, match="gradients of the counted losses differ, or others have one"):
+        losses.backward(grad)
+
+
+def test_nothing_counted_has_no_gradient() -> None:
+    hidden, weight, labels, counted = draw(20, 30)
+    for gradient in found_of((hidden, weight, labels, torch.zeros_like(counted)), 1.0)[1:]:
+        assert (gradient == 0).all()
+
+
+def test_a_gradient_that_is_not_a_number_stays_so() -> None:
+    """It is the step's judge that finds it, on all ranks."""
+    assert all(x.isnan().any() for x in found_of(draw(20, 30), float("nan"))[1:])
+
+
+def test_auto_says_what_it_takes(caplog: pytest.LogCaptureFixture) -> None:
+    hidden, weight, labels, _ = draw(4, 5)
+    with caplog.at_level(logging.DEBUG, logger="kernels.dispatch"):
+        linear_cross_entropy(hidden, weight, labels)
+    assert ("triton" if DEVICE == "cuda" else "chunked") in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(4)}, r"hidden has shape \[4\]: give \[..., features\]"),
+        ({"weight_vh": torch.zeros(5, 3)}, r"weight has shape \[5, 3\]: give \[5, 2\]"),
+        ({"labels": torch.zeros(3, dtype=torch.int64)}, r"labels has shape \[3\]: give \[4\]"),
+        ({"labels": torch.zeros(4, dtype=torch.int32)}, "labels has dtype torch.int32: give torch.int64"),
+        ({"counted": torch.ones(4)}, "counted has dtype torch.float32: give torch.bool"),
+        ({"weight_vh": torch.zeros(5, 2, dtype=BF16)}, "weight has dtype torch.bfloat16 but hidden has"),
+        ({"chunk_size": 0}, "chunk_size is 0: give a whole number of at least 1"),
+        ({"implementation": "quick"}, "implementation is 'quick', but linear_cross_entropy has"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit_is_named(change: dict[str, object], message: str) -> None:
+    arguments = {
+        "hidden": torch.zeros(4, 2),
+        "weight_vh": torch.zeros(5, 2),
+        "labels": torch.zeros(4, dtype=torch.int64),
+    }
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**{**arguments, **change})  # type: ignore[arg-type]
+
+
+@needs_gpu
+def test_memory_is_that_of_a_chunk() -> None:
+    hidden, weight, labels, counted = draw(32_768, 32_000, 256, BF16)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found_of((hidden, weight, labels, counted), 1.0, chunk_size=1024)
+    logits_of_a_chunk = 1024 * 32_000 * 2
+    gradients = 2 * (hidden.numel() * 2 + weight.numel() * 2) + weight.numel() * 4
+    assert torch.cuda.max_memory_allocated() - before < 2 * logits_of_a_chunk + 1.2 * gradients
