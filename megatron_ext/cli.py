@@ -12,9 +12,9 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_ext.errors import EXIT_USER_ERROR, UserError
 from megatron_ext.launch import reporting
@@ -193,16 +193,24 @@ def _checked_config(args: argparse.Namespace, processes: int | None) -> RunConfi
 
 def _config(path: Path, overrides: Sequence[str], processes: int | None) -> RunConfig:
     """A whole configuration, checked for a number of processes; None: as many as one replica of the model has."""
-    from megatron_ext.config.layout import model_parallel_size
+    config = _load(path, overrides)
+    _check(config, processes)
+    return config
+
+
+def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
     from megatron_ext.config.load import load_config
+
+    return load_config(path, overrides, _mixers())
+
+
+def _check(config: RunConfig, processes: int | None) -> None:
+    from megatron_ext.config.layout import model_parallel_size
     from megatron_ext.config.rules import check
     from megatron_ext.training.suites import check_suites
 
-    mixers = _mixers()
-    config = load_config(path, overrides, mixers)
-    check(config, model_parallel_size(config.parallel) if processes is None else processes, mixers)
+    check(config, model_parallel_size(config.parallel) if processes is None else processes, _mixers())
     check_suites(config)
-    return config
 
 
 def _mixers() -> Mixers:
@@ -211,7 +219,7 @@ def _mixers() -> Mixers:
     return load_all()
 
 
-# --- launch, status, logs, cancel ------------------------------------------------------------------------------------
+# --- launch, sweep, status, logs, cancel, preflight ------------------------------------------------------------------
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
@@ -234,57 +242,36 @@ def _launch(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     return command.launch(args, config, refuse_existing)
 
 
-def _add_sweep(parser: argparse.ArgumentParser) -> None:
-    from megatron_ext.launch import command
+def _of_launch(name: str) -> Callable[..., Any]:
+    """A function of `launch.command` that takes a parser or its arguments; imported when it is called."""
 
-    command.add_sweep(parser)
+    def call(given: Any, *_: Any) -> Any:
+        from megatron_ext.launch import command
+
+        return getattr(command, name)(given)
+
+    return call
 
 
 def _sweep(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from megatron_ext.launch import command
-    from megatron_ext.launch.sweep_file import read_sweep
+    from megatron_ext.planning.sweep import run_table, sweep_runs
 
     processes = command.world_size(args)
-    path, runs = read_sweep(args.sweep)
-    overrides = {name: [*fields, *args.overrides] for name, fields in runs.items()}
-    configs = {}
-    for name, fields in overrides.items():
-        try:
-            config = _config(path, [*fields, f"run.name={name}"], processes)
-        except UserError as error:
-            raise UserError(f"{args.sweep}: run {name}: {error.where}", error.problem, error.mend) from error
-        configs[name] = replace(config, run=replace(config.run, dir=str(Path(config.run.dir) / args.sweep.stem)))
-    return command.sweep(args, configs, overrides)
+    runs = sweep_runs(args.sweep, args.overrides, _load, lambda config: _check(config, processes), listed=args.dry_run)
+    return command.sweep(args, {name: run.config for name, run in runs.items()}, run_table(runs))
 
 
-def _add_runs(parser: argparse.ArgumentParser) -> None:
-    from megatron_ext.launch import command
+def _add_preflight(parser: argparse.ArgumentParser) -> None:
+    from megatron_ext.launch import preflight
 
-    command.add_runs(parser)
-
-
-def _status(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from megatron_ext.launch import command
-
-    return command.status(args)
+    preflight.add_preflight(parser)
 
 
-def _add_logs(parser: argparse.ArgumentParser) -> None:
-    from megatron_ext.launch import command
+def _preflight(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from megatron_ext.launch import preflight
 
-    command.add_logs(parser)
-
-
-def _logs(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from megatron_ext.launch import command
-
-    return command.logs(args)
-
-
-def _cancel(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from megatron_ext.launch import command
-
-    return command.cancel(args)
+    return preflight.preflight(args)
 
 
 # --- prepare ---------------------------------------------------------------------------------------------------------
@@ -310,12 +297,13 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         "runs", nargs="+", type=Path, metavar="RUN", help="run folders to compare, or folders of run folders"
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the report")
+    parser.add_argument("--fit", action="store_true", help="fit scaling laws to the runs, too, as `selectron fit` does")
 
 
 def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from megatron_ext.analysis.report import write_report
 
-    write_report(args.runs, args.output)
+    write_report(args.runs, args.output, fit=args.fit)
     return 0
 
 
@@ -418,15 +406,8 @@ def _doctor(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     from megatron_ext.platform import choose_backend, select_platform
 
-    for name in (
-        "selectron",
-        "torch",
-        "megatron-core",
-        "transformer-engine",
-        "apex",
-        "triton",
-        "flash-linear-attention",
-    ):
+    ours = ("selectron", "torch", "megatron-core", "transformer-engine", "apex", "triton", "flash-linear-attention")
+    for name in ours:
         try:
             print(f"{name:<24}{metadata.version(name)}")
         except metadata.PackageNotFoundError:
@@ -464,10 +445,17 @@ def _kernels_complaint() -> str | None:
 VERBS = {
     "train": _Verb(help="train a model from a configuration", add_arguments=_add_train, run=_train),
     "launch": _Verb(help="train as a job of Slurm, which goes on by itself", add_arguments=_add_launch, run=_launch),
-    "sweep": _Verb(help="launch many runs that differ in some fields", add_arguments=_add_sweep, run=_sweep),
-    "status": _Verb(help="say how launched runs stand", add_arguments=_add_runs, run=_status),
-    "logs": _Verb(help="show what a launched run prints", add_arguments=_add_logs, run=_logs),
-    "cancel": _Verb(help="end the jobs of launched runs", add_arguments=_add_runs, run=_cancel),
+    "sweep": _Verb(
+        help="launch many runs that differ in some fields", add_arguments=_of_launch("add_sweep"), run=_sweep
+    ),
+    "status": _Verb(
+        help="say how launched runs stand", add_arguments=_of_launch("add_status"), run=_of_launch("status")
+    ),
+    "logs": _Verb(help="show what a launched run prints", add_arguments=_of_launch("add_logs"), run=_of_launch("logs")),
+    "cancel": _Verb(
+        help="end the jobs of launched runs", add_arguments=_of_launch("add_runs"), run=_of_launch("cancel")
+    ),
+    "preflight": _Verb(help="look at a job's nodes before it trains", add_arguments=_add_preflight, run=_preflight),
     "prepare": _Verb(help="turn documents into tokenised shards", add_arguments=_add_prepare, run=_prepare),
     "report": _Verb(help="compare runs at equal training loss", add_arguments=_add_report, run=_report),
     "fit": _Verb(help="fit a scaling law to runs of many sizes", add_arguments=_add_fit, run=_fit),
@@ -476,7 +464,7 @@ VERBS = {
     "convert": _Verb(help="turn a checkpoint into another format", add_arguments=_add_convert, run=_convert),
     "inspect": _Verb(help="say what a checkpoint is", add_arguments=_add_inspect, run=_inspect),
     "bench": _Verb(
-        help="time kernels or layers on a GPU, each checked first",
+        help="measure kernels, layers, training steps, checkpoints or data",
         add_arguments=_add_bench,
         run=_bench,
         has_subcommands=True,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,10 +16,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Begun in the background by a script, pytest ignores SIGINT, and so would every command that a test starts and
-# interrupts. A handler of our own is not passed on; being ignored is.
+# Begun in the background by a script, pytest ignores SIGINT, under nohup SIGHUP, and so would every command that a test
+# starts and ends. A handler of our own is not passed on; being ignored is.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 # The pool of processes is a module of the distributed tests, which need not be among those that are run.
@@ -26,8 +29,18 @@ sys.path.append(str(Path(__file__).parent / "distributed"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes minutes: begun last, it would run while the other workers have nothing left to do."""
+    """Begin with what takes minutes: begun last, it would run while the other workers have nothing left to do.
+
+    Each worker collects for itself, and all must find the same names: a set in a name, which each process writes in an
+    order of its own, would end the whole run in most cases and pass in a few.
+    """
+    for item in items:
+        if SET_IN_NAME.search(item.name):
+            raise pytest.UsageError(f"{item.nodeid}: a set has no order to be a name; give a tuple, or ids of its own")
     items.sort(key=lambda item: item.name != "test_every_kernel_compiles")
+
+
+SET_IN_NAME = re.compile(r"(?<!\w)(frozenset\(|set\(\)|\{'[^:{}]*\})")
 
 
 @pytest.fixture(scope="session")

@@ -81,7 +81,8 @@ def _forward_step(
 ) -> tuple[Tensor, Any]:
     batch = next(batches)
     documents = {"packed_seq_params": packed(batch.cu_seqlens)} if reset_attention else {}
-    output = model(batch.tokens, batch.position_ids, attention_mask=None, labels=batch.labels, **documents)
+    known = {"labels": batch.labels, "loss_mask": batch.loss_mask}
+    output = model(batch.tokens, batch.position_ids, attention_mask=None, **known, **documents)
     return output, partial(loss, batch)
 
 

@@ -112,6 +112,13 @@ def test_a_layout_gives_the_numbers_of_one_process(pool: WorkerPool, model: str,
         assert set(outcome.exchanges) - {"heads_to_sequence", "to_zigzag"} == _exchanges(MODELS[model], parallel)
 
 
+@pytest.mark.parametrize("layout", ["tp2_sp", pytest.param("cp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["attention", "hybrid", "rwkv7_block"])
+def test_feed_forwards_and_norms_are_recomputed(pool: WorkerPool, name: str, layout: str) -> None:
+    world_size, parallel = LAYOUTS[layout]
+    _check(_train(pool, MODELS[name], world_size, parallel, recompute="mlp"), _reference(pool, MODELS[name]))
+
+
 @pytest.mark.parametrize(
     "name", ["rwkv7_block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rwkv6", "rwkv7"))]
 )

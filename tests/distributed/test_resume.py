@@ -26,6 +26,7 @@ from launching import (
     wait_for_step,
     write_config,
 )
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,10 @@ def test_a_run_killed_at_a_random_step_continues_to_the_last_bit(
     assert curve(folder) == curve(reference("tp2"))
     assert records(folder, "evaluation.jsonl") == records(reference("tp2"), "evaluation.jsonl")
     assert not list((folder / "checkpoints").glob(".*"))
+    # TensorBoard shows what the records hold, also of steps whose events died with the process.
+    shown = EventAccumulator(str(folder / "tensorboard")).Reload().Scalars("train/loss")
+    assert [one.step for one in shown] == list(range(1, STEPS + 1))
+    assert [one.value for one in shown] == pytest.approx(losses(folder), rel=1e-6)
 
 
 @pytest.mark.slow

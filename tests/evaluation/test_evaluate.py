@@ -56,6 +56,34 @@ def test_a_checkpoints_folder_says_its_step(run: Path) -> None:
     assert _losses(results) != pytest.approx(_in_training(run), abs=1e-3)
 
 
+@pytest.mark.slow
+def test_what_suites_find_stands_in_the_report(run: Path, tmp_path: Path) -> None:
+    """From the command line to the page: two suites at once, into the run's own folder."""
+    options = ["retrieval.lengths=[64]", "retrieval.tasks=[mqar, induction]", "retrieval.depths=[0.5]"]
+    said = _evaluate(str(run), "--suite", "domains,retrieval", *options, "retrieval.samples=3")
+    results = run / "evaluation" / "step_4"
+    assert said == "".join((results / f"{suite}.md").read_text() + "\n" for suite in ("domains", "retrieval"))
+    found = json.loads((results / "retrieval.json").read_text())
+    assert (found["run"], found["step"]) == ("run", 4)
+    assert {(one["task"], one["length"], one["samples"]) for one in found["by_length"]} == {
+        ("mqar", 64, 3),
+        ("induction", 64, 3),
+    }
+    assert [(one["task"], one["index"]) for one in found["records"]] == [
+        (task, index) for task in ("mqar", "induction") for index in range(3)
+    ]
+    assert (results / "retrieval.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["report", str(run), "--output", str(tmp_path / "report")]) == 0
+    page = (tmp_path / "report" / "index.html").read_text()
+    for one in json.loads((results / "domains.json").read_text())["domains"]:
+        assert one["bits_per_byte"] is not None
+        assert f'<td data-value="{one["loss"]}">{one["loss"]:.4f} ' in page
+        assert f'<td data-value="{one["bits_per_byte"]}">{one["bits_per_byte"]:.4f}</td>' in page
+    for one in found["by_length"]:
+        assert f"{one['task']}, 64 tokens</th>" in page
+        assert f'<td data-value="{one["score"]}">{100 * one["score"]:.1f} ' in page
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

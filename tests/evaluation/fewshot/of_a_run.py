@@ -1,0 +1,30 @@
+"""What one rank does in a case of `test_exported_run.py`: train or be tested, in a group that is there already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+from megatron_ext.config.load import load_config
+from megatron_ext.config.rules import check
+from megatron_ext.evaluation.fewshot.options import FewshotOptions
+from megatron_ext.mixers.registry import load_all
+from megatron_ext.training.evaluation import evaluate
+from megatron_ext.training.run import train
+
+
+def learn(rank: int, world_size: int, path: Path, overrides: list[str]) -> None:
+    """Train as `selectron train` does in each process that it starts."""
+    mixers = load_all()
+    config = load_config(path, overrides, mixers)
+    check(config, world_size, mixers)
+    with patch("torch.distributed.destroy_process_group"):  # the group is another's
+        train(config, resume=False)
+
+
+def answer(
+    rank: int, world_size: int, run: Path, step: int, options: FewshotOptions, overrides: list[str], output: Path
+) -> None:
+    """Be tested as `selectron evaluate --suite fewshot` does in each process that it starts."""
+    with patch("torch.distributed.destroy_process_group"):
+        evaluate(run, {"fewshot": options}, step=step, overrides=overrides, output=output)

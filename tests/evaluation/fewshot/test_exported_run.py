@@ -1,0 +1,108 @@
+"""A run's few-shot numbers are those of lm-eval's own Hugging Face model on the folder that the run was exported to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import of_a_run
+import pytest
+from corpora import prepared
+from launching import ROOT, TP2, environment, write_config
+from lm_eval.models.huggingface import HFLM
+from lm_evals import DEFINITIONS, definitions, lm_evals_numbers, same
+from questions import write_questions
+
+from megatron_ext.cli import main
+from megatron_ext.evaluation.fewshot.options import FewshotOptions
+
+pytestmark = pytest.mark.slow
+
+LIMIT = 10
+STEPS = 2
+RUN = [
+    # Texts of the questions are of up to some hundred tokens: a few of them lose their beginning.
+    *("model.pattern=attention*2", "model.max_position_embeddings=256", "training.evaluate_every=0"),
+    # A large spread of initial weights and large steps: answers are told apart, and those of one step from another's.
+    *("model.init_std=0.3", "optimizer.lr=0.05", "optimizer.min_lr=0.05", "optimizer.warmup_steps=1"),
+    *(f"training.steps={STEPS}", "training.checkpoint_every=1"),
+]
+Numbers = dict[tuple[str, str, str], Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`published` and `columns`: questions, see `write_questions`."""
+    folder = tmp_path_factory.mktemp("exported")
+    write_questions(folder / "published", folder / "columns", rows=LIMIT + 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, pool: Any) -> Path:
+    pool.run(of_a_run.learn, 1, write_config(folder, prepared(folder, documents=60), folder), RUN)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path, run: Path) -> Numbers:
+    """Of lm-eval's own model, read from the exported folder as lm-eval reads any."""
+    with patch.dict(os.environ, environment(), clear=True):
+        assert main(["convert", str(run), str(folder / "hf"), "--to", "hf"]) == 0
+    # Without what selecting a platform leaves for DeepSpeed in a process: lm-eval would look for other processes.
+    with patch.dict(os.environ, environment(), clear=True):
+        own = HFLM(pretrained=str(folder / "hf"), device="cpu", batch_size=1)
+    assert type(own.model).__name__ == "LlamaForCausalLM"
+    return lm_evals_numbers(own, list(DEFINITIONS), definitions(folder), limit=LIMIT)
+
+
+def numbers_of(output: Path) -> Numbers:
+    """What fewshot.json holds."""
+    numbers: Numbers = {}
+    tasks = json.loads((output / "fewshot.json").read_text())["tasks"]
+    for task, found in tasks.items():
+        assert found["rows"] == LIMIT
+        for metric in found["metrics"]:
+            numbers[task, metric["name"], metric["filter"]] = metric["value"]
+            numbers[task, f"{metric['name']}_stderr", metric["filter"]] = metric["stderr"]
+    return numbers
+
+
+def test_numbers_of_the_command_are_lm_evals_own(run: Path, folder: Path, theirs: Numbers, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    command = [sys.executable, "-m", "megatron_ext.cli", "evaluate", str(run), "--suite", "fewshot"]
+    command += [f"fewshot.data={folder / 'published'}", f"fewshot.limit={LIMIT}", "--output", str(output)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    same(numbers_of(output), theirs)
+    told = json.loads((output / "fewshot.json").read_text())
+    assert told["step"] == STEPS
+    assert 0 < told["truncated"] < told["asked"]
+    assert done.stdout == (output / "fewshot.md").read_text() + "\n"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [TP2, ["parallel.pipeline=2"], ["parallel.context=2"], ["parallel.context=1"]],
+    ids=["tp2_sp", "pp2", "cp2", "dp2"],
+)
+def test_two_processes_find_the_same(
+    layout: list[str], run: Path, folder: Path, theirs: Numbers, pool: Any, tmp_path: Path
+) -> None:
+    options = FewshotOptions(data=folder / "published", limit=LIMIT)
+    pool.run(of_a_run.answer, 2, run, STEPS, options, layout, tmp_path / "out")
+    same(numbers_of(tmp_path / "out"), theirs)
+
+
+def test_another_step_has_other_numbers(run: Path, folder: Path, theirs: Numbers, pool: Any, tmp_path: Path) -> None:
+    """Or those of any model would do."""
+    options = FewshotOptions(data=folder / "published", limit=LIMIT)
+    pool.run(of_a_run.answer, 1, run, STEPS - 1, options, [], tmp_path / "out")
+    earlier = numbers_of(tmp_path / "out")
+    accuracies = [key for key in theirs if not key[1].endswith("_stderr")]
+    assert sum(earlier[key] != theirs[key] for key in accuracies) >= len(accuracies) / 4
