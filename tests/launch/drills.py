@@ -35,7 +35,6 @@ from slurm_runs import (
     ranks_of,
     released,
     wait_for,
-    wait_for_step,
 )
 
 from megatron_ext.checkpoint.folder import CheckpointFolder
@@ -197,7 +196,7 @@ def perform(cluster: SlurmCluster, config: Path, drill: Drill) -> Course:
     name = "-".join(word for word in drill.name.lower().split() if word.isalnum())
     options = ["--time", "10", "--save-before", "20", *program]
     folder = launched(cluster, config, name, drill.fields, processes_per_node=1, options=options)
-    wait_for_step(folder, 8)  # there are checkpoints of steps 3 and 6
+    wait_for(folder, lambda: _is_under_way(folder))
     inode = _inode(folder)
     seen, caused = len(happened(folder)), time.monotonic()
     drill.cause(cluster, folder)
@@ -236,7 +235,7 @@ def fill_disk(cluster: SlurmCluster, config: Path, disk: Path, name: str, fields
     """
     fields = [*fields, "training.keep_checkpoints=2"]
     folder = launched(cluster, config, name, fields, processes_per_node=1, runs=disk)
-    wait_for_step(folder, 8)
+    wait_for(folder, lambda: _is_under_way(folder))
     filler = disk / "filler"
     wait_for(folder, lambda: _is_filled(filler))
     caused = time.monotonic()
@@ -260,6 +259,15 @@ def _is_filled(filler: Path) -> bool:
         os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(filler.parent).free - MIB // 8)
         return True
     return False
+
+
+def _is_under_way(folder: Path) -> bool:
+    """Whether a run is past its eighth step and has two checkpoints, of which one may be lost.
+
+    Steps do not wait for a checkpoint that is written beside them: where cores are busy they may be well ahead of it.
+    """
+    saved = CheckpointFolder(folder / "checkpoints").latest() or 0
+    return len(records(folder)) >= 8 and saved >= 2 * CHECKPOINT_EVERY
 
 
 def _inode(folder: Path) -> int:
