@@ -4,7 +4,7 @@ import logging
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -168,6 +168,14 @@ def check_query_offset(query_offset: int, num_queries: int, num_keys: int) -> No
         )
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Whether forms for a GPU are meant: x is on one, or on the meta device, which computes shapes alone.
+
+    What a step keeps in memory is planned with meta tensors, and has to be what a GPU will keep; see `unlaunched`.
+    """
+    return x.is_cuda or x.is_meta
+
+
 HAS_TRITON = find_spec("triton") is not None
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_TRITON_HEAD_DIM = 256
@@ -178,7 +186,7 @@ def triton_obstacle(**tensors: Tensor) -> str | None:
     if not HAS_TRITON:
         return "Triton is not installed: pip install triton"
     for name, x in tensors.items():
-        if not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        if not (on_gpu(x) or os.environ.get("TRITON_INTERPRET") == "1"):
             return f"{name} is on {x.device}: move it to a GPU"
         if x.dtype not in TRITON_DTYPES:
             return f"{name} has dtype {x.dtype}: convert it to one of {[str(dtype) for dtype in TRITON_DTYPES]}"
@@ -213,7 +221,7 @@ def choose_fast_or_plain(
     Raises:
         ValueError: the requested implementation does not exist, or it is the fast one and there is an obstacle.
     """
-    if not x.is_cuda:
+    if not on_gpu(x):
         automatic = Choice(plain[0], f"{fast.name}'s kernels need a GPU, and the inputs are on {x.device}")
     else:
         automatic = fast if obstacle is None else Choice(plain[0], obstacle)
@@ -221,7 +229,7 @@ def choose_fast_or_plain(
     if chosen.name == fast.name and obstacle is not None:
         raise ValueError(f"implementation is {fast.name!r}, but {obstacle}")
     # For those who did not choose the plain one.
-    if requested == "auto" and x.is_cuda and obstacle is not None and not torch.compiler.is_compiling():
+    if requested == "auto" and on_gpu(x) and obstacle is not None and not torch.compiler.is_compiling():
         _warn_once(f"{op} takes its slow plain form on {x.device}, because {obstacle}")
     return chosen
 
@@ -241,5 +249,5 @@ def _warn_once(message: str) -> None:
 @contextmanager
 def full_precision(x: Tensor) -> Iterator[None]:
     """Switch autocast off: it would undo the upcasts to fp32 that the definitions ask for."""
-    with torch.autocast(x.device.type, enabled=False):
+    with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
         yield

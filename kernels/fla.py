@@ -13,7 +13,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from kernels.dispatch import Choice, choose_fast_or_plain, full_precision
+from kernels.dispatch import Choice, choose_fast_or_plain, full_precision, on_gpu
 
 FLA = Choice("fla", "flash-linear-attention's kernels")
 DTYPES = (torch.bfloat16, torch.float16)
@@ -49,13 +49,13 @@ def fla_obstacle(q_bthd: Tensor, refused: Callable[[], str | None] = lambda: Non
     """
     if find_spec("fla") is None:
         return "flash-linear-attention is not installed: pip install flash-linear-attention"
-    if not q_bthd.is_cuda:
+    if not on_gpu(q_bthd):
         return f"the inputs are on {q_bthd.device}: move them to a GPU"
     if q_bthd.dtype not in DTYPES:
         return f"the inputs have dtype {q_bthd.dtype}: convert them to one of {[str(dtype) for dtype in DTYPES]}"
     if q_bthd.shape[3] > MAX_KEY_DIM:
         return f"the key dim is {q_bthd.shape[3]}: give at most {MAX_KEY_DIM}"
-    return refused()
+    return None if q_bthd.is_meta else refused()  # shapes alone are no matter of a GPU's kind
 
 
 @cache

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+from kernels.unlaunched import as_one_kernel
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,6 +63,9 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **more: P.kwargs) -> R:
         x = args[0]
         assert isinstance(x, torch.Tensor)
+        if x.is_meta:
+            kept: R = as_one_kernel(function, *args, **more)
+            return kept
         if not _runs_compiled(x):
             return function(*args, **more)
         # Sorted out here: code for any length cannot tell which of two strides is the greater.
@@ -101,7 +106,7 @@ def cut(x: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
         x: [..., width]; what is behind the views is padding.
         widths: of the views.
     """
-    if _runs_compiled(x) and x.requires_grad and torch.is_grad_enabled():
+    if (_runs_compiled(x) or x.is_meta) and x.requires_grad and torch.is_grad_enabled():
         views: tuple[torch.Tensor, ...] = _Cut.apply(x, widths)
         return views
     return _views(x, widths)
@@ -141,6 +146,8 @@ def compiled(function: Any, x: torch.Tensor, *, later: bool | None, fullgraph: b
             were seen to differ. Within `shapes_vary` it is None from the first on.
         fullgraph: raise where it cannot be compiled as one graph.
     """
+    if x.is_meta:
+        return partial(as_one_kernel, function)
     if not _runs_compiled(x):
         return function
     if _varying.get():

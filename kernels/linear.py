@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.dispatch import on_gpu
+
 
 class _LinearToFP32(torch.autograd.Function):
     @staticmethod
@@ -30,7 +32,7 @@ def linear_to_fp32(x: Tensor, weight: Tensor) -> Tensor:
         [..., m] in fp32; float64 for float64. For 16-bit inputs on a GPU by its matrix units, and the gradient that
         comes back is rounded to their dtype there.
     """
-    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+    if on_gpu(x) and x.dtype in (torch.bfloat16, torch.float16):
         return _LinearToFP32.apply(x, weight)
     wide = torch.promote_types(x.dtype, torch.float32)
     return torch.nn.functional.linear(x.to(wide), weight.to(wide))

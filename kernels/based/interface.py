@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.based.op import based_triton
 from kernels.based.reference import chunked
-from kernels.dispatch import choose_triton_or_reference, full_precision, triton_obstacle
+from kernels.dispatch import choose_triton_or_reference, full_precision, on_gpu, triton_obstacle
 from kernels.stateful import check_state_op
 
 Implementation = Literal["auto", "triton", "chunked"]
@@ -50,7 +50,7 @@ def _obstacle(q: Tensor, v: Tensor) -> str | None:
     obstacle = triton_obstacle(q=q)
     if obstacle is not None:
         return obstacle
-    if q.is_cuda and q.dtype == torch.float32:
+    if on_gpu(q) and q.dtype == torch.float32:
         return "q has dtype torch.float32, which the kernel's products would round: convert it to torch.bfloat16"
     for name, x, most in (("q", q, MAX_FEATURE_DIM), ("v", v, MAX_VALUE_DIM)):
         if x.shape[3] > most:

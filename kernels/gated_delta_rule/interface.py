@@ -11,6 +11,7 @@ from kernels.dispatch import (
     check_shapes,
     choose_triton_or_reference,
     full_precision,
+    on_gpu,
     resolve_scale,
     triton_obstacle,
 )
@@ -102,7 +103,7 @@ def _obstacle(q: Tensor) -> str | None:
     obstacle = triton_obstacle(q=q)
     if obstacle is not None:
         return obstacle
-    if q.is_cuda and q.dtype == torch.float32:
+    if on_gpu(q) and q.dtype == torch.float32:
         return "q has dtype torch.float32, for which a GPU has no fast matrix product: convert it to torch.bfloat16"
     if q.shape[3] > MAX_TRITON_HEAD_DIM:
         return f"q has head_dim {q.shape[3]}: give at most {MAX_TRITON_HEAD_DIM}"

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels.dispatch import on_gpu
+
 
 class Rows(Protocol):
     """What is computed of some rows of logits, by a module: `rows` says what its functions mean."""
@@ -94,7 +96,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to total, in total's precision."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda:
+    elif on_gpu(a):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))

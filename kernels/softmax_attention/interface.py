@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from kernels.dispatch import Choice, check_attention, check_positive_int, choose, full_precision, resolve_scale
+from kernels.dispatch import Choice, check_attention, check_positive_int, choose, full_precision, on_gpu, resolve_scale
 from kernels.softmax_attention.flex import flex_obstacle, softmax_attention_flex
 from kernels.softmax_attention.reference import softmax_attention_reference
 from kernels.softmax_attention.sdpa import softmax_attention_sdpa
@@ -78,8 +78,8 @@ def softmax_attention(
 
 def _automatic(q: Tensor, plain: bool, flex_obstacle: str | None) -> Choice:
     if plain:
-        return Choice("sdpa", "fused on CUDA" if q.is_cuda else "plain causal: fused here too")
-    if not q.is_cuda:
+        return Choice("sdpa", "fused on CUDA" if on_gpu(q) else "plain causal: fused here too")
+    if not on_gpu(q):
         return Choice("reference", f"window, slopes or offset on {q.device.type}: a mask is built either way")
     if q.shape[1] < FEW_QUERIES:
         return Choice("sdpa", f"a mask of {q.shape[1]} queries is small")

@@ -46,6 +46,10 @@ def softmax_attention_sdpa(
 
 
 def _fused(q_bthd: Tensor, k_bshd: Tensor, v_bshe: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    if q_bthd.is_meta and mask is None:  # torch would take its plain form
+        heads_first = (x.transpose(1, 2) for x in (q_bthd, k_bshd, v_bshe))
+        out_bhte, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*heads_first, 0.0, True, scale=scale)
+        return out_bhte.transpose(1, 2)
     with _backends(q_bthd, mask):
         out_bhte = scaled_dot_product_attention(
             q_bthd.transpose(1, 2),
