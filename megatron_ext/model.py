@@ -168,7 +168,7 @@ def build_model(
     if seed is not None:
         initialize_model(chunks, seed, groups.tp)
     if platform.is_cuda:
-        chunks = [chunk.cuda(platform.device) for chunk in chunks]
+        chunks = [chunk.to(platform.device) for chunk in chunks]
     if config.bf16:
         return [Float16Module(config, chunk) for chunk in chunks]
     return chunks

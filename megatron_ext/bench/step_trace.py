@@ -22,14 +22,13 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from megatron_ext.model_parts import MODEL
+
 PREFIX = "selectron: "
 STEP, END = "step", "end of the step"
 """Ranges around a whole step, and within it around the wait for the GPU that ends it."""
 
-MIXER, FEED_FORWARD, NORMS = "mixer", "feed-forward", "norms and residual"
-EMBEDDING, LOSS = "embedding", "output layer and loss"
 COMMUNICATION, OPTIMIZER, DATA, OTHER, IDLE = "communication", "optimizer", "data", "other", "GPU idle"
-MODEL = (MIXER, FEED_FORWARD, NORMS, EMBEDDING, LOSS)
 PARTS = (*MODEL, COMMUNICATION, OPTIMIZER, DATA, OTHER, IDLE)
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"

@@ -51,7 +51,7 @@ class TokenLosses:
     def losses(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Losses [b, t/cp], fp32, of each micro-batch, without gradients; empty but on the last stage."""
         with evaluating(self.chunks):
-            return [report["losses_bt"] for report in self._run(batches, _kept_loss, forward_only=True)]
+            return [report["losses_bt"] for report in self.run(batches, _kept_loss, forward_only=True)]
 
     def reduce(self, sums: Tensor) -> Tensor:
         """Sum over all data, in float64, known on every rank; only the last stage's values count."""
@@ -61,9 +61,7 @@ class TokenLosses:
         dist.broadcast(total, src=last, group=self.groups.pp)
         return total.cpu()
 
-    def _run(
-        self, batches: Sequence[Batch], loss: Callable[..., Any], *, forward_only: bool
-    ) -> list[dict[str, Tensor]]:
+    def run(self, batches: Sequence[Batch], loss: Callable[..., Any], *, forward_only: bool) -> list[dict[str, Tensor]]:
         """What `loss` reports of each micro-batch; empty but on the last stage."""
         reports: list[dict[str, Tensor]] = run_schedule(
             partial(_forward_step, loss, self._reset_attention),

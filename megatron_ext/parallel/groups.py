@@ -12,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_ext.config.schema import ParallelConfig
 
 
-def make_process_groups(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection:
+def make_process_groups(parallel: ParallelConfig, seed: int, *, with_gloo: bool = True) -> ProcessGroupCollection:
     """Arrange the world's processes as the configuration says.
 
     Megatron's schedules and optimizers still look some groups up in its global state, so they are made there; ours
@@ -21,12 +21,14 @@ def make_process_groups(parallel: ParallelConfig, seed: int) -> ProcessGroupColl
     Args:
         parallel: sizes of the model-parallel dimensions; the data-parallel size is what is left.
         seed: of Megatron's generator states (dropout; initial weights do not depend on it).
+        with_gloo: also make the groups that Megatron has for what it exchanges through the CPU.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
         context_parallel_size=parallel.context,
+        create_gloo_process_groups=with_gloo,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return ProcessGroupCollection.use_mpu_process_groups()

@@ -82,10 +82,10 @@ class Trainer(TokenLosses):
         unsound_gradient = None
         if watched:
             with watched_gradients(self.optimizer.chunks) as first_unsound:
-                reports = self._run(batches, _summed_loss, forward_only=False)
+                reports = self.run(batches, summed_loss, forward_only=False)
             unsound_gradient = first_unsound()
         else:
-            reports = self._run(batches, _summed_loss, forward_only=False)
+            reports = self.run(batches, summed_loss, forward_only=False)
         none = torch.zeros(2, device=self.platform.device)
         here = sum((r["loss_and_tokens"] for r in reports), start=none)
         found: list[StepResult] = []
@@ -103,7 +103,7 @@ class Trainer(TokenLosses):
         return replace(result, lr=self.optimizer.lr, unsound_gradient=unsound_gradient)
 
 
-def _summed_loss(batch: Batch, losses_bt: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def summed_loss(batch: Batch, losses_bt: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The sum and its count travel together; Megatron divides the gradient by the count of the whole batch."""
     total = (losses_bt.float() * batch.loss_mask).sum()
     tokens = batch.loss_mask.sum()

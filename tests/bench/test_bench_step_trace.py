@@ -12,10 +12,7 @@ import torch
 from megatron_ext.bench.step_parts import named_parts
 from megatron_ext.bench.step_trace import (
     BACKWARD,
-    FEED_FORWARD,
     FORWARD,
-    MIXER,
-    MODEL,
     OTHER,
     PARTS,
     PHASES,
@@ -28,6 +25,7 @@ from megatron_ext.bench.step_trace import (
 from megatron_ext.bench.steps import TimedRun
 from megatron_ext.bench.train_measure import profile_steps
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.model_parts import FEED_FORWARD, MIXER, MODEL
 from megatron_ext.platform import Platform
 
 CPU = Platform(torch.device("cpu"), "gloo")

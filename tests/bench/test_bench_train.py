@@ -13,7 +13,7 @@ import torch
 
 from kernels.bench.timing import Ceilings
 from megatron_ext.bench import train
-from megatron_ext.bench.step_trace import MODEL, PARTS, PHASES, Breakdown
+from megatron_ext.bench.step_trace import PARTS, PHASES, Breakdown
 from megatron_ext.bench.train import parse_variant
 from megatron_ext.bench.train_measure import Amount, Measured, Memory, measure
 from megatron_ext.bench.train_rank import FAILED, Job, read_job
@@ -24,6 +24,7 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.opening import open_samples
 from megatron_ext.data.random_data import make_random_data
 from megatron_ext.mixers.registry import load_all
+from megatron_ext.model_parts import MODEL
 from megatron_ext.platform import Platform
 
 CPU = Platform(torch.device("cpu"), "gloo")

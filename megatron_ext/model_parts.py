@@ -1,0 +1,75 @@
+"""The parts of a model that time and memory are told of, and which module is of which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from typing import Any, NamedTuple
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+MIXER, FEED_FORWARD, NORMS = "mixer", "feed-forward", "norms and residual"
+EMBEDDING, LOSS = "embedding", "output layer and loss"
+MODEL = (MIXER, FEED_FORWARD, NORMS, EMBEDDING, LOSS)
+
+
+class Member(NamedTuple):
+    """A module of a part; one within another is of its own part.
+
+    Attributes:
+        module: whose `forward` does the part's work; recomputation calls it again in the backward pass.
+        part: of `MODEL`.
+        layer: its layer's number from 1 in the whole model; None: it is of no layer.
+    """
+
+    module: nn.Module
+    part: str
+    layer: int | None
+
+
+def members(chunks: Iterable[nn.Module]) -> Iterator[Member]:
+    """All modules of parts in model chunks, wrapped or not."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            yield from _members(module)
+
+
+def _members(module: nn.Module) -> Iterator[Member]:
+    if isinstance(module, GPTModel):
+        yield Member(module, LOSS, None)  # all that is not the embedding or the layers
+        if module.pre_process:
+            yield Member(module.embedding, EMBEDDING, None)
+    elif isinstance(module, TransformerBlock):
+        yield Member(module, NORMS, None)
+    elif isinstance(module, TransformerLayer):
+        number = module.layer_number
+        yield Member(module, NORMS, number)
+        yield Member(module.self_attention, MIXER, number)
+        if not isinstance(module.mlp, IdentityOp):
+            yield Member(module.mlp, FEED_FORWARD, number)
+
+
+@contextmanager
+def within(owner: Any, method: str, around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Have a method of one object, and of no other of its class, do its work within something."""
+    original: Callable[..., Any] = getattr(owner, method)
+    is_own = method in vars(owner)
+
+    @wraps(original)
+    def surrounded(*args: Any, **more: Any) -> Any:
+        with around():
+            return original(*args, **more)
+
+    setattr(owner, method, surrounded)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, method, original)
+        else:
+            delattr(owner, method)
