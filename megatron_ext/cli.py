@@ -379,6 +379,21 @@ def _inspect(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     return report.run(args)
 
 
+# --- plan ------------------------------------------------------------------------------------------------------------
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    from megatron_ext.planning import plan_command
+
+    plan_command.add_arguments(parser)
+
+
+def _plan(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from megatron_ext.planning import plan_command
+
+    return plan_command.run(args)
+
+
 # --- bench -----------------------------------------------------------------------------------------------------------
 
 
@@ -463,6 +478,11 @@ VERBS = {
     "evaluate": _Verb(help="put a trained model to tests", add_arguments=_add_evaluate, run=_evaluate),
     "convert": _Verb(help="turn a checkpoint into another format", add_arguments=_add_convert, run=_convert),
     "inspect": _Verb(help="say what a checkpoint is", add_arguments=_add_inspect, run=_inspect),
+    "plan": _Verb(
+        help="say what memory and time a configuration takes on GPUs, before there are any",
+        add_arguments=_add_plan,
+        run=_plan,
+    ),
     "bench": _Verb(
         help="measure kernels, layers, training steps, checkpoints or data",
         add_arguments=_add_bench,

@@ -67,8 +67,7 @@ class Counter:
         key = json.dumps([vocab_size, asdict(model)], sort_keys=True)
         if key not in self._known:
             if self._process is None:
-                context = multiprocessing.get_context("spawn")
-                self._process = ProcessPoolExecutor(1, mp_context=context, initializer=_prepare)
+                self._process = process_pool(1)
             self._known[key] = self._process.submit(_count, model, vocab_size).result()
         return self._known[key]
 
@@ -78,6 +77,13 @@ def _model_part(config: RunConfig) -> RunConfig:
     used = set(parse_pattern(config.model.pattern))
     mixers = {name: fields for name, fields in config.mixers.items() if name in used}
     return RunConfig(model=config.model, mixers=mixers, data=DataConfig(path="", seq_length=config.data.seq_length))
+
+
+def process_pool(most: int | None = None) -> ProcessPoolExecutor:
+    """Processes in which models are built without memory; as many as there are processors, or fewer."""
+    size = os.cpu_count() or 1
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(min(size, most or size), mp_context=context, initializer=_prepare)
 
 
 def _prepare() -> None:

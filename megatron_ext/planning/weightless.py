@@ -1,8 +1,9 @@
-"""A model without memory for its weights, in one process, and what is counted of it."""
+"""A model without memory for its weights, and what is counted of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -35,6 +36,13 @@ class _OnMeta(TorchFunctionMode):
         return function(*args, **given)
 
 
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Within it models are built without memory. A backward pass knows nothing of it: see `ledger.Watched`."""
+    with torch.device("meta"), _OnMeta():
+        yield
+
+
 def count(config: RunConfig, vocab_size: int) -> ModelCounts:
     """Count the whole model, in this process, which is on no GPU.
 
@@ -44,7 +52,7 @@ def count(config: RunConfig, vocab_size: int) -> ModelCounts:
     """
     platform, groups = _alone()
     shape = model_shape(config, platform, vocab_size)
-    with torch.device("meta"), _OnMeta():
+    with on_meta():
         chunks = build_model(shape, platform, groups, seed=None)
     flops = training_flops_per_token(shape, chunks, config.data.seq_length)
     return ModelCounts(count_parameters(chunks, tp_size=1).parameters, flops)

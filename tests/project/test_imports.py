@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "rwkv7_block": LOW | {"mixers", "block_layer"},
     "specs": LOW | {"mixers", "rwkv7_block", "block_layer"},
     "output_layer": {"kernels"},
+    "model_parts": set(),
     "model": LOW | {"mixers", "specs", "output_layer"},
     # Leaves: they serve the rooms above and know none of them.
     "config": set(),
@@ -54,13 +55,17 @@ ALLOWED: dict[str, set[str]] = {
     # What makes runs of it, or of runs.
     "training": MODEL | {"checkpoint", "evaluation", "heartbeat", "data_prep.manifest", "data_prep.tokenization"},
     # It counts what training builds, as training builds it, for runs that launch reads from a file and begins.
-    "planning": MODEL | {"checkpoint", "evaluation", "training.build", "launch.sweep_file", "data_prep.manifest"},
+    # A step that is only planned is made of the same.
+    "planning": MODEL
+    | {"checkpoint", "evaluation", "training.build", "training.trainer", "launch.sweep_file", "data_prep.manifest"}
+    | {"model_parts", "output_layer"},
     "analysis": {"config", "events"},
     "launch": {"config", "events", "heartbeat"},
     "lone_mixer": MODEL,
     "diagnosis": MODEL | {"lone_mixer"},
     # It starts ranks as the command does, and takes what they say.
-    "bench": MODEL | {"lone_mixer", "checkpoint", "training", "data_prep", "launch.local", "launch.reporting"},
+    "bench": MODEL
+    | {"model_parts", "lone_mixer", "checkpoint", "training", "data_prep", "launch.local", "launch.reporting"},
     "evaluate": MODEL | {"training", "evaluation"},
     "generate": MODEL | {"training", "evaluation"},
     # The command calls everything.

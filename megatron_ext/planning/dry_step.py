@@ -1,0 +1,212 @@
+"""A training step of one rank of a world that is not there: nothing is computed, and all that it would take is counted.
+
+The model is the one that `selectron train` builds, and so are its pipeline's schedule, its exchanges and what its ops
+keep for their backward passes: on meta tensors, with process groups that only have sizes, kernels left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core.fusions import fused_bias_swiglu
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kernels.unlaunched import as_one_kernel, one_kernel, unlaunched
+from megatron_ext.config.layout import layout_of
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.data.batches import Batch
+from megatron_ext.evaluation.token_losses import TokenLosses
+from megatron_ext.mixers.base import Mixer
+from megatron_ext.model import ModelShape, build_model
+from megatron_ext.model_parts import LOSS, members, within
+from megatron_ext.output_layer import LanguageModel
+from megatron_ext.planning.ledger import BACKWARD, FORWARD, Ledger, Purpose, Watched
+from megatron_ext.planning.rates import part_of_mixer
+from megatron_ext.planning.virtual_gpu import VirtualGpu, groups_of_rank, virtual_gpu
+from megatron_ext.planning.weightless import on_meta
+from megatron_ext.training.build import model_shape
+from megatron_ext.training.trainer import summed_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """What a layer costs, whatever the layout: model FLOPs a token of forward and backward pass.
+
+    Attributes:
+        part: of its mixer; see `rates.part_of_mixer`.
+        mixer_flops: of the mixer, projections included.
+        feed_forward_flops: of the feed-forward.
+    """
+
+    part: str
+    mixer_flops: float
+    feed_forward_flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What a rank's step takes.
+
+    Attributes:
+        rank: in the world.
+        stage: of the pipeline.
+        parameters: that the rank holds.
+        parameter_bytes: their memory.
+        micro_batches: of the step that was gone through: of a longer one, as many as show its largest memory.
+        layers: the rank's, in order.
+        loss_flops: model FLOPs a token of the output layer, all of it; 0: it is on another stage.
+        has_embedding: whether the input's is here.
+        replicas: ranks that have the same parameters: gradients are summed over them.
+        ledger: memory beside parameters, gradients that are kept and the optimizer's state; and messages.
+    """
+
+    rank: int
+    stage: int
+    parameters: int
+    parameter_bytes: int
+    micro_batches: int
+    layers: tuple[Layer, ...]
+    loss_flops: float
+    has_embedding: bool
+    replicas: tuple[int, ...]
+    ledger: Ledger
+
+
+def footprint(config: RunConfig, vocab_size: int, world_size: int, rank: int) -> Footprint:
+    """Go through a step of a rank, in a process that sees no GPU and is in no process group.
+
+    Args:
+        config: checked for this world, whole.
+        vocab_size: tokens of the tokenizer, before padding.
+        world_size: ranks of the run.
+        rank: which of them.
+    """
+    gpu = virtual_gpu()
+    with groups_of_rank(config.parallel, world_size, rank) as groups:
+        shape = model_shape(config, gpu, vocab_size)
+        with on_meta():
+            chunks = build_model(shape, gpu, groups, seed=None)
+        micro_batches = _micro_batches(config, world_size)
+        ledger = _ledger_of_step(config, chunks, groups, gpu, micro_batches)
+        parameters = [p for chunk in chunks for p in chunk.parameters()]
+        return Footprint(
+            rank=rank,
+            stage=groups.pp.rank(),
+            parameters=sum(p.numel() for p in parameters),
+            parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+            micro_batches=micro_batches,
+            layers=tuple(_layers(shape, chunks, config.data.seq_length)),
+            loss_flops=_loss_flops(shape, chunks),
+            has_embedding=any(model.pre_process for model in _models(chunks)),
+            replicas=tuple(dist.get_process_group_ranks(groups.dp_cp)),
+            ledger=ledger,
+        )
+
+
+def _models(chunks: Sequence[nn.Module]) -> list[LanguageModel]:
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, LanguageModel)]
+
+
+def _layers(shape: ModelShape, chunks: Sequence[nn.Module], seq_length: int) -> Iterator[Layer]:
+    for mixer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Mixer)):
+        score = getattr(mixer.mixer_config, "score", None)
+        yield Layer(
+            part=part_of_mixer(shape.mixers[mixer.layer_number - 1], score),
+            mixer_flops=mixer.training_flops(seq_length),
+            feed_forward_flops=6 * shape.feed_forward_parameters,
+        )
+
+
+def _loss_flops(shape: ModelShape, chunks: Sequence[nn.Module]) -> float:
+    has_loss = any(model.post_process for model in _models(chunks))
+    return 6.0 * shape.model.hidden_size * shape.padded_vocab_size if has_loss else 0.0
+
+
+def _micro_batches(config: RunConfig, world_size: int) -> int:
+    """Two, or enough to fill the pipeline and go on for as long again: later ones take no more memory."""
+    enough = 2 * config.parallel.pipeline * config.parallel.virtual_pipeline
+    return min(layout_of(config, world_size).num_micro_batches, enough)
+
+
+def _ledger_of_step(
+    config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroupCollection, gpu: VirtualGpu, micro_batches: int
+) -> Ledger:
+    ledger, now = Ledger(), _Now()
+    watched = Watched(ledger, now)
+    watched.know([*(p for chunk in chunks for p in chunk.parameters()), *(b for c in chunks for b in c.buffers())])
+    data, size = config.data, config.training.micro_batch_size
+    losses = TokenLosses(chunks, groups, gpu, data.seq_length, size, reset_attention=data.reset_attention)
+    with ExitStack() as stack:
+        for member in members(chunks):
+            stack.enter_context(within(member.module, "forward", partial(now.at, member.part, member.layer)))
+        for parameter in (p for chunk in chunks for p in chunk.parameters() if p.requires_grad):
+            handle = parameter.register_post_accumulate_grad_hook(_drop_gradient)
+            stack.callback(handle.remove)
+        stack.enter_context(fused_as_on_a_gpu())
+        stack.enter_context(unlaunched())
+        stack.enter_context(watched)
+        batches = [_batch(config, groups.cp.size()) for _ in range(micro_batches)]
+        losses.run(batches, summed_loss, forward_only=False)
+    return ledger
+
+
+class _Now:
+    """Which part of the model is at work, as its modules say when they are entered and left."""
+
+    def __init__(self) -> None:
+        self._inside: list[tuple[str, int | None]] = [(LOSS, None)]
+
+    def __call__(self) -> Purpose:
+        is_backward = torch._C._current_graph_task_id() != -1
+        return Purpose(*self._inside[-1], BACKWARD if is_backward else FORWARD)
+
+    @contextmanager
+    def at(self, part: str, layer: int | None) -> Iterator[None]:
+        """Within it a part is at work."""
+        self._inside.append((part, layer))
+        try:
+            yield
+        finally:
+            self._inside.pop()
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    """A parameter's gradient is added to the kept ones as soon as it is there."""
+    parameter.grad = None
+
+
+@contextmanager
+def fused_as_on_a_gpu() -> Iterator[None]:
+    """A GPU has a kernel each for norms and for Megatron's SwiGLU; on meta tensors torch composes them of many."""
+    norms = {name: getattr(functional, name) for name in ("rms_norm", "layer_norm")}
+    for name, norm in norms.items():
+        setattr(functional, name, partial(as_one_kernel, norm))
+    try:
+        with within(fused_bias_swiglu, "swiglu", one_kernel), within(fused_bias_swiglu, "swiglu_back", one_kernel):
+            yield
+    finally:
+        for name, norm in norms.items():
+            setattr(functional, name, norm)
+
+
+def _batch(config: RunConfig, cp_size: int) -> Batch:
+    """A micro-batch of this rank, one document a sample."""
+    rows, length = config.training.micro_batch_size, config.data.seq_length // cp_size
+    tokens = torch.empty(rows, length, dtype=torch.int64)
+    bounds = None
+    if config.data.reset_attention:
+        bounds = torch.arange(rows + 1, dtype=torch.int32) * length
+    return Batch(
+        tokens=tokens,
+        labels=torch.empty_like(tokens),
+        loss_mask=torch.empty(rows, length),
+        position_ids=torch.empty_like(tokens),
+        cu_seqlens=bounds,
+    )

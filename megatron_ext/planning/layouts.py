@@ -1,0 +1,70 @@
+"""Layouts that a configuration could have on a machine, and which of them are good."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from megatron_ext.config.layout import model_parallel_size
+from megatron_ext.config.pattern import parse_pattern
+from megatron_ext.config.schema import RunConfig
+
+RECOMPUTE: tuple[Literal["none", "mlp", "full"], ...] = ("none", "mlp", "full")
+"""From what is fastest to what takes least memory."""
+
+
+def candidates(config: RunConfig, world_size: int, per_node: int) -> Iterator[Sequence[RunConfig]]:
+    """Configurations that differ in layout, size of a micro-batch and recomputation alone; some break a rule.
+
+    Sizes are powers of two. Tensor and context parallelism stay within a node, and tensor parallelism comes with
+    sequence parallelism, without which it only costs memory. A micro-batch has one sample, or as many as configured.
+    Those of one sequence differ in recomputation, the fastest first: of these the first that fits is the best.
+
+    Args:
+        config: of the run.
+        world_size: ranks.
+        per_node: ranks a node.
+    """
+    layers = len(parse_pattern(config.model.pattern))
+    for tensor in _powers(min(per_node, config.model.num_attention_heads)):
+        for context in _powers(per_node // tensor):
+            for pipeline in _powers(min(layers, world_size // (tensor * context))):
+                parallel = replace(
+                    config.parallel,
+                    tensor=tensor,
+                    sequence=tensor > 1,
+                    context=context,
+                    pipeline=pipeline,
+                    virtual_pipeline=1,
+                )
+                replicas, left = divmod(world_size, model_parallel_size(parallel))
+                if left or not replicas:
+                    continue
+                for size in sorted({1, config.training.micro_batch_size}):
+                    yield [
+                        replace(
+                            config,
+                            parallel=parallel,
+                            training=replace(config.training, micro_batch_size=size, recompute=recompute),
+                        )
+                        for recompute in RECOMPUTE
+                    ]
+
+
+def _powers(most: int) -> Iterator[int]:
+    """Powers of two up to a number."""
+    power = 1
+    while power <= most:
+        yield power
+        power *= 2
+
+
+def differences(config: RunConfig) -> str:
+    """What makes a candidate, as overrides of the command line."""
+    parallel, training = config.parallel, config.training
+    return (
+        f"parallel.tensor={parallel.tensor} parallel.sequence={str(parallel.sequence).lower()} "
+        f"parallel.context={parallel.context} parallel.pipeline={parallel.pipeline} "
+        f"training.micro_batch_size={training.micro_batch_size} training.recompute={training.recompute}"
+    )

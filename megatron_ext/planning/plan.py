@@ -1,0 +1,205 @@
+"""What a configuration takes on a number of GPUs: memory, time and messages, and which other layout would be better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
+
+from megatron_ext.config.derive import derive
+from megatron_ext.config.layout import layout_of
+from megatron_ext.config.rules import check
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.traits import Mixers
+from megatron_ext.errors import UserError
+from megatron_ext.planning.counts import process_pool
+from megatron_ext.planning.gpus import Gpu
+from megatron_ext.planning.layouts import candidates
+from megatron_ext.planning.memory import Memory, memory_of
+from megatron_ext.planning.step_time import StepTime, step_time
+
+if TYPE_CHECKING:
+    from megatron_ext.planning.dry_step import Footprint
+    from megatron_ext.planning.shards import Shard
+
+FootprintOf = Callable[[RunConfig, int, int, int], "Footprint"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What is to be trained on.
+
+    Attributes:
+        gpu: of all nodes.
+        nodes: there are.
+        per_node: GPUs a node.
+    """
+
+    gpu: Gpu
+    nodes: int
+    per_node: int
+
+    @property
+    def world_size(self) -> int:
+        """Ranks, one a GPU."""
+        return self.nodes * self.per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A layout.
+
+    Attributes:
+        config: whole.
+        replicas: of the model: the data-parallel size.
+        micro_batches: a step.
+        memory: of a rank of each pipeline stage.
+        time: of a step; None: see `untimed`.
+        untimed: why there is none.
+        refused: why the layout cannot be, or does not fit; None: it fits.
+    """
+
+    config: RunConfig
+    replicas: int
+    micro_batches: int
+    memory: tuple[Memory, ...] = ()
+    time: StepTime | None = None
+    untimed: str | None = None
+    refused: str | None = None
+
+    @property
+    def most(self) -> Memory:
+        """Of the rank that takes most."""
+        return max(self.memory, key=lambda memory: memory.total)
+
+
+def plan(config: RunConfig, vocab_size: int, machine: Machine, mixers: Mixers) -> Planned:
+    """Plan a configuration as it is.
+
+    Raises:
+        UserError: it cannot be trained on so many GPUs.
+    """
+    check(config, machine.world_size, mixers)
+    config = _for_planning(config)
+    ranks = _rank_of_each_stage(config, machine.world_size)
+    with process_pool(len(ranks)) as pool:
+        footprints = [pool.submit(_footprint, config, vocab_size, machine.world_size, rank) for rank in ranks]
+        return _planned(config, [footprint.result() for footprint in footprints], machine)
+
+
+def search(
+    config: RunConfig, vocab_size: int, machine: Machine, mixers: Mixers, tell: Callable[[str], None] = lambda _: None
+) -> list[Planned]:
+    """All layouts of a configuration, those that fit first, the fastest of them first.
+
+    Args:
+        config: of the run; its layout, micro-batch and recomputation are looked for.
+        vocab_size: tokens of the tokenizer.
+        machine: to be trained on.
+        mixers: the registered ones.
+        tell: takes a line on how far it is.
+    """
+    found: list[Planned] = []
+    pending = []
+    with process_pool() as pool:
+        for alternatives in candidates(config, machine.world_size, machine.per_node):
+            refused = _refusal(alternatives[0], machine, mixers)
+            if refused is None:
+                pending.append(pool.submit(_until_one_fits, alternatives, vocab_size, machine))
+            else:
+                found.append(refused)
+        for number, planned in enumerate(pending, 1):
+            found += planned.result()
+            tell(f"{number} of {len(pending)} layouts")
+    return sorted(found, key=_order)
+
+
+def shards(config: RunConfig, vocab_size: int, world_size: int) -> Iterator[Shard]:
+    """What each rank of a checked configuration builds, one after the other."""
+    with process_pool() as pool:
+        size = -(-world_size // 16)
+        blocks = [range(first, min(first + size, world_size)) for first in range(0, world_size, size)]
+        built = [pool.submit(_shards, _for_planning(config), vocab_size, world_size, block) for block in blocks]
+        for block in built:
+            yield from block.result()
+
+
+def _until_one_fits(alternatives: Sequence[RunConfig], vocab_size: int, machine: Machine) -> list[Planned]:
+    """Plans of these, up to the first that fits."""
+    found: list[Planned] = []
+    for config in map(_for_planning, alternatives):
+        ranks = _ends(_rank_of_each_stage(config, machine.world_size))
+        footprints = [_footprint(config, vocab_size, machine.world_size, rank) for rank in ranks]
+        found.append(_planned(config, footprints, machine))
+        if found[-1].refused is None:
+            break
+    return found
+
+
+def _for_planning(config: RunConfig) -> RunConfig:
+    """Whole, and with what needs no GPU and takes as much memory.
+
+    Megatron's own modules stand for Transformer Engine's, and messages between stages are sent one by one.
+    """
+    parallel, run = replace(config.parallel, batch_p2p_comm=False), replace(config.run, backend="local")
+    return derive(replace(config, parallel=parallel, run=run))
+
+
+def _rank_of_each_stage(config: RunConfig, world_size: int) -> list[int]:
+    """The first rank of each: a rank's stage changes slowest."""
+    stages = config.parallel.pipeline
+    return [stage * (world_size // stages) for stage in range(stages)]
+
+
+def _ends(ranks: Sequence[int]) -> list[int]:
+    """Where a pipeline takes most memory and time: its first stage and its last."""
+    return [*ranks[:1], *ranks[1:][-1:]]
+
+
+def _footprint(config: RunConfig, vocab_size: int, world_size: int, rank: int) -> Footprint:
+    # By name: torch is imported in that process, and not in the one that reads this module.
+    taken: FootprintOf = resolve_name("megatron_ext.planning.dry_step:footprint")
+    return taken(config, vocab_size, world_size, rank)
+
+
+def _shards(config: RunConfig, vocab_size: int, world_size: int, ranks: Sequence[int]) -> list[Shard]:
+    built: list[Shard] = resolve_name("megatron_ext.planning.shards:build")(config, vocab_size, world_size, ranks)
+    return built
+
+
+def _planned(config: RunConfig, footprints: Sequence[Footprint], machine: Machine) -> Planned:
+    layout = layout_of(config, machine.world_size)
+    memory = tuple(memory_of(config, footprint) for footprint in footprints)
+    found = Planned(
+        config=config,
+        replicas=layout.data_parallel_size,
+        micro_batches=layout.num_micro_batches,
+        memory=memory,
+    )
+    if not found.most.fits(machine.gpu):
+        found = replace(found, refused=found.most.why_not(machine.gpu))
+    try:
+        time = step_time(config, footprints, machine.gpu, machine.world_size, machine.per_node)
+        return replace(found, time=time)
+    except KeyError as error:
+        return replace(found, untimed=f"{error.args[0]} was never measured: there is no rate to go by")
+
+
+def _refusal(config: RunConfig, machine: Machine, mixers: Mixers) -> Planned | None:
+    """A layout that breaks a rule, or whose weights alone have no room."""
+    layout = layout_of(config, machine.world_size)
+    found = Planned(config=config, replicas=layout.data_parallel_size, micro_batches=layout.num_micro_batches)
+    try:
+        check(config, machine.world_size, mixers)
+    except UserError as error:
+        return replace(found, refused=str(error))
+    return None
+
+
+def _order(planned: Planned) -> tuple[bool, bool, float]:
+    """Those that fit first, by speed; then those that do not, by memory; then those that may not be."""
+    speed = planned.time.tokens_per_second if planned.time else 0.0
+    if planned.refused is None:
+        return False, False, -speed
+    return True, not planned.memory, planned.most.total if planned.memory else 0.0

@@ -1,0 +1,108 @@
+"""`selectron plan`: its options, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_ext.errors import UserError
+from megatron_ext.planning.gpus import GPUS, MEASURED, gpu_of
+
+VOCABULARY = 50304
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("config", type=Path, metavar="CONFIG", help="YAML file, see examples/")
+    override = "e.g. parallel.tensor=2; or another YAML file, laid over the first"
+    add("overrides", nargs="*", metavar="key=value", help=override)
+    add("--nodes", type=int, default=1, metavar="N", help="there are (%(default)s)")
+    add("--gpus-per-node", type=int, default=8, metavar="M", help="a node (%(default)s)")
+    add("--gpu", default=MEASURED, metavar="KIND", help=f"{', '.join(GPUS)} (%(default)s)")
+    vocabulary = f"tokens of the model (those of the prepared data; {VOCABULARY} where there are none here)"
+    add("--vocabulary", type=int, metavar="N", help=vocabulary)
+    add("--tokens", type=float, metavar="N", help="to train on, e.g. 100e9 (those of training.steps)")
+    add("--price", type=float, metavar="P", help="of a GPU hour, in any currency: what the tokens cost")
+    add("--search", type=int, nargs="?", const=10, metavar="N", help="compare all layouts, and show the N best (10)")
+    add("--every-rank", action="store_true", help="build the part of the model that each rank has, and add them up")
+    add("--output", type=Path, metavar="DIR", help="also write the plan as plan.json and plan.md there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and print.
+
+    Returns:
+        0; 1 if the layout, or with --search every layout, does not fit.
+
+    Raises:
+        UserError: an option or the configuration does not allow it.
+    """
+    _check(args)
+    from megatron_ext.config.load import load_config
+    from megatron_ext.config.rules import check
+    from megatron_ext.mixers.registry import load_all
+    from megatron_ext.planning import plan
+    from megatron_ext.planning.plan_report import PlanReport
+
+    mixers = load_all()
+    config = load_config(args.config, args.overrides, mixers)
+    machine = plan.Machine(gpu=gpu_of(args.gpu), nodes=args.nodes, per_node=args.gpus_per_node)
+    vocab_size, told = _vocabulary(args, config.data.path, config.data.cache_dir)
+    report = PlanReport(
+        name=args.config.stem,
+        overrides=tuple(args.overrides),
+        machine=machine,
+        vocabulary=told,
+        tokens=args.tokens or config.training.steps * config.training.global_batch_size * config.data.seq_length,
+        price=args.price,
+    )
+    if args.search is None:
+        report.planned = plan.plan(config, vocab_size, machine, mixers)
+    else:
+        report.shown = args.search
+        report.layouts = plan.search(config, vocab_size, machine, mixers, _tell)
+    if args.every_rank:
+        check(config, machine.world_size, mixers)
+        report.shards = list(plan.shards(config, vocab_size, machine.world_size))
+    print(report.markdown())
+    if args.output is not None:
+        report.write(args.output)
+        print(f"written: {args.output}")
+    return 0 if report.fits else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    for option, value in (("--nodes", args.nodes), ("--gpus-per-node", args.gpus_per_node)):
+        if value < 1:
+            raise UserError(option, f"{value} is less than 1", "give 1 or more")
+    for option, value in (("--vocabulary", args.vocabulary), ("--search", args.search)):
+        if value is not None and value < 1:
+            raise UserError(option, f"{value} is less than 1", "give 1 or more")
+    for option, value in (("--tokens", args.tokens), ("--price", args.price)):
+        if value is not None and not 0 < value < float("inf"):
+            raise UserError(option, f"{value} is no amount", "give a number above 0")
+    gpu_of(args.gpu)
+    if args.search is not None and args.every_rank:
+        raise UserError("--every-rank", "with --search there are many layouts", "choose one of them first")
+    if args.output is not None and args.output.exists() and not args.output.is_dir():
+        raise UserError("--output", f"{args.output} is no folder", "name another one")
+
+
+def _vocabulary(args: argparse.Namespace, path: str, cache_dir: str | None) -> tuple[int, str]:
+    """Tokens of the model, and where that comes from."""
+    if args.vocabulary is not None:
+        return args.vocabulary, f"{args.vocabulary:,} tokens, as told"
+    from megatron_ext.planning.vocabulary import vocab_size
+
+    try:
+        size = vocab_size(path, cache_dir)
+    except UserError:
+        return VOCABULARY, f"{VOCABULARY:,} tokens, as there are no prepared data in {path} (--vocabulary)"
+    return size, f"{size:,} tokens, those of {path}"
+
+
+def _tell(line: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{line}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,233 @@
+"""A plan in words and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.errors import UserError
+from megatron_ext.planning.gpus import GIB, MEASURED
+from megatron_ext.planning.layouts import differences
+from megatron_ext.planning.memory import USABLE, Memory
+from megatron_ext.planning.plan import Machine, Planned
+from megatron_ext.reports import digits, table, write_both
+from megatron_ext.source import commit
+
+if TYPE_CHECKING:
+    from megatron_ext.planning.shards import Shard
+    from megatron_ext.planning.step_time import StepTime
+
+HOUR = 3600.0
+
+
+@dataclass(kw_only=True)
+class PlanReport:
+    """What `selectron plan` found.
+
+    Attributes:
+        name: of the configuration.
+        overrides: of the command line.
+        machine: that it is planned for.
+        vocabulary: how many tokens the model has, and why.
+        tokens: to be trained on.
+        price: of a GPU hour; None: cost is in GPU hours alone.
+        planned: the layout as configured; None: layouts were searched.
+        layouts: all that were looked at, the best first.
+        shown: how many of them to show.
+        shards: what each rank builds; empty: nobody asked.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    machine: Machine
+    vocabulary: str
+    tokens: float
+    price: float | None
+    planned: Planned | None = None
+    layouts: list[Planned] = field(default_factory=list)
+    shown: int = 0
+    shards: list[Shard] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a layout that has room."""
+        return any(one.refused is None for one in ([self.planned] if self.planned else self.layouts))
+
+    def markdown(self) -> str:
+        """The plan as it is printed."""
+        machine = self.machine
+        gpus = f"{machine.world_size} x {machine.gpu.name.upper()}"
+        where = f"{gpus} ({machine.nodes} nodes of {machine.per_node})" if machine.nodes > 1 else gpus
+        lines = [f"# {self.name} on {where}", "", f"Vocabulary: {self.vocabulary}."]
+        if self.overrides:
+            lines += ["", f"With `{' '.join(self.overrides)}`."]
+        if self.planned is not None:
+            lines += ["", *self._about(self.planned)]
+        if self.layouts:
+            lines += ["", *self._searched()]
+        if self.shards:
+            lines += ["", *_sharded(self.shards)]
+        return "\n".join([*lines, "", *self._assumed()])
+
+    def write(self, folder: Path) -> None:
+        """Write plan.json and plan.md.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_both(folder, "plan", self.numbers(), self.markdown() + "\n")
+        except OSError as error:
+            raise UserError("--output", f"{folder} cannot be written ({error.strerror})", "name another one") from error
+
+    def numbers(self) -> dict[str, Any]:
+        """All of it, bytes and seconds."""
+        return {
+            "configuration": self.name,
+            "overrides": list(self.overrides),
+            "commit": commit(),
+            "gpu": asdict(self.machine.gpu),
+            "nodes": self.machine.nodes,
+            "gpus_per_node": self.machine.per_node,
+            "vocabulary": self.vocabulary,
+            "tokens": self.tokens,
+            "layouts": [self._numbers_of(one) for one in ([self.planned] if self.planned else self.layouts)],
+            "ranks": [asdict(shard) for shard in self.shards],
+        }
+
+    def _numbers_of(self, one: Planned) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "layout": differences(one.config),
+            "replicas": one.replicas,
+            "micro_batches": one.micro_batches,
+            "refused": one.refused,
+            "memory": [asdict(memory) | {"total": memory.total} for memory in one.memory],
+        }
+        if one.time is None:
+            return found | {"untimed": one.untimed}
+        time = one.time
+        cost = {"gpu_hours": self._gpu_hours(time), "price": self._price(time)}
+        speeds = {"seconds_per_step": time.seconds, "tokens_per_second": time.tokens_per_second}
+        return found | speeds | cost | {"parts": time.parts, "volumes": {k: asdict(v) for k, v in time.volumes.items()}}
+
+    # --- one layout --------------------------------------------------------------------------------------------------
+
+    def _about(self, one: Planned) -> list[str]:
+        parallel = one.config.parallel
+        micro = one.config.training.micro_batch_size
+        lines = [
+            f"Tensor {parallel.tensor}, context {parallel.context}, pipeline {parallel.pipeline}, data "
+            f"{one.replicas}; {one.micro_batches} micro-batches of {micro} a step; recomputed: "
+            f"{one.config.training.recompute}; optimizer: {one.config.optimizer.sharding}.",
+            "",
+            f"**Does not fit**: {one.refused}." if one.refused else f"**Fits**: {self._room(one.most)}.",
+            "",
+            *_memory_table(one.memory),
+        ]
+        layers = sorted(one.most.by_layer.items())
+        if layers:
+            least, most = min(size for _, size in layers), max(size for _, size in layers)
+            span = f"{digits(most / GIB)}" if least == most else f"{digits(least / GIB)} to {digits(most / GIB)}"
+            lines += [
+                "",
+                f"Kept by the forward pass for each of {len(layers)} layers of rank {one.most.rank}: {span} GiB.",
+            ]
+        if one.time is None:
+            return [*lines, "", f"No time: {one.untimed}."]
+        return [*lines, "", *self._timed(one.time)]
+
+    def _room(self, memory: Memory) -> str:
+        usable = USABLE * self.machine.gpu.memory
+        return f"{memory.total / GIB:.1f} GiB of {usable / GIB:.1f} usable on rank {memory.rank}, which takes most"
+
+    def _timed(self, time: StepTime) -> list[str]:
+        per_gpu = time.tokens_per_second / self.machine.world_size
+        speed = (
+            f"**{1e3 * time.seconds:,.0f} ms a step, {time.tokens_per_second:,.0f} tokens/s** ({per_gpu:,.0f} a GPU)"
+        )
+        hours = self._gpu_hours(time)
+        days = hours / self.machine.world_size / 24
+        cost = f"{self.tokens:,.0f} tokens: {days:,.1f} days, {hours:,.0f} GPU hours"
+        price = self._price(time)
+        if price is not None:
+            cost += f", {price:,.0f} at {self.price} an hour"
+        rows = [
+            [part, digits(1e3 * seconds), f"{100 * seconds / time.seconds:.0f} %"]
+            for part, seconds in time.parts.items()
+            if seconds
+        ]
+        lines = [f"{speed}. {cost}.", "", *table(("part of a step", "ms", "share"), rows)]
+        if time.volumes:
+            sent = [
+                [name, digits(volume.within_node / 1e9), digits(volume.between_nodes / 1e9)]
+                for name, volume in time.volumes.items()
+            ]
+            lines += ["", *table(("a rank sends in a step", "GB over NVLink", "GB over the network"), sent)]
+        return lines
+
+    def _gpu_hours(self, time: StepTime) -> float:
+        return self.tokens / time.tokens_per_second * self.machine.world_size / HOUR
+
+    def _price(self, time: StepTime) -> float | None:
+        return None if self.price is None else self._gpu_hours(time) * self.price
+
+    # --- many --------------------------------------------------------------------------------------------------------
+
+    def _searched(self) -> list[str]:
+        good = [one for one in self.layouts if one.refused is None]
+        large = [one for one in self.layouts if one.refused is not None and one.memory]
+        broken = [one for one in self.layouts if not one.memory]
+        lines = [f"{len(self.layouts)} layouts: {len(good)} fit, {len(large)} do not, {len(broken)} break a rule."]
+        rows = [self._row(one) for one in good[: self.shown]]
+        if rows:
+            lines += ["", *table(("tokens/s", "ms a step", "GiB", "replicas x micro-batches", "overrides"), rows)]
+        if large:
+            lines += ["", "The smallest that do not fit:", ""]
+            lines += [f"* `{differences(one.config)}`: {one.refused}" for one in large[:3]]
+        reasons: dict[str, Planned] = {}
+        for one in broken:
+            reasons.setdefault(str(one.refused).split(":", 1)[0], one)
+        if reasons:
+            lines += ["", "Rules that layouts break, with one of each:", ""]
+            lines += [f"* `{differences(one.config)}`: {one.refused}" for one in reasons.values()]
+        return lines
+
+    def _row(self, one: Planned) -> list[str]:
+        speed, step = "", ""
+        if one.time is not None:
+            speed, step = f"{one.time.tokens_per_second:,.0f}", f"{1e3 * one.time.seconds:,.0f}"
+        room, spread = f"{one.most.total / GIB:.1f}", f"{one.replicas} x {one.micro_batches}"
+        return [speed, step, room, spread, f"`{differences(one.config)}`"]
+
+    def _assumed(self) -> list[str]:
+        lines = [
+            "Memory is what a step of the real model keeps, gone through without computing; CUDA's context and NCCL "
+            "come on top. Times are model FLOPs at rates measured on one H200, mostly at 2,048 wide, and bytes at "
+            "measured bandwidth; links at 80 % of the data sheet, not measured, and nothing overlapped."
+        ]
+        if self.machine.gpu.name != MEASURED:
+            lines += ["", f"Rates are scaled from the H200 to the {self.machine.gpu.name.upper()} by data sheets."]
+        return lines
+
+
+def _memory_table(memory: Sequence[Memory]) -> list[str]:
+    kinds = list(dict.fromkeys(kind for one in memory for kind in one.kinds))
+    rows = [[kind, *(_gib(one.kinds.get(kind, 0.0)) for one in memory)] for kind in kinds]
+    rows = [row for row in rows if any(row[1:])] + [["all", *(_gib(one.total) for one in memory)]]
+    heads = [f"rank {one.rank}" + (f", stage {one.stage}" if len(memory) > 1 else "") for one in memory]
+    return table(("GiB at its peak", *heads), rows)
+
+
+def _gib(size: float) -> str:
+    return "" if size < GIB / 1000 else digits(size / GIB)
+
+
+def _sharded(shards: Sequence[Shard]) -> list[str]:
+    from megatron_ext.planning.shards import whole_model
+
+    least, most = min(shard.parameters for shard in shards), max(shard.parameters for shard in shards)
+    each = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    return [f"Built on each of {len(shards)} ranks: {each} parameters; together one model of {whole_model(shards):,}."]

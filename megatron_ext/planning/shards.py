@@ -1,0 +1,62 @@
+"""The part of a model that each rank of a world builds, none of which is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.model import build_model
+from megatron_ext.parallel.parameters import count_parameters
+from megatron_ext.planning.virtual_gpu import groups_of_rank, virtual_gpu
+from megatron_ext.planning.weightless import on_meta
+from megatron_ext.training.build import model_shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What a rank builds.
+
+    Attributes:
+        rank: in the world.
+        place: its rank among the tensor-, context-, pipeline- and data-parallel ones.
+        parameters: that it holds.
+        of_stage: parameters that its tensor-parallel ranks hold together, each once.
+    """
+
+    rank: int
+    place: tuple[int, int, int, int]
+    parameters: int
+    of_stage: int
+
+
+def build(config: RunConfig, vocab_size: int, world_size: int, ranks: Iterable[int]) -> list[Shard]:
+    """Build the part of each of these ranks; see `dry_step.footprint` for the arguments."""
+    return [_build(config, vocab_size, world_size, rank) for rank in ranks]
+
+
+def _build(config: RunConfig, vocab_size: int, world_size: int, rank: int) -> Shard:
+    gpu = virtual_gpu()
+    with groups_of_rank(config.parallel, world_size, rank) as groups:
+        with on_meta():
+            chunks = build_model(model_shape(config, gpu, vocab_size), gpu, groups, seed=None)
+        return Shard(
+            rank=rank,
+            place=(groups.tp.rank(), groups.cp.rank(), groups.pp.rank(), groups.dp.rank()),
+            parameters=sum(p.numel() for chunk in chunks for p in chunk.parameters()),
+            of_stage=count_parameters(chunks, groups.tp.size()).parameters,
+        )
+
+
+def whole_model(shards: Sequence[Shard]) -> int:
+    """Parameters of the model that all these ranks make.
+
+    Raises:
+        AssertionError: ranks of a stage do not agree, or one place is taken twice.
+    """
+    assert len({shard.place for shard in shards}) == len(shards), "two ranks are in one place"
+    of_stages: dict[int, set[int]] = {}
+    for shard in shards:
+        of_stages.setdefault(shard.place[2], set()).add(shard.of_stage)
+    assert all(len(found) == 1 for found in of_stages.values()), f"stages differ within themselves: {of_stages}"
+    return sum(found.pop() for found in of_stages.values())

@@ -1,0 +1,205 @@
+"""How long a step takes: its parts at measured rates, on a GPU's memory and on its links.
+
+A part that multiplies matrices takes its model FLOPs at the rate that was measured of it; one that reads and writes,
+its bytes at the bandwidth that was measured. Nothing hides behind anything else: exchanges of tensor, context and
+pipeline parallelism and the reduction of gradients stand in the step as they do in ours.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_ext.config.layout import layout_of
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.planning.gpus import BANDWIDTH_REACHED, GPUS, LINKS_REACHED, MEASURED, Gpu
+from megatron_ext.planning.memory import shares
+from megatron_ext.planning.rates import FEED_FORWARD, LOSS, MIXER, rate_of
+
+if TYPE_CHECKING:
+    from megatron_ext.planning.dry_step import Footprint
+    from megatron_ext.planning.ledger import Message
+
+NORMS, EMBEDDING, COMMUNICATION, OPTIMIZER = "norms and residual", "embedding", "communication", "optimizer"
+BUBBLE, HOST = "pipeline bubble", "data and host"
+
+NORM_PASSES = {"forward": 10.2, "backward": 13.2, "again": 5.1}
+"""Times that a layer's norms and residual go through its hidden states, read or write; `again`: in the backward pass,
+where what is behind the mixer is computed again. As measured on an H200 (docs/benchmarks/training.md)."""
+
+EMBEDDING_PASSES = 25.0
+"""The same of the embedding, both passes; its gradient is a sum in any order."""
+
+UPDATE_BYTES = 10.0, 63.0
+"""That an update reads and writes for a parameter: on every rank, and where the optimizer's state of it is."""
+
+HOST_SECONDS = 0.012
+"""Of a step in which the GPU waits: for the batch, the gradient's norm, the next kernel."""
+
+LATENCY = 2e-5
+"""Seconds of a collective call beside its bytes. Assumed, as `LINKS_REACHED` is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Volume:
+    """What a rank sends in a step.
+
+    Attributes:
+        within_node: bytes over NVLink.
+        between_nodes: bytes over the network.
+    """
+
+    within_node: float
+    between_nodes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """A step of the slowest pipeline stage.
+
+    Attributes:
+        parts: seconds by part; they add up.
+        tokens: of the whole batch.
+        volumes: by what is exchanged.
+    """
+
+    parts: dict[str, float]
+    tokens: int
+    volumes: dict[str, Volume]
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs together."""
+        return self.tokens / self.seconds
+
+
+def step_time(config: RunConfig, footprints: Sequence[Footprint], gpu: Gpu, world_size: int, per_node: int) -> StepTime:
+    """Time a step.
+
+    Args:
+        config: of the run.
+        footprints: of a rank of each pipeline stage.
+        gpu: of all ranks.
+        world_size: ranks.
+        per_node: ranks a node.
+
+    Raises:
+        KeyError: a mixer was never measured.
+    """
+    layout, parallel = layout_of(config, world_size), config.parallel
+    links = _Links(gpu, per_node)
+    stages = [_micro_batch(config, footprint, gpu, links) for footprint in footprints]
+    slowest = max(range(len(stages)), key=lambda stage: sum(stages[stage].values()))
+    own, footprint, number = stages[slowest], footprints[slowest], layout.num_micro_batches
+    parts = {part: number * seconds for part, seconds in own.items()}
+    parts[BUBBLE] = sum(own.values()) * (parallel.pipeline - 1) / parallel.virtual_pipeline
+    volumes = _volumes(footprint, links, number)
+    gradients = _reduction(config, footprint, number)
+    parts[COMMUNICATION] += sum(links.seconds(footprint.replicas, size) for size in gradients)
+    volumes["gradients and weights over data-parallel ranks"] = links.volume(footprint.replicas, sum(gradients))
+    parts[OPTIMIZER] = _update(config, footprint, gpu)
+    parts[HOST] = HOST_SECONDS
+    tokens = config.training.global_batch_size * config.data.seq_length
+    return StepTime(parts=parts, tokens=tokens, volumes=volumes)
+
+
+@dataclass(frozen=True)
+class _Links:
+    gpu: Gpu
+    per_node: int
+
+    def are_within_node(self, ranks: Sequence[int]) -> bool:
+        return len({rank // self.per_node for rank in ranks}) == 1
+
+    def seconds(self, ranks: Sequence[int], size: float) -> float:
+        if not size:
+            return 0.0
+        bandwidth = self.gpu.nvlink if self.are_within_node(ranks) else self.gpu.network
+        return LATENCY + size / (LINKS_REACHED * bandwidth)
+
+    def volume(self, ranks: Sequence[int], size: float) -> Volume:
+        inside = self.are_within_node(ranks)
+        return Volume(within_node=size if inside else 0.0, between_nodes=0.0 if inside else size)
+
+
+def sent(message: Message) -> float:
+    """Bytes that a rank sends for a collective call, as rings do it; what it receives from one rank counts as well."""
+    others = (len(message.ranks) - 1) / len(message.ranks)
+    factors = {"allreduce_": 2 * others, "send": 0.0, "recv_": 1.0, "broadcast_": 1.0}
+    return factors.get(message.call, others) * message.size
+
+
+def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Links) -> dict[str, float]:
+    """Seconds by part of one micro-batch on a rank."""
+    model, training, parallel = config.model, config.training, config.parallel
+    reference = GPUS[MEASURED]
+    tokens = training.micro_batch_size * config.data.seq_length / parallel.context
+    faster = gpu.peak_flops / reference.peak_flops
+    parts: defaultdict[str, float] = defaultdict(float)
+
+    def product(part: str, name: str, flops: float, again: bool) -> None:
+        rate = rate_of(name, model.hidden_size, config.data.seq_length)
+        once = flops * tokens / parallel.tensor / (rate.flops * faster)
+        parts[part] += once * (1 + rate.forward_share * again)
+
+    whole = training.recompute == "full"
+    for layer in footprint.layers:
+        product(MIXER, layer.part, layer.mixer_flops, whole)
+        product(FEED_FORWARD, FEED_FORWARD, layer.feed_forward_flops, training.recompute != "none")
+    if footprint.loss_flops:
+        product(LOSS, LOSS, footprint.loss_flops, again=False)
+    size = 2 if training.precision == "bf16" else 4
+    one_pass = tokens * model.hidden_size * size / (BANDWIDTH_REACHED * gpu.bandwidth)
+    passes = NORM_PASSES["forward"] * (1 + whole) + NORM_PASSES["backward"]
+    passes += NORM_PASSES["again"] * (training.recompute == "mlp")
+    shared = parallel.tensor if parallel.sequence else 1
+    branches = 0.5 if model.block == "mixer" else 1.0
+    parts[NORMS] = one_pass * passes * branches * len(footprint.layers) / shared
+    if footprint.has_embedding:
+        parts[EMBEDDING] = one_pass * EMBEDDING_PASSES / shared
+    parts[COMMUNICATION] = sum(
+        count / footprint.micro_batches * links.seconds(message.ranks, sent(message))
+        for message, count in footprint.ledger.messages.items()
+    )
+    return dict(parts)
+
+
+def _volumes(footprint: Footprint, links: _Links, micro_batches: int) -> dict[str, Volume]:
+    """What a rank sends for its micro-batches, by call."""
+    found: dict[str, Volume] = {}
+    for message, count in footprint.ledger.messages.items():
+        more = links.volume(message.ranks, sent(message) * count / footprint.micro_batches * micro_batches)
+        name = f"{message.call.strip('_')} of {len(message.ranks)} ranks"
+        so_far = found.get(name, Volume(within_node=0.0, between_nodes=0.0))
+        found[name] = Volume(
+            within_node=so_far.within_node + more.within_node, between_nodes=so_far.between_nodes + more.between_nodes
+        )
+    return {name: volume for name, volume in found.items() if volume.within_node or volume.between_nodes}
+
+
+def _reduction(config: RunConfig, footprint: Footprint, micro_batches: int) -> list[float]:
+    """Bytes that a rank sends over the replicas, a call each: gradients in fp32, weights as they are."""
+    replicas, sharding = len(footprint.replicas), config.optimizer.sharding
+    others, size = (replicas - 1) / replicas, 2 if config.training.precision == "bf16" else 4
+    gradients, weights = 4.0 * footprint.parameters * others, size * footprint.parameters * others
+    if sharding == "none":
+        return [2 * gradients]
+    if sharding in ("megatron", "zero1"):
+        return [gradients, weights]
+    if sharding == "zero2":
+        return [*[gradients] * micro_batches, weights]
+    return [*[gradients, weights, weights] * micro_batches]
+
+
+def _update(config: RunConfig, footprint: Footprint, gpu: Gpu) -> float:
+    everywhere, where_state_is = UPDATE_BYTES
+    _, _, share = shares(config.optimizer, len(footprint.replicas))
+    read_and_written = footprint.parameters * (everywhere + where_state_is * share)
+    return read_and_written / (BANDWIDTH_REACHED * gpu.bandwidth)

@@ -1,0 +1,67 @@
+"""What the tests of plans have done in processes of their own, which see no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config.derive import derive
+from megatron_ext.config.load import load_config
+from megatron_ext.config.rules import check
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.mixers.registry import load_all
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ONE_GPU = ("parallel.tensor=1", "parallel.sequence=false", "parallel.context=1")
+TOKENS = 50304
+
+
+def configured(overrides: Sequence[str], world_size: int = 1, example: str = "1p3b_100k.yaml") -> RunConfig:
+    """An example with overrides, checked for a world and whole, on modules that need no GPU."""
+    more = ["run.backend=local", "parallel.batch_p2p_comm=false"]
+    config = load_config(EXAMPLES / example, [*overrides, *more], load_all())
+    check(config, world_size, load_all())
+    return derive(config)
+
+
+def footprint(config: RunConfig, world_size: int = 1, rank: int = 0) -> Any:
+    """See `dry_step.footprint`."""
+    from megatron_ext.planning import dry_step
+
+    return dry_step.footprint(config, TOKENS, world_size, rank)
+
+
+def layer_bytes(mixer: str, hidden_size: int, heads: int, head_dim: int, length: int, batch: int) -> int:
+    """The most that forward and backward pass of one mixer take beside its weights and hidden states."""
+    import torch
+    from megatron.core.transformer.spec_utils import build_module
+
+    from kernels.unlaunched import unlaunched
+    from megatron_ext.config.schema import ParallelConfig
+    from megatron_ext.lone_mixer import lone_mixer_shape
+    from megatron_ext.model import transformer_config
+    from megatron_ext.planning.dry_step import fused_as_on_a_gpu
+    from megatron_ext.planning.ledger import Ledger, Purpose, Watched
+    from megatron_ext.planning.virtual_gpu import groups_of_rank, virtual_gpu
+    from megatron_ext.planning.weightless import on_meta
+    from megatron_ext.specs import mixer_spec
+
+    gpu, ledger = virtual_gpu(), Ledger()
+    groups = 1 if mixer == "nsa" else None  # as the benchmark has it
+    sizes = {"hidden_size": hidden_size, "heads": heads, "head_dim": head_dim, "length": length, "groups": groups}
+    shape = lone_mixer_shape(mixer, **sizes)
+    with groups_of_rank(ParallelConfig(), 1, 0) as process_groups:
+        with on_meta():
+            spec = mixer_spec(mixer, shape.mixer_configs[mixer], shape.backend)
+            config = transformer_config(shape, gpu)
+            module = build_module(spec, config=config, layer_number=1, pg_collection=process_groups)
+            x = torch.empty(length, batch, hidden_size, dtype=torch.bfloat16, requires_grad=True)
+            grad = torch.empty_like(x)
+        watched = Watched(ledger, lambda: Purpose("mixer", 1, "forward"))
+        watched.know([*module.parameters(), *module.buffers(), x, grad])
+        with fused_as_on_a_gpu(), unlaunched(), watched:
+            out, _ = module(x)
+            torch.autograd.backward(out, grad)
+            del out
+    return ledger.peak

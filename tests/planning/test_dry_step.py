@@ -1,0 +1,176 @@
+"""Steps that are gone through without computing: what ranks keep and tell each other, by hand and beside a GPU's."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dry_runs
+import pytest
+from dry_runs import ONE_GPU, configured
+
+from megatron_ext.mixers.registry import load_all
+from megatron_ext.planning.gpus import GIB
+from megatron_ext.planning.memory import memory_of
+
+BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
+HIDDEN = 2048
+Dry = Callable[..., Any]
+
+LAYERS = [
+    pytest.param(row, id=f"{row['mixer']}-{row['hidden']}-{row['length']}")
+    for number in range(4)
+    for row in json.loads((BENCHMARKS / f"layers/gpu{number}.json").read_text())["rows"]
+    if row["layer"] == "ours" and (row["hidden"] == 768 or row["length"] in (8192, 102400))
+]
+UNSEEN = {"moba": 0.45, "nsa": 0.33, "top1_chunk": 0.15}
+"""Part of a layer's memory that its kernels take for themselves, within operators that say nothing of it."""
+
+
+@pytest.mark.parametrize("row", LAYERS)
+def test_a_mixer_takes_what_it_took_on_a_gpu(dry: Dry, row: dict[str, Any]) -> None:
+    sizes = [row[name] for name in ("mixer", "hidden", "heads", "head_dim", "length", "batch")]
+    planned = dry(dry_runs.layer_bytes, *sizes)
+    least = 1 - UNSEEN.get(row["mixer"], 0.04)
+    assert least <= planned / row["memory_bytes"] <= 1.14
+
+
+STEPS = [
+    ("100k_e5273c8.json", 0.03),
+    ("100k_08a0f50.json", 0.03),
+    ("2k_e5273c8.json", 0.05),
+    ("2k_08a0f50.json", 0.05),
+    ("100k_158fe53.json", 0.08),  # before SwiGLU was one kernel, which takes less
+]
+
+
+@pytest.mark.parametrize(("file", "tolerance"), STEPS)
+def test_a_step_takes_what_it_took_on_a_gpu(dry: Dry, file: str, tolerance: float) -> None:
+    rows = json.loads((BENCHMARKS / "training" / file).read_text())["rows"]
+    measured = [row for row in rows if "measured" in row]
+    assert measured
+    for row in measured:
+        data, training = row["configuration"]["data"], row["configuration"]["training"]
+        fields = ("global_batch_size", "micro_batch_size", "recompute")
+        overrides = [*ONE_GPU, f"data.seq_length={data['seq_length']}", *row["overrides"]]
+        config = configured([*overrides, *(f"training.{field}={training[field]}" for field in fields)])
+        memory = memory_of(config, dry(dry_runs.footprint, config))
+        assert memory.total == pytest.approx(row["measured"]["memory"]["allocated"], rel=tolerance)
+        assert sum(memory.kinds.values()) == memory.total
+
+
+@pytest.mark.parametrize("mixer", sorted(load_all()))
+def test_every_mixer_is_gone_through_and_gives_all_back(dry: Dry, mixer: str) -> None:
+    overlay = str(dry_runs.EXAMPLES / "mixers" / "1p3b" / f"{mixer}.yaml")
+    config = configured([*ONE_GPU, overlay, f"model.pattern={mixer}*2", "data.seq_length=4096"])
+    found = dry(dry_runs.footprint, config)
+    assert found.ledger.total < GIB / 100  # what is cached from step to step
+    assert found.ledger.peak > 2 * 4096 * HIDDEN * 2 * 4
+    assert [layer.part.split()[0] for layer in found.layers] == [mixer] * 2
+    assert not found.ledger.messages
+
+
+def test_messages_of_tensor_and_sequence_parallelism(dry: Dry) -> None:
+    config = configured(
+        [
+            "model.pattern=attention*3",
+            "parallel.context=1",
+            "training.recompute=none",
+            "training.global_batch_size=1",
+            "data.seq_length=2048",
+        ],
+        world_size=2,
+    )
+    found = dry(dry_runs.footprint, config, 2, 1)
+    hidden = 2048 * HIDDEN * 2
+    of_hidden = Counter[str]()
+    for message, count in found.ledger.messages.items():
+        assert message.ranks == (0, 1)
+        if message.size == hidden:
+            of_hidden[message.call] += count
+    # A layer gathers what its mixer and its feed-forward read, and again for the gradients of their weights, and it
+    # gathers the gradients of what it has summed in parts. So do the embedding, and the output layer, which keeps what
+    # it has gathered.
+    assert of_hidden == {"_allgather_base_": 3 * (2 + 2 + 2) + 2, "_reduce_scatter_base_": 3 * (2 + 2) + 2}
+
+
+def test_messages_of_context_parallelism_are_of_whole_heads(dry: Dry) -> None:
+    config = configured(
+        [
+            "model.pattern=attention*3",
+            "parallel.tensor=1",
+            "parallel.sequence=false",
+            "parallel.context=4",
+            "training.recompute=none",
+            "training.global_batch_size=1",
+            "data.seq_length=8192",
+        ],
+        world_size=4,
+    )
+    found = dry(dry_runs.footprint, config, 4, 2)
+    part = 2048 * HIDDEN * 2
+    exchanged = Counter[int]()
+    for message, count in found.ledger.messages.items():
+        assert message.ranks == (0, 1, 2, 3)
+        if message.call == "alltoall_base_":
+            exchanged[message.size] += count
+    # Queries, keys and values there, outputs back; and the gradients of both.
+    assert exchanged == {3 * part: 3 * 2, part: 3 * 2}
+
+
+def test_a_pipeline_keeps_more_on_its_first_stages(dry: Dry) -> None:
+    stages, length = 4, 2048
+    config = configured(
+        [
+            *ONE_GPU,
+            f"parallel.pipeline={stages}",
+            "model.pattern=attention*8",
+            "training.recompute=none",
+            "training.global_batch_size=8",
+            f"data.seq_length={length}",
+        ],
+        world_size=4,
+    )
+    found = [dry(dry_runs.footprint, config, 4, rank) for rank in range(stages)]
+    assert [one.stage for one in found] == [0, 1, 2, 3]
+    assert [len(one.layers) for one in found] == [2] * stages
+    assert [one.has_embedding for one in found] == [True, False, False, False]
+    assert [one.loss_flops for one in found] == [0, 0, 0, 6 * HIDDEN * dry_runs.TOKENS]
+    whole = dry(dry_runs.footprint, configured([*ONE_GPU, "model.pattern=attention*8", "data.seq_length=64"]))
+    assert sum(one.parameters for one in found) == whole.parameters
+    kept = [_kept_of_layer(one, 2 * stage + 1) for stage, one in enumerate(found)]
+    # 1F1B: a stage has as many micro-batches under way as there are stages from it to the end.
+    for stage in range(stages - 1):
+        assert kept[stage] / kept[stage + 1] == pytest.approx((stages - stage) / (stages - stage - 1), rel=0.1)
+    size = length * HIDDEN * 2
+    sent = [{(m.call, m.ranks): n for m, n in one.ledger.messages.items() if m.size == size} for one in found]
+    assert sent[0] == {("send", (0, 1)): 8, ("recv_", (0, 1)): 8}
+    assert sent[3] == {("send", (2, 3)): 8, ("recv_", (2, 3)): 8}
+    assert sent[1] == {(call, ranks): 8 for call in ("send", "recv_") for ranks in ((0, 1), (1, 2))}
+
+
+def _kept_of_layer(found: Any, layer: int) -> int:
+    return sum(size for purpose, size in found.ledger.at_peak.items() if purpose.layer == layer)
+
+
+def test_recomputation_takes_less(dry: Dry) -> None:
+    peaks = []
+    for recompute in ("none", "mlp", "full"):
+        small = [*ONE_GPU, "model.pattern=attention*4", "data.seq_length=8192", f"training.recompute={recompute}"]
+        found = dry(dry_runs.footprint, configured(small))
+        peaks.append(found.ledger.peak)
+    assert peaks == sorted(peaks, reverse=True)
+    feed_forward, all_but_inputs = peaks[0] - peaks[1], peaks[0] - peaks[2]
+    # SwiGLU's input and output and the norm's output, of three layers at least; the fourth's are there at the peak.
+    width = config_width()
+    assert feed_forward >= 3 * 8192 * (3 * width + HIDDEN) * 2
+    assert all_but_inputs > feed_forward
+
+
+def config_width() -> int:
+    width = configured(ONE_GPU).model.ffn_hidden_size
+    assert width == 5504
+    return width

@@ -1,0 +1,58 @@
+"""The layouts that a search looks at."""
+
+from __future__ import annotations
+
+from megatron_ext.config.layout import model_parallel_size
+from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
+from megatron_ext.planning.layouts import candidates, differences
+
+
+def config(micro_batch_size: int = 1) -> RunConfig:
+    return RunConfig(
+        data=DataConfig(path=""),
+        model=ModelConfig(pattern="attention*4", num_attention_heads=4),
+        training=TrainingConfig(global_batch_size=8, micro_batch_size=micro_batch_size),
+    )
+
+
+def layouts(world_size: int, per_node: int) -> list[tuple[int, int, int]]:
+    found = [alternatives[0].parallel for alternatives in candidates(config(), world_size, per_node)]
+    return [(one.tensor, one.context, one.pipeline) for one in found]
+
+
+def test_one_gpu_has_one() -> None:
+    assert layouts(1, 1) == [(1, 1, 1)]
+
+
+def test_all_of_four_gpus() -> None:
+    expected = {(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 2, 1), (1, 2, 2), (1, 4, 1)}
+    expected |= {(2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)}
+    found = layouts(4, 4)
+    assert set(found) == expected
+    assert len(found) == len(expected)
+
+
+def test_tensor_and_context_parallelism_stay_in_a_node_and_heads_and_layers_are_not_exceeded() -> None:
+    for tensor, context, pipeline in layouts(64, 8):
+        assert tensor * context <= 8
+        assert tensor <= 4
+        assert pipeline <= 4
+
+
+def test_alternatives_differ_in_recomputation_and_tensor_comes_with_sequence_parallelism() -> None:
+    for alternatives in candidates(config(4), 8, 8):
+        assert [one.training.recompute for one in alternatives] == ["none", "mlp", "full"]
+        assert len({(str(one.parallel), one.training.micro_batch_size) for one in alternatives}) == 1
+        first = alternatives[0]
+        assert first.parallel.sequence == (first.parallel.tensor > 1)
+        assert 8 % model_parallel_size(first.parallel) == 0
+    sizes = {alternatives[0].training.micro_batch_size for alternatives in candidates(config(4), 8, 8)}
+    assert sizes == {1, 4}
+
+
+def test_differences_are_overrides_of_the_command_line() -> None:
+    last = [alternatives[-1] for alternatives in candidates(config(), 4, 4)][-1]
+    assert differences(last) == (
+        "parallel.tensor=4 parallel.sequence=true parallel.context=1 parallel.pipeline=1 "
+        "training.micro_batch_size=1 training.recompute=full"
+    )

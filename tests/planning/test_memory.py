@@ -1,0 +1,56 @@
+"""What stands in a GPU's memory throughout, by hand, and what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
+from megatron_ext.planning.gpus import GIB, GPUS
+from megatron_ext.planning.memory import GRADIENTS, STATE, USABLE, WEIGHTS, Memory, standing
+
+N = 1000
+
+
+def kinds(replicas: int, precision: str = "bf16", **optimizer: str) -> tuple[float, float, float]:
+    config = RunConfig(
+        data=DataConfig(path=""),
+        training=TrainingConfig(precision=precision),
+        optimizer=OptimizerConfig(**optimizer),
+    )
+    found = standing(config, N, replicas)
+    return found[WEIGHTS], found[GRADIENTS], found[STATE]
+
+
+@pytest.mark.parametrize(
+    ("sharding", "expected"),
+    [
+        ("none", (2 * N, 4 * N, 12 * N)),
+        ("megatron", (2 * N, 4 * N, 3 * N)),
+        ("zero1", (2 * N, 4 * N, 3 * N)),
+        ("zero2", (2 * N, N, 3 * N)),
+        ("zero3", (N / 2, N, 3 * N)),
+    ],
+)
+def test_four_replicas_share(sharding: str, expected: tuple[float, float, float]) -> None:
+    assert kinds(4, sharding=sharding) == expected
+
+
+def test_fp32_needs_no_second_copy() -> None:
+    assert kinds(1, precision="fp32", sharding="none") == (4 * N, 4 * N, 8 * N)
+
+
+def test_what_is_offloaded_is_elsewhere() -> None:
+    assert kinds(2, sharding="zero2", offload="cpu")[2] == 0
+    assert kinds(2, sharding="zero3", offload="cpu", offload_parameters="cpu")[0] == 0
+
+
+def test_what_does_not_fit_is_told_with_what_takes_most() -> None:
+    gpu = GPUS["h100"]
+    room = USABLE * gpu.memory
+    fits = Memory(rank=3, stage=1, kinds={"weights": room / 4, "mixer": 3 * room / 4}, by_layer={})
+    large = Memory(rank=3, stage=1, kinds={"weights": room / 4, "mixer": room}, by_layer={})
+    assert fits.fits(gpu)
+    assert not large.fits(gpu)
+    usable = f"{room / GIB:.1f}"
+    said = f"tensors of rank 3 take 88.0 GiB of {usable} usable, most of it mixer ({usable})"
+    assert large.why_not(gpu) == said

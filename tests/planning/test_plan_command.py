@@ -1,0 +1,126 @@
+"""`selectron plan` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext import cli
+from megatron_ext.planning.shards import Shard, whole_model
+
+ROOT = Path(__file__).parents[2]
+BIG, SMALL = str(ROOT / "examples/1p3b_100k.yaml"), str(ROOT / "examples/110m_2k.yaml")
+ONE_GPU = ["parallel.tensor=1", "parallel.sequence=false", "parallel.context=1"]
+
+
+def call(capsys: Any, *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(["plan", *arguments])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nodes", "0"], "--nodes: 0 is less than 1: give 1 or more"),
+        (["--gpus-per-node", "-1"], "--gpus-per-node: -1 is less than 1: give 1 or more"),
+        (["--gpu", "h300"], "--gpu: 'h300' is not known: give one of a100, h100, h200, b200"),
+        (["--price", "-2"], "--price: -2.0 is no amount: give a number above 0"),
+        (["--tokens", "nan"], "--tokens: nan is no amount: give a number above 0"),
+        (["--search", "--every-rank"], "--every-rank: with --search there are many layouts: choose one of them first"),
+        (["--output", SMALL], f"--output: {SMALL} is no folder: name another one"),
+    ],
+)
+def test_options_that_cannot_be(capsys: Any, arguments: list[str], said: str) -> None:
+    code, out, err = call(capsys, SMALL, *arguments)
+    assert (code, out) == (2, "")
+    line = " ".join(err.split())
+    for part in said.split(": "):
+        assert part in line
+
+
+def test_a_layout_that_cannot_be_is_refused_as_in_training(capsys: Any) -> None:
+    code, out, err = call(capsys, BIG, "--gpus-per-node", "6")
+    assert (code, out) == (2, "")
+    assert "tensor 2 * pipeline 1 * context 4 = 8 processes a replica, and 6 do not divide by that" in err
+
+
+def test_a_plan_is_printed_and_written(capsys: Any, tmp_path: Path) -> None:
+    options = ["--gpus-per-node", "2", "--vocabulary", "50304", "--tokens", "1e9", "--price", "2", "--every-rank"]
+    code, out, err = call(capsys, SMALL, "model.pattern=top1_chunk*2", *options, "--output", str(tmp_path / "plan"))
+    assert (code, err) == (0, "")
+    assert "# 110m_2k on 2 x H200\n" in out
+    assert "Vocabulary: 50,304 tokens, as told." in out
+    assert "**Fits**" in out
+    found = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert (tmp_path / "plan" / "plan.md").read_text() in out
+    (layout,) = found["layouts"]
+    (memory,) = layout["memory"]
+    assert memory["total"] == sum(memory["kinds"].values())
+    assert layout["seconds_per_step"] == pytest.approx(sum(layout["parts"].values()))
+    hours = 1e9 / layout["tokens_per_second"] * 2 / 3600
+    assert layout["gpu_hours"] == pytest.approx(hours)
+    assert layout["price"] == pytest.approx(2 * hours)
+    parameters = memory["kinds"]["weights"] / 2
+    assert f"Built on each of 2 ranks: {parameters:,.0f} parameters; together one model of {parameters:,.0f}." in out
+
+
+def test_what_does_not_fit_has_another_exit_code(capsys: Any) -> None:
+    more = ["training.recompute=none", "training.global_batch_size=1", "model.pattern=attention*24"]
+    code, out, _ = call(capsys, BIG, *ONE_GPU, *more, "--gpus-per-node", "1", "--gpu", "h100")
+    assert code == 1
+    assert "**Does not fit**: tensors of rank 0 take" in out
+    assert "Rates are scaled from the H200 to the H100 by data sheets." in out
+
+
+def test_what_was_never_measured_has_memory_and_no_time(capsys: Any) -> None:
+    more = ["mixers.top1_chunk.score=exact_lse", "model.pattern=top1_chunk*2", "training.global_batch_size=1"]
+    code, out, _ = call(capsys, BIG, *ONE_GPU, *more, "--gpus-per-node", "1")
+    assert code == 0
+    assert "No time: top1_chunk exact_lse was never measured: there is no rate to go by." in out
+    assert "| all |" in out
+
+
+def test_a_search_puts_the_fastest_that_fits_first(capsys: Any, tmp_path: Path) -> None:
+    more = ["model.pattern=attention*2", "training.global_batch_size=2", "parallel.context=1"]
+    options = ["--gpus-per-node", "2", "--gpu", "h100", "--search", "3", "--output", str(tmp_path)]
+    code, out, _ = call(capsys, BIG, *more, *options)
+    assert code == 0
+    found = json.loads((tmp_path / "plan.json").read_text())["layouts"]
+    fitting = [one for one in found if one["refused"] is None]
+    speeds = [one["tokens_per_second"] for one in fitting]
+    assert speeds == sorted(speeds, reverse=True)
+    assert found[: len(fitting)] == fitting
+    assert {one["layout"].split(" training")[0] for one in fitting} == {
+        f"parallel.tensor={t} parallel.sequence={s} parallel.context={c} parallel.pipeline={p}"
+        for t, s, c, p in ((1, "false", 1, 1), (2, "true", 1, 1), (1, "false", 2, 1), (1, "false", 1, 2))
+    }
+    assert f"{len(found)} layouts: {len(fitting)} fit" in out
+    assert out.count("`parallel.tensor=") >= 3
+
+
+@pytest.mark.slow
+def test_every_rank_of_512_gpus(capsys: Any) -> None:
+    more = ["parallel.pipeline=4", "training.global_batch_size=64", "model.pattern=(top1_chunk*3,attention)*6"]
+    code, out, _ = call(capsys, BIG, *more, "--nodes", "64", "--every-rank")
+    assert code == 0
+    assert "on 512 x H200 (64 nodes of 8)" in out
+    layer = (4 * 2048**2 + 3 * 2048 * 5504) // 2  # over two tensor-parallel ranks, its norms on both
+    least = 6 * (layer + 2 * 2048)
+    most = least + 50304 * 2048 // 2 + 2048  # the last stage: the output layer and a norm
+    assert f"Built on each of 512 ranks: {least:,} to {most:,} parameters; together one model of 1,420,396,544." in out
+
+
+def shard(rank: int, stage: int, of_stage: int) -> Shard:
+    return Shard(rank=rank, place=(0, 0, stage, rank), parameters=of_stage, of_stage=of_stage)
+
+
+def test_shards_that_make_no_model_are_found_out() -> None:
+    assert whole_model([shard(0, 0, 5), shard(1, 0, 5), shard(2, 1, 7)]) == 12
+    with pytest.raises(AssertionError, match="stages differ within themselves"):
+        whole_model([shard(0, 0, 5), shard(1, 0, 6)])
+    with pytest.raises(AssertionError, match="two ranks are in one place"):
+        whole_model([shard(0, 0, 5), shard(0, 0, 5)])

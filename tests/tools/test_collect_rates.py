@@ -1,0 +1,22 @@
+"""The rates that come with the package are those of the reports beside it."""
+
+import json
+from pathlib import Path
+
+import collect_rates
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_kept_rates_are_what_the_reports_give(capsys):
+    collect_rates.main()
+    assert json.loads(capsys.readouterr().out) == json.loads((ROOT / "megatron_ext/planning/rates.json").read_text())
+
+
+def test_a_rate_by_hand():
+    report = json.loads((ROOT / "docs/benchmarks/layers/gpu2.json").read_text())
+    (row,) = [r for r in report["rows"] if (r["mixer"], r["hidden"], r["layer"]) == ("attention", 768, "ours")]
+    (rate,) = [r for r in collect_rates._of_layers() if (r.part, r.hidden_size) == ("attention", 768)]
+    # 6 operations a weight, 12 a pair of positions and channel, of which there are half.
+    flops = 6 * 4 * 768**2 + 12 * 768 * 2049 / 2
+    assert abs(rate.flops / (flops * 50 * 2048 / row["ms"] * 1e3) - 1) < 1e-3

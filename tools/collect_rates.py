@@ -1,0 +1,80 @@
+"""Turn what `selectron bench layers` and `selectron bench train` measured into the rates that `selectron plan` goes by.
+
+    python tools/collect_rates.py > megatron_ext/planning/rates.json
+
+reads the reports below docs/benchmarks that are named here. A rate is model FLOPs over seconds of forward and backward
+pass, without what is computed again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config.pattern import parse_pattern
+from megatron_ext.planning.rates import FEED_FORWARD, LOSS, MIXER, Rate, part_of_mixer
+
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
+LAYERS = [f"layers/gpu{number}.json" for number in range(4)]
+TRAINING = [f"training/{name}.json" for name in ("100k_158fe53", "100k_e5273c8", "2k_08a0f50", "2k_e5273c8")]
+OLD_SWIGLU = {"158fe53"}
+"""Commits before SwiGLU was one kernel: their feed-forwards are not what they were."""
+OLD_ATTENTION = {"08a0f50"}
+"""Commits before cuDNN's attention came first."""
+
+
+def main() -> None:
+    """Print the rates."""
+    rates = [*_of_layers(), *_of_training()]
+    last = {(rate.part, rate.hidden_size, rate.seq_length): rate for rate in rates}
+    json.dump([asdict(last[key]) for key in sorted(last)], sys.stdout, indent=1)
+    print()
+
+
+def _of_layers() -> Iterator[Rate]:
+    for name in LAYERS:
+        for row in json.loads((DOCS / name).read_text())["rows"]:
+            if row["layer"] == "ours" and "ms" in row:
+                flops = row["flops_per_token"] * row["length"] * row["batch"] / row["ms"] * 1e3
+                part = part_of_mixer(row["mixer"], "exact")  # the default, which that benchmark has
+                shape = {"hidden_size": row["hidden"], "seq_length": row["length"]}
+                yield Rate(part=part, **shape, flops=float(f"{flops:.4g}"), forward_share=None, source=name)
+
+
+def _of_training() -> Iterator[Rate]:
+    for name in TRAINING:
+        for row in json.loads((DOCS / name).read_text())["rows"]:
+            if row.get("measured", {}).get("breakdown"):
+                yield from _of_row(row, name, Path(name).stem.split("_")[1])
+
+
+def _of_row(row: dict[str, Any], name: str, commit: str) -> Iterator[Rate]:
+    config, measured = row["configuration"], row["measured"]
+    model, (mixer, *others) = config["model"], parse_pattern(config["model"]["pattern"])
+    assert set(others) <= {mixer}, "a rate is of one mixer"
+    layers = 1 + len(others)
+    feed_forward = 6 * 3 * model["hidden_size"] * model["ffn_hidden_size"] * layers
+    loss = 6 * measured["parameters"]["output_layer_parameters"]
+    flops = {FEED_FORWARD: feed_forward, LOSS: loss, MIXER: measured["flops_per_token"] - feed_forward - loss}
+    old = {MIXER} if commit in OLD_ATTENTION and mixer == "attention" else set()
+    if commit in OLD_SWIGLU:
+        old = {FEED_FORWARD, LOSS}
+    score = config["mixers"].get(mixer, {}).get("score", "exact")
+    for part in flops.keys() - old:
+        forward, backward = (measured["breakdown"]["phases"][part][phase] for phase in ("forward", "backward"))
+        yield Rate(
+            part=part_of_mixer(mixer, score) if part == MIXER else part,
+            hidden_size=model["hidden_size"],
+            seq_length=config["data"]["seq_length"],
+            flops=float(f"{flops[part] * measured['tokens'] / (forward + backward):.4g}"),
+            forward_share=round(forward / (forward + backward), 3),
+            source=name,
+        )
+
+
+if __name__ == "__main__":
+    main()
