@@ -151,8 +151,8 @@ def _ledger_of_step(
             stack.callback(handle.remove)
         stack.enter_context(fused_as_on_a_gpu())
         stack.enter_context(unlaunched())
+        batches = [_batch(config, groups.cp.size(), gpu.device) for _ in range(micro_batches)]
         stack.enter_context(watched)
-        batches = [_batch(config, groups.cp.size()) for _ in range(micro_batches)]
         losses.run(batches, summed_loss, forward_only=False)
     return ledger
 
@@ -196,17 +196,16 @@ def fused_as_on_a_gpu() -> Iterator[None]:
             setattr(functional, name, norm)
 
 
-def _batch(config: RunConfig, cp_size: int) -> Batch:
+def _batch(config: RunConfig, cp_size: int, device: torch.device) -> Batch:
     """A micro-batch of this rank, one document a sample."""
     rows, length = config.training.micro_batch_size, config.data.seq_length // cp_size
-    tokens = torch.empty(rows, length, dtype=torch.int64)
-    bounds = None
-    if config.data.reset_attention:
-        bounds = torch.arange(rows + 1, dtype=torch.int32) * length
+    tokens = torch.empty(rows, length, dtype=torch.int64, device=device)
+    # Where documents begin is read, not only handed on, and so lies on the CPU.
+    bounds = torch.arange(rows + 1, dtype=torch.int32) * length if config.data.reset_attention else None
     return Batch(
         tokens=tokens,
         labels=torch.empty_like(tokens),
-        loss_mask=torch.empty(rows, length),
+        loss_mask=torch.empty(rows, length, device=device),
         position_ids=torch.empty_like(tokens),
         cu_seqlens=bounds,
     )

@@ -187,7 +187,7 @@ def _planned(config: RunConfig, footprints: Sequence[Footprint], machine: Machin
 
 
 def _refusal(config: RunConfig, machine: Machine, mixers: Mixers) -> Planned | None:
-    """A layout that breaks a rule, or whose weights alone have no room."""
+    """A layout that breaks a rule; None: it breaks none."""
     layout = layout_of(config, machine.world_size)
     found = Planned(config=config, replicas=layout.data_parallel_size, micro_batches=layout.num_micro_batches)
     try:

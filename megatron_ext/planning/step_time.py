@@ -42,6 +42,17 @@ LATENCY = 2e-5
 """Seconds of a collective call beside its bytes. Assumed, as `LINKS_REACHED` is."""
 
 
+CALLS = {
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "alltoall_base_": "all-to-all",
+    "allreduce_": "all-reduce",
+    "broadcast_": "broadcast",
+    "recv_": "between pipeline stages",
+}
+"""What c10d's operators are called elsewhere."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Volume:
     """What a rank sends in a step.
@@ -176,7 +187,7 @@ def _volumes(footprint: Footprint, links: _Links, micro_batches: int) -> dict[st
     found: dict[str, Volume] = {}
     for message, count in footprint.ledger.messages.items():
         more = links.volume(message.ranks, sent(message) * count / footprint.micro_batches * micro_batches)
-        name = f"{message.call.strip('_')} of {len(message.ranks)} ranks"
+        name = f"{CALLS.get(message.call, message.call)}, {len(message.ranks)} ranks"
         so_far = found.get(name, Volume(within_node=0.0, between_nodes=0.0))
         found[name] = Volume(
             within_node=so_far.within_node + more.within_node, between_nodes=so_far.between_nodes + more.between_nodes

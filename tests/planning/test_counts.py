@@ -142,3 +142,16 @@ def test_what_a_run_says_itself(pool: Any, data: Path, tmp_path: Path, processes
         found = counter(load_config(path, overrides, load_all()))
     assert found.parameters == json.loads((tmp_path / "run" / "model.json").read_text())["parameters"]
     assert flops == [pytest.approx(found.flops_per_token, rel=1e-12)] * processes
+
+
+MODELS = sorted((EXAMPLES / "models" / "1p3b").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", MODELS, ids=[path.stem for path in MODELS])
+def test_models_beside_the_mixers_have_the_parameters_of_the_transformer(counter: Counter, path: Path) -> None:
+    big = EXAMPLES / "1p3b_100k.yaml"
+    one = ["parallel.tensor=1", "parallel.sequence=false", "parallel.context=1"]
+    attention = derive(load_config(big, [*one, "model.pattern=attention*24"], load_all()))
+    config = derive(load_config(big, [str(path), *one], load_all()))
+    assert config.run.name == f"{path.stem}_1p3b_100k"
+    assert counter(config).parameters == pytest.approx(counter(attention).parameters, rel=0.02)

@@ -73,6 +73,18 @@ def test_every_mixer_is_gone_through_and_gives_all_back(dry: Dry, mixer: str) ->
     assert not found.ledger.messages
 
 
+@pytest.mark.parametrize("mixer", ["attention", "gated_deltanet", "top1_chunk"])
+def test_documents_that_are_kept_apart(dry: Dry, mixer: str) -> None:
+    small = [*ONE_GPU, f"model.pattern={mixer}*2", "data.seq_length=4096", "training.global_batch_size=2"]
+    together, apart = (
+        dry(dry_runs.footprint, configured([*small, "training.micro_batch_size=2", *more]))
+        for more in ([], ["data.reset_attention=true"])
+    )
+    # A sample is one document here: what each keeps is what they keep together, joined once more.
+    hidden = 2 * 4096 * HIDDEN * 2
+    assert together.ledger.peak <= apart.ledger.peak <= together.ledger.peak + 2 * 3 * hidden
+
+
 def test_messages_of_tensor_and_sequence_parallelism(dry: Dry) -> None:
     config = configured(
         [
