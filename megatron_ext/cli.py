@@ -214,6 +214,9 @@ def _check(config: RunConfig, processes: int | None) -> None:
 
 
 def _mixers() -> Mixers:
+    from megatron_ext.platform import before_megatron
+
+    before_megatron()
     from megatron_ext.mixers.registry import load_all
 
     return load_all()

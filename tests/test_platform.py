@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
@@ -152,3 +154,15 @@ def test_a_process_group_that_is_there_already_is_kept(monkeypatch: pytest.Monke
     platform.start_process_group(GPU)
     assert started[0].a == ("nccl",)
     assert started[0].k["device_id"] == GPU.device
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Megatron has functions compiled there")
+def test_a_rank_starts_without_what_it_does_not_need() -> None:
+    """Torch's compiler, statistics and pictures take half of the time of all imports."""
+    needless = ("torch._inductor", "scipy.stats", "matplotlib")
+    code = (
+        "import sys; from megatron_ext import cli; cli._mixers(); import megatron_ext.training.run; "
+        f"print([name for name in {needless} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

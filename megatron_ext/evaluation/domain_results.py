@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
-from scipy import stats
 
 from data_prep.manifest import Manifest
 from megatron_ext.config.schema import STRICT
@@ -110,6 +109,8 @@ def ratio_interval(nats: FloatArray, tokens: FloatArray, options: DomainOptions)
         tokens: [documents] tokens they are the losses of.
         options: resamples, confidence and seed.
     """
+    from scipy import stats  # half a second, which every rank that trains would wait for
+
     found = stats.bootstrap(
         (nats, tokens),
         _ratio,

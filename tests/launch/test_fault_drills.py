@@ -128,7 +128,8 @@ def test_a_disk_that_is_full_during_a_checkpoint(
     fields = [f"training.async_checkpoints={asynchronous}"]
     course = fill_disk(cluster, config, disk, f"full-{asynchronous}", fields)
     refused = events_of(jobs_of(course.folder)[0])[-1].what
-    assert "cannot be saved" in refused
+    # Beside a checkpoint that fills the disk, a step's record may be the first to find it full.
+    assert "cannot be saved" in refused or (asynchronous == "true" and "cannot be written" in refused)
     assert "make room and start again with --resume" in refused
     assert course.newest is not None
     assert course.first == course.newest + 1

@@ -10,7 +10,6 @@ from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.evaluation.retrieval.figure import draw
 from megatron_ext.evaluation.retrieval.results import CONFIDENCE, RetrievalResults, Summary
 from megatron_ext.files import write_whole
 from megatron_ext.reports import table
@@ -33,6 +32,8 @@ def write_results(results: RetrievalResults, about: dict[str, Any], folder: Path
     """
     picture = folder / f"{STEM}.png"
     if results.records:
+        from megatron_ext.evaluation.retrieval.figure import draw  # matplotlib, which no training step needs
+
         write_whole(picture, draw(results))
     else:
         picture.unlink(missing_ok=True)  # it would be that of an earlier test
