@@ -179,6 +179,8 @@ def _planned(config: RunConfig, footprints: Sequence[Footprint], machine: Machin
     )
     if not found.most.fits(machine.gpu):
         found = replace(found, refused=found.most.why_not(machine.gpu))
+    if config.training.precision != "bf16":
+        return replace(found, untimed=f"rates were measured in bf16, not in {config.training.precision}")
     try:
         time = step_time(config, footprints, machine.gpu, machine.world_size, machine.per_node)
         return replace(found, time=time)

@@ -76,11 +76,18 @@ def test_what_does_not_fit_has_another_exit_code(capsys: Any) -> None:
     assert "Rates are scaled from the H200 to the H100 by data sheets." in out
 
 
-def test_what_was_never_measured_has_memory_and_no_time(capsys: Any) -> None:
-    more = ["mixers.top1_chunk.score=exact_lse", "model.pattern=top1_chunk*2", "training.global_batch_size=1"]
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("mixers.top1_chunk.score=exact_lse", "top1_chunk exact_lse was never measured: there is no rate to go by"),
+        ("training.precision=fp32", "rates were measured in bf16, not in fp32"),
+    ],
+)
+def test_what_was_never_measured_has_memory_and_no_time(capsys: Any, field: str, said: str) -> None:
+    more = [field, "model.pattern=top1_chunk*2", "training.global_batch_size=1"]
     code, out, _ = call(capsys, BIG, *ONE_GPU, *more, "--gpus-per-node", "1")
     assert code == 0
-    assert "No time: top1_chunk exact_lse was never measured: there is no rate to go by." in out
+    assert f"No time: {said}." in out
     assert "| all |" in out
 
 
