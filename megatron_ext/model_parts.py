@@ -1,4 +1,4 @@
-"""The parts of a model that time and memory are told of, and which module is of which."""
+"""Which module of a model is of which part."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-MIXER, FEED_FORWARD, NORMS = "mixer", "feed-forward", "norms and residual"
-EMBEDDING, LOSS = "embedding", "output layer and loss"
-MODEL = (MIXER, FEED_FORWARD, NORMS, EMBEDDING, LOSS)
+from megatron_ext.parts import EMBEDDING, FEED_FORWARD, LOSS, MIXER, NORMS
 
 
 class Member(NamedTuple):
@@ -23,7 +21,7 @@ class Member(NamedTuple):
 
     Attributes:
         module: whose `forward` does the part's work; recomputation calls it again in the backward pass.
-        part: of `MODEL`.
+        part: of `parts.MODEL`.
         layer: its layer's number from 1 in the whole model; None: it is of no layer.
     """
 

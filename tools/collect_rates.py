@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.pattern import parse_pattern
-from megatron_ext.planning.rates import FEED_FORWARD, LOSS, MIXER, Rate, part_of_mixer
+from megatron_ext.parts import FEED_FORWARD, LOSS, MIXER
+from megatron_ext.planning.rates import Rate, part_of_mixer
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 LAYERS = [f"layers/gpu{number}.json" for number in range(4)]

@@ -10,8 +10,9 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 from torch.profiler import record_function
 
-from megatron_ext.bench.step_trace import OPTIMIZER, PREFIX
+from megatron_ext.bench.step_trace import PREFIX
 from megatron_ext.model_parts import members, within
+from megatron_ext.parts import OPTIMIZER
 from megatron_ext.training.trainer import Trainer
 
 

@@ -22,16 +22,16 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from megatron_ext.model_parts import MODEL
+from megatron_ext.parts import BACKWARD, COMMUNICATION, FORWARD, MODEL, OPTIMIZER
 
 PREFIX = "selectron: "
 STEP, END = "step", "end of the step"
 """Ranges around a whole step, and within it around the wait for the GPU that ends it."""
 
-COMMUNICATION, OPTIMIZER, DATA, OTHER, IDLE = "communication", "optimizer", "data", "other", "GPU idle"
+DATA, OTHER, IDLE = "data", "other", "GPU idle"
 PARTS = (*MODEL, COMMUNICATION, OPTIMIZER, DATA, OTHER, IDLE)
 
-FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
+RECOMPUTE = "recompute"
 PHASES = (FORWARD, RECOMPUTE, BACKWARD)
 
 _HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}

@@ -10,9 +10,9 @@ from typing import Any
 
 from kernels.bench.timing import Ceilings
 from megatron_ext.bench.run_report import RunReport
-from megatron_ext.bench.step_trace import COMMUNICATION, PARTS, PHASES
+from megatron_ext.bench.step_trace import PARTS, PHASES
 from megatron_ext.bench.train_measure import Amount, Measured
-from megatron_ext.model_parts import MODEL
+from megatron_ext.parts import COMMUNICATION, MODEL
 from megatron_ext.reports import digits, finite, table
 
 COLUMNS = (

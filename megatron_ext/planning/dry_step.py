@@ -25,9 +25,10 @@ from megatron_ext.data.batches import Batch
 from megatron_ext.evaluation.token_losses import TokenLosses
 from megatron_ext.mixers.base import Mixer
 from megatron_ext.model import ModelShape, build_model
-from megatron_ext.model_parts import LOSS, members, within
+from megatron_ext.model_parts import members, within
 from megatron_ext.output_layer import LanguageModel
-from megatron_ext.planning.ledger import BACKWARD, FORWARD, Ledger, Purpose, Watched
+from megatron_ext.parts import BACKWARD, FORWARD, LOSS
+from megatron_ext.planning.ledger import Ledger, Purpose, Watched
 from megatron_ext.planning.rates import part_of_mixer
 from megatron_ext.planning.virtual_gpu import VirtualGpu, groups_of_rank, virtual_gpu
 from megatron_ext.planning.weightless import on_meta

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from kernels.unlaunched import within_one_kernel
+from megatron_ext.parts import COMMUNICATION
 
 BLOCK = 512
 """Bytes that torch's allocator rounds a tensor's memory up to."""
@@ -24,8 +25,6 @@ ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 QUERY_GRADIENT_BYTES = 4
 """A number that attention's backward pass has besides: kernels sum the queries' gradients in fp32."""
 
-FORWARD, BACKWARD = "forward", "backward"
-COMMUNICATION = "communication"
 TO_ONE = ("send", "recv_")
 
 

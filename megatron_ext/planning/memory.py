@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.schema import OptimizerConfig, RunConfig
+from megatron_ext.parts import BACKWARD, FORWARD
 from megatron_ext.planning.gpus import GIB, Gpu
 
 if TYPE_CHECKING:
     from megatron_ext.planning.dry_step import Footprint
 
 WEIGHTS, GRADIENTS, STATE, GATHERED = "weights", "gradients", "optimizer state", "gathered weights"
-BACKWARD = "backward pass, working memory"
+WORKING = "backward pass, working memory"
 
 GATHERED_AT_ONCE = 1_500_000_000
 """Parameters that DeepSpeed's stage 3 may have gathered: max_live_parameters and a bucket, by its defaults."""
@@ -61,8 +62,8 @@ def memory_of(config: RunConfig, footprint: Footprint) -> Memory:
     by_layer: dict[int, float] = defaultdict(float)
     for purpose, size in footprint.ledger.at_peak.items():
         if size:
-            kinds[BACKWARD if purpose.phase == "backward" else purpose.part] += size
-            if purpose.phase == "forward" and purpose.layer is not None:
+            kinds[WORKING if purpose.phase == BACKWARD else purpose.part] += size
+            if purpose.phase == FORWARD and purpose.layer is not None:
                 by_layer[purpose.layer] += size
     return Memory(rank=footprint.rank, stage=footprint.stage, kinds=dict(kinds), by_layer=dict(by_layer))
 

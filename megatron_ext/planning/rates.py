@@ -11,9 +11,6 @@ from importlib import resources
 from itertools import pairwise
 
 RATES = "rates.json"
-MIXER, FEED_FORWARD, LOSS = "mixer", "feed-forward", "output layer and loss"
-"""Parts as `megatron_ext.model_parts` has them; reading this module is to take no time."""
-
 FORWARD_SHARE = 1 / 3
 """Of forward and backward pass together, where it was not measured: a product of matrices has two in the backward."""
 

@@ -14,18 +14,28 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.parts import (
+    BACKWARD,
+    COMMUNICATION,
+    EMBEDDING,
+    FEED_FORWARD,
+    FORWARD,
+    LOSS,
+    MIXER,
+    NORMS,
+    OPTIMIZER,
+)
 from megatron_ext.planning.gpus import BANDWIDTH_REACHED, GPUS, LINKS_REACHED, MEASURED, Gpu
 from megatron_ext.planning.memory import shares
-from megatron_ext.planning.rates import FEED_FORWARD, LOSS, MIXER, rate_of
+from megatron_ext.planning.rates import rate_of
 
 if TYPE_CHECKING:
     from megatron_ext.planning.dry_step import Footprint
     from megatron_ext.planning.ledger import Message
 
-NORMS, EMBEDDING, COMMUNICATION, OPTIMIZER = "norms and residual", "embedding", "communication", "optimizer"
 BUBBLE, HOST = "pipeline bubble", "data and host"
 
-NORM_PASSES = {"forward": 10.2, "backward": 13.2, "again": 5.1}
+NORM_PASSES = {FORWARD: 10.2, BACKWARD: 13.2, "again": 5.1}
 """Times that a layer's norms and residual go through its hidden states, read or write; `again`: in the backward pass,
 where what is behind the mixer is computed again. As measured on an H200 (docs/benchmarks/training.md)."""
 
@@ -168,7 +178,7 @@ def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Link
         product(LOSS, LOSS, footprint.loss_flops, again=False)
     size = 2 if training.precision == "bf16" else 4
     one_pass = tokens * model.hidden_size * size / (BANDWIDTH_REACHED * gpu.bandwidth)
-    passes = NORM_PASSES["forward"] * (1 + whole) + NORM_PASSES["backward"]
+    passes = NORM_PASSES[FORWARD] * (1 + whole) + NORM_PASSES[BACKWARD]
     passes += NORM_PASSES["again"] * (training.recompute == "mlp")
     shared = parallel.tensor if parallel.sequence else 1
     branches = 0.5 if model.block == "mixer" else 1.0

@@ -11,8 +11,6 @@ import torch
 
 from megatron_ext.bench.step_parts import named_parts
 from megatron_ext.bench.step_trace import (
-    BACKWARD,
-    FORWARD,
     OTHER,
     PARTS,
     PHASES,
@@ -25,7 +23,7 @@ from megatron_ext.bench.step_trace import (
 from megatron_ext.bench.steps import TimedRun
 from megatron_ext.bench.train_measure import profile_steps
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.model_parts import FEED_FORWARD, MIXER, MODEL
+from megatron_ext.parts import BACKWARD, FEED_FORWARD, FORWARD, MIXER, MODEL
 from megatron_ext.platform import Platform
 
 CPU = Platform(torch.device("cpu"), "gloo")

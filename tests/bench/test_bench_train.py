@@ -24,7 +24,7 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.opening import open_samples
 from megatron_ext.data.random_data import make_random_data
 from megatron_ext.mixers.registry import load_all
-from megatron_ext.model_parts import MODEL
+from megatron_ext.parts import MODEL
 from megatron_ext.platform import Platform
 
 CPU = Platform(torch.device("cpu"), "gloo")

@@ -13,18 +13,14 @@ import dry_runs
 import pytest
 from dry_runs import ONE_GPU, configured
 
+from megatron_ext.parts import COMMUNICATION, FEED_FORWARD, MIXER, NORMS, OPTIMIZER
 from megatron_ext.planning.gpus import GPUS, LINKS_REACHED
 from megatron_ext.planning.ledger import Message
 from megatron_ext.planning.rates import Rate, measured, rate_of
 from megatron_ext.planning.step_time import (
     BUBBLE,
-    COMMUNICATION,
-    FEED_FORWARD,
     HOST,
     LATENCY,
-    MIXER,
-    NORMS,
-    OPTIMIZER,
     sent,
     step_time,
 )

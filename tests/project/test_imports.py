@@ -42,7 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "rwkv7_block": LOW | {"mixers", "block_layer"},
     "specs": LOW | {"mixers", "rwkv7_block", "block_layer"},
     "output_layer": {"kernels"},
-    "model_parts": set(),
+    "model_parts": {"parts"},
+    "parts": set(),
     "model": LOW | {"mixers", "specs", "output_layer"},
     # Leaves: they serve the rooms above and know none of them.
     "config": set(),
@@ -58,14 +59,14 @@ ALLOWED: dict[str, set[str]] = {
     # A step that is only planned is made of the same.
     "planning": MODEL
     | {"checkpoint", "evaluation", "training.build", "training.trainer", "launch.sweep_file", "data_prep.manifest"}
-    | {"model_parts", "output_layer"},
+    | {"model_parts", "parts", "output_layer"},
     "analysis": {"config", "events"},
     "launch": {"config", "events", "heartbeat"},
     "lone_mixer": MODEL,
     "diagnosis": MODEL | {"lone_mixer"},
     # It starts ranks as the command does, and takes what they say.
     "bench": MODEL
-    | {"model_parts", "lone_mixer", "checkpoint", "training", "data_prep", "launch.local", "launch.reporting"},
+    | {"model_parts", "parts", "lone_mixer", "checkpoint", "training", "data_prep", "launch.local", "launch.reporting"},
     "evaluate": MODEL | {"training", "evaluation"},
     "generate": MODEL | {"training", "evaluation"},
     # The command calls everything.
