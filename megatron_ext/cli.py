@@ -388,13 +388,14 @@ def _inspect(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     from megatron_ext.planning import plan_command
 
+    _add_config(parser)
     plan_command.add_arguments(parser)
 
 
 def _plan(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from megatron_ext.planning import plan_command
 
-    return plan_command.run(args)
+    return plan_command.run(args, _load, _mixers)
 
 
 # --- bench -----------------------------------------------------------------------------------------------------------

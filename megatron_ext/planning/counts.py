@@ -90,6 +90,7 @@ def _prepare() -> None:
     """Make the process one without a GPU that compiles nothing, and says nothing of what only matters in training."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     warnings.simplefilter("ignore")
+    resolve_name("megatron_ext.platform:before_megatron")()
 
 
 def _count(*model: Any) -> ModelCounts:

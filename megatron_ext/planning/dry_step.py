@@ -59,7 +59,6 @@ class Footprint:
         rank: in the world.
         stage: of the pipeline.
         parameters: that the rank holds.
-        parameter_bytes: their memory.
         micro_batches: of the step that was gone through: of a longer one, as many as show its largest memory.
         layers: the rank's, in order.
         loss_flops: model FLOPs a token of the output layer, all of it; 0: it is on another stage.
@@ -71,7 +70,6 @@ class Footprint:
     rank: int
     stage: int
     parameters: int
-    parameter_bytes: int
     micro_batches: int
     layers: tuple[Layer, ...]
     loss_flops: float
@@ -96,12 +94,10 @@ def footprint(config: RunConfig, vocab_size: int, world_size: int, rank: int) ->
             chunks = build_model(shape, gpu, groups, seed=None)
         micro_batches = _micro_batches(config, world_size)
         ledger = _ledger_of_step(config, chunks, groups, gpu, micro_batches)
-        parameters = [p for chunk in chunks for p in chunk.parameters()]
         return Footprint(
             rank=rank,
             stage=groups.pp.rank(),
-            parameters=sum(p.numel() for p in parameters),
-            parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+            parameters=sum(p.numel() for chunk in chunks for p in chunk.parameters()),
             micro_batches=micro_batches,
             layers=tuple(_layers(shape, chunks, config.data.seq_length)),
             loss_flops=_loss_flops(shape, chunks),

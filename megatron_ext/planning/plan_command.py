@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_ext.errors import UserError
 from megatron_ext.planning.gpus import GPUS, MEASURED, gpu_of
+
+if TYPE_CHECKING:
+    from megatron_ext.config.schema import RunConfig
+    from megatron_ext.config.traits import Mixers
 
 VOCABULARY = 50304
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Declare the options beside the configuration's."""
     add = parser.add_argument
-    add("config", type=Path, metavar="CONFIG", help="YAML file, see examples/")
-    override = "e.g. parallel.tensor=2; or another YAML file, laid over the first"
-    add("overrides", nargs="*", metavar="key=value", help=override)
     add("--nodes", type=int, default=1, metavar="N", help="there are (%(default)s)")
     add("--gpus-per-node", type=int, default=8, metavar="M", help="a node (%(default)s)")
     add("--gpu", default=MEASURED, metavar="KIND", help=f"{', '.join(GPUS)} (%(default)s)")
@@ -30,8 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, metavar="DIR", help="also write the plan as plan.json and plan.md there")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(
+    args: argparse.Namespace, load: Callable[[Path, Sequence[str]], RunConfig], load_mixers: Callable[[], Mixers]
+) -> int:
     """Plan and print.
+
+    Args:
+        args: of the command line.
+        load: reads a configuration with overrides; called when the options are found right.
+        load_mixers: gives the registered mixers.
 
     Returns:
         0; 1 if the layout, or with --search every layout, does not fit.
@@ -40,14 +50,11 @@ def run(args: argparse.Namespace) -> int:
         UserError: an option or the configuration does not allow it.
     """
     _check(args)
-    from megatron_ext.config.load import load_config
     from megatron_ext.config.rules import check
-    from megatron_ext.mixers.registry import load_all
     from megatron_ext.planning import plan
     from megatron_ext.planning.plan_report import PlanReport
 
-    mixers = load_all()
-    config = load_config(args.config, args.overrides, mixers)
+    config, mixers = load(args.config, args.overrides), load_mixers()
     machine = plan.Machine(gpu=gpu_of(args.gpu), nodes=args.nodes, per_node=args.gpus_per_node)
     vocab_size, told = _vocabulary(args, config.data.path, config.data.cache_dir)
     report = PlanReport(
@@ -74,15 +81,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for option, value in (("--nodes", args.nodes), ("--gpus-per-node", args.gpus_per_node)):
-        if value < 1:
-            raise UserError(option, f"{value} is less than 1", "give 1 or more")
-    for option, value in (("--vocabulary", args.vocabulary), ("--search", args.search)):
+    for name in ("nodes", "gpus_per_node", "vocabulary", "search"):
+        value = getattr(args, name)
         if value is not None and value < 1:
-            raise UserError(option, f"{value} is less than 1", "give 1 or more")
-    for option, value in (("--tokens", args.tokens), ("--price", args.price)):
+            raise UserError(f"--{name.replace('_', '-')}", f"{value} is less than 1", "give 1 or more")
+    for name in ("tokens", "price"):
+        value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
-            raise UserError(option, f"{value} is no amount", "give a number above 0")
+            raise UserError(f"--{name}", f"{value} is no amount", "give a number above 0")
     gpu_of(args.gpu)
     if args.search is not None and args.every_rank:
         raise UserError("--every-rank", "with --search there are many layouts", "choose one of them first")

@@ -53,7 +53,12 @@ class PlanReport:
     @property
     def fits(self) -> bool:
         """Whether there is a layout that has room."""
-        return any(one.refused is None for one in ([self.planned] if self.planned else self.layouts))
+        return any(one.refused is None for one in self._all)
+
+    @property
+    def _all(self) -> list[Planned]:
+        """What was planned: the layout as configured, or all that were looked at."""
+        return self.layouts if self.planned is None else [self.planned]
 
     def markdown(self) -> str:
         """The plan as it is printed."""
@@ -94,7 +99,7 @@ class PlanReport:
             "gpus_per_node": self.machine.per_node,
             "vocabulary": self.vocabulary,
             "tokens": self.tokens,
-            "layouts": [self._numbers_of(one) for one in ([self.planned] if self.planned else self.layouts)],
+            "layouts": [self._numbers_of(one) for one in self._all],
             "ranks": [asdict(shard) for shard in self.shards],
         }
 
