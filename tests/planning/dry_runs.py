@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,14 @@ def configured(overrides: Sequence[str], world_size: int = 1, example: str = "1p
     config = load_config(EXAMPLES / example, [*overrides, *more], load_all())
     check(config, world_size, load_all())
     return derive(config)
+
+
+def as_measured(row: Mapping[str, Any]) -> RunConfig:
+    """The configuration of a row of `selectron bench train` on one GPU."""
+    data, training = row["configuration"]["data"], row["configuration"]["training"]
+    fields = ("global_batch_size", "micro_batch_size", "recompute")
+    overrides = [*ONE_GPU, f"data.seq_length={data['seq_length']}", *row["overrides"]]
+    return configured([*overrides, *(f"training.{field}={training[field]}" for field in fields)])
 
 
 def footprint(config: RunConfig, world_size: int = 1, rank: int = 0) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import dry_runs
 import pytest
-from dry_runs import ONE_GPU, configured
+from dry_runs import ONE_GPU, as_measured, configured
 
 from megatron_ext.mixers.registry import load_all
 from megatron_ext.planning.gpus import GIB
@@ -53,10 +53,7 @@ def test_a_step_takes_what_it_took_on_a_gpu(dry: Dry, file: str, tolerance: floa
     measured = [row for row in rows if "measured" in row]
     assert measured
     for row in measured:
-        data, training = row["configuration"]["data"], row["configuration"]["training"]
-        fields = ("global_batch_size", "micro_batch_size", "recompute")
-        overrides = [*ONE_GPU, f"data.seq_length={data['seq_length']}", *row["overrides"]]
-        config = configured([*overrides, *(f"training.{field}={training[field]}" for field in fields)])
+        config = as_measured(row)
         memory = memory_of(config, dry(dry_runs.footprint, config))
         assert memory.total == pytest.approx(row["measured"]["memory"]["allocated"], rel=tolerance)
         assert sum(memory.kinds.values()) == memory.total

@@ -11,8 +11,9 @@ from typing import Any
 
 import dry_runs
 import pytest
-from dry_runs import ONE_GPU, configured
+from dry_runs import ONE_GPU, as_measured, configured
 
+from megatron_ext.config.schema import RunConfig
 from megatron_ext.parts import COMMUNICATION, FEED_FORWARD, MIXER, NORMS, OPTIMIZER
 from megatron_ext.planning.gpus import GPUS, LINKS_REACHED
 from megatron_ext.planning.ledger import Message
@@ -32,7 +33,10 @@ Dry = Callable[..., Any]
 
 
 def planned(dry: Dry, overrides: list[str], world_size: int = 1, per_node: int = 8, gpu: str = "h200") -> Any:
-    config = configured(overrides, world_size)
+    return timed(dry, configured(overrides, world_size), world_size, per_node, gpu)
+
+
+def timed(dry: Dry, config: RunConfig, world_size: int = 1, per_node: int = 8, gpu: str = "h200") -> Any:
     stages = config.parallel.pipeline
     ranks = [stage * (world_size // stages) for stage in range(stages)]
     footprints = [dry(dry_runs.footprint, config, world_size, rank) for rank in ranks]
@@ -55,10 +59,7 @@ def test_a_step_is_as_long_as_the_sum_of_its_measured_parts(dry: Dry, file: str)
     for row in rows:
         if "derived" not in row or (row["variant"] == "attention" and "08a0f50" in file):
             continue  # it ran out of time; or it was before cuDNN's attention came first
-        data, training = row["configuration"]["data"], row["configuration"]["training"]
-        fields = ("global_batch_size", "micro_batch_size", "recompute")
-        overrides = [*ONE_GPU, f"data.seq_length={data['seq_length']}", *row["overrides"]]
-        found = planned(dry, [*overrides, *(f"training.{field}={training[field]}" for field in fields)])
+        found = timed(dry, as_measured(row))
         assert found.seconds == pytest.approx(row["derived"]["s_per_step"], rel=0.05)
         parts = row["measured"]["breakdown"]["parts"]
         for part in (MIXER, FEED_FORWARD, NORMS, OPTIMIZER):
