@@ -15,7 +15,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_ext.config.schema import ModelConfig, ParallelConfig
+from megatron_ext.config.schema import FP8_TILE, ModelConfig, ParallelConfig
+from megatron_ext.errors import UserError
 from megatron_ext.mixers.base import Mixer
 from megatron_ext.output_layer import LanguageModel
 from megatron_ext.parallel.parameters import initialize_model
@@ -53,6 +54,7 @@ class ModelShape:
         precision: bf16 or fp32.
         recompute: none, mlp or full; see `TrainingConfig`.
         backend: whose linears and norms.
+        fp8: none, tensorwise or blockwise; see `TrainingConfig`.
     """
 
     model: ModelConfig
@@ -63,6 +65,7 @@ class ModelShape:
     precision: str
     recompute: str
     backend: Backend
+    fp8: str = "none"
 
     @property
     def padded_vocab_size(self) -> int:
@@ -133,6 +136,7 @@ def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransforme
         masked_softmax_fusion=False,
         hetereogenous_dist_checkpoint=True,  # layers of different mixers have different parameters
         **_recompute(shape),
+        **_fp8(shape),
     )
 
 
@@ -141,6 +145,15 @@ def _recompute(shape: ModelShape) -> dict[str, Any]:
     if shape.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return {"recompute_feed_forward": shape.recompute == "mlp"}
+
+
+def _fp8(shape: ModelShape) -> dict[str, Any]:
+    """Which products are in 8 bits, as the model's configuration says it.
+
+    Of Megatron's recipes those whose scales follow from the values at hand: a run that goes on has none to keep.
+    """
+    formats = {"tensorwise": "hybrid", "blockwise": "e4m3"}
+    return {} if shape.fp8 == "none" else {"fp8": formats[shape.fp8], "fp8_recipe": shape.fp8}
 
 
 def _leave_as_is(_: torch.Tensor) -> None:
@@ -161,10 +174,15 @@ def build_model(
     Returns:
         One `LanguageModel` for each virtual pipeline stage, wrapped for bf16 where that is the precision. A chunk maps
         tokens [b, t] and labels [b, t] to losses [b, t] on the last stage, hidden states [t, b, hidden] elsewhere.
+
+    Raises:
+        UserError: a matrix has a size that products in 8 bits, where they are asked for, do not take.
     """
     config = transformer_config(shape, platform)
     with platform.optimizer_context():
         chunks = [_build_chunk(shape, config, groups, stage) for stage in range(shape.parallel.virtual_pipeline)]
+    if config.fp8:
+        _check_tiles(chunks)
     if seed is not None:
         initialize_model(chunks, seed, groups.tp)
     if platform.is_cuda:
@@ -172,6 +190,20 @@ def build_model(
     if config.bf16:
         return [Float16Module(config, chunk) for chunk in chunks]
     return chunks
+
+
+def _check_tiles(chunks: Sequence[torch.nn.Module]) -> None:
+    """Products in 8 bits take matrices whose sides, split over tensor-parallel ranks, are multiples of 16."""
+    from transformer_engine.pytorch import Linear
+
+    for name, module in (named for chunk in chunks for named in chunk.named_modules()):
+        if isinstance(module, Linear) and (module.in_features % FP8_TILE or module.out_features % FP8_TILE):
+            size = f"{module.out_features} x {module.in_features}"
+            raise UserError(
+                "training.fp8",
+                f"{name} has {size} weights a rank, and products in 8 bits take multiples of {FP8_TILE}",
+                "set training.fp8=none, or change the sizes of heads or feed-forward, or parallel.tensor",
+            )
 
 
 def _build_chunk(

@@ -10,6 +10,7 @@ import numpy as np
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_ext.bench.plain_megatron import build_plain
 from megatron_ext.bench.step_parts import part
 from megatron_ext.bench.step_trace import DATA
 from megatron_ext.config.layout import layout_of
@@ -50,6 +51,7 @@ class TimedRun:
         groups: process groups.
         platform: where this runs.
         samples: what it trains on; None: random tokens that are nowhere stored.
+        plain: whether the model is megatron-core's own; see `plain_megatron`.
 
     Attributes:
         shape: what the model was built from.
@@ -64,10 +66,12 @@ class TimedRun:
         groups: ProcessGroupCollection,
         platform: Platform,
         samples: TrainingSamples | None = None,
+        *,
+        plain: bool = False,
     ) -> None:
         self._config, self._groups, self._platform = config, groups, platform
         self.shape = model_shape(config, platform, vocabulary)
-        self.trainer: Trainer = build_trainer(config, self.shape, groups, platform)
+        self.trainer: Trainer = (build_plain if plain else build_trainer)(config, self.shape, groups, platform)
         random = cast(TrainingSamples, RandomSamples(config.data.seq_length, vocabulary))
         self._samples = random if samples is None else samples
         self.step = 0

@@ -9,12 +9,13 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
 
 from kernels.bench.timing import Ceilings
+from megatron_ext.bench.plain_megatron import check_plain
 from megatron_ext.bench.train_measure import Amount, Measured
 from megatron_ext.bench.train_rank import FAILED, MACHINE, MEASURED, Job, about_machine, write_job
 from megatron_ext.bench.train_report import Report, Row
@@ -47,12 +48,14 @@ class Variant:
         overrides: laid over the configuration that all have.
         config: the whole one; None: it cannot be.
         refused: why it cannot be trained.
+        plain: whether it is megatron-core's own model; see `plain_megatron`.
     """
 
     name: str
     overrides: tuple[str, ...]
     config: RunConfig | None = None
     refused: str | None = None
+    plain: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,38 +75,56 @@ class Plan:
     prepared: bool
 
 
-def parse_variant(text: str) -> tuple[str, tuple[str, ...]]:
+def parse_variant(text: str, option: str = "--variant") -> tuple[str, tuple[str, ...]]:
     """Name and overrides of `NAME:key=value,...`; a comma that no key or file follows is of the value.
+
+    Args:
+        text: what was given.
+        option: that it was given to.
 
     Raises:
         UserError: the text is of another form.
     """
     name, colon, rest = text.partition(":")
     if not colon or not re.fullmatch(r"[\w.+-]+", name):
-        raise UserError("--variant", f"{text!r} is no variant", FORM)
+        raise UserError(option, f"{text!r} is no variant", FORM)
     parts = re.split(r",(?=\s*[A-Za-z_]\w*(?:\.\w+)+=|[^,=]+\.ya?ml(?:,|$))", rest)
     return name, tuple(part.strip() for part in parts if part.strip())
 
 
-def read_variants(path: Path, overrides: Sequence[str], texts: Sequence[str], processes: int) -> list[Variant]:
+def read_variants(
+    path: Path, overrides: Sequence[str], texts: Sequence[str], processes: int, plain: Sequence[str] = ()
+) -> list[Variant]:
     """The variants of a configuration, those that are refused too; without any, the configuration as it is.
+
+    Args:
+        path: of the configuration.
+        overrides: of all.
+        texts: of variants, as `parse_variant` takes them.
+        processes: that train each.
+        plain: of those that are models of plain megatron-core; they come first.
 
     Raises:
         UserError: the configuration that all have cannot be read, or trained where there are no variants; a variant is
             malformed or there twice.
     """
     own = load_config(path, overrides, load_all())
-    if not texts:
+    if not texts and not plain:
         check(own, processes, load_all())
         return [Variant(name=path.stem, overrides=(), config=own)]
     found: dict[str, Variant] = {}
-    for name, more in map(parse_variant, texts):
+    for is_plain, text in [*((True, text) for text in plain), *((False, text) for text in texts)]:
+        option = "--plain" if is_plain else "--variant"
+        name, more = parse_variant(text, option)
         if name in found:
-            raise UserError("--variant", f"{name!r} is there twice", "give each a name of its own")
-        found[name] = Variant(name=name, overrides=more)
+            raise UserError(option, f"{name!r} is there twice", "give each a name of its own")
+        found[name] = Variant(name=name, overrides=more, plain=is_plain)
         try:
-            found[name] = replace(found[name], config=load_config(path, [*overrides, *more], load_all()))
-            check(cast(RunConfig, found[name].config), processes, load_all())
+            config = load_config(path, [*overrides, *more], load_all())
+            found[name] = replace(found[name], config=config)
+            check(config, processes, load_all())
+            if is_plain:
+                check_plain(config)
         except UserError as error:
             found[name] = replace(found[name], refused=str(error))
     return list(found.values())
@@ -178,11 +199,23 @@ def _machine(folder: Path) -> tuple[dict[str, str | None], Ceilings | None]:
 def _row(folder: Path, variant: Variant, plan: Plan, random_data: Path | None) -> tuple[Row, int]:
     """A variant's row, and the exit code of its processes."""
     config = None if variant.config is None else TypeAdapter(RunConfig).dump_python(variant.config, mode="json")
-    row = Row(name=variant.name, overrides=variant.overrides, config=config, processes=plan.processes)
+    row = Row(
+        name=variant.name,
+        overrides=variant.overrides,
+        config=config,
+        processes=plan.processes,
+        plain=variant.plain,
+    )
     if variant.refused is not None or variant.config is None:
         return row.with_failure(str(variant.refused)), EXIT_USER_ERROR
     folder.mkdir()
-    job = Job(config=variant.config, vocabulary=plan.vocabulary, random_data=random_data, amount=plan.amount)
+    job = Job(
+        config=variant.config,
+        vocabulary=plan.vocabulary,
+        random_data=random_data,
+        amount=plan.amount,
+        plain=variant.plain,
+    )
     write_job(folder, job)
     code = launch(rank_command("bench", [RANK, str(folder)]), plan.processes)
     if code:

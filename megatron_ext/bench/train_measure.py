@@ -13,6 +13,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_ext.bench.plain_megatron import plain_flops_per_token
 from megatron_ext.bench.step_parts import named_parts, part
 from megatron_ext.bench.step_trace import END, STEP, Breakdown, break_down, mean
 from megatron_ext.bench.steps import TimedRun
@@ -88,6 +89,8 @@ def measure(
     groups: ProcessGroupCollection,
     platform: Platform,
     amount: Amount,
+    *,
+    plain: bool = False,
 ) -> Measured:
     """Train for some steps; a collective call.
 
@@ -98,11 +101,12 @@ def measure(
         groups: process groups.
         platform: where this runs.
         amount: how many steps.
+        plain: whether the model is megatron-core's own.
 
     Returns:
         The same on every rank.
     """
-    run = TimedRun(config, vocabulary, groups, platform, samples)
+    run = TimedRun(config, vocabulary, groups, platform, samples, plain=plain)
     for _ in range(amount.warm_up):
         run.timed(run.train)
     before = platform.peak_memory_bytes()
@@ -114,6 +118,8 @@ def measure(
     by_rank = _breakdowns(run, platform, amount.profiled)
     with run.trainer.optimizer.whole():  # weights are counted
         flops, peak = flops_and_peak(config, run.shape, run.trainer)
+        if plain:
+            flops = plain_flops_per_token(run.shape, run.trainer, config.data.seq_length)
         parameters = asdict(model_size(run.trainer))
     return Measured(
         parameters=parameters,

@@ -24,6 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     variant = "a row of the table, e.g. full:model.pattern=attention*24 or mamba2:examples/mixers/1p3b/mamba2.yaml"
     add("--variant", action="append", default=[], metavar="NAME:key=value,...", help=f"{variant}; as often as wanted")
+    plain = "a row before those: megatron-core's own GPT of these sizes, with attention"
+    add("--plain", action="append", default=[], metavar="NAME:key=value,...", help=f"{plain}; as often as wanted")
     add("--processes", type=int, default=1, metavar="N", help="that train each variant (%(default)s)")
     add("--steps", type=int, default=10, metavar="N", help="timed (%(default)s)")
     add("--warmup", type=int, default=5, metavar="N", help="steps before those (%(default)s)")
@@ -93,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(args)
     from megatron_ext.bench import train
 
-    variants = train.read_variants(args.config, args.overrides, args.variant, plan.processes)
+    variants = train.read_variants(args.config, args.overrides, args.variant, plan.processes, args.plain)
 
     def save(report: Report) -> None:
         save_into(args.output, partial(type(report).write, report))

@@ -50,19 +50,21 @@ class Job:
         vocabulary: tokens of the model; None: those of the data.
         random_data: prepared folder of random tokens; None: the configuration's own data.
         amount: how many steps.
+        plain: whether the model is megatron-core's own.
     """
 
     config: RunConfig
     vocabulary: int | None
     random_data: Path | None
     amount: Amount
+    plain: bool = False
 
 
 def write_job(folder: Path, job: Job) -> None:
     """Leave in a folder what ranks are to do."""
     save_config(job.config, folder / _CONFIG)
     random = None if job.random_data is None else str(job.random_data)
-    fields = {"vocabulary": job.vocabulary, "random_data": random, "amount": asdict(job.amount)}
+    fields = {"vocabulary": job.vocabulary, "random_data": random, "amount": asdict(job.amount), "plain": job.plain}
     write_whole(folder / _JOB, json.dumps(fields).encode())
 
 
@@ -72,7 +74,13 @@ def read_job(folder: Path) -> Job:
     random = None if fields["random_data"] is None else Path(fields["random_data"])
     config = load_config(folder / _CONFIG, [], load_all())
     amount = Amount(**fields["amount"])
-    return Job(config=config, vocabulary=fields["vocabulary"], random_data=random, amount=amount)
+    return Job(
+        config=config,
+        vocabulary=fields["vocabulary"],
+        random_data=random,
+        amount=amount,
+        plain=fields["plain"],
+    )
 
 
 def about_machine(device: torch.device) -> dict[str, str | None]:
@@ -97,7 +105,7 @@ def run(folder: Path) -> None:
     with process_groups(job.config, platform) as groups:
         try:
             samples, vocabulary = _data(job)
-            found = measure(job.config, vocabulary, samples, groups, platform, job.amount)
+            found = measure(job.config, vocabulary, samples, groups, platform, job.amount, plain=job.plain)
             if is_first():
                 write_whole(folder / MEASURED, json.dumps(asdict(found)).encode())
             dist.barrier()

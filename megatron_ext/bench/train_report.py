@@ -41,6 +41,7 @@ class Row:
         processes: that trained it.
         measured: numbers.
         failed: why there are none, or what is wrong with them.
+        plain: whether the model was megatron-core's own.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Row:
     processes: int
     measured: Measured | None = None
     failed: str | None = None
+    plain: bool = False
 
     def with_numbers(self, measured: Measured) -> Row:
         """The row with what was measured, and what is wrong with it if a loss is not finite."""
@@ -73,6 +75,7 @@ class Row:
             "variant": self.name,
             "overrides": list(self.overrides),
             "processes": self.processes,
+            "plain_megatron": self.plain,
             "configuration": self.config,
         }
         if self.failed is not None:

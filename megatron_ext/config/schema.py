@@ -15,6 +15,9 @@ from pydantic_core import PydanticCustomError
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 """Unknown keys, values of another type, infinities and NaN are refused, never converted."""
 
+FP8_TILE = 16
+"""Rows and columns of matrices in 8 bits come in multiples of it."""
+
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -157,6 +160,9 @@ class TrainingConfig:
         global_batch_size: samples an optimizer step.
         micro_batch_size: samples a forward pass on one data-parallel rank.
         precision: parameters and activations; gradients are reduced and accumulated in fp32 either way.
+        fp8: the matrix products of layers in 8 bits, by Transformer Engine on a GPU that has them; weights, what layers
+            hand on, and the output layer stay in bf16. tensorwise: a scale a tensor, of the values at hand (E4M3
+            forward, E5M2 backward); blockwise: a scale for 1 x 128 values, of weights 128 x 128 (E4M3).
         seed: of the initial weights and of the order of the samples.
         recompute: activations recomputed in the backward pass: none; mlp: those of the feed-forward and the norm before
             it, which are more than half of the memory and cost no mixer's work a second time; full: of whole layers.
@@ -176,6 +182,7 @@ class TrainingConfig:
     global_batch_size: PositiveInt = 32
     micro_batch_size: PositiveInt = 4
     precision: Literal["bf16", "fp32"] = "bf16"
+    fp8: Literal["none", "tensorwise", "blockwise"] = "none"
     seed: NonNegativeInt = 1234
     recompute: Literal["none", "mlp", "full"] = "none"
     evaluate_every: NonNegativeInt = 0

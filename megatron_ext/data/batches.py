@@ -37,8 +37,15 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The batch on another device, but for `cu_seqlens`: who reads it on the CPU need not wait for a GPU."""
         parts = {name: part for name, part in vars(self).items() if part is not None}
-        moved: dict[str, Any] = {name: part.to(device) for name, part in parts.items() if name != "cu_seqlens"}
+        moved: dict[str, Any] = {name: _moved(part, device) for name, part in parts.items() if name != "cu_seqlens"}
         return Batch(**moved, cu_seqlens=self.cu_seqlens)
+
+
+def _moved(part: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor on another device; a GPU copies it beside what it is at, and the host does not wait."""
+    if torch.device(device).type == "cuda":
+        part = part.pin_memory()  # from other memory the copy is the host's work, in line with the GPU's
+    return part.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,8 @@ class MegatronRunOptimizer(RunOptimizer):
         platform: Platform,
     ) -> None:
         sharded = config.sharding == "megatron"
-        self._wrapped = wrapped = [_wrap(chunk, sharded) for chunk in chunks]
+        overlapped = groups.dp_cp.size() > 1
+        self._wrapped = wrapped = [_wrap(chunk, sharded, overlapped) for chunk in chunks]
         with platform.optimizer_context():
             megatron_config = _megatron_config(config, precision)
             overrides = get_standard_config_overrides(megatron_config)  # vectors have no weight decay
@@ -66,6 +67,9 @@ class MegatronRunOptimizer(RunOptimizer):
         transformer_config = get_model_config(chunks[0])
         transformer_config.finalize_model_grads_func = finalize_model_grads
         transformer_config.grad_scale_func = self._optimizer.scale_loss
+        if overlapped:  # but for the last micro-batch, schedules keep gradients from being sent
+            until_last = [chunk.no_sync for chunk in wrapped]
+            transformer_config.no_sync_func = until_last if len(until_last) > 1 else until_last[0]
         self._platform, self._clip_grad = platform, config.clip_grad
         self._parts: list[Any] = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         schedule = make_schedule(self._optimizer, config, steps)
@@ -110,8 +114,11 @@ class MegatronRunOptimizer(RunOptimizer):
                 part.init_state_fn(part.optimizer, part.config)
 
 
-def _wrap(chunk: MegatronModule, sharded: bool) -> DistributedDataParallel:
-    wrapping = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
+def _wrap(chunk: MegatronModule, sharded: bool, overlapped: bool) -> DistributedDataParallel:
+    """A chunk whose gradients, where others have the same, are summed in pieces while the backward pass goes on."""
+    wrapping = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=sharded, overlap_grad_reduce=overlapped
+    )
     return DistributedDataParallel(get_model_config(chunk), wrapping, chunk)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron_ext.parallel.watchdog import alive
 
@@ -57,13 +58,23 @@ def run_schedule(
 
 @contextmanager
 def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within it the chunks are in evaluation mode and no gradients are kept."""
+    """Within it the chunks are in evaluation mode and no gradients are kept.
+
+    Nothing is in 8 bits: tests come in any length, which products in 8 bits do not take, and say what the weights are
+    worth, however they were trained.
+    """
     was_training = [chunk.training for chunk in chunks]
+    blocks = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerBlock)]
+    in_fp8 = [block.config.fp8 for block in blocks]
     for chunk in chunks:
         chunk.eval()
+    for block in blocks:
+        block.config.fp8 = None
     try:
         with torch.no_grad():
             yield
     finally:
+        for block, fp8 in zip(reversed(blocks), reversed(in_fp8), strict=True):  # chunks may share one configuration
+            block.config.fp8 = fp8
         for chunk, training in zip(chunks, was_training, strict=True):
             chunk.train(training)

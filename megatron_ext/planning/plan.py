@@ -81,6 +81,7 @@ def plan(config: RunConfig, vocab_size: int, machine: Machine, mixers: Mixers) -
         UserError: it cannot be trained on so many GPUs.
     """
     check(config, machine.world_size, mixers)
+    _refuse_8_bits(config)
     config = _for_planning(config)
     ranks = _rank_of_each_stage(config, machine.world_size)
     with process_pool(len(ranks)) as pool:
@@ -100,6 +101,7 @@ def search(
         mixers: the registered ones.
         tell: takes a line on how far it is.
     """
+    _refuse_8_bits(config)
     found: list[Planned] = []
     pending = []
     with process_pool() as pool:
@@ -135,6 +137,14 @@ def _until_one_fits(alternatives: Sequence[RunConfig], vocab_size: int, machine:
         if found[-1].refused is None:
             break
     return found
+
+
+def _refuse_8_bits(config: RunConfig) -> None:
+    """Transformer Engine's copies of weights and activations cannot be gone through without a GPU."""
+    if config.training.fp8 != "none":
+        problem = f"{config.training.fp8} cannot be planned: what it keeps is known on a GPU alone"
+        mend = "plan with training.fp8=none, and measure with `selectron bench train`"
+        raise UserError("training.fp8", problem, mend)
 
 
 def _for_planning(config: RunConfig) -> RunConfig:

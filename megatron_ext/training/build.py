@@ -12,6 +12,7 @@ from megatron_ext.config.deepspeed import STAGES, deepspeed_config, on_disk
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.errors import UserError
 from megatron_ext.mixers.registry import load_all
 from megatron_ext.model import ModelShape, build_model
 from megatron_ext.optim.base import RunOptimizer
@@ -23,6 +24,11 @@ from megatron_ext.training.trainer import Trainer
 def model_shape(config: RunConfig, platform: Platform, vocab_size: int) -> ModelShape:
     """What the model of a checked and derived configuration is built from."""
     mixers = parse_pattern(config.model.pattern)
+    backend, fp8 = choose_backend(config.run.backend, platform), config.training.fp8
+    if fp8 != "none" and backend == "local":
+        reason = "is not installed" if platform.is_cuda else "needs a GPU"
+        mend = "install the extra `selectron[gpu]` on a GPU machine, or set training.fp8=none"
+        raise UserError("training.fp8", f"'{fp8}' is computed by Transformer Engine, which {reason}", mend)
     return ModelShape(
         model=config.model,
         mixers=mixers,
@@ -31,7 +37,8 @@ def model_shape(config: RunConfig, platform: Platform, vocab_size: int) -> Model
         vocab_size=vocab_size,
         precision=config.training.precision,
         recompute=config.training.recompute,
-        backend=choose_backend(config.run.backend, platform),
+        backend=backend,
+        fp8=fp8,
     )
 
 

@@ -31,6 +31,7 @@ AS_NEW = {
     **{f"parallel.{field.name}": field.default for field in fields(ParallelConfig)},
     "run.device": "auto",
     "run.backend": "auto",
+    "training.fp8": "none",
 }
 """Fields that belong to the machines a run was trained on, and what they are elsewhere."""
 

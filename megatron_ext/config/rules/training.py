@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_ext.config.deepspeed import STAGES, deepspeed_config
 from megatron_ext.config.rules.rule import Broken, Facts, Rules, does_not_divide
+from megatron_ext.config.schema import FP8_TILE
 
 RULES = Rules()
 rule = RULES.on
@@ -39,6 +40,51 @@ def recomputed_feed_forwards_are_there(f: Facts) -> Broken:
     if f.config.training.recompute != "mlp" or f.config.model.block != "mixer":
         return None
     return "mlp, with model.block mixer, which has no feed-forward", "use none or full"
+
+
+@rule("training.fp8")
+def eight_bits_are_transformer_engines(f: Facts) -> Broken:
+    """Nothing else computes in them, on GPUs alone."""
+    fp8, run = f.config.training.fp8, f.config.run
+    if fp8 == "none":
+        return None
+    if run.device == "cpu":
+        return f"{fp8}, with run.device cpu", "set training.fp8=none, or run.device=cuda"
+    if run.backend == "local":
+        return f"{fp8}, with run.backend local", "set training.fp8=none, or run.backend=transformer_engine"
+    return None
+
+
+@rule("training.fp8")
+def eight_bits_go_with_sixteen(f: Facts) -> Broken:
+    """What is not in 8 bits is in bf16: Transformer Engine rounds from it."""
+    t = f.config.training
+    if t.fp8 == "none" or t.precision == "bf16":
+        return None
+    return f"{t.fp8}, with training.precision {t.precision}", "set training.fp8=none, or training.precision=bf16"
+
+
+@rule("training.fp8")
+def eight_bits_are_compared_under_megatron(f: Facts) -> Broken:
+    """DeepSpeed replaces what parameters point to, which Transformer Engine's copies in 8 bits do not follow."""
+    fp8, sharding = f.config.training.fp8, f.config.optimizer.sharding
+    if fp8 == "none" or sharding not in STAGES:
+        return None
+    return f"{fp8}, with optimizer.sharding {sharding}", "set training.fp8=none, or optimizer.sharding=megatron"
+
+
+@rule("training.micro_batch_size")
+def eight_bits_need_whole_tiles(f: Facts) -> Broken:
+    """Products in 8 bits take multiples of 16 rows: the tokens of a micro-batch that a rank multiplies."""
+    t, p, length = f.config.training, f.config.parallel, f.config.data.seq_length
+    tokens = t.micro_batch_size * length // p.context
+    if t.fp8 == "none" or tokens % FP8_TILE == 0:
+        return None
+    return (
+        f"{t.micro_batch_size} * data.seq_length {length} / parallel.context {p.context} = {tokens} tokens, "
+        f"with training.fp8 {t.fp8}",
+        f"give a multiple of {FP8_TILE} tokens, or set training.fp8=none",
+    )
 
 
 @rule("training.evaluate_suites_every")
