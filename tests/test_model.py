@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from megatron_ext.config.derive import derive
-from megatron_ext.config.schema import DataConfig, ModelConfig, ParallelConfig, RunConfig
+from megatron_ext.config.schema import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
+from megatron_ext.errors import UserError
 from megatron_ext.mixers.base import Mixer
 from megatron_ext.model import ModelShape, build_model, training_flops_per_token, transformer_config
+from megatron_ext.parallel.schedule import evaluating
 from megatron_ext.platform import Platform
 from megatron_ext.training.build import model_shape
 
@@ -41,6 +43,29 @@ def test_precision_recompute_and_interleaving_reach_megatron() -> None:
     # Megatron's batched exchange between interleaved chunks of two stages gives wrong gradients without a word.
     assert not config.batch_p2p_comm
     assert config.overlap_p2p_comm
+
+
+@pytest.mark.parametrize(("fp8", "expected"), [("none", None), ("tensorwise", "hybrid"), ("blockwise", "e4m3")])
+def test_products_in_eight_bits_are_megatrons_recipes(fp8: str, expected: str | None) -> None:
+    config = transformer_config(replace(_shape("attention"), fp8=fp8), CPU)
+    assert config.fp8 == expected
+    assert expected is None or config.fp8_recipe == fp8
+
+
+def test_eight_bits_without_transformer_engine_are_refused() -> None:
+    run = RunConfig(data=DataConfig(path="none"), training=TrainingConfig(fp8="tensorwise"))
+    with pytest.raises(UserError, match=r"training.fp8: 'tensorwise' is computed by Transformer Engine, which needs a"):
+        model_shape(derive(run), CPU, 100)
+
+
+def test_tests_are_not_in_eight_bits(one_process: Any) -> None:
+    (model,) = build_model(replace(_shape("attention*2"), precision="fp32"), CPU, one_process, seed=1)
+    config = model.decoder.config
+    config.fp8 = "hybrid"
+    with evaluating([model]):
+        assert config.fp8 is None
+    assert config.fp8 == "hybrid"
+    assert all(layer.config is config for layer in model.decoder.layers)
 
 
 @pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("mlp", 2)])

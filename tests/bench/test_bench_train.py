@@ -74,6 +74,39 @@ def test_all_is_measured(one_process: Any, small_run: RunConfig, tmp_path: Path)
     assert sum(found.breakdown.parts.values()) == pytest.approx(found.breakdown.step)
 
 
+@pytest.mark.parametrize("recompute", ["none", "mlp", "full"])
+def test_plain_megatron_is_as_large_and_counts_as_many_operations(
+    one_process: Any, small_run: RunConfig, tmp_path: Path, recompute: str
+) -> None:
+    make_random_data(tmp_path, 1, 2000, seed=0, vocabulary=100)
+    samples, _ = open_samples(tmp_path, 16, seed=0)
+    config = replace(small_run, training=replace(small_run.training, recompute=recompute))
+    amount = Amount(warm_up=1, steps=2, profiled=0)
+    ours, plain = (measure(config, 100, samples, one_process, CPU, amount, plain=plain) for plain in (False, True))
+    assert plain.parameters == ours.parameters
+    assert plain.flops_per_token == pytest.approx(ours.flops_per_token)
+    assert plain.losses[0] == pytest.approx(math.log(128), abs=0.5)
+    assert plain.losses[0] != ours.losses[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("model.pattern=top1_chunk*4", "model.pattern: 'top1_chunk*4' is no model of plain megatron-core"),
+        ("mixers.attention.window=8", "model.pattern: 'attention' is no model of plain megatron-core"),
+        ("model.block=rwkv7", "model.block: 'rwkv7' is no block of plain megatron-core"),
+        ("optimizer.sharding=zero1", "optimizer.sharding: zero1 is not plain megatron-core's"),
+    ],
+)
+def test_what_plain_megatron_is_not_is_refused(tmp_path: Path, overrides: str, said: str) -> None:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    plain, ours = train.read_variants(path, [], ["ours:"], 1, [f"plain:{overrides}"])
+    assert plain.plain
+    assert str(plain.refused).startswith(said)
+    assert (ours.plain, ours.refused) == (False, None)
+
+
 def test_without_profiled_steps_there_is_no_breakdown(one_process: Any, small_run: RunConfig, tmp_path: Path) -> None:
     make_random_data(tmp_path, 1, 2000, seed=0, vocabulary=100)
     samples, _ = open_samples(tmp_path, 16, seed=0)

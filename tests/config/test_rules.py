@@ -207,6 +207,32 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         "training.recompute: mlp, with model.block mixer, which has no feed-forward; use none or full",
         {"model": {"block": "mixer"}, "training": {"recompute": "full"}},
     ),
+    "eight_bits_are_transformer_engines": (
+        1,
+        {"training": {"fp8": "tensorwise"}, "run": {"backend": "local"}},
+        "training.fp8: tensorwise, with run.backend local; set training.fp8=none, or run.backend=transformer_engine",
+        {"training": {"fp8": "tensorwise"}},
+    ),
+    "eight_bits_go_with_sixteen": (
+        1,
+        {"training": {"fp8": "blockwise", "precision": "fp32"}},
+        "training.fp8: blockwise, with training.precision fp32; set training.fp8=none, or training.precision=bf16",
+        {"training": {"fp8": "blockwise", "precision": "bf16"}},
+    ),
+    "eight_bits_are_compared_under_megatron": (
+        1,
+        {"training": {"fp8": "tensorwise"}, "optimizer": {"sharding": "zero1"}},
+        "training.fp8: tensorwise, with optimizer.sharding zero1; "
+        "set training.fp8=none, or optimizer.sharding=megatron",
+        {"training": {"fp8": "tensorwise"}, "optimizer": {"sharding": "none"}},
+    ),
+    "eight_bits_need_whole_tiles": (
+        1,
+        {"training": {"fp8": "tensorwise", "micro_batch_size": 1}, "data": {"seq_length": 40}},
+        "training.micro_batch_size: 1 * data.seq_length 40 / parallel.context 1 = 40 tokens, "
+        "with training.fp8 tensorwise; give a multiple of 16 tokens, or set training.fp8=none",
+        {"training": {"fp8": "tensorwise", "micro_batch_size": 2}, "data": {"seq_length": 40}},
+    ),
     "suites_have_a_rhythm": (
         1,
         {"training": {"evaluate_suites": ["retrieval"]}},

@@ -1,0 +1,98 @@
+"""Losses of fifty steps in bf16, on one GPU and under layouts of several.
+
+    PYTHONPATH=.:tests:tools python tests/distributed/gpu_curves.py --output docs/benchmarks/layouts_bf16.json
+
+keeps what `test_gpu_layouts.py` compares with. Where text cannot be prepared, `--data` names a folder that `corpus`
+here has made elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from training_runs import train as train_apart
+
+from megatron_ext.source import commit
+
+STEPS, KILLED_AFTER = 50, 30
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one": (1, []),
+    "tp2": (2, ["parallel.tensor=2", "parallel.sequence=true"]),
+    "cp2": (2, ["parallel.context=2"]),
+    "pp2": (2, ["parallel.pipeline=2"]),
+    "dp2": (2, []),
+    "tp4": (4, ["parallel.tensor=4", "parallel.sequence=true"]),
+    "cp4": (4, ["parallel.context=4"]),
+    "tp2_pp2": (4, ["parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"]),
+    "dp4": (4, []),
+}
+"""By name: GPUs, and what a run is told."""
+CONFIG = """
+data: {{path: {data}, seq_length: 1024}}
+model: {{pattern: "(top1_chunk,attention)*4", hidden_size: 512, num_attention_heads: 8}}
+mixers: {{top1_chunk: {{chunk_size: 64}}}}
+training: {{steps: {steps}, global_batch_size: 16, micro_batch_size: 2, checkpoint_every: 10, keep_checkpoints: 0}}
+optimizer: {{lr: 5e-4, min_lr: 5e-5, warmup_steps: 10}}
+run: {{device: cuda}}
+"""
+
+
+def corpus(folder: Path) -> Path:
+    """The prepared text of these runs, made anew: the same wherever it is made."""
+    from corpora import prepared  # what prepares text need not be where it is read
+
+    return prepared(folder, documents=1500, words=(50, 400))
+
+
+def configuration(folder: Path, data: Path) -> Path:
+    """Written into a folder."""
+    path = folder / "config.yaml"
+    path.write_text(CONFIG.format(data=data, steps=STEPS))
+    return path
+
+
+def train(config: Path, layout: str) -> list[float]:
+    """Train under a layout, in a folder `runs` beside the configuration, and return the loss of every step."""
+    processes, told = LAYOUTS[layout]
+    steps = train_apart(config, told, config.parent, layout, processes=processes)
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1)), (config.parent / f"{layout}.log").read_text()
+    return [step["loss"] for step in steps]
+
+
+def fingerprint(data: Path) -> str:
+    """Of the text: curves of another are not to be compared."""
+    return hashlib.sha256((data / "manifest.json").read_bytes()).hexdigest()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train under every layout that there are GPUs for, and keep the curves."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--data", type=Path)
+    args = parser.parse_args(argv)
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        data = args.data or corpus(folder)
+        config = configuration(folder, data.resolve())
+        fits = [name for name, (gpus, _) in LAYOUTS.items() if gpus <= torch.cuda.device_count()]
+        kept: dict[str, Any] = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "commit": commit(),
+            "data": fingerprint(data),
+            "losses": {},
+        }
+        for name in fits:
+            kept["losses"][name] = train(config, name)
+            args.output.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
