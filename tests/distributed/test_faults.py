@@ -192,7 +192,7 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_named_and_the_others_with_it(
     assert call(config, "--from-step", "6") == 2
     line = only_line(capsys.readouterr().err)
     assert str(run_folder / "checkpoints" / "step_6" / name) in line
-    assert "--step to generate (there are: 3)" in line
+    assert "name another step with --from-step (there are: 3)" in line
     assert snapshot(tmp_path) == before
 
 
