@@ -18,12 +18,12 @@ from megatron_ext.heartbeat import signs
 from megatron_ext.launch import preflight_limits, slurm
 from megatron_ext.launch.array import tasks
 from megatron_ext.launch.branches import is_checkpoint
+from megatron_ext.launch.here import run_here
 from megatron_ext.launch.job import (
     Job,
     claim,
     is_claimed,
     jobs_of,
-    local_environment,
     newest_job,
     sbatch_options,
     write_job,
@@ -146,20 +146,21 @@ def launch(args: argparse.Namespace, config: RunConfig, refuse_existing: Callabl
         _check_cluster(args, resources, sbatch_options(resources, folder.absolute(), "job-%j.log"))
         if not args.dry_run:
             _refuse_alive(folder)
-    if args.local is not None and not args.dry_run and claim(folder) is None:
+    is_here = args.local is not None and not args.dry_run
+    lock = claim(folder) if is_here else None
+    if is_here and lock is None:
         raise UserError("run.name", f"{folder} is trained by another process", "wait for it, or end it with Ctrl-C")
     job = write_job(config, folder, resources, _python(args))
     if args.dry_run:
         sys.stdout.write(job.script.read_text())
         print(f"written, and not submitted: {job.script}", file=sys.stderr)
         return 0
-    if args.local is not None:
-        print(f"events: {job.folder}/events.tsv\nfollow: selectron status {folder}", file=sys.stderr, flush=True)
-        os.execvpe("bash", ["bash", str(job.script)], local_environment(args.local))
+    follow = f"log:    {job.log}\nfollow: selectron logs {folder} --follow; selectron status {folder}"
+    if lock is not None:
+        print(f"events: {job.folder}/events.tsv\n{follow}", file=sys.stderr, flush=True)
+        return run_here(job, args.local, lock)
     job.keep_number(slurm.submit(job.script))
-    print(
-        f"job:    {job.number}\nlog:    {job.log}\nfollow: selectron logs {folder} --follow; selectron status {folder}"
-    )
+    print(f"job:    {job.number}\n{follow}")
     return 0
 
 
