@@ -32,6 +32,7 @@ from megatron_ext.launch.ranks import ranks_table
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.status import events_of, run_folders, status_of, status_table
 from megatron_ext.launch.sweep import Sweep
+from megatron_ext.launch.sweep_file import of_sweep
 
 _OF_SLURM = ("nodes", "gpus_per_node", "processes_per_node", "cpus_per_task", "partition", "time", "container")
 """Options that mean nothing to a run on this machine."""
@@ -182,9 +183,10 @@ def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: S
         raise UserError("--parallel", f"{args.parallel} is less than 1", "give 1 or more")
     folder = Path(next(iter(configs.values())).run.dir)
     resources = _resources(args, folder.name)
-    runs = Sweep(folder, configs, resources, _python(args))
+    with of_sweep(args.sweep):
+        runs = Sweep(folder, configs, resources, _python(args))
     try:
-        check_paths(runs.unfinished, resources, _python(args), runs.waiting)
+        check_paths(runs.unfinished, resources, _python(args), runs.waiting, sweep=args.sweep)
     except UserError as error:
         if not args.dry_run:  # runs may be planned, and listed, where their data is not
             raise
@@ -205,7 +207,11 @@ def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: S
 
 
 def check_paths(
-    configs: Mapping[str, RunConfig], resources: Resources, python: str, waiting: Collection[str] = ()
+    configs: Mapping[str, RunConfig],
+    resources: Resources,
+    python: str,
+    waiting: Collection[str] = (),
+    sweep: Path | None = None,
 ) -> None:
     """Refuse paths that are not there. Of those that a container has from elsewhere it is said that nobody looked.
 
@@ -214,6 +220,7 @@ def check_paths(
         resources: of each.
         python: interpreter of the ranks.
         waiting: runs that begin from a checkpoint which need not be there yet.
+        sweep: file that the runs are of; None: a single run's.
 
     Raises:
         UserError: there is no such folder, checkpoint, program or mount.
@@ -229,7 +236,7 @@ def check_paths(
                 unseen.append(f"{field}: {path} is below no mount of the container, so nobody looked for it")
             elif not is_there(here):
                 found = path if here == Path(os.path.abspath(path)) else f"{path}, which is {here} on this machine"
-                where = f"run {name}: {field}" if name else field
+                where = field if sweep is None else f"{sweep}: run {name}: {field}"
                 raise UserError(where, f"there is no {kind} {found}", mend)
     for line in dict.fromkeys(unseen):
         print(f"selectron: warning: {line}", file=sys.stderr)
