@@ -22,8 +22,9 @@ CLI = [sys.executable, "-m", "megatron_ext.cli"]
 SAYS = 'echo said; echo "of errors" >&2; [ -z "$CODE" ] || exit "$CODE"'
 
 WAITS = """
-trap 'echo asked to stop >&2; exit 0' TERM USR1
-echo said; sleep 60 & wait
+sleep 60 >/dev/null 2>&1 &
+trap 'kill $!; echo asked to stop >&2; exit 0' TERM USR1
+echo said; wait
 """
 
 
