@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 SET_IN_NAME = re.compile(r"(?<!\w)(frozenset\(|set\(\)|\{'[^:{}]*\})")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small prepared folder, not to be written to."""
+    from corpora import prepared
+
+    return prepared(tmp_path_factory.mktemp("prepared"))
+
+
+@pytest.fixture
+def own_data(tmp_path: Path, data: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(data, tmp_path / "data"))
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import struct
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -22,6 +21,7 @@ from data_prep.manifest import DomainEntry, Manifest, verify_shard
 from data_prep.reading.inputs import InputFile
 from data_prep.tokenization.vocabularies import TextTokenizer
 from megatron_ext.errors import UserError
+from megatron_ext.scratch import scratch_folder
 
 
 class IndexedReader:
@@ -119,12 +119,12 @@ def _documents(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
 def _here(file: InputFile) -> Iterator[str]:
     """The pair's common path on this machine, while it is read: Megatron maps the files to memory.
 
-    A pair at a URL is copied to the system's folder for temporary files, and removed from there again.
+    A pair at a URL is copied to a disk of this machine, and removed from there again.
     """
     if file.is_local:
         yield file.location.removesuffix(".idx")
         return
-    with tempfile.TemporaryDirectory(prefix="selectron-") as folder:
+    with scratch_folder("pair") as folder:
         system, path = fsspec.core.url_to_fs(file.location)
         for suffix in (".idx", ".bin"):
             source = f"{path.removesuffix('.idx')}{suffix}"

@@ -20,6 +20,9 @@ from megatron_ext.files import write_whole
 RECORD = "checkpoint.json"
 LATEST = "latest"
 
+TO_TRAIN = "name another step with --from-step"
+"""What `selectron train` can do where a checkpoint is no good."""
+
 
 class DamagedCheckpoint(UserError):
     """A checkpoint is not there, or not as it was written: another may be."""
@@ -89,10 +92,11 @@ class CheckpointFolder:
 
     Args:
         root: the folder; made when the first checkpoint is begun.
+        another: the mend where a checkpoint is no good: how the command at work is told of another one.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, another: str = TO_TRAIN) -> None:
+        self.root, self._another = root, another
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is, once it is whole."""
@@ -181,6 +185,8 @@ class CheckpointFolder:
             DamagedCheckpoint: the checkpoint is not there or not whole; the line names the file and the way on.
         """
         path = self.path(step) / RECORD
+        if not self.path(step).is_dir():
+            raise DamagedCheckpoint(str(self.path(step)), "is not there", self._mend(step))
         if not path.is_file():
             raise self.damage(step, RECORD, "is not there, so the checkpoint is not whole")
         try:
@@ -218,9 +224,10 @@ class CheckpointFolder:
 
     def damage(self, step: int, name: str, problem: str) -> DamagedCheckpoint:
         """The error that names a damaged file of a checkpoint, and the others that there are."""
-        mend = f"name another step, with --from-step to train, --step to generate ({self._others(step)})"
-        return DamagedCheckpoint(str(self.path(step) / name), problem, mend)
+        return DamagedCheckpoint(str(self.path(step) / name), problem, self._mend(step))
 
-    def _others(self, step: int) -> str:
+    def _mend(self, step: int) -> str:
         others = [str(other) for other in self.steps() if other != step]
-        return "there are: " + ", ".join(others) if others else "there is no other"
+        if not others:
+            return "there is no other: bring it back from a copy, or train the run until it has written one"
+        return f"{self._another} (there are: {', '.join(others)})"

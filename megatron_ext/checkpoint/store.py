@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import _disable_gc
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.checkpoint.disk import Failure
-from megatron_ext.checkpoint.folder import CheckpointFolder, DamagedCheckpoint, Progress, Record, Retention
+from megatron_ext.checkpoint.folder import TO_TRAIN, CheckpointFolder, DamagedCheckpoint, Progress, Record, Retention
 from megatron_ext.checkpoint.index import Index
 from megatron_ext.checkpoint.plan import Plan, Planner
 from megatron_ext.checkpoint.saving import SaveFailed, Saving
@@ -44,6 +44,7 @@ class CheckpointStore:
         platform: where this runs.
         retention: which checkpoints stay.
         asynchronous: `save` returns when the state has been copied aside; `advance` and `wait` bring it to its end.
+        another: see `CheckpointFolder`.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class CheckpointStore:
         retention: Retention | None = None,
         *,
         asynchronous: bool = False,
+        another: str = TO_TRAIN,
     ) -> None:
-        self.folder = CheckpointFolder(root)
+        self.folder = CheckpointFolder(root, another)
         self._identity, self._groups, self._platform = identity, groups, platform
         self._retention, self._asynchronous = retention or Retention(), asynchronous
         self._planner, self._staging, self._index = Planner(), Staging(platform), Index()

@@ -84,11 +84,13 @@ def resolve(config: RunConfig, mixer_configs: Mixers) -> RunConfig:
     return derive(replace(config, mixers=mixers))
 
 
-def read_tree(path: Path) -> Tree:
+def read_tree(path: Path, what: str = "configuration", first: str = "a section like `data:`") -> Tree:
     """Read a YAML file that holds one mapping.
 
     Args:
         path: the file.
+        what: it is to be; for messages.
+        first: what such a file may begin with; for messages.
 
     Returns:
         Its content as plain Python values.
@@ -99,14 +101,14 @@ def read_tree(path: Path) -> Tree:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(str(path), "no such file", "give the path of a configuration, see examples/") from None
+        raise UserError(str(path), "no such file", f"give the path of a {what}, see examples/") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(str(path), f"cannot be read ({_one_line(error)})", "give a YAML text file") from None
     tree = _parse(text, str(path))
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise UserError(str(path), "is not a mapping of sections", "begin with a section like `data:`, see examples/")
+        raise UserError(str(path), "is not a mapping of sections", f"begin with {first}, see examples/")
     return tree
 
 

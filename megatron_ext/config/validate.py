@@ -80,12 +80,14 @@ def show(value: object) -> str:
 
 
 def _as_json(tree: dict[str, Any], prefix: str) -> str:
-    try:
-        return json.dumps(tree)
-    except (TypeError, ValueError, RecursionError) as error:
-        # A YAML tag (!!binary, !!set) or an anchor inside itself: nothing that a field could take.
-        problem = f"holds a value that is no text, number, list or section ({error})"
-        raise UserError(prefix.rstrip(".") or "configuration", problem, "use plain YAML values") from None
+    for name, value in tree.items():
+        try:
+            json.dumps({name: value})
+        except (TypeError, ValueError, RecursionError) as error:
+            # A YAML tag (!!binary, !!set) or an anchor inside itself: nothing that a field could take.
+            problem = f"holds a value that is no text, number, list or section ({error})"
+            raise UserError(f"{prefix}{name}", problem, "use plain YAML values") from None
+    return json.dumps(tree)
 
 
 def _first_of(errors: Sequence[UserError]) -> UserError:

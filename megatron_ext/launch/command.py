@@ -18,12 +18,12 @@ from megatron_ext.heartbeat import signs
 from megatron_ext.launch import preflight_limits, slurm
 from megatron_ext.launch.array import tasks
 from megatron_ext.launch.branches import is_checkpoint
+from megatron_ext.launch.here import run_here
 from megatron_ext.launch.job import (
     Job,
     claim,
     is_claimed,
     jobs_of,
-    local_environment,
     newest_job,
     sbatch_options,
     write_job,
@@ -32,6 +32,7 @@ from megatron_ext.launch.ranks import ranks_table
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.status import events_of, run_folders, status_of, status_table
 from megatron_ext.launch.sweep import Sweep
+from megatron_ext.launch.sweep_file import of_sweep
 
 _OF_SLURM = ("nodes", "gpus_per_node", "processes_per_node", "cpus_per_task", "partition", "time", "container")
 """Options that mean nothing to a run on this machine."""
@@ -146,20 +147,21 @@ def launch(args: argparse.Namespace, config: RunConfig, refuse_existing: Callabl
         _check_cluster(args, resources, sbatch_options(resources, folder.absolute(), "job-%j.log"))
         if not args.dry_run:
             _refuse_alive(folder)
-    if args.local is not None and not args.dry_run and claim(folder) is None:
+    is_here = args.local is not None and not args.dry_run
+    lock = claim(folder) if is_here else None
+    if is_here and lock is None:
         raise UserError("run.name", f"{folder} is trained by another process", "wait for it, or end it with Ctrl-C")
     job = write_job(config, folder, resources, _python(args))
     if args.dry_run:
         sys.stdout.write(job.script.read_text())
         print(f"written, and not submitted: {job.script}", file=sys.stderr)
         return 0
-    if args.local is not None:
-        print(f"events: {job.folder}/events.tsv\nfollow: selectron status {folder}", file=sys.stderr, flush=True)
-        os.execvpe("bash", ["bash", str(job.script)], local_environment(args.local))
+    follow = f"log:    {job.log}\nfollow: selectron logs {folder} --follow; selectron status {folder}"
+    if lock is not None:
+        print(f"events: {job.folder}/events.tsv\n{follow}", file=sys.stderr, flush=True)
+        return run_here(job, args.local, lock)
     job.keep_number(slurm.submit(job.script))
-    print(
-        f"job:    {job.number}\nlog:    {job.log}\nfollow: selectron logs {folder} --follow; selectron status {folder}"
-    )
+    print(f"job:    {job.number}\n{follow}")
     return 0
 
 
@@ -181,9 +183,10 @@ def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: S
         raise UserError("--parallel", f"{args.parallel} is less than 1", "give 1 or more")
     folder = Path(next(iter(configs.values())).run.dir)
     resources = _resources(args, folder.name)
-    runs = Sweep(folder, configs, resources, _python(args))
+    with of_sweep(args.sweep):
+        runs = Sweep(folder, configs, resources, _python(args))
     try:
-        check_paths(runs.unfinished, resources, _python(args), runs.waiting)
+        check_paths(runs.unfinished, resources, _python(args), runs.waiting, sweep=args.sweep)
     except UserError as error:
         if not args.dry_run:  # runs may be planned, and listed, where their data is not
             raise
@@ -204,7 +207,11 @@ def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: S
 
 
 def check_paths(
-    configs: Mapping[str, RunConfig], resources: Resources, python: str, waiting: Collection[str] = ()
+    configs: Mapping[str, RunConfig],
+    resources: Resources,
+    python: str,
+    waiting: Collection[str] = (),
+    sweep: Path | None = None,
 ) -> None:
     """Refuse paths that are not there. Of those that a container has from elsewhere it is said that nobody looked.
 
@@ -213,6 +220,7 @@ def check_paths(
         resources: of each.
         python: interpreter of the ranks.
         waiting: runs that begin from a checkpoint which need not be there yet.
+        sweep: file that the runs are of; None: a single run's.
 
     Raises:
         UserError: there is no such folder, checkpoint, program or mount.
@@ -228,7 +236,7 @@ def check_paths(
                 unseen.append(f"{field}: {path} is below no mount of the container, so nobody looked for it")
             elif not is_there(here):
                 found = path if here == Path(os.path.abspath(path)) else f"{path}, which is {here} on this machine"
-                where = f"run {name}: {field}" if name else field
+                where = field if sweep is None else f"{sweep}: run {name}: {field}"
                 raise UserError(where, f"there is no {kind} {found}", mend)
     for line in dict.fromkeys(unseen):
         print(f"selectron: warning: {line}", file=sys.stderr)

@@ -21,7 +21,8 @@ from megatron_ext.files import write_whole
 from megatron_ext.launch import slurm
 from megatron_ext.launch.array import find_lost, write_array
 from megatron_ext.launch.branches import in_order, trunks_of
-from megatron_ext.launch.job import Job, claim, copy_code, jobs_of, local_environment, newest_job, unwritable, write_job
+from megatron_ext.launch.here import start_here
+from megatron_ext.launch.job import Job, claim, copy_code, jobs_of, newest_job, unwritable, write_job
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.status import SWEEP, events_of, is_finished
 
@@ -174,18 +175,9 @@ class Sweep:
             print(f"{name}: runs already", flush=True)
             return None
         job = self._write(name)
-        with job.log.open("wb") as log, open(lock, "rb") as held:
+        with job.log.open("wb") as log:
             print(f"{name}: {job.log}", flush=True)
-            # The lock is the child's then, and free when it has ended, however this process ends.
-            return subprocess.Popen(
-                ["bash", str(job.script)],
-                env=local_environment(processes),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[held.fileno()],
-                start_new_session=True,
-            )
+            return start_here(job, processes, lock, log, log)
 
 
 @contextmanager

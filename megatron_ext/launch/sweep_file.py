@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import field
 from itertools import product
 from pathlib import Path
@@ -15,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from megatron_ext.config.load import read_tree
 from megatron_ext.config.schema import STRICT
-from megatron_ext.config.validate import validate
+from megatron_ext.config.validate import show, validate
 from megatron_ext.errors import UserError
 from megatron_ext.events import LAUNCH
 
@@ -82,13 +83,28 @@ class SweptRuns:
     measures: Mapping[str, str] = field(default_factory=dict)
 
 
+@contextmanager
+def of_sweep(path: Path, run: str = "") -> Iterator[None]:
+    """Errors inside say which sweep they are of, and which run."""
+    try:
+        yield
+    except UserError as error:
+        where = f"run {run}: {error.where}" if run else error.where
+        raise UserError(f"{path}: {where}", error.problem, error.mend) from error
+
+
 def read_sweep(path: Path) -> SweptRuns:
     """Read a sweep.
 
     Raises:
         UserError: the file, or something in it, is not what it must be.
     """
-    tree = validate(SweepFile, read_tree(path))
+    content = read_tree(path, "sweep", "`config:`, the file that all runs share")
+    with of_sweep(path):
+        return _swept(path, validate(SweepFile, content))
+
+
+def _swept(path: Path, tree: SweepFile) -> SweptRuns:
     axes = {name: _values(name, axis) for name, axis in tree.axes.items()}
     if tree.match_parameters is not None:
         _check_match(tree.match_parameters, axes)
@@ -97,27 +113,28 @@ def read_sweep(path: Path) -> SweptRuns:
     for choice in product(*axes.values()) if axes else ():
         labels = dict(zip(axes, (label for label, _ in choice), strict=True))
         name = "-".join(labels.values())
-        _add(runs, name, [tree.fields, *(fields for _, fields in choice)])
+        _add(runs, "axes", name, [tree.fields, *(fields for _, fields in choice)])
         if (match := tree.match_parameters) is not None and labels[match.axis] != match.to:
             measures[name] = "-".join((labels | {match.axis: match.to}).values())
     for name, fields in tree.runs.items():
-        _add(runs, name, [tree.fields, fields])
+        _add(runs, f"runs.{name}", name, [tree.fields, fields])
     if not runs:
-        raise UserError(str(path), "has no runs", "give axes, or runs")
+        raise UserError("axes, runs", "there are none", "give one of the two")
     return SweptRuns(path.parent / tree.config, runs, tree.match_parameters, measures)
 
 
 def _check_match(match: MatchParameters, axes: Mapping[str, Sequence[tuple[str, Fields]]]) -> None:
     if match.axis not in axes:
-        raise UserError("match_parameters.axis", f"there is no axis {match.axis}", f"choose from: {', '.join(axes)}")
+        mend = f"choose from: {', '.join(axes)}" if axes else "give axes, or leave match_parameters out"
+        raise UserError("match_parameters.axis", f"there is no axis {match.axis}", mend)
     labels = [label for label, _ in axes[match.axis]]
     if match.to not in labels:
         problem = f"axis {match.axis} has no label {match.to}"
         raise UserError("match_parameters.to", problem, f"choose from: {', '.join(labels)}")
     for label, fields in axes[match.axis]:
         if label != match.to and WIDTH in fields:
-            problem = f"{label} gives {WIDTH}, which match_parameters finds"
-            raise UserError(f"axes.{match.axis}", problem, "leave it out there, or match_parameters")
+            problem = f"{show(fields[WIDTH])}, and match_parameters finds this width"
+            raise UserError(f"axes.{match.axis}.{label}.{WIDTH}", problem, "leave it out there, or match_parameters")
 
 
 def _values(name: str, axis: Any) -> list[tuple[str, Fields]]:
@@ -125,14 +142,14 @@ def _values(name: str, axis: Any) -> list[tuple[str, Fields]]:
     where = f"axes.{name}"
     if isinstance(axis, list) and axis:
         if "." not in name:
-            raise UserError(where, "is a list, and its name is no field", "call it for the field, e.g. training.seed")
+            problem = f"{show(axis)} is a list of values, and {name} is no field"
+            raise UserError(where, problem, "call the axis for the field, e.g. training.seed")
         last = name.rsplit(".", 1)[1]
         return [(f"{last}{_label(name, value)}", {name: value}) for value in axis]
     if isinstance(axis, dict) and axis and all(isinstance(fields, dict) for fields in axis.values()):
         return [(str(label), fields) for label, fields in axis.items()]
-    raise UserError(
-        where, f"{json.dumps(axis)} is no axis", "give labels with their fields below, or a list of a field's values"
-    )
+    mend = "give labels with their fields below, or a list of a field's values"
+    raise UserError(where, f"{show(axis)} is no axis", mend)
 
 
 def _label(name: str, value: Any) -> str:
@@ -140,9 +157,9 @@ def _label(name: str, value: Any) -> str:
     return f"{value:g}".replace("+", "") if name.startswith(PLAN) and isinstance(value, float) else f"{value}"
 
 
-def _add(runs: dict[str, list[str]], name: str, layers: list[Fields]) -> None:
+def _add(runs: dict[str, list[str]], where: str, name: str, layers: list[Fields]) -> None:
     if name == LAUNCH:
-        raise UserError(f"runs.{name}", "is the folder of the sweep's own jobs", "choose another name")
+        raise UserError(where, f"a run called {name}, as the folder of the sweep's own jobs is", "choose another name")
     if name in runs:
-        raise UserError(f"runs.{name}", "there are two of this name", "give each run labels of its own")
+        raise UserError(where, f"there are two runs called {name}", "give each run labels of its own")
     runs[name] = [f"{key}={json.dumps(value)}" for fields in layers for key, value in fields.items()]

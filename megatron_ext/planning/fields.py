@@ -73,9 +73,11 @@ def split_plan(fields: Sequence[str], more: Sequence[str]) -> tuple[PlanFields |
     plan = validate(PlanFields, read_fields(words, PlanFields, PLAN), prefix=PLAN)
     budgets = [name for name in BUDGETS if getattr(plan, name) is not None]
     if len(budgets) > 1:
-        raise UserError(PLAN + budgets[1], f"is given, and {PLAN}{budgets[0]}, too", "give one of them")
-    named = {field.partition("=")[0] for field in own}
+        one, other = ((PLAN + name, f"{getattr(plan, name):g}") for name in budgets[:2])
+        raise UserError(other[0], f"{other[1]} is given, and {one[0]} {one[1]}, too", "give one of them")
+    named = {name: value for name, _, value in (field.partition("=") for field in own)}
     for name, derived in DERIVED.items():
         if getattr(plan, name) is not None and derived in named:
-            raise UserError(derived, f"is given, and follows from {PLAN}{name}", "leave one of them out")
+            problem = f"{named[derived]} is given, and follows from {PLAN}{name} {getattr(plan, name):g}"
+            raise UserError(derived, problem, "leave one of them out")
     return plan, own, given

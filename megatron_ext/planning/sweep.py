@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import UserError
-from megatron_ext.launch.sweep_file import WIDTH, MatchParameters, read_sweep
+from megatron_ext.launch.sweep_file import WIDTH, MatchParameters, of_sweep, read_sweep
 from megatron_ext.planning.counts import Counter, ModelCounts
 from megatron_ext.planning.fields import DERIVED, PlanFields, split_plan
 from megatron_ext.planning.matching import matched_width
@@ -57,18 +56,20 @@ def sweep_runs(
         UserError: the file, or a run, is not what it must be; it names both.
     """
     swept = read_sweep(path)
+    if not swept.config.is_file():
+        raise UserError(f"{path}: config", f"there is no file {swept.config}", "give a path beside the sweep's file")
     drafts: dict[str, _Draft] = {}
     for name, fields in swept.runs.items():
-        with _named(path, name):
+        with of_sweep(path, name):
             drafts[name] = _Draft(swept.config, [f"run.name={name}"], load, *split_plan(fields, more))
     measures, match = swept.measures, swept.match
     runs = {}
     with Counter() as counter:
         for name in dict.fromkeys(measures.values()):
-            with _named(path, name):
+            with of_sweep(path, name):
                 drafts[name].check_model(check)
         for name, draft in drafts.items():
-            with _named(path, name):
+            with of_sweep(path, name):
                 if name in measures:
                     assert match is not None, "a run has a measure only then"
                     _match(draft, measures[name], drafts[measures[name]], match, counter, check)
@@ -79,15 +80,6 @@ def sweep_runs(
                 counts = counter(draft.config) if listed and planned else None
                 runs[name] = SweepRun(_in_folder(draft.config, path.stem), draft.overrides, counts)
     return runs
-
-
-@contextmanager
-def _named(path: Path, name: str) -> Iterator[None]:
-    """Errors inside say which sweep and which run they are of."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{path}: run {name}: {error.where}", error.problem, error.mend) from error
 
 
 def _in_folder(config: RunConfig, name: str) -> RunConfig:

@@ -32,7 +32,7 @@ from megatron_ext.parallel.watchdog import group_timeout, watching
 from megatron_ext.platform import DTYPES, Platform, local_rank, select_platform, start_process_group
 from megatron_ext.training import skipped
 from megatron_ext.training.between_steps import SuitesBetweenSteps
-from megatron_ext.training.branch import Branch, branch_of
+from megatron_ext.training.branch import FIELD, Branch, branch_of
 from megatron_ext.training.build import build_trainer, model_shape
 from megatron_ext.training.coder import coder_of, keep_coder
 from megatron_ext.training.datasets import RunData, open_data, packing_of
@@ -147,7 +147,7 @@ def _train(
     if branch is None:
         begins_at, record = store, record_of(store)
     else:
-        begins_at = CheckpointStore(branch.checkpoints.root, shared, groups, platform)
+        begins_at = CheckpointStore(branch.checkpoints.root, shared, groups, platform, another=f"give another {FIELD}")
         record = begins_at.check(branch.step)
     shape = model_shape(config, platform, data.vocab_size)
     trainer = build_trainer(config, shape, groups, platform)

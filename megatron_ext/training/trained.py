@@ -75,7 +75,7 @@ def open_run(folder: Path, step: int | None = None, overrides: Sequence[str] = (
         raise UserError(str(folder), problem, "give the folder of a run: run.dir/run.name")
     as_new = [f"{name}={json.dumps(value)}" for name, value in AS_NEW.items()]
     config = load_config(folder / CONFIG, [*as_new, *overrides], load_all())
-    record = _record(CheckpointFolder(folder / CHECKPOINTS), step)
+    record = _record(CheckpointFolder(folder / CHECKPOINTS, _another(folder)), step)
     coder = _coder(folder, config)
     platform = select_platform(config.run.device, local_rank())
     # A converted model may have rows for more tokens than its tokenizer knows.
@@ -119,10 +119,15 @@ def trained_chunks(run: TrainedRun, groups: ProcessGroupCollection) -> list[Mega
     Raises:
         UserError: the checkpoint is damaged.
     """
-    store = CheckpointStore(run.folder / CHECKPOINTS, {}, groups, run.platform)
+    store = CheckpointStore(run.folder / CHECKPOINTS, {}, groups, run.platform, another=_another(run.folder))
     chunks = build_model(run.shape, run.platform, groups, run.seed)
     store.load_model(chunks, store.check(run.record.progress.step))
     return chunks
+
+
+def _another(folder: Path) -> str:
+    """What can be done where a checkpoint is no good; the same where it was named by its own folder."""
+    return f"give {folder} with another --step"
 
 
 def _record(checkpoints: CheckpointFolder, step: int | None) -> Record:

@@ -67,7 +67,7 @@ def names(folder: CheckpointFolder) -> list[str]:
 def test_nothing_there(folder: CheckpointFolder) -> None:
     assert folder.latest() is None
     assert folder.steps() == []
-    with pytest.raises(UserError, match=r"step_3/checkpoint\.json: is not there.*there is no other"):
+    with pytest.raises(UserError, match=r"step_3: is not there; there is no other: .*train the run"):
         folder.read_record(3)
 
 
@@ -254,7 +254,7 @@ def test_damage_is_named_with_the_way_on(folder: CheckpointFolder, damage) -> No
     with pytest.raises(DamagedCheckpoint) as raised:
         read(folder, 6)
     assert f"{folder.path(6)}/{said}" in str(raised.value)
-    assert "--step to generate (there are: 3, 9)" in str(raised.value)
+    assert "name another step with --from-step (there are: 3, 9)" in str(raised.value)
     assert "\n" not in str(raised.value)
     assert read(folder, 3).progress.step == 3
 
@@ -272,7 +272,7 @@ def test_a_pointer_to_a_folder_that_is_gone_is_an_error(folder: CheckpointFolder
     (folder.root / LATEST).write_text("step_6\n")
     step = folder.latest()
     assert step == 6
-    with pytest.raises(UserError, match=r"step_6/checkpoint\.json: is not there.*there are: 3"):
+    with pytest.raises(UserError, match=r"step_6: is not there; .*there are: 3"):
         folder.read_record(step)
 
 

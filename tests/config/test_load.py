@@ -160,7 +160,7 @@ def test_bad_override(tmp_path: Path, override: str, expected: str) -> None:
 
 def test_bad_override_values_keep_to_one_line(tmp_path: Path) -> None:
     assert message(BASE, tmp_path, "data.path=[a").startswith("data.path: is not valid YAML (")
-    assert message(BASE, tmp_path, "run.name=!!binary aGk=").startswith("configuration: holds a value that is no text")
+    assert message(BASE, tmp_path, "run.name=!!binary aGk=").startswith("run: holds a value that is no text")
     assert message(BASE, tmp_path, 'run.name="a\\nb"').startswith('run.name: "a\\nb" has characters')
     assert len(message(BASE, tmp_path, "run.name=" + "/" * 5000)) < 250
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from corpora import prepared
 from launching import TP2, call, must_run, records, run, snapshot, write_config
 
 
@@ -26,17 +25,6 @@ def only_line(errors: str) -> str:
     """The error of a command that failed before it had anything else to say."""
     assert errors.count("\n") == 1, errors
     return one_line(errors)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("prepared"))
-
-
-@pytest.fixture
-def own_data(tmp_path: Path, data: Path) -> Path:
-    """A copy to damage."""
-    return Path(shutil.copytree(data, tmp_path / "data"))
 
 
 @pytest.fixture
@@ -192,7 +180,7 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_named_and_the_others_with_it(
     assert call(config, "--from-step", "6") == 2
     line = only_line(capsys.readouterr().err)
     assert str(run_folder / "checkpoints" / "step_6" / name) in line
-    assert "--step to generate (there are: 3)" in line
+    assert "name another step with --from-step (there are: 3)" in line
     assert snapshot(tmp_path) == before
 
 

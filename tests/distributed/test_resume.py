@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from corpora import prepared
 from launching import (
     STEPS,
     TP2,
@@ -27,11 +26,6 @@ from launching import (
     write_config,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("prepared"))
 
 
 class References:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
-from launching import ROOT, environment
+from launching import ROOT, environment, write_config
 from ruamel.yaml import YAML
 
+from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Retention
 from megatron_ext.cli import main
 
 
@@ -110,3 +113,30 @@ def test_a_checkpoint_of_another_step(capsys: pytest.CaptureFixture[str], tmp_pa
     folder = tmp_path / "checkpoints" / "step_7"
     assert main(["evaluate", str(folder), "--step", "8"]) == 2
     assert capsys.readouterr().err.endswith(f"--step: 8, and {folder} is of another; leave one of the two out\n")
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with patch.dict(os.environ, environment(), clear=True):
+        assert main(["evaluate", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("selectron: error: ")
+
+
+def test_a_step_without_a_checkpoint_is_answered_by_those_there_are(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    write_config(run, tmp_path / "data", tmp_path)
+    checkpoints = CheckpointFolder(run / "checkpoints")
+    missing = f"{run}/checkpoints/step_7: is not there; "
+    bring = "there is no other: bring it back from a copy, or train the run until it has written one"
+    assert _refused(capsys, f"{run}/checkpoints/step_7") == missing + bring
+    for step in (2, 4):
+        checkpoints.begin(step)
+        parts = {"progress": Progress(step), "identity": {}, "generators": []}
+        checkpoints.finish(step, parts, {}, Retention())
+    for given in ([f"{run}/checkpoints/step_7"], [str(run), "--step", "7"]):
+        assert _refused(capsys, *given) == f"{missing}give {run} with another --step (there are: 2, 4)"
+    (run / "checkpoints" / "step_4" / "checkpoint.json").unlink()
+    assert _refused(capsys, f"{run}/checkpoints/step_4").endswith(f"; give {run} with another --step (there are: 2)")

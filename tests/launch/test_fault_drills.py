@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from corpora import prepared
 from drills import DRILLS, HANG_SECONDS, Drill, cluster_for_drills, fill_disk, number, perform, small_disk, state
 from launching import curve, records, write_config
 from sabotaged import program
@@ -33,11 +32,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, disk: Path) -> Iterator[Sl
     started = cluster_for_drills(tmp_path_factory.mktemp("slurm") / "cluster")
     yield started
     started.stop()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

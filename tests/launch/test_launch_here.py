@@ -22,8 +22,12 @@ def test_a_launched_run_is_the_one_that_train_makes(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     (job,) = jobs_of(runs / "launched")
-    assert f"events: {job.folder}/events.tsv\nfollow: selectron status {runs}/launched\n" in done.stderr
+    follow = f"follow: selectron logs {runs}/launched --follow; selectron status {runs}/launched\n"
+    assert f"events: {job.folder}/events.tsv\nlog:    {job.log}\n{follow}" in done.stderr
     assert "pre-flight of 1 node" in done.stdout
+    assert f"finished: {STEPS} steps" in done.stderr
+    log = job.log.read_text()
+    assert set(log.splitlines()) == set((done.stdout + done.stderr.partition(follow)[2]).splitlines())
     assert [event.what for event in events_of(job)] == ["begun with 2 processes", "finished"]
     must_run(config, ["run.name=trained"], processes=2)
     assert curve(runs / "launched") == curve(runs / "trained")

@@ -84,7 +84,7 @@ def test_paths_that_are_not_there(
     of_run: bool,
     line: str,
 ) -> None:
-    named = "run seed1: " if of_run and verb == "sweep" else ""
+    named = f"{folder}/sizes.yaml: run seed1: " if of_run and verb == "sweep" else ""
     said = refusal(folder, capsys, verb, *arguments, *where)
     assert said.startswith(named + line)
     assert said.count("\n") == 1
@@ -95,7 +95,7 @@ def test_a_path_that_a_mount_leads_to_from_a_container(
     folder: Path, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
     inside = ["--container", "registry/image:1", "--container-mounts", f"{folder}:/in"]
-    named = "run seed1: " if verb == "sweep" else ""
+    named = f"{folder}/sizes.yaml: run seed1: " if verb == "sweep" else ""
     assert refusal(folder, capsys, verb, *inside, "data.path=/in/none") == (
         f"{named}data.path: there is no folder /in/none, which is {folder}/none on this machine; "
         "prepare it with `selectron prepare`\n"
@@ -116,7 +116,7 @@ def test_a_dry_run_of_a_sweep_lists_runs_whose_data_is_elsewhere(
     assert refusal(folder, capsys, "launch", "--dry-run", "data.path=/nowhere") == f"{line}\n"
     assert called(folder, "sweep", "--dry-run", "--local", "1", "data.path=/nowhere") == 0
     said = capsys.readouterr()
-    assert said.err == f"selectron: warning: run seed1: {line}\n"
+    assert said.err == f"selectron: warning: {folder}/sizes.yaml: run seed1: {line}\n"
     assert "| seed1 | 10 | 2,560 |" in said.out
 
 
@@ -137,7 +137,7 @@ def test_a_branch_of_the_sweep_itself(folder: Path, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     (folder / "sizes.yaml").write_text(sweep.replace("STEP", "latest"))
     line = f"run short: run.branch_from: {trunk}/latest is no checkpoint of a run; give one like {trunk}/step_400\n"
-    assert refusal(folder, capsys, "sweep", "--dry-run") == line
+    assert refusal(folder, capsys, "sweep", "--dry-run") == f"{folder}/sizes.yaml: {line}"
 
 
 @BOTH

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from corpora import prepared
 from launching import ROOT, curve, must_run
 from slurm_cluster import SlurmCluster, missing
 from slurm_runs import CLI, finished, happened
@@ -26,11 +25,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     started = SlurmCluster(tmp_path_factory.mktemp("slurm") / "cluster", nodes=4, cpus=2)
     yield started
     started.stop()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("data"))
 
 
 def launched(cluster: SlurmCluster, fields: list[str], runs: Path, nodes: int) -> Path:

@@ -71,8 +71,12 @@ def test_budgets_are_short_in_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("config: a.yaml", "has no runs; give axes, or runs"),
-        ("config: a.yaml\naxes: {seed: [1, 2]}", "axes.seed: is a list, and its name is no field"),
+        ("config: a.yaml", "axes, runs: there are none; give one of the two"),
+        (
+            "config: a.yaml\naxes: {seed: [1, 2]}",
+            "axes.seed: [1, 2] is a list of values, and seed is no field; call the axis for the field, e.g. ",
+        ),
+        (f"config: a.yaml\naxes: {{mixer: {'long' * 30}}}", f'axes.mixer: "{"long" * 14}... is no axis; give labels'),
         (
             "config: a.yaml\naxes: {mixer: {a: 1}}",
             'axes.mixer: {"a": 1} is no axis; give labels with their fields below',
@@ -80,28 +84,59 @@ def test_budgets_are_short_in_names(tmp_path: Path) -> None:
         ("config: a.yaml\naxes: {mixer: []}", "axes.mixer: [] is no axis"),
         (
             "config: a.yaml\naxes: {a: {x: {}}, b: {y: {}}}\nruns: {x-y: {}}",
-            "runs.x-y: there are two of this name; give each run labels of its own",
+            "runs.x-y: there are two runs called x-y; give each run labels of its own",
         ),
         (
             "config: a.yaml\nruns: {launch: {}}",
-            "runs.launch: is the folder of the sweep's own jobs; choose another name",
+            "runs.launch: a run called launch, as the folder of the sweep's own jobs is; choose another name",
         ),
-        ("axes: {}", "config: "),
+        ("config: a.yaml\naxes: {training.seed: [1, 1]}", "axes: there are two runs called seed1; give each run "),
+        ("axes: {}", "config: missing; give it a value"),
+        (
+            "config: a.yaml\nmatch_parameters: {axis: size, to: a}",
+            "match_parameters.axis: there is no axis size; give axes, or leave match_parameters out",
+        ),
         (MATCHED.format("{axis: size, to: a}"), "match_parameters.axis: there is no axis size; choose from: mixer"),
         (MATCHED.format("{axis: mixer, to: c}"), "match_parameters.to: axis mixer has no label c; choose from: a, b"),
         (MATCHED.format("{axis: mixer}"), "match_parameters.to: missing"),
         (MATCHED.format("{axis: mixer, to: a, within: 0}"), "match_parameters.within: 0 is out of range"),
         (
             MATCHED.format("{axis: mixer, to: a}"),
-            "axes.mixer: b gives model.ffn_hidden_size, which match_parameters finds; leave it out there, or",
+            "axes.mixer.b.model.ffn_hidden_size: 8, and match_parameters finds this width; leave it out there, or",
         ),
-        ("config: a.yaml\naxis: {}", "axis: "),
+        ("config: a.yaml\naxis: {}", "axis: no such field; did you mean axes?"),
+        ("config: 3\nruns: {a: {}}", "config: 3 is not text; "),
+        ("config: a.yaml\nruns: {a: !!set {b}}", "runs: holds a value that is no text, number, list or section "),
+        ("config: a.yaml\nruns: {a: 3}", "runs.a: 3 is not a section of fields; "),
     ],
 )
 def test_what_is_no_sweep(tmp_path: Path, text: str, line: str) -> None:
+    path = written(tmp_path, text)
     with pytest.raises(UserError) as caught:
-        read_sweep(written(tmp_path, text))
-    assert line in str(caught.value)
+        read_sweep(path)
+    assert str(caught.value).startswith(f"{path}: {line}")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (None, "sizes.yaml: no such file; give the path of a sweep, see examples/"),
+        ("- a", "sizes.yaml: is not a mapping of sections; begin with `config:`, the file that all runs share, see"),
+        ("config: a.yaml\nruns: [", "sizes.yaml:2: is not valid YAML "),
+        ("config: b.yaml\nruns: {a: {}}", "sizes.yaml: config: there is no file HERE/b.yaml; give a path beside the "),
+        ("config: a.yaml\nruns: {a: {}}", "sizes.yaml: run a: HERE/a.yaml: is not valid YAML "),
+    ],
+)
+def test_files_that_are_not_there_or_no_yaml(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, line: str
+) -> None:
+    (tmp_path / "a.yaml").write_text("data: [")
+    if text is not None:
+        written(tmp_path, text)
+    assert main(["sweep", str(tmp_path / "sizes.yaml"), "--local", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"selectron: error: {tmp_path}/{line.replace('HERE', str(tmp_path))}")
+    assert error.count("\n") == 1
 
 
 def sweep_of(folder: Path, program: str, names: list[str], off: Mapping[str, str] | None = None) -> Sweep:

@@ -140,12 +140,12 @@ def test_no_model_is_counted_without_need(base: Path, monkeypatch: pytest.Monkey
         (
             "axes: {plan.tokens: [1e5]}\nfields: {training.steps: 5}",
             [],
-            "run tokens100000: training.steps: is given, and follows from plan.tokens; leave one of them out",
+            "run tokens100000: training.steps: 5 is given, and follows from plan.tokens 100000; leave one of them out",
         ),
         (
             "axes: {plan.tokens: [1e5]}",
             ["plan.training_flops=1e12"],
-            "run tokens100000: plan.tokens: is given, and plan.training_flops, too; give one of them",
+            "run tokens100000: plan.tokens: 100000 is given, and plan.training_flops 1e+12, too; give one of them",
         ),
         (
             "axes: {plan.training_flops: [1e3]}",

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import suite_run
-from corpora import prepared
 from launching import TP2, call, curve, records, snapshot, write_config
 from pool import WorkerFailed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -18,11 +17,6 @@ pytestmark = pytest.mark.slow
 SCHEDULE = ["optimizer.schedule=wsd", "training.evaluate_every=2"]
 TRUNK = [*SCHEDULE, "training.steps=12", "optimizer.decay_steps=2", "run.name=trunk"]
 SHORT = [*SCHEDULE, "training.steps=8", "optimizer.decay_steps=2"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("prepared"))
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from pathlib import Path
 
 import pytest
-from corpora import prepared
 from launching import call, records, run, snapshot, write_config
 
 from data_prep import manifest as manifest_module
@@ -20,17 +18,6 @@ SHARD = "train/First/000000.tar"
 SKIP = "data.on_damaged=skip"
 AT_ONCE = "training.async_checkpoints=false"
 LONGER = ["training.steps=12", "--resume"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("prepared"))
-
-
-@pytest.fixture
-def own_data(tmp_path: Path, data: Path) -> Path:
-    """A copy to damage."""
-    return Path(shutil.copytree(data, tmp_path / "data"))
 
 
 @pytest.fixture

@@ -5,17 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NoReturn
 
 from megatron_ext.checkpoint.disk import is_full, storage_problem
 from megatron_ext.errors import UserError
 from megatron_ext.files import force_to_disk
+from megatron_ext.scratch import ended_by_exceptions
 
 _MODELS = ("config.json", "checkpoints", "latest_universal")
 """One of these is in every folder that a conversion writes."""
@@ -75,7 +73,7 @@ def beside(destination: Path) -> Iterator[Path]:
     """
     place = destination.resolve()
     partial, new = place.with_name(f".{place.name}.partial"), [path for path in place.parents if not path.exists()]
-    with _ended_by_exceptions() as ends:
+    with ended_by_exceptions() as ends:
         try:
             if partial.exists():  # of one that was killed
                 shutil.rmtree(partial)
@@ -104,33 +102,6 @@ def _as_if_in_place(error: UserError, partial: Path, destination: Path) -> UserE
         text.replace(str(partial), str(destination)) for text in (error.where, error.problem, error.mend)
     )
     return UserError(where, problem, mend)
-
-
-@contextmanager
-def _ended_by_exceptions() -> Iterator[list[BaseException]]:
-    """Within it, any signal that would end the process is an exception, as Ctrl-C is; exit codes are a shell's.
-
-    Yields:
-        The exceptions that were raised so.
-    """
-    ends: list[BaseException] = []
-
-    def end(number: int, _: object) -> NoReturn:
-        ends.append(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
-        raise ends[-1]
-
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    before = {number: signal.getsignal(number) for number in numbers}
-    ending = [number for number in numbers if before[number] in (signal.SIG_DFL, signal.default_int_handler)]
-    if threading.current_thread() is not threading.main_thread():
-        ending = []
-    for number in ending:
-        signal.signal(number, end)
-    try:
-        yield ends
-    finally:
-        for number in ending:
-            signal.signal(number, before[number])
 
 
 def _replace(partial: Path, place: Path) -> None:

@@ -54,7 +54,7 @@ def open_step(path: Path, options: SourceOptions) -> Source:
     step = path.resolve().name.removeprefix("step_")
     if not step.isdecimal():
         raise UserError(str(path), "is a checkpoint whose folder is not called step_N", "give it its name back")
-    checkpoints = CheckpointFolder(path.resolve().parent)
+    checkpoints = CheckpointFolder(path.resolve().parent, "give the folder of another step")
     record = checkpoints.read_record(int(step))
     for name, content in record.files.items():
         checkpoints.check_file(int(step), name, content)
