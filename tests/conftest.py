@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,17 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 # The pool of processes is a module of the distributed tests, which need not be among those that are run.
 sys.path.append(str(Path(__file__).parent / "distributed"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Tests and what they import stay to the end: garbage is looked for in them neither now nor later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

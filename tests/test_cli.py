@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -204,6 +205,22 @@ def test_a_reader_that_has_gone_is_no_error_of_ours() -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (cli.EXIT_NO_READER, "")
+
+
+def test_garbage_is_not_looked_for_in_what_a_command_has_imported(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collecting: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: collecting.append(gc.isenabled()))
+    arguments = ["train", QUICKSTART, "parallel.tensor=1", "parallel.sequence=false"]
+    assert cli.main(arguments) == 0
+    assert collecting == []  # what else this process has would stay with it
+    monkeypatch.setattr(sys, "argv", ["selectron", *arguments])
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert cli.main() == 0
+    assert collecting == [False]
+    assert gc.isenabled()
 
 
 def test_another_broken_pipe_is_an_error(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:

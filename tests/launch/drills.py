@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import sabotaged
@@ -39,7 +38,6 @@ from slurm_runs import (
 
 from megatron_ext.checkpoint.folder import CheckpointFolder
 from megatron_ext.launch.job import jobs_of
-from megatron_ext.launch.status import events_of
 from megatron_ext.reports import table
 
 HANG_SECONDS = 10
@@ -47,6 +45,8 @@ SLURMD_SECONDS = 24
 """Slurm asks a node each third of it: it notices a cut link 16 s later at the earliest, after the watch of ranks."""
 KILL_SECONDS = 10
 """Enough for what a job does between SIGTERM and SIGKILL on a machine with little to spare."""
+LOOKS_AT_LIMITS = 30
+"""Seconds between two looks of Slurm at the limits of jobs, which no configuration changes."""
 CHECKPOINT_EVERY = 3
 MIB = 2**20
 FULL_DISK = "full disk during a checkpoint"
@@ -137,10 +137,12 @@ def _signal(name: str) -> Act:
 
 
 def shorten(cluster: SlurmCluster, folder: Path) -> None:
-    """The job's time is up in half a minute to a minute and a half; Slurm has whole minutes."""
-    begun = datetime.fromisoformat(events_of(jobs_of(folder)[-1])[0].time)
-    minutes = int((datetime.now(UTC) - begun).total_seconds() / 60 + 1.5)
-    cluster.run("scontrol", "update", f"JobId={number(folder)}", f"TimeLimit={minutes}")
+    """The job's time is up in half a minute.
+
+    Slurm looks at the limits of jobs every half minute, and warns of those that will be up before it looks again: so it
+    warns first, and ends the job when it looks the next time.
+    """
+    cluster.run("scontrol", "update", f"JobId={number(folder)}", f"EndTime=now+{LOOKS_AT_LIMITS + 1}")
 
 
 def lengthen(cluster: SlurmCluster, folder: Path) -> None:
