@@ -6,18 +6,17 @@ Each verb imports its room only when it runs, so that help is there at once.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import os
 import select
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megatron_ext import garbage
 from megatron_ext.errors import EXIT_USER_ERROR, UserError
 from megatron_ext.launch import reporting
 
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
 
 EXIT_INTERRUPTED = 130
 EXIT_NO_READER = 141  # as a shell says of a program that SIGPIPE ended
-
-_has_process_to_itself = False
-"""Whether the command is all that this process does."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0: done; 2: the user's error, printed as one line; 130: interrupted; 141: nobody reads what it prints any more.
         Anything else is an exception of ours.
     """
-    global _has_process_to_itself
-    _has_process_to_itself = arguments is None
+    garbage.process_is_ours(arguments is None)
     _hush_libraries()
     try:
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
@@ -159,7 +154,7 @@ def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         return 0
 
     def train_here() -> None:
-        with _importing():
+        with garbage.unlooked_for():
             from megatron_ext.training.run import train
 
         train(config, resume=args.resume, from_step=args.from_step)
@@ -222,31 +217,13 @@ def _check(config: RunConfig, processes: int | None) -> None:
 
 
 def _mixers() -> Mixers:
-    with _importing():
+    with garbage.unlooked_for():
         from megatron_ext.platform import before_megatron
 
         before_megatron()
         from megatron_ext.mixers.registry import load_all
 
         return load_all()
-
-
-@contextlib.contextmanager
-def _importing() -> Iterator[None]:
-    """Around imports of torch and Megatron, whose million objects stay until the process ends.
-
-    Looking through them for garbage, again and again while they become more, and once more at the end, takes a quarter
-    of the time of a short run. Where a caller has other objects, those must not stay with them.
-    """
-    is_collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if _has_process_to_itself:
-            gc.freeze()
-        if is_collecting:
-            gc.enable()
 
 
 # --- launch, sweep, status, logs, cancel, preflight ------------------------------------------------------------------
@@ -476,15 +453,10 @@ def _doctor(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def _kernels_complaint() -> str | None:
     """What is wrong with the import name `kernels`; asked by path, as a foreign package of that name shadows ours."""
-    from importlib import util
+    import runpy
 
     path = Path(__file__).resolve().parents[1] / "kernels" / "ownership.py"
-    spec = util.spec_from_file_location("kernels_ownership", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    complaint: str | None = module.complaint()
+    complaint: str | None = runpy.run_path(str(path))["complaint"]()
     return complaint
 
 

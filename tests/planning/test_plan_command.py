@@ -48,6 +48,16 @@ def test_a_layout_that_cannot_be_is_refused_as_in_training(capsys: Any) -> None:
     assert "tensor 2 * pipeline 1 * context 4 = 8 processes a replica, and 6 do not divide by that" in err
 
 
+@pytest.mark.parametrize("option", [[], ["--search"]])
+def test_eight_bits_are_not_planned(capsys: Any, option: list[str]) -> None:
+    code, out, err = call(capsys, SMALL, "training.fp8=blockwise", *option)
+    assert (code, out) == (2, "")
+    assert err == (
+        "selectron: error: training.fp8: blockwise cannot be planned: what it keeps is known on a GPU alone; "
+        "plan with training.fp8=none, and measure with `selectron bench train`\n"
+    )
+
+
 def test_a_plan_is_printed_and_written(capsys: Any, tmp_path: Path) -> None:
     options = ["--gpus-per-node", "2", "--vocabulary", "50304", "--tokens", "1e9", "--price", "2", "--every-rank"]
     code, out, err = call(capsys, SMALL, "model.pattern=top1_chunk*2", *options, "--output", str(tmp_path / "plan"))
