@@ -28,6 +28,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 # The pool of processes is a module of the distributed tests, which need not be among those that are run.
 sys.path.append(str(Path(__file__).parent / "distributed"))
+# Where the programs, started by hand, find what they share.
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
 
 @pytest.hookimpl(wrapper=True)
