@@ -156,13 +156,16 @@ def launch(args: argparse.Namespace, config: RunConfig, refuse_existing: Callabl
         sys.stdout.write(job.script.read_text())
         print(f"written, and not submitted: {job.script}", file=sys.stderr)
         return 0
-    follow = f"log:    {job.log}\nfollow: selectron logs {folder} --follow; selectron status {folder}"
     if lock is not None:
-        print(f"events: {job.folder}/events.tsv\n{follow}", file=sys.stderr, flush=True)
+        print(f"events: {job.folder}/events.tsv\n{_how_to_follow(job)}", file=sys.stderr, flush=True)
         return run_here(job, args.local, lock)
     job.keep_number(slurm.submit(job.script))
-    print(f"job:    {job.number}\n{follow}")
+    print(f"job:    {job.number}\n{_how_to_follow(job)}")
     return 0
+
+
+def _how_to_follow(job: Job) -> str:
+    return f"log:    {job.log}\nfollow: selectron logs {job.run} --follow; selectron status {job.run}"
 
 
 def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: Sequence[str]) -> int:
