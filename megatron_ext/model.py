@@ -31,12 +31,14 @@ class MixerTransformerConfig(TransformerConfig):
     Attributes:
         rotary_base: base of the rotary frequencies, which mixers apply themselves.
         context_exchange: what mixers exchange under context parallelism; see `ParallelConfig`.
+        context_exchange_rounds: in how many messages heads are exchanged.
         branches_per_layer: how often a layer adds to the residual stream.
         recompute_feed_forward: see `BlockLayer`.
     """
 
     rotary_base: float = 10000.0
     context_exchange: str = "auto"
+    context_exchange_rounds: int = 1
     branches_per_layer: int = 2
     recompute_feed_forward: bool = False
 
@@ -120,6 +122,7 @@ def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransforme
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
         context_parallel_size=parallel.context,
         context_exchange=parallel.context_exchange,
+        context_exchange_rounds=parallel.context_exchange_rounds,
         branches_per_layer=1 if model.block == "mixer" else 2,
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -85,6 +85,9 @@ class ParallelConfig:
             sequence. states: those with a state hand it on from part to part. chunks: those that choose chunks fetch
             the chosen ones; parts must be whole chunks. States and chunks need no heads that divide. auto, and what a
             mixer does that has no exchange of that name: whichever is fewer bytes.
+        context_exchange_rounds: messages in which heads are exchanged: those of one round travel while the heads of
+            another are mixed, and only one round's are waited for. The heads that a rank mixes must divide by it;
+            those of `mamba`, which depend on one another, are all of one round.
     """
 
     tensor: PositiveInt = 1
@@ -93,6 +96,7 @@ class ParallelConfig:
     virtual_pipeline: PositiveInt = 1
     context: PositiveInt = 1
     context_exchange: Literal["auto", "heads", "states", "chunks"] = "auto"
+    context_exchange_rounds: PositiveInt = 1
     batch_p2p_comm: bool | None = None
 
 

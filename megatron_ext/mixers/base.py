@@ -29,7 +29,8 @@ from megatron_ext.mixers.documents import mix_by_document
 from megatron_ext.mixers.memory import LooksBack
 from megatron_ext.mixers.past import BEGINNING, Past
 from megatron_ext.parallel.aligned_linear import AlignedColumnParallelLinear
-from megatron_ext.parallel.exchange import gather_sequence, heads_to_sequence, same_on_ranks, sequence_to_heads
+from megatron_ext.parallel.exchange import gather_sequence, same_on_ranks
+from megatron_ext.parallel.heads import all_heads, heads_to_sequence, sequence_to_heads
 from megatron_ext.parallel.parameters import Initializer, new_parameter
 
 
@@ -87,6 +88,9 @@ class Mixer(LooksBack, ABC):
 
     units_are_groups: ClassVar[bool] = False
     """Whether a unit is a query group, not a head."""
+
+    needs_all_units: ClassVar[bool] = False
+    """Whether what a unit is given depends on the others of its layer, so that they must be mixed in one call."""
 
     keeps_documents_apart: ClassVar[bool] = False
     """Whether the mixer looks back in `mix` alone, so that a call of it for each document keeps others away."""
@@ -211,18 +215,27 @@ class Mixer(LooksBack, ABC):
 
     def _mix_over_context(self, features_tbuw: tuple[Tensor, ...], shared_tbw: Tensor | None) -> Tensor:
         # While it decodes, each rank is given whole sequences.
-        cp, first = 1 if self.memory is not None else self.cp_size, self.tp_rank * self.num_units_per_rank
-        units = self.num_units_per_rank
+        cp, units = 1 if self.memory is not None else self.cp_size, self.num_units_per_rank
         x_tbuw, *more = features_tbuw
         if cp > 1 and self._exchanges_heads(x_tbuw):
-            x_tbuw, *more = (sequence_to_heads(x, self.cp_group) for x in features_tbuw)
-            shared = None if shared_tbw is None else gather_sequence(shared_tbw, self.cp_group)
-            first += self.cp_rank * (units // cp)
-            part = Part(first, units // cp, shared=shared, more=tuple(more))
-            return heads_to_sequence(self.mix(x_tbuw, part), self.cp_group)
+            return self._mix_whole_sequences(features_tbuw, shared_tbw)
         assert cp == 1 or self.hands_on_states or self.gathers_keys_and_values, "the rules refuse this layout"
         first_position = self.cp_rank * len(x_tbuw) if self.memory is None else self.memory.advance(len(x_tbuw))
-        return self.mix(x_tbuw, Part(first, units, first_position, self.past, shared_tbw, tuple(more)))
+        part = Part(self.tp_rank * units, units, first_position, self.past, shared_tbw, tuple(more))
+        return self.mix(x_tbuw, part)
+
+    def _mix_whole_sequences(self, features_tbuw: tuple[Tensor, ...], shared_tbw: Tensor | None) -> Tensor:
+        """Mix the units that are this rank's while it has whole sequences of them, some units a round."""
+        shared = None if shared_tbw is None else gather_sequence(shared_tbw, self.cp_group)
+        rounds = 1 if self.needs_all_units else self.config.context_exchange_rounds
+        own = self.num_units_per_rank // self.cp_size
+        first, units = self.tp_rank * self.num_units_per_rank + self.cp_rank * own, own // rounds
+        mixed = []
+        for x_tbuw, *more in sequence_to_heads(features_tbuw, self.cp_group, rounds):
+            o_tbuw = self.mix(x_tbuw, Part(first, units, shared=shared, more=tuple(more)))
+            mixed.append(heads_to_sequence(o_tbuw, self.cp_group))
+            first += units
+        return all_heads(mixed)
 
     def _exchanges_heads(self, x_tbuw: Tensor) -> bool:
         """Whether whole units change places with parts of the sequence; see `ParallelConfig.context_exchange`."""

@@ -54,6 +54,7 @@ class Mamba(Mixer):
     """
 
     hands_on_states: ClassVar[bool] = True
+    needs_all_units: ClassVar[bool] = True
     keeps_documents_apart: ClassVar[bool] = True
     mixer_config: MambaConfig
 

@@ -34,20 +34,6 @@ def all_to_all(
     return received_nx
 
 
-def _sequence_to_heads(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
-    size = group.size()
-    t, b, n, w = x_tbnw.shape
-    parts = x_tbnw.view(t, b, size, n // size, w).permute(2, 0, 1, 3, 4)
-    return all_to_all(parts, group).reshape(size * t, b, n // size, w)
-
-
-def _heads_to_sequence(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
-    size = group.size()
-    t, b, n, w = x_tbnw.shape
-    received = all_to_all(x_tbnw.reshape(size, t // size, b, n, w), group)
-    return received.permute(1, 2, 0, 3, 4).reshape(t // size, b, size * n, w)
-
-
 def _gather_sequence(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
     whole = x_tbnw.new_empty(group.size() * x_tbnw.shape[0], *x_tbnw.shape[1:])
     dist.all_gather_into_tensor(whole, x_tbnw.contiguous(), group=group)
@@ -84,24 +70,6 @@ def exchange(x_tbnw: Tensor, there: Move, back: Move, group: ProcessGroup) -> Te
     """
     moved: Tensor = _Exchange.apply(x_tbnw, there, back, group)
     return moved
-
-
-def sequence_to_heads(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
-    """From a part of the sequence of all heads to the whole sequence of a part of the heads (all-to-all).
-
-    Args:
-        x_tbnw: [t/cp, b, n, w]; n must divide by the group's size.
-        group: context-parallel group; rank r gets heads [r*n/cp, (r+1)*n/cp).
-
-    Returns:
-        [t, b, n/cp, w]. The gradient takes the way back.
-    """
-    return exchange(x_tbnw, _sequence_to_heads, _heads_to_sequence, group)
-
-
-def heads_to_sequence(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
-    """The inverse of `sequence_to_heads`: [t, b, n/cp, w] to [t/cp, b, n, w]."""
-    return exchange(x_tbnw, _heads_to_sequence, _sequence_to_heads, group)
 
 
 def gather_sequence(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:

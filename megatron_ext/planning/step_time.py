@@ -1,8 +1,8 @@
 """How long a step takes: its parts at measured rates, on a GPU's memory and on its links.
 
 A part that multiplies matrices takes its model FLOPs at the rate that was measured of it; one that reads and writes,
-its bytes at the bandwidth that was measured. Nothing hides behind anything else: exchanges of tensor, context and
-pipeline parallelism and the reduction of gradients stand in the step as they do in ours.
+its bytes at the bandwidth that was measured. Heads that are exchanged in rounds hide behind mixers, nothing else hides:
+all other exchanges of tensor, context and pipeline parallelism and the reduction of gradients stand in the step.
 """
 
 from __future__ import annotations
@@ -52,10 +52,13 @@ LATENCY = 2e-5
 """Seconds of a collective call beside its bytes. Assumed, as `LINKS_REACHED` is."""
 
 
+HEADS = "alltoall_base_"
+"""The call that exchanges heads, as c10d's operators call it."""
+
 CALLS = {
     "_allgather_base_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
-    "alltoall_base_": "all-to-all",
+    HEADS: "all-to-all",
     "allreduce_": "all-reduce",
     "broadcast_": "broadcast",
     "recv_": "between pipeline stages",
@@ -185,10 +188,12 @@ def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Link
     parts[NORMS] = one_pass * passes * branches * len(footprint.layers) / shared
     if footprint.has_embedding:
         parts[EMBEDDING] = one_pass * EMBEDDING_PASSES / shared
-    parts[COMMUNICATION] = sum(
-        count / footprint.micro_batches * links.seconds(message.ranks, sent(message))
-        for message, count in footprint.ledger.messages.items()
-    )
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for message, count in footprint.ledger.messages.items():
+        seconds[message.call] += count / footprint.micro_batches * links.seconds(message.ranks, sent(message))
+    rounds = parallel.context_exchange_rounds
+    hidden = min(seconds[HEADS] * (rounds - 1) / rounds, parts[MIXER])
+    parts[COMMUNICATION] = sum(seconds.values()) - hidden
     return dict(parts)
 
 

@@ -116,6 +116,19 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         "do not divide by context 4; choose a context that divides 2, or change model.num_attention_heads",
         {"parallel": {"tensor": 2, "context": 4}, "model": {"num_attention_heads": 4}},
     ),
+    "heads_divide_by_rounds": (
+        4,
+        {
+            "parallel": {"tensor": 2, "context": 2, "context_exchange_rounds": 4},
+            "model": {"num_attention_heads": 8, "pattern": "gated_deltanet"},
+        },
+        "parallel.context_exchange_rounds: 4, and num_attention_heads 8 / tensor 2 / context 2 = 2 heads of "
+        "gated_deltanet do not divide by that; choose one that divides 2",
+        {
+            "parallel": {"tensor": 2, "context": 2, "context_exchange_rounds": 2},
+            "model": {"num_attention_heads": 8, "pattern": "gated_deltanet"},
+        },
+    ),
     "fetched_chunks_lie_on_one_rank": (
         2,
         {
@@ -345,6 +358,9 @@ def test_second_halves_of_rules() -> None:
         "parallel.context_exchange=auto"
     )
     check(sections({"parallel": heads | {"context_exchange": "auto"}, "model": groups}), 8, MIXERS)
+    rounds = {"tensor": 2, "context": 2, "context_exchange_rounds": 2}
+    check(sections({"parallel": rounds | {"context_exchange": "states"}, "model": groups}), 8, MIXERS)
+    check(sections({"parallel": rounds | {"context": 1}, "model": groups}), 8, MIXERS)
 
 
 def test_unknown_mixer_of_a_configuration_built_in_python() -> None:

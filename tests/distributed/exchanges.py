@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
 import torch
 import torch.distributed as dist
 from parity import VOCABULARY, whole_parameters
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.model import build_model
-from megatron_ext.parallel.exchange import gather_sequence, heads_to_sequence, same_on_ranks, sequence_to_heads
+from megatron_ext.parallel import heads
+from megatron_ext.parallel.exchange import gather_sequence, same_on_ranks
 from megatron_ext.parallel.groups import make_process_groups
+from megatron_ext.parallel.heads import all_heads, heads_to_sequence, sequence_to_heads
 from megatron_ext.parallel.zigzag import from_zigzag, to_zigzag
 from megatron_ext.platform import select_platform
 from megatron_ext.training.build import model_shape
@@ -19,9 +26,19 @@ Moved = tuple[Tensor, Tensor]
 """What an exchange gave, and the gradient that it gave back."""
 
 
+def _to_heads(x_tbnw: Tensor, group: ProcessGroup, rounds: int) -> Tensor:
+    return torch.cat([of_round for (of_round,) in sequence_to_heads([x_tbnw], group, rounds)], 2)
+
+
+def _to_sequence(x_tbnw: Tensor, group: ProcessGroup, rounds: int) -> Tensor:
+    return all_heads([heads_to_sequence(of_round, group) for of_round in x_tbnw.chunk(rounds, 2)])
+
+
 EXCHANGES = {
-    "heads": sequence_to_heads,
-    "sequence": heads_to_sequence,
+    "heads": partial(_to_heads, rounds=1),
+    "heads in rounds": partial(_to_heads, rounds=2),
+    "sequence": partial(_to_sequence, rounds=1),
+    "sequence in rounds": partial(_to_sequence, rounds=2),
     "gather": gather_sequence,
     "to_zigzag": to_zigzag,
     "from_zigzag": from_zigzag,
@@ -41,7 +58,8 @@ def move(rank: int, world_size: int, name: str, x_tbnw: Tensor) -> Moved:
     group = dist.group.WORLD
     assert group is not None
     function = EXCHANGES[name]
-    dim = 2 if name == "sequence" else 0
+    to_sequence = name.startswith("sequence")
+    dim = 2 if to_sequence else 0
     part = x_tbnw.chunk(world_size, dim)[rank].clone().requires_grad_()
     moved = function(part, group)
     if name == "gather":
@@ -49,10 +67,52 @@ def move(rank: int, world_size: int, name: str, x_tbnw: Tensor) -> Moved:
     elif name.endswith("zigzag"):
         upstream = moved.detach() * 2
     else:
-        upstream = x_tbnw.chunk(world_size, 0 if name == "sequence" else 2)[rank]
+        upstream = x_tbnw.chunk(world_size, 0 if to_sequence else 2)[rank]
     moved.backward(upstream)
     assert part.grad is not None
     return moved.detach().clone(), part.grad.clone()
+
+
+def order_of_rounds(rank: int, world_size: int, rounds: int) -> list[str]:
+    """What happens, forward and backward, while heads are exchanged in rounds and doubled."""
+    group = dist.group.WORLD
+    assert group is not None
+    happened: list[str] = []
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
+            ctx.number = number
+            happened.append(f"mix {number}")
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            happened.append(f"mix {ctx.number}")
+            return 2 * grad, None
+
+    def told(what: str) -> Any:
+        original = getattr(heads._Message, what)
+
+        def call(*args: Any) -> Any:
+            happened.append(what)
+            return original(*args)
+
+        return patch.object(heads._Message, what, call)
+
+    x = whole(3, 2 * rounds * world_size, torch.float32).requires_grad_()
+    with told("send"), told("wait"):
+        mixed = [
+            heads_to_sequence(Doubled.apply(of_round, number), group)
+            for number, (of_round,) in enumerate(sequence_to_heads([x], group, rounds))
+        ]
+        y = all_heads(mixed)
+        happened.append("backward")
+        y.backward(x.detach())
+    assert torch.equal(y, 2 * x)
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * x)
+    return happened
 
 
 def transposed_gradient(rank: int, world_size: int, x: Tensor) -> Tensor:

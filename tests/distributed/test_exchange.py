@@ -13,10 +13,10 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 @WORLDS
 @DTYPES
-@pytest.mark.parametrize("heads", [4, 8])
-def test_sequence_to_heads(pool: WorkerPool, world_size: int, dtype: torch.dtype, heads: int) -> None:
+@pytest.mark.parametrize(("heads", "name"), [(4, "heads"), (8, "heads"), (8, "heads in rounds")])
+def test_sequence_to_heads(pool: WorkerPool, world_size: int, dtype: torch.dtype, heads: int, name: str) -> None:
     x = exchanges.whole(3 * world_size, heads, dtype)
-    for rank, (moved, grad) in enumerate(pool.run(exchanges.move, world_size, "heads", x)):
+    for rank, (moved, grad) in enumerate(pool.run(exchanges.move, world_size, name, x)):
         own = heads // world_size
         assert torch.equal(moved, x[:, :, rank * own : (rank + 1) * own])
         assert torch.equal(grad, x[3 * rank : 3 * rank + 3])
@@ -24,12 +24,23 @@ def test_sequence_to_heads(pool: WorkerPool, world_size: int, dtype: torch.dtype
 
 @WORLDS
 @DTYPES
-def test_heads_to_sequence(pool: WorkerPool, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["sequence", "sequence in rounds"])
+def test_heads_to_sequence(pool: WorkerPool, world_size: int, dtype: torch.dtype, name: str) -> None:
     x = exchanges.whole(3 * world_size, 8, dtype)
-    for rank, (moved, grad) in enumerate(pool.run(exchanges.move, world_size, "sequence", x)):
+    for rank, (moved, grad) in enumerate(pool.run(exchanges.move, world_size, name, x)):
         own = 8 // world_size
         assert torch.equal(moved, x[3 * rank : 3 * rank + 3])
         assert torch.equal(grad, x[:, :, rank * own : (rank + 1) * own])
+
+
+def test_messages_of_a_round_travel_while_another_is_mixed(pool: WorkerPool) -> None:
+    """Of three rounds' messages, those of one are waited for with nothing to do, each way; backward it is the same."""
+    to_heads = ["send"] * 3
+    mixing = ["wait", "mix 0", "send", "wait", "mix 1", "send", "wait", "mix 2", "send"]
+    forward = [*to_heads, *mixing, *["wait"] * 3]
+    backward = [{"mix 0": "mix 2", "mix 2": "mix 0"}.get(what, what) for what in forward]
+    for happened in pool.run(exchanges.order_of_rounds, 2, 3):
+        assert happened == [*forward, "backward", *backward]
 
 
 @WORLDS

@@ -130,6 +130,25 @@ def test_tokens_are_shifted_over_sequence_and_context_parallel_ranks(pool: Worke
     _check(_train(pool, MODELS[name], 4, parallel), _reference(pool, MODELS[name]))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("top1_chunk_exact", "hybrid"),
+        # Of several tensors of features; with features that all heads are given; and with a shift of their tokens.
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("attention", "mamba", "mamba2", "rwkv6", "rwkv7_block")
+        ),
+    ],
+)
+def test_heads_are_exchanged_in_rounds(pool: WorkerPool, name: str) -> None:
+    parallel = {"context": 2, "context_exchange": "heads", "context_exchange_rounds": 2}
+    outcome = _train(pool, MODELS[name], 2, parallel)
+    _check(outcome, _reference(pool, MODELS[name]))
+    rounds = 1 if name == "mamba" else 2  # its heads depend on one another
+    assert outcome.exchanges["heads_to_sequence"] == rounds * outcome.exchanges["sequence_to_heads"] > 0
+
+
 GATHERING = [
     name
     for name, model in MODELS.items()

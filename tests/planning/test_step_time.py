@@ -92,6 +92,27 @@ def test_gradients_go_over_the_network_where_nodes_are_several(dry: Dry) -> None
         assert found.parts[COMMUNICATION] == pytest.approx(half / bandwidth / LINKS_REACHED + 2 * LATENCY)
 
 
+def test_heads_that_are_exchanged_in_rounds_hide_but_for_one_of_them(dry: Dry) -> None:
+    overrides = [*ONE_GPU, *SMALL, "training.global_batch_size=1", "data.seq_length=102400", "parallel.context=2"]
+    found = {
+        rounds: planned(dry, [*overrides, f"parallel.context_exchange_rounds={rounds}"], world_size=2)
+        for rounds in (1, 2, 8)
+    }
+    # Queries, keys, values and outputs, forward and backward, in bf16; half of a rank's go to the other.
+    size = 4 * 2 * (4 * 2048 * 2) * 51200 / 2
+    for rounds, one in found.items():
+        assert one.volumes["all-to-all, 2 ranks"].within_node == size
+        hidden = size / (LINKS_REACHED * H200.nvlink) * (rounds - 1) / rounds
+        assert one.parts[COMMUNICATION] == pytest.approx(found[1].parts[COMMUNICATION] - hidden)
+        assert one.parts[MIXER] == found[1].parts[MIXER]
+    # What is mixed in less time than the messages take hides no more than that.
+    short = [*overrides, "data.seq_length=128"]
+    one, several = (planned(dry, [*short, f"parallel.context_exchange_rounds={n}"], world_size=2) for n in (1, 8))
+    more_messages = 4 * 2 * 2 * (8 - 1)  # of each layer, there and back, forward and backward
+    longer = several.parts[COMMUNICATION] - one.parts[COMMUNICATION]
+    assert longer == pytest.approx(more_messages * LATENCY - one.parts[MIXER])
+
+
 @pytest.mark.parametrize(
     ("sharding", "bytes_sent"),
     [("none", 2 * 4), ("megatron", 4 + 2), ("zero1", 4 + 2), ("zero2", 3 * 4 + 2), ("zero3", 3 * (4 + 2 + 2))],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megatron_ext.config.layout import model_parallel_size
 from megatron_ext.config.rules.rule import Broken, Facts, Rules, does_not_divide
-from megatron_ext.config.traits import fetched_chunk_size
+from megatron_ext.config.schema import ModelConfig
+from megatron_ext.config.traits import MixerTraits, fetched_chunk_size
 
 RULES = Rules()
 rule = RULES.on
@@ -147,11 +148,10 @@ def sequence_divides_by_ranks(f: Facts) -> Broken:
 @rule("parallel.context")
 def heads_divide_by_context(f: Facts) -> Broken:
     """A mixer that neither gathers keys and values nor hands states on exchanges parts of the sequence for heads."""
-    p, m = f.config.parallel, f.config.model
+    p = f.config.parallel
     for name in dict.fromkeys(f.layers):
         mixer = f.mixers[name]
-        field = "num_query_groups" if mixer.units_are_groups else "num_attention_heads"
-        units = getattr(m, field) or m.num_attention_heads
+        field, units = _heads(f.config.model, mixer)
         local, hands_on = units // p.tensor, mixer.hands_on_states and p.context_exchange != "heads"
         if local % p.context == 0 or mixer.gathers_keys_and_values or hands_on:
             continue
@@ -162,6 +162,36 @@ def heads_divide_by_context(f: Facts) -> Broken:
             f"choose a context that divides {local}, or change model.{field}{more}",
         )
     return None
+
+
+@rule("parallel.context_exchange_rounds")
+def heads_divide_by_rounds(f: Facts) -> Broken:
+    """Every round exchanges as many heads of a rank."""
+    p = f.config.parallel
+    rounds = p.context_exchange_rounds
+    if p.context == 1:
+        return None
+    for name in dict.fromkeys(f.layers):
+        mixer = f.mixers[name]
+        field, units = _heads(f.config.model, mixer)
+        own = "states" if mixer.hands_on_states else "chunks" if mixer.chunk_field else None
+        local = units // p.tensor
+        if local % p.context or p.context_exchange == own:
+            continue  # it exchanges no heads
+        mixed = local // p.context
+        if mixed % rounds:
+            return (
+                f"{rounds}, and {field} {units} / tensor {p.tensor} / context {p.context} = {mixed} heads of {name} "
+                "do not divide by that",
+                f"choose one that divides {mixed}",
+            )
+    return None
+
+
+def _heads(model: ModelConfig, mixer: MixerTraits) -> tuple[str, int]:
+    """The field that says how many heads, or groups of them, there are to hand to other ranks, and how many."""
+    field = "num_query_groups" if mixer.units_are_groups else "num_attention_heads"
+    return field, getattr(model, field) or model.num_attention_heads
 
 
 @rule("parallel.context_exchange")
