@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.top1_chunk import top1_chunk_attention
 from megatron_ext.config.schema import STRICT, PowerOfTwo
+from megatron_ext.errors import UserError
 from megatron_ext.mixers.base import Part, batch_first
 from megatron_ext.mixers.chosen_chunks import choose_over_ranks, fetch_chosen
 from megatron_ext.mixers.key_value import KeyValueMixer
@@ -64,6 +65,11 @@ class Top1Chunk(KeyValueMixer):
         gathers = self.config.context_exchange == "heads" or len(v_tbgd) % chosen.chunk_size
         if group is None or gathers:
             return super().attend_to_past(q_bthd, k_tbgd, v_tbgd, part)
+        if v_tbgd.is_meta:
+            problem = (
+                f"{self.config.context_exchange}: what queries choose cannot be planned, so what is fetched cannot"
+            )
+            raise UserError("parallel.context_exchange", problem, "plan with parallel.context_exchange=heads")
         assert k_tbgd is not None
         k, v = batch_first(k_tbgd), batch_first(v_tbgd)
         rule: dict[str, Any] = {"chunk_size": chosen.chunk_size, "top_k": chosen.top_k, "score": chosen.score}

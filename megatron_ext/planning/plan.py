@@ -132,7 +132,11 @@ def _until_one_fits(alternatives: Sequence[RunConfig], vocab_size: int, machine:
     found: list[Planned] = []
     for config in map(_for_planning, alternatives):
         ranks = _ends(_rank_of_each_stage(config, machine.world_size))
-        footprints = [_footprint(config, vocab_size, machine.world_size, rank) for rank in ranks]
+        try:
+            footprints = [_footprint(config, vocab_size, machine.world_size, rank) for rank in ranks]
+        except UserError as error:
+            found.append(_unplanned(config, machine, error))
+            continue
         found.append(_planned(config, footprints, machine))
         if found[-1].refused is None:
             break
@@ -200,13 +204,17 @@ def _planned(config: RunConfig, footprints: Sequence[Footprint], machine: Machin
 
 def _refusal(config: RunConfig, machine: Machine, mixers: Mixers) -> Planned | None:
     """A layout that breaks a rule; None: it breaks none."""
-    layout = layout_of(config, machine.world_size)
-    found = Planned(config=config, replicas=layout.data_parallel_size, micro_batches=layout.num_micro_batches)
     try:
         check(config, machine.world_size, mixers)
     except UserError as error:
-        return replace(found, refused=str(error))
+        return _unplanned(config, machine, error)
     return None
+
+
+def _unplanned(config: RunConfig, machine: Machine, error: UserError) -> Planned:
+    layout = layout_of(config, machine.world_size)
+    replicas, micro_batches = layout.data_parallel_size, layout.num_micro_batches
+    return Planned(config=config, replicas=replicas, micro_batches=micro_batches, refused=str(error))
 
 
 def _order(planned: Planned) -> tuple[bool, bool, float]:

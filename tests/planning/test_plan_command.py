@@ -58,6 +58,21 @@ def test_eight_bits_are_not_planned(capsys: Any, option: list[str]) -> None:
     )
 
 
+@pytest.mark.parametrize("option", [[], pytest.param(["--search"], marks=pytest.mark.slow)])
+def test_what_queries_choose_is_not_planned(capsys: Any, option: list[str]) -> None:
+    fetching = ["model.pattern=top1_chunk*2", "parallel.context=2", "parallel.context_exchange=chunks"]
+    code, out, err = call(capsys, SMALL, "--gpus-per-node", "2", *fetching, *option)
+    said = (
+        "parallel.context_exchange: chunks: what queries choose cannot be planned, so what is fetched cannot; "
+        "plan with parallel.context_exchange=heads\n"
+    )
+    if option:  # there are other layouts
+        assert code == 0
+        assert f"`: {said}" in out
+    else:
+        assert (code, out, err) == (2, "", f"selectron: error: {said}")
+
+
 def test_a_plan_is_printed_and_written(capsys: Any, tmp_path: Path) -> None:
     options = ["--gpus-per-node", "2", "--vocabulary", "50304", "--tokens", "1e9", "--price", "2", "--every-rank"]
     code, out, err = call(capsys, SMALL, "model.pattern=top1_chunk*2", *options, "--output", str(tmp_path / "plan"))
