@@ -21,7 +21,7 @@ from megatron_ext.mixers.registry import load_all
 LOSS, NORM, PARAMETER = 2e-6, 1e-6, 2e-5
 # Five times what two layouts were measured to differ by; a parameter by one rounding of a weight near 1 (2**-7).
 # Rounding turns some outputs of linear attention over (see `MODELS`): of five seeds its norms differ by up to 5.6e-3.
-BF16 = 2e-3, 7e-3, 1e-2
+BF16 = 2e-3, 5e-3, 1e-2
 BF16_NORMS = {"linear_attention": 3e-2}
 
 
