@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_ext.signals import handled
+
 _HELD = ".held"
 """File inside a folder that its process holds locked: tells one that is in use from one that a killed process left."""
 
@@ -32,17 +34,11 @@ def ended_by_exceptions() -> Iterator[list[BaseException]]:
         raise ends[-1]
 
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    before = {number: signal.getsignal(number) for number in numbers}
-    ending = [number for number in numbers if before[number] in (signal.SIG_DFL, signal.default_int_handler)]
+    ending = [number for number in numbers if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)]
     if threading.current_thread() is not threading.main_thread():
         ending = []
-    for number in ending:
-        signal.signal(number, end)
-    try:
+    with handled(ending, end):
         yield ends
-    finally:
-        for number in ending:
-            signal.signal(number, before[number])
 
 
 @contextmanager

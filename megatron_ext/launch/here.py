@@ -12,6 +12,7 @@ from types import FrameType
 from typing import IO
 
 from megatron_ext.launch.job import Job, local_environment
+from megatron_ext.signals import handled
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SECONDS_TO_SHOW = 5.0
@@ -103,12 +104,6 @@ def _passed_on() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
         for number in waiting:
             pass_on(number, None)
 
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    heeded = [number for number in _SIGNALS if before[number] is not signal.SIG_IGN]  # as SIGHUP is under nohup
-    for number in heeded:
-        signal.signal(number, pass_on)
-    try:
+    # One that is ignored stays so, as SIGHUP does under nohup.
+    with handled([number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN], pass_on):
         yield has_begun
-    finally:
-        for number in heeded:
-            signal.signal(number, before[number])

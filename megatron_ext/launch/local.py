@@ -10,8 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -19,6 +18,7 @@ from typing import IO, TYPE_CHECKING
 
 from megatron_ext.errors import EXIT_USER_ERROR
 from megatron_ext.launch.reporting import ERROR_FILE, print_user_error
+from megatron_ext.signals import handled
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -66,7 +66,7 @@ def launch(command: Sequence[str], processes: int, patience: Patience | None = N
     try:
         group = _Group(command, processes, folder, patience or Patience())
         group.start()  # a signal before all have started ends all: there is nothing to save yet
-        with _forwarding(group.forward):
+        with handled((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), group.forward):
             group.wait()
         code, keep_logs = _conclude(group, folder)
         return code
@@ -249,15 +249,3 @@ def _die_with(parent: int) -> Callable[[], None]:
             os._exit(128 + signal.SIGKILL)
 
     return prepare
-
-
-@contextmanager
-def _forwarding(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle SIGTERM, SIGINT and SIGUSR1 by `handler` while the block runs."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)

@@ -25,6 +25,7 @@ from megatron_ext.launch.here import start_here
 from megatron_ext.launch.job import Job, claim, copy_code, jobs_of, newest_job, unwritable, write_job
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.status import SWEEP, events_of, is_finished
+from megatron_ext.signals import handled
 
 _POLL_SECONDS = 0.2
 _CODE = Path(LAUNCH) / "code"
@@ -190,11 +191,9 @@ def _forwarding(children: Mapping[str, subprocess.Popen[bytes]]) -> Iterator[thr
         for child in list(children.values()):
             child.send_signal(signal.SIGTERM)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield asked
+        with handled((signal.SIGTERM, signal.SIGINT), stop):
+            yield asked
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         for child in children.values():  # none, but after an error
             child.send_signal(signal.SIGTERM)

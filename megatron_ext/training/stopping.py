@@ -7,6 +7,8 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
+from megatron_ext.signals import handled
+
 
 class StopRequest:
     """Remembers the signal by which this process was asked to stop.
@@ -27,9 +29,5 @@ class StopRequest:
 def stop_on_signals() -> Iterator[StopRequest]:
     """While inside, SIGTERM, SIGINT and SIGUSR1 (which Slurm sends before a job's time is up) are only remembered."""
     request = StopRequest()
-    before = {number: signal.signal(number, request) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    try:
+    with handled((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), request):
         yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
