@@ -155,25 +155,27 @@ def number(folder: Path) -> str:
     return str(jobs_of(folder)[-1].number)
 
 
-_WATCH = [f"run.hang_timeout={HANG_SECONDS}"]
+WATCH = (f"run.hang_timeout={HANG_SECONDS}",)
 _BY_WATCH, _BY_SLURM = f"`run.hang_timeout` {HANG_SECONDS}", f"slurmctld, `SlurmdTimeout` {SLURMD_SECONDS}"
 
 DRILLS = [
     Drill("SIGKILL of a rank", "srun", kill_a_rank),
-    Drill("a rank stopped (SIGSTOP)", _BY_WATCH, stop_a_rank, fields=_WATCH),
+    Drill("a rank stopped (SIGSTOP)", _BY_WATCH, stop_a_rank, fields=WATCH),
     Drill("USR1 before the limit", "the job's script", _signal("USR1")),
     Drill(
         "time limit in a step that does not end",
         "the job's script, by Slurm's SIGTERM",
         shorten,
         lengthen,
+        # A checkpoint that is written beside the steps is finished by a later one, and none comes.
+        fields=("training.async_checkpoints=false",),
         sabotage="stuck_once",
         since="asked to stop by USR1",
     ),
     Drill("preempted by another job", "slurmctld", preempt),
     Drill("power cut of the batch node", _BY_SLURM, lambda c, _: c.kill_node("n1"), lambda c, _: c.start_node("n1")),
     Drill("power cut of another node", _BY_SLURM, lambda c, _: c.kill_node("n2"), lambda c, _: c.start_node("n2")),
-    Drill("cut link, no FIN", _BY_WATCH, lambda c, _: c.cut_link("n2"), lambda c, _: c.mend_link("n2"), fields=_WATCH),
+    Drill("cut link, no FIN", _BY_WATCH, lambda c, _: c.cut_link("n2"), lambda c, _: c.mend_link("n2"), fields=WATCH),
     Drill(
         "corrupted newest checkpoint, SIGKILL of a rank",
         "srun, checksums",
