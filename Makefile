@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_DEV := .venv/.installed-dev
+# Tests start hundreds of processes, which would each compile our sources where no bytecode may be kept.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo clean-demo test quick lint types format clean
@@ -30,10 +32,10 @@ clean-demo: ## remove what the demo made
 test: $(INSTALLED_DEV) ## lint, types and all tests
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15 --numprocesses 2 --dist worksteal
+	$(PYTEST) --durations=15 --numprocesses 2 --dist worksteal
 
 quick: $(INSTALLED_DEV) ## the tests without the slow ones
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --durations=5
+	$(PYTEST) -m "not slow" --durations=5
 
 lint: $(INSTALLED_DEV) ## ruff: rules and form; shellcheck
 	$(BIN)/ruff check .

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from data_prep.documents import Problems
-from data_prep.reading.corpus import open_files
 from megatron_ext.errors import UserError
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -84,6 +83,9 @@ def _sentences(text: str) -> list[str]:
 
 
 def _texts(source: str) -> Iterator[str]:
+    # Here, as every rank that trains imports this module, and few read a text: the formats bring pyarrow.
+    from data_prep.reading.corpus import open_files
+
     try:
         corpus = open_files(source, domain=source)
     except UserError as error:
