@@ -227,8 +227,7 @@ class Mixer(LooksBack, ABC):
     def _mix_whole_sequences(self, features_tbuw: tuple[Tensor, ...], shared_tbw: Tensor | None) -> Tensor:
         """Mix the units that are this rank's while it has whole sequences of them, some units a round."""
         shared = None if shared_tbw is None else gather_sequence(shared_tbw, self.cp_group)
-        rounds = 1 if self.needs_all_units else self.config.context_exchange_rounds
-        own = self.num_units_per_rank // self.cp_size
+        rounds, own = self.exchange_rounds, self.num_units_per_rank // self.cp_size
         first, units = self.tp_rank * self.num_units_per_rank + self.cp_rank * own, own // rounds
         mixed = []
         for x_tbuw, *more in sequence_to_heads(features_tbuw, self.cp_group, rounds):
@@ -236,6 +235,11 @@ class Mixer(LooksBack, ABC):
             mixed.append(heads_to_sequence(o_tbuw, self.cp_group))
             first += units
         return all_heads(mixed)
+
+    @property
+    def exchange_rounds(self) -> int:
+        """Calls of `mix` for a rank's units where it exchanges them for whole sequences."""
+        return 1 if self.needs_all_units else self.config.context_exchange_rounds
 
     def _exchanges_heads(self, x_tbuw: Tensor) -> bool:
         """Whether whole units change places with parts of the sequence; see `ParallelConfig.context_exchange`."""

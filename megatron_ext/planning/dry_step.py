@@ -44,11 +44,13 @@ class Layer:
         part: of its mixer; see `rates.part_of_mixer`.
         mixer_flops: of the mixer, projections included.
         feed_forward_flops: of the feed-forward.
+        exchange_rounds: in which its heads are exchanged, if they are; see `Mixer.exchange_rounds`.
     """
 
     part: str
     mixer_flops: float
     feed_forward_flops: float
+    exchange_rounds: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,7 @@ def _layers(shape: ModelShape, chunks: Sequence[nn.Module], seq_length: int) -> 
             part=part_of_mixer(shape.mixers[mixer.layer_number - 1], score),
             mixer_flops=mixer.training_flops(seq_length),
             feed_forward_flops=6 * shape.feed_forward_parameters,
+            exchange_rounds=mixer.exchange_rounds,
         )
 
 

@@ -135,8 +135,8 @@ def _until_one_fits(alternatives: Sequence[RunConfig], vocab_size: int, machine:
         try:
             footprints = [_footprint(config, vocab_size, machine.world_size, rank) for rank in ranks]
         except UserError as error:
-            found.append(_unplanned(config, machine, error))
-            continue
+            found.append(_unplanned(config, machine, error))  # for a reason that recomputation does not change
+            break
         found.append(_planned(config, footprints, machine))
         if found[-1].refused is None:
             break

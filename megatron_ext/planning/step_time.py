@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.layout import layout_of
@@ -191,8 +192,9 @@ def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Link
     seconds: defaultdict[str, float] = defaultdict(float)
     for message, count in footprint.ledger.messages.items():
         seconds[message.call] += count / footprint.micro_batches * links.seconds(message.ranks, sent(message))
-    rounds = parallel.context_exchange_rounds
-    hidden = min(seconds[HEADS] * (rounds - 1) / rounds, parts[MIXER])
+    # All but one of a layer's rounds hide; what layers that exchange heads send is taken for equally much.
+    behind = fmean((layer.exchange_rounds - 1) / layer.exchange_rounds for layer in footprint.layers)
+    hidden = min(seconds[HEADS] * behind, parts[MIXER])
     parts[COMMUNICATION] = sum(seconds.values()) - hidden
     return dict(parts)
 
