@@ -113,6 +113,14 @@ def test_heads_that_are_exchanged_in_rounds_hide_but_for_one_of_them(dry: Dry) -
     assert longer == pytest.approx(more_messages * LATENCY - one.parts[MIXER])
 
 
+def test_heads_that_are_mixed_in_one_call_hide_nothing(dry: Dry) -> None:
+    """What a head of Mamba is given depends on the others."""
+    overrides = [*ONE_GPU, *SMALL, "training.global_batch_size=1", "parallel.context=2", "model.pattern=mamba*4"]
+    overrides.append("parallel.context_exchange=heads")
+    one, several = (planned(dry, [*overrides, f"parallel.context_exchange_rounds={n}"], world_size=2) for n in (1, 8))
+    assert several == one
+
+
 @pytest.mark.parametrize(
     ("sharding", "bytes_sent"),
     [("none", 2 * 4), ("megatron", 4 + 2), ("zero1", 4 + 2), ("zero2", 3 * 4 + 2), ("zero3", 3 * (4 + 2 + 2))],
