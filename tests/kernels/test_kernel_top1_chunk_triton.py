@@ -31,10 +31,13 @@ if ON_GPU:
     CASES += [(1000, d, 128, dtype) for d in (32, 80, 96, 128, 192, 256) for dtype in (BF16, FP16)]
     CASES += [(2100, d, size, BF16) for d in (64, 128, 256) for size in (32, 64, 256, 512)]
     CASES += [(600, 128, 64, FP32), (600, 256, 256, FP32)]  # few: products without matrix units compile slowly
-    GROUPS = [(4, 4), (4, 1), (8, 1), (16, 1), (16, 2)]
+    CHOICES = list(itertools.product([2, 16], [True, False], SCORES))
+    GROUPS = [(2, heads, s) for heads in ((4, 4), (4, 1), (8, 1), (16, 1), (16, 2)) for s in ("approx", "exact")]
 else:
     CASES = [(1, 16, 32, FP32), (70, 20, 32, FP32), (150, 16, 64, FP16), (100, 80, 32, BF16)]
-    GROUPS = [(4, 2), (3, 1)]
+    # Own chunks do not ask how the others were chosen.
+    CHOICES = [(2, True, "approx"), (2, False, "exact"), (2, True, "exact_lse")]
+    GROUPS = [(2, (4, 2), "exact"), (2, (3, 1), "approx"), (1, (3, 1), "exact")]
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +57,7 @@ def run(tensors, implementation, **options):
 
 
 def check(tensors, **options):
+    """Hold all results to the reference's, and give the choice and the gradients."""
     dtype = tensors[0].dtype
     out, chosen, gradients = run(tensors, "triton", **options)
     expected_out, expected_chosen, expected = run([x.double() for x in tensors], "reference", **options)
@@ -65,6 +69,7 @@ def check(tensors, **options):
         assert got.dtype == dtype
         assert got.shape == x.shape
         assert relative_rms(got, wanted) < TOLERANCE[dtype], f"gradient of {name}"
+    return chosen, gradients
 
 
 @pytest.mark.usefixtures("poison")
@@ -76,9 +81,7 @@ def test_agrees_with_the_reference(length, d, size, dtype, score):
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("local", [True, False])
-@pytest.mark.parametrize("top_k", [2, 16] if ON_GPU else [2])
+@pytest.mark.parametrize(("top_k", "local", "score"), CHOICES)
 def test_several_choices(top_k, local, score):
     if (score, top_k) == ("exact_lse", 16):
         pytest.skip("of so many sums of exponentials some differ by less than fp32 resolves")
@@ -87,10 +90,9 @@ def test_several_choices(top_k, local, score):
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("heads", GROUPS)
-@pytest.mark.parametrize("score", ["approx", "exact"])
-def test_batches_and_groups_of_heads(heads, score):
-    check(draw(1000 if ON_GPU else 75, heads=heads, batch=2, step=1.0), chunk_size=32, score=score)
+@pytest.mark.parametrize(("batch", "heads", "score"), GROUPS)
+def test_batches_and_groups_of_heads(batch, heads, score):
+    check(draw(1000 if ON_GPU else 75, heads=heads, batch=batch, step=1.0), chunk_size=32, score=score)
 
 
 def test_without_the_own_chunk():
@@ -104,8 +106,10 @@ def test_a_part_of_the_queries(tq, tk, offset):
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("bounds", [[0, 1, 40, 40, 41, 110], [0, 32, 64, 110]])
-@pytest.mark.parametrize(("tq", "offset"), [(110, 0), (60, 30)])
+@pytest.mark.parametrize(
+    ("bounds", "tq", "offset"),
+    [([0, 1, 40, 40, 41, 110], 110, 0), ([0, 1, 40, 40, 41, 110], 60, 30), ([0, 32, 64, 110], 60, 30)],
+)
 def test_packed_documents(bounds, tq, offset):
     check(draw(tq, 110), chunk_size=32, query_offset=offset, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
 
@@ -120,9 +124,7 @@ def test_many_ties(score, top_k):
 
 @pytest.mark.parametrize("score", SCORES)
 def test_scale_zero_mixes_evenly(score):
-    tensors = draw(100)
-    check(tensors, chunk_size=32, score=score, scale=0.0)
-    _, chosen, (dq, dk, _) = run(tensors, "triton", chunk_size=32, score=score, scale=0.0)
+    chosen, (dq, dk, _) = check(draw(100), chunk_size=32, score=score, scale=0.0)
     assert not dq.any()
     assert not dk.any()
     if score == "exact_lse":  # all chunks are equal then
@@ -135,15 +137,16 @@ def test_one_chunk_that_every_query_chooses(length):
     q, k, v, grad = draw(length, heads=(2, 1), dtype=FP32 if length < 1000 else BF16)
     q[..., 0], k[..., 0], k[:, :32, :, 0] = 3.0, 0.0, 30.0
     if length < 1000:
-        check([q, k, v, grad], chunk_size=32)
-    _, chosen, gradients = run([q, k, v, grad], "triton", chunk_size=32)
+        chosen, gradients = check([q, k, v, grad], chunk_size=32)
+    else:
+        _, chosen, gradients = run([q, k, v, grad], "triton", chunk_size=32)
     assert chosen[:, 32:].unique().tolist() == [0]
     assert all(x.isfinite().all() for x in gradients)
 
 
 @pytest.mark.parametrize("score", SCORES)
 def test_two_runs_give_the_same_bits(score):
-    tensors = draw(3000 if ON_GPU else 75, dtype=BF16)
+    tensors = draw(3000 if ON_GPU else 45, dtype=BF16)
     first, second = (run(tensors, "triton", chunk_size=32, score=score) for _ in range(2))
     for a, b in zip(itertools.chain(first[:2], first[2]), itertools.chain(second[:2], second[2]), strict=True):
         assert torch.equal(a, b)
@@ -187,16 +190,16 @@ def test_scores_of_minus_infinity_leave_no_nan():
 
 
 def test_inputs_need_not_be_contiguous():
-    tensors = draw(70, batch=2)
+    tensors = draw(40, batch=2)
     expected = run(tensors, "triton", chunk_size=32)[0]
     strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]
     assert not strided[0].is_contiguous()
     assert torch.equal(run(strided, "triton", chunk_size=32)[0], expected)
 
 
-@pytest.mark.parametrize("bounds", [None, [0, 7, 70]])
+@pytest.mark.parametrize("bounds", [None, [0, 7, 34]])
 def test_operators_keep_the_rules_of_torch_library(bounds):
-    q, k, v, grad = draw(70)
+    q, k, v, grad = draw(34)
     bounds = None if bounds is None else torch.tensor(bounds)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(top1_chunk, (*inputs, bounds, None, 32, 1, "approx", True, 0.25, 0))
@@ -206,7 +209,7 @@ def test_operators_keep_the_rules_of_torch_library(bounds):
 
 
 def test_under_activation_checkpointing():
-    *inputs, grad = draw(70)
+    *inputs, grad = draw(40)
     inputs = [x.requires_grad_() for x in inputs]
 
     def op(q, k, v):
