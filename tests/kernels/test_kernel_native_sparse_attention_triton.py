@@ -94,8 +94,8 @@ CASES = [  # length, block size, blocks selected, query heads, key heads, head d
     (65, 64, 4, 4, 1, 16, FP16),
     (135, 32, 4, 16, 1, 16, FP32),
     (150, 32, 4, 2, 2, 16, BF16),
-    (300, 64, 16, 1, 1, 16, FP32),
-    (300, 32, 5, 4, 1, 16, FP16),
+    (200, 64, 16, 1, 1, 16, FP32),
+    (200, 32, 5, 4, 1, 16, FP16),
 ]
 GPU_CASES = [
     (t, 64, 16, *heads, d, BF16) for t in (2048, 5001) for heads, d in (((4, 4), 64), ((4, 4), 128), ((16, 1), 128))
@@ -120,8 +120,8 @@ def test_a_part_of_the_queries(tq, tk, offset):
 
 
 def test_two_runs_give_the_same_bits():
-    q, k, v, grad = draw(5000 if ON_GPU else 150, heads=(4, 1), dtype=BF16)
-    first, second = (run([q, k, v, draw_gates(q), grad], "triton", block_size=32, num_selected=5) for _ in range(2))
+    q, k, v, grad = draw(5000 if ON_GPU else 100, heads=(4, 1), dtype=BF16)
+    first, second = (run([q, k, v, draw_gates(q), grad], "triton", block_size=32, num_selected=3) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -140,8 +140,10 @@ def choice(q, k, size, num_selected, scale=1.0, offset=0):
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("num_selected", [3, 6, 16])
-@pytest.mark.parametrize("heads", [(1, 1), (8, 2), (12, 1), (16, 1)])
+@pytest.mark.parametrize(
+    ("heads", "num_selected"),
+    [((1, 1), 3), ((1, 1), 16), ((8, 2), 6), ((8, 2), 16), ((12, 1), 3), ((12, 1), 6), ((16, 1), 16)],
+)
 def test_chooses_as_the_reference_but_for_rounding(heads, num_selected):
     size, offset, tk = 4, 6, 8002 if ON_GPU else 130
     gen = torch.Generator().manual_seed(num_selected)
@@ -218,10 +220,10 @@ def test_the_compressed_branch_is_the_references(length, heads):
     torch.testing.assert_close(found.lse_bht, expected.lse_bht, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("heads", "offset"), [((4, 4), 0), ((12, 1), 0), ((4, 2), 37)])
-@pytest.mark.parametrize("length", [20, 64, 300])
-def test_the_selected_branch_by_a_mask_is_that_by_blocks(length, heads, offset, monkeypatch):
-    q, k, v, _ = draw(length, tk=length + offset, heads=heads, batch=2, step=1.0)
+@pytest.mark.parametrize(("batch", "heads", "offset"), [(2, (2, 2), 0), (1, (12, 1), 0), (2, (4, 2), 37)])
+@pytest.mark.parametrize("length", [20, 64, 300 if ON_GPU else 140])
+def test_the_selected_branch_by_a_mask_is_that_by_blocks(length, batch, heads, offset, monkeypatch):
+    q, k, v, _ = draw(length, tk=length + offset, heads=heads, batch=batch, step=1.0)
     options = {"block_size": 32, "scale": 0.4, "query_offset": offset}
     probabilities = compressed_probabilities(q, rounded_block_means(k, 32), **options)
     taken = select_blocks(probabilities, q, k, num_selected=4, block_size=32, query_offset=offset)  # [b, g, t, blocks]
