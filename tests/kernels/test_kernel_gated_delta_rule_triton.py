@@ -1,5 +1,7 @@
 """The gated delta rule's Triton kernels against the plain form in float64: on a GPU, or in Triton's interpreter."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn.functional import logsigmoid, normalize
@@ -20,10 +22,13 @@ DTYPE = BF16 if ON_GPU else FP32
 """On a GPU there is no form for fp32."""
 
 
-KEY, VALUE = (64, 64) if ON_GPU else (16, 24)
+KEY, VALUE, HEADS = (64, 64, 3) if ON_GPU else (16, 24, 2)
+
+FEW = 2 if ON_GPU else 1
+"""Samples, where what is tested is alike for each."""
 
 
-def draw(length, key=KEY, value=VALUE, batch=2, heads=3, dtype=DTYPE, forget=0.6):
+def draw(length, key=KEY, value=VALUE, batch=2, heads=HEADS, dtype=DTYPE, forget=0.6):
     """All tensors of a call, in the order of NAMES, and gradients of the output and the last state.
 
     Args:
@@ -68,14 +73,16 @@ def check(tensors, least=1e-12, times=1, **options):
         assert error < times * TOLERANCE[tensors[0].dtype], f"{name}: {error:.1e}"
 
 
-LENGTHS = [1, 63, 200, 1000, 8000] if ON_GPU else [1, 64, 150]
-SIZES = [(64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (100, 40)] if ON_GPU else [(16, 16), (20, 40)]
+if ON_GPU:
+    LENGTHS, FORGET, ALONE = [1, 63, 200, 1000, 8000], [None, 0.6], [False, True]
+    SIZES = [(64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (100, 40)]
+    CASES = [(t, *size, *more) for t in LENGTHS for size in SIZES for more in itertools.product(FORGET, ALONE)]
+else:
+    CASES = [(1, 16, 16, 0.6), (1, 20, 40, None), (64, 16, 16, None), (64, 20, 40, 0.6), (150, 16, 16, None)]
+    CASES = [(*case, False) for case in [*CASES, (150, 20, 40, 0.6)]]
 
 
-@pytest.mark.parametrize("alone", [False, True] if ON_GPU else [False])
-@pytest.mark.parametrize("forget", [None, 0.6])
-@pytest.mark.parametrize(("key", "value"), SIZES)
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("length", "key", "value", "forget", "alone"), CASES)
 def test_agrees_with_the_plain_form(length, key, value, forget, alone, monkeypatch):
     monkeypatch.setattr(triton_launch, "multiprocessors", lambda _: 10**9 if alone else 0)
     # Of one token, beta and g have one number a head: their errors are relative to many together.
@@ -84,14 +91,14 @@ def test_agrees_with_the_plain_form(length, key, value, forget, alone, monkeypat
 
 @pytest.mark.parametrize(("dtype", "forget"), [(BF16, 0.6), (FP16, 0.6), (FP16, None)])
 def test_16_bits(dtype, forget):
-    check(draw(70, dtype=dtype, forget=forget))
+    check(draw(70, batch=FEW, dtype=dtype, forget=forget))
 
 
 def test_dimensions_in_several_blocks(monkeypatch):
     monkeypatch.setattr(triton_launch, "multiprocessors", lambda _: 0)
     for name in ("MULTIPLY", "WALK", "READ", "WRITE_GRADIENTS"):
         monkeypatch.setattr(triton_launch, name, getattr(triton_launch, name)._replace(block=16, inner=16))
-    check(draw(70, 40, 40))
+    check(draw(70, 40, 40, batch=FEW))
 
 
 @needs_gpu
@@ -102,17 +109,17 @@ def test_numbers_of_heads(heads, size):
 
 
 def test_scale():
-    check(draw(70), scale=0.3)
+    check(draw(70, batch=FEW), scale=0.3)
 
 
 @pytest.mark.parametrize("forget", [0.0, 1e-4, 50.0])
 def test_any_decay(forget):
     # Of a state that is forgotten at once, g's gradient is next to nothing, the rest of what cancels.
-    check(draw(130, forget=forget), least=0.1)
+    check(draw(130, batch=FEW, forget=forget), least=0.1)
 
 
 def test_keys_that_are_all_the_same():
-    tensors = draw(130, forget=None)
+    tensors = draw(130, batch=FEW, forget=None)
     tensors[1] = tensors[1][:, :1].expand_as(tensors[1])
     tensors[4] = torch.full_like(tensors[4], 0.99)
     # An update is what is left of nearly equal values, which 16 bits round.
@@ -120,10 +127,10 @@ def test_keys_that_are_all_the_same():
 
 
 def test_nothing_is_written_where_beta_is_zero():
-    tensors = draw(70)
+    tensors = draw(70, batch=FEW)
     tensors[4].zero_()
-    assert all(x.isfinite().all() for x in run(tensors, "triton"))
-    out, last, *_ = run(tensors, "triton")
+    out, last, *gradients = run(tensors, "triton")
+    assert all(x.isfinite().all() for x in (out, last, *gradients))
     expected, expected_last, *_ = run([x.double() for x in tensors], "chunked")
     torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[DTYPE], atol=TOLERANCE[DTYPE])
     torch.testing.assert_close(last.double(), expected_last, rtol=1e-5, atol=1e-5)
@@ -140,7 +147,7 @@ def test_strides_are_any_and_a_first_state_is_not_needed():
 
 
 def test_recomputed_it_has_the_same_gradients():
-    tensors = draw(70)
+    tensors = draw(70, batch=FEW)
     gradients = []
     for recompute in (False, True):
         q, *rest = [x.detach().requires_grad_() for x in tensors[:5]]
@@ -151,7 +158,7 @@ def test_recomputed_it_has_the_same_gradients():
 
 
 def test_two_runs_give_the_same_bits():
-    tensors = draw(5000 if ON_GPU else 130)
+    tensors = draw(5000 if ON_GPU else 70, batch=FEW)
     assert all(torch.equal(a, b) for a, b in zip(run(tensors, "triton"), run(tensors, "triton"), strict=True))
 
 
