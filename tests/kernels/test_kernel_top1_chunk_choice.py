@@ -28,6 +28,7 @@ def triton_where_it_is_asked_for(form: str, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.importorskip("triton")
         if not ON_GPU:  # sorts of large blocks take the interpreter seconds
             monkeypatch.setattr("kernels.top1_chunk.triton_group.ORDER_BLOCK", 32)
+            monkeypatch.setattr("kernels.top1_chunk.triton_launch.backward_segment", lambda problem: 32)
 
 
 def options(top_k: int, score: str) -> dict[str, object]:
