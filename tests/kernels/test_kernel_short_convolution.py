@@ -93,14 +93,15 @@ def test_rows_before_continue_a_sequence():
     torch.testing.assert_close(torch.cat([first, rest], 1), whole)
 
 
-LENGTHS = [1, 2, 63, 130, *([1000, 4099] if ON_GPU else [])]
+LENGTHS = [1, 2, 63, 130, 1000, 4099] if ON_GPU else [1, 2, 37, 130]
 
 
 @needs_triton
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16] if ON_GPU else [FP32])
 def test_kernels_agree(length, dtype):
-    check(draw(length, dtype=dtype, batch=1 if length > 100 else 2), **HEADS)
+    few = {} if length < 100 else {"batch": 1} if ON_GPU else {"batch": 1, "units": 1}
+    check(draw(length, dtype=dtype, **few), **HEADS)
 
 
 @needs_triton
@@ -112,7 +113,7 @@ def test_taps(taps):
 @needs_triton
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_16_bits(dtype):
-    check(draw(35, dtype=dtype), **HEADS)
+    check(draw(35, dtype=dtype, batch=1), **HEADS)
 
 
 @needs_triton
@@ -133,7 +134,7 @@ def test_cuts_of_a_row(units, widths, unit_length):
 
 @needs_triton
 def test_without_bias():
-    *tensors, _ = draw(35)
+    *tensors, _ = draw(9)
     check(tensors, **HEADS)
 
 
@@ -170,7 +171,7 @@ def test_a_part_that_nothing_uses():
 
 @needs_triton
 def test_two_runs_give_the_same_bits():
-    tensors = draw(1000 if ON_GPU else 37, dtype=BF16)
+    tensors = draw(1000 if ON_GPU else 37, dtype=BF16, batch=1)
     first, second = (run(tensors, "triton", **HEADS) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -192,10 +193,10 @@ def test_recompute_gives_the_same_gradients():
 def test_the_operators_are_well_formed(biased):
     from kernels.short_convolution.op import backward_operator, forward_operator
 
-    *tensors, bias = draw(5)
+    *tensors, bias = draw(3, units=1)
     inputs = (*tensors, bias if biased else None)
     torch.library.opcheck(forward_operator, (*inputs, *HEADS.values()))
-    gradients = [torch.ones(2, 5, 3, width, device=DEVICE) for width in HEADS["widths"]]
+    gradients = [torch.ones(2, 3, 1, width, device=DEVICE) for width in HEADS["widths"]]
     torch.library.opcheck(backward_operator, (gradients, *inputs, HEADS["unit_length"]))
 
 
