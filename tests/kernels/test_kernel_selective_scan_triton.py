@@ -54,6 +54,7 @@ def run(tensors, implementation, *, rest=True):
 
 
 def check(tensors, **options):
+    """Hold all results to the loop's, and give them."""
     got = run(tensors, "triton", **options)
     expected = run([x.double() for x in tensors], "recurrent", **options)
     dtypes = [tensors[0].dtype, FP32, *(x.dtype for x in tensors)]
@@ -61,6 +62,7 @@ def check(tensors, **options):
         assert a.dtype == dtype, name
         assert a.shape == b.shape, name
         assert relative_rms(a, b) < TOLERANCE[dtype], name
+    return got
 
 
 CASES = [(1, 5, 16), (7, 12, 4), (33, 12, 16), (17, 40, 1), (9, 9, 64), (24, 16, 16)]
@@ -71,7 +73,7 @@ if ON_GPU:
 @pytest.mark.parametrize(("length", "channels", "size"), CASES)
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16] if ON_GPU else [FP32])
 def test_agrees_with_the_loop(length, channels, size, dtype):
-    check(draw(length, channels, size, batch=2, dtype=dtype))
+    check(draw(length, channels, size, batch=2 if ON_GPU or length < 30 else 1, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -81,7 +83,7 @@ def test_16_bits(dtype):
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_groups_of_channels(groups):
-    check(draw(18, channels=12 * groups, size=16, groups=groups))
+    check(draw(18, channels=12 * groups, groups=groups))
 
 
 def test_without_skip_and_first_state():
@@ -96,16 +98,17 @@ def test_one_chunk(monkeypatch):
 def test_time_may_come_first():
     tensors = draw(18, batch=2)
     turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors[:2]] + tensors[2:]
-    for a, b in zip(run(turned, "triton"), run(tensors, "triton"), strict=True):
+    results = run(turned, "triton")
+    for a, b in zip(results, run(tensors, "triton"), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    assert run(turned, "triton")[0].stride() == turned[0].stride()
+    assert results[0].stride() == turned[0].stride()
 
 
 def test_a_step_of_zero_leaves_the_state():
     tensors = draw(18)
     tensors[1].zero_()
-    check(tensors)
-    assert torch.equal(run(tensors, "triton")[1], tensors[6])
+    _, last, *_ = check(tensors)
+    assert torch.equal(last, tensors[6])
 
 
 def test_strong_decay_forgets_and_stays_finite():
