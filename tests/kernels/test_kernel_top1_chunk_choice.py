@@ -28,7 +28,6 @@ def triton_where_it_is_asked_for(form: str, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.importorskip("triton")
         if not ON_GPU:  # sorts of large blocks take the interpreter seconds
             monkeypatch.setattr("kernels.top1_chunk.triton_group.ORDER_BLOCK", 32)
-            monkeypatch.setattr("kernels.top1_chunk.triton_launch.backward_segment", lambda problem: 32)
 
 
 def options(top_k: int, score: str) -> dict[str, object]:
@@ -74,6 +73,8 @@ def test_from_some_keys_at_a_time_in_any_order(form, dtype, heads, d, top_k, sco
 @FORMS
 @SHAPES
 def test_attention_to_a_given_choice_is_that_to_the_same_choice_made(form, dtype, heads, d, top_k):
+    if not ON_GPU:  # groups of heads are the choice's concern, which is made once and given once
+        heads = (2, 1)
     *inputs, grad = draw(SIZE * CHUNKS - 27, heads=heads, d=d, dtype=dtype, seed=2)
     results = []
     inputs = [x.requires_grad_() for x in inputs]
