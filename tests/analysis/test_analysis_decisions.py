@@ -74,6 +74,7 @@ def test_a_row_a_decision(tmp_path: Path) -> None:
     assert second[3].text == "skipped"
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_a_slow_rank_has_one_row(tmp_path: Path) -> None:
     folder = a_run(tmp_path)
     slow = "rank 1 on n1 is slow: it took {} ms for a matrix product, the middle rank 10"
@@ -114,6 +115,7 @@ def test_a_skipped_step_that_was_made_later_left_nothing_out(tmp_path: Path) -> 
     assert unlike_data(decided(plain, chunk)) == []
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_shards_that_one_run_did_without(tmp_path: Path) -> None:
     plain, chunk = a_run(tmp_path), a_run(tmp_path, "chunk", **CHUNK)
     shards = [{"shard": f"{n}.tar", "tokens": 10, "problem": f"{n}.tar: is cut off"} for n in range(2)]
@@ -123,12 +125,13 @@ def test_shards_that_one_run_did_without(tmp_path: Path) -> None:
     assert "plain did without 2 shards." in words(write_report([plain, chunk], tmp_path / "report"))
 
 
+@pytest.mark.usefixtures("painted_once")
 def test_the_report_says_it_at_the_top_and_below(tmp_path: Path) -> None:
     plain, chunk = a_run(tmp_path), a_run(tmp_path, "<i>chunk</i>", **CHUNK)
-    assert "upright tick" not in words(write_report([plain, chunk], tmp_path / "report"))
-    note(chunk, (30, "again"), (30, "skip"))
     page = write_report([plain, chunk], tmp_path / "report")
-    text = words(page)
+    assert "upright tick" not in words(page)
+    note(chunk, (30, "again"), (30, "skip"))
+    text = words(write_report([plain, chunk], tmp_path / "report"))
     answer = text[text.index('<div class="answer">') : text.index("<nav")]
     assert "The runs did not all learn from the same data:" in answer
     assert "&lt;i&gt;chunk&lt;/i&gt; left out the samples of 1 skipped step (30)." in answer
@@ -177,14 +180,20 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield opened
 
 
+@pytest.fixture(scope="module")
+def of_many_decisions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run that skipped 13 steps."""
+    folder = tmp_path_factory.mktemp("many")
+    plain, chunk = a_run(folder), a_run(folder, "chunk", **CHUNK)
+    note(chunk, *((step, "skip") for step in range(21, 34)))
+    return write_report([plain, chunk], folder / "report")
+
+
 @pytest.mark.skipif(bool(missing()), reason=missing() or "never")
 @pytest.mark.parametrize("width", [1280, 390])
-def test_many_decisions_are_folded(tmp_path: Path, window: Browser, width: int) -> None:
-    plain, chunk = a_run(tmp_path), a_run(tmp_path, "chunk", **CHUNK)
-    note(chunk, *((step, "skip") for step in range(21, 34)))
-    page = write_report([plain, chunk], tmp_path / "report")
+def test_many_decisions_are_folded(of_many_decisions: Path, window: Browser, width: int) -> None:
     window.show(width)
-    window.open(page)
+    window.open(of_many_decisions)
     assert window.complaints() == []
     assert (
         window.run("return document.querySelector('summary').innerText") == "13 decisions about steps that went wrong"

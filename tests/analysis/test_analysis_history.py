@@ -24,6 +24,7 @@ def test_what_a_run_recorded(tmp_path):
     assert found["of peak FLOP/s (median)"] == found["parameters"] == found["starts"] == NOTHING
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_jobs_and_their_starts(tmp_path):
     folder = write_run(tmp_path / "run", Synthetic(steps=40))
     events = {
@@ -51,6 +52,7 @@ def skip(folder, *problems, step=0):
         file.write(json.dumps(record) + "\n")
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_skipped_shards_are_those_of_the_last_line(tmp_path):
     folder = write_run(tmp_path / "run", Synthetic(steps=40))
     assert skipped(read_run(folder)) is None

@@ -156,6 +156,7 @@ def test_same_runs_give_the_same_bytes(folders, written, tmp_path):
         assert (again.parent / name).read_bytes() == (written.parent / name).read_bytes()
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_replaces_an_earlier_report_and_leaves_other_files(folders, tmp_path):
     for name in ("index.html", "notes.txt"):
         (tmp_path / name).write_text("old")
@@ -191,6 +192,7 @@ def test_runs_without_a_common_training_loss(folders, tmp_path):
     assert {(row["panel"], row["run"]) for row in drawn} == {("loss", "<b>plain</b>"), ("loss", "<i>apart</i>")}
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_full_disk_leaves_the_earlier_report_whole(folders, tmp_path, monkeypatch):
     (tmp_path / "matched_loss.png").write_text("old")
 
@@ -206,6 +208,7 @@ def test_full_disk_leaves_the_earlier_report_whole(folders, tmp_path, monkeypatc
     assert (tmp_path / "matched_loss.png").read_text() == "old"
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_output_that_is_a_file(folders, tmp_path):
     (tmp_path / "report").write_text("")
     with pytest.raises(UserError, match=r"report: the report cannot be written \(File exists\)"):
@@ -218,6 +221,7 @@ def test_damaged_run_writes_nothing(folders, tmp_path):
     assert not (tmp_path / "report").exists()
 
 
+@pytest.mark.usefixtures("painted_once")
 def test_one_architecture_and_no_in_domain_evaluation(tmp_path):
     folder = write_run(tmp_path / "run", Synthetic(documents={"code": 12}))
     text = write_report([folder], tmp_path / "report").read_text(encoding="utf-8")
@@ -233,6 +237,7 @@ def test_more_architectures_than_colours(tmp_path, theme):
     assert png_size(draw(compare(read_runs(folders), resamples=20), theme))
 
 
+@pytest.mark.usefixtures("painted_once")
 def test_test_text_of_training_domains_stands_apart(folders, written, tmp_path):
     """No other number of the report is moved by it: not of the losses out of domain, not of the validation text."""
     copies = [shutil.copytree(folder, tmp_path / folder.name) for folder in folders]

@@ -122,6 +122,7 @@ def test_tables_hold_what_pictures_show(written: Path) -> None:
     assert all(float(row["low"]) < float(row["test_loss"]) < float(row["high"]) for row in lines)
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_runs_that_no_law_can_be_fitted_to(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = [str(runs / f"attention-480-{size}") for size in range(4)]
     assert main(["report", *few, "--fit", "--output", str(tmp_path / "report")]) == 2
@@ -132,6 +133,7 @@ def test_runs_that_no_law_can_be_fitted_to(runs: Path, tmp_path: Path, capsys: p
     assert not (tmp_path / "report" / "scaling").exists()
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_a_report_without_laws_takes_those_of_the_one_before_away(runs: Path, written: Path, tmp_path: Path) -> None:
     output = tmp_path / "report"
     shutil.copytree(written, output)
@@ -149,6 +151,7 @@ def test_a_report_without_laws_takes_those_of_the_one_before_away(runs: Path, wr
     assert not (output / "scaling").exists()
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_laws_that_no_report_wrote_stay(runs: Path, tmp_path: Path) -> None:
     """`selectron fit` may have put them there, and a record does not reach out of the report's folder."""
     output = tmp_path / "report"
@@ -165,6 +168,7 @@ def test_laws_that_no_report_wrote_stay(runs: Path, tmp_path: Path) -> None:
     assert (output / "scaling" / "fit.json").exists()
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_a_sweep_without_a_common_training_loss_has_laws(runs: Path, tmp_path: Path) -> None:
     # One run more, of a law far above the others'.
     far = Synthetic(

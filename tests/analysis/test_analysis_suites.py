@@ -12,6 +12,8 @@ from megatron_ext.analysis.report import write_report
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.domain_results import DomainLoss, DomainOptions, write_domains
 
+pytestmark = pytest.mark.usefixtures("unpainted")
+
 PICTURE = b"\x89PNG\r\n\x1a\n a picture"
 
 

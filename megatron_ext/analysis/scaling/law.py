@@ -13,7 +13,6 @@ from itertools import product
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.special import logsumexp
 
 from megatron_ext.analysis.runs import FloatArray
 from megatron_ext.analysis.scaling.points import Points
@@ -116,9 +115,12 @@ class _Objective:
         """Values [...] and gradients [..., 5] at arguments [..., 5]."""
         u, v, e, alpha, beta = np.moveaxis(at, -1, 0)[..., None]
         of_params, of_tokens = u - alpha * self._n, v - beta * self._d
-        terms_3p = np.stack([of_params, of_tokens, np.broadcast_to(e, of_params.shape)], axis=-2)
-        log_sum_p = logsumexp(terms_3p, axis=-2)
-        share_3p = np.exp(terms_3p - log_sum_p[..., None, :])
+        # scipy's logsumexp, for arguments of every kind, takes as long as all the rest.
+        highest_p = np.maximum(np.maximum(of_params, of_tokens), e)
+        exp_n, exp_d, exp_e = (np.exp(x - highest_p) for x in (of_params, of_tokens, e))
+        sum_p = exp_n + exp_d + exp_e
+        share_3p = np.stack([exp_n, exp_d, exp_e], axis=-2) / sum_p[..., None, :]
+        log_sum_p = highest_p + np.log(sum_p)
         rest_p = log_sum_p - self._log_l
         slope_p = np.clip(rest_p, -DELTA, DELTA)
         pull_3p = share_3p * slope_p[..., None, :]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
-from megatron_ext.analysis.scaling.law import ScalingLaw, fit, objective_of
+from megatron_ext.analysis.scaling import law as law_module
+from megatron_ext.analysis.scaling.law import Fit, ScalingLaw, fit, objective_of
 from megatron_ext.analysis.scaling.points import Points
 from megatron_ext.analysis.scaling.uncertainty import Sampled, back_test, bootstrap
 
@@ -17,14 +20,28 @@ def grid(noise: float, seed: int = 0) -> Points:
     return Points(n, d, LAW.loss(n, d) * np.exp(noise * np.random.default_rng(seed).normal(size=len(n))))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _few_starts() -> Iterator[None]:
+    """The exponents begin near those of the law: which starts lead to it is not the question here."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("alpha", "beta"):
+            patch.setitem(law_module.STARTS, name, np.array([0.5]))
+        yield
+
+
 @pytest.fixture(scope="module")
-def sampled() -> Sampled:
-    return bootstrap(fit(grid(2e-3)), 120, seed=1)
+def fitted() -> Fit:
+    return fit(grid(2e-3))
 
 
-def test_a_seed_draws_the_same_and_draws_differ(sampled: Sampled) -> None:
-    again, other = (bootstrap(fit(grid(2e-3)), 20, seed) for seed in (1, 2))
-    assert list(again.laws) == list(sampled.laws[:20])
+@pytest.fixture(scope="module")
+def sampled(fitted: Fit) -> Sampled:
+    return bootstrap(fitted, 120, seed=1)
+
+
+def test_a_seed_draws_the_same_and_draws_differ(fitted: Fit, sampled: Sampled) -> None:
+    again, other = (bootstrap(fitted, 10, seed) for seed in (1, 2))
+    assert list(again.laws) == list(sampled.laws[:10])
     assert list(other.laws) != list(again.laws)
     assert len(set(sampled.laws)) == 120
 
@@ -39,9 +56,9 @@ def test_intervals_are_about_as_wide_as_other_noise_makes_the_constants(sampled:
         assert abs((low + high) / 2 - getattr(LAW, name)) < high - low, name  # twice what one in twenty is beyond
 
 
-def test_the_objective_has_an_interval_of_its_own_draws(sampled: Sampled) -> None:
+def test_the_objective_has_an_interval_of_its_own_draws(fitted: Fit, sampled: Sampled) -> None:
     low, high = sampled.interval("objective")
-    assert low < objective_of(fit(grid(2e-3)).law, grid(2e-3)) < high
+    assert low < objective_of(fitted.law, grid(2e-3)) < high
 
 
 def test_the_band_is_that_of_the_laws(sampled: Sampled) -> None:
