@@ -24,6 +24,9 @@ from data_prep.stages import Filtering
 from data_prep.tokenization.tokenizer import JsonTokenizer
 from megatron_ext.errors import UserError
 
+ONE_PASS = Filtering(cleaning=None, duplicates="keep", overlap=None)
+"""One stage: for tests of what happens in it, or about all."""
+
 
 def samples(root: Path, split: str, domain: str) -> list[dict]:
     """Read back with nothing but webdataset's own reader and decoder."""
@@ -71,7 +74,7 @@ def test_shards_hold_the_documents(records, tmp_path, tokenizer_file):
 
 
 def test_index_points_at_the_tokens(records, tmp_path, tokenizer_file):
-    manifest = prepare(options(records, tmp_path / "out", tokenizer_file))
+    manifest = prepare(options(records, tmp_path / "out", tokenizer_file, filtering=ONE_PASS))
     entry = next(entry for entry in manifest.domains if entry.split == "train")
     assert len(entry.shards) > 1
     for shard in entry.shards:
@@ -137,7 +140,13 @@ def test_equal_texts_are_kept_once_so_that_splits_and_domains_share_none(tmp_pat
 
 def test_held_out_share(tmp_path, tokenizer_file):
     source = write_jsonl(tmp_path / "x.jsonl", [record("C4", f"{i}") for i in range(3000)])
-    chosen = {"train_domains": ["C4"], "test_domains": [], "validation_fraction": 0.1, "shard_tokens": 10**6}
+    chosen = {
+        "train_domains": ["C4"],
+        "test_domains": [],
+        "validation_fraction": 0.1,
+        "shard_tokens": 10**6,
+        "filtering": ONE_PASS,
+    }
     manifest = prepare(options(source, tmp_path / "out", tokenizer_file, **chosen))
     held_out = {entry.split: entry.documents for entry in manifest.domains}["validation"]
     assert abs(held_out - 300) < 5 * (3000 * 0.1 * 0.9) ** 0.5
@@ -147,7 +156,7 @@ def test_large_vocabulary_is_kept_in_four_bytes(records, tmp_path, tokenizer_fil
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokenizer.add_tokens([f"never-{i}-seen" for i in range(65536 - tokenizer.get_vocab_size())])
     tokenizer.save(str(tmp_path / "large.json"))
-    manifest = prepare(options(records, tmp_path / "out", tmp_path / "large.json"))
+    manifest = prepare(options(records, tmp_path / "out", tmp_path / "large.json", filtering=ONE_PASS))
     assert (manifest.dtype, manifest.tokenizer.vocab_size) == ("uint32", 65536)
     assert samples(tmp_path / "out", "test", "ArXiv")[0]["tokens.npy"].dtype == np.uint32
 
@@ -233,10 +242,10 @@ def test_full_disk_keeps_the_work(records, tmp_path, tokenizer_file, monkeypatch
         with pytest.raises(
             UserError, match=r"\.tar: cannot be read or written \(No space left on device\); free space"
         ):
-            prepare(options(records, tmp_path / "out", tokenizer_file))
+            prepare(options(records, tmp_path / "out", tokenizer_file, filtering=ONE_PASS))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial", "raw"]
-    prepare(options(records, tmp_path / "out", tokenizer_file))
-    prepare(options(records, tmp_path / "whole", tokenizer_file))
+    prepare(options(records, tmp_path / "out", tokenizer_file, filtering=ONE_PASS))
+    prepare(options(records, tmp_path / "whole", tokenizer_file, filtering=ONE_PASS))
     assert everything(tmp_path / "out") == everything(tmp_path / "whole")
 
 
@@ -247,11 +256,11 @@ def test_interrupted_while_shards_are_moved(records, tmp_path, tokenizer_file, m
     with monkeypatch.context() as patch:
         patch.setattr(merging, "save_manifest", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            prepare(options(records, tmp_path / "out", "train", vocab_size=300, tasks=2))
+            prepare(options(records, tmp_path / "out", "train", vocab_size=300, tasks=2, filtering=ONE_PASS))
     assert list((tmp_path / "out.partial").rglob("*.tar"))
     assert not (tmp_path / "out").exists()
-    prepare(options(records, tmp_path / "out", "train", vocab_size=300, tasks=2))
-    prepare(options(records, tmp_path / "whole", "train", vocab_size=300, tasks=2))
+    prepare(options(records, tmp_path / "out", "train", vocab_size=300, tasks=2, filtering=ONE_PASS))
+    prepare(options(records, tmp_path / "whole", "train", vocab_size=300, tasks=2, filtering=ONE_PASS))
     assert everything(tmp_path / "out") == everything(tmp_path / "whole")
 
 

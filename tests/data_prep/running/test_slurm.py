@@ -86,7 +86,7 @@ def test_while_jobs_write_no_other_call_does(records, tmp_path, tokenizer_file, 
 
     call(ON_SLURM)
     numbers = sorted(path.name for path in slurm.iterdir())
-    again = Execution(executor=executor, workers=2, slurm_partition="cpu")
+    again = Execution(executor=executor, workers=2 if executor == "slurm" else 1, slurm_partition="cpu")
     answer("echo 55 55; echo 999 103")
     where = "at stage 1/4 exact_signatures: 0 % of .*B read, no task at work"
     with pytest.raises(
