@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,36 +33,46 @@ def chunks(score: str, **more: Any) -> dict[str, dict[str, Any]]:
     return {"top1_chunk": {"chunk_size": 8, "score": score} | more}
 
 
-# A new mixer adds its line here, and is then held to every layout below.
+# Each kind of parallelism once: for a further variant of a mixer that is held to every layout. The others only combine
+# these, in code that a variant shares with its mixer.
+KINDS = ("tp2_sp", "pp2", "cp2", "cp2_states", "cp2_chunks", "dp2", "tp2_cp2")
+
+
+# A new mixer adds its line here, and is then held to every layout below; two layers, for a stage each.
 MODELS = {
-    "attention": Model("attention*4"),
-    "attention_window_gqa": Model("attention*4", {"attention": {"window": 5}}, {"num_query_groups": 2}),
-    "attention_alibi": Model("attention*4", {"attention": {"position_encoding": "alibi"}}),
-    "attention_learned": Model("attention*4", {"attention": {"position_encoding": "learned"}}),
-    "attention_random_keys": Model("attention*4", {"attention": {"random_keys": True, "temperature": 0.5}}),
-    "top1_element": Model("top1_element*4"),
-    "top1_element_selected": Model("top1_element*4", {"top1_element": {"estimator": "selected"}}),
-    "top1_chunk_approx": Model("top1_chunk*4", chunks("approx")),
-    "top1_chunk_exact": Model("top1_chunk*4", chunks("exact")),
-    "top1_chunk_exact_lse": Model("top1_chunk*4", chunks("exact_lse")),
-    "top1_chunk_top2_gqa": Model("top1_chunk*4", chunks("exact", top_k=2), {"num_query_groups": 2}),
+    "attention": Model("attention*2"),
+    "attention_window_gqa": Model("attention*2", {"attention": {"window": 5}}, {"num_query_groups": 2}, layouts=KINDS),
+    "attention_alibi": Model("attention*2", {"attention": {"position_encoding": "alibi"}}, layouts=KINDS),
+    "attention_learned": Model("attention*2", {"attention": {"position_encoding": "learned"}}, layouts=KINDS),
+    "attention_random_keys": Model(
+        "attention*2", {"attention": {"random_keys": True, "temperature": 0.5}}, layouts=KINDS
+    ),
+    "top1_element": Model("top1_element*2"),
+    "top1_element_selected": Model("top1_element*2", {"top1_element": {"estimator": "selected"}}, layouts=KINDS),
+    "top1_chunk_approx": Model("top1_chunk*2", chunks("approx"), layouts=KINDS),
+    "top1_chunk_exact": Model("top1_chunk*2", chunks("exact")),
+    "top1_chunk_exact_lse": Model("top1_chunk*2", chunks("exact_lse"), layouts=KINDS),
+    "top1_chunk_top2_gqa": Model("top1_chunk*2", chunks("exact", top_k=2), {"num_query_groups": 2}, layouts=KINDS),
     # With its gate: without, the norm turns a first token's output, (q.k) v, over with the sign of q.k, and five steps
     # let rounding grow to 1e-5. Rows without a gate are linear_attention's, too.
-    "deltanet": Model("deltanet*4", {"deltanet": {"output_gate": True}}),
-    "gated_deltanet": Model("gated_deltanet*4"),
-    "gla": Model("gla*4"),
-    "linear_attention": Model("linear_attention*4"),
-    "retnet": Model("retnet*4"),
-    "based": Model("based*4"),
-    "moba": Model("moba*4", {"moba": {"block_size": 8, "top_k": 2}}),
-    "nsa_gqa": Model("nsa*4", {"nsa": {"block_size": 4, "num_selected": 4, "window": 5}}, {"num_query_groups": 2}),
-    "mamba": Model("mamba*4"),
-    "mamba2": Model("mamba2*4", {"mamba2": {"state_size": 16}}),
+    "deltanet": Model("deltanet*2", {"deltanet": {"output_gate": True}}),
+    "gated_deltanet": Model("gated_deltanet*2"),
+    "gla": Model("gla*2"),
+    "linear_attention": Model("linear_attention*2"),
+    "retnet": Model("retnet*2"),
+    "based": Model("based*2"),
+    "moba": Model("moba*2", {"moba": {"block_size": 8, "top_k": 2}}),
+    "nsa_gqa": Model("nsa*2", {"nsa": {"block_size": 4, "num_selected": 4, "window": 5}}, {"num_query_groups": 2}),
+    "mamba": Model("mamba*2"),
+    "mamba2": Model("mamba2*2", {"mamba2": {"state_size": 16}}),
     "mamba2_fixed_gqa": Model(
-        "mamba2*4", {"mamba2": {"state_size": 16, "decay": "fixed"}}, {"num_attention_heads": 8, "num_query_groups": 4}
+        "mamba2*2",
+        {"mamba2": {"state_size": 16, "decay": "fixed"}},
+        {"num_attention_heads": 8, "num_query_groups": 4},
+        KINDS,
     ),
-    "rwkv6": Model("rwkv6*4"),
-    "rwkv7": Model("rwkv7*4"),
+    "rwkv6": Model("rwkv6*2"),
+    "rwkv7": Model("rwkv7*2"),
     # Of a mixer whose tokens the block shifts, and of one that does it itself.
     "rwkv7_block": Model("(top1_chunk,rwkv7)*2", chunks("exact"), {"block": "rwkv7"}),
     "layer_norm": Model(
@@ -97,6 +107,12 @@ FOUR = {
 LAYOUTS = {name: (2, parallel) for name, parallel in TWO.items()} | {n: (4, parallel) for n, parallel in FOUR.items()}
 
 
+def deep_enough(model: Model, parallel: dict[str, Any]) -> Model:
+    """The model, twice as deep where two layers are fewer than a layout's pieces of the pipeline."""
+    pieces = parallel.get("pipeline", 1) * parallel.get("virtual_pipeline", 1)
+    return model if len(parse_pattern(model.pattern)) >= pieces else replace(model, pattern=f"({model.pattern})*2")
+
+
 def compared() -> Iterator[tuple[str, str]]:
     """Each model and layout that are compared with one process."""
     for name, model in MODELS.items():
@@ -105,7 +121,7 @@ def compared() -> Iterator[tuple[str, str]]:
             "cp2_states": any(mixer.hands_on_states for mixer in mixers),
             "cp2_chunks": any(mixer.chunk_field is not None for mixer in mixers),
         }
-        layouts = model.layouts or LAYOUTS
+        layouts = model.layouts or tuple(LAYOUTS)
         yield from ((name, layout) for layout in layouts if have_choice.get(layout, True))
 
 

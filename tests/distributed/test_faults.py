@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import suite_run
 from launching import TP2, call, must_run, records, run, snapshot, write_config
+from pool import WorkerFailed, WorkerPool
 
 
 def one_line(errors: str) -> str:
@@ -146,7 +148,7 @@ SIX = ["training.steps=6", "optimizer.schedule=constant"]
 def six_steps(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     """The folder of a run with checkpoints after steps 3 and 6, to copy."""
     folder = tmp_path_factory.mktemp("six")
-    must_run(write_config(folder, data, folder), SIX)
+    assert call(write_config(folder, data, folder), *SIX) == 0
     return folder / "run"
 
 
@@ -287,7 +289,7 @@ def test_a_disk_that_fills_while_saving(tmp_path: Path, data: Path, six_steps: P
     assert "from step 3" in line
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_3"]
     _mount(mount, 4 * size, "remount")
-    must_run(config, [*TP2, *SIX, "--resume"], processes=2)
+    assert call(config, *SIX, "--resume") == 0  # nothing is left that stands in the way, of one process either
     assert [r["step"] for r in records(mount / "run")] == list(range(1, 7))
     assert [r["loss"] for r in records(mount / "run")] == pytest.approx(
         [r["loss"] for r in records(six_steps)], abs=1e-5, rel=0
@@ -312,13 +314,19 @@ def test_a_disk_that_fills_while_recording(tmp_path: Path, data: Path, mount: Pa
 
 
 @pytest.mark.slow
-def test_a_run_folder_that_cannot_be_made(tmp_path: Path, data: Path) -> None:
+def test_a_run_folder_that_cannot_be_made(
+    tmp_path: Path, data: Path, pool: WorkerPool, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("kept")
     before = snapshot(tmp_path) | {}
     config = write_config(tmp_path, data, tmp_path / "file")
-    code, errors = run(config, TP2, processes=2)
-    assert code == 2, errors
-    line = only_line(errors)
+    assert call(config) == 2
+    line = only_line(capsys.readouterr().err)
     assert str(tmp_path / "file") in line
     assert "run.dir" in line
+    with pytest.raises(WorkerFailed) as caught:
+        pool.run(suite_run.run, 2, config, TP2)
+    # One of them makes it, and both know.
+    assert str(caught.value).count("UserError: run.dir: ") == 2
+    assert "did not answer" not in str(caught.value)
     assert {name: content for name, content in snapshot(tmp_path).items() if name != "config.yaml"} == before

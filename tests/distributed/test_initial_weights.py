@@ -28,12 +28,22 @@ def _initial(pool: WorkerPool, world_size: int, parallel: dict[str, Any], **mode
     return pool.run(exchanges.initial_weights, world_size, config)[0]
 
 
+@pytest.fixture(scope="module")
+def of_one_process(pool: WorkerPool) -> dict[bool, dict[str, torch.Tensor]]:
+    """The weights of one process, with embeddings that are tied or not."""
+    return {tied: _initial(pool, 1, {}, tie_embeddings=tied) for tied in (False, True)}
+
+
 @pytest.mark.parametrize(("world_size", "parallel"), LAYOUTS)
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 def test_every_layout_starts_from_the_same_bits(
-    pool: WorkerPool, world_size: int, parallel: dict[str, Any], tie_embeddings: bool
+    pool: WorkerPool,
+    of_one_process: dict[bool, dict[str, torch.Tensor]],
+    world_size: int,
+    parallel: dict[str, Any],
+    tie_embeddings: bool,
 ) -> None:
-    one = _initial(pool, 1, {}, tie_embeddings=tie_embeddings)
+    one = of_one_process[tie_embeddings]
     several = _initial(pool, world_size, parallel, tie_embeddings=tie_embeddings)
     assert several.keys() == one.keys()
     for name, value in one.items():

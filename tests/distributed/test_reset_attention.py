@@ -9,6 +9,7 @@ import parity
 import pytest
 from pool import WorkerPool
 
+PATTERN = "attention,gated_deltanet,top1_chunk,mamba2"
 BOUNDS = [0, 1, 7, 30, 32, 45, 64]
 """Of the documents of two samples of 32 tokens; one lies in the tokens of both tensor-parallel ranks."""
 
@@ -18,6 +19,12 @@ def _config(pattern: str, parallel: dict[str, Any], **fields: Any) -> Any:
     config = parity.run_config(pattern, mixers, {}, parallel, **fields)
     training = replace(config.training, global_batch_size=2, micro_batch_size=2)
     return replace(config, training=training, data=replace(config.data, reset_attention=True))
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool) -> tuple[float, float]:
+    """Loss and gradient norm of each document by itself, in one process."""
+    return pool.run(parity.first_step_by_document, 1, _config(PATTERN, {}), BOUNDS)[0]
 
 
 @pytest.mark.parametrize(
@@ -30,11 +37,9 @@ def _config(pattern: str, parallel: dict[str, Any], **fields: Any) -> Any:
     ],
 )
 def test_a_step_is_that_of_each_document_alone(
-    pool: WorkerPool, world_size: int, parallel: dict[str, Any], recompute: str
+    pool: WorkerPool, alone: tuple[float, float], world_size: int, parallel: dict[str, Any], recompute: str
 ) -> None:
-    pattern = "attention,gated_deltanet,top1_chunk,mamba2"
-    alone = pool.run(parity.first_step_by_document, 1, _config(pattern, {}), BOUNDS)[0]
-    config = _config(pattern, parallel, recompute=recompute)
+    config = _config(PATTERN, parallel, recompute=recompute)
     loss, norm = pool.run(parity.packed_first_step, world_size, config, BOUNDS)[0]
     assert loss == pytest.approx(alone[0], abs=2e-6, rel=0)
     assert norm == pytest.approx(alone[1], rel=5e-6)

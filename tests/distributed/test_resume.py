@@ -7,11 +7,11 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import suite_run
 from launching import (
     STEPS,
     TP2,
@@ -25,14 +25,15 @@ from launching import (
     wait_for_step,
     write_config,
 )
+from pool import WorkerPool
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
 class References:
     """Uninterrupted runs, each made when it is first asked for and never touched again."""
 
-    def __init__(self, folder: Path, data: Path) -> None:
-        self._folder, self._data = folder, data
+    def __init__(self, pool: WorkerPool, folder: Path, data: Path) -> None:
+        self._pool, self._folder, self._data = pool, folder, data
         self._made: dict[str, Path] = {}
 
     def __call__(self, layout: str) -> Path:
@@ -41,14 +42,17 @@ class References:
             folder = self._folder / layout
             folder.mkdir()
             config = write_config(folder, self._data, folder)
-            must_run(config, TP2 if layout == "tp2" else [], processes=1 if layout == "one" else 2)
+            if layout == "one":
+                assert call(config) == 0
+            else:
+                self._pool.run(suite_run.run, 2, config, TP2 if layout == "tp2" else [])
             self._made[layout] = folder / "run"
         return self._made[layout]
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Iterator[References]:
-    return References(tmp_path_factory.mktemp("references"), data)
+def reference(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory, data: Path) -> References:
+    return References(pool, tmp_path_factory.mktemp("references"), data)
 
 
 @pytest.fixture
@@ -93,7 +97,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(
     process.kill()
     process.communicate()
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # had the machine been quick
-    must_run(config, ["--resume"])
+    assert call(config, "--resume") == 0
     assert curve(folder) == curve(reference("one"))
 
 
@@ -160,11 +164,11 @@ CP2 = ["parallel.context=2"]
     ids=["one process to tp2", "dp2 to pp2", "tp2 to cp2"],
 )
 def test_a_run_continues_on_another_layout(
-    before: str, after: list[str], tmp_path: Path, config: Path, reference: References
+    before: str, after: list[str], tmp_path: Path, config: Path, reference: References, pool: WorkerPool
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(reference(before), folder)
-    must_run(config, [*after, "--from-step", "3"], processes=2)
+    pool.run(suite_run.run_from_step, 2, config, after, 3)
     assert losses(folder) == pytest.approx(losses(reference(before)), abs=1e-5, rel=0)
     ours, theirs = (records(r, "evaluation.jsonl") for r in (folder, reference(before)))
     assert [r["loss"] for r in ours] == pytest.approx([r["loss"] for r in theirs], abs=1e-5, rel=0)

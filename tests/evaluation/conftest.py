@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import suite_run
 from corpora import prepared
-from launching import TP2, must_run, write_config
+from launching import TP2, write_config
 
 RUN = [
     *TP2,
@@ -19,9 +21,9 @@ RUN = [
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its folder, with checkpoints of steps 2 and 4 and a position table for 64 tokens."""
     folder = tmp_path_factory.mktemp("generated")
     data = prepared(folder, documents=60)
-    must_run(write_config(folder, data, folder), [*RUN, "training.checkpoint_every=2"], processes=2)
+    pool.run(suite_run.run, 2, write_config(folder, data, folder), [*RUN, "training.checkpoint_every=2"])
     return folder / "run"

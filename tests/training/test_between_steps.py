@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import suite_run
 import torch
 from corpora import prepared
-from launching import ROOT, call, curve, environment, must_run, records, write_config
+from launching import ROOT, call, curve, environment, records, write_config
 from questions import write_questions
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -46,13 +47,13 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     "layout", [[], ["parallel.pipeline=2", "retrieval.tasks=[mqar, induction]"]], ids=["one_process", "pp2"]
 )
 def test_a_run_goes_on_as_if_nothing_had_been_tested(
-    data: Path, questions: list[str], tmp_path: Path, layout: list[str]
+    pool: Any, data: Path, questions: list[str], tmp_path: Path, layout: list[str]
 ) -> None:
     curves, processes = {}, 2 if layout else 1
     options = [*OPTIONS, "retrieval.unfit=skip", *layout[1:], *questions]
     for name, more in {"plain": [], "tested": [*BOTH, *options]}.items():
         config = write_config(tmp_path, data, tmp_path / name)
-        must_run(config, [*RUN, *layout[:1], *more], processes=processes)
+        pool.run(suite_run.run, processes, config, [*RUN, *layout[:1], *more], timeout=240.0)
         curves[name] = curve(tmp_path / name / "run")
     assert curves["tested"] == curves["plain"]  # losses, norms and rates, to the last bit
     run = tmp_path / "tested" / "run"

@@ -16,7 +16,7 @@ from pool import WorkerFailed
 
 pytestmark = pytest.mark.slow
 
-FIELDS = ["training.evaluate_every=0"]
+FIELDS = ["training.evaluate_every=0", "model.pattern=top1_chunk,attention"]
 EMBEDDING = "embedding.word_embeddings.weight"
 """The parameter whose gradient `sabotage` breaks: the model's first."""
 SHARDINGS = ["none", "megatron", "zero1", "zero2", "zero3"]

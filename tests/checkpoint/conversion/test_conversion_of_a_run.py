@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import suite_run
 from corpora import prepared
-from launching import TP2, call, must_run, write_config
+from launching import TP2, call, write_config
 from tokenizers import Tokenizer
 
 from megatron_ext.cli import main
@@ -20,9 +22,9 @@ SETTINGS = [*TP2, "model.pattern=attention*2", "model.init_std=0.3", "training.s
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("converted")
-    must_run(write_config(folder, prepared(folder, documents=60), folder), SETTINGS, processes=2)
+    pool.run(suite_run.run, 2, write_config(folder, prepared(folder, documents=60), folder), SETTINGS)
     return folder / "run"
 
 

@@ -1,4 +1,4 @@
-"""What one rank does in a case of the tests beside it: a whole run, in a process group that is there already."""
+"""What one rank does where a test needs a whole run: it is made in a process group that is there already."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ def resume(rank: int, world_size: int, path: Path, overrides: list[str]) -> None
     run(rank, world_size, path, overrides, resume=True)
 
 
-def run(rank: int, world_size: int, path: Path, overrides: list[str], resume: bool = False) -> None:
+def run_from_step(rank: int, world_size: int, path: Path, overrides: list[str], step: int) -> None:
+    """Go on as `selectron train --from-step` does."""
+    run(rank, world_size, path, overrides, from_step=step)
+
+
+def run(
+    rank: int, world_size: int, path: Path, overrides: list[str], resume: bool = False, from_step: int | None = None
+) -> None:
     """Train as `selectron train` does in each process that it starts."""
     mixers = load_all()
     config = load_config(path, overrides, mixers)
     check(config, world_size, mixers)
     with patch("torch.distributed.destroy_process_group"):  # the group is another's
-        train(config, resume=resume)
+        train(config, resume=resume, from_step=from_step)
