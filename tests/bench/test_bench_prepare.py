@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from megatron_ext.bench import prepare
 from megatron_ext.bench.prepare_input import DOMAIN, TEST_DOMAIN, given_texts, random_texts, read_texts, write_input
 from megatron_ext.bench.prepare_report import Report, Row
 from megatron_ext.bench.prepare_work import bare
-from megatron_ext.bench.supervise import Cost, cost_of
+from megatron_ext.bench.supervise import cost_of
 from megatron_ext.cli import main
 
 
@@ -78,23 +76,8 @@ def test_workers_of_the_bare_tokenizer_share_all_texts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one floor and one worker: every run of another one is processes that import everything anew.
-
-    `selectron prepare` is started once, to be measured, and is then called here.
-    """
+    """With one floor and one worker: every run of another one is processes that import everything anew."""
     monkeypatch.setattr(prepare, "FLOORS", prepare.FLOORS[1:])
-    started: list[list[str]] = []
-
-    def once_started(command: list[str], environment: dict[str, str]) -> tuple[Cost, str]:
-        started.append(command)
-        if command[2] != "megatron_ext.cli" or [one[2] for one in started].count("megatron_ext.cli") == 1:
-            return cost_of(command, environment)
-        with redirect_stdout(StringIO()):
-            code = main(command[3:])
-        assert code == 0
-        return Cost(code, 1.0, 0.5, 1 << 20), ""
-
-    monkeypatch.setattr(prepare, "cost_of", once_started)
     tokenizer = tmp_path / "tokenizer.json"
     train_tokenizer(random_texts(20_000, seed=2), 400).save(str(tokenizer))
     options = ["--tokenizer", str(tokenizer), "--megabytes", "0.05", "--rounds", "1", "--workers", "1"]
@@ -106,7 +89,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert ours == usual == theirs == floor + raw["rows"][0]["documents"]
     assert [bool(row["does_more"]) for row in raw["rows"]] == [name == prepare.OURS_USUAL for name in names]
     assert raw["left_out"] == ["Megatron-LM preprocess_data (no `--megatron-lm`)"]
-    assert len(started) == 2 * len(names)
     assert capsys.readouterr().out == (tmp_path / "out" / "prepare.md").read_text() + "\n"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"prepare.json", "prepare.md"}
 
