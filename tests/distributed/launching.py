@@ -70,7 +70,7 @@ def must_run(config: Path, arguments: Sequence[str], processes: int = 1) -> str:
 
 
 def call(config: Path, *arguments: str) -> int:
-    """The command in this process, for what ends before a model is built."""
+    """The command in this process: what is refused before a model is built, or trains a small one alone."""
     from megatron_ext.parallel.groups import destroy_process_groups
 
     with patch.dict(os.environ, environment(), clear=True):
