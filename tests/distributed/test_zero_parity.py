@@ -20,12 +20,12 @@ WITH_TWO_REPLICAS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2_dp2": (4, {"pipeline": 2}),
 }
 ALL = LAYOUTS | WITH_TWO_REPLICAS
-# Stages see parameters and gradients, not what a mixer does with them: one model is held to every layout, two more to
-# those in which their own parts are shared out.
+# Stages see parameters and gradients, not what a mixer does with them: one model is held to every kind of layout, two
+# more to those in which their own parts are shared out.
 COMPARED = {
     "attention": ("dp2", "tp2_sp_dp2"),
     "top1_chunk_exact": ("dp2", "cp2_chunks"),
-    "gated_deltanet": tuple(layout for layout in ALL if layout != "cp2_chunks"),
+    "gated_deltanet": ("tp2_sp", "cp2_states", "dp2", "pp2_interleaved", "tp2_pp2_sp", *WITH_TWO_REPLICAS),
 }
 QUICK = {("zero1", "pp2_dp2"), ("zero2", "tp2_sp_dp2"), ("zero3", "tp2_sp_dp2")}
 
