@@ -33,9 +33,9 @@ def chunks(score: str, **more: Any) -> dict[str, dict[str, Any]]:
     return {"top1_chunk": {"chunk_size": 8, "score": score} | more}
 
 
-# Each kind of parallelism once: for a further variant of a mixer that is held to every layout. The others only combine
-# these, in code that a variant shares with its mixer.
-KINDS = ("tp2_sp", "pp2", "cp2", "cp2_states", "cp2_chunks", "dp2", "tp2_cp2")
+# Each kind of model parallelism once: for a further variant of a mixer that is held to every layout. The others only
+# combine these, or share out data, in code that a variant shares with its mixer.
+KINDS = ("tp2_sp", "pp2", "cp2", "cp2_states", "cp2_chunks")
 
 
 # A new mixer adds its line here, and is then held to every layout below; two layers, for a stage each.

@@ -53,14 +53,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(cluster: SlurmCluster, config: Path) -> Path:
     """A run that nothing disturbs, finished."""
-    return finished(cluster, launched(cluster, config, "undisturbed"))
+    return finished(cluster, launched(cluster, config, "undisturbed", processes_per_node=1))
 
 
 def test_a_killed_rank(cluster: SlurmCluster, config: Path, undisturbed: Path) -> None:
-    folder = launched(cluster, config, "killed_rank")
+    folder = launched(cluster, config, "killed_rank", processes_per_node=1)
     wait_for_step(folder, 5)
     ranks = ranks_of(folder)
-    assert len(ranks) == 4
+    assert len(ranks) == 2
     os.kill(ranks[-1], signal.SIGKILL)
     finished(cluster, folder)
     begun, ended, *again = happened(folder)
@@ -91,7 +91,7 @@ def test_the_template_by_hand(
     monkeypatch.chdir(tmp_path)  # of the notes and the log
     # A link to an interpreter of a virtual environment does not find it by itself.
     found = [f"PATH={tmp_path}:{PATH}", f"PYTHONPATH={ROOT}:{':'.join(site.getsitepackages())}"]
-    options = ["--parsable", "--nodes=2", "--ntasks-per-node=2", str(ROOT / "slurm" / "train.sbatch"), str(config)]
+    options = ["--parsable", "--nodes=2", "--ntasks-per-node=1", str(ROOT / "slurm" / "train.sbatch"), str(config)]
     number = cluster.run("env", *found, "sbatch", *options, *FIELDS, "run.name=by_hand").strip()
     folder = config.parent / "runs" / "by_hand"
 
