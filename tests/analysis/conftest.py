@@ -1,21 +1,21 @@
 """Being here, this file lets the tests in folders below import `analysis_synthetic`. Pictures take most of a report."""
 
-import struct
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from io import BytesIO
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from megatron_ext.analysis.scaling import law
 from megatron_ext.analysis.style import LIGHT, Picture
 
 
-def chunk(kind: bytes, body: bytes) -> bytes:
-    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-
-HEAD = chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 2, 0, 0, 0))
-PIXEL = b"\x89PNG\r\n\x1a\n" + HEAD + chunk(b"IDAT", zlib.compress(bytes(4))) + chunk(b"IEND", b"")
+def pixel() -> bytes:
+    file = BytesIO()
+    Image.new("RGB", (1, 1)).save(file, "PNG")
+    return file.getvalue()
 
 
 def drawn_by(patch: pytest.MonkeyPatch, change: Callable[[Any], Callable[..., bytes]]) -> None:
@@ -31,10 +31,22 @@ def drawn_by(patch: pytest.MonkeyPatch, change: Callable[[Any], Callable[..., by
 @pytest.fixture
 def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each picture is a pixel: for tests of what stands beside pictures."""
-    drawn_by(monkeypatch, lambda _: lambda *_: PIXEL)
+    drawn_by(monkeypatch, lambda _: lambda *_: pixel())
 
 
 @pytest.fixture
 def painted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For dark paper and for phones, too, a picture is the one of its file."""
     drawn_by(monkeypatch, lambda draw: lambda *_: draw(LIGHT, False))
+
+
+def start_near_one_half() -> Iterator[None]:
+    """A law's exponents begin near those of most laws here: for tests that do not ask which starts lead to a law."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("alpha", "beta"):
+            patch.setitem(law.STARTS, name, np.array([0.5]))
+        yield
+
+
+few_starts = pytest.fixture(start_near_one_half)
+few_starts_in_module = pytest.fixture(scope="module")(start_near_one_half)

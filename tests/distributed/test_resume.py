@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-import suite_run
+import whole_run
 from launching import (
     STEPS,
     TP2,
@@ -45,7 +45,7 @@ class References:
             if layout == "one":
                 assert call(config) == 0
             else:
-                self._pool.run(suite_run.run, 2, config, TP2 if layout == "tp2" else [])
+                self._pool.run(whole_run.run, 2, config, TP2 if layout == "tp2" else [])
             self._made[layout] = folder / "run"
         return self._made[layout]
 
@@ -168,7 +168,7 @@ def test_a_run_continues_on_another_layout(
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(reference(before), folder)
-    pool.run(suite_run.run_from_step, 2, config, after, 3)
+    pool.run(whole_run.run_from_step, 2, config, after, 3)
     assert losses(folder) == pytest.approx(losses(reference(before)), abs=1e-5, rel=0)
     ours, theirs = (records(r, "evaluation.jsonl") for r in (folder, reference(before)))
     assert [r["loss"] for r in ours] == pytest.approx([r["loss"] for r in theirs], abs=1e-5, rel=0)

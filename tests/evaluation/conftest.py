@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import suite_run
+import whole_run
 from corpora import prepared
 from launching import TP2, write_config
 
@@ -25,5 +25,5 @@ def run(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its folder, with checkpoints of steps 2 and 4 and a position table for 64 tokens."""
     folder = tmp_path_factory.mktemp("generated")
     data = prepared(folder, documents=60)
-    pool.run(suite_run.run, 2, write_config(folder, data, folder), [*RUN, "training.checkpoint_every=2"])
+    pool.run(whole_run.run, 2, write_config(folder, data, folder), [*RUN, "training.checkpoint_every=2"])
     return folder / "run"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from triton_cases import BF16, DEVICE, FP16, FP32, ON_GPU, TOLERANCE, needs_gpu, poison, relative_rms
+from triton_cases import BF16, DEVICE, FEW, FP16, FP32, ON_GPU, TOLERANCE, needs_gpu, poison, relative_rms
 
 pytest.importorskip("triton")
 
@@ -40,10 +40,6 @@ def tune(monkeypatch, tile=None, **more):
         monkeypatch.setattr(triton_launch, name, value)
     for name in ("SUM", "READ", "WRITE_QUERIES", "WRITE_KEYS") if tile else ():
         monkeypatch.setattr(triton_launch, name, getattr(triton_launch, name)._replace(tile=tile))
-
-
-FEW = 2 if ON_GPU else 1
-"""Samples, where what is tested is alike for each."""
 
 
 def draw(length, width=WIDTH, value=VALUE, batch=2, heads=3 if ON_GPU else 2, dtype=DTYPE):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid, normalize
 from torch.utils.checkpoint import checkpoint
-from triton_cases import BF16, DEVICE, FP16, FP32, ON_GPU, TOLERANCE, needs_gpu, poison, relative_rms
+from triton_cases import BF16, DEVICE, FEW, FP16, FP32, ON_GPU, TOLERANCE, needs_gpu, poison, relative_rms
 
 pytest.importorskip("triton")
 
@@ -23,9 +23,6 @@ DTYPE = BF16 if ON_GPU else FP32
 
 
 KEY, VALUE, HEADS = (64, 64, 3) if ON_GPU else (16, 24, 2)
-
-FEW = 2 if ON_GPU else 1
-"""Samples, where what is tested is alike for each."""
 
 
 def draw(length, key=KEY, value=VALUE, batch=2, heads=HEADS, dtype=DTYPE, forget=0.6):

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from triton_cases import BF16, FP32, ON_GPU, draw, poison
+from triton_cases import BF16, FP32, ON_GPU, draw, poison, sort_small_blocks
 
 from kernels.top1_chunk import Best, best_by_keys, best_by_mean, mean_keys, merge, top1_chunk_attention
 
@@ -26,8 +26,7 @@ SHAPES = pytest.mark.parametrize(
 def triton_where_it_is_asked_for(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if form == "triton":
         pytest.importorskip("triton")
-        if not ON_GPU:  # sorts of large blocks take the interpreter seconds
-            monkeypatch.setattr("kernels.top1_chunk.triton_group.ORDER_BLOCK", 32)
+        sort_small_blocks(monkeypatch)
 
 
 def options(top_k: int, score: str) -> dict[str, object]:
@@ -73,8 +72,6 @@ def test_from_some_keys_at_a_time_in_any_order(form, dtype, heads, d, top_k, sco
 @FORMS
 @SHAPES
 def test_attention_to_a_given_choice_is_that_to_the_same_choice_made(form, dtype, heads, d, top_k):
-    if not ON_GPU:  # groups of heads are the choice's concern, which is made once and given once
-        heads = (2, 1)
     *inputs, grad = draw(SIZE * CHUNKS - 27, heads=heads, d=d, dtype=dtype, seed=2)
     results = []
     inputs = [x.requires_grad_() for x in inputs]

@@ -2,17 +2,11 @@
 
 import pytest
 import torch
-from triton_cases import BF16, DEVICE, FP32, ON_GPU
+from triton_cases import BF16, DEVICE, FP32, sort_small_blocks
 
 pytest.importorskip("triton")
 
-from kernels.top1_chunk import (
-    top1_chunk_attention,
-    triton_attend_hopper,
-    triton_group,
-    triton_launch,
-    triton_launch_screening,
-)
+from kernels.top1_chunk import top1_chunk_attention, triton_attend_hopper, triton_launch, triton_launch_screening
 
 BOTH, CHOSEN, NONE = ["chosen", "local"], ["chosen"], []
 
@@ -36,8 +30,7 @@ def test_shapes_that_take_them(monkeypatch, options, expected):
     given = {"t": 128, "d": 64, "dtype": BF16, "hopper": True, "chunk_size": 64, **options}
     t, d, dtype, hopper = (given.pop(name) for name in ("t", "d", "dtype", "hopper"))
     called = []
-    if not ON_GPU:  # sorts of large blocks take the interpreter seconds
-        monkeypatch.setattr(triton_group, "ORDER_BLOCK", 32)
+    sort_small_blocks(monkeypatch)
     for module in (triton_launch, triton_launch_screening):
         monkeypatch.setattr(module, "on_hopper", lambda x: hopper)
     for name in BOTH:

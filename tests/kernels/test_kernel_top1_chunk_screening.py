@@ -4,11 +4,11 @@ import functools
 
 import pytest
 import torch
-from triton_cases import BF16, DEVICE, FP16, ON_GPU
+from triton_cases import BF16, DEVICE, FP16, ON_GPU, sort_small_blocks
 
 pytest.importorskip("triton")
 
-from kernels.top1_chunk import top1_chunk_attention, triton_group, triton_launch_choice, triton_launch_screening
+from kernels.top1_chunk import top1_chunk_attention, triton_launch_choice, triton_launch_screening
 from kernels.top1_chunk.op import _problem
 from kernels.top1_chunk.triton_launch_screening import select_screened
 from kernels.top1_chunk.triton_problem import TILES
@@ -139,8 +139,7 @@ def test_long_sequences_are_screened():
 
 @pytest.mark.parametrize(("t", "heads", "d"), [(130, (2, 1), 16), (131, (1, 1), 17)])
 def test_the_op_gives_the_same_bits(monkeypatch, t, heads, d):
-    if not ON_GPU:  # sorts of large blocks take the interpreter seconds
-        monkeypatch.setattr(triton_group, "ORDER_BLOCK", 32)
+    sort_small_blocks(monkeypatch)
     q, k = draw(t, heads, d, BF16)
     options = {"chunk_size": 32, "score": "exact", "implementation": "triton", "return_selection": True}
     plain = top1_chunk_attention(q, k, k, **options)

@@ -8,11 +8,23 @@ import itertools
 
 import pytest
 import torch
-from triton_cases import BF16, DEVICE, FP16, FP32, ON_GPU, TOLERANCE, draw, needs_gpu, poison, relative_rms
+from triton_cases import (
+    BF16,
+    DEVICE,
+    FP16,
+    FP32,
+    ON_GPU,
+    TOLERANCE,
+    draw,
+    needs_gpu,
+    poison,
+    relative_rms,
+    sort_small_blocks,
+)
 
 pytest.importorskip("triton")
 
-from kernels.top1_chunk import top1_chunk_attention, triton_group, triton_launch, triton_launch_order
+from kernels.top1_chunk import top1_chunk_attention, triton_launch, triton_launch_order
 from kernels.top1_chunk.chunks import Layout, chunk_table
 from kernels.top1_chunk.op import top1_chunk, top1_chunk_backward
 from kernels.top1_chunk.reference import chunk_scores
@@ -43,8 +55,8 @@ else:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """In the interpreter: blocks so small that short inputs have several, and sorts that do not take seconds."""
+    sort_small_blocks(monkeypatch)
     if not ON_GPU:
-        monkeypatch.setattr(triton_group, "ORDER_BLOCK", 32)
         monkeypatch.setattr(triton_launch, "backward_segment", lambda problem: 32)
 
 

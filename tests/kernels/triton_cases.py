@@ -13,6 +13,9 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FEW = 2 if ON_GPU else 1
+"""Samples, where what is tested is alike for each."""
+
 # The interpreter cuts bf16 off instead of rounding it.
 TOLERANCE = {FP32: 1e-5, BF16: 5e-3 if ON_GPU else 1e-2, FP16: 1e-3}
 
@@ -36,6 +39,12 @@ def poison() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def sort_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, where sorts of large blocks take seconds."""
+    if not ON_GPU:
+        monkeypatch.setattr("kernels.top1_chunk.triton_group.ORDER_BLOCK", 32)
 
 
 def relative_rms(got: Tensor, expected: Tensor, least: float = 0.1) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import suite_run
+import whole_run
 
 from megatron_ext.training.build import build_trainer
 from megatron_ext.training.trainer import StepResult, Trainer
@@ -36,4 +36,4 @@ def run(
         return trainer
 
     with patch("megatron_ext.training.run.build_trainer", build):
-        suite_run.run(rank, world_size, path, overrides, resume)
+        whole_run.run(rank, world_size, path, overrides, resume)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import suite_run
+import whole_run
 
 from megatron_ext.training.datasets import step_batches
 
@@ -23,5 +23,5 @@ def run(rank: int, world_size: int, path: Path, overrides: list[str], seconds: f
         return step_batches(*arguments, **named)
 
     with patch("megatron_ext.training.loop.step_batches", late), redirect_stderr(io.StringIO()) as said:
-        suite_run.run(rank, world_size, path, overrides)
+        whole_run.run(rank, world_size, path, overrides)
     return said.getvalue()

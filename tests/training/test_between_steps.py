@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import suite_run
 import torch
+import whole_run
 from corpora import prepared
 from launching import ROOT, call, curve, environment, records, write_config
 from questions import write_questions
@@ -53,7 +53,7 @@ def test_a_run_goes_on_as_if_nothing_had_been_tested(
     options = [*OPTIONS, "retrieval.unfit=skip", *layout[1:], *questions]
     for name, more in {"plain": [], "tested": [*BOTH, *options]}.items():
         config = write_config(tmp_path, data, tmp_path / name)
-        pool.run(suite_run.run, processes, config, [*RUN, *layout[:1], *more], timeout=240.0)
+        pool.run(whole_run.run, processes, config, [*RUN, *layout[:1], *more], timeout=240.0)
         curves[name] = curve(tmp_path / name / "run")
     assert curves["tested"] == curves["plain"]  # losses, norms and rates, to the last bit
     run = tmp_path / "tested" / "run"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import suite_run
+import whole_run
 from launching import TP2, call, curve, records, snapshot, write_config
 from pool import WorkerFailed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -23,7 +23,7 @@ SHORT = [*SCHEDULE, "training.steps=8", "optimizer.decay_steps=2"]
 def trunk(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a run of 12 steps with checkpoints at 3, 6, 9 and 12, its rate falling in the last two."""
     folder = tmp_path_factory.mktemp("trunk")
-    pool.run(suite_run.run, 2, write_config(folder, data, folder), [*TRUNK, *TP2])
+    pool.run(whole_run.run, 2, write_config(folder, data, folder), [*TRUNK, *TP2])
     return folder / "trunk"
 
 
@@ -33,9 +33,9 @@ def test_a_branch_is_the_run_from_the_start(
 ) -> None:
     before = snapshot(trunk)
     config = write_config(tmp_path, data, tmp_path)
-    pool.run(suite_run.run, 2, config, [*SHORT, *TP2, "run.name=direct"])
+    pool.run(whole_run.run, 2, config, [*SHORT, *TP2, "run.name=direct"])
     step = f"run.branch_from={trunk}/checkpoints/step_6"
-    pool.run(suite_run.run, 2, config, [*SHORT, *layout, step, "run.name=branch"])
+    pool.run(whole_run.run, 2, config, [*SHORT, *layout, step, "run.name=branch"])
     direct, branch = tmp_path / "direct", tmp_path / "branch"
     assert [line["step"] for line in records(branch)] == list(range(1, 9))
     assert [line["lr"] for line in records(branch)] == [line["lr"] for line in records(direct)]
@@ -59,11 +59,11 @@ def test_a_branch_that_is_continued_goes_on_from_its_own_checkpoint(
 ) -> None:
     config = write_config(tmp_path, data, tmp_path)
     step = f"run.branch_from={trunk}/checkpoints/step_3"
-    pool.run(suite_run.run, 2, config, [*SHORT, *TP2, step, "training.checkpoint_every=2"])
+    pool.run(whole_run.run, 2, config, [*SHORT, *TP2, step, "training.checkpoint_every=2"])
     whole = curve(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_8")
     (tmp_path / "run" / "checkpoints" / "latest").write_text("step_6\n")
-    pool.run(suite_run.resume, 2, config, [*SHORT, *TP2, step, "training.checkpoint_every=2"])
+    pool.run(whole_run.resume, 2, config, [*SHORT, *TP2, step, "training.checkpoint_every=2"])
     assert curve(tmp_path / "run") == whole
 
 
@@ -80,7 +80,7 @@ def test_a_checkpoint_that_no_run_from_the_start_would_have_made(
 ) -> None:
     config = write_config(tmp_path, data, tmp_path)
     with pytest.raises(WorkerFailed, match=said):
-        pool.run(suite_run.run, 1, config, [*overrides, f"run.branch_from={trunk}/checkpoints/{step}"])
+        pool.run(whole_run.run, 1, config, [*overrides, f"run.branch_from={trunk}/checkpoints/{step}"])
     assert not (tmp_path / "run").exists()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import sabotage
-import suite_run
+import whole_run
 from corpora import prepared
 from launching import curve, records, write_config
 from pool import WorkerFailed
@@ -33,7 +33,7 @@ class Runs:
         """A run that nothing disturbs; made once."""
         folder = self.folder / sharding
         if not folder.exists():
-            self._pool.run(suite_run.run, 2, self._config, [*FIELDS, *_of(sharding), f"run.name={sharding}"])
+            self._pool.run(whole_run.run, 2, self._config, [*FIELDS, *_of(sharding), f"run.name={sharding}"])
         return folder
 
     def broken(

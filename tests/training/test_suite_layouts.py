@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import suite_run
+import whole_run
 from corpora import prepared
 from launching import TP2, curve, records, write_config
 
@@ -45,7 +45,7 @@ def alone(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def trained(pool: Any, data: Path, folder: Path, options: list[str], processes: int) -> Path:
     """Folder of a finished run."""
     folder.mkdir(exist_ok=True)
-    pool.run(suite_run.run, processes, write_config(folder, data, folder), options)
+    pool.run(whole_run.run, processes, write_config(folder, data, folder), options)
     return folder / "run"
 
 

@@ -115,12 +115,8 @@ class _Objective:
         """Values [...] and gradients [..., 5] at arguments [..., 5]."""
         u, v, e, alpha, beta = np.moveaxis(at, -1, 0)[..., None]
         of_params, of_tokens = u - alpha * self._n, v - beta * self._d
-        # scipy's logsumexp, for arguments of every kind, takes as long as all the rest.
-        highest_p = np.maximum(np.maximum(of_params, of_tokens), e)
-        exp_n, exp_d, exp_e = (np.exp(x - highest_p) for x in (of_params, of_tokens, e))
-        sum_p = exp_n + exp_d + exp_e
-        share_3p = np.stack([exp_n, exp_d, exp_e], axis=-2) / sum_p[..., None, :]
-        log_sum_p = highest_p + np.log(sum_p)
+        log_sum_p = np.logaddexp(np.logaddexp(of_params, of_tokens), e)
+        share_3p = np.stack([np.exp(x - log_sum_p) for x in (of_params, of_tokens, e)], axis=-2)
         rest_p = log_sum_p - self._log_l
         slope_p = np.clip(rest_p, -DELTA, DELTA)
         pull_3p = share_3p * slope_p[..., None, :]

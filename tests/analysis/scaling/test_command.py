@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.analysis.scaling import law as law_module
 from megatron_ext.analysis.scaling.law import ScalingLaw
 from megatron_ext.cli import main
 
@@ -18,13 +17,6 @@ LAWS = {
     "attention": ScalingLaw(1.7, 400.0, 1500.0, 0.34, 0.36),
     "mamba/2 (new)": ScalingLaw(1.8, 300.0, 1200.0, 0.33, 0.35),
 }
-
-
-@pytest.fixture
-def few_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exponents begin near those of `LAWS`: for tests of what the command does with a law that it has found."""
-    for name in ("alpha", "beta"):
-        monkeypatch.setitem(law_module.STARTS, name, np.array([0.5]))
 
 
 def write(path: Path, laws: dict[str, ScalingLaw], sizes: int = 5) -> Path:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
-from megatron_ext.analysis.scaling import law as law_module
 from megatron_ext.analysis.scaling.law import Fit, ScalingLaw, fit, objective_of
 from megatron_ext.analysis.scaling.points import Points
 from megatron_ext.analysis.scaling.uncertainty import Sampled, back_test, bootstrap
@@ -20,17 +17,11 @@ def grid(noise: float, seed: int = 0) -> Points:
     return Points(n, d, LAW.loss(n, d) * np.exp(noise * np.random.default_rng(seed).normal(size=len(n))))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _few_starts() -> Iterator[None]:
-    """The exponents begin near those of the law: which starts lead to it is not the question here."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("alpha", "beta"):
-            patch.setitem(law_module.STARTS, name, np.array([0.5]))
-        yield
+pytestmark = pytest.mark.usefixtures("few_starts_in_module")
 
 
 @pytest.fixture(scope="module")
-def fitted() -> Fit:
+def fitted(few_starts_in_module: None) -> Fit:
     return fit(grid(2e-3))
 
 

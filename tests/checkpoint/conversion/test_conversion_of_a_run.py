@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import suite_run
+import whole_run
 from corpora import prepared
 from launching import TP2, call, write_config
 from tokenizers import Tokenizer
@@ -24,7 +24,7 @@ SETTINGS = [*TP2, "model.pattern=attention*2", "model.init_std=0.3", "training.s
 @pytest.fixture(scope="module")
 def run(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("converted")
-    pool.run(suite_run.run, 2, write_config(folder, prepared(folder, documents=60), folder), SETTINGS)
+    pool.run(whole_run.run, 2, write_config(folder, prepared(folder, documents=60), folder), SETTINGS)
     return folder / "run"
 
 

@@ -224,20 +224,20 @@ def test_token_files_at_a_url(tokens, tokenizer_file, tmp_path, monkeypatch):
         read(source, **given)
 
 
-READS_PAIRS = """
-import os, sys, time
+READS_A_PAIR = """
+import sys, time
 import fsspec
 from data_prep.documents import Problems
 from data_prep.reading.corpus import open_files
 from data_prep.tokenization.vocabularies import open_tokenizer
 
-folder, tokenizer = sys.argv[1:]
+folder, tokenizer, stops_at = sys.argv[1:]
 memory = fsspec.filesystem("memory")
 for suffix in ("bin", "idx"):
     memory.put_file(f"{folder}/Law.{suffix}", f"/in/Law.{suffix}")
 
 def stop():
-    print(os.getpid(), flush=True)
+    print("now", flush=True)
     time.sleep(60)
 
 get_file = type(memory).get_file
@@ -247,44 +247,31 @@ def copied(self, source, target, **given):
         stop()
 
 type(memory).get_file = copied
-for line in sys.stdin:
-    stops_at, child = line.strip(), os.fork()
-    if child == 0:
-        for document in open_files("memory://in", tokenizer=open_tokenizer(tokenizer)).documents(Problems("stop")):
-            stop()
-    os.waitpid(child, 0)
-    print("ended", flush=True)
+for document in open_files("memory://in", tokenizer=open_tokenizer(tokenizer)).documents(Problems("stop")):
+    stop()
 """
-"""Each reader is a process of its own, forked from one that has imported all this once."""
 
 
-def test_a_pair_at_a_url_leaves_nothing_when_its_reader_is_ended(tokens, tokenizer_file, tmp_path):
+@pytest.mark.parametrize("stops_at", ["copying", "reading"])
+def test_a_pair_at_a_url_leaves_nothing_when_its_reader_is_ended(tokens, tokenizer_file, tmp_path, stops_at):
     for suffix in ("bin", "idx"):
         (tmp_path / f"Law_text_document.{suffix}").rename(tmp_path / f"Law.{suffix}")
     (tmp_path / "copies").mkdir()
     given = os.environ | {"TMPDIR": str(tmp_path / "copies"), "PYTHONPATH": os.pathsep.join(sys.path)}
 
-    def copies():
-        return [path.name for path in (tmp_path / "copies").glob("selectron-*")]
+    def ended_by(number):
+        command = [sys.executable, "-c", READS_A_PAIR, str(tmp_path), str(tokenizer_file), stops_at]
+        with subprocess.Popen(command, env=given, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout.readline() == "now\n"
+            left = [path.name for path in (tmp_path / "copies").glob("selectron-*")]
+            process.send_signal(number)
+        return left, [path.name for path in (tmp_path / "copies").glob("selectron-*")]
 
-    def ended_by(number, stops_at):
-        process.stdin.write(f"{stops_at}\n")
-        process.stdin.flush()
-        reader = int(process.stdout.readline())
-        left = copies()
-        os.kill(reader, number)
-        assert process.stdout.readline() == "ended\n"
-        return left, copies()
-
-    command = [sys.executable, "-c", READS_PAIRS, str(tmp_path), str(tokenizer_file)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, env=given, text=True, **pipes) as process:
-        for stops_at in ("copying", "reading"):
-            first, after_kill = ended_by(signal.SIGKILL, stops_at)
-            assert (len(first), after_kill) == (1, first)
-            second, after_term = ended_by(signal.SIGTERM, stops_at)
-            assert (len(second), after_term) == (1, [])
-            assert second != first  # what the killed one had left was gone by then
+    first, after_kill = ended_by(signal.SIGKILL)
+    assert (len(first), after_kill) == (1, first)
+    second, after_term = ended_by(signal.SIGTERM)
+    assert (len(second), after_term) == (1, [])
+    assert second != first  # what the killed one had left was gone by then
 
 
 def test_more_tokens_than_the_index_tells_of(tokens, tokenizer_file):
