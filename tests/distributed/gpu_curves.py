@@ -12,6 +12,8 @@ import argparse
 import hashlib
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -68,12 +70,16 @@ def train(config: Path, layout: str) -> list[float]:
 
 
 def fingerprint(data: Path) -> str:
-    """Of the text: curves of another are not to be compared."""
-    return hashlib.sha256((data / "manifest.json").read_bytes()).hexdigest()
+    """Of the tokens, wherever they lie: curves of others are not to be compared."""
+    manifest = json.loads((data / "manifest.json").read_text())
+    return hashlib.sha256(json.dumps([manifest["tokenizer"], manifest["domains"]]).encode()).hexdigest()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train under every layout that there are GPUs for, and keep the curves."""
+    """Train under every layout that there are GPUs for, and keep the curves.
+
+    The runs share the GPUs, all at once: they are small, and most of their time is their start.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--data", type=Path)
@@ -83,16 +89,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         data = args.data or corpus(folder)
         config = configuration(folder, data.resolve())
         fits = [name for name, (gpus, _) in LAYOUTS.items() if gpus <= torch.cuda.device_count()]
+        with ThreadPoolExecutor(len(fits)) as runs:
+            losses = list(runs.map(partial(train, config), fits))
         kept: dict[str, Any] = {
             "gpu": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "commit": commit(),
             "data": fingerprint(data),
-            "losses": {},
+            "losses": dict(zip(fits, losses, strict=True)),
         }
-        for name in fits:
-            kept["losses"][name] = train(config, name)
-            args.output.write_text(json.dumps(kept, indent=1) + "\n")
+        args.output.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":
