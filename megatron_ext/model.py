@@ -20,6 +20,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.mixers.base import Mixer
 from megatron_ext.output_layer import LanguageModel
 from megatron_ext.parallel.parameters import initialize_model
+from megatron_ext.parallel.transport import TransportName
 from megatron_ext.platform import DTYPES, Platform
 from megatron_ext.specs import Backend, layer_specs, provider
 
@@ -32,6 +33,7 @@ class MixerTransformerConfig(TransformerConfig):
         rotary_base: base of the rotary frequencies, which mixers apply themselves.
         context_exchange: what mixers exchange under context parallelism; see `ParallelConfig`.
         context_exchange_rounds: in how many messages heads are exchanged.
+        context_transport: how those travel.
         branches_per_layer: how often a layer adds to the residual stream.
         recompute_feed_forward: see `BlockLayer`.
     """
@@ -39,6 +41,7 @@ class MixerTransformerConfig(TransformerConfig):
     rotary_base: float = 10000.0
     context_exchange: str = "auto"
     context_exchange_rounds: int = 1
+    context_transport: TransportName = "nccl"
     branches_per_layer: int = 2
     recompute_feed_forward: bool = False
 
@@ -123,6 +126,7 @@ def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransforme
         context_parallel_size=parallel.context,
         context_exchange=parallel.context_exchange,
         context_exchange_rounds=parallel.context_exchange_rounds,
+        context_transport=parallel.context_transport,
         branches_per_layer=1 if model.block == "mixer" else 2,
         params_dtype=dtype,
         pipeline_dtype=dtype,

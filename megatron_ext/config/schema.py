@@ -88,6 +88,8 @@ class ParallelConfig:
         context_exchange_rounds: messages in which heads are exchanged: those of one round travel while the heads of
             another are mixed, and only one round's are waited for. The heads that a rank mixes must divide by it;
             those of `mamba`, which depend on one another, are all of one round.
+        context_transport: how exchanged heads travel. nccl: by NCCL, between any GPUs; on CPUs it is gloo. copy_engine:
+            by the copy engines of GPUs of one node, which leave the multiprocessors to what is computed meanwhile.
     """
 
     tensor: PositiveInt = 1
@@ -97,6 +99,7 @@ class ParallelConfig:
     context: PositiveInt = 1
     context_exchange: Literal["auto", "heads", "states", "chunks"] = "auto"
     context_exchange_rounds: PositiveInt = 1
+    context_transport: Literal["nccl", "copy_engine"] = "nccl"
     batch_p2p_comm: bool | None = None
 
 

@@ -32,6 +32,7 @@ from megatron_ext.parallel.aligned_linear import AlignedColumnParallelLinear
 from megatron_ext.parallel.exchange import gather_sequence, same_on_ranks
 from megatron_ext.parallel.heads import all_heads, heads_to_sequence, sequence_to_heads
 from megatron_ext.parallel.parameters import Initializer, new_parameter
+from megatron_ext.parallel.transport import transport_of
 
 
 @dataclass
@@ -230,9 +231,10 @@ class Mixer(LooksBack, ABC):
         rounds, own = self.exchange_rounds, self.num_units_per_rank // self.cp_size
         first, units = self.tp_rank * self.num_units_per_rank + self.cp_rank * own, own // rounds
         mixed = []
-        for x_tbuw, *more in sequence_to_heads(features_tbuw, self.cp_group, rounds):
+        transport = transport_of(self.cp_group, self.config.context_transport)
+        for x_tbuw, *more in sequence_to_heads(features_tbuw, transport, rounds):
             o_tbuw = self.mix(x_tbuw, Part(first, units, shared=shared, more=tuple(more)))
-            mixed.append(heads_to_sequence(o_tbuw, self.cp_group))
+            mixed.append(heads_to_sequence(o_tbuw, transport))
             first += units
         return all_heads(mixed)
 

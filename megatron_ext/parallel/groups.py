@@ -10,6 +10,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.config.schema import ParallelConfig
+from megatron_ext.parallel.transport import forget_transports
 
 
 def make_process_groups(parallel: ParallelConfig, seed: int, *, with_gloo: bool = True) -> ProcessGroupCollection:
@@ -52,4 +53,5 @@ def groups_of_one_process(communication: str) -> Iterator[ProcessGroupCollection
 
 def destroy_process_groups() -> None:
     """Forget the groups, so that others can be made in the same processes (tests do)."""
+    forget_transports()
     parallel_state.destroy_model_parallel()

@@ -15,31 +15,28 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+
+from megatron_ext.parallel.transport import Sent, Transport
 
 
 class _Message:
     """What is under way, forward or backward: never both at once."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self._work: tuple[dist.Work, Tensor] | None = None
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._sent: Sent | None = None
 
     def send(self, parts_nx: Tensor) -> Tensor:
         """Send part r to rank r; what comes from it will be part r of the result."""
-        sent_nx = parts_nx.contiguous()
-        received_nx = torch.empty_like(sent_nx)
-        work = dist.all_to_all_single(received_nx, sent_nx, group=self._group, async_op=True)
-        self._work = work, sent_nx  # whose memory must not be used anew before it is sent
-        return received_nx
+        self._sent = self._transport.send(parts_nx)
+        return self._sent.received_nx
 
     def wait(self) -> None:
         """On a GPU it is the stream that waits, not the host."""
-        assert self._work is not None
-        self._work[0].wait()
-        self._work = None
+        assert self._sent is not None
+        self._sent.wait()
+        self._sent = None
 
 
 class _Send(torch.autograd.Function):
@@ -71,11 +68,11 @@ class UnderWay:
 
     Args:
         parts_nx: [ranks, ...], what goes to each.
-        group: the ranks.
+        transport: between the ranks.
     """
 
-    def __init__(self, parts_nx: Tensor, group: ProcessGroup) -> None:
-        self._message = _Message(group)
+    def __init__(self, parts_nx: Tensor, transport: Transport) -> None:
+        self._message = _Message(transport)
         self._parts_nx = _Send.apply(parts_nx, self._message)
 
     def arrived(self) -> Tensor:
@@ -85,7 +82,7 @@ class UnderWay:
 
 
 def sequence_to_heads(
-    features_tbnw: Sequence[Tensor], group: ProcessGroup, rounds: int = 1
+    features_tbnw: Sequence[Tensor], transport: Transport, rounds: int = 1
 ) -> Iterator[tuple[Tensor, ...]]:
     """From a part of the sequence of all heads to the whole sequence of a part of the heads, some at a time.
 
@@ -93,21 +90,23 @@ def sequence_to_heads(
 
     Args:
         features_tbnw: [t/cp, b, n, width] each; n must divide by cp * rounds.
-        group: context-parallel group; rank r gets heads [r*n/cp, (r+1)*n/cp).
+        transport: of the context-parallel group; rank r gets heads [r*n/cp, (r+1)*n/cp).
         rounds: how many messages a tensor is sent in.
 
     Yields:
         For each round, in the order of the heads, [t, b, n / (cp * rounds), width] of each tensor.
     """
-    cut = [x.unflatten(2, (group.size(), rounds, -1)).unbind(3) for x in features_tbnw]
-    coming = deque([UnderWay(x.permute(2, 0, 1, 3, 4), group) for x in of_round] for of_round in zip(*cut, strict=True))
+    cut = [x.unflatten(2, (transport.size, rounds, -1)).unbind(3) for x in features_tbnw]
+    coming = deque(
+        [UnderWay(x.permute(2, 0, 1, 3, 4), transport) for x in of_round] for of_round in zip(*cut, strict=True)
+    )
     while coming:
         yield tuple(x.arrived().flatten(0, 1) for x in coming.popleft())
 
 
-def heads_to_sequence(x_tbnw: Tensor, group: ProcessGroup) -> UnderWay:
+def heads_to_sequence(x_tbnw: Tensor, transport: Transport) -> UnderWay:
     """The way back of a round's heads, [t, b, n, w] of the whole sequence; `all_heads` takes what has arrived."""
-    return UnderWay(x_tbnw.unflatten(0, (group.size(), -1)), group)
+    return UnderWay(x_tbnw.unflatten(0, (transport.size, -1)), transport)
 
 
 def all_heads(rounds: Sequence[UnderWay]) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -92,6 +92,9 @@ def footprint(config: RunConfig, vocab_size: int, world_size: int, rank: int) ->
     gpu = virtual_gpu()
     with groups_of_rank(config.parallel, world_size, rank) as groups:
         shape = model_shape(config, gpu, vocab_size)
+        shape = replace(
+            shape, parallel=replace(shape.parallel, context_transport="nccl")
+        )  # it is seen by torch's calls
         with on_meta():
             chunks = build_model(shape, gpu, groups, seed=None)
         micro_batches = _micro_batches(config, world_size)

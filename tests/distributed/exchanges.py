@@ -18,6 +18,7 @@ from megatron_ext.parallel import heads
 from megatron_ext.parallel.exchange import gather_sequence, same_on_ranks
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.parallel.heads import all_heads, heads_to_sequence, sequence_to_heads
+from megatron_ext.parallel.transport import Collective
 from megatron_ext.parallel.zigzag import from_zigzag, to_zigzag
 from megatron_ext.platform import select_platform
 from megatron_ext.training.build import model_shape
@@ -27,11 +28,11 @@ Moved = tuple[Tensor, Tensor]
 
 
 def _to_heads(x_tbnw: Tensor, group: ProcessGroup, rounds: int) -> Tensor:
-    return torch.cat([of_round for (of_round,) in sequence_to_heads([x_tbnw], group, rounds)], 2)
+    return torch.cat([of_round for (of_round,) in sequence_to_heads([x_tbnw], Collective(group), rounds)], 2)
 
 
 def _to_sequence(x_tbnw: Tensor, group: ProcessGroup, rounds: int) -> Tensor:
-    return all_heads([heads_to_sequence(of_round, group) for of_round in x_tbnw.chunk(rounds, 2)])
+    return all_heads([heads_to_sequence(of_round, Collective(group)) for of_round in x_tbnw.chunk(rounds, 2)])
 
 
 EXCHANGES = {
@@ -77,6 +78,7 @@ def order_of_rounds(rank: int, world_size: int, rounds: int) -> list[str]:
     """What happens, forward and backward, while heads are exchanged in rounds and doubled."""
     group = dist.group.WORLD
     assert group is not None
+    transport = Collective(group)
     happened: list[str] = []
 
     class Doubled(torch.autograd.Function):
@@ -103,8 +105,8 @@ def order_of_rounds(rank: int, world_size: int, rounds: int) -> list[str]:
     x = whole(3, 2 * rounds * world_size, torch.float32).requires_grad_()
     with told("send"), told("wait"):
         mixed = [
-            heads_to_sequence(Doubled.apply(of_round, number), group)
-            for number, (of_round,) in enumerate(sequence_to_heads([x], group, rounds))
+            heads_to_sequence(Doubled.apply(of_round, number), transport)
+            for number, (of_round,) in enumerate(sequence_to_heads([x], transport, rounds))
         ]
         y = all_heads(mixed)
         happened.append("backward")

@@ -29,6 +29,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2": (2, ["parallel.tensor=2", "parallel.sequence=true"]),
     "cp2": (2, ["parallel.context=2"]),
     "cp2_rounds": (2, ["parallel.context=2", "parallel.context_exchange_rounds=2"]),
+    "cp2_copies": (2, ["parallel.context=2", "parallel.context_transport=copy_engine"]),
     "pp2": (2, ["parallel.pipeline=2"]),
     "dp2": (2, []),
     "tp4": (4, ["parallel.tensor=4", "parallel.sequence=true"]),
