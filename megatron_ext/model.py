@@ -15,12 +15,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_ext.config.schema import FP8_TILE, ModelConfig, ParallelConfig
+from megatron_ext.config.schema import FP8_TILE, ModelConfig, ParallelConfig, TransportName
 from megatron_ext.errors import UserError
 from megatron_ext.mixers.base import Mixer
 from megatron_ext.output_layer import LanguageModel
 from megatron_ext.parallel.parameters import initialize_model
-from megatron_ext.parallel.transport import TransportName
 from megatron_ext.platform import DTYPES, Platform
 from megatron_ext.specs import Backend, layer_specs, provider
 

@@ -58,6 +58,13 @@ def test_eight_bits_without_transformer_engine_are_refused() -> None:
         model_shape(derive(run), CPU, 100)
 
 
+def test_copy_engines_without_a_gpu_are_refused() -> None:
+    parallel = ParallelConfig(context=2, context_transport="copy_engine")
+    run = RunConfig(data=DataConfig(path="none"), parallel=parallel)
+    with pytest.raises(UserError, match=r"parallel.context_transport: copy_engine, and there is no GPU; train on GPUs"):
+        model_shape(derive(run), CPU, 100)
+
+
 def test_tests_are_not_in_eight_bits(one_process: Any) -> None:
     (model,) = build_model(replace(_shape("attention*2"), precision="fp32"), CPU, one_process, seed=1)
     config = model.decoder.config

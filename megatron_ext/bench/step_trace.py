@@ -274,7 +274,8 @@ class _Trace:
 
 
 def _is_communication(kernel: str) -> bool:
-    return kernel.startswith(("nccl", "Memcpy PtoP"))
+    # What copy engines fetch, and how ranks meet before and after it (`CopyEngines`), too.
+    return kernel.startswith(("nccl", "Memcpy PtoP")) or "symmetric_memory::barrier_kernel" in kernel
 
 
 def _span(event: Mapping[str, Any]) -> Span:

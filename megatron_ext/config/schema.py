@@ -18,6 +18,8 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 FP8_TILE = 16
 """Rows and columns of matrices in 8 bits come in multiples of it."""
 
+TransportName = Literal["nccl", "copy_engine"]
+
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -99,7 +101,7 @@ class ParallelConfig:
     context: PositiveInt = 1
     context_exchange: Literal["auto", "heads", "states", "chunks"] = "auto"
     context_exchange_rounds: PositiveInt = 1
-    context_transport: Literal["nccl", "copy_engine"] = "nccl"
+    context_transport: TransportName = "nccl"
     batch_p2p_comm: bool | None = None
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron_ext.config.rules.nodes import check_nodes
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import UserError
 from megatron_ext.files import is_url
@@ -140,6 +141,7 @@ def launch(args: argparse.Namespace, config: RunConfig, refuse_existing: Callabl
     """
     folder = Path(config.run.dir) / config.run.name
     resources = _resources(args, config.run.name)
+    check_nodes(config, resources.nodes * resources.tasks_per_node, resources.tasks_per_node)
     check_paths({"": config}, resources, _python(args))
     if not args.resume:
         refuse_existing()
@@ -187,6 +189,8 @@ def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: S
     folder = Path(next(iter(configs.values())).run.dir)
     resources = _resources(args, folder.name)
     with of_sweep(args.sweep):
+        for config in configs.values():
+            check_nodes(config, resources.nodes * resources.tasks_per_node, resources.tasks_per_node)
         runs = Sweep(folder, configs, resources, _python(args))
     try:
         check_paths(runs.unfinished, resources, _python(args), runs.waiting, sweep=args.sweep)

@@ -10,16 +10,15 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.config.schema import TransportName
 from megatron_ext.errors import UserError
-
-TransportName = Literal["nccl", "copy_engine"]
 
 
 class Sent(NamedTuple):

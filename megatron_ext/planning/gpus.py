@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_ext.config.schema import TransportName
 from megatron_ext.errors import UserError
 
 GB, GIB = 1e9, 2**30
@@ -13,6 +14,10 @@ BANDWIDTH_REACHED = 0.894
 
 LINKS_REACHED = 0.8
 """Of the data sheet's, by NVLink and network. Assumed: no run of ours on several GPUs has measured it alone."""
+
+EXCHANGE_REACHED: dict[TransportName, float] = {"nccl": 0.55, "copy_engine": 0.68}
+"""Of NVLink, by heads that are exchanged: 105 MB each way between two H100s took NCCL 425 microseconds and copy engines
+342 (docs/benchmarks/training.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)

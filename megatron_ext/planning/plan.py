@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megatron_ext.config.derive import derive
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.rules import check
+from megatron_ext.config.rules.nodes import check_nodes
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.config.traits import Mixers
 from megatron_ext.errors import UserError
@@ -81,6 +82,7 @@ def plan(config: RunConfig, vocab_size: int, machine: Machine, mixers: Mixers) -
         UserError: it cannot be trained on so many GPUs.
     """
     check(config, machine.world_size, mixers)
+    check_nodes(config, machine.world_size, machine.per_node)
     _refuse_8_bits(config)
     config = _for_planning(config)
     ranks = _rank_of_each_stage(config, machine.world_size)
@@ -206,6 +208,7 @@ def _refusal(config: RunConfig, machine: Machine, mixers: Mixers) -> Planned | N
     """A layout that breaks a rule; None: it breaks none."""
     try:
         check(config, machine.world_size, mixers)
+        check_nodes(config, machine.world_size, machine.per_node)
     except UserError as error:
         return _unplanned(config, machine, error)
     return None

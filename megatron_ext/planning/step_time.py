@@ -1,8 +1,9 @@
 """How long a step takes: its parts at measured rates, on a GPU's memory and on its links.
 
 A part that multiplies matrices takes its model FLOPs at the rate that was measured of it; one that reads and writes,
-its bytes at the bandwidth that was measured. Heads that are exchanged in rounds hide behind mixers, nothing else hides:
-all other exchanges of tensor, context and pipeline parallelism and the reduction of gradients stand in the step.
+its bytes at the bandwidth that was measured. Heads that copy engines exchange in rounds hide behind mixers, nothing
+else hides: NCCL's kernels take from mixers what rounds save (docs/benchmarks/training.md), and all other exchanges of
+tensor, context and pipeline parallelism and the reduction of gradients stand in the step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_ext.parts import (
     NORMS,
     OPTIMIZER,
 )
-from megatron_ext.planning.gpus import BANDWIDTH_REACHED, GPUS, LINKS_REACHED, MEASURED, Gpu
+from megatron_ext.planning.gpus import BANDWIDTH_REACHED, EXCHANGE_REACHED, GPUS, LINKS_REACHED, MEASURED, Gpu
 from megatron_ext.planning.memory import shares
 from megatron_ext.planning.rates import rate_of
 
@@ -55,6 +56,9 @@ LATENCY = 2e-5
 
 HEADS = "alltoall_base_"
 """The call that exchanges heads, as c10d's operators call it."""
+
+PACKED = {"nccl": 1, "copy_engine": 2}
+"""Copies of what is exchanged, on each GPU: into the order of ranks or out of it; and into what copy engines read."""
 
 CALLS = {
     "_allgather_base_": "all-gather",
@@ -143,11 +147,12 @@ class _Links:
     def are_within_node(self, ranks: Sequence[int]) -> bool:
         return len({rank // self.per_node for rank in ranks}) == 1
 
-    def seconds(self, ranks: Sequence[int], size: float) -> float:
+    def seconds(self, ranks: Sequence[int], size: float, nvlink_reached: float = LINKS_REACHED) -> float:
         if not size:
             return 0.0
-        bandwidth = self.gpu.nvlink if self.are_within_node(ranks) else self.gpu.network
-        return LATENCY + size / (LINKS_REACHED * bandwidth)
+        inside = self.are_within_node(ranks)
+        bandwidth = nvlink_reached * self.gpu.nvlink if inside else LINKS_REACHED * self.gpu.network
+        return LATENCY + size / bandwidth
 
     def volume(self, ranks: Sequence[int], size: float) -> Volume:
         inside = self.are_within_node(ranks)
@@ -190,12 +195,17 @@ def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Link
     if footprint.has_embedding:
         parts[EMBEDDING] = one_pass * EMBEDDING_PASSES / shared
     seconds: defaultdict[str, float] = defaultdict(float)
+    transport, exchanged = parallel.context_transport, 0.0
     for message, count in footprint.ledger.messages.items():
-        seconds[message.call] += count / footprint.micro_batches * links.seconds(message.ranks, sent(message))
+        each, is_heads = count / footprint.micro_batches, message.call == HEADS
+        reached = EXCHANGE_REACHED[transport] if is_heads else LINKS_REACHED
+        seconds[message.call] += each * links.seconds(message.ranks, sent(message), reached)
+        exchanged += each * message.size * is_heads
     # All but one of a layer's rounds hide; what layers that exchange heads send is taken for equally much.
     behind = fmean((layer.exchange_rounds - 1) / layer.exchange_rounds for layer in footprint.layers)
-    hidden = min(seconds[HEADS] * behind, parts[MIXER])
+    hidden = min(seconds[HEADS] * behind, parts[MIXER]) if transport == "copy_engine" else 0.0
     parts[COMMUNICATION] = sum(seconds.values()) - hidden
+    parts[MIXER] += 2 * PACKED[transport] * exchanged / (BANDWIDTH_REACHED * gpu.bandwidth)
     return dict(parts)
 
 

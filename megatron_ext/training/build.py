@@ -30,8 +30,8 @@ def model_shape(config: RunConfig, platform: Platform, vocab_size: int) -> Model
         mend = "install the extra `selectron[gpu]` on a GPU machine, or set training.fp8=none"
         raise UserError("training.fp8", f"'{fp8}' is computed by Transformer Engine, which {reason}", mend)
     if config.parallel.context_transport == "copy_engine" and not platform.is_cuda:
-        mend = "train on GPUs, or set parallel.context_transport=nccl"
-        raise UserError("parallel.context_transport", "copy_engine, which a CPU has not", mend)
+        mend = "train on GPUs, or set parallel.context_transport=nccl, which is gloo here"
+        raise UserError("parallel.context_transport", "copy_engine, and there is no GPU", mend)
     return ModelShape(
         model=config.model,
         mixers=mixers,

@@ -114,6 +114,13 @@ def test_kernels_are_of_the_part_that_launched_them_or_its_forward() -> None:
     assert phases == pytest.approx({FORWARD: 160, RECOMPUTE: 0, BACKWARD: 240})
 
 
+def test_what_copy_engines_fetch_and_how_ranks_meet_is_communication() -> None:
+    meeting = "void c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)"
+    step = [section("step", 0, 100), kernel(meeting, 10, 5, 1), kernel("Memcpy PtoP (Device -> Device)", 15, 30, 2)]
+    (found,) = break_down(step)
+    assert found.communication == found.parts["communication"] == pytest.approx(35e-6)
+
+
 def test_waits_are_told_with_their_place_but_the_last() -> None:
     (found,) = break_down(GPU_STEP)
     assert found.host_syncs == {

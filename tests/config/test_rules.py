@@ -8,6 +8,7 @@ from config_fakes import EXAMPLES, MIXERS, config_of
 from megatron_ext.config.layout import Layout
 from megatron_ext.config.load import load_config
 from megatron_ext.config.rules import RULES, check
+from megatron_ext.config.rules.nodes import check_nodes
 from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig
 from megatron_ext.errors import UserError
 
@@ -43,6 +44,13 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         "parallel.batch_p2p_comm: true, with parallel.pipeline 2 and virtual_pipeline 2, gives wrong gradients; "
         "leave it out, or set virtual_pipeline to 1",
         {"parallel": {"pipeline": 2, "batch_p2p_comm": True}},
+    ),
+    "copy_engines_are_of_gpus": (
+        2,
+        {"parallel": {"context": 2, "context_transport": "copy_engine"}, "run": {"device": "cpu"}},
+        "parallel.context_transport: copy_engine, with run.device cpu; choose nccl, which is gloo there, or set "
+        "run.device=cuda",
+        {"parallel": {"context": 2, "context_transport": "copy_engine"}},
     ),
     "heads_divide_by_query_groups": (
         1,
@@ -371,6 +379,20 @@ def test_unknown_mixer_of_a_configuration_built_in_python() -> None:
 def test_a_block_that_shifts_tokens_does_not_keep_documents_apart() -> None:
     config = sections({"model": {"block": "rwkv7"}, "data": {"reset_attention": True}})
     assert line_of(config, 1).startswith("data.reset_attention: true, and model.block rwkv7 shifts tokens")
+
+
+def test_copy_engines_reach_no_other_node() -> None:
+    config = sections({"parallel": {"tensor": 2, "context": 2, "context_transport": "copy_engine"}})
+    check_nodes(config, 32, 8)
+    check_nodes(config, 4, 6)
+    with pytest.raises(UserError) as refused:
+        check_nodes(config, 12, 6)
+    assert str(refused.value) == (
+        "parallel.context_transport: copy_engine, and tensor 2 * context 2 = 4 processes do not divide nodes of 6; "
+        "choose nccl, or a tensor * context that divides 6"
+    )
+    check_nodes(sections({"parallel": {"tensor": 2, "context": 2}}), 12, 6)
+    check_nodes(sections({"parallel": {"tensor": 4, "context_transport": "copy_engine"}}), 12, 6)
 
 
 def test_layout() -> None:

@@ -109,6 +109,16 @@ def test_a_path_that_a_mount_leads_to_from_a_container(
         assert warnings == ([f"selectron: warning: {warning}"] if warning else [])
 
 
+@BOTH
+def test_copy_engines_between_nodes(folder: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    named = f"{folder}/sizes.yaml: " if verb == "sweep" else ""
+    copies = ["run.device=cuda", "parallel.context=4", "parallel.context_transport=copy_engine"]
+    assert refusal(folder, capsys, verb, "--nodes", "2", "--gpus-per-node", "2", *copies) == (
+        f"{named}parallel.context_transport: copy_engine, and tensor 1 * context 4 = 4 processes do not divide nodes "
+        "of 2; choose nccl, or a tensor * context that divides 2\n"
+    )
+
+
 def test_a_dry_run_of_a_sweep_lists_runs_whose_data_is_elsewhere(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,11 +26,13 @@ def configured(overrides: Sequence[str], world_size: int = 1, example: str = "1p
 
 
 def as_measured(row: Mapping[str, Any]) -> RunConfig:
-    """The configuration of a row of `selectron bench train` on one GPU."""
-    data, training = row["configuration"]["data"], row["configuration"]["training"]
+    """The configuration of a row of `selectron bench train`."""
+    had = row["configuration"]
     fields = ("global_batch_size", "micro_batch_size", "recompute")
-    overrides = [*ONE_GPU, f"data.seq_length={data['seq_length']}", *row["overrides"]]
-    return configured([*overrides, *(f"training.{field}={training[field]}" for field in fields)])
+    overrides = [f"data.seq_length={had['data']['seq_length']}", *row["overrides"]]
+    overrides += [f"training.{field}={had['training'][field]}" for field in fields]
+    overrides += [f"parallel.{field}={value}" for field, value in had["parallel"].items() if value is not None]
+    return configured(overrides, row["processes"])
 
 
 def footprint(config: RunConfig, world_size: int = 1, rank: int = 0) -> Any:

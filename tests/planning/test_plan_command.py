@@ -48,6 +48,13 @@ def test_a_layout_that_cannot_be_is_refused_as_in_training(capsys: Any) -> None:
     assert "tensor 2 * pipeline 1 * context 4 = 8 processes a replica, and 6 do not divide by that" in err
 
 
+def test_copy_engines_between_nodes_are_refused_as_in_a_launch(capsys: Any) -> None:
+    copies = ["parallel.context=2", "parallel.context_transport=copy_engine"]
+    code, out, err = call(capsys, SMALL, "--nodes", "2", "--gpus-per-node", "1", *copies)
+    assert (code, out) == (2, "")
+    assert "copy_engine, and tensor 1 * context 2 = 2 processes do not divide nodes of 1; choose nccl" in err
+
+
 @pytest.mark.parametrize("option", [[], ["--search"]])
 def test_eight_bits_are_not_planned(capsys: Any, option: list[str]) -> None:
     code, out, err = call(capsys, SMALL, "training.fp8=blockwise", *option)

@@ -13,9 +13,9 @@ import dry_runs
 import pytest
 from dry_runs import ONE_GPU, as_measured, configured
 
-from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.schema import RunConfig, TransportName
 from megatron_ext.parts import COMMUNICATION, FEED_FORWARD, MIXER, NORMS, OPTIMIZER
-from megatron_ext.planning.gpus import GPUS, LINKS_REACHED
+from megatron_ext.planning.gpus import BANDWIDTH_REACHED, EXCHANGE_REACHED, GPUS, LINKS_REACHED
 from megatron_ext.planning.ledger import Message
 from megatron_ext.planning.rates import Rate, measured, rate_of
 from megatron_ext.planning.step_time import (
@@ -66,6 +66,25 @@ def test_a_step_is_as_long_as_the_sum_of_its_measured_parts(dry: Dry, file: str)
             assert found.parts[part] == pytest.approx(parts[part], rel=0.1), part
 
 
+@pytest.mark.parametrize(
+    ("file", "gpu"),
+    [
+        ("8k_beb3a07.json", "h200"),
+        ("32k_beb3a07.json", "h200"),
+        ("100k_two_gpus_ed2e6a3.json", "h200"),
+        ("100k_two_h100_beb3a07.json", "h100"),
+        ("100k_two_h100_1c4c8c8.json", "h100"),
+    ],
+)
+def test_steps_that_no_rate_was_taken_from(dry: Dry, file: str, gpu: str) -> None:
+    """Other lengths, two GPUs, another kind of GPU."""
+    rows = [row for row in json.loads((TRAINING / file).read_text())["rows"] if "derived" in row]
+    for row in rows:
+        if not row["plain_megatron"]:
+            found = timed(dry, as_measured(row), row["processes"], gpu=gpu)
+            assert found.seconds == pytest.approx(row["derived"]["s_per_step"], rel=0.06), row["variant"]
+
+
 def test_more_samples_take_longer_and_recomputation_too(dry: Dry) -> None:
     one = planned(dry, [*ONE_GPU, *SMALL, "training.global_batch_size=1"])
     two = planned(dry, [*ONE_GPU, *SMALL, "training.global_batch_size=2"])
@@ -92,25 +111,47 @@ def test_gradients_go_over_the_network_where_nodes_are_several(dry: Dry) -> None
         assert found.parts[COMMUNICATION] == pytest.approx(half / bandwidth / LINKS_REACHED + 2 * LATENCY)
 
 
-def test_heads_that_are_exchanged_in_rounds_hide_but_for_one_of_them(dry: Dry) -> None:
+@pytest.mark.parametrize("transport", ["nccl", "copy_engine"])
+def test_heads_that_copy_engines_exchange_in_rounds_hide_but_for_one_of_them(
+    dry: Dry, transport: TransportName
+) -> None:
     overrides = [*ONE_GPU, *SMALL, "training.global_batch_size=1", "data.seq_length=102400", "parallel.context=2"]
+    overrides.append(f"parallel.context_transport={transport}")
     found = {
         rounds: planned(dry, [*overrides, f"parallel.context_exchange_rounds={rounds}"], world_size=2)
         for rounds in (1, 2, 8)
     }
     # Queries, keys, values and outputs, forward and backward, in bf16; half of a rank's go to the other.
     size = 4 * 2 * (4 * 2048 * 2) * 51200 / 2
+    messages = 4 * 2 * 2  # of each layer, there and back, forward and backward
     for rounds, one in found.items():
         assert one.volumes["all-to-all, 2 ranks"].within_node == size
-        hidden = size / (LINKS_REACHED * H200.nvlink) * (rounds - 1) / rounds
-        assert one.parts[COMMUNICATION] == pytest.approx(found[1].parts[COMMUNICATION] - hidden)
+        seconds = size / (EXCHANGE_REACHED[transport] * H200.nvlink)
+        more = (rounds - 1) * messages * LATENCY
+        hides = transport == "copy_engine"
+        hidden = (seconds + rounds * messages * LATENCY) * (rounds - 1) / rounds if hides else 0.0
+        assert one.parts[COMMUNICATION] == pytest.approx(found[1].parts[COMMUNICATION] + more - hidden)
         assert one.parts[MIXER] == found[1].parts[MIXER]
-    # What is mixed in less time than the messages take hides no more than that.
-    short = [*overrides, "data.seq_length=128"]
-    one, several = (planned(dry, [*short, f"parallel.context_exchange_rounds={n}"], world_size=2) for n in (1, 8))
-    more_messages = 4 * 2 * 2 * (8 - 1)  # of each layer, there and back, forward and backward
+
+
+def test_what_is_mixed_faster_than_messages_travel_hides_no_more_than_that(dry: Dry) -> None:
+    overrides = [*ONE_GPU, *SMALL, "training.global_batch_size=1", "data.seq_length=128", "parallel.context=2"]
+    overrides.append("parallel.context_transport=copy_engine")
+    one, several = (planned(dry, [*overrides, f"parallel.context_exchange_rounds={n}"], world_size=2) for n in (1, 8))
+    more_messages = 4 * 2 * 2 * (8 - 1)
     longer = several.parts[COMMUNICATION] - one.parts[COMMUNICATION]
-    assert longer == pytest.approx(more_messages * LATENCY - one.parts[MIXER])
+    packed = 2 * 2 * 4 * 2 * (4 * 2048 * 2) * 64 / (BANDWIDTH_REACHED * H200.bandwidth)
+    assert longer == pytest.approx(more_messages * LATENCY - (one.parts[MIXER] - packed))
+
+
+def test_what_is_exchanged_is_copied_into_the_order_of_ranks(dry: Dry) -> None:
+    overrides = [*ONE_GPU, *SMALL, "training.global_batch_size=1", "data.seq_length=4096"]
+    alone = planned(dry, overrides)
+    tensors = 4 * 2 * 4 * (2 * 2048 * 2048)  # of all layers, there and back: bytes on a rank
+    for transport, copies in (("nccl", 1), ("copy_engine", 2)):
+        two = planned(dry, [*overrides, "parallel.context=2", f"parallel.context_transport={transport}"], world_size=2)
+        copied = 2 * copies * tensors / (BANDWIDTH_REACHED * H200.bandwidth)
+        assert two.parts[MIXER] == pytest.approx(alone.parts[MIXER] / 2 + copied)
 
 
 def test_heads_that_are_mixed_in_one_call_hide_nothing(dry: Dry) -> None:
