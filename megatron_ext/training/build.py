@@ -49,9 +49,19 @@ def _mixer_config(config: RunConfig, name: str) -> Any:
     return TypeAdapter(load_all()[name].config_type).validate_python(config.mixers.get(name, {}), strict=False)
 
 
-def build_trainer(config: RunConfig, shape: ModelShape, groups: ProcessGroupCollection, platform: Platform) -> Trainer:
-    """Model, optimizer and schedule of this rank, ready for the first step."""
-    chunks = build_model(shape, platform, groups, config.training.seed)
+def build_trainer(
+    config: RunConfig, shape: ModelShape, groups: ProcessGroupCollection, platform: Platform, *, begins: bool = True
+) -> Trainer:
+    """Model, optimizer and schedule of this rank, ready for the first step.
+
+    Args:
+        config: checked and derived.
+        shape: of the model.
+        groups: process groups.
+        platform: where this runs.
+        begins: False: weights are about to be loaded, so none are drawn.
+    """
+    chunks = build_model(shape, platform, groups, config.training.seed if begins else None)
     optimizer = _optimizer(config, chunks, groups, platform)
     data, size = config.data, config.training.micro_batch_size
     return Trainer(optimizer, groups, platform, data.seq_length, size, reset_attention=data.reset_attention)

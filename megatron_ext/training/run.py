@@ -150,7 +150,7 @@ def _train(
         begins_at = CheckpointStore(branch.checkpoints.root, shared, groups, platform, another=f"give another {FIELD}")
         record = begins_at.check(branch.step)
     shape = model_shape(config, platform, data.vocab_size)
-    trainer = build_trainer(config, shape, groups, platform)
+    trainer = build_trainer(config, shape, groups, platform, begins=record is None)
     if record is not None:
         begins_at.load(trainer.optimizer, record)
     if branch is not None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -148,6 +149,15 @@ def test_a_rank_that_hangs_ends_the_run_with_stacks_and_it_continues_to_the_last
     assert len(records(folder)) < STEPS
     must_run(config, [*TP2, "--resume"], processes=2)
     assert curve(folder) == curve(reference("tp2"))
+
+
+def test_no_weights_are_drawn_that_a_checkpoint_replaces(tmp_path: Path, config: Path, reference: References) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(reference("one"), folder)
+    with patch("megatron_ext.model.initialize_model") as drawing:
+        assert call(config, "--from-step", "6") == 0
+    drawing.assert_not_called()
+    assert curve(folder) == curve(reference("one"))
 
 
 # --- another layout: the same curve ----------------------------------------------------------------------------------

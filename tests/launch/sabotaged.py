@@ -18,9 +18,9 @@ SECONDS = 1.0
 FOREVER = 3600
 
 
-def nan_once(*arguments: Any) -> Trainer:
+def nan_once(*arguments: Any, **keywords: Any) -> Trainer:
     """Rank 1's gradient is not a number at its ninth attempt at a step."""
-    trainer = build_trainer(*arguments)
+    trainer = build_trainer(*arguments, **keywords)
     count, train_step = 0, trainer.train_step
 
     def counted(*arguments: Any) -> StepResult:
@@ -36,9 +36,9 @@ def nan_once(*arguments: Any) -> Trainer:
     return trainer
 
 
-def slow_start(*arguments: Any) -> Trainer:
+def slow_start(*arguments: Any, **keywords: Any) -> Trainer:
     """Steps take a second until the job starts anew."""
-    trainer = build_trainer(*arguments)
+    trainer = build_trainer(*arguments, **keywords)
     train_step = trainer.train_step
 
     def slow(*arguments: Any) -> StepResult:
@@ -49,9 +49,9 @@ def slow_start(*arguments: Any) -> Trainer:
     return trainer
 
 
-def stuck_once(*arguments: Any) -> Trainer:
+def stuck_once(*arguments: Any, **keywords: Any) -> Trainer:
     """A ninth step that no signal but KILL ends, until the job starts anew."""
-    trainer = build_trainer(*arguments)
+    trainer = build_trainer(*arguments, **keywords)
     count, train_step = 0, trainer.train_step
 
     def stuck(*arguments: Any) -> StepResult:

@@ -18,8 +18,8 @@ def run(
 ) -> None:
     """Train; at these attempts at a step, counted from 1, the last rank's gradient of a parameter has a factor."""
 
-    def build(*arguments: Any) -> Trainer:
-        trainer = build_trainer(*arguments)
+    def build(*arguments: Any, **keywords: Any) -> Trainer:
+        trainer = build_trainer(*arguments, **keywords)
         parameter = next(iter(trainer.optimizer.chunks[0].parameters()))
         count, train_step = 0, trainer.train_step
 
