@@ -69,14 +69,23 @@ class Collective:
 
 
 class _Outbox:
-    """Memory of this rank that the others read."""
+    """Memory of this rank that the others read.
+
+    Raises:
+        UserError: they cannot, as where there is no NVLink between GPUs.
+    """
 
     def __init__(self, num_bytes: int, group: ProcessGroup, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory  # which nothing else here needs
 
         self.num_bytes = num_bytes
         own = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._shared: Any = symmetric_memory.rendezvous(own, group)
+        try:
+            self._shared: Any = symmetric_memory.rendezvous(own, group)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            problem = f"copy_engine, and the GPUs share no memory ({reason})"
+            raise UserError("parallel.context_transport", problem, "choose nccl") from error
 
     def of(self, rank: int, like: Tensor) -> Tensor:
         """What a rank's begins with, as a contiguous tensor of the shape and dtype of another."""

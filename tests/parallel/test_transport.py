@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from pool import WorkerPool
 
 from megatron_ext.errors import UserError
+from megatron_ext.parallel import transport
 from megatron_ext.parallel.transport import Collective, forget_transports, transport_of
 
 
@@ -43,3 +45,16 @@ def test_copy_engines_of_several_hosts_are_refused_on_every_rank(pool: WorkerPoo
         "choose nccl, or a tensor * context that divides the GPUs of a node"
     )
     assert pool.run(_on_other_hosts, 4) == [said] * 4
+
+
+def test_gpus_that_share_no_memory_are_refused() -> None:
+    memory = "torch.distributed._symmetric_memory"
+    with (
+        patch(f"{memory}.empty", return_value=None),
+        patch(f"{memory}.rendezvous", side_effect=RuntimeError("no peer access\nat CUDASymmetricMemory.cu:1")),
+        pytest.raises(UserError) as refused,
+    ):
+        transport._Outbox(512, MagicMock(), torch.device("cpu"))
+    assert str(refused.value) == (
+        "parallel.context_transport: copy_engine, and the GPUs share no memory (no peer access); choose nccl"
+    )
