@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import socket
+from contextlib import nullcontext
+from pathlib import Path
 from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from pool import WorkerPool
+from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import UserError
 from megatron_ext.parallel import transport
@@ -58,3 +61,51 @@ def test_gpus_that_share_no_memory_are_refused() -> None:
     assert str(refused.value) == (
         "parallel.context_transport: copy_engine, and the GPUs share no memory (no peer access); choose nccl"
     )
+
+
+class _Files:
+    """In place of `_Outbox`: memory of a rank is a file, which the others map."""
+
+    folder = Path()
+
+    def __init__(self, num_bytes: int, group: ProcessGroup, device: torch.device) -> None:
+        self.num_bytes, self._group = num_bytes, group
+        self._number = len(list(self.folder.glob(f"{group.rank()}-*")))
+        (self.folder / f"{group.rank()}-{self._number}").write_bytes(bytes(num_bytes))
+        dist.barrier(group)
+
+    def of(self, rank: int, like: torch.Tensor) -> torch.Tensor:
+        path = self.folder / f"{rank}-{self._number}"
+        return torch.from_file(str(path), shared=True, size=like.numel(), dtype=like.dtype).view(like.shape)
+
+    def meet(self) -> None:
+        dist.barrier(self._group)
+
+
+def _fetch_by_turns(rank: int, world_size: int, folder: Path) -> int:
+    group = dist.group.WORLD
+    assert group is not None
+    fakes = {name: MagicMock() for name in ("Stream", "Event", "current_stream", "current_device")}
+    fakes["current_device"].return_value = 0
+    with (
+        patch.multiple(torch.cuda, **fakes, stream=lambda _: nullcontext()),
+        patch.object(_Files, "folder", folder),
+        patch.object(transport, "_Outbox", _Files),
+    ):
+        engines = transport.CopyEngines(group)
+        for number, width in enumerate((5, 3, 5, 7)):
+            sent = []
+            for other in (0, 1):  # two under way
+                parts = torch.arange(2.0 * width * world_size).view(2, width, world_size).permute(2, 0, 1)
+                sent.append(engines.send(parts + 1000 * rank + 100 * number + 10000 * other))
+            for other, message in enumerate(sent):
+                message.wait()
+                own = parts[rank] + 100 * number + 10000 * other
+                expected = torch.stack([own + 1000 * sender for sender in range(world_size)])
+                assert torch.equal(message.received_nx, expected)
+    return len(list(folder.glob(f"{rank}-*")))
+
+
+def test_each_rank_fetches_its_own_parts_and_outboxes_are_filled_anew(pool: WorkerPool, tmp_path: Path) -> None:
+    """Two are under way at once: the first two outboxes serve the next sizes, too, but the last, which is larger."""
+    assert pool.run(_fetch_by_turns, 4, tmp_path) == [4] * 4
