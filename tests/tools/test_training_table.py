@@ -1,0 +1,19 @@
+"""The table of whole steps is what the reports beside it give."""
+
+import json
+
+import training_table
+
+
+def test_the_page_has_the_table_of_the_reports():
+    text = training_table.PAGE.read_text()
+    assert training_table.written(text) == text, "run: python tools/training_table.py"
+
+
+def test_a_cell_by_hand():
+    rows = json.loads((training_table.PAGE.parent / "training/100k_two_gpus_ed2e6a3.json").read_text())["rows"]
+    (row,) = [row for row in rows if row["variant"] == "approx_cp2"]  # not the slower one that recomputes
+    speed = 2 * 102400 / row["derived"]["s_per_step"] / 2
+    cell = training_table.cells()["Top-1 Chunk approx", "2 H200", "CP2"][102400]
+    assert cell.split(", ")[0] == f"{speed:,.0f}"
+    assert cell.endswith("98 GiB, none")

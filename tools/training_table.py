@@ -1,0 +1,88 @@
+"""Put what `selectron bench train` measured into one table: mixers by GPUs and length.
+
+    python tools/training_table.py
+
+writes it anew into docs/benchmarks/training.md, from the reports that are named here; of two for a cell, the faster.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config.pattern import parse_pattern
+from megatron_ext.reports import table
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "training.md"
+REPORTS = [
+    *("100k_ed2e6a3", "2k_ed2e6a3", "8k_beb3a07", "32k_beb3a07"),
+    *("100k_two_gpus_ed2e6a3", "100k_two_h100_beb3a07", "100k_two_h100_1c4c8c8"),
+]
+LENGTHS = [2048, 8192, 32768, 102400, 524288]
+MIXERS = {"attention": "attention", "gated_deltanet": "gated DeltaNet", "top1_chunk": "Top-1 Chunk"}
+
+Row = tuple[str, str, str]
+"""Model, GPUs and layout."""
+
+
+def cells() -> dict[Row, dict[int, str]]:
+    """Tokens/s a GPU, MFU, GiB at the peak and what is recomputed, by row and length."""
+    found: dict[Row, dict[int, tuple[float, str]]] = {}
+    for name in REPORTS:
+        report = json.loads((PAGE.parent / "training" / f"{name}.json").read_text())
+        for row in report["rows"]:
+            if "derived" in row:
+                had, derived = row["configuration"], row["derived"]
+                gpu = re.sub(r"^NVIDIA (\S+).*", r"\1", report["machine"]["gpu"])
+                key = _model(row), f"{row['processes']} {gpu}", _layout(had["parallel"], row["processes"])
+                mfu = "" if "exact" in key[0] or had["training"]["fp8"] != "none" else f", {100 * derived['mfu']:.0f} %"
+                gib = row["measured"]["memory"]["allocated"] / 2**30
+                speed, length = derived["tokens_per_s_per_process"], had["data"]["seq_length"]
+                cell = speed, f"{speed:,.0f}{mfu}, {gib:.0f} GiB, {had['training']['recompute']}"
+                of_key = found.setdefault(key, {})
+                of_key[length] = max(cell, of_key.get(length, cell))
+    return {key: {length: cell for length, (_, cell) in of_key.items()} for key, of_key in found.items()}
+
+
+def _model(row: Mapping[str, Any]) -> str:
+    had = row["configuration"]
+    mixers = dict.fromkeys(parse_pattern(had["model"]["pattern"]))
+    name = ", ".join(MIXERS[mixer] for mixer in mixers)
+    if "top1_chunk" in mixers:
+        name += f" {had['mixers'].get('top1_chunk', {}).get('score', 'exact')}"
+    if had["model"]["block"] == "rwkv7":
+        name += " in RWKV-7's block"
+    if row["plain_megatron"]:
+        name = "plain megatron-core"
+    return name if had["training"]["fp8"] == "none" else f"{name}, fp8 {had['training']['fp8']}"
+
+
+def _layout(parallel: Mapping[str, Any], processes: int) -> str:
+    if processes == 1:
+        return ""
+    if parallel["context"] == 1:
+        return f"DP{processes}"
+    rounds, transport = parallel.get("context_exchange_rounds", 1), parallel.get("context_transport", "nccl")
+    more = [*(["copy engines"] if transport == "copy_engine" else []), *([f"{rounds} rounds"] if rounds > 1 else [])]
+    return ", ".join([f"CP{parallel['context']}", *more])
+
+
+def markdown() -> str:
+    """The table."""
+    found = cells()
+    rows = [[*key, *(found[key].get(length, "") for length in LENGTHS)] for key in found]
+    return "\n".join(table(["", "GPUs", "layout", *(f"{length:,} tokens" for length in LENGTHS)], rows)) + "\n"
+
+
+def written(text: str) -> str:
+    """The page with the table as it is now."""
+    page, tables = re.subn(r"(?<=<!-- table -->\n\n).*?\n(?=\n<!-- end -->)", markdown(), text, flags=re.DOTALL)
+    assert tables == 1, f"{PAGE} has no place for a table"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
