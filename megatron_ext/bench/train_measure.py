@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,6 +70,8 @@ class Measured:
         memory: of the rank that held most, kind by kind.
         breakdown: mean of the profiled steps and ranks; None: nothing was profiled.
         breakdown_by_rank: means of the profiled steps.
+        building: seconds until the model, its weights and the optimizer were there.
+        first_step: seconds of the first step of all, in which kernels are compiled.
     """
 
     parameters: dict[str, int]
@@ -80,6 +83,8 @@ class Measured:
     memory: Memory
     breakdown: Breakdown | None
     breakdown_by_rank: list[Breakdown]
+    building: float
+    first_step: float
 
 
 def measure(
@@ -106,9 +111,11 @@ def measure(
     Returns:
         The same on every rank.
     """
+    begun = time.perf_counter()
     run = TimedRun(config, vocabulary, groups, platform, samples, plain=plain)
-    for _ in range(amount.warm_up):
-        run.timed(run.train)
+    platform.synchronize()
+    building = time.perf_counter() - begun
+    warm_up = [run.timed(run.train) for _ in range(amount.warm_up)]
     before = platform.peak_memory_bytes()
     if platform.is_cuda:
         torch.cuda.reset_peak_memory_stats(platform.device)
@@ -131,6 +138,8 @@ def measure(
         memory=_largest(memory),
         breakdown=mean(by_rank) if by_rank else None,
         breakdown_by_rank=by_rank,
+        building=building,
+        first_step=[*warm_up, *seconds][0],
     )
 
 

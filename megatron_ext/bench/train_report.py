@@ -156,6 +156,8 @@ class Report(RunReport):
         columns = (*COLUMNS, f"speed over {self.rows[0].name}") if self.rows else COLUMNS
         lines = table(columns, [_cells(row, self.speed(row)) for row in self.rows])
         profiled = [row for row in self.rows if row.measured is not None and row.measured.breakdown is not None]
+        begun = [_start(row.name, row.measured) for row in self.rows if row.measured is not None]
+        lines += ["", *begun] if begun else []
         if not profiled:
             return lines
         parts = table(("ms of a profiled step", "whole", *PARTS), [_part_cells(row) for row in profiled])
@@ -193,6 +195,11 @@ def _cells(row: Row, speed: float | None) -> list[str]:
         "" if syncs is None else f"{syncs:g}",
         "" if speed is None else f"{digits(speed)}x",
     ]
+
+
+def _start(name: str, measured: Measured) -> str:
+    built, first = digits(measured.building), digits(measured.first_step)
+    return f"* {name}: {built} s until model and optimizer were there, {first} s for the first step and its compiling"
 
 
 def _count(number: float | None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,8 @@ Initializer = Callable[[Tensor, torch.Generator], None]
 
 It must not know the module: a circle through a parameter, which autograd holds too, is never freed, nor what is in it.
 """
+
+_AT_ONCE = 8
 
 
 def new_parameter(
@@ -108,9 +111,15 @@ def initialize_model(chunks: Iterable[GPTModel], seed: int, tp_group: ProcessGro
         seed: of the whole model.
         tp_group: tensor-parallel group.
     """
-    for model in chunks:
-        for name, parameter in global_parameters(model):
-            _initialize(name, parameter, model.config, seed, tp_group)
+    # Each has a generator of its own, so they are drawn side by side; few at once, as they are whole and in fp32.
+    with ThreadPoolExecutor(min(_AT_ONCE, torch.get_num_threads())) as threads:
+        drawn = [
+            threads.submit(_initialize, name, parameter, model.config, seed, tp_group)
+            for model in chunks
+            for name, parameter in global_parameters(model)
+        ]
+        for one in drawn:
+            one.result()
 
 
 def initialize_mixer(mixer: MegatronModule, seed: int, tp_group: ProcessGroup) -> None:
