@@ -52,6 +52,9 @@ def work(args: argparse.Namespace) -> Callable[[], None]:
 def _evaluate(
     folder: Path, suites: dict[str, Any], step: int | None, overrides: Sequence[str], output: Path | None
 ) -> None:
+    from megatron_ext.platform import before_megatron
+
+    before_megatron()
     from megatron_ext.training.evaluation import evaluate
 
     evaluate(folder, suites, step=step, overrides=overrides, output=output)

@@ -85,6 +85,9 @@ def _continue(prompt: str, args: argparse.Namespace) -> None:
     # Here, not above: help and mistakes do not wait for torch.
     import torch
 
+    from megatron_ext.platform import before_megatron
+
+    before_megatron()
     from megatron_ext.evaluation.decoding import decoding
     from megatron_ext.evaluation.generation import Sampler, generate, greedy, text_of
     from megatron_ext.evaluation.text_model import Draw

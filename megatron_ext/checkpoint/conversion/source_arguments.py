@@ -30,6 +30,9 @@ def open_asked(path: Path, args: argparse.Namespace) -> Source:
         UserError: it is none, or damaged.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from megatron_ext.platform import before_megatron
+
+    before_megatron()
     from megatron_ext.checkpoint.conversion.opening import open_source
     from megatron_ext.checkpoint.conversion.source import SourceOptions
 
