@@ -150,6 +150,12 @@ def lengthen(cluster: SlurmCluster, folder: Path) -> None:
     cluster.run("scontrol", "update", f"JobId={number(folder)}", "TimeLimit=10")
 
 
+def lengthen_next_start(cluster: SlurmCluster, folder: Path) -> None:
+    """As `lengthen`, for a job whose time is up: Slurm takes no limit for it until the job has been made to wait."""
+    wait_for(folder, lambda: state(cluster, folder) == "PENDING")
+    lengthen(cluster, folder)
+
+
 def number(folder: Path) -> str:
     """Of a run's job."""
     return str(jobs_of(folder)[-1].number)
@@ -166,7 +172,7 @@ DRILLS = [
         "time limit in a step that does not end",
         "the job's script, by Slurm's SIGTERM",
         shorten,
-        lengthen,
+        lengthen_next_start,
         # A checkpoint that is written beside the steps is finished by a later one, and none comes.
         fields=("training.async_checkpoints=false",),
         sabotage="stuck_once",
