@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,7 +188,10 @@ def build_model(
     with platform.optimizer_context():
         chunks = [_build_chunk(shape, config, groups, stage) for stage in range(shape.parallel.virtual_pipeline)]
     if config.fp8:
-        _check_tiles(chunks)
+        from transformer_engine.pytorch import Linear
+
+        named = (named for chunk in chunks for named in chunk.named_modules())
+        check_tiles((name, module.weight) for name, module in named if isinstance(module, Linear))
     if seed is not None:
         initialize_model(chunks, seed, groups.tp)
     if platform.is_cuda:
@@ -198,16 +201,21 @@ def build_model(
     return chunks
 
 
-def _check_tiles(chunks: Sequence[torch.nn.Module]) -> None:
-    """Products in 8 bits take matrices whose sides, split over tensor-parallel ranks, are multiples of 16."""
-    from transformer_engine.pytorch import Linear
+def check_tiles(linears: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Products in 8 bits take matrices whose sides, split over tensor-parallel ranks, are multiples of 16.
 
-    for name, module in (named for chunk in chunks for named in chunk.named_modules()):
-        if isinstance(module, Linear) and (module.in_features % FP8_TILE or module.out_features % FP8_TILE):
-            size = f"{module.out_features} x {module.in_features}"
+    Args:
+        linears: whose products are: name and weight [outputs, inputs] of each.
+
+    Raises:
+        UserError: one has sides that are not.
+    """
+    for name, weight in linears:
+        outputs, inputs = weight.shape
+        if outputs % FP8_TILE or inputs % FP8_TILE:
             raise UserError(
                 "training.fp8",
-                f"{name} has {size} weights a rank, and products in 8 bits take multiples of {FP8_TILE}",
+                f"{name} has {outputs} x {inputs} weights a rank, and products in 8 bits take multiples of {FP8_TILE}",
                 "set training.fp8=none, or change the sizes of heads or feed-forward, or parallel.tensor",
             )
 

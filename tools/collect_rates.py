@@ -11,17 +11,19 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.parts import FEED_FORWARD, LOSS, MIXER
-from megatron_ext.planning.rates import Rate, part_of_mixer
+from megatron_ext.planning.rates import Rate, part_of_feed_forward, part_of_mixer
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 LAYERS = [f"layers/gpu{number}.json" for number in range(4)]
 TRAINING = [f"training/{name}.json" for name in ("100k_158fe53", "100k_e5273c8", "2k_08a0f50", "2k_e5273c8")]
+EIGHT_BITS = "training/2k_ed2e6a3.json"
+"""Of which attention's rows in 8 bits alone are read, and of these the feed-forward."""
 OLD_SWIGLU = {"158fe53"}
 """Commits before SwiGLU was one kernel: their feed-forwards are not what they were."""
 OLD_ATTENTION = {"08a0f50"}
@@ -30,7 +32,7 @@ OLD_ATTENTION = {"08a0f50"}
 
 def main() -> None:
     """Print the rates."""
-    rates = [*_of_layers(), *_of_training()]
+    rates = [*_of_layers(), *_of_training(), *_of_8_bits()]
     last = {(rate.part, rate.hidden_size, rate.seq_length): rate for rate in rates}
     json.dump([asdict(last[key]) for key in sorted(last)], sys.stdout, indent=1)
     print()
@@ -51,6 +53,14 @@ def _of_training() -> Iterator[Rate]:
         for row in json.loads((DOCS / name).read_text())["rows"]:
             if row.get("measured", {}).get("breakdown"):
                 yield from _of_row(row, name, Path(name).stem.split("_")[1])
+
+
+def _of_8_bits() -> Iterator[Rate]:
+    for row in json.loads((DOCS / EIGHT_BITS).read_text())["rows"]:
+        fp8 = row["configuration"]["training"]["fp8"]
+        if fp8 != "none" and row["configuration"]["model"]["pattern"].startswith("attention*"):
+            of_row = _of_row(row, EIGHT_BITS, "")
+            yield from (replace(rate, part=part_of_feed_forward(fp8)) for rate in of_row if rate.part == FEED_FORWARD)
 
 
 def _of_row(row: dict[str, Any], name: str, commit: str) -> Iterator[Rate]:

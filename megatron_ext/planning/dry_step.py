@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,13 +24,14 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.batches import Batch
 from megatron_ext.evaluation.token_losses import TokenLosses
 from megatron_ext.mixers.base import Mixer
-from megatron_ext.model import ModelShape, build_model
+from megatron_ext.model import ModelShape, build_model, check_tiles
 from megatron_ext.model_parts import members, within
 from megatron_ext.output_layer import LanguageModel
 from megatron_ext.parts import BACKWARD, FORWARD, LOSS
 from megatron_ext.planning.ledger import Ledger, Purpose, Watched
 from megatron_ext.planning.rates import part_of_mixer
-from megatron_ext.planning.virtual_gpu import VirtualGpu, groups_of_rank, virtual_gpu
+from megatron_ext.planning.te_linears import as_transformer_engines, linears
+from megatron_ext.planning.virtual_gpu import VirtualGpu, groups_of_rank, on_stand_ins, virtual_gpu
 from megatron_ext.planning.weightless import on_meta
 from megatron_ext.training.build import model_shape
 from megatron_ext.training.trainer import summed_loss
@@ -43,12 +44,14 @@ class Layer:
     Attributes:
         part: of its mixer; see `rates.part_of_mixer`.
         mixer_flops: of the mixer, projections included.
+        projection_flops: of them those of the linears that may compute in 8 bits.
         feed_forward_flops: of the feed-forward.
         exchange_rounds: in which its heads are exchanged, if they are; see `Mixer.exchange_rounds`.
     """
 
     part: str
     mixer_flops: float
+    projection_flops: float
     feed_forward_flops: float
     exchange_rounds: int
 
@@ -61,6 +64,7 @@ class Footprint:
         rank: in the world.
         stage: of the pipeline.
         parameters: that the rank holds.
+        linear_parameters: of them those of linears that may compute in 8 bits.
         micro_batches: of the step that was gone through: of a longer one, as many as show its largest memory.
         layers: the rank's, in order.
         loss_flops: model FLOPs a token of the output layer, all of it; 0: it is on another stage.
@@ -72,6 +76,7 @@ class Footprint:
     rank: int
     stage: int
     parameters: int
+    linear_parameters: int
     micro_batches: int
     layers: tuple[Layer, ...]
     loss_flops: float
@@ -84,25 +89,25 @@ def footprint(config: RunConfig, vocab_size: int, world_size: int, rank: int) ->
     """Go through a step of a rank, in a process that sees no GPU and is in no process group.
 
     Args:
-        config: checked for this world, whole.
+        config: checked for this world, whole. Linears are Transformer Engine's unless its back-end is local.
         vocab_size: tokens of the tokenizer, before padding.
         world_size: ranks of the run.
         rank: which of them.
     """
     gpu = virtual_gpu()
     with groups_of_rank(config.parallel, world_size, rank) as groups:
-        shape = model_shape(config, gpu, vocab_size)
-        shape = replace(
-            shape, parallel=replace(shape.parallel, context_transport="nccl")
-        )  # it is seen by torch's calls
+        shape = model_shape(on_stand_ins(config), gpu, vocab_size)
         with on_meta():
             chunks = build_model(shape, gpu, groups, seed=None)
+        if config.training.fp8 != "none":
+            check_tiles((name, linear.weight) for name, linear in linears(chunks))
         micro_batches = _micro_batches(config, world_size)
         ledger = _ledger_of_step(config, chunks, groups, gpu, micro_batches)
         return Footprint(
             rank=rank,
             stage=groups.pp.rank(),
             parameters=sum(p.numel() for chunk in chunks for p in chunk.parameters()),
+            linear_parameters=sum(linear.weight.numel() for _name, linear in linears(chunks)),
             micro_batches=micro_batches,
             layers=tuple(_layers(shape, chunks, config.data.seq_length)),
             loss_flops=_loss_flops(shape, chunks),
@@ -122,6 +127,7 @@ def _layers(shape: ModelShape, chunks: Sequence[nn.Module], seq_length: int) -> 
         yield Layer(
             part=part_of_mixer(shape.mixers[mixer.layer_number - 1], score),
             mixer_flops=mixer.training_flops(seq_length),
+            projection_flops=6 * mixer.tp_size * sum(linear.weight.numel() for _name, linear in linears([mixer])),
             feed_forward_flops=6 * shape.feed_forward_parameters,
             exchange_rounds=mixer.exchange_rounds,
         )
@@ -154,6 +160,8 @@ def _ledger_of_step(
             stack.callback(handle.remove)
         stack.enter_context(fused_as_on_a_gpu())
         stack.enter_context(unlaunched())
+        if config.run.backend != "local":
+            stack.enter_context(as_transformer_engines(chunks, config.training.fp8))
         batches = [_batch(config, groups.cp.size(), gpu.device) for _ in range(micro_batches)]
         stack.enter_context(watched)
         losses.run(batches, summed_loss, forward_only=False)

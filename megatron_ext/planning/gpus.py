@@ -31,6 +31,7 @@ class Gpu:
         bandwidth: of memory, bytes/s.
         nvlink: bytes/s to other GPUs of its node, one direction.
         network: bytes/s to other nodes, one direction, of its share of a usual node's adapters.
+        has_8_bits: whether it multiplies matrices in FP8.
     """
 
     name: str
@@ -39,12 +40,21 @@ class Gpu:
     bandwidth: float
     nvlink: float
     network: float
+    has_8_bits: bool = True
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu(name="a100", memory=80 * GIB, peak_flops=312e12, bandwidth=2039 * GB, nvlink=300 * GB, network=25 * GB),
+        Gpu(
+            name="a100",
+            memory=80 * GIB,
+            peak_flops=312e12,
+            bandwidth=2039 * GB,
+            nvlink=300 * GB,
+            network=25 * GB,
+            has_8_bits=False,
+        ),
         Gpu(name="h100", memory=80 * GIB, peak_flops=989e12, bandwidth=3350 * GB, nvlink=450 * GB, network=50 * GB),
         Gpu(name="h200", memory=141 * GB, peak_flops=989e12, bandwidth=4800 * GB, nvlink=450 * GB, network=50 * GB),
         Gpu(name="b200", memory=180 * GB, peak_flops=2250e12, bandwidth=8000 * GB, nvlink=900 * GB, network=50 * GB),

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megatron_ext.planning.dry_step import Footprint
 
 WEIGHTS, GRADIENTS, STATE, GATHERED = "weights", "gradients", "optimizer state", "gathered weights"
+IN_8_BITS = "weights in 8 bits"
 WORKING = "backward pass, working memory"
 
 GATHERED_AT_ONCE = 1_500_000_000
@@ -59,6 +60,8 @@ class Memory:
 def memory_of(config: RunConfig, footprint: Footprint) -> Memory:
     """What a rank's step takes, with what is there throughout."""
     kinds = standing(config, footprint.parameters, len(footprint.replicas))
+    if config.training.fp8 != "none":  # as they are and transposed, from one step to the next
+        kinds[IN_8_BITS] = 2 * footprint.linear_parameters
     by_layer: dict[int, float] = defaultdict(float)
     for purpose, size in footprint.ledger.at_peak.items():
         if size:

@@ -15,7 +15,7 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.config.traits import Mixers
 from megatron_ext.errors import UserError
 from megatron_ext.planning.counts import process_pool
-from megatron_ext.planning.gpus import Gpu
+from megatron_ext.planning.gpus import GPUS, Gpu
 from megatron_ext.planning.layouts import candidates
 from megatron_ext.planning.memory import Memory, memory_of
 from megatron_ext.planning.step_time import StepTime, step_time
@@ -83,8 +83,8 @@ def plan(config: RunConfig, vocab_size: int, machine: Machine, mixers: Mixers) -
     """
     check(config, machine.world_size, mixers)
     check_nodes(config, machine.world_size, machine.per_node)
-    _refuse_8_bits(config)
-    config = _for_planning(config)
+    _check_8_bits(config, machine.gpu)
+    config = derive(config)
     ranks = _rank_of_each_stage(config, machine.world_size)
     with process_pool(len(ranks)) as pool:
         footprints = [pool.submit(_footprint, config, vocab_size, machine.world_size, rank) for rank in ranks]
@@ -103,7 +103,7 @@ def search(
         mixers: the registered ones.
         tell: takes a line on how far it is.
     """
-    _refuse_8_bits(config)
+    _check_8_bits(config, machine.gpu)
     found: list[Planned] = []
     pending = []
     with process_pool() as pool:
@@ -124,7 +124,7 @@ def shards(config: RunConfig, vocab_size: int, world_size: int) -> Iterator[Shar
     with process_pool() as pool:
         size = -(-world_size // 16)
         blocks = [range(first, min(first + size, world_size)) for first in range(0, world_size, size)]
-        built = [pool.submit(_shards, _for_planning(config), vocab_size, world_size, block) for block in blocks]
+        built = [pool.submit(_shards, derive(config), vocab_size, world_size, block) for block in blocks]
         for block in built:
             yield from block.result()
 
@@ -132,7 +132,7 @@ def shards(config: RunConfig, vocab_size: int, world_size: int) -> Iterator[Shar
 def _until_one_fits(alternatives: Sequence[RunConfig], vocab_size: int, machine: Machine) -> list[Planned]:
     """Plans of these, up to the first that fits."""
     found: list[Planned] = []
-    for config in map(_for_planning, alternatives):
+    for config in map(derive, alternatives):
         ranks = _ends(_rank_of_each_stage(config, machine.world_size))
         try:
             footprints = [_footprint(config, vocab_size, machine.world_size, rank) for rank in ranks]
@@ -145,21 +145,12 @@ def _until_one_fits(alternatives: Sequence[RunConfig], vocab_size: int, machine:
     return found
 
 
-def _refuse_8_bits(config: RunConfig) -> None:
-    """Transformer Engine's copies of weights and activations cannot be gone through without a GPU."""
-    if config.training.fp8 != "none":
-        problem = f"{config.training.fp8} cannot be planned: what it keeps is known on a GPU alone"
-        mend = "plan with training.fp8=none, and measure with `selectron bench train`"
-        raise UserError("training.fp8", problem, mend)
-
-
-def _for_planning(config: RunConfig) -> RunConfig:
-    """Whole, and with what needs no GPU and takes as much memory.
-
-    Megatron's own modules stand for Transformer Engine's, and messages between stages are sent one by one.
-    """
-    parallel, run = replace(config.parallel, batch_p2p_comm=False), replace(config.run, backend="local")
-    return derive(replace(config, parallel=parallel, run=run))
+def _check_8_bits(config: RunConfig, gpu: Gpu) -> None:
+    """Not every kind of GPU multiplies in them."""
+    if config.training.fp8 != "none" and not gpu.has_8_bits:
+        problem = f"{config.training.fp8}, and an {gpu.name.upper()} has no products in 8 bits"
+        kinds = ", ".join(kind.name for kind in GPUS.values() if kind.has_8_bits)
+        raise UserError("training.fp8", problem, f"plan with training.fp8=none, or --gpu one of {kinds}")
 
 
 def _rank_of_each_stage(config: RunConfig, world_size: int) -> list[int]:

@@ -10,6 +10,8 @@ from functools import cache
 from importlib import resources
 from itertools import pairwise
 
+from megatron_ext.parts import FEED_FORWARD
+
 RATES = "rates.json"
 FORWARD_SHARE = 1 / 3
 """Of forward and backward pass together, where it was not measured: a product of matrices has two in the backward."""
@@ -52,6 +54,11 @@ class PartRate:
 def part_of_mixer(mixer: str, score: str | None = None) -> str:
     """What a mixer's rates are kept under: Top-1 Chunk's differ by how chunks are scored."""
     return f"{mixer} {score}" if mixer == "top1_chunk" else mixer
+
+
+def part_of_feed_forward(fp8: str = "none") -> str:
+    """What a feed-forward's rates are kept under, by `training.fp8`."""
+    return FEED_FORWARD if fp8 == "none" else f"{FEED_FORWARD} {fp8}"
 
 
 @cache

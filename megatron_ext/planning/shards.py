@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.model import build_model
 from megatron_ext.parallel.parameters import count_parameters
-from megatron_ext.planning.virtual_gpu import groups_of_rank, virtual_gpu
+from megatron_ext.planning.virtual_gpu import groups_of_rank, on_stand_ins, virtual_gpu
 from megatron_ext.planning.weightless import on_meta
 from megatron_ext.training.build import model_shape
 
@@ -39,7 +39,7 @@ def _build(config: RunConfig, vocab_size: int, world_size: int, rank: int) -> Sh
     gpu = virtual_gpu()
     with groups_of_rank(config.parallel, world_size, rank) as groups:
         with on_meta():
-            chunks = build_model(model_shape(config, gpu, vocab_size), gpu, groups, seed=None)
+            chunks = build_model(model_shape(on_stand_ins(config), gpu, vocab_size), gpu, groups, seed=None)
         return Shard(
             rank=rank,
             place=(groups.tp.rank(), groups.cp.rank(), groups.pp.rank(), groups.dp.rank()),

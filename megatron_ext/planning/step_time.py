@@ -29,7 +29,7 @@ from megatron_ext.parts import (
 )
 from megatron_ext.planning.gpus import BANDWIDTH_REACHED, EXCHANGE_REACHED, GPUS, LINKS_REACHED, MEASURED, Gpu
 from megatron_ext.planning.memory import shares
-from megatron_ext.planning.rates import rate_of
+from megatron_ext.planning.rates import part_of_feed_forward, rate_of
 
 if TYPE_CHECKING:
     from megatron_ext.planning.dry_step import Footprint
@@ -49,6 +49,10 @@ UPDATE_BYTES = 10.0, 63.0
 
 HOST_SECONDS = 0.012
 """Of a step in which the GPU waits: for the batch, the gradient's norm, the next kernel."""
+
+HOST_SECONDS_OF_LAYER = {"none": 0.0, "tensorwise": 1.2e-3, "blockwise": 0.0}
+"""Besides, of a layer and micro-batch, by `training.fp8`: the host falls behind with the small kernels that find a
+tensor's scale. As measured of 32,768 tokens (docs/benchmarks/planning.md); behind more tokens more of it hides."""
 
 LATENCY = 2e-5
 """Seconds of a collective call beside its bytes. Assumed, as `LINKS_REACHED` is."""
@@ -134,7 +138,7 @@ def step_time(config: RunConfig, footprints: Sequence[Footprint], gpu: Gpu, worl
     parts[COMMUNICATION] += sum(links.seconds(footprint.replicas, size) for size in gradients)
     volumes["gradients and weights over data-parallel ranks"] = links.volume(footprint.replicas, sum(gradients))
     parts[OPTIMIZER] = _update(config, footprint, gpu)
-    parts[HOST] = HOST_SECONDS
+    parts[HOST] = HOST_SECONDS + number * len(footprint.layers) * HOST_SECONDS_OF_LAYER[config.training.fp8]
     tokens = config.training.global_batch_size * config.data.seq_length
     return StepTime(parts=parts, tokens=tokens, volumes=volumes)
 
@@ -179,10 +183,13 @@ def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Link
         once = flops * tokens / parallel.tensor / (rate.flops * faster)
         parts[part] += once * (1 + rate.forward_share * again)
 
-    whole = training.recompute == "full"
+    whole, feed_forward = training.recompute == "full", part_of_feed_forward(training.fp8)
     for layer in footprint.layers:
         product(MIXER, layer.part, layer.mixer_flops, whole)
-        product(FEED_FORWARD, FEED_FORWARD, layer.feed_forward_flops, training.recompute != "none")
+        product(FEED_FORWARD, feed_forward, layer.feed_forward_flops, training.recompute != "none")
+        if training.fp8 != "none":  # a mixer's projections gain what a feed-forward's do
+            product(MIXER, FEED_FORWARD, -layer.projection_flops, whole)
+            product(MIXER, feed_forward, layer.projection_flops, whole)
     if footprint.loss_flops:
         product(LOSS, LOSS, footprint.loss_flops, again=False)
     size = 2 if training.precision == "bf16" else 4

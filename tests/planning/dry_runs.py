@@ -18,9 +18,8 @@ TOKENS = 50304
 
 
 def configured(overrides: Sequence[str], world_size: int = 1, example: str = "1p3b_100k.yaml") -> RunConfig:
-    """An example with overrides, checked for a world and whole, on modules that need no GPU."""
-    more = ["run.backend=local", "parallel.batch_p2p_comm=false"]
-    config = load_config(EXAMPLES / example, [*overrides, *more], load_all())
+    """An example with overrides, checked for a world and whole."""
+    config = load_config(EXAMPLES / example, overrides, load_all())
     check(config, world_size, load_all())
     return derive(config)
 

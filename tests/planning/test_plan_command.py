@@ -56,12 +56,27 @@ def test_copy_engines_between_nodes_are_refused_as_in_a_launch(capsys: Any) -> N
 
 
 @pytest.mark.parametrize("option", [[], ["--search"]])
-def test_eight_bits_are_not_planned(capsys: Any, option: list[str]) -> None:
-    code, out, err = call(capsys, SMALL, "training.fp8=blockwise", *option)
+def test_eight_bits_are_not_planned_for_a_gpu_without(capsys: Any, option: list[str]) -> None:
+    code, out, err = call(capsys, SMALL, "training.fp8=blockwise", "--gpu", "a100", *option)
     assert (code, out) == (2, "")
     assert err == (
-        "selectron: error: training.fp8: blockwise cannot be planned: what it keeps is known on a GPU alone; "
-        "plan with training.fp8=none, and measure with `selectron bench train`\n"
+        "selectron: error: training.fp8: blockwise, and an A100 has no products in 8 bits; "
+        "plan with training.fp8=none, or --gpu one of h100, h200, b200\n"
+    )
+
+
+@pytest.mark.usefixtures("kept_process")
+def test_a_plan_in_eight_bits(capsys: Any) -> None:
+    arguments = [SMALL, "model.pattern=top1_chunk*2", "training.fp8=tensorwise", "--gpus-per-node", "1"]
+    code, out, err = call(capsys, *arguments)
+    assert (code, err) == (0, "")
+    assert "| weights in 8 bits " in out
+    code, out, err = call(capsys, *arguments, "model.ffn_hidden_size=2056")
+    assert (code, out) == (2, "")
+    assert err == (
+        "selectron: error: training.fp8: decoder.layers.0.mlp.linear_fc2 has 768 x 2056 weights a rank, and products "
+        "in 8 bits take multiples of 16; "
+        "set training.fp8=none, or change the sizes of heads or feed-forward, or parallel.tensor\n"
     )
 
 

@@ -21,6 +21,7 @@ from megatron_ext.planning.rates import Rate, measured, rate_of
 from megatron_ext.planning.step_time import (
     BUBBLE,
     HOST,
+    HOST_SECONDS_OF_LAYER,
     LATENCY,
     sent,
     step_time,
@@ -69,6 +70,7 @@ def test_a_step_is_as_long_as_the_sum_of_its_measured_parts(dry: Dry, file: str)
 @pytest.mark.parametrize(
     ("file", "gpu"),
     [
+        ("2k_ed2e6a3.json", "h200"),
         ("8k_beb3a07.json", "h200"),
         ("32k_beb3a07.json", "h200"),
         ("100k_two_gpus_ed2e6a3.json", "h200"),
@@ -77,7 +79,7 @@ def test_a_step_is_as_long_as_the_sum_of_its_measured_parts(dry: Dry, file: str)
     ],
 )
 def test_steps_that_no_rate_was_taken_from(dry: Dry, file: str, gpu: str) -> None:
-    """Other lengths, two GPUs, another kind of GPU."""
+    """Mixers in 8 bits, of which the feed-forward alone gave a rate; other lengths, two GPUs, another kind of GPU."""
     rows = [row for row in json.loads((TRAINING / file).read_text())["rows"] if "derived" in row]
     for row in rows:
         if not row["plain_megatron"]:
@@ -95,6 +97,23 @@ def test_more_samples_take_longer_and_recomputation_too(dry: Dry) -> None:
     assert again.parts[MIXER] == one.parts[MIXER]
     share = rate_of(FEED_FORWARD, 2048, 2048).forward_share
     assert again.parts[FEED_FORWARD] == pytest.approx(one.parts[FEED_FORWARD] * (1 + share))
+
+
+@pytest.mark.parametrize("fp8", ["tensorwise", "blockwise"])
+def test_projections_gain_what_feed_forwards_do(dry: Dry, fp8: str) -> None:
+    overrides = [*ONE_GPU, *SMALL, "training.global_batch_size=2", "training.micro_batch_size=1"]
+    in_16, in_8 = (planned(dry, [*overrides, f"training.fp8={each}"]) for each in ("none", fp8))
+    width = configured(overrides).model.ffn_hidden_size
+    assert width is not None
+    gained = in_16.parts[FEED_FORWARD] - in_8.parts[FEED_FORWARD]
+    assert gained > 0
+    # Queries, keys, values and outputs are four matrices, a feed-forward is three.
+    projections = gained * 4 * 2048 / (3 * width)
+    assert in_16.parts[MIXER] - in_8.parts[MIXER] == pytest.approx(projections)
+    # Two micro-batches of four layers.
+    assert in_8.parts[HOST] - in_16.parts[HOST] == pytest.approx(2 * 4 * HOST_SECONDS_OF_LAYER[fp8])
+    others = set(in_16.parts) - {MIXER, FEED_FORWARD, HOST}
+    assert {part: in_8.parts[part] for part in others} == {part: in_16.parts[part] for part in others}
 
 
 def test_gradients_go_over_the_network_where_nodes_are_several(dry: Dry) -> None:

@@ -1,0 +1,72 @@
+"""What linears keep where Transformer Engine's are planned, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import dry_runs
+import pytest
+from dry_runs import ONE_GPU, configured
+
+from megatron_ext.parts import FEED_FORWARD, FORWARD, MIXER, NORMS
+from megatron_ext.planning.memory import IN_8_BITS, memory_of
+
+HIDDEN, WIDTH, LENGTH = 2048, 5504, 4096
+Dry = Callable[..., Any]
+
+
+def kept(dry: Dry, *overrides: str, mixer: str = "attention", samples: int = 2) -> tuple[int, Any]:
+    """Bytes that the forward pass keeps of the first of three layers, and the whole footprint."""
+    size = [f"training.{field}_batch_size={samples}" for field in ("global", "micro")]
+    small = [f"model.pattern={mixer}*3", f"data.seq_length={LENGTH}", "training.recompute=none"]
+    found = dry(dry_runs.footprint, configured([*ONE_GPU, *small, *size, *overrides]))
+    of_layer = [
+        (purpose.part, held)
+        for purpose, held in found.ledger.at_peak.items()
+        if purpose.layer == 1 and purpose.phase == FORWARD
+    ]
+    assert {part for part, held in of_layer if held} == {NORMS, MIXER, FEED_FORWARD}
+    return sum(held for _, held in of_layer), found
+
+
+@pytest.mark.parametrize("mixer", ["attention", "top1_chunk"])
+def test_outputs_of_several_samples_are_copied_into_rows(dry: Dry, mixer: str) -> None:
+    """A mixer's outputs lie sample after sample, and the linear behind it takes them token after token."""
+    for samples, copies in ((1, 0), (2, 1)):
+        theirs, _ = kept(dry, mixer=mixer, samples=samples)
+        megatrons, _ = kept(dry, "run.backend=local", mixer=mixer, samples=samples)
+        assert theirs - megatrons == copies * samples * LENGTH * HIDDEN * 2
+
+
+@pytest.mark.parametrize(("fp8", "bytes_each"), [("tensorwise", 1), ("blockwise", 1 + 4 / 128)])
+def test_in_eight_bits(dry: Dry, fp8: str, bytes_each: float) -> None:
+    in_16, _ = kept(dry)
+    in_8, found = kept(dry, f"training.fp8={fp8}")
+    # What the norms give and the copy of the mixer's outputs; and SwiGLU's outputs.
+    multiplied = 2 * LENGTH * (3 * HIDDEN + WIDTH)
+    assert in_16 - in_8 == (2 - bytes_each) * multiplied
+    weights = 3 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * WIDTH)
+    assert found.linear_parameters == weights
+    config = configured([*ONE_GPU, f"training.fp8={fp8}"])
+    assert memory_of(config, found).kinds[IN_8_BITS] == 2 * weights
+    assert found.ledger.total < 2**24  # all is given back
+
+
+@pytest.mark.parametrize("recompute", ["mlp", "full"])
+def test_recomputed_in_eight_bits(dry: Dry, recompute: str) -> None:
+    """Of tensor-parallel ranks with a part of the sequence each, whose linears gather what they read."""
+    layout = ["parallel.tensor=2", "parallel.sequence=true", "parallel.context=1", "training.global_batch_size=1"]
+    more = ["model.pattern=attention*3", f"data.seq_length={LENGTH}", f"training.recompute={recompute}"]
+    in_16, in_8 = (
+        dry(dry_runs.footprint, configured([*layout, *more, f"training.fp8={fp8}"], world_size=2), 2).ledger
+        for fp8 in ("none", "tensorwise")
+    )
+    # What the norm gives takes half, and attention, which keeps its outputs in 16 bits, hands as many numbers to a
+    # linear that keeps them once more. What is computed again is not kept at all.
+    kept_in_16, kept_in_8 = (
+        sum(size for purpose, size in ledger.at_peak.items() if purpose.phase == FORWARD) for ledger in (in_16, in_8)
+    )
+    assert kept_in_8 == kept_in_16
+    assert in_8.messages == in_16.messages
+    assert in_8.total == in_16.total
