@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,9 +53,10 @@ def verify_shards(
             in the manifest.
     """
     shards = _share(manifest, splits, domains, rank, world_size)
-    for error in _errors(check or partial(check_here, root, mode), shards, threads):
-        if error is not None:
-            raise error
+    with _errors(check or partial(check_here, root, mode), shards, threads) as errors:
+        for error in errors:
+            if error is not None:
+                raise error
     return len(shards)
 
 
@@ -90,20 +92,21 @@ def find_damage(
         UserError: a split or domain is not in the manifest, or a network fails: that says nothing of the shards.
     """
     shards, found = _share(manifest, [split], domains, rank, world_size), []
-    errors = _errors(check or partial(check_here, root, mode), shards, threads)
-    for shard, error in zip(shards, errors, strict=True):
-        if isinstance(error, Unreachable):
-            raise error
-        if error is not None:
-            found.append(Damage(shard.file, shard.tokens, f"{error.where} {error.problem}"))
+    with _errors(check or partial(check_here, root, mode), shards, threads) as errors:
+        for shard, error in zip(shards, errors, strict=True):
+            if isinstance(error, Unreachable):
+                raise error
+            if error is not None:
+                found.append(Damage(shard.file, shard.tokens, f"{error.where} {error.problem}"))
     return found
 
 
-def _errors(check: Check, shards: list[ShardEntry], threads: int) -> Iterator[UserError | None]:
-    """What is wrong with each shard, in order."""
+@contextmanager
+def _errors(check: Check, shards: list[ShardEntry], threads: int) -> Iterator[Iterator[UserError | None]]:
+    """What is wrong with each shard, in order; those that nobody has begun with are left out when nobody asks on."""
     pool = ThreadPoolExecutor(threads)
     try:
-        yield from pool.map(partial(_error, check), shards)
+        yield pool.map(partial(_error, check), shards)
     finally:
         pool.shutdown(cancel_futures=True)
 
