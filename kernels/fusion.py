@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from kernels.unlaunched import as_one_kernel
+from kernels.one_kernel import as_one_kernel
 
 P = ParamSpec("P")
 R = TypeVar("R")

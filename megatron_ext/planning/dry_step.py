@@ -18,7 +18,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kernels.unlaunched import as_one_kernel, one_kernel, unlaunched
+from kernels.one_kernel import as_one_kernel, one_kernel
+from kernels.unlaunched import unlaunched
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.batches import Batch

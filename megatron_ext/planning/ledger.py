@@ -15,7 +15,7 @@ from torch.distributed._tools.fake_collectives import CollectiveOp, collective_o
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from kernels.unlaunched import within_one_kernel
+from kernels.one_kernel import within_one_kernel
 from megatron_ext.parts import COMMUNICATION
 
 BLOCK = 512

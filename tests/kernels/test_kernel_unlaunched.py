@@ -2,80 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
+from meta_tensors import kept_by, meta
 
 from kernels.softmax_attention import softmax_attention
 from kernels.top1_chunk import top1_chunk_attention
-from kernels.unlaunched import as_one_kernel, one_kernel, unlaunched, within_one_kernel
-
-
-def meta(*shape: int, requires_grad: bool = True, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(*shape, device="meta", dtype=dtype, requires_grad=requires_grad)
-
-
-def kept_by(call: Callable[[], Any]) -> list[int]:
-    """Sizes of the tensors that autograd keeps of a call."""
-    found: dict[int, int] = {}
-
-    def note(x: Tensor) -> None:
-        found[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        results = call()
-    assert results is not None
-    return sorted(found.values())
-
-
-def swish(x: Tensor, gate: Tensor, factor: float) -> dict[str, Any]:
-    """Keeps several things between; returns tensors among others."""
-    return {"product": (x.sigmoid() * gate.tanh() * (x * gate).exp() * factor, "told"), "positive": x > 0}
-
-
-def test_one_kernel_returns_what_the_function_does() -> None:
-    x, gate = meta(4, 8), meta(4, 8)
-    found = as_one_kernel(swish, x, gate, factor=2.0)
-    product, told = found["product"]
-    assert told == "told"
-    assert product.shape == (4, 8)
-    assert product.dtype == torch.bfloat16
-    assert product.requires_grad
-    assert found["positive"].dtype == torch.bool
-    assert not found["positive"].requires_grad
-    torch.autograd.backward(product, torch.empty_like(product))
-    for given in (x, gate):
-        assert given.grad is not None
-        assert given.grad.shape == (4, 8)
-
-
-def test_one_kernel_keeps_its_inputs_where_what_comes_between_is_more() -> None:
-    x, gate = meta(4, 8), meta(4, 8)
-    assert kept_by(lambda: as_one_kernel(swish, x, gate, factor=2.0)) == [4 * 8 * 2] * 2
-
-
-def test_one_kernel_keeps_less_than_its_inputs_where_that_is_enough() -> None:
-    x, angles = meta(64, 8), meta(8, requires_grad=False)
-    assert kept_by(lambda: as_one_kernel(torch.mul, x, angles)) == [8 * 2]
-
-
-def test_one_kernel_says_that_it_is_one() -> None:
-    said: list[bool] = []
-
-    def function(x: Tensor) -> Tensor:
-        said.append(within_one_kernel())
-        return x * 2
-
-    x = meta(4)
-    torch.autograd.backward(as_one_kernel(function, x), meta(4, requires_grad=False))
-    assert said == [True, True]
-    assert not within_one_kernel()
-    with one_kernel(), one_kernel():
-        assert within_one_kernel()
-    assert not within_one_kernel()
+from kernels.unlaunched import unlaunched
 
 
 @pytest.mark.parametrize("window", [None, 16])
