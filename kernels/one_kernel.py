@@ -38,7 +38,8 @@ def one_kernel() -> Iterator[None]:
 def as_one_kernel(function: Callable[..., Any], *args: Any, **more: Any) -> Any:
     """Call a function of meta tensors that is compiled on a GPU: what comes between its kernels takes no memory."""
     mold, tensors = _Mold.of((args, more)), _tensors_of((args, more))
-    call = _KnownCall(function, mold, tensors) if _is_known_by_forms(function, mold, tensors) else _Call(function, mold)
+    kind = _KnownCall if _is_known_by_forms(function, mold, tensors) else _Call
+    call = kind(function, mold, tensors)
     outputs = _OneKernel.apply(call, *tensors)
     return call.result.filled(outputs)
 
@@ -48,16 +49,24 @@ def _tensors_of(tree: Any) -> tuple[Tensor, ...]:
 
 
 class _Mold(NamedTuple):
-    """Nested tuples, lists and dictionaries without their tensors."""
+    """Nested tuples, lists and dictionaries without their tensors.
+
+    Attributes:
+        leaves: what is in them, Tensor where a tensor was.
+        kinds: of the leaves: 2 and 2.0 are equal, and do not make the same of whole numbers.
+        spec: how they are nested.
+    """
 
     leaves: tuple[Any, ...]
+    kinds: tuple[type, ...]
     spec: TreeSpec
 
     @classmethod
     def of(cls, tree: Any) -> _Mold:
         """What is left of them."""
         leaves, spec = tree_flatten(tree)
-        return cls(tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
+        without = tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        return cls(without, tuple(map(type, without)), spec)
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """They, with tensors in their places."""
@@ -67,7 +76,7 @@ class _Mold(NamedTuple):
 
 class _OneKernel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: _Call | _KnownCall, *tensors: Tensor) -> Any:
         ctx.call = call
         with one_kernel():
             outputs, kept = call.forward(tensors)
@@ -90,13 +99,12 @@ class _Call:
 
     result: _Mold
 
-    def __init__(self, function: Callable[..., Any], mold: _Mold) -> None:
+    def __init__(self, function: Callable[..., Any], mold: _Mold, tensors: Sequence[Tensor]) -> None:
         self._function, self._mold = function, mold
-        self._forms: list[_Form] = []
+        self._forms = [_form_of(x) for x in tensors]
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Outputs, and what is kept for the backward pass."""
-        self._forms = [_form_of(x) for x in tensors]
         saved: list[Tensor] = []
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(partial(_noted, saved), lambda x: x):
@@ -198,30 +206,32 @@ class _Known(NamedTuple):
     result: _Mold
 
 
-class _KnownCall(_Call):
-    """A call that another in the same forms may have gone through already."""
+class _KnownCall:
+    """As `_Call`, and another in the same forms may have gone through already."""
+
+    result: _Mold
 
     def __init__(self, function: Callable[..., Any], mold: _Mold, tensors: Sequence[Tensor]) -> None:
-        super().__init__(function, mold)
-        self._places = _places_of(tensors)
+        self._key = function, mold, _places_of(tensors)
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """As `_Call.forward`."""
-        known = _forward(self._function, self._mold, self._places)
+        known = _forward(*self._key)
         self.result = known.result
         outputs = _laid(known.outputs, tensors)
         return tuple(outputs), _laid(known.kept, [*tensors, *outputs])
 
     def backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
         """As `_Call.backward`."""
-        known = _backward(self._function, self._mold, self._places, _places_of(grads))
+        known = _backward(*self._key, _places_of(grads))
         learned = iter(_laid([place for place in known if place is not None], grads))
         return [None if place is None else next(learned) for place in known]
 
 
 @lru_cache(maxsize=1024)
 def _forward(function: Callable[..., Any], mold: _Mold, places: tuple[_Place, ...]) -> _Known:
-    call, tensors = _Call(function, mold), _laid(places)
+    tensors = _laid(places)
+    call = _Call(function, mold, tensors)
     outputs, kept = call.forward(tensors)
     return _Known(_places_of(outputs, tensors), _places_of(kept, [*tensors, *outputs]), call.result)
 
@@ -230,18 +240,15 @@ def _forward(function: Callable[..., Any], mold: _Mold, places: tuple[_Place, ..
 def _backward(
     function: Callable[..., Any], mold: _Mold, places: tuple[_Place, ...], grad_places: tuple[_Place, ...]
 ) -> tuple[_Place | None, ...]:
-    call, grads = _Call(function, mold), _laid(grad_places)
-    call.forward(_laid(places))
-    found = call.backward(grads)
+    grads = _laid(grad_places)
+    found = _Call(function, mold, _laid(places)).backward(grads)
     learned = iter(_places_of([x for x in found if x is not None], grads))
     return tuple(None if x is None else next(learned) for x in found)
 
 
 def _places_of(tensors: Sequence[Tensor], given: Sequence[Tensor] = ()) -> tuple[_Place, ...]:
     """Where tensors lie, some of them maybe in the memory of others that are given."""
-    numbers: dict[int, int] = {}
-    for x in (*given, *tensors):
-        numbers.setdefault(x.untyped_storage()._cdata, len(numbers))
+    numbers = {key: number for number, key in enumerate(_by_storage([*given, *tensors]))}
     return tuple(
         _Place(
             numbers[x.untyped_storage()._cdata],

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,7 @@ def _of_8_bits() -> Iterator[Rate]:
     for row in json.loads((DOCS / EIGHT_BITS).read_text())["rows"]:
         fp8 = row["configuration"]["training"]["fp8"]
         if fp8 != "none" and row["configuration"]["model"]["pattern"].startswith("attention*"):
-            of_row = _of_row(row, EIGHT_BITS, "")
-            yield from (replace(rate, part=part_of_feed_forward(fp8)) for rate in of_row if rate.part == FEED_FORWARD)
+            yield from (r for r in _of_row(row, EIGHT_BITS, "ed2e6a3") if r.part == part_of_feed_forward(fp8))
 
 
 def _of_row(row: dict[str, Any], name: str, commit: str) -> Iterator[Rate]:
@@ -75,10 +74,12 @@ def _of_row(row: dict[str, Any], name: str, commit: str) -> Iterator[Rate]:
     if commit in OLD_SWIGLU:
         old = {FEED_FORWARD, LOSS}
     score = config["mixers"].get(mixer, {}).get("score", "exact")
+    fp8 = config["training"].get("fp8", "none")  # older rows know none
+    names = {MIXER: part_of_mixer(mixer, score), FEED_FORWARD: part_of_feed_forward(fp8), LOSS: LOSS}
     for part in flops.keys() - old:
         forward, backward = (measured["breakdown"]["phases"][part][phase] for phase in ("forward", "backward"))
         yield Rate(
-            part=part_of_mixer(mixer, score) if part == MIXER else part,
+            part=names[part],
             hidden_size=model["hidden_size"],
             seq_length=config["data"]["seq_length"],
             flops=float(f"{flops[part] * measured['tokens'] / (forward + backward):.4g}"),

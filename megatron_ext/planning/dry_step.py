@@ -31,7 +31,7 @@ from megatron_ext.output_layer import LanguageModel
 from megatron_ext.parts import BACKWARD, FORWARD, LOSS
 from megatron_ext.planning.ledger import Ledger, Purpose, Watched
 from megatron_ext.planning.rates import part_of_mixer
-from megatron_ext.planning.te_linears import as_transformer_engines, linears
+from megatron_ext.planning.te_linears import as_transformer_engines, linears, weights_of_linears
 from megatron_ext.planning.virtual_gpu import VirtualGpu, groups_of_rank, on_stand_ins, virtual_gpu
 from megatron_ext.planning.weightless import on_meta
 from megatron_ext.training.build import model_shape
@@ -108,7 +108,7 @@ def footprint(config: RunConfig, vocab_size: int, world_size: int, rank: int) ->
             rank=rank,
             stage=groups.pp.rank(),
             parameters=sum(p.numel() for chunk in chunks for p in chunk.parameters()),
-            linear_parameters=sum(linear.weight.numel() for _name, linear in linears(chunks)),
+            linear_parameters=weights_of_linears(chunks),
             micro_batches=micro_batches,
             layers=tuple(_layers(shape, chunks, config.data.seq_length)),
             loss_flops=_loss_flops(shape, chunks),
@@ -128,7 +128,7 @@ def _layers(shape: ModelShape, chunks: Sequence[nn.Module], seq_length: int) -> 
         yield Layer(
             part=part_of_mixer(shape.mixers[mixer.layer_number - 1], score),
             mixer_flops=mixer.training_flops(seq_length),
-            projection_flops=6 * mixer.tp_size * sum(linear.weight.numel() for _name, linear in linears([mixer])),
+            projection_flops=6 * mixer.tp_size * weights_of_linears([mixer]),
             feed_forward_flops=6 * shape.feed_forward_parameters,
             exchange_rounds=mixer.exchange_rounds,
         )

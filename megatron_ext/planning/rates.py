@@ -56,7 +56,7 @@ def part_of_mixer(mixer: str, score: str | None = None) -> str:
     return f"{mixer} {score}" if mixer == "top1_chunk" else mixer
 
 
-def part_of_feed_forward(fp8: str = "none") -> str:
+def part_of_feed_forward(fp8: str) -> str:
     """What a feed-forward's rates are kept under, by `training.fp8`."""
     return FEED_FORWARD if fp8 == "none" else f"{FEED_FORWARD} {fp8}"
 

@@ -23,7 +23,6 @@ from megatron_ext.output_layer import LossOutputLayer
 BYTES = {"tensorwise": 1.0, "blockwise": 1 + 4 / 128}
 """That a number takes in 8 bits, with its share of the scales of its hidden states: fp32, one for 128 in blocks."""
 
-
 Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
 
 
@@ -33,6 +32,11 @@ def linears(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Linear]]:
         for name, module in whole.named_modules():
             if isinstance(module, Linear) and not isinstance(module, LossOutputLayer):
                 yield name.removeprefix("module."), module  # bf16 wraps the whole in one
+
+
+def weights_of_linears(modules: Iterable[nn.Module]) -> int:
+    """How many they have on this rank."""
+    return sum(linear.weight.numel() for _name, linear in linears(modules))
 
 
 @contextmanager

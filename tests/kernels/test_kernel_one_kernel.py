@@ -73,12 +73,18 @@ def test_what_is_known_by_its_forms_is_gone_through_once() -> None:
     for _ in range(3):
         found = as_one_kernel(counted, meta(4, 8), 2.0)
         torch.autograd.backward(found, meta(4, 8, requires_grad=False))
-    once = [torch.Size([4, 8])] * 3  # forward; and for the backward pass, forward and backward
+    once = [torch.Size([4, 8])] * 2  # forward, and for the backward pass
     assert calls == once
     as_one_kernel(counted, meta(4, 8), 3.0)
     as_one_kernel(counted, meta(4, 8).T, 2.0)
     as_one_kernel(counted, meta(4, 8, dtype=torch.float32), 2.0)
     assert calls == [*once, torch.Size([4, 8]), torch.Size([8, 4]), torch.Size([4, 8])]
+
+
+def test_equal_numbers_of_two_kinds_are_two_forms() -> None:
+    whole = meta(4, dtype=torch.int64, requires_grad=False)
+    found = [as_one_kernel(counted, whole, factor).dtype for factor in (2, 2.0, True)]
+    assert found == [torch.int64, torch.float32, torch.int64]
 
 
 def views(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ import dry_runs
 import pytest
 from dry_runs import ONE_GPU, configured
 
-from megatron_ext.config.schema import RunConfig, TransportName
+from megatron_ext.config.schema import TransportName
 from megatron_ext.parts import COMMUNICATION, FEED_FORWARD, MIXER, NORMS, OPTIMIZER
 from megatron_ext.planning.gpus import BANDWIDTH_REACHED, EXCHANGE_REACHED, GPUS, LINKS_REACHED
 from megatron_ext.planning.ledger import Message
@@ -34,10 +34,7 @@ Dry = Callable[..., Any]
 
 
 def planned(dry: Dry, overrides: list[str], world_size: int = 1, per_node: int = 8, gpu: str = "h200") -> Any:
-    return timed(dry, configured(overrides, world_size), world_size, per_node, gpu)
-
-
-def timed(dry: Dry, config: RunConfig, world_size: int = 1, per_node: int = 8, gpu: str = "h200") -> Any:
+    config = configured(overrides, world_size)
     stages = config.parallel.pipeline
     ranks = [stage * (world_size // stages) for stage in range(stages)]
     footprints = [dry(dry_runs.footprint, config, world_size, rank) for rank in ranks]
