@@ -25,11 +25,24 @@ WORK_NAME = ".work"
 LOCK_NAME = ".lock"
 """File inside a `.partial` folder that its writer holds locked: tells a running writer from a killed one."""
 
+HASHED = 2 << 20
+"""Bytes of a file that are hashed at a time: with less, threads that share cores spend more time being woken."""
+
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, as hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """SHA-256 of a file, as hexadecimal digits.
+
+    Raises:
+        OSError: it cannot be opened or read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):  # the system reads twice as far ahead, and hashing waits less
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        block = memoryview(bytearray(max(1, min(HASHED, os.fstat(file.fileno()).st_size))))
+        while count := file.readinto(block):
+            digest.update(block[:count])
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager

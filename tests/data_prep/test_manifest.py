@@ -1,5 +1,7 @@
+import hashlib
 import json
 
+import numpy as np
 import pytest
 
 from data_prep.manifest import (
@@ -100,3 +102,11 @@ def test_verify_shard_names_the_file(tmp_path, which):
     path.unlink()
     with pytest.raises(UserError, match=rf"{which}: is missing; "):
         verify_shard(tmp_path, entry, "size")
+
+
+@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 1000, 1001])
+def test_sha256_of_files_shorter_and_longer_than_a_block(tmp_path, monkeypatch, size):
+    monkeypatch.setattr("data_prep.storage.HASHED", 100)
+    content = np.random.default_rng(size).bytes(size)
+    (tmp_path / "file").write_bytes(content)
+    assert sha256_of(tmp_path / "file") == hashlib.sha256(content).hexdigest()
