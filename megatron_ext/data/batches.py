@@ -99,11 +99,11 @@ def training_batch(
         ValueError: `cp_size` does not divide the sequence length.
     """
     part = _slice(samples.seq_length, cp_rank, cp_size)
-    tokens = np.stack([samples[index] for index in indices])
+    tokens = np.stack([samples[index] for index in indices])  # as they are stored: a quarter or half of int64
     positions, cu_seqlens = _of_documents(samples, indices, part, packing)
     return Batch(
-        tokens=_tensor(tokens[:, :-1][:, part]),
-        labels=_tensor(tokens[:, 1:][:, part]),
+        tokens=_tensor(tokens[:, :-1][:, part], np.int64),
+        labels=_tensor(tokens[:, 1:][:, part], np.int64),
         loss_mask=torch.ones(positions.shape),
         position_ids=positions,
         cu_seqlens=cu_seqlens,
@@ -139,7 +139,7 @@ def _of_documents(
     samples: TrainingSamples | EvaluationSamples, indices: Sequence[int], part: slice, packing: Packing
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Positions [b, t] and `cu_seqlens`, as `packing` wants them, of a slice of every sample."""
-    positions = torch.arange(part.start, part.stop).repeat(len(indices), 1)
+    positions = torch.arange(part.start, part.stop).expand(len(indices), -1).contiguous()
     if not (packing.boundaries or packing.reset_positions):
         return positions, None
     starts = [np.union1d([0], samples.document_starts(index)) for index in indices]
@@ -170,6 +170,6 @@ def _positions(starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int
     return np.arange(length) - np.repeat(starts, np.diff(np.append(starts, length)).astype(np.int64))
 
 
-def _tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
-    """A contiguous tensor of its own memory."""
-    return torch.from_numpy(np.array(array, order="C"))
+def _tensor(array: npt.NDArray[np.generic], dtype: type[np.generic] | None = None) -> torch.Tensor:
+    """A contiguous tensor of its own memory; of another type where one is given."""
+    return torch.from_numpy(np.array(array, dtype=dtype, order="C"))

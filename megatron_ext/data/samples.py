@@ -71,8 +71,8 @@ class TrainingSamples:
         domain, number = (0, index) if self._blend is None else self._blend.place(index)
         return self._windows[domain].place(number)
 
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        """Sample `index` >= 0, without end: int64 array [T + 1]."""
+    def __getitem__(self, index: int) -> npt.NDArray[np.generic]:
+        """Sample `index` >= 0, without end: array [T + 1] of the tokens as they are stored; see `TokenStore.read`."""
         return self._store.read(self.place(index), self.seq_length + 1)
 
     def document_starts(self, index: int) -> npt.NDArray[np.int64]:

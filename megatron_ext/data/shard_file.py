@@ -69,18 +69,21 @@ class OpenShard:
         self._index = self._opened(self._index_path)
         self.landmarks = self._survey(entry) if landmarks is None else landmarks
 
-    def read_into(self, out: npt.NDArray[np.int64], start: int) -> None:
-        """Fill int64 [n] with the shard's tokens [start, start + n)."""
-        if not len(out):
-            return
-        found, size = self.documents(start, len(out)), self._dtype.itemsize
-        edges = np.minimum(np.maximum(found.starts - start, 0), len(out))  # np.clip takes longer over a few numbers
-        offsets = found.offsets + np.maximum(start - found.starts[:-1], 0) * size
-        base = int(offsets[0])
-        content = self._read(self._tar, self._tar_path, base, int(offsets[-1] + (edges[-1] - edges[-2]) * size) - base)
-        places = zip(edges[:-1].tolist(), edges[1:].tolist(), (offsets - base).tolist(), strict=True)
-        for begin, end, offset in places:
-            out[begin:end] = np.frombuffer(content, self._dtype, end - begin, offset)
+    def read(self, start: int, length: int) -> npt.NDArray[np.generic]:
+        """The shard's tokens [start, start + length), `length` above 0, as they are stored; not to be written to."""
+        found, size = self.documents(start, length), self._dtype.itemsize
+        edges, begins = found.starts.copy(), found.offsets.copy()
+        begins[0] += (start - edges[0]) * size  # only the first and the last document are cut
+        edges[0], edges[-1] = start, start + length
+        base = int(begins[0])
+        begins -= base
+        ends = begins + (edges[1:] - edges[:-1]) * size
+        content = self._read(self._tar, self._tar_path, base, int(ends[-1]))
+        if len(begins) > 1:
+            # Joined as bytes: documents are many in a long sample, and a NumPy assignment for each takes longer.
+            view = memoryview(content)
+            content = b"".join([view[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)])
+        return np.frombuffer(content, self._dtype)
 
     def documents(self, start: int, length: int) -> Documents:
         """The documents of the shard's tokens [start, start + length), `length` above 0."""

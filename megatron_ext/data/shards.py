@@ -95,20 +95,16 @@ class TokenStore:
         start, end = self._token_starts[number : number + 2].tolist()
         return start, end - start
 
-    def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """Tokens [start, start + length) of the stream.
+    def read(self, start: int, length: int) -> npt.NDArray[np.generic]:
+        """Tokens [start, start + length) of the stream, as they are stored: uint16 or uint32; not to be written to.
 
         Raises:
             IndexError: the range leaves the stream.
             UserError: a shard is missing or does not fit the manifest.
         """
         self._check_range(start, length)
-        tokens = np.empty(length, dtype=np.int64)
-        filled = 0
-        for number, first, count in self._pieces(start, length):
-            self._shard(number).read_into(tokens[filled : filled + count], first)
-            filled += count
-        return tokens
+        parts = [self._shard(number).read(first, count) for number, first, count in self._pieces(start, length)]
+        return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, self._dtype)])
 
     def document_ids(self, start: int, length: int) -> npt.NDArray[np.int64]:
         """The document, counted from 0 over the whole stream, that each token of [start, start + length) is of."""

@@ -38,7 +38,7 @@ def test_tokens_of_a_step_do_not_depend_on_the_ranks(store, dp_size):
 def test_slices_of_the_context_ranks_make_the_whole(store, cp_size):
     samples = TrainingSamples(store, T, 1)
     parts = [training_batch(samples, [3, 9], rank, cp_size) for rank in range(cp_size)]
-    sequences = np.stack([samples[3], samples[9]])
+    sequences = np.stack([samples[3], samples[9]]).astype(np.int64)
     wholes = {
         "tokens": torch.from_numpy(sequences[:, :-1]),
         "labels": torch.from_numpy(sequences[:, 1:]),
@@ -125,3 +125,15 @@ def test_moving_keeps_everything(store):
 def test_indivisible_sequence(store):
     with pytest.raises(ValueError, match="a sequence of 24 does not divide by 5"):
         training_batch(TrainingSamples(store, T, 0), [0], 0, 5)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_batch_shares_no_memory(store, count):
+    samples, names = TrainingSamples(store, T, 1), ("tokens", "labels", "loss_mask", "position_ids")
+    kept = training_batch(samples, range(count))
+    for name in names:
+        changed = training_batch(samples, range(count))
+        getattr(changed, name).fill_(-7)
+        others = [other for other in names if other != name]
+        assert all(torch.equal(getattr(changed, other), getattr(kept, other)) for other in others)
+        assert not torch.equal(getattr(changed, name), getattr(kept, name))

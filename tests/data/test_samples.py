@@ -17,7 +17,7 @@ def test_windows_cover_the_stream_and_are_read_in_the_order(store, documents):
     order = sample_positions(11, np.arange(2 * samples.num_windows), samples.num_windows)
     for index, window in enumerate(order.tolist()):
         sample = samples[index]
-        assert sample.dtype == np.int64
+        assert sample.dtype == np.uint16  # as they are stored
         assert np.array_equal(sample, stream[window * T : window * T + T + 1])
     labels = np.sort(np.concatenate([samples[i][1:] for i in range(samples.num_windows)]))
     assert np.array_equal(labels, np.sort(stream[1 : samples.num_windows * T + 1]))  # every label once an epoch
