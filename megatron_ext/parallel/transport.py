@@ -100,8 +100,9 @@ class _Outbox:
 class CopyEngines:
     """Each rank fetches its parts from the others' memory, on a stream of its own.
 
-    An outbox is filled by the stream that computes. All ranks meet before they read, as each must be filled, and after
-    it, as then it may be filled anew: which the stream that computes does once it has waited for the message.
+    An outbox is filled by the stream that computes where parts have to be put in order, which takes a kernel, and else
+    by the engines' own, beside what is computed. All ranks meet before they read, as each must be filled, and after it,
+    as then it may be filled anew: which happens once the stream that computes has waited for the message.
 
     Args:
         group: ranks of one node.
@@ -129,11 +130,19 @@ class CopyEngines:
         outbox = self._take(parts_nx.nbytes)
         outgoing_nx = outbox.of(self._rank, parts_nx)
         received_nx = torch.empty_like(outgoing_nx)
-        for rank in range(self.size):
-            (received_nx if rank == self._rank else outgoing_nx)[rank].copy_(parts_nx[rank])
+        in_order = parts_nx.is_contiguous()
+
+        def pack() -> None:
+            for rank in range(self.size):
+                (received_nx if rank == self._rank else outgoing_nx)[rank].copy_(parts_nx[rank])
+
+        if not in_order:
+            pack()
         self._stream.wait_stream(torch.cuda.current_stream())
         arrived = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
+            if in_order:
+                pack()
             outbox.meet()
             for step in range(1, self.size):  # no two ranks begin with the same one
                 rank = (self._rank + step) % self.size
@@ -141,7 +150,7 @@ class CopyEngines:
             outbox.meet()
             arrived.record()
 
-        def wait() -> None:
+        def wait(_kept: Tensor | None = parts_nx if in_order else None) -> None:  # it may be read until then
             torch.cuda.current_stream().wait_event(arrived)
             self._free.append(outbox)
 
