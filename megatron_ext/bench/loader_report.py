@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +24,9 @@ class Row:
         cold: the files were not in the operating system's memory.
         tokens_per_second: of all of them.
         tokens_per_processor_second: of each, while a processor worked for it: other work on the machine is not in it.
+        later: the same in as long again, when hardly a shard is opened for the first time.
         floor: tokens a second at which one core copies the bytes of such batches.
+        bare: tokens a processor second of reads alone, at random places of files held open; None where it is cold.
     """
 
     shards: int
@@ -33,7 +36,9 @@ class Row:
     cold: bool
     tokens_per_second: float
     tokens_per_processor_second: float
+    later: float
     floor: float
+    bare: float | None
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Report:
 
     def markdown(self) -> str:
         """The tables, with the machine above them."""
-        speeds = ("million tokens/s", "million tokens a processor second", "of the floor")
+        speeds = ("million tokens/s", "million tokens a processor second", "then", "of the floor")
         head = ("shards", "tokens a sample", "samples a batch", "ranks", "files", *speeds)
         rows = [
             (
@@ -90,6 +95,7 @@ class Report:
                 "on the disk" if row.cold else "in memory",
                 f"{row.tokens_per_second / 1e6:.1f}",
                 f"{row.tokens_per_processor_second / 1e6:.1f}",
+                f"{row.later / 1e6:.1f}",
                 f"{100 * row.tokens_per_processor_second / row.floor:.0f} %",
             )
             for row in self.rows
@@ -105,8 +111,8 @@ class Report:
             for one in self.resumes
         ]
         about = (
-            f"{self.data}. Each row was read for {self.seconds:g} s. Floor: the 30 bytes that a token is stored and "
-            "given in, copied from memory to memory by one core, measured beside each row."
+            f"{self.data}. Each row was read for {self.seconds:g} s, then for as long again. Floor: the 30 bytes that "
+            "a token is stored and given in, copied from memory to memory by one core, measured beside each row."
         )
         lines = [
             machine_line(self.machine),
@@ -115,10 +121,33 @@ class Report:
             "",
             *table(head, rows),
             "",
+            *self._flatness(),
             *table(("shards", "tokens a sample", "first sample", "ms to it", "ms, data.verify sha256"), resumes),
         ]
         return "\n".join(lines) + "\n"
 
+    def _flatness(self) -> list[str]:
+        """A table of what a token takes with more shards, files in memory; nothing for one number of them."""
+        warm = [row for row in self.rows if not row.cold]
+        fewest = {(row.length, row.ranks): row for row in sorted(warm, key=lambda row: -row.shards)}
+        pairs = [(row, fewest[row.length, row.ranks]) for row in warm]
+        rows = [_compared(row, least) for row, least in pairs if row.shards > least.shards]
+        if not rows:
+            return []
+        about = "Processor time of a token with more shards beside that with the fewest, files in memory:"
+        ratios = ("ratio", "then", "of reads alone", "microseconds more a sample, then", "of reads alone")
+        return [about, "", *table(("shards", "tokens a sample", "ranks", *ratios), rows), ""]
+
     def write(self, folder: Path) -> None:
         """Write loader.json and loader.md, each whole or not at all."""
         write_both(folder, "loader", self.to_dict(), self.markdown())
+
+
+def _compared(row: Row, least: Row) -> tuple[str, ...]:
+    """A line of that table."""
+    ratio = least.tokens_per_processor_second / row.tokens_per_processor_second
+    cells = [f"{row.shards:,} / {least.shards:,}", f"{row.length:,}", f"{row.ranks}", f"{ratio:.2f}"]
+    speeds = [(row.later, least.later), (row.bare or math.nan, least.bare or math.nan)]
+    cells += [f"{few / many:.2f}" for many, few in speeds]
+    cells += [f"{1e6 * row.length * (1 / many - 1 / few):.1f}" for many, few in speeds]
+    return tuple(cells)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -44,19 +45,47 @@ def test_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(loader, "training_batch", noting)
     clock = iter(range(100))
     monkeypatch.setattr(loader.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(loader.time, "process_time", iter((10.0, 12.0)).__next__)
-    # One batch to warm up; then the clock is read once a batch and stands at 3 and, at the end, 4 s.
-    assert loader.read(loader.Reading(tmp_path, 100, 2, 1, 2, 3.0)) == (2 * 2 * 100 / 4, 2 * 2 * 100 / 2)
-    assert read == [2, 3, 6, 7, 10, 11]  # the second of two ranks
+    monkeypatch.setattr(loader.time, "process_time", iter((10.0, 12.0, 20.0, 25.0)).__next__)
+    # One batch to warm up; then the clock is read once a batch and stands at 3 and, at the end, 4 s. So a second time.
+    assert loader.read(loader.Reading(tmp_path, 100, 2, 1, 2, 3.0)) == (400 / 4, 400 / 2, 400 / 5)
+    assert read == [2, 3, 6, 7, 10, 11, 14, 15, 18, 19]  # the second of two ranks
+
+
+def test_bare_reads_are_of_the_bytes_that_samples_span(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = make_random_data(tmp_path, 3, 3000, seed=3)
+    shard, read = manifest.domains[0].shards[0], set[tuple[int, bool]]()
+    before, given = len(os.listdir("/proc/self/fd")), os.preadv
+
+    def noting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        size = given(descriptor, buffers, offset)
+        read.add((size, len(buffers[0]) == size))
+        return size
+
+    monkeypatch.setattr(os, "preadv", noting)
+    monkeypatch.setattr(loader.time, "process_time", iter((10.0, 10.1, 12.0, 14.0)).__next__)
+    assert loader.bare_reads(tmp_path, 300) == 300 * 100 / 4
+    monkeypatch.setattr(loader.time, "process_time", iter((10.0, 10.1, 12.0, 14.0)).__next__)
+    assert loader.bare_reads(tmp_path, 3_000_000) == 3000 * 100 / 4  # no more than a shard
+    assert read == {(shard.bytes // 10, True), (shard.bytes, True)}
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_the_report_by_hand(tmp_path: Path) -> None:
-    rows, resumes = [Row(10, 2048, 4, 2, False, 2.5e7, 1.2e7, 1e8)], [Resume(1000, 102400, 32_000_000, 0.05, 0.25)]
+    rows = [
+        Row(10, 2048, 4, 2, False, 2.5e7, 1.2e7, 1.6e7, 1e8, 8e8),
+        Row(10, 2048, 4, 2, True, 2e7, 1e7, 1e7, 1e8, None),
+        Row(1000, 2048, 4, 2, False, 2e7, 1e7, 1.28e7, 1e8, 4e8),
+    ]
+    resumes = [Resume(1000, 102400, 32_000_000, 0.05, 0.25)]
     report = Report("`data`", {"torch": "2"}, 5, rows, resumes)
     report.write(tmp_path)
     text = (tmp_path / "loader.md").read_text()
-    assert "`data`. Each row was read for 5 s." in text
-    assert "| 10 | 2,048 | 4 | 2 | in memory | 25.0 | 12.0 | 12 % |" in text
+    assert "`data`. Each row was read for 5 s, then for as long again." in text
+    assert "| 10 | 2,048 | 4 | 2 | in memory | 25.0 | 12.0 | 16.0 | 12 % |" in text
+    assert "| 10 | 2,048 | 4 | 2 | on the disk | 20.0 | 10.0 | 10.0 | 10 % |" in text
+    # 128 and 160 microseconds a sample later on; reads alone 2.56 and 5.12
+    assert "| 1,000 / 10 | 2,048 | 2 | 1.20 | 1.25 | 2.00 | 32.0 | 2.6 |" in text
+    assert "Processor time" not in Report("`data`", {"torch": "2"}, 5, rows[:2], resumes).markdown()
     assert "| 1,000 | 102,400 | 32,000,000 | 50 | 250 |" in text
     raw = json.loads((tmp_path / "loader.json").read_text())
     assert raw["rows"][0]["floor"] == 1e8
