@@ -17,15 +17,15 @@ COUNTS = [3, 0, 1, 250, 0, 0, 7, 64, 1, 1, 0] * 20
 """More documents than two landmarks are apart; runs of empty ones stand on some of those."""
 
 
-def made(root: Path, counts: list[int] = COUNTS) -> tuple[ShardEntry, np.ndarray]:
+def made(root: Path, counts: list[int] = COUNTS, dtype: np.dtype = UINT16) -> tuple[ShardEntry, np.ndarray]:
     """A shard of documents with those numbers of tokens, and all its tokens."""
     generator = np.random.default_rng(5)
-    tokens = generator.integers(0, 65536, sum(counts)).astype(np.int64)
+    tokens = generator.integers(0, 2 ** (8 * dtype.itemsize), sum(counts)).astype(np.int64)
     content, rows, used = b"", [], 0
     for count in counts:
         content += generator.bytes(int(generator.integers(1, 60)))  # nothing is aligned
         rows.append((len(content), count))
-        content += tokens[used : used + count].astype(UINT16).tobytes()
+        content += tokens[used : used + count].astype(dtype).tobytes()
         used += count
     (root / "a.tar").write_bytes(content)
     np.save(root / "a.npy", np.array(rows, dtype="<i8").reshape(-1, 2))
@@ -33,19 +33,19 @@ def made(root: Path, counts: list[int] = COUNTS) -> tuple[ShardEntry, np.ndarray
     return ShardEntry("a.tar", "a.npy", len(counts), len(tokens), len(content), size, "", ""), tokens
 
 
-@pytest.mark.parametrize("stride", [1, 2, 64, 1000])
-def test_any_range_is_read(tmp_path, monkeypatch, stride):
+@pytest.mark.parametrize(("stride", "dtype"), [(1, "<u2"), (2, "<u2"), (64, "<u2"), (64, "<u4"), (1000, "<u2")])
+def test_any_range_is_read(tmp_path, monkeypatch, stride, dtype):
     monkeypatch.setattr(shard_file, "STRIDE", stride)
-    entry, tokens = made(tmp_path)
+    entry, tokens = made(tmp_path, dtype=np.dtype(dtype))
     owners = np.repeat(np.arange(len(COUNTS)), COUNTS)
-    first = OpenShard(tmp_path, entry, UINT16)
-    again = OpenShard(tmp_path, entry, UINT16, first.landmarks)
+    first = OpenShard(tmp_path, entry, np.dtype(dtype))
+    again = OpenShard(tmp_path, entry, np.dtype(dtype), first.landmarks)
     generator = np.random.default_rng(1)
     for number in range(300):
         start = int(generator.integers(0, len(tokens)))
         length = 1 + int(generator.integers(0, min(len(tokens) - start, 3 if number % 2 else 2000)))
         out = (first, again)[number % 2].read(start, length)
-        assert out.dtype == UINT16
+        assert out.dtype == dtype
         assert np.array_equal(out, tokens[start : start + length])
         found = first.documents(start, length)
         assert found.first == owners[start]
