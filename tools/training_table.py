@@ -19,6 +19,8 @@ from megatron_ext.reports import table
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "training.md"
 REPORTS = [
     *("100k_ed2e6a3", "2k_ed2e6a3", "8k_beb3a07", "32k_beb3a07"),
+    *("100k_66b7b20", "8k_66b7b20", "32k_66b7b20"),
+    *("100k_two_gpus_4f0b591", "2k_two_gpus_4f0b591", "8k_two_gpus_4f0b591", "32k_two_gpus_4f0b591"),
     *("100k_two_gpus_ed2e6a3", "100k_two_h100_beb3a07", "100k_two_h100_1c4c8c8"),
 ]
 LENGTHS = [2048, 8192, 32768, 102400, 524288]
