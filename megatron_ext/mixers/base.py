@@ -218,7 +218,7 @@ class Mixer(LooksBack, ABC):
         # While it decodes, each rank is given whole sequences.
         cp, units = 1 if self.memory is not None else self.cp_size, self.num_units_per_rank
         x_tbuw, *more = features_tbuw
-        if cp > 1 and self._exchanges_heads(x_tbuw):
+        if cp > 1 and self.exchanges_heads(len(x_tbuw), x_tbuw.element_size()):
             return self._mix_whole_sequences(features_tbuw, shared_tbw)
         assert cp == 1 or self.hands_on_states or self.gathers_keys_and_values, "the rules refuse this layout"
         first_position = self.cp_rank * len(x_tbuw) if self.memory is None else self.memory.advance(len(x_tbuw))
@@ -243,16 +243,21 @@ class Mixer(LooksBack, ABC):
         """Calls of `mix` for a rank's units where it exchanges them for whole sequences."""
         return 1 if self.needs_all_units else self.config.context_exchange_rounds
 
-    def _exchanges_heads(self, x_tbuw: Tensor) -> bool:
-        """Whether whole units change places with parts of the sequence; see `ParallelConfig.context_exchange`."""
+    def exchanges_heads(self, num_positions: int, item_size: int) -> bool:
+        """Whether whole units change places with parts of the sequence; see `ParallelConfig.context_exchange`.
+
+        Args:
+            num_positions: of a part.
+            item_size: bytes of a number.
+        """
         cp, chosen = self.cp_size, self.config.context_exchange
         if self.num_units_per_rank % cp:
             return False
-        in_parts = self.bytes_in_parts(len(x_tbuw), x_tbuw.element_size())
+        in_parts = self.bytes_in_parts(num_positions, item_size)
         if in_parts is None or chosen == "heads":
             return True
         own = "states" if self.hands_on_states else "chunks"
-        heads = len(x_tbuw) * (self.unit_width() + self.output_width()) * x_tbuw.element_size() / cp
+        heads = num_positions * (self.unit_width() + self.output_width()) * item_size / cp
         return chosen != own and heads <= in_parts
 
     def bytes_in_parts(self, num_positions: int, item_size: int) -> float | None:
@@ -269,6 +274,14 @@ class Mixer(LooksBack, ABC):
 
     def summary_size(self) -> int:
         """Numbers of a unit that a rank tells the others when states are handed on; see `states.state_before`."""
+        raise AssertionError(f"{type(self).__name__} hands no states on")
+
+    def summary_walks(self) -> float:
+        """Walks over its part that a rank's summary takes, in times of the one that its outputs take.
+
+        A walk over values as wide as a unit's values and keys together, where a summary is what becomes of every state;
+        see `states.state_before`.
+        """
         raise AssertionError(f"{type(self).__name__} hands no states on")
 
     def new_parameter_of_units(self, initializer: Initializer, *shape: int) -> torch.nn.Parameter:

@@ -80,6 +80,10 @@ class Based(Mixer):
         """See `Mixer.summary_size`."""
         return self.num_features * (self.num_features + self.head_dim + 1)
 
+    def summary_walks(self) -> float:
+        """See `Mixer.summary_walks`."""
+        return 1 + self.num_features / (self.head_dim + 1)
+
     def mixing_flops(self, seq_length: int) -> float:
         """Writing to the state, reading from it, and the sum of weights."""
         return self.num_units() * 4 * self.num_features * (self.head_dim + 1)

@@ -126,6 +126,10 @@ class Mamba(Mixer):
         """See `Mixer.summary_size`."""
         return 2 * self.output_width() * self.mixer_config.state_size
 
+    def summary_walks(self) -> float:
+        """See `Mixer.summary_walks`: what becomes of a state needs no walk, as each of its numbers goes by itself."""
+        return 1.0
+
     def mixing_flops(self, seq_length: int) -> float:
         """The state: decay, write, read."""
         return self.num_units() * self.output_width() * 6 * self.mixer_config.state_size

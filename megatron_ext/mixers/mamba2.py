@@ -140,6 +140,10 @@ class Mamba2(Mixer):
         state = self.mixer_config.state_size
         return self.heads_per_group * state * (state + self.value_dim)
 
+    def summary_walks(self) -> float:
+        """See `Mixer.summary_walks`."""
+        return 1 + self.mixer_config.state_size / self.value_dim
+
     def mixing_flops(self, seq_length: int) -> float:
         """Writing to the state, reading from it."""
         return self.num_units() * self.heads_per_group * 4 * self.mixer_config.state_size * self.value_dim

@@ -111,6 +111,10 @@ class RWKVMixer(Mixer):
         """See `Mixer.summary_size`."""
         return 2 * self.head_dim**2
 
+    def summary_walks(self) -> float:
+        """See `Mixer.summary_walks`."""
+        return 2.0
+
 
 def normed_heads(o_btud: Tensor, weight_ud: Tensor, bias_ud: Tensor, epsilon: float) -> Tensor:
     """Each head's output over its own mean and spread, fp32: [b, t, u, d] to [t, b, u, d]."""

@@ -113,6 +113,10 @@ class StatefulMixer(Mixer):
         """See `Mixer.summary_size`."""
         return self.head_dim * (self.head_dim + self.value_dim)
 
+    def summary_walks(self) -> float:
+        """See `Mixer.summary_walks`."""
+        return 1 + self.head_dim / self.value_dim
+
     def mixing_flops(self, seq_length: int) -> float:
         """Writing to the state and reading from it."""
         return self.num_units() * 4 * self.head_dim * self.value_dim

@@ -48,6 +48,7 @@ class Layer:
         projection_flops: of them those of the linears that may compute in 8 bits.
         feed_forward_flops: of the feed-forward.
         exchange_rounds: in which its heads are exchanged, if they are; see `Mixer.exchange_rounds`.
+        summary_walks: of its mixer where states are handed on from rank to rank (`Mixer.summary_walks`); else 0.
     """
 
     part: str
@@ -55,6 +56,7 @@ class Layer:
     projection_flops: float
     feed_forward_flops: float
     exchange_rounds: int
+    summary_walks: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +133,15 @@ def _layers(shape: ModelShape, chunks: Sequence[nn.Module], seq_length: int) -> 
             projection_flops=6 * mixer.tp_size * weights_of_linears([mixer]),
             feed_forward_flops=6 * shape.feed_forward_parameters,
             exchange_rounds=mixer.exchange_rounds,
+            summary_walks=_summary_walks(mixer, seq_length // mixer.cp_size),
         )
+
+
+def _summary_walks(mixer: Mixer, num_positions: int) -> float:
+    if mixer.cp_size == 1 or not mixer.hands_on_states:
+        return 0.0
+    heads = mixer.exchanges_heads(num_positions, mixer.config.params_dtype.itemsize)
+    return 0.0 if heads else mixer.summary_walks()
 
 
 def _loss_flops(shape: ModelShape, chunks: Sequence[nn.Module]) -> float:

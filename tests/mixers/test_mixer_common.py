@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 import megatron_ext.mixers
-from megatron_ext.mixers.base import Mixer
+from megatron_ext.mixers.base import Mixer, Part
+from megatron_ext.mixers.past import OtherRanks
 from megatron_ext.mixers.registry import MIXERS, load_all, register
 from megatron_ext.parallel.aligned_linear import MULTIPLE
+from megatron_ext.parallel.states import DiagonalWalk, Walk
 
 MakeMixer = Callable[..., Any]
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -133,7 +136,7 @@ def test_what_is_exchanged_under_context_parallelism(
     mixer = make_mixer("retnet", expand_v=1)
     monkeypatch.setattr(mixer, "cp_size", size)
     monkeypatch.setattr(mixer.config, "context_exchange", chosen)
-    assert mixer._exchanges_heads(torch.empty(length, 1, 4, 24)) == heads
+    assert mixer.exchanges_heads(length, item_size=4) == heads
 
 
 @pytest.mark.parametrize(
@@ -166,7 +169,42 @@ def test_whether_chunks_are_fetched_under_context_parallelism(
     mixer = make_mixer("top1_chunk", heads=heads, groups=groups, chunk_size=4, score=score)
     monkeypatch.setattr(mixer, "cp_size", size)
     monkeypatch.setattr(mixer.config, "context_exchange", chosen)
-    assert mixer._exchanges_heads(torch.empty(length, 1, groups, mixer.unit_width())) == exchanges_heads
+    assert mixer.exchanges_heads(length, item_size=4) == exchanges_heads
+
+
+class _Widths(OtherRanks):
+    """A rank's past that notes how wide the values of each walk are, in widths of the mixer's own."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group)
+        self.seen: list[float] = []
+
+    def walk(self, name: str, walk: Walk, v_bthe: Tensor, key_dim: int) -> Tensor:
+        def noted(values: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+            self.seen.append(values.shape[-1] / v_bthe.shape[-1])
+            return walk(values, state)
+
+        return super().walk(name, noted, v_bthe, key_dim)
+
+    def walk_diagonal(self, name: str, walk: DiagonalWalk, kept: Tensor) -> Tensor:
+        def noted(state: Tensor | None) -> tuple[Tensor, Tensor]:
+            self.seen.append(1.0)
+            return walk(state)
+
+        return super().walk_diagonal(name, noted, kept)
+
+
+@pytest.mark.parametrize(("name", "fields"), VARIANTS)
+def test_walks_that_a_summary_takes(
+    make_mixer: MakeMixer, hidden_states: Tensor, one_process: Any, name: str, fields: dict[str, Any]
+) -> None:
+    mixer = make_mixer(name, **fields)
+    if not mixer.hands_on_states:
+        return
+    past = _Widths(one_process.cp)
+    first, *more = mixer.features(hidden_states)
+    mixer.mix(first, Part(0, mixer.num_units(), 0, past, mixer.shared_features(hidden_states), tuple(more)))
+    assert sum(past.seen) == pytest.approx(1 + mixer.summary_walks())
 
 
 LENGTH, HEADS, WIDTH, HIDDEN = 12, 4, 6, 24
