@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import numpy as np
 
-from data_prep.manifest import load_manifest
 from megatron_ext.bench.loader_report import Resume, Row
 from megatron_ext.data.batches import micro_batch_indices, training_batch
 from megatron_ext.data.opening import open_samples, shard_files
 from megatron_ext.data.samples import TrainingSamples
-from megatron_ext.data.shards import open_shards
 from megatron_ext.data.verified import Verified, read_verified, write_verified
 from megatron_ext.data.verify import verify_shards
 
@@ -25,6 +24,9 @@ TOKEN_BYTES = 2 + 3 * 8 + 4
 """A token as it is stored, and as an input, a label, a position and a weight: what must be moved at the least."""
 
 SEED = 1234
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -48,20 +50,16 @@ class Reading:
     seconds: float
 
 
-def read(reading: Reading) -> tuple[float, float, float]:
-    """Tokens a second of one rank, and a second of its processor, from its first batch on; the last in as long again.
-
-    What opening each shard costs is in the first two, and hardly in the third.
-    """
+def read(reading: Reading) -> tuple[float, float]:
+    """Tokens a second of one rank, and a second of its processor, from its first batch on: shards are opened in it."""
     samples, _ = open_samples(reading.root, reading.length, SEED)
     _micro_batch(samples, reading, 0)  # torch has been used once
-    first, wall, work = _timed(samples, reading, 0)
-    number, _, work_later = _timed(samples, reading, first)
-    tokens = reading.batch * reading.length
-    return first * tokens / wall, first * tokens / work, (number - first) * tokens / work_later
+    number, wall, work = timed(samples, reading, 0)
+    tokens = number * reading.batch * reading.length
+    return tokens / wall, tokens / work
 
 
-def _timed(samples: TrainingSamples, reading: Reading, number: int) -> tuple[int, float, float]:
+def timed(samples: TrainingSamples, reading: Reading, number: int) -> tuple[int, float, float]:
     """Read on behind a micro-batch: the number of the last, seconds, and seconds of the processor."""
     started, worked = time.perf_counter(), time.process_time()
     while time.perf_counter() - started < reading.seconds:
@@ -72,6 +70,14 @@ def _timed(samples: TrainingSamples, reading: Reading, number: int) -> tuple[int
 
 def _micro_batch(samples: TrainingSamples, reading: Reading, number: int) -> None:
     training_batch(samples, micro_batch_indices(0, number, reading.batch, reading.rank, reading.ranks))
+
+
+def at_once(work: Callable[[T], R], ranks: Sequence[T]) -> list[R]:
+    """Let every rank work in a process of its own, all at once; a single one does so in this process."""
+    if len(ranks) == 1:
+        return [work(ranks[0])]
+    with multiprocessing.get_context("spawn").Pool(len(ranks)) as pool:
+        return pool.map(work, ranks, chunksize=1)
 
 
 def measure(root: Path, shards: int, length: int, batch: int, ranks: int, seconds: float, *, cold: bool) -> Row:
@@ -91,15 +97,10 @@ def measure(root: Path, shards: int, length: int, batch: int, ranks: int, second
             _forget(path)
         else:
             path.read_bytes()
-    best, bare = floor(batch * length), None if cold else bare_reads(root, length)
-    readings = [Reading(root, length, batch, rank, ranks, seconds) for rank in range(ranks)]
-    if ranks == 1:
-        speeds = [read(readings[0])]
-    else:
-        with multiprocessing.get_context("spawn").Pool(ranks) as pool:
-            speeds = pool.map(read, readings, chunksize=1)
-    wall, work, later = (sum(speed) for speed in zip(*speeds, strict=True))
-    return Row(shards, length, batch, ranks, cold, wall, work / ranks, later / ranks, best, bare)
+    best = floor(batch * length)
+    speeds = at_once(read, [Reading(root, length, batch, rank, ranks, seconds) for rank in range(ranks)])
+    wall, work = (sum(speed) for speed in zip(*speeds, strict=True))
+    return Row(shards, length, batch, ranks, cold, wall, work / ranks, best)
 
 
 def verify_once(root: Path, folder: Path) -> None:
@@ -156,36 +157,3 @@ def floor(tokens: int, seconds: float = 0.3) -> float:
         np.copyto(target, source)
         spent.append(time.perf_counter() - started)
     return tokens / median(spent)
-
-
-def bare_reads(root: Path, length: int, seconds: float = 0.5) -> float:
-    """Tokens a processor second that one core reads and does nothing else with, from files held open.
-
-    As many bytes as a sample spans, at random places of the tars, into one buffer: what is slower with more shards here
-    is so by the memory of the machine.
-
-    Args:
-        root: a prepared folder.
-        length: tokens a sample.
-        seconds: of the processor, to read for.
-    """
-    shards, chance = (
-        [shard for entry in load_manifest(root).select("train") for shard in entry.shards],
-        random.Random(0),
-    )
-    chosen = chance.sample(shards, min(len(shards), open_shards()))
-    opened = [(os.open(root / shard.file, os.O_RDONLY), shard) for shard in chosen]
-    buffer = memoryview(bytearray(max(shard.bytes for shard in chosen)))
-    tokens, started = 0, time.process_time()
-    try:
-        while time.process_time() - started < seconds:
-            for _ in range(100):
-                descriptor, shard = chance.choice(opened)
-                part = min(length, shard.tokens)
-                size = shard.bytes * part // shard.tokens
-                os.preadv(descriptor, [buffer[:size]], chance.randrange(shard.bytes - size + 1))
-                tokens += part
-        return tokens / (time.process_time() - started)
-    finally:
-        for descriptor, _ in opened:
-            os.close(descriptor)

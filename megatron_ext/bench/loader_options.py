@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from kernels.bench.arguments import at_least_one, save_into, split, tell
@@ -22,7 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-tokens", type=int, default=8192, metavar="N", help="of a micro-batch, about (%(default)s)")
     add("--ranks", default="1,2", metavar="LIST", help="processes that read at once (%(default)s)")
     add("--samples", default="0,32000000", metavar="LIST", help="to resume at (%(default)s: 10^6 steps of 32)")
-    add("--seconds", type=float, default=5.0, metavar="S", help="that each row is read for (%(default)s)")
+    add(
+        "--seconds",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="that each row is read for, and each folder in turns (%(default)s)",
+    )
     add("--output", type=Path, default=Path("bench/loader"), metavar="DIR", help="of the report (%(default)s)")
     add("--disk", type=Path, metavar="DIR", help="where random data is made (--output)")
 
@@ -44,33 +50,40 @@ def run(args: argparse.Namespace) -> int:
 
     from kernels.bench.report import describe_machine
     from megatron_ext.bench import loader
-    from megatron_ext.bench.loader_report import Report, Resume, Row
+    from megatron_ext.bench.loader_report import Report, Resume, Row, Turns
+    from megatron_ext.bench.loader_turns import measure_turns
     from megatron_ext.bench.saves_report import host
     from megatron_ext.data.opening import shard_files
 
     rows: list[Row] = []
+    turns: list[Turns] = []
     resumes: list[Resume] = []
-    for count in counts:
-        with (
-            _data(args.data, args.disk or args.output, count, shard_tokens) as root,
-            tempfile.TemporaryDirectory() as record,
-        ):
-            shards = len(shard_files(root)) // 2
-            loader.verify_once(root, Path(record))
+    with ExitStack() as folders:
+        disk, roots = args.disk or args.output, dict[Path, int]()
+        for count in counts:
+            root = folders.enter_context(_data(args.data, disk, count, shard_tokens))
+            shards = roots[root] = len(shard_files(root)) // 2
+            record = Path(folders.enter_context(tempfile.TemporaryDirectory()))
+            loader.verify_once(root, record)
             for length in lengths:
                 batch = max(1, batch_tokens // length)
                 tell(f"{shards} shards, {length} tokens a sample")
-                resumes += [loader.resume(root, shards, length, start, 3, Path(record)) for start in starts]
+                resumes += [loader.resume(root, shards, length, start, 3, record) for start in starts]
                 # Cold reading at the last: what it leaves in memory is no use to the others.
                 for number, cold in [*((number, False) for number in ranks), (ranks[-1], True)]:
                     rows.append(loader.measure(root, shards, length, batch, number, args.seconds, cold=cold))
+        for length in lengths if len(roots) > 1 else ():
+            tell(f"in turns, {length} tokens a sample")
+            batch = max(1, batch_tokens // length)
+            for number in ranks:
+                turns += measure_turns(roots, length, batch, number, args.seconds)
     data = (
         f"`{args.data}`"
         if args.data
         else f"Random data, {shard_tokens:,} tokens a shard, documents of 1,000 on average"
     )
     machine = describe_machine(torch.device("cpu")) | host()
-    report = Report(data, machine, args.seconds, rows, resumes)
+    report = Report(data, machine, args.seconds, rows, turns, resumes)
     save_into(args.output, report.write)
     print(report.markdown())
     return 0

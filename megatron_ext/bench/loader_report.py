@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from kernels.bench.report import machine_line
@@ -24,9 +24,7 @@ class Row:
         cold: the files were not in the operating system's memory.
         tokens_per_second: of all of them.
         tokens_per_processor_second: of each, while a processor worked for it: other work on the machine is not in it.
-        later: the same in as long again, when hardly a shard is opened for the first time.
         floor: tokens a second at which one core copies the bytes of such batches.
-        bare: tokens a processor second of reads alone, at random places of files held open; None where it is cold.
     """
 
     shards: int
@@ -36,9 +34,28 @@ class Row:
     cold: bool
     tokens_per_second: float
     tokens_per_processor_second: float
-    later: float
     floor: float
-    bare: float | None
+
+
+@dataclass(frozen=True)
+class Turns:
+    """A folder that was read in turn with others, files in memory and shards opened before.
+
+    Attributes:
+        shards: of the training text.
+        length: tokens a sample.
+        ranks: processes that read at once.
+        sample_seconds: of a processor a sample, in each round of each rank; the same round of other folders is at the
+            same place.
+        bare_seconds: the same of reads alone: as many bytes of a tar as a sample spans, at random places, into one
+            buffer. What is slower with more shards here is so by the memory of the machine.
+    """
+
+    shards: int
+    length: int
+    ranks: int
+    sample_seconds: Sequence[float]
+    bare_seconds: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -67,8 +84,9 @@ class Report:
     Attributes:
         data: what was read.
         machine: where.
-        seconds: that each row was read for.
+        seconds: that each row was read for, and each folder in turns.
         rows: speeds.
+        turns: what a sample took by number of shards; none for one number of them.
         resumes: times to a first batch.
     """
 
@@ -76,6 +94,7 @@ class Report:
     machine: dict[str, str | None]
     seconds: float
     rows: Sequence[Row]
+    turns: Sequence[Turns]
     resumes: Sequence[Resume]
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,7 +103,7 @@ class Report:
 
     def markdown(self) -> str:
         """The tables, with the machine above them."""
-        speeds = ("million tokens/s", "million tokens a processor second", "then", "of the floor")
+        speeds = ("million tokens/s", "million tokens a processor second", "of the floor")
         head = ("shards", "tokens a sample", "samples a batch", "ranks", "files", *speeds)
         rows = [
             (
@@ -95,7 +114,6 @@ class Report:
                 "on the disk" if row.cold else "in memory",
                 f"{row.tokens_per_second / 1e6:.1f}",
                 f"{row.tokens_per_processor_second / 1e6:.1f}",
-                f"{row.later / 1e6:.1f}",
                 f"{100 * row.tokens_per_processor_second / row.floor:.0f} %",
             )
             for row in self.rows
@@ -111,7 +129,7 @@ class Report:
             for one in self.resumes
         ]
         about = (
-            f"{self.data}. Each row was read for {self.seconds:g} s, then for as long again. Floor: the 30 bytes that "
+            f"{self.data}. Each row was read for {self.seconds:g} s. Floor: the 30 bytes that "
             "a token is stored and given in, copied from memory to memory by one core, measured beside each row."
         )
         lines = [
@@ -127,27 +145,34 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def _flatness(self) -> list[str]:
-        """A table of what a token takes with more shards, files in memory; nothing for one number of them."""
-        warm = [row for row in self.rows if not row.cold]
-        fewest = {(row.length, row.ranks): row for row in sorted(warm, key=lambda row: -row.shards)}
-        pairs = [(row, fewest[row.length, row.ranks]) for row in warm]
-        rows = [_compared(row, least) for row, least in pairs if row.shards > least.shards]
-        if not rows:
+        """A table of what a sample takes by number of shards; nothing for one number of them."""
+        if not self.turns:
             return []
-        about = "Processor time of a token with more shards beside that with the fewest, files in memory:"
-        ratios = ("ratio", "then", "of reads alone", "microseconds more a sample, then", "of reads alone")
-        return [about, "", *table(("shards", "tokens a sample", "ranks", *ratios), rows), ""]
+        about = (
+            "Microseconds of a processor a sample, files in memory and shards opened before. In each process the "
+            f"folders took turns, {self.seconds:g} s of samples each: medians of all rounds, with the least and the "
+            "most; a ratio is to the fewest shards in the same round. Reads alone: as many bytes as a sample spans, at "
+            "random places, into one buffer."
+        )
+        head = ("shards", "tokens a sample", "ranks", "microseconds", "ratio", "reads alone", "ratio of reads alone")
+        fewest = {(one.length, one.ranks): one for one in sorted(self.turns, key=lambda one: -one.shards)}
+        rows = [_compared(one, fewest[one.length, one.ranks]) for one in self.turns]
+        return [about, "", *table(head, rows), ""]
 
     def write(self, folder: Path) -> None:
         """Write loader.json and loader.md, each whole or not at all."""
         write_both(folder, "loader", self.to_dict(), self.markdown())
 
 
-def _compared(row: Row, least: Row) -> tuple[str, ...]:
+def _compared(one: Turns, least: Turns) -> tuple[str, ...]:
     """A line of that table."""
-    ratio = least.tokens_per_processor_second / row.tokens_per_processor_second
-    cells = [f"{row.shards:,} / {least.shards:,}", f"{row.length:,}", f"{row.ranks}", f"{ratio:.2f}"]
-    speeds = [(row.later, least.later), (row.bare or math.nan, least.bare or math.nan)]
-    cells += [f"{few / many:.2f}" for many, few in speeds]
-    cells += [f"{1e6 * row.length * (1 / many - 1 / few):.1f}" for many, few in speeds]
+    cells = [f"{one.shards:,}", f"{one.length:,}", f"{one.ranks}"]
+    for many, few in ((one.sample_seconds, least.sample_seconds), (one.bare_seconds, least.bare_seconds)):
+        ratios = [theirs / its for theirs, its in zip(many, few, strict=True)]
+        cells += [_spread([1e6 * x for x in many], 1), "" if one is least else _spread(ratios, 2)]
     return tuple(cells)
+
+
+def _spread(values: Sequence[float], places: int) -> str:
+    """Median, least and most."""
+    return f"{median(values):.{places}f} ({min(values):.{places}f} to {max(values):.{places}f})"

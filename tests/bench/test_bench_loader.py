@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import webdataset
 
-from megatron_ext.bench import loader
-from megatron_ext.bench.loader_report import Report, Resume, Row
+from megatron_ext.bench import loader, loader_turns
+from megatron_ext.bench.loader_report import Report, Resume, Row, Turns
 from megatron_ext.cli import main
+from megatron_ext.data.opening import open_samples
 from megatron_ext.data.random_data import make_random_data
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.data.verify import verify_shards
@@ -45,10 +46,10 @@ def test_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(loader, "training_batch", noting)
     clock = iter(range(100))
     monkeypatch.setattr(loader.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(loader.time, "process_time", iter((10.0, 12.0, 20.0, 25.0)).__next__)
-    # One batch to warm up; then the clock is read once a batch and stands at 3 and, at the end, 4 s. So a second time.
-    assert loader.read(loader.Reading(tmp_path, 100, 2, 1, 2, 3.0)) == (400 / 4, 400 / 2, 400 / 5)
-    assert read == [2, 3, 6, 7, 10, 11, 14, 15, 18, 19]  # the second of two ranks
+    monkeypatch.setattr(loader.time, "process_time", iter((10.0, 12.0)).__next__)
+    # One batch to warm up; then the clock is read once a batch and stands at 3 and, at the end, 4 s.
+    assert loader.read(loader.Reading(tmp_path, 100, 2, 1, 2, 3.0)) == (400 / 4, 400 / 2)
+    assert read == [2, 3, 6, 7, 10, 11]  # the second of two ranks
 
 
 def test_bare_reads_are_of_the_bytes_that_samples_span(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,34 +63,96 @@ def test_bare_reads_are_of_the_bytes_that_samples_span(tmp_path: Path, monkeypat
         return size
 
     monkeypatch.setattr(os, "preadv", noting)
-    monkeypatch.setattr(loader.time, "process_time", iter((10.0, 10.1, 12.0, 14.0)).__next__)
-    assert loader.bare_reads(tmp_path, 300) == 300 * 100 / 4
-    monkeypatch.setattr(loader.time, "process_time", iter((10.0, 10.1, 12.0, 14.0)).__next__)
-    assert loader.bare_reads(tmp_path, 3_000_000) == 3000 * 100 / 4  # no more than a shard
+    for length, expected in ((300, 4 / 100), (3_000_000, 4 / 100 * 1000)):  # no more than a shard
+        monkeypatch.setattr(loader_turns.time, "process_time", iter((10.0, 10.1, 12.0, 14.0)).__next__)
+        with loader_turns.bare_reads(tmp_path, manifest, length, most_open=2) as bare:
+            assert len(os.listdir("/proc/self/fd")) == before + 2
+            assert bare(1.0) == pytest.approx(expected)
     assert read == {(shard.bytes // 10, True), (shard.bytes, True)}
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_turns_read_the_samples_of_each_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    roots = {tmp_path / "few": 2, tmp_path / "many": 5}
+    for root, shards in roots.items():
+        make_random_data(root, shards, 3000, seed=shards)
+    expected = {root: open_samples(root, 100, loader.SEED)[0] for root in roots}
+    taken: list[Path] = []
+    read: dict[Path, list[int]] = {root: [] for root in roots}
+    alone: dict[Path, set[Path]] = {root: set() for root in roots}
+    given, batch_of, reads = loader_turns.timed, loader.training_batch, os.preadv
+
+    def turn(samples, reading, number):  # type: ignore[no-untyped-def]
+        taken.append(reading.root)
+        assert len(samples._store._open) == roots[reading.root]  # before the first sample, too
+        return given(samples, reading, number)
+
+    def batch(samples, indices, *rest):  # type: ignore[no-untyped-def]
+        found = batch_of(samples, indices, *rest)
+        wanted = np.stack([expected[taken[-1]][index] for index in indices])
+        assert np.array_equal(found.tokens, wanted[:, :-1])
+        read[taken[-1]].extend(indices)
+        return found
+
+    def preadv(descriptor: int, *rest) -> int:  # type: ignore[no-untyped-def]
+        alone[taken[-1]].add(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        return reads(descriptor, *rest)
+
+    monkeypatch.setattr(loader_turns, "TURN", 0.002)
+    monkeypatch.setattr(loader_turns, "timed", turn)
+    monkeypatch.setattr(loader, "training_batch", batch)
+    monkeypatch.setattr(os, "preadv", preadv)
+    turns = loader_turns.measure_turns(roots, 100, 2, 1, 0.008)
+    few, many = roots
+    assert taken == [few, many, many, few, few, many, many, few, few, many]  # the first round is not counted
+    for root, one in zip(roots, turns, strict=True):
+        assert (one.shards, one.length, one.ranks) == (roots[root], 100, 1)
+        assert (len(one.sample_seconds), len(one.bare_seconds)) == (4, 4)
+        assert min(*one.sample_seconds, *one.bare_seconds) > 0
+        assert read[root] == list(range(2, 2 + len(read[root])))
+        assert alone[root] == set(root.rglob("*.tar"))
+
+
+def test_stores_and_reads_alone_share_the_files_that_a_process_may_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_random_data(tmp_path, 8, 3000, seed=3)
+    monkeypatch.setattr(loader_turns, "open_shards", lambda: 4)  # of 32 files
+    before = len(os.listdir("/proc/self/fd"))
+    reading = loader.Reading(tmp_path, 100, 2, 0, 1, 1.0)
+    for folders, files in ((2, 4 * 2 + 2), (3, 4 * 2 + 1), (4, 3 * 2 + 1)):
+        with loader_turns._folder(reading, folders):
+            assert len(os.listdir("/proc/self/fd")) == before + files
+
+
 def test_the_report_by_hand(tmp_path: Path) -> None:
     rows = [
-        Row(10, 2048, 4, 2, False, 2.5e7, 1.2e7, 1.6e7, 1e8, 8e8),
-        Row(10, 2048, 4, 2, True, 2e7, 1e7, 1e7, 1e8, None),
-        Row(1000, 2048, 4, 2, False, 2e7, 1e7, 1.28e7, 1e8, 4e8),
+        Row(10, 2048, 4, 2, False, 2.5e7, 1.2e7, 1e8),
+        Row(10, 2048, 4, 2, True, 2e7, 1e7, 1e8),
+    ]
+    turns = [
+        Turns(1000, 2048, 2, [50e-6, 66e-6, 42e-6, 44e-6], [3e-6, 5e-6, 3e-6, 4e-6]),
+        Turns(10, 2048, 2, [40e-6, 60e-6, 42e-6, 40e-6], [2e-6, 2e-6, 2e-6, 2e-6]),
+        Turns(10, 102400, 2, [400e-6], [40e-6]),
     ]
     resumes = [Resume(1000, 102400, 32_000_000, 0.05, 0.25)]
-    report = Report("`data`", {"torch": "2"}, 5, rows, resumes)
+    report = Report("`data`", {"torch": "2"}, 5, rows, turns, resumes)
     report.write(tmp_path)
     text = (tmp_path / "loader.md").read_text()
-    assert "`data`. Each row was read for 5 s, then for as long again." in text
-    assert "| 10 | 2,048 | 4 | 2 | in memory | 25.0 | 12.0 | 16.0 | 12 % |" in text
-    assert "| 10 | 2,048 | 4 | 2 | on the disk | 20.0 | 10.0 | 10.0 | 10 % |" in text
-    # 128 and 160 microseconds a sample later on; reads alone 2.56 and 5.12
-    assert "| 1,000 / 10 | 2,048 | 2 | 1.20 | 1.25 | 2.00 | 32.0 | 2.6 |" in text
-    assert "Processor time" not in Report("`data`", {"torch": "2"}, 5, rows[:2], resumes).markdown()
+    assert "`data`. Each row was read for 5 s. Floor" in text
+    assert "| 10 | 2,048 | 4 | 2 | in memory | 25.0 | 12.0 | 12 % |" in text
+    assert "| 10 | 2,048 | 4 | 2 | on the disk | 20.0 | 10.0 | 10 % |" in text
+    alone = "3.5 (3.0 to 5.0) | 1.75 (1.50 to 2.50)"
+    assert f"| 1,000 | 2,048 | 2 | 47.0 (42.0 to 66.0) | 1.10 (1.00 to 1.25) | {alone} |" in text
+    assert "| 10 | 2,048 | 2 | 41.0 (40.0 to 60.0) |  | 2.0 (2.0 to 2.0) |  |" in text
+    assert "| 10 | 102,400 | 2 | 400.0 (400.0 to 400.0) |  |" in text
+    assert "took turns, 5 s of samples each" in text
+    assert "took turns" not in Report("`data`", {"torch": "2"}, 5, rows, [], resumes).markdown()
     assert "| 1,000 | 102,400 | 32,000,000 | 50 | 250 |" in text
     raw = json.loads((tmp_path / "loader.json").read_text())
     assert raw["rows"][0]["floor"] == 1e8
     assert raw["rows"][0]["tokens_per_second"] == 2.5e7
+    assert raw["turns"][0]["bare_seconds"] == [3e-6, 5e-6, 3e-6, 4e-6]
     assert raw["resumes"][0]["seconds_checked"] == 0.25
 
 
@@ -104,6 +167,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (2, 128, True),
     ]
     assert all(row["tokens_per_second"] > 0 for row in raw["rows"])
+    assert [(one["shards"], one["length"], one["ranks"], len(one["sample_seconds"])) for one in raw["turns"]] == [
+        (1, 64, 1, 2),
+        (2, 64, 1, 2),
+    ]
     assert [(one["shards"], one["sample"]) for one in raw["resumes"]] == [(1, 0), (1, 1000), (2, 0), (2, 1000)]
     assert capsys.readouterr().out == (tmp_path / "loader.md").read_text() + "\n"
     assert {path.name for path in tmp_path.iterdir()} == {"loader.json", "loader.md"}
