@@ -273,14 +273,14 @@ class Mixer(LooksBack, ABC):
         return self.summary_size() * torch.float32.itemsize if self.hands_on_states else None
 
     def summary_size(self) -> int:
-        """Numbers of a unit that a rank tells the others when states are handed on; see `states.state_before`."""
+        """Numbers of a unit that a rank tells the others when states are handed on; see `states.walk_by_parts`."""
         raise AssertionError(f"{type(self).__name__} hands no states on")
 
     def summary_walks(self) -> float:
-        """Walks over its part that a rank's summary takes, in times of the one that its outputs take.
+        """Walks over its part that a rank's summary takes beside the one for its outputs, in times of that one.
 
-        A walk over values as wide as a unit's values and keys together, where a summary is what becomes of every state;
-        see `states.state_before`.
+        Values are wider in that one by as much as keys are, where a summary is what becomes of every state; see
+        `states.walk_by_parts`.
         """
         raise AssertionError(f"{type(self).__name__} hands no states on")
 

@@ -82,7 +82,7 @@ class Based(Mixer):
 
     def summary_walks(self) -> float:
         """See `Mixer.summary_walks`."""
-        return 1 + self.num_features / (self.head_dim + 1)
+        return self.num_features / (self.head_dim + 1)
 
     def mixing_flops(self, seq_length: int) -> float:
         """Writing to the state, reading from it, and the sum of weights."""

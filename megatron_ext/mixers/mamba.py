@@ -127,7 +127,7 @@ class Mamba(Mixer):
         return 2 * self.output_width() * self.mixer_config.state_size
 
     def summary_walks(self) -> float:
-        """See `Mixer.summary_walks`: what becomes of a state needs no walk, as each of its numbers goes by itself."""
+        """See `Mixer.summary_walks`: the part is walked over again, see `states.diagonal_state_before`."""
         return 1.0
 
     def mixing_flops(self, seq_length: int) -> float:

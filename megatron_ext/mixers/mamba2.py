@@ -142,7 +142,7 @@ class Mamba2(Mixer):
 
     def summary_walks(self) -> float:
         """See `Mixer.summary_walks`."""
-        return 1 + self.mixer_config.state_size / self.value_dim
+        return self.mixer_config.state_size / self.value_dim
 
     def mixing_flops(self, seq_length: int) -> float:
         """Writing to the state, reading from it."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.parallel.exchange import gather_sequence
-from megatron_ext.parallel.states import DiagonalWalk, Walk, diagonal_state_before, rows_before, state_before
+from megatron_ext.parallel.states import DiagonalWalk, Walk, diagonal_state_before, rows_before, walk_by_parts
 
 
 class Past(ABC):
@@ -49,7 +49,7 @@ class Past(ABC):
 
         Args:
             name: of the state in the layer.
-            walk: over the rows given, an op with keys of its own; linear in the values and affine in the state.
+            walk: over the rows given, an op with keys of its own; linear in values and state together.
             v_bthe: its values [b, t, h, e].
             key_dim: d of the state [b, h, d, e].
 
@@ -116,7 +116,7 @@ class OtherRanks(Past):
 
     def walk(self, name: str, walk: Walk, v_bthe: Tensor, key_dim: int) -> Tensor:
         """See `Past.walk`."""
-        return walk(v_bthe, state_before(walk, v_bthe, key_dim, self._group))[0]
+        return walk_by_parts(walk, v_bthe, key_dim, self._group)
 
     def walk_diagonal(self, name: str, walk: DiagonalWalk, kept: Tensor) -> Tensor:
         """See `Past.walk_diagonal`."""

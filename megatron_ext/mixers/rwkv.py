@@ -113,7 +113,7 @@ class RWKVMixer(Mixer):
 
     def summary_walks(self) -> float:
         """See `Mixer.summary_walks`."""
-        return 2.0
+        return 1.0
 
 
 def normed_heads(o_btud: Tensor, weight_ud: Tensor, bias_ud: Tensor, epsilon: float) -> Tensor:

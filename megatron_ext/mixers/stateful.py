@@ -115,7 +115,7 @@ class StatefulMixer(Mixer):
 
     def summary_walks(self) -> float:
         """See `Mixer.summary_walks`."""
-        return 1 + self.head_dim / self.value_dim
+        return self.head_dim / self.value_dim
 
     def mixing_flops(self, seq_length: int) -> float:
         """Writing to the state and reading from it."""

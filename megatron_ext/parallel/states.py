@@ -17,25 +17,25 @@ DiagonalWalk = Callable[[Tensor | None], tuple[Tensor, Tensor]]
 """From the state before, None for zeros, to outputs and the state after them."""
 
 
-def state_before(walk: Walk, v_bthe: Tensor, key_dim: int, group: ProcessGroup) -> Tensor:
-    """The state that the parts before this rank's leave behind, zeros on the first rank.
+def walk_by_parts(walk: Walk, v_bthe: Tensor, key_dim: int, group: ProcessGroup) -> Tensor:
+    """What a walk over the whole sequence gives for this rank's part.
 
-    What a walk makes of the state S before it is M S + W, each column of values by itself. So one walk over the values
-    [v | 0] from the state [0 | I] ends in [W | M]; every rank tells the others these two, and puts together what lies
-    before it. The gradient goes the same way back.
+    A walk from the state S gives N S + O and ends in M S + W, each column of values by itself. So one walk over the
+    values [v | 0] from the state [0 | I] gives [O | N] and ends in [W | M]; every rank tells the others W and M, and
+    puts together the state before its part. The gradient goes the same way back.
 
     Args:
-        walk: over this rank's part, an op with keys of its own; linear in the values and affine in the state.
+        walk: over this rank's part, an op with keys of its own; linear in values and state together.
         v_bthe: values of this rank's part [b, t, h, e].
         key_dim: d.
         group: context-parallel group; rank r holds part r.
 
     Returns:
-        [b, h, d, e] in the state's dtype.
+        [b, t, h, e] in the dtype of the walk's outputs.
     """
     b, t, h, e = v_bthe.shape
     identity = torch.eye(key_dim, device=v_bthe.device).expand(b, h, -1, -1)
-    _, last = walk(
+    given, last = walk(
         torch.cat([v_bthe, v_bthe.new_zeros(b, t, h, key_dim)], -1),
         torch.cat([identity.new_zeros(b, h, key_dim, e), identity], -1),
     )
@@ -43,11 +43,19 @@ def state_before(walk: Walk, v_bthe: Tensor, key_dim: int, group: ProcessGroup) 
     def after(summary: Tensor, state: Tensor) -> Tensor:
         return summary[..., e:] @ state + summary[..., :e]
 
-    return _put_together(last, after, torch.zeros_like(last[..., :e]), group)
+    state = _put_together(last, after, torch.zeros_like(last[..., :e]), group)
+    from_zeros, of_state = (x.transpose(1, 2).flatten(0, 1) for x in given.split([e, key_dim], -1))
+    # In one product the sum is rounded once.
+    out = torch.baddbmm(from_zeros, of_state, state.to(given.dtype).flatten(0, 1))
+    return out.unflatten(0, (b, h)).transpose(1, 2)
 
 
 def diagonal_state_before(kept: Tensor, written: Tensor, group: ProcessGroup) -> Tensor:
-    """As `state_before`, where each number of a state goes by itself: what this rank's part makes of S is kept S + W.
+    """The state that the parts before this rank's leave behind, zeros on the first rank.
+
+    Each number of a state goes by itself: what this rank's part makes of S is kept S + W. What each token reads from
+    the state would be as large as the states of all tokens here, so that, other than in `walk_by_parts`, the part is
+    walked over again.
 
     Args:
         kept: how much of each number this part keeps, of any shape.

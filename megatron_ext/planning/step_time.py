@@ -186,7 +186,7 @@ def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Link
     whole, feed_forward = training.recompute == "full", part_of_feed_forward(training.fp8)
     for layer in footprint.layers:
         product(MIXER, layer.part, layer.mixer_flops, whole)
-        # A rank whose state is handed on walks again over its part; what is beside the projections is taken for a walk.
+        # A rank that hands a state on walks more over its part; what is beside the projections is taken for a walk.
         product(MIXER, layer.part, layer.summary_walks * layer.mixer_flops, whole)
         product(MIXER, FEED_FORWARD, -layer.summary_walks * layer.projection_flops, whole)
         product(FEED_FORWARD, feed_forward, layer.feed_forward_flops, training.recompute != "none")

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.gated_delta_rule import gated_delta_rule
-from megatron_ext.parallel.states import rows_before, state_before
+from megatron_ext.parallel.states import rows_before, walk_by_parts
 
 
 def delta_inputs(length: int) -> list[Tensor]:
@@ -18,18 +18,25 @@ def delta_inputs(length: int) -> list[Tensor]:
     return [q, k / k.norm(dim=-1, keepdim=True), v, -0.1 * g, beta]
 
 
-def delta_rule_by_parts(rank: int, world_size: int, length: int) -> tuple[Tensor, list[Tensor]]:
-    """This rank's output, and the gradients of its inputs where every rank's outputs are summed with weights."""
+def delta_rule_by_parts(
+    rank: int, world_size: int, length: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, list[Tensor]]:
+    """This rank's output, and the gradients of its inputs where every rank's outputs are summed with weights.
+
+    Queries, keys and values are of the dtype.
+    """
     group = dist.group.WORLD
     assert group is not None
-    parts = [x.chunk(world_size, 1)[rank].clone().requires_grad_() for x in delta_inputs(length)]
+    scalars = torch.promote_types(dtype, torch.float32)
+    inputs = [x.to(dtype if x.dim() == 4 else scalars) for x in delta_inputs(length)]
+    parts = [x.chunk(world_size, 1)[rank].clone().requires_grad_() for x in inputs]
     q, k, v, g, beta = parts
 
     def walk(values: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return gated_delta_rule(q, k, values, g, beta, initial_state=state, return_final_state=True)
 
-    out = gated_delta_rule(q, k, v, g, beta, initial_state=state_before(walk, v, 4, group))
-    gradients = torch.autograd.grad(out, parts, weights(length).chunk(world_size, 1)[rank])
+    out = walk_by_parts(walk, v, 4, group)
+    gradients = torch.autograd.grad(out, parts, weights(length).to(out).chunk(world_size, 1)[rank])
     return out.detach(), list(gradients)
 
 

@@ -25,6 +25,16 @@ def test_the_delta_rule_by_parts_is_that_of_the_whole(pool: WorkerPool, world_si
         torch.testing.assert_close(found, whole, rtol=1e-11, atol=1e-12)
 
 
+def test_in_16_bits_parts_are_little_further_off_than_a_rounded_output(pool: WorkerPool) -> None:
+    """What tokens read of a state is rounded, and the state; the sum of both parts once."""
+    inputs = [x.bfloat16().double() for x in handing_on.delta_inputs(400)[:3]] + handing_on.delta_inputs(400)[3:]
+    exact = gated_delta_rule(*inputs)
+    parts = pool.run(handing_on.delta_rule_by_parts, 2, 400, torch.bfloat16)
+    found = torch.cat([part for part, _ in parts], 1)
+    rounded = (exact.bfloat16() - exact).norm()
+    assert (found - exact).norm() < 1.6 * rounded
+
+
 @WORLDS
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_rows_before_are_the_end_of_the_part_before(pool: WorkerPool, world_size: int, count: int) -> None:

@@ -84,7 +84,7 @@ def _exchanges(model: Model, parallel: dict[str, Any]) -> set[str]:
             names.add("fetch_blocks")
         elif entry.hands_on_states and (chosen != "heads" or not divides):
             # Where it is bytes that count, states are fewer than heads in these models.
-            names.add("diagonal_state_before" if mixer == "mamba" else "state_before")
+            names.add("diagonal_state_before" if mixer == "mamba" else "walk_by_parts")
         else:
             names.add("sequence_to_heads" if divides else "gather_sequence")
     return names
