@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ext.bench.saves_report import host
     from megatron_ext.data.opening import shard_files
 
+    sizes = [(length, max(1, batch_tokens // length)) for length in lengths]
     rows: list[Row] = []
     turns: list[Turns] = []
     resumes: list[Resume] = []
@@ -65,16 +66,14 @@ def run(args: argparse.Namespace) -> int:
             shards = roots[root] = len(shard_files(root)) // 2
             record = Path(folders.enter_context(tempfile.TemporaryDirectory()))
             loader.verify_once(root, record)
-            for length in lengths:
-                batch = max(1, batch_tokens // length)
+            for length, batch in sizes:
                 tell(f"{shards} shards, {length} tokens a sample")
                 resumes += [loader.resume(root, shards, length, start, 3, record) for start in starts]
                 # Cold reading at the last: what it leaves in memory is no use to the others.
                 for number, cold in [*((number, False) for number in ranks), (ranks[-1], True)]:
                     rows.append(loader.measure(root, shards, length, batch, number, args.seconds, cold=cold))
-        for length in lengths if len(roots) > 1 else ():
+        for length, batch in sizes if len(roots) > 1 else ():
             tell(f"in turns, {length} tokens a sample")
-            batch = max(1, batch_tokens // length)
             for number in ranks:
                 turns += measure_turns(roots, length, batch, number, args.seconds)
     data = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +62,20 @@ class Part:
     past: Past = BEGINNING
     shared: Tensor | None = None
     more: tuple[Tensor, ...] = ()
+
+
+class StateShape(NamedTuple):
+    """States of a unit.
+
+    Attributes:
+        states: how many.
+        key_dim: rows of each.
+        value_dim: columns of each, as wide as the values that are written to it.
+    """
+
+    states: int
+    key_dim: int
+    value_dim: int
 
 
 class Mixer(LooksBack, ABC):
@@ -272,17 +286,22 @@ class Mixer(LooksBack, ABC):
         """
         return self.summary_size() * torch.float32.itemsize if self.hands_on_states else None
 
+    def state_shape(self) -> StateShape:
+        """What a unit's states are that `states.walk_by_parts` hands on."""
+        raise AssertionError(f"{type(self).__name__} hands no states on")
+
     def summary_size(self) -> int:
         """Numbers of a unit that a rank tells the others when states are handed on; see `states.walk_by_parts`."""
-        raise AssertionError(f"{type(self).__name__} hands no states on")
+        states, key_dim, value_dim = self.state_shape()
+        return states * key_dim * (key_dim + value_dim)
 
     def summary_walks(self) -> float:
         """Walks over its part that a rank's summary takes beside the one for its outputs, in times of that one.
 
-        Values are wider in that one by as much as keys are, where a summary is what becomes of every state; see
-        `states.walk_by_parts`.
+        Values are wider in that one by as much as keys are; see `states.walk_by_parts`.
         """
-        raise AssertionError(f"{type(self).__name__} hands no states on")
+        _, key_dim, value_dim = self.state_shape()
+        return key_dim / value_dim
 
     def new_parameter_of_units(self, initializer: Initializer, *shape: int) -> torch.nn.Parameter:
         """A parameter [units of this tensor-parallel rank, *shape]; see `own_units`.

@@ -17,7 +17,7 @@ from kernels.based import based, by_features, num_features
 from kernels.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
 from megatron_ext.config.schema import STRICT
-from megatron_ext.mixers.base import Mixer, Part, batch_first
+from megatron_ext.mixers.base import Mixer, Part, StateShape, batch_first
 from megatron_ext.mixers.past import BEGINNING
 from megatron_ext.mixers.registry import register
 from megatron_ext.mixers.stateful import walk
@@ -76,13 +76,9 @@ class Based(Mixer):
         """Features of a query or key."""
         return num_features(self.mixer_config.feature_dim)
 
-    def summary_size(self) -> int:
-        """See `Mixer.summary_size`."""
-        return self.num_features * (self.num_features + self.head_dim + 1)
-
-    def summary_walks(self) -> float:
-        """See `Mixer.summary_walks`."""
-        return self.num_features / (self.head_dim + 1)
+    def state_shape(self) -> StateShape:
+        """See `Mixer.state_shape`: the weights are summed like one more value."""
+        return StateShape(1, self.num_features, self.head_dim + 1)
 
     def mixing_flops(self, seq_length: int) -> float:
         """Writing to the state, reading from it, and the sum of weights."""

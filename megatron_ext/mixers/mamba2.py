@@ -13,7 +13,7 @@ from kernels.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
 from kernels.short_convolution import short_convolution
 from megatron_ext.config.schema import STRICT
-from megatron_ext.mixers.base import Mixer, Part, batch_first
+from megatron_ext.mixers.base import Mixer, Part, StateShape, batch_first
 from megatron_ext.mixers.convolution import rows_before
 from megatron_ext.mixers.decay import inverse_softplus_step, log_uniform_decay
 from megatron_ext.mixers.registry import register
@@ -135,14 +135,9 @@ class Mamba2(Mixer):
         o = walk(gated_linear_attention, q, k, v, *decays, part=part, scale=1.0)
         return o.unflatten(2, (-1, self.heads_per_group))
 
-    def summary_size(self) -> int:
-        """See `Mixer.summary_size`."""
-        state = self.mixer_config.state_size
-        return self.heads_per_group * state * (state + self.value_dim)
-
-    def summary_walks(self) -> float:
-        """See `Mixer.summary_walks`."""
-        return self.mixer_config.state_size / self.value_dim
+    def state_shape(self) -> StateShape:
+        """See `Mixer.state_shape`."""
+        return StateShape(self.heads_per_group, self.mixer_config.state_size, self.value_dim)
 
     def mixing_flops(self, seq_length: int) -> float:
         """Writing to the state, reading from it."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megatron_ext.mixers.base import Mixer, Part, batch_first
+from megatron_ext.mixers.base import Mixer, Part, StateShape, batch_first
 from megatron_ext.mixers.token_shift import layers_left
 from megatron_ext.parallel.exchange import same_on_ranks
 from megatron_ext.parallel.parameters import Initializer, constant, new_parameter, normal, zeros
@@ -107,13 +107,9 @@ class RWKVMixer(Mixer):
         weight, bias = (self.own_units(p, part) for p in (self.group_norm_weight, self.group_norm_bias))
         return weight, bias, self.head_dim * self.config.layernorm_epsilon
 
-    def summary_size(self) -> int:
-        """See `Mixer.summary_size`."""
-        return 2 * self.head_dim**2
-
-    def summary_walks(self) -> float:
-        """See `Mixer.summary_walks`."""
-        return 1.0
+    def state_shape(self) -> StateShape:
+        """See `Mixer.state_shape`."""
+        return StateShape(1, self.head_dim, self.head_dim)
 
 
 def normed_heads(o_btud: Tensor, weight_ud: Tensor, bias_ud: Tensor, epsilon: float) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.fusion import fused
-from megatron_ext.mixers.base import Mixer, Part, batch_first
+from megatron_ext.mixers.base import Mixer, Part, StateShape, batch_first
 from megatron_ext.parallel.parameters import new_parameter, ones
 
 
@@ -109,13 +109,9 @@ class StatefulMixer(Mixer):
         """Features of a head's query, key, value and output gate, each."""
         return [self.head_dim, self.head_dim, self.value_dim, self.gate_width]
 
-    def summary_size(self) -> int:
-        """See `Mixer.summary_size`."""
-        return self.head_dim * (self.head_dim + self.value_dim)
-
-    def summary_walks(self) -> float:
-        """See `Mixer.summary_walks`."""
-        return self.head_dim / self.value_dim
+    def state_shape(self) -> StateShape:
+        """See `Mixer.state_shape`."""
+        return StateShape(1, self.head_dim, self.value_dim)
 
     def mixing_flops(self, seq_length: int) -> float:
         """Writing to the state and reading from it."""

@@ -185,9 +185,8 @@ def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Link
 
     whole, feed_forward = training.recompute == "full", part_of_feed_forward(training.fp8)
     for layer in footprint.layers:
-        product(MIXER, layer.part, layer.mixer_flops, whole)
         # A rank that hands a state on walks more over its part; what is beside the projections is taken for a walk.
-        product(MIXER, layer.part, layer.summary_walks * layer.mixer_flops, whole)
+        product(MIXER, layer.part, (1 + layer.summary_walks) * layer.mixer_flops, whole)
         product(MIXER, FEED_FORWARD, -layer.summary_walks * layer.projection_flops, whole)
         product(FEED_FORWARD, feed_forward, layer.feed_forward_flops, training.recompute != "none")
         if training.fp8 != "none":  # a mixer's projections gain what a feed-forward's do
