@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,6 +34,11 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "dp2": (2, []),
     "tp4": (4, ["parallel.tensor=4", "parallel.sequence=true"]),
     "cp4": (4, ["parallel.context=4"]),
+    "cp4_copies": (
+        4,
+        ["parallel.context=4", "parallel.context_transport=copy_engine", "parallel.context_exchange_rounds=2"],
+    ),
+    "tp2_cp2": (4, ["parallel.tensor=2", "parallel.sequence=true", "parallel.context=2"]),
     "tp2_pp2": (4, ["parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"]),
     "dp4": (4, []),
 }
@@ -62,10 +67,20 @@ def configuration(folder: Path, data: Path) -> Path:
     return path
 
 
-def train(config: Path, layout: str) -> list[float]:
-    """Train under a layout, in a folder `runs` beside the configuration, and return the loss of every step."""
+def train(config: Path, layout: str, first: int = 0) -> list[float]:
+    """Train under a layout, in a folder `runs` beside the configuration, and return the loss of every step.
+
+    Args:
+        config: of `configuration`.
+        layout: of `LAYOUTS`.
+        first: GPU; the next ones are taken with it, around from the last.
+    """
     processes, told = LAYOUTS[layout]
-    steps = train_apart(config, told, config.parent, layout, processes=processes)
+    count = torch.cuda.device_count()
+    gpus = ",".join(str((first + rank) % count) for rank in range(processes))
+    steps = train_apart(
+        config, told, config.parent, layout, processes=processes, environment={"CUDA_VISIBLE_DEVICES": gpus}
+    )
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1)), (config.parent / f"{layout}.log").read_text()
     return [step["loss"] for step in steps]
 
@@ -90,8 +105,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         data = args.data or corpus(folder)
         config = configuration(folder, data.resolve())
         fits = [name for name, (gpus, _) in LAYOUTS.items() if gpus <= torch.cuda.device_count()]
+        firsts = accumulate((LAYOUTS[name][0] for name in fits), initial=0)
         with ThreadPoolExecutor(len(fits)) as runs:
-            losses = list(runs.map(partial(train, config), fits))
+            losses = list(runs.map(lambda layout, first: train(config, layout, first), fits, firsts))
         kept: dict[str, Any] = {
             "gpu": torch.cuda.get_device_name(),
             "torch": torch.__version__,

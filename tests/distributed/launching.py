@@ -108,7 +108,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 def wait_for_step(process: subprocess.Popen[str], run_folder: Path, step: int) -> None:
     """Wait until a running command has recorded a step."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while len(records(run_folder)) < step:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, f"step {step} was not reached"

@@ -20,6 +20,8 @@ KEPT = Path(__file__).parents[2] / "docs" / "benchmarks" / "layouts_bf16.json"
 APART, ON_AVERAGE = 0.03, 0.005
 """Nats a token: the farthest that two curves may be apart at a step, and over all steps. Rounding grows with training:
 `docs/benchmarks/layouts.md` says what was measured."""
+FAULTS = [("dp2", "one"), ("dp4", "dp2"), ("tp2_pp2", "cp2")]
+"""Layouts before one rank is killed, and with fewer GPUs after it."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -68,18 +70,25 @@ def test_the_curve_is_the_kept_one(curves: Curves, layout: str) -> None:
     assert_alike(curves.of(layout), kept["losses"][layout])
 
 
-@needs(2)
-def test_a_run_goes_on_with_fewer_gpus_after_a_rank_is_killed(curves: Curves) -> None:
-    runs = curves.config.parent / "runs"
-    command = [sys.executable, "-m", "megatron_ext.cli", "train", str(curves.config), f"run.dir={runs}"]
-    command.append("run.name=killed")
-    process = subprocess.Popen([*command, "--processes", "2"], stderr=subprocess.PIPE, text=True)
-    wait_for_step(process, runs / "killed", KILLED_AFTER)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(*pair, marks=needs(LAYOUTS[pair[0]][0]), id="-".join(pair)) for pair in FAULTS],
+)
+def test_a_run_goes_on_with_fewer_gpus_after_a_rank_is_killed(curves: Curves, before: str, after: str) -> None:
+    runs, name = curves.config.parent / "runs", f"killed_{before}"
+
+    def command(layout: str) -> list[str]:
+        processes, told = LAYOUTS[layout]
+        run = [*told, f"run.dir={runs}", f"run.name={name}", "--processes", str(processes)]
+        return [sys.executable, "-m", "megatron_ext.cli", "train", str(curves.config), *run]
+
+    process = subprocess.Popen(command(before), stderr=subprocess.PIPE, text=True)
+    wait_for_step(process, runs / name, KILLED_AFTER)
     ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if "train" in child.cmdline()]
     ranks[-1].kill()
     _, said = process.communicate(timeout=120)
     assert process.returncode != 0, said
-    subprocess.run([*command, "--resume"], check=True, timeout=240)
-    steps = records(runs / "killed")
+    subprocess.run([*command(after), "--resume"], check=True, timeout=240)
+    steps = records(runs / name)
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
-    assert_alike([step["loss"] for step in steps], curves.of("dp2"))
+    assert_alike([step["loss"] for step in steps], curves.of("one"))
