@@ -12,7 +12,7 @@ import argparse
 import hashlib
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -91,31 +91,37 @@ def fingerprint(data: Path) -> str:
     return hashlib.sha256(json.dumps([manifest["tokenizer"], manifest["domains"]]).encode()).hexdigest()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train under every layout that there are GPUs for, and keep the curves.
+def kept_layouts(path: Path, data: str) -> dict[str, Any]:
+    """What a file keeps of the same tokens, by layout; nothing if there is no such file."""
+    kept = json.loads(path.read_text()) if path.exists() else {"data": data, "layouts": {}}
+    return kept["layouts"] if kept["data"] == data else {}
 
-    The runs share the GPUs, all at once: they are small, and most of their time is their start.
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train under layouts that there are GPUs for, and keep the curve of each as soon as it is there.
+
+    Runs share the GPUs: they are small, and most of their time is their start. More than a few at once wait for each
+    other's messages, though.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True, help="curves of the same tokens in it stay")
     parser.add_argument("--data", type=Path)
+    fits = [name for name, (gpus, _) in LAYOUTS.items() if gpus <= torch.cuda.device_count()]
+    parser.add_argument("--layouts", nargs="+", choices=fits, default=fits, help="all that there are GPUs for")
+    parser.add_argument("--at-once", type=int, default=3, help="runs (3)")
     args = parser.parse_args(argv)
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         data = args.data or corpus(folder)
-        config = configuration(folder, data.resolve())
-        fits = [name for name, (gpus, _) in LAYOUTS.items() if gpus <= torch.cuda.device_count()]
-        firsts = accumulate((LAYOUTS[name][0] for name in fits), initial=0)
-        with ThreadPoolExecutor(len(fits)) as runs:
-            losses = list(runs.map(lambda layout, first: train(config, layout, first), fits, firsts))
-        kept: dict[str, Any] = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "commit": commit(),
-            "data": fingerprint(data),
-            "losses": dict(zip(fits, losses, strict=True)),
-        }
-        args.output.write_text(json.dumps(kept, indent=1) + "\n")
+        config, tokens = configuration(folder, data.resolve()), fingerprint(data)
+        layouts = kept_layouts(args.output, tokens)
+        where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit()}
+        firsts = accumulate((LAYOUTS[name][0] for name in args.layouts), initial=0)
+        with ThreadPoolExecutor(args.at_once) as pool:
+            runs = {pool.submit(train, config, *what): what[0] for what in zip(args.layouts, firsts, strict=False)}
+            for run in as_completed(runs):
+                layouts[runs[run]] = {**where, "losses": run.result()}
+                args.output.write_text(json.dumps({"data": tokens, "layouts": layouts}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

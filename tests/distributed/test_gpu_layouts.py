@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from functools import cache
@@ -62,12 +61,12 @@ def test_a_layout_follows_one_gpu(curves: Curves, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=needs(LAYOUTS[name][0])) for name in LAYOUTS])
 def test_the_curve_is_the_kept_one(curves: Curves, layout: str) -> None:
-    kept = json.loads(KEPT.read_text())
-    if kept["data"] != gpu_curves.fingerprint(curves.data):
+    kept = gpu_curves.kept_layouts(KEPT, gpu_curves.fingerprint(curves.data))
+    if not kept:
         pytest.skip("other versions of the tokenizers prepare other tokens")
-    if layout not in kept["losses"]:
+    if layout not in kept:
         pytest.skip("no curve of this layout was kept")
-    assert_alike(curves.of(layout), kept["losses"][layout])
+    assert_alike(curves.of(layout), kept[layout]["losses"])
 
 
 @pytest.mark.parametrize(
