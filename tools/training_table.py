@@ -21,7 +21,8 @@ REPORTS = [
     *("100k_ed2e6a3", "2k_ed2e6a3", "8k_beb3a07", "32k_beb3a07"),
     *("100k_66b7b20", "8k_66b7b20", "32k_66b7b20"),
     *("100k_two_gpus_4f0b591", "2k_two_gpus_4f0b591", "8k_two_gpus_4f0b591", "32k_two_gpus_4f0b591"),
-    *("100k_two_gpus_ed2e6a3", "100k_two_h100_beb3a07", "100k_two_h100_1c4c8c8"),
+    *("100k_two_gpus_ed2e6a3", "100k_four_gpus_ea7afd2", "100k_four_gpus_2_ea7afd2"),
+    *("100k_two_h100_beb3a07", "100k_two_h100_1c4c8c8"),
 ]
 LENGTHS = [2048, 8192, 32768, 102400, 524288]
 MIXERS = {"attention": "attention", "gated_deltanet": "gated DeltaNet", "top1_chunk": "Top-1 Chunk"}
@@ -65,11 +66,16 @@ def _model(row: Mapping[str, Any]) -> str:
 def _layout(parallel: Mapping[str, Any], processes: int) -> str:
     if processes == 1:
         return ""
-    if parallel["context"] == 1:
-        return f"DP{processes}"
+    context, exchange = parallel["context"], parallel.get("context_exchange", "auto")
     rounds, transport = parallel.get("context_exchange_rounds", 1), parallel.get("context_transport", "nccl")
-    more = [*(["copy engines"] if transport == "copy_engine" else []), *([f"{rounds} rounds"] if rounds > 1 else [])]
-    return ", ".join([f"CP{parallel['context']}", *more])
+    sizes = {"CP": context, "DP": processes // context}
+    said = [
+        " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1),
+        *([exchange] if exchange != "auto" else []),
+        *(["copy engines"] if transport == "copy_engine" else []),
+        *([f"{rounds} rounds"] if rounds > 1 else []),
+    ]
+    return ", ".join(said)
 
 
 def markdown() -> str:

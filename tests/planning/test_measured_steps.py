@@ -57,15 +57,21 @@ REPORTS = [
     Measured(file="32k_two_gpus_4f0b591", memory=0.005, time=0.03),
     Measured(file="100k_two_gpus_4f0b591", memory=0.03),
     Measured(file="100k_two_gpus_ed2e6a3", memory=0.05),
+    Measured(file="100k_four_gpus_ea7afd2", memory=0.015),
+    Measured(file="100k_four_gpus_2_ea7afd2", memory=0.015),
     Measured(file="100k_two_h100_beb3a07", memory=0.015, gpu="h100"),
     Measured(file="100k_two_h100_1c4c8c8", memory=0.015, gpu="h100"),
     Measured(file="100k_08a0f50", memory=0.03, time=None),  # before cuDNN's attention
     Measured(file="100k_158fe53", memory=0.08, time=None),  # before SwiGLU was one kernel, which takes less memory, too
 ]
-FASTER_SINCE = {
+TIME_APART = {
     ("2k_08a0f50", "attention"),  # before cuDNN's attention
     ("100k_two_gpus_4f0b591", "hybrid_copies"),  # ranks that hand states on walked over their parts twice
+    # Few heads at a time do not fill a GPU, whose walk over a sequence takes as long for two as for sixteen; plans
+    # do not know that: see docs/benchmarks/planning.md.
+    ("100k_four_gpus_2_ea7afd2", "gdn_heads_2"),
 }
+"""Rows whose memory alone is planned as it was measured."""
 ROWS = [
     pytest.param(report, row, id=f"{report.file}-{row['variant']}")
     for report in REPORTS
@@ -81,7 +87,7 @@ def test_a_step_takes_what_it_took_on_gpus(dry: Dry, report: Measured, row: dict
     memory = memory_of(config, found)
     assert memory.total == pytest.approx(measured["memory"]["allocated"], rel=report.memory)
     assert sum(memory.kinds.values()) == memory.total
-    if report.time is None or (report.file, row["variant"]) in FASTER_SINCE or "derived" not in row:
+    if report.time is None or (report.file, row["variant"]) in TIME_APART or "derived" not in row:
         return  # the last: it ran out of time
     time = step_time(config, [found], GPUS[report.gpu], processes, per_node=8)
     assert time.seconds == pytest.approx(row["derived"]["s_per_step"], rel=report.time)
