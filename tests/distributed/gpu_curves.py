@@ -106,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="curves of the same tokens in it stay")
     parser.add_argument("--data", type=Path)
+    if not torch.cuda.device_count():
+        parser.error("there is no GPU to train on")
     fits = [name for name, (gpus, _) in LAYOUTS.items() if gpus <= torch.cuda.device_count()]
     parser.add_argument("--layouts", nargs="+", choices=fits, default=fits, help="all that there are GPUs for")
     parser.add_argument("--at-once", type=int, default=3, help="runs (3)")

@@ -59,6 +59,12 @@ REPORTS = [
     Measured(file="100k_two_gpus_ed2e6a3", memory=0.05),
     Measured(file="100k_four_gpus_ea7afd2", memory=0.015),
     Measured(file="100k_four_gpus_2_ea7afd2", memory=0.015),
+    Measured(file="100k_approx_d52b783", memory=0.015, time=0.03),
+    Measured(file="100k_exact_d52b783", memory=0.015, time=0.03),
+    Measured(file="100k_rwkv7_block_d52b783", memory=0.03, time=0.03),
+    Measured(file="100k_gdn_d52b783", memory=0.025, time=0.03),
+    Measured(file="2k_four_gpus_d52b783", memory=0.005, time=0.03),
+    Measured(file="1m_four_gpus_d52b783", memory=0.05, time=0.04),
     Measured(file="100k_two_h100_beb3a07", memory=0.015, gpu="h100"),
     Measured(file="100k_two_h100_1c4c8c8", memory=0.015, gpu="h100"),
     Measured(file="100k_08a0f50", memory=0.03, time=None),  # before cuDNN's attention
