@@ -47,9 +47,15 @@ def test_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     clock = iter(range(100))
     monkeypatch.setattr(loader.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(loader.time, "process_time", iter((10.0, 12.0)).__next__)
-    # One batch to warm up; then the clock is read once a batch and stands at 3 and, at the end, 4 s.
-    assert loader.read(loader.Reading(tmp_path, 100, 2, 1, 2, 3.0)) == (400 / 4, 400 / 2)
-    assert read == [2, 3, 6, 7, 10, 11]  # the second of two ranks
+    # One batch to warm up; then the clock is read once a batch and stands at 3 s behind the third.
+    assert loader.read(loader.Reading(tmp_path, 100, 2, 1, 2, 3.0)) == (600 / 3, 600 / 2)
+    assert read == [2, 3, 6, 7, 10, 11, 14, 15]  # the second of two ranks
+
+
+def test_something_is_read_however_long_the_process_is_held_up(tmp_path: Path) -> None:
+    make_random_data(tmp_path, 1, 3000, seed=3)
+    samples, _ = open_samples(tmp_path, 100, loader.SEED)
+    assert loader.timed(samples, loader.Reading(tmp_path, 100, 2, 0, 1, seconds=0.0), 4)[0] == 5
 
 
 def test_bare_reads_are_of_the_bytes_that_samples_span(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
