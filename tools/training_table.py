@@ -24,6 +24,7 @@ REPORTS = [
     *("100k_two_gpus_ed2e6a3", "100k_four_gpus_ea7afd2", "100k_four_gpus_2_ea7afd2"),
     *("100k_approx_d52b783", "100k_exact_d52b783", "100k_rwkv7_block_d52b783", "100k_gdn_d52b783"),
     *("2k_four_gpus_d52b783", "1m_four_gpus_d52b783"),
+    *("dp4_6768b71", "dp4_2_6768b71", "two_gpus_6768b71"),
     *("100k_two_h100_beb3a07", "100k_two_h100_1c4c8c8"),
 ]
 LENGTHS = [2048, 8192, 32768, 102400, 524288, 1048576]
