@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kernels.bench.arguments import at_least_one, save_into, tell
 from kernels.bench.cases import OptionError
+from megatron_ext import garbage
 from megatron_ext.bench.processes import VOCABULARY, add_config, which_run
 from megatron_ext.errors import UserError
 
@@ -46,7 +47,8 @@ def add_rank(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", action="store_true")
 
     def measure(args: argparse.Namespace) -> int:
-        from megatron_ext.bench import train_rank
+        with garbage.unlooked_for():
+            from megatron_ext.bench import train_rank
 
         return train_rank.do(args.folder, only_machine=args.machine)
 

@@ -58,7 +58,8 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": MODEL,
     "evaluation": MODEL | {"data_prep.manifest", "data_prep.documents", "data_prep.reading"},
     # What makes runs of it, or of runs.
-    "training": MODEL | {"checkpoint", "evaluation", "heartbeat", "data_prep.manifest", "data_prep.tokenization"},
+    "training": MODEL
+    | {"checkpoint", "evaluation", "garbage", "heartbeat", "data_prep.manifest", "data_prep.tokenization"},
     # It counts what training builds, as training builds it, for runs that launch reads from a file and begins.
     # A step that is only planned is made of the same.
     "planning": MODEL
@@ -70,7 +71,8 @@ ALLOWED: dict[str, set[str]] = {
     "diagnosis": MODEL | {"lone_mixer"},
     # It starts ranks as the command does, and takes what they say.
     "bench": MODEL
-    | {"model_parts", "parts", "lone_mixer", "checkpoint", "training", "data_prep", "launch.local", "launch.reporting"},
+    | {"model_parts", "parts", "lone_mixer", "checkpoint", "garbage", "training", "data_prep"}
+    | {"launch.local", "launch.reporting"},
     "evaluate": MODEL | {"training", "evaluation"},
     "generate": MODEL | {"training", "evaluation"},
     # The command calls everything.
