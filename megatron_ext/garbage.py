@@ -1,4 +1,4 @@
-"""What stays until the process ends is not looked through for garbage."""
+"""What a command imports is not looked through for garbage."""
 
 from __future__ import annotations
 
@@ -31,15 +31,3 @@ def unlooked_for() -> Iterator[None]:
             gc.freeze()
         if is_collecting:
             gc.enable()
-
-
-def keep_what_is_there() -> None:
-    """After the first step, on every rank at the same one: the model, and what was compiled for it, stay.
-
-    A search through all of it takes tenths of a second, begins on one rank or another in the middle of a step, and has
-    all others wait for that rank. What is made later is little, and still looked through. Where a caller has other
-    objects, nothing is kept.
-    """
-    if _is_ours:
-        gc.collect()
-        gc.freeze()

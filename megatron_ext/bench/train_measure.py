@@ -14,7 +14,6 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_ext import garbage
 from megatron_ext.bench.plain_megatron import plain_flops_per_token
 from megatron_ext.bench.step_parts import named_parts, part
 from megatron_ext.bench.step_trace import END, STEP, Breakdown, break_down, mean
@@ -117,7 +116,6 @@ def measure(
     platform.synchronize()
     building = time.perf_counter() - begun
     warm_up = [run.timed(run.train) for _ in range(amount.warm_up)]
-    garbage.keep_what_is_there()
     before = platform.peak_memory_bytes()
     if platform.is_cuda:
         torch.cuda.reset_peak_memory_stats(platform.device)

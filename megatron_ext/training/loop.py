@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_ext import garbage
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.config.layout import Layout
@@ -103,22 +102,14 @@ class TrainingLoop:
             raise
         return finished
 
-    def _make_up(self) -> None:
-        """Tests that are due at the step this run continues from: the stop came before them."""
+    def _run(self, stop: StopRequest) -> bool:
         if self.progress.step > self.last_evaluation and self._is_due(self.training.evaluate_every, False):
-            self._evaluate()
+            self._evaluate()  # the stop that this run continues from came before it
         if self.progress.step > self.last_suites and self._is_due(self.training.evaluate_suites_every, False):
             self._run_suites()
-
-    def _run(self, stop: StopRequest) -> bool:
-        self._make_up()
-        is_first = True
         while self.progress.step < self.training.steps:
             before = self.progress.step
             asked = self._step(stop)
-            if is_first:
-                garbage.keep_what_is_there()
-                is_first = False
             if self.progress.step <= before:  # rolled back to a step whose checkpoint and tests there are
                 if asked:
                     break

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ import pytest
 import torch
 
 from kernels.bench.timing import Ceilings
-from megatron_ext.bench import train
+from megatron_ext import garbage
+from megatron_ext.bench import train, train_rank
 from megatron_ext.bench.step_trace import PARTS, PHASES, Breakdown
 from megatron_ext.bench.train import parse_variant
 from megatron_ext.bench.train_measure import Amount, Measured, Memory, measure
@@ -217,6 +220,16 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert sum(one["parts"].values()) == pytest.approx(one["step"])
     assert raw["machine"]["megatron-core"]
     assert (output / "train.md").read_text() in capfd.readouterr().out
+
+
+def test_garbage_is_not_looked_for_in_what_a_rank_has_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    collecting: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: collecting.append(gc.isenabled()))
+    monkeypatch.setattr(garbage, "_is_ours", False)  # so that it is again after this test
+    monkeypatch.setattr(train_rank, "do", lambda folder, *, only_machine: 0)
+    monkeypatch.setattr(sys, "argv", ["selectron", "bench", "train-rank", "folder"])
+    assert main() == 0
+    assert collecting == [False]
 
 
 def test_what_fails_says_why_and_the_others_go_on(

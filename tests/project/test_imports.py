@@ -58,8 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": MODEL,
     "evaluation": MODEL | {"data_prep.manifest", "data_prep.documents", "data_prep.reading"},
     # What makes runs of it, or of runs.
-    "training": MODEL
-    | {"checkpoint", "evaluation", "garbage", "heartbeat", "data_prep.manifest", "data_prep.tokenization"},
+    "training": MODEL | {"checkpoint", "evaluation", "heartbeat", "data_prep.manifest", "data_prep.tokenization"},
     # It counts what training builds, as training builds it, for runs that launch reads from a file and begins.
     # A step that is only planned is made of the same.
     "planning": MODEL

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from data_prep.manifest import Manifest, TokenizerEntry
-from megatron_ext import garbage
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.config.derive import derive
 from megatron_ext.config.layout import layout_of
@@ -218,13 +217,6 @@ def test_an_evaluation_that_was_made_is_not_made_again() -> None:
     resumed = scripted(3, 3, stops={7})
     assert resumed.run(StopRequest())
     assert resumed.told == ["checkpoint 4", "evaluation 6", "checkpoint 6", "evaluation 7", "checkpoint 7", "wait"]
-
-
-def test_ranks_look_for_garbage_together_after_their_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = scripted(3, 3, stops=set())
-    monkeypatch.setattr(garbage, "keep_what_is_there", lambda: loop.told.append(f"kept after {loop.progress.step}"))
-    assert loop.run(StopRequest())
-    assert [told for told in loop.told if "kept" in told] == ["kept after 4"]
 
 
 @pytest.mark.parametrize("error", [UserError("run", "cannot be written", "make room"), KeyboardInterrupt()])
