@@ -85,6 +85,19 @@ class _Slice:
             found = found.parent
 
 
+@dataclass(frozen=True)
+class Idle:
+    """A time in which a GPU did nothing.
+
+    Attributes:
+        seconds: it lasted.
+        host: what a thread of the host was at for most of it, and which part that is of.
+    """
+
+    seconds: float
+    host: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
     """Where the time of a step went.
@@ -95,6 +108,8 @@ class Breakdown:
         phases: of the model's parts, by phase; without communication, as `parts` are.
         communication: seconds in which anything was communicated, beside computation or not; None: not known.
         host_syncs: how often the host waited for the GPU before the step's end, by where; None: there is no GPU.
+        longest_idle: what of `parts`' idle time was longest at once, in any of the steps; None: there is no GPU, or it
+            was never idle.
     """
 
     step: float
@@ -102,6 +117,7 @@ class Breakdown:
     phases: dict[str, dict[str, float]]
     communication: float | None
     host_syncs: dict[str, float] | None
+    longest_idle: Idle | None
 
 
 def mean(found: Sequence[Breakdown]) -> Breakdown:
@@ -109,12 +125,14 @@ def mean(found: Sequence[Breakdown]) -> Breakdown:
     all_communicate = [one.communication for one in found if one.communication is not None]
     syncs = [one.host_syncs for one in found if one.host_syncs is not None]
     places = {place for one in syncs for place in one}
+    idle = [one.longest_idle for one in found if one.longest_idle is not None]
     return Breakdown(
         step=fmean(one.step for one in found),
         parts={part: fmean(one.parts[part] for one in found) for part in PARTS},
         phases={part: {p: fmean(one.phases[part][p] for one in found) for p in PHASES} for part in MODEL},
         communication=fmean(all_communicate) if all_communicate else None,
         host_syncs={place: fmean(one.get(place, 0) for one in syncs) for place in sorted(places)} if syncs else None,
+        longest_idle=max(idle, key=lambda one: one.seconds, default=None),
     )
 
 
@@ -217,17 +235,27 @@ class _Trace:
 
     def of_step(self, step: _Slice) -> Breakdown:
         """The breakdown of a step."""
+        idle: Idle | None = None
+        communication: float | None = None
         if self._gpu:
-            spent, communication = self._by_kernels(step), self._communication(step)
+            spent, free = self._by_kernels(step)
+            idle, communication = self._longest_idle(free), self._communication(step)
         else:
-            spent, communication = self._by_host(step), None
+            spent = self._by_host(step)
         parts = {part: sum(us for place, us in spent.items() if place.part == part) / 1e6 for part in PARTS}
         phases = {part: {phase: spent.get(Place(part, phase), 0.0) / 1e6 for phase in PHASES} for part in MODEL}
         syncs = self._host_syncs(step) if self._gpu else None
         seconds = (step.end - step.begin) / 1e6
-        return Breakdown(step=seconds, parts=parts, phases=phases, communication=communication, host_syncs=syncs)
+        return Breakdown(
+            step=seconds,
+            parts=parts,
+            phases=phases,
+            communication=communication,
+            host_syncs=syncs,
+            longest_idle=idle,
+        )
 
-    def _by_kernels(self, step: _Slice) -> Spent:
+    def _by_kernels(self, step: _Slice) -> tuple[Spent, list[Span]]:
         computed: list[tuple[Span, Place]] = []
         communicated: list[tuple[Span, Place]] = []
         for event in self._gpu:
@@ -235,6 +263,24 @@ class _Trace:
             (communicated if place.part == COMMUNICATION else computed).append((_span(event), place))
         at_data = [((one.begin, one.end), Place(DATA, FORWARD)) for one in _all(step) if one.name == PREFIX + DATA]
         return _fill(step, (computed, communicated, at_data), Place(IDLE, FORWARD))
+
+    def _longest_idle(self, free: Sequence[Span]) -> Idle | None:
+        if not free:
+            return None
+        begin, end = max(free, key=lambda span: span[1] - span[0])
+        at: list[tuple[bool, float, _Slice]] = []
+        for slices in self._threads.values():
+            for one in slices:
+                own = sum(max(0.0, min(stop, end) - max(start, begin)) for start, stop in _own(one))
+                # The main thread is always in a range, also where it only waits for autograd's thread.
+                at.append((not one.is_range and 2 * own >= end - begin, own, one))
+        _, spent, host = max(at, key=lambda entry: entry[:2])
+        return Idle((end - begin) / 1e6, self._said(host) if spent else "?")
+
+    def _said(self, one: _Slice) -> str:
+        """What the host was at, by whose call, and which part that is of."""
+        by = "" if one.parent is None else f" in {one.parent.name.removeprefix(PREFIX)}"
+        return f"{one.name.removeprefix(PREFIX)}{by} ({self.place(one).part})"
 
     def _communication(self, step: _Slice) -> float:
         spent: Spent = defaultdict(float)
@@ -257,7 +303,7 @@ class _Trace:
             for one in others
             if one.name.startswith(_COMMUNICATION)
         ]
-        return _fill(step, (worked, beside, idle), Place(OTHER, FORWARD))
+        return _fill(step, (worked, beside, idle), Place(OTHER, FORWARD))[0]
 
     def _host_syncs(self, step: _Slice) -> dict[str, float]:
         found: Counter[str] = Counter()
@@ -268,8 +314,7 @@ class _Trace:
                 around = [outer.name for outer in one.up()][1:]
                 if PREFIX + END in around or _SYNCS.intersection(around):  # a driver's call within the runtime's is one
                     continue
-                caller = next(iter(around), "?")
-                found[f"{one.name} in {caller.removeprefix(PREFIX)} ({self.place(one).part})"] += 1
+                found[self._said(one)] += 1
         return {name: float(count) for name, count in found.items()}
 
 
@@ -315,14 +360,18 @@ def _own(one: _Slice) -> Iterable[Span]:
         yield at, one.end
 
 
-def _fill(step: _Slice, layers: Iterable[Sequence[tuple[Span, Place]]], rest: Place) -> Spent:
-    """Give a step's time to the first layer, what that leaves to the next one, and what all leave to `rest`."""
+def _fill(step: _Slice, layers: Iterable[Sequence[tuple[Span, Place]]], rest: Place) -> tuple[Spent, list[Span]]:
+    """Give a step's time to the first layer, what that leaves to the next one, and what all leave to `rest`.
+
+    Returns:
+        What was given, and what all layers left.
+    """
     free = [(step.begin, step.end)]
     spent: Spent = defaultdict(float)
     for layer in layers:
         free = _take(free, layer, spent)
     spent[rest] += sum(end - begin for begin, end in free)
-    return spent
+    return spent, free
 
 
 def _take(free: Sequence[Span], wanted: Sequence[tuple[Span, Place]], spent: Spent) -> list[Span]:

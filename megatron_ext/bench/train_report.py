@@ -227,7 +227,7 @@ def _ms(seconds: float) -> str:
 
 
 def _lines_below(profiled: Sequence[Row]) -> list[str]:
-    """Where the host waited for the GPU, a line a place, and how much communication there was beside computation."""
+    """How much was hidden, the longest idle time and the host's waits for the GPU, a line a place."""
     lines = []
     for row in profiled:
         assert row.measured is not None
@@ -236,5 +236,9 @@ def _lines_below(profiled: Sequence[Row]) -> list[str]:
         if found.communication:
             hidden = found.communication - found.parts[COMMUNICATION]
             lines.append(f"* {row.name}: communication {_ms(found.communication)} ms, of which {_ms(hidden)} hidden")
+        if found.longest_idle is not None:
+            rank = [one.longest_idle for one in row.measured.breakdown_by_rank].index(found.longest_idle)
+            longest, host = _ms(found.longest_idle.seconds), found.longest_idle.host
+            lines.append(f"* {row.name}: idle for {longest} ms at once on rank {rank}, the host at {host}")
         lines += [f"* {row.name}: {count:g} x {place}" for place, count in (found.host_syncs or {}).items()]
     return ["", *lines] if lines else []

@@ -17,6 +17,7 @@ from megatron_ext.bench.step_trace import (
     PREFIX,
     RECOMPUTE,
     Breakdown,
+    Idle,
     break_down,
     mean,
 )
@@ -127,6 +128,17 @@ def test_waits_are_told_with_their_place_but_the_last() -> None:
         "cudaStreamSynchronize in aten::copy_ (other)": 1,
         "cudaStreamSynchronize in aten::item (mixer)": 1,
     }
+
+
+def test_the_longest_time_without_a_kernel_is_told_with_what_the_host_was_at() -> None:
+    beside = host("cpu_op", "aten::mm", 30, 40, AUTOGRAD)
+    step = [section("step", 0, 200), kernel("gemm", 0, 20, 1), beside, kernel("gemm", 90, 60, 2)]
+    first, second = break_down([*step, section("step", 200, 100), host("cpu_op", "aten::copy_", 220, 80)])
+    assert first.longest_idle == Idle(pytest.approx(70e-6), "aten::mm (other)")  # the main thread only waits
+    assert second.longest_idle == Idle(pytest.approx(100e-6), "aten::copy_ in step (other)")
+    assert mean([first, second]).longest_idle == second.longest_idle
+    busy = mean(break_down([section("step", 0, 100), kernel("gemm", 0, 100, 1)]))
+    assert busy.longest_idle is None
 
 
 def test_steps_are_apart_and_kernels_cut_at_their_ends() -> None:

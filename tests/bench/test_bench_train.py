@@ -16,7 +16,7 @@ import torch
 from kernels.bench.timing import Ceilings
 from megatron_ext import garbage
 from megatron_ext.bench import train, train_rank
-from megatron_ext.bench.step_trace import PARTS, PHASES, Breakdown
+from megatron_ext.bench.step_trace import PARTS, PHASES, Breakdown, Idle
 from megatron_ext.bench.train import parse_variant
 from megatron_ext.bench.train_measure import Amount, Measured, Memory, measure
 from megatron_ext.bench.train_rank import FAILED, Job, read_job
@@ -128,6 +128,7 @@ BREAKDOWN = Breakdown(
     phases=PHASES_OF_ONE | {"mixer": {"forward": 0.05, "recompute": 0.05, "backward": 0.1}},
     communication=0.15,
     host_syncs={"cudaStreamSynchronize in aten::item (optimizer)": 2.0, "cudaFree in aten::mm (mixer)": 0.5},
+    longest_idle=Idle(0.12, "aten::mm in step (mixer)"),
 )
 MEASURED = Measured(
     parameters={"parameters": 1_000_000, "embedding_parameters": 10, "output_layer_parameters": 10},
@@ -138,7 +139,7 @@ MEASURED = Measured(
     peak_flops=8e13,
     memory=Memory(allocated=3 << 30, reserved=4 << 30, allocated_before=5 << 30),
     breakdown=BREAKDOWN,
-    breakdown_by_rank=[BREAKDOWN, BREAKDOWN],
+    breakdown_by_rank=[replace(BREAKDOWN, longest_idle=Idle(0.01, "aten::add in step (other)")), BREAKDOWN],
     building=12.5,
     first_step=30.25,
 )
@@ -184,6 +185,7 @@ def test_the_tables_by_hand(tmp_path: Path) -> None:
     assert "| full | recompute | 50.0 | 0.0 |" in text
     assert "* full: 12.5 s until model and optimizer were there, 30.2 s for the first step and its compiling" in text
     assert "* full: communication 150 ms, of which 50.0 hidden" in text
+    assert "* full: idle for 120 ms at once on rank 1, the host at aten::mm in step (mixer)" in text
     assert "* full: 2 x cudaStreamSynchronize in aten::item (optimizer)" in text
     raw = json.loads((tmp_path / "train.json").read_text())
     assert raw["rows"][0]["measured"]["breakdown"]["parts"]["mixer"] == 0.2
