@@ -25,6 +25,8 @@ REPORTS = [
     *("100k_approx_d52b783", "100k_exact_d52b783", "100k_rwkv7_block_d52b783", "100k_gdn_d52b783"),
     *("2k_four_gpus_d52b783", "1m_four_gpus_d52b783"),
     *("dp4_6768b71", "dp4_2_6768b71", "two_gpus_6768b71"),
+    *("2k_5dfa910", "8k_5dfa910", "32k_5dfa910", "100k_fp8_5dfa910"),
+    *("8k_two_gpus_5dfa910", "32k_two_gpus_5dfa910", "100k_rounds_5dfa910", "100k_megatron_four_gpus_5dfa910"),
     *("100k_two_h100_beb3a07", "100k_two_h100_1c4c8c8"),
 ]
 LENGTHS = [2048, 8192, 32768, 102400, 524288, 1048576]

@@ -212,7 +212,7 @@ class PlanReport:
             "Memory is what a step of the real model keeps, gone through without computing; CUDA's context and NCCL "
             "come on top. Times are model FLOPs at rates measured on one H200, mostly at 2,048 wide, and bytes at "
             "measured bandwidth; exchanged heads as measured on two H100s, other links at 80 % of the data sheet, not "
-            "measured; and nothing overlapped but what copy engines exchange in rounds."
+            "measured; and nothing overlapped but half of what copy engines exchange in rounds."
         ]
         if self.machine.gpu.name != MEASURED:
             lines += ["", f"Rates are scaled from the H200 to the {self.machine.gpu.name.upper()} by data sheets."]

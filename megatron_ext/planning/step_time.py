@@ -1,9 +1,9 @@
 """How long a step takes: its parts at measured rates, on a GPU's memory and on its links.
 
 A part that multiplies matrices takes its model FLOPs at the rate that was measured of it; one that reads and writes,
-its bytes at the bandwidth that was measured. Heads that copy engines exchange in rounds hide behind mixers, nothing
-else hides: NCCL's kernels take from mixers what rounds save (docs/benchmarks/training.md), and all other exchanges of
-tensor, context and pipeline parallelism and the reduction of gradients stand in the step.
+its bytes at the bandwidth that was measured. Half of the heads that copy engines exchange in rounds hides behind
+mixers, nothing else hides: NCCL's kernels take from mixers what rounds save (docs/benchmarks/training.md), and all
+other exchanges of tensor, context and pipeline parallelism and the reduction of gradients stand in the step.
 """
 
 from __future__ import annotations
@@ -57,6 +57,10 @@ tensor's scale. As measured of 32,768 tokens (docs/benchmarks/planning.md); behi
 LATENCY = 2e-5
 """Seconds of a collective call beside its bytes. Assumed, as `LINKS_REACHED` is."""
 
+
+ROUNDS_THAT_HIDE = 2
+"""Of the rounds in which heads are exchanged: what a third and a fourth could hide was lost to waiting on four H200s,
+where steps became no shorter by them (docs/benchmarks/training.md)."""
 
 HEADS = "alltoall_base_"
 """The call that exchanges heads, as c10d's operators call it."""
@@ -211,7 +215,7 @@ def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Link
         seconds[message.call] += each * links.seconds(message.ranks, sent(message), reached)
         exchanged += each * message.size * is_heads
     # All but one of a layer's rounds hide; what layers that exchange heads send is taken for equally much.
-    behind = fmean((layer.exchange_rounds - 1) / layer.exchange_rounds for layer in footprint.layers)
+    behind = fmean(1 - 1 / min(layer.exchange_rounds, ROUNDS_THAT_HIDE) for layer in footprint.layers)
     hidden = min(seconds[HEADS] * behind, parts[MIXER]) if transport == "copy_engine" else 0.0
     parts[COMMUNICATION] = sum(seconds.values()) - hidden
     parts[MIXER] += 2 * PACKED[transport] * exchanged / (BANDWIDTH_REACHED * gpu.bandwidth)

@@ -67,8 +67,15 @@ REPORTS = [
     Measured(file="1m_four_gpus_d52b783", memory=0.05, time=0.04),
     Measured(file="dp4_6768b71", memory=0.015, time=0.07),
     Measured(file="dp4_2_6768b71", memory=0.015),
-    Measured(file="100k_four_gpus_6768b71", memory=0.005, time=None),  # one rank or another was late: see training.md
+    Measured(file="100k_four_gpus_6768b71", memory=0.005, time=None),  # ranks were late: see training.md
     Measured(file="two_gpus_6768b71", memory=0.01, time=0.02),
+    Measured(file="2k_5dfa910", memory=0.01, time=0.03),
+    Measured(file="8k_5dfa910", memory=0.01, time=0.03),
+    Measured(file="32k_5dfa910", memory=0.01, time=0.05),
+    Measured(file="100k_fp8_5dfa910", memory=0.03, time=0.03),
+    Measured(file="8k_two_gpus_5dfa910", memory=0.01, time=0.03),
+    Measured(file="32k_two_gpus_5dfa910", memory=0.01),
+    Measured(file="100k_rounds_5dfa910", memory=0.005, time=0.08),
     Measured(file="100k_two_h100_beb3a07", memory=0.015, gpu="h100"),
     Measured(file="100k_two_h100_1c4c8c8", memory=0.015, gpu="h100"),
     Measured(file="100k_08a0f50", memory=0.03, time=None),  # before cuDNN's attention

@@ -95,9 +95,7 @@ def test_gradients_go_over_the_network_where_nodes_are_several(dry: Dry) -> None
 
 
 @pytest.mark.parametrize("transport", ["nccl", "copy_engine"])
-def test_heads_that_copy_engines_exchange_in_rounds_hide_but_for_one_of_them(
-    dry: Dry, transport: TransportName
-) -> None:
+def test_half_of_the_heads_that_copy_engines_exchange_in_rounds_hides(dry: Dry, transport: TransportName) -> None:
     overrides = [*ONE_GPU, *SMALL, "training.global_batch_size=1", "data.seq_length=102400", "parallel.context=2"]
     overrides.append(f"parallel.context_transport={transport}")
     found = {
@@ -112,7 +110,7 @@ def test_heads_that_copy_engines_exchange_in_rounds_hide_but_for_one_of_them(
         seconds = size / (EXCHANGE_REACHED[transport] * H200.nvlink)
         more = (rounds - 1) * messages * LATENCY
         hides = transport == "copy_engine"
-        hidden = (seconds + rounds * messages * LATENCY) * (rounds - 1) / rounds if hides else 0.0
+        hidden = (seconds + rounds * messages * LATENCY) / 2 if hides and rounds > 1 else 0.0
         assert one.parts[COMMUNICATION] == pytest.approx(found[1].parts[COMMUNICATION] + more - hidden)
         assert one.parts[MIXER] == found[1].parts[MIXER]
 
