@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -217,7 +218,9 @@ def _row(folder: Path, variant: Variant, plan: Plan, random_data: Path | None) -
         plain=variant.plain,
     )
     write_job(folder, job)
+    begun = time.perf_counter()
     code = launch(rank_command("bench", [RANK, str(folder)]), plan.processes)
+    row = replace(row, took=time.perf_counter() - begun)
     if code:
         return row.with_failure(_reason(folder, code)), code
     return row.with_numbers(TypeAdapter(Measured).validate_json((folder / MEASURED).read_bytes())), 0

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.profiler import ProfilerActivity, profile
@@ -70,7 +71,8 @@ class Measured:
         memory: of the rank that held most, kind by kind.
         breakdown: mean of the profiled steps and ranks; None: nothing was profiled.
         breakdown_by_rank: means of the profiled steps.
-        building: seconds until the model, its weights and the optimizer were there.
+        starting: seconds from the start of the processes until all ranks met: importing, process groups, opening data.
+        building: seconds after that until the model, its weights and the optimizer were there.
         first_step: seconds of the first step of all, in which kernels are compiled.
     """
 
@@ -83,6 +85,7 @@ class Measured:
     memory: Memory
     breakdown: Breakdown | None
     breakdown_by_rank: list[Breakdown]
+    starting: float
     building: float
     first_step: float
 
@@ -111,6 +114,7 @@ def measure(
     Returns:
         The same on every rank.
     """
+    starting = max(from_every_rank(time.time() - psutil.Process().create_time()))
     begun = time.perf_counter()
     run = TimedRun(config, vocabulary, groups, platform, samples, plain=plain)
     platform.synchronize()
@@ -138,6 +142,7 @@ def measure(
         memory=_largest(memory),
         breakdown=mean(by_rank) if by_rank else None,
         breakdown_by_rank=by_rank,
+        starting=starting,
         building=building,
         first_step=[*warm_up, *seconds][0],
     )

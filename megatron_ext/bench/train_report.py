@@ -42,6 +42,7 @@ class Row:
         measured: numbers.
         failed: why there are none, or what is wrong with them.
         plain: whether the model was megatron-core's own.
+        took: seconds from the start of its processes until all had ended; None: they were not started.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Row:
     measured: Measured | None = None
     failed: str | None = None
     plain: bool = False
+    took: float | None = None
 
     def with_numbers(self, measured: Measured) -> Row:
         """The row with what was measured, and what is wrong with it if a loss is not finite."""
@@ -76,6 +78,7 @@ class Row:
             "overrides": list(self.overrides),
             "processes": self.processes,
             "plain_megatron": self.plain,
+            "took": self.took,
             "configuration": self.config,
         }
         if self.failed is not None:
@@ -156,7 +159,7 @@ class Report(RunReport):
         columns = (*COLUMNS, f"speed over {self.rows[0].name}") if self.rows else COLUMNS
         lines = table(columns, [_cells(row, self.speed(row)) for row in self.rows])
         profiled = [row for row in self.rows if row.measured is not None and row.measured.breakdown is not None]
-        begun = [_start(row.name, row.measured) for row in self.rows if row.measured is not None]
+        begun = [_start(row, row.measured) for row in self.rows if row.measured is not None]
         lines += ["", *begun] if begun else []
         if not profiled:
             return lines
@@ -197,9 +200,13 @@ def _cells(row: Row, speed: float | None) -> list[str]:
     ]
 
 
-def _start(name: str, measured: Measured) -> str:
-    built, first = digits(measured.building), digits(measured.first_step)
-    return f"* {name}: {built} s until model and optimizer were there, {first} s for the first step and its compiling"
+def _start(row: Row, measured: Measured) -> str:
+    assert row.took is not None
+    took, started, built, first = map(digits, (row.took, measured.starting, measured.building, measured.first_step))
+    return (
+        f"* {row.name} took {took} s: {started} s until its ranks had met, {built} s until model and optimizer were "
+        f"there, {first} s for the first step and its compiling"
+    )
 
 
 def _count(number: float | None) -> str:

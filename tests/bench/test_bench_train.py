@@ -62,7 +62,7 @@ def test_all_is_measured(one_process: Any, small_run: RunConfig, tmp_path: Path)
     samples, _ = open_samples(tmp_path, 16, seed=0)
     found = measure(small_run, 100, samples, one_process, CPU, Amount(warm_up=1, steps=3, profiled=1))
     assert len(found.seconds) == len(found.losses) == 3
-    assert all(seconds > 0 for seconds in (*found.seconds, found.building, found.first_step))
+    assert all(seconds > 0 for seconds in (*found.seconds, found.starting, found.building, found.first_step))
     assert found.losses[0] == pytest.approx(math.log(128), abs=0.5)  # of the padded vocabulary
     assert found.tokens == 2 * 16
     # Two tables of 128 x 32, four projections, three matrices of the feed-forward, three norms.
@@ -118,7 +118,7 @@ def test_without_profiled_steps_there_is_no_breakdown(one_process: Any, small_ru
     assert found.breakdown_by_rank == []
     *table, empty, start = replace(REPORT, rows=[ROW.with_numbers(found)]).table()
     assert len(table) == 3
-    assert (empty, start[:8]) == ("", "* full: ")
+    assert (empty, start[:11]) == ("", "* full took")
 
 
 PHASES_OF_ONE = {part: dict.fromkeys(PHASES, 0.0) for part in MODEL}
@@ -140,10 +140,11 @@ MEASURED = Measured(
     memory=Memory(allocated=3 << 30, reserved=4 << 30, allocated_before=5 << 30),
     breakdown=BREAKDOWN,
     breakdown_by_rank=[replace(BREAKDOWN, longest_idle=Idle(0.01, "aten::add in step (other)")), BREAKDOWN],
+    starting=20.0,
     building=12.5,
     first_step=30.25,
 )
-ROW = Row(name="full", overrides=("a.b=1",), config={"model": {}}, processes=2)
+ROW = Row(name="full", overrides=("a.b=1",), config={"model": {}}, processes=2, took=70.0)
 REPORT = Report(
     name="small",
     overrides=("c.d=2",),
@@ -183,7 +184,10 @@ def test_the_tables_by_hand(tmp_path: Path) -> None:
     assert "| big | failed: OutOfMemoryError: x |  |" in text
     assert "| full | 500 | 200 (40 %) | 0.0 (0 %) |" in text
     assert "| full | recompute | 50.0 | 0.0 |" in text
-    assert "* full: 12.5 s until model and optimizer were there, 30.2 s for the first step and its compiling" in text
+    start = (
+        "* full took 70.0 s: 20.0 s until its ranks had met, 12.5 s until model and optimizer were there, 30.2 s for"
+    )
+    assert start in text
     assert "* full: communication 150 ms, of which 50.0 hidden" in text
     assert "* full: idle for 120 ms at once on rank 1, the host at aten::mm in step (mixer)" in text
     assert "* full: 2 x cudaStreamSynchronize in aten::item (optimizer)" in text
@@ -215,6 +219,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert tp["configuration"]["training"]["seed"] == 7
     assert "failed" not in tp
     measured = tp["measured"]
+    assert measured["starting"] + measured["building"] + measured["first_step"] < tp["took"]
     assert measured["tokens"] == 4 * 16
     assert len(measured["breakdown_by_rank"]) == 2
     assert measured["breakdown"]["parts"]["communication"] > 0
