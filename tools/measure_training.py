@@ -1,0 +1,109 @@
+"""Measure rows of the table in docs/benchmarks/training.md on this machine's GPUs: models of 1.3B parameters by length.
+
+    python tools/measure_training.py --processes 2 --seq-length 2048 8192 --models megatron exact --output bench/two
+
+is one `selectron bench train` over examples/1p3b_100k.yaml, whose variants have what the table's rows have in common.
+Below 102,400 tokens each GPU is a replica with 65,536 tokens a step, in two micro-batches, and nothing is recomputed.
+At 102,400 there is a sample a GPU: one GPU recomputes what it must, several share each sequence by copy engines and
+recompute nothing; plain megatron-core, which has no such exchange, recomputes whole layers of replicas. The report
+joins the table by its name in tools/training_table.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = "examples/1p3b_100k.yaml"
+LONG = 102400
+ONE_GPU = ["parallel.tensor=1", "parallel.sequence=false", "parallel.context=1", "training.recompute=none"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is measured.
+
+    Attributes:
+        overrides: of the configuration.
+        recompute: what one GPU recomputes at 102,400 tokens.
+        hands_states_on: whether GPUs that share a sequence hand states on, and so gain nothing by rounds.
+        plain: whether it is megatron-core's own.
+    """
+
+    overrides: str
+    recompute: str = "mlp"
+    hands_states_on: bool = False
+    plain: bool = False
+
+
+MODELS = {
+    "megatron": Model("model.pattern=attention*24", recompute="full", plain=True),
+    "attention": Model("model.pattern=attention*24"),
+    "approx": Model("mixers.top1_chunk.score=approx"),
+    "exact": Model("mixers.top1_chunk.score=exact"),
+    "gdn": Model("examples/mixers/1p3b/gated_deltanet.yaml", recompute="full", hands_states_on=True),
+    "rwkv7_block": Model("examples/models/1p3b/rwkv7_block_top1_chunk.yaml"),
+    "hybrid": Model("examples/models/1p3b/gated_deltanet_top1_chunk.yaml", recompute="full", hands_states_on=True),
+}
+
+
+def row(name: str, length: int, processes: int) -> list[str]:
+    """The option of `selectron bench train` that makes a row.
+
+    Args:
+        name: a key of MODELS.
+        length: tokens of a sample; 102,400, or a divisor of 32,768.
+        processes: GPUs.
+    """
+    model = MODELS[name]
+    overrides = [model.overrides, f"data.seq_length={length}"]
+    if length < LONG:
+        overrides.append(f"training.global_batch_size={processes * 65536 // length}")
+        overrides.append(f"training.micro_batch_size={32768 // length}")
+    else:
+        overrides.append(f"training.global_batch_size={processes}")
+        if processes == 1 or model.plain:
+            overrides.append(f"training.recompute={model.recompute}")
+        else:
+            overrides += [f"parallel.context={processes}", "parallel.context_transport=copy_engine"]
+            if not model.hands_states_on:
+                overrides.append("parallel.context_exchange_rounds=2")
+                overrides.append(f"training.micro_batch_size={processes // 2}")
+    option, thousands = "--plain" if model.plain else "--variant", "100k" if length == LONG else f"{length // 1024}k"
+    return [option, f"{thousands}_{name}:{','.join(overrides)}"]
+
+
+def command(models: Sequence[str], lengths: Sequence[int], processes: int, steps: int, output: Path) -> list[str]:
+    """`selectron bench train` with a row for each model and length."""
+    options = ["--processes", str(processes), "--steps", str(steps), "--warmup", "2", "--profile", "1"]
+    rows = [word for length in lengths for name in models for word in row(name, length, processes)]
+    words = ["bench", "train", CONFIG, *ONE_GPU, *options, *rows, "--output", str(output.absolute())]
+    return [sys.executable, "-m", "megatron_ext.cli", *words]
+
+
+def main() -> int:
+    """Measure what the arguments say.
+
+    Returns:
+        The exit code of `selectron bench train`.
+    """
+    about = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=about, allow_abbrev=False)
+    add = parser.add_argument
+    add("--processes", type=int, choices=(1, 2, 4), default=1, help="GPUs (%(default)s)")
+    add("--seq-length", type=int, nargs="+", choices=(2048, 8192, 32768, LONG), default=[LONG], help="(%(default)s)")
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
+    add("--steps", type=int, default=3, help="timed, after two that are not (%(default)s)")
+    add("--output", type=Path, required=True, help="folder of the report")
+    args = parser.parse_args()
+    words = command(args.models, args.seq_length, args.processes, args.steps, args.output)
+    return subprocess.run(words, cwd=ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
