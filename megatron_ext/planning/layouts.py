@@ -52,6 +52,12 @@ def candidates(config: RunConfig, world_size: int, per_node: int) -> Iterator[Se
                     ]
 
 
+def by_copy_engines(config: RunConfig, rounds: int) -> RunConfig:
+    """The same layout, in which copy engines exchange heads."""
+    parallel = replace(config.parallel, context_transport="copy_engine", context_exchange_rounds=rounds)
+    return replace(config, parallel=parallel)
+
+
 def _powers(most: int) -> Iterator[int]:
     """Powers of two up to a number."""
     power = 1
@@ -63,8 +69,13 @@ def _powers(most: int) -> Iterator[int]:
 def differences(config: RunConfig) -> str:
     """What makes a candidate, as overrides of the command line."""
     parallel, training = config.parallel, config.training
+    exchange = (
+        f"parallel.context_transport={parallel.context_transport} "
+        f"parallel.context_exchange_rounds={parallel.context_exchange_rounds} "
+    )
     return (
         f"parallel.tensor={parallel.tensor} parallel.sequence={str(parallel.sequence).lower()} "
-        f"parallel.context={parallel.context} parallel.pipeline={parallel.pipeline} "
+        f"parallel.context={parallel.context} {exchange if parallel.context > 1 else ''}"
+        f"parallel.pipeline={parallel.pipeline} "
         f"training.micro_batch_size={training.micro_batch_size} training.recompute={training.recompute}"
     )

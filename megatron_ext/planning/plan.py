@@ -16,9 +16,9 @@ from megatron_ext.config.traits import Mixers
 from megatron_ext.errors import UserError
 from megatron_ext.planning.counts import process_pool
 from megatron_ext.planning.gpus import GPUS, Gpu
-from megatron_ext.planning.layouts import candidates
+from megatron_ext.planning.layouts import by_copy_engines, candidates
 from megatron_ext.planning.memory import Memory, memory_of
-from megatron_ext.planning.step_time import StepTime, step_time
+from megatron_ext.planning.step_time import HEADS, ROUNDS_THAT_HIDE, StepTime, step_time
 
 if TYPE_CHECKING:
     from megatron_ext.planning.dry_step import Footprint
@@ -96,6 +96,8 @@ def search(
 ) -> list[Planned]:
     """All layouts of a configuration, those that fit first, the fastest of them first.
 
+    Where NCCL is to exchange heads, the same by copy engines is a layout, too.
+
     Args:
         config: of the run; its layout, micro-batch and recomputation are looked for.
         vocab_size: tokens of the tokenizer.
@@ -110,7 +112,8 @@ def search(
         for alternatives in candidates(config, machine.world_size, machine.per_node):
             refused = _refusal(alternatives[0], machine, mixers)
             if refused is None:
-                pending.append(pool.submit(_until_one_fits, alternatives, vocab_size, machine))
+                rounds = _rounds_of_copy_engines(alternatives[0], machine, mixers)
+                pending.append(pool.submit(_until_one_fits, alternatives, rounds, vocab_size, machine))
             else:
                 found.append(refused)
         for number, planned in enumerate(pending, 1):
@@ -129,20 +132,45 @@ def shards(config: RunConfig, vocab_size: int, world_size: int) -> Iterator[Shar
             yield from block.result()
 
 
-def _until_one_fits(alternatives: Sequence[RunConfig], vocab_size: int, machine: Machine) -> list[Planned]:
-    """Plans of these, up to the first that fits."""
+def _rounds_of_copy_engines(config: RunConfig, machine: Machine, mixers: Mixers) -> int | None:
+    """In which they could exchange the heads that NCCL is to exchange; None: they cannot."""
+    if config.parallel.context == 1 or config.parallel.context_transport != "nccl":
+        return None
+    allowed = (n for n in (ROUNDS_THAT_HIDE, 1) if not _refusal(by_copy_engines(config, n), machine, mixers))
+    return next(allowed, None)
+
+
+def _until_one_fits(
+    alternatives: Sequence[RunConfig], copied_in: int | None, vocab_size: int, machine: Machine
+) -> list[Planned]:
+    """Plans of these, up to the first that fits; and of that one by copy engines, if heads are exchanged.
+
+    Args:
+        alternatives: the best first.
+        copied_in: rounds of copy engines; None: there are to be none.
+        vocab_size: tokens of the tokenizer.
+        machine: to be trained on.
+    """
     found: list[Planned] = []
     for config in map(derive, alternatives):
-        ranks = _ends(_rank_of_each_stage(config, machine.world_size))
         try:
-            footprints = [_footprint(config, vocab_size, machine.world_size, rank) for rank in ranks]
+            footprints = _ends_gone_through(config, vocab_size, machine)
         except UserError as error:
             found.append(_unplanned(config, machine, error))  # for a reason that recomputation does not change
             break
         found.append(_planned(config, footprints, machine))
         if found[-1].refused is None:
+            calls = {message.call for footprint in footprints for message in footprint.ledger.messages}
+            if copied_in is not None and HEADS in calls:
+                copied = by_copy_engines(config, copied_in)
+                found.append(_planned(copied, _ends_gone_through(copied, vocab_size, machine), machine))
             break
     return found
+
+
+def _ends_gone_through(config: RunConfig, vocab_size: int, machine: Machine) -> list[Footprint]:
+    ranks = _ends(_rank_of_each_stage(config, machine.world_size))
+    return [_footprint(config, vocab_size, machine.world_size, rank) for rank in ranks]
 
 
 def _check_8_bits(config: RunConfig, gpu: Gpu) -> None:

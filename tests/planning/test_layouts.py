@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_ext.config.layout import model_parallel_size
 from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
-from megatron_ext.planning.layouts import candidates, differences
+from megatron_ext.planning.layouts import by_copy_engines, candidates, differences
 
 
 def config(micro_batch_size: int = 1) -> RunConfig:
@@ -56,3 +56,16 @@ def test_differences_are_overrides_of_the_command_line() -> None:
         "parallel.tensor=4 parallel.sequence=true parallel.context=1 parallel.pipeline=1 "
         "training.micro_batch_size=1 training.recompute=full"
     )
+
+
+def test_what_is_exchanged_is_said_where_a_sequence_is_shared() -> None:
+    (shared,) = [one[0] for one in candidates(config(), 4, 4) if one[0].parallel.context == 4]
+    copied = by_copy_engines(shared, 2)
+    for one, said in (
+        (shared, "nccl parallel.context_exchange_rounds=1"),
+        (copied, "copy_engine parallel.context_exchange_rounds=2"),
+    ):
+        assert differences(one) == (
+            f"parallel.tensor=1 parallel.sequence=false parallel.context=4 parallel.context_transport={said} "
+            "parallel.pipeline=1 training.micro_batch_size=1 training.recompute=none"
+        )

@@ -151,12 +151,49 @@ def test_a_search_puts_the_fastest_that_fits_first(capsys: Any, tmp_path: Path) 
     speeds = [one["tokens_per_second"] for one in fitting]
     assert speeds == sorted(speeds, reverse=True)
     assert found[: len(fitting)] == fitting
+    copied, by_nccl = (
+        f"2 parallel.context_transport={transport} parallel.context_exchange_rounds={rounds}"
+        for transport, rounds in (("copy_engine", 2), ("nccl", 1))
+    )
+    layouts = (
+        (1, "false", 1, 1),
+        (2, "true", 1, 1),
+        (1, "false", copied, 1),
+        (1, "false", by_nccl, 1),
+        (1, "false", 1, 2),
+    )
     assert {one["layout"].split(" training")[0] for one in fitting} == {
         f"parallel.tensor={t} parallel.sequence={s} parallel.context={c} parallel.pipeline={p}"
-        for t, s, c, p in ((1, "false", 1, 1), (2, "true", 1, 1), (1, "false", 2, 1), (1, "false", 1, 2))
+        for t, s, c, p in layouts
     }
     assert f"{len(found)} layouts: {len(fitting)} fit" in out
     assert out.count("`parallel.tensor=") >= 3
+
+
+@pytest.mark.parametrize(
+    ("more", "transports"),
+    [
+        (["model.pattern=gated_deltanet*2"], {"nccl parallel.context_exchange_rounds=1"}),  # states are handed on
+        (
+            ["model.pattern=attention*2", "model.num_query_groups=2"],  # one for each rank: there is no second round
+            {"nccl parallel.context_exchange_rounds=1", "copy_engine parallel.context_exchange_rounds=1"},
+        ),
+        (
+            ["model.pattern=attention*2", "parallel.context_transport=copy_engine"],
+            {"copy_engine parallel.context_exchange_rounds=1"},
+        ),
+    ],
+)
+@pytest.mark.usefixtures("kept_process")
+def test_a_search_looks_at_copy_engines_where_they_could_exchange_heads(
+    capsys: Any, tmp_path: Path, more: list[str], transports: set[str]
+) -> None:
+    options = ["--gpus-per-node", "2", "--search", "--output", str(tmp_path)]
+    code, _, _ = call(capsys, BIG, *more, "training.global_batch_size=1", *options)
+    assert code == 0
+    found = [one["layout"] for one in json.loads((tmp_path / "plan.json").read_text())["layouts"]]
+    shared = [layout for layout in found if "parallel.context=2" in layout]
+    assert {one.partition("context_transport=")[2].partition(" parallel.pipeline")[0] for one in shared} == transports
 
 
 @pytest.mark.slow
