@@ -214,7 +214,7 @@ def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Link
         reached = EXCHANGE_REACHED[transport] if is_heads else LINKS_REACHED
         seconds[message.call] += each * links.seconds(message.ranks, sent(message), reached)
         exchanged += each * message.size * is_heads
-    # All but one of a layer's rounds hide; what layers that exchange heads send is taken for equally much.
+    # Of the rounds that hide all but one do; what layers that exchange heads send is taken for equally much.
     behind = fmean(1 - 1 / min(layer.exchange_rounds, ROUNDS_THAT_HIDE) for layer in footprint.layers)
     hidden = min(seconds[HEADS] * behind, parts[MIXER]) if transport == "copy_engine" else 0.0
     parts[COMMUNICATION] = sum(seconds.values()) - hidden
