@@ -27,9 +27,13 @@ REPORTS = [
     *("dp4_6768b71", "dp4_2_6768b71", "two_gpus_6768b71"),
     *("2k_5dfa910", "8k_5dfa910", "32k_5dfa910", "100k_fp8_5dfa910"),
     *("8k_two_gpus_5dfa910", "32k_two_gpus_5dfa910", "100k_rounds_5dfa910", "100k_megatron_four_gpus_5dfa910"),
+    *("gdn_two_gpus_8b94096", "hybrid_two_gpus_8b94096", "rwkv7_block_two_gpus_8b94096"),
+    *("32k_rwkv7_block_two_gpus_8b94096", "100k_megatron_two_gpus_8b94096", "100k_layouts_four_gpus_8b94096"),
     *("100k_two_h100_beb3a07", "100k_two_h100_1c4c8c8"),
 ]
 LENGTHS = [2048, 8192, 32768, 102400, 524288, 1048576]
+KIND = "H200"
+"""Of which most rows are; others stand behind them."""
 MIXERS = {"attention": "attention", "gated_deltanet": "gated DeltaNet", "top1_chunk": "Top-1 Chunk"}
 
 Row = tuple[str, str, str]
@@ -71,22 +75,24 @@ def _model(row: Mapping[str, Any]) -> str:
 def _layout(parallel: Mapping[str, Any], processes: int) -> str:
     if processes == 1:
         return ""
-    context, exchange = parallel["context"], parallel.get("context_exchange", "auto")
-    rounds, transport = parallel.get("context_exchange_rounds", 1), parallel.get("context_transport", "nccl")
-    sizes = {"CP": context, "DP": processes // context}
-    said = [
-        " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1),
-        *([exchange] if exchange != "auto" else []),
-        *(["copy engines"] if transport == "copy_engine" else []),
-        *([f"{rounds} rounds"] if rounds > 1 else []),
-    ]
+    tensor, context = parallel["tensor"], parallel["context"]
+    sizes = {"TP": tensor, "CP": context, "DP": processes // (tensor * context)}
+    said = [" x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)]
+    if context > 1:
+        exchange, transport = parallel.get("context_exchange", "auto"), parallel.get("context_transport", "nccl")
+        rounds = parallel.get("context_exchange_rounds", 1)
+        said += [exchange] if exchange != "auto" else []
+        said += ["copy engines"] if transport == "copy_engine" else []
+        said += [f"{rounds} rounds"] if rounds > 1 else []
     return ", ".join(said)
 
 
 def markdown() -> str:
-    """The table."""
+    """The table: models in the order of the reports, each by how many GPUs it had; kinds of GPU apart."""
     found = cells()
-    rows = [[*key, *(found[key].get(length, "") for length in LENGTHS)] for key in found]
+    models = list(dict.fromkeys(model for model, _, _ in found))
+    keys = sorted(found, key=lambda key: (key[1].split()[1] != KIND, models.index(key[0]), key[1]))
+    rows = [[*key, *(found[key].get(length, "") for length in LENGTHS)] for key in keys]
     return "\n".join(table(["", "GPUs", "layout", *(f"{length:,} tokens" for length in LENGTHS)], rows)) + "\n"
 
 
