@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from megatron_ext.planning.rates import Rate, part_of_feed_forward, part_of_mixe
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 LAYERS = [f"layers/gpu{number}.json" for number in range(4)]
 TRAINING = [f"training/{name}.json" for name in ("100k_158fe53", "100k_e5273c8", "2k_08a0f50", "2k_e5273c8")]
+FEW_HEADS = "layers/heads_8b94096.json"
+"""Whose rows have fewer heads than a model, as many as a GPU of several mixes at a time."""
 EIGHT_BITS = "training/2k_ed2e6a3.json"
 """Of which attention's rows in 8 bits alone are read, and of these the feed-forward."""
 OLD_SWIGLU = {"158fe53"}
@@ -32,20 +34,22 @@ OLD_ATTENTION = {"08a0f50"}
 
 def main() -> None:
     """Print the rates."""
-    rates = [*_of_layers(), *_of_training(), *_of_8_bits()]
-    last = {(rate.part, rate.hidden_size, rate.seq_length): rate for rate in rates}
+    few_heads = (replace(rate, units=units) for rate, units in _of_layers(FEW_HEADS))
+    rates = [*(rate for name in LAYERS for rate, _ in _of_layers(name)), *_of_training(), *_of_8_bits(), *few_heads]
+    last = {(rate.part, rate.hidden_size, rate.seq_length, rate.units or 0): rate for rate in rates}
     json.dump([asdict(last[key]) for key in sorted(last)], sys.stdout, indent=1)
     print()
 
 
-def _of_layers() -> Iterator[Rate]:
-    for name in LAYERS:
-        for row in json.loads((DOCS / name).read_text())["rows"]:
-            if row["layer"] == "ours" and "ms" in row:
-                flops = row["flops_per_token"] * row["length"] * row["batch"] / row["ms"] * 1e3
-                part = part_of_mixer(row["mixer"], "exact")  # the default, which that benchmark has
-                shape = {"hidden_size": row["hidden"], "seq_length": row["length"]}
-                yield Rate(part=part, **shape, flops=float(f"{flops:.4g}"), forward_share=None, source=name)
+def _of_layers(name: str) -> Iterator[tuple[Rate, int]]:
+    """Rates of mixers, and of how many heads of all samples each is."""
+    for row in json.loads((DOCS / name).read_text())["rows"]:
+        if row["layer"] == "ours" and "ms" in row:
+            flops = row["flops_per_token"] * row["length"] * row["batch"] / row["ms"] * 1e3
+            part = part_of_mixer(row["mixer"], "exact")  # the default, which that benchmark has
+            shape = {"hidden_size": row["hidden"], "seq_length": row["length"]}
+            rate = Rate(part=part, **shape, flops=float(f"{flops:.4g}"), forward_share=None, source=name)
+            yield rate, row["heads"] * row["batch"]
 
 
 def _of_training() -> Iterator[Rate]:

@@ -28,7 +28,7 @@ class LayerShape:
     """One problem: hidden states of `batch` sequences of `length` tokens.
 
     Attributes:
-        size_name: as in --shapes: 110m.
+        size_name: as in --shapes: 110m, or 110m/2 for two of its heads.
         size: widths and heads.
         length: tokens a sequence.
         batch: sequences.

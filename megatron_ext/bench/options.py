@@ -12,14 +12,14 @@ from megatron_ext.bench.cases import PEERS, SIZES, LayerShape, Plan
 
 # So many tokens that no layer waits for Python to launch it.
 DEFAULT_SHAPES = "110m:2048x50,1p3b:2048x16,1p3b:8192x4,1p3b:32768x1,1p3b:102400x1"
-FORM = f"write SIZE:LENGTHxBATCH, as 110m:2048x16, with a size of {', '.join(SIZES)}"
+FORM = f"write SIZE[/HEADS]:LENGTHxBATCH, as 110m:2048x16 or 110m/2:2048x16, with a size of {', '.join(SIZES)}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
     add("--mixers", metavar="LIST", help="names as in model.pattern (all)")
-    add("--shapes", default=DEFAULT_SHAPES, metavar="LIST", help="SIZE:LENGTHxBATCH, ... (%(default)s)")
+    add("--shapes", default=DEFAULT_SHAPES, metavar="LIST", help="SIZE[/HEADS]:LENGTHxBATCH, ... (%(default)s)")
     add("--peers", default=",".join(PEERS), metavar="LIST", help='to compare with; "" for none (%(default)s)')
     add("--configurations", type=int, metavar="N", help="that a kernel tunes itself over, at most (all it has)")
     add_run_arguments(parser, output="bench/layers")
@@ -65,10 +65,12 @@ def make_shapes(text: str) -> tuple[LayerShape, ...]:
 
 
 def _shape(text: str) -> LayerShape:
-    match = re.fullmatch(r"(\w+):([1-9]\d*)x([1-9]\d*)", text)
-    if match is None or match[1] not in SIZES:
+    match = re.fullmatch(r"((\w+)(?:/([1-9]\d*))?):([1-9]\d*)x([1-9]\d*)", text)
+    if match is None or match[2] not in SIZES:
         raise OptionError("--shapes", f"{text!r} is no such shape", FORM)
-    return LayerShape(size_name=match[1], size=SIZES[match[1]], length=int(match[2]), batch=int(match[3]))
+    size = SIZES[match[2]]
+    size = size._replace(heads=int(match[3] or size.heads))
+    return LayerShape(size_name=match[1], size=size, length=int(match[4]), batch=int(match[5]))
 
 
 def run(args: argparse.Namespace) -> int:

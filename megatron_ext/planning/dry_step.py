@@ -48,6 +48,7 @@ class Layer:
         projection_flops: of them those of the linears that may compute in 8 bits.
         feed_forward_flops: of the feed-forward.
         exchange_rounds: in which its heads are exchanged, if they are; see `Mixer.exchange_rounds`.
+        units: heads or groups that a rank mixes at a time, of a sample.
         summary_walks: of its mixer where states are handed on from rank to rank (`Mixer.summary_walks`); else 0.
     """
 
@@ -56,6 +57,7 @@ class Layer:
     projection_flops: float
     feed_forward_flops: float
     exchange_rounds: int
+    units: int
     summary_walks: float
 
 
@@ -127,21 +129,25 @@ def _models(chunks: Sequence[nn.Module]) -> list[LanguageModel]:
 def _layers(shape: ModelShape, chunks: Sequence[nn.Module], seq_length: int) -> Iterator[Layer]:
     for mixer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Mixer)):
         score = getattr(mixer.mixer_config, "score", None)
+        exchanges_heads = _exchanges_heads(mixer, seq_length)
         yield Layer(
             part=part_of_mixer(shape.mixers[mixer.layer_number - 1], score),
             mixer_flops=mixer.training_flops(seq_length),
             projection_flops=6 * mixer.tp_size * weights_of_linears([mixer]),
             feed_forward_flops=6 * shape.feed_forward_parameters,
             exchange_rounds=mixer.exchange_rounds,
-            summary_walks=_summary_walks(mixer, seq_length // mixer.cp_size),
+            units=mixer.num_units_per_rank // (mixer.cp_size * mixer.exchange_rounds if exchanges_heads else 1),
+            summary_walks=0.0 if exchanges_heads else _summary_walks(mixer),
         )
 
 
-def _summary_walks(mixer: Mixer, num_positions: int) -> float:
-    if mixer.cp_size == 1 or not mixer.hands_on_states:
-        return 0.0
-    heads = mixer.exchanges_heads(num_positions, mixer.config.params_dtype.itemsize)
-    return 0.0 if heads else mixer.summary_walks()
+def _exchanges_heads(mixer: Mixer, seq_length: int) -> bool:
+    cp, item_size = mixer.cp_size, mixer.config.params_dtype.itemsize
+    return cp > 1 and mixer.exchanges_heads(seq_length // cp, item_size)
+
+
+def _summary_walks(mixer: Mixer) -> float:
+    return mixer.summary_walks() if mixer.cp_size > 1 and mixer.hands_on_states else 0.0
 
 
 def _loss_flops(shape: ModelShape, chunks: Sequence[nn.Module]) -> float:

@@ -28,6 +28,8 @@ class Rate:
         flops: model FLOPs a second of forward and backward pass.
         forward_share: of the time; None: not told apart.
         source: file under docs/benchmarks.
+        units: heads or groups of the mixer, of all samples, that were mixed at a time, in a measurement of what few of
+            them take; None: as many as fill a GPU.
     """
 
     part: str
@@ -36,6 +38,7 @@ class Rate:
     flops: float
     forward_share: float | None
     source: str
+    units: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +77,8 @@ def rate_of(part: str, hidden_size: int, seq_length: int, rates: Sequence[Rate] 
     Raises:
         KeyError: it was never measured.
     """
-    own = [rate for rate in (measured() if rates is None else rates) if rate.part == part]
+    everything = measured() if rates is None else rates
+    own = [rate for rate in everything if rate.part == part and rate.units is None]
     if not own:
         raise KeyError(part)
     width = min({rate.hidden_size for rate in own}, key=lambda size: abs(math.log(size / hidden_size)))
@@ -85,9 +89,24 @@ def rate_of(part: str, hidden_size: int, seq_length: int, rates: Sequence[Rate] 
     )
 
 
-def _between(points: Sequence[tuple[int, float]], seq_length: int) -> float:
+def filled(part: str, units: int, rates: Sequence[Rate] | None = None) -> float:
+    """What a part reaches of its rate with so few units at a time: a state walks over a sequence in one place of a GPU.
+
+    Between measurements along the logarithm of the units; constant beyond them, and 1 where there are none.
+
+    Args:
+        part: as of `Rate`.
+        units: heads or groups of all samples that are mixed at a time.
+        rates: to go by; None: all that come with this package.
+    """
+    own = [rate for rate in (measured() if rates is None else rates) if rate.part == part]
+    points = sorted((rate.units, rate.flops) for rate in own if rate.units is not None)
+    return _between(points, units) / points[-1][1] if points else 1.0
+
+
+def _between(points: Sequence[tuple[int, float]], at: int) -> float:
+    """Along the logarithm of what comes first in points, which are in its order; constant beyond them."""
     for (left, low), (right, high) in pairwise(points):
-        if left <= seq_length <= right:
-            along = math.log(seq_length / left) / math.log(right / left)
-            return low + along * (high - low)
-    return points[0][1] if seq_length < points[0][0] else points[-1][1]
+        if left <= at <= right:
+            return low + math.log(at / left) / math.log(right / left) * (high - low)
+    return points[0][1] if at < points[0][0] else points[-1][1]

@@ -29,7 +29,7 @@ from megatron_ext.parts import (
 )
 from megatron_ext.planning.gpus import BANDWIDTH_REACHED, EXCHANGE_REACHED, GPUS, LINKS_REACHED, MEASURED, Gpu
 from megatron_ext.planning.memory import shares
-from megatron_ext.planning.rates import part_of_feed_forward, rate_of
+from megatron_ext.planning.rates import filled, part_of_feed_forward, rate_of
 
 if TYPE_CHECKING:
     from megatron_ext.planning.dry_step import Footprint
@@ -182,15 +182,16 @@ def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Link
     faster = gpu.peak_flops / reference.peak_flops
     parts: defaultdict[str, float] = defaultdict(float)
 
-    def product(part: str, name: str, flops: float, again: bool) -> None:
+    def product(part: str, name: str, flops: float, again: bool, reached: float = 1.0) -> None:
         rate = rate_of(name, model.hidden_size, config.data.seq_length)
-        once = flops * tokens / parallel.tensor / (rate.flops * faster)
+        once = flops * tokens / parallel.tensor / (reached * rate.flops * faster)
         parts[part] += once * (1 + rate.forward_share * again)
 
     whole, feed_forward = training.recompute == "full", part_of_feed_forward(training.fp8)
     for layer in footprint.layers:
         # A rank that hands a state on walks more over its part; what is beside the projections is taken for a walk.
-        product(MIXER, layer.part, (1 + layer.summary_walks) * layer.mixer_flops, whole)
+        reached = filled(layer.part, layer.units * training.micro_batch_size)
+        product(MIXER, layer.part, (1 + layer.summary_walks) * layer.mixer_flops, whole, reached)
         product(MIXER, FEED_FORWARD, -layer.summary_walks * layer.projection_flops, whole)
         product(FEED_FORWARD, feed_forward, layer.feed_forward_flops, training.recompute != "none")
         if training.fp8 != "none":  # a mixer's projections gain what a feed-forward's do

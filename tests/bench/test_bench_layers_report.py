@@ -146,10 +146,16 @@ def test_options_are_taken() -> None:
     )
 
 
-FORM = "write SIZE:LENGTHxBATCH, as 110m:2048x16, with a size of 110m, 1p3b"
+def test_a_shape_may_have_fewer_heads_than_its_size() -> None:
+    (shape,) = options.make_shapes("1p3b/2:102400x1")
+    assert (shape.size_name, shape.size, shape.length_name) == ("1p3b/2", SIZES["1p3b"]._replace(heads=2), "102400x1")
+
+
+FORM = "write SIZE[/HEADS]:LENGTHxBATCH, as 110m:2048x16 or 110m/2:2048x16, with a size of 110m, 1p3b"
 MISTAKES = [
     (["layers", "--shapes", "110m:2048"], f"--shapes: '110m:2048' is no such shape; {FORM}"),
     (["layers", "--shapes", "7b:2048x1"], f"--shapes: '7b:2048x1' is no such shape; {FORM}"),
+    (["layers", "--shapes", "110m/0:8x1"], f"--shapes: '110m/0:8x1' is no such shape; {FORM}"),
     (["layers", "--shapes", "110m:0x1"], f"--shapes: '110m:0x1' is no such shape; {FORM}"),
     (["layers", "--shapes", ","], f"--shapes: is empty; {FORM}"),
     (["layers", "--mixers", "gla,glas"], "--mixers: 'glas' is not known; choose from attention, based, deltanet, "),

@@ -76,6 +76,11 @@ REPORTS = [
     Measured(file="8k_two_gpus_5dfa910", memory=0.01, time=0.03),
     Measured(file="32k_two_gpus_5dfa910", memory=0.01),
     Measured(file="100k_rounds_5dfa910", memory=0.005, time=0.08),
+    Measured(file="gdn_two_gpus_8b94096", memory=0.015, time=0.05),
+    Measured(file="hybrid_two_gpus_8b94096", memory=0.01, time=0.03),
+    Measured(file="rwkv7_block_two_gpus_8b94096", memory=0.005, time=0.02),
+    Measured(file="32k_rwkv7_block_two_gpus_8b94096", memory=0.005, time=0.02),
+    Measured(file="100k_layouts_four_gpus_8b94096", memory=0.01, time=0.07),
     Measured(file="100k_two_h100_beb3a07", memory=0.015, gpu="h100"),
     Measured(file="100k_two_h100_1c4c8c8", memory=0.015, gpu="h100"),
     Measured(file="100k_08a0f50", memory=0.03, time=None),  # before cuDNN's attention
@@ -84,9 +89,6 @@ REPORTS = [
 TIME_APART = {
     ("2k_08a0f50", "attention"),  # before cuDNN's attention
     ("100k_two_gpus_4f0b591", "hybrid_copies"),  # ranks that hand states on walked over their parts twice
-    # Few heads at a time do not fill a GPU, whose walk over a sequence takes as long for two as for sixteen; plans
-    # do not know that: see docs/benchmarks/planning.md.
-    ("100k_four_gpus_2_ea7afd2", "gdn_heads_2"),
 }
 """Rows whose memory alone is planned as it was measured."""
 ROWS = [

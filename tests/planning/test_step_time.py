@@ -15,9 +15,10 @@ from dry_runs import ONE_GPU, configured
 
 from megatron_ext.config.schema import TransportName
 from megatron_ext.parts import COMMUNICATION, FEED_FORWARD, MIXER, NORMS, OPTIMIZER
+from megatron_ext.planning import step_time as module
 from megatron_ext.planning.gpus import BANDWIDTH_REACHED, EXCHANGE_REACHED, GPUS, LINKS_REACHED
 from megatron_ext.planning.ledger import Message
-from megatron_ext.planning.rates import Rate, measured, rate_of
+from megatron_ext.planning.rates import Rate, filled, measured, rate_of
 from megatron_ext.planning.step_time import (
     BUBBLE,
     HOST,
@@ -143,8 +144,33 @@ def test_a_rank_that_hands_a_state_on_walks_over_values_as_wide_as_keys_besides(
     # Queries, keys, values, gates and outputs, and beta and alpha of 16 heads; six operations a weight and token.
     projections = 4 * (5 * 2048 + 2 * 16) * 2048 * 6 * 2048 / rate_of(FEED_FORWARD, 2048, 2048).flops
     copied = 2 * (4 * 2 * 2 * (5 * 2048 + 2 * 16) * 1024) / (BANDWIDTH_REACHED * H200.bandwidth)
-    more = {"states": (alone.parts[MIXER] - projections) / 2, "heads": copied}
-    assert two.parts[MIXER] == pytest.approx(alone.parts[MIXER] / 2 + more[exchange], rel=1e-3)
+    half = alone.parts[MIXER] / 2  # in one piece; eight heads walk more slowly each than sixteen
+    more = {"states": half - projections / 2, "heads": half / filled("gated_deltanet", 8) - half + copied}
+    assert two.parts[MIXER] == pytest.approx(half + more[exchange], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "units"),
+    [
+        ((), 1, 16),
+        (("training.micro_batch_size=2",), 1, 32),
+        (("parallel.tensor=4",), 4, 4),
+        (("parallel.context=4",), 4, 16),  # hands states on
+        (("parallel.context=4", "parallel.context_exchange=heads"), 4, 4),
+        (("parallel.context=4", "parallel.context_exchange=heads", "parallel.context_exchange_rounds=2"), 4, 2),
+        (("parallel.tensor=2", "parallel.context=2", "parallel.context_exchange=heads"), 4, 4),
+    ],
+)
+def test_few_heads_at_a_time_do_not_fill_a_gpu(
+    dry: Dry, monkeypatch: pytest.MonkeyPatch, layout: tuple[str, ...], world_size: int, units: int
+) -> None:
+    overrides = [*ONE_GPU, *SMALL, "model.pattern=gated_deltanet*4", "training.global_batch_size=2", *layout]
+    asked = []
+    monkeypatch.setattr(module, "filled", lambda part, units: asked.append((part, units)) or 0.5)
+    slower = planned(dry, overrides, world_size=world_size)
+    assert set(asked) == {("gated_deltanet", units)}
+    monkeypatch.setattr(module, "filled", lambda part, units: 1.0)
+    assert slower.parts[MIXER] > 1.5 * planned(dry, overrides, world_size=world_size).parts[MIXER]
 
 
 def test_heads_that_are_mixed_in_one_call_hide_nothing(dry: Dry) -> None:
@@ -214,6 +240,18 @@ def test_rates_lie_between_measurements() -> None:
     assert rate_of("m", 1000, 2048, points).forward_share == pytest.approx(1 / 3)
     with pytest.raises(KeyError):
         rate_of("other", 64, 1024, points)
+
+
+def test_what_few_heads_reach_is_of_the_most_that_were_measured() -> None:
+    of_m = {"part": "m", "hidden_size": 64, "forward_share": None, "source": ""}
+    points = [
+        Rate(**of_m, seq_length=1024, flops=7e12),
+        Rate(**of_m, seq_length=4096, flops=4e12, units=16),
+        Rate(**of_m, seq_length=4096, flops=1e12, units=4),
+    ]
+    assert [filled("m", units, points) for units in (2, 4, 8, 16, 64)] == pytest.approx([0.25, 0.25, 0.625, 1, 1])
+    assert filled("other", 1, points) == 1
+    assert rate_of("m", 64, 4096, points).flops == 7e12  # of as many as fill a GPU
 
 
 def test_all_rates_are_below_what_the_gpu_can_do_but_for_work_that_is_left_out() -> None:

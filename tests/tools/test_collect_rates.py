@@ -16,7 +16,12 @@ def test_the_kept_rates_are_what_the_reports_give(capsys):
 def test_a_rate_by_hand():
     report = json.loads((ROOT / "docs/benchmarks/layers/gpu2.json").read_text())
     (row,) = [r for r in report["rows"] if (r["mixer"], r["hidden"], r["layer"]) == ("attention", 768, "ours")]
-    (rate,) = [r for r in collect_rates._of_layers() if (r.part, r.hidden_size) == ("attention", 768)]
+    ((rate, heads),) = [
+        found
+        for found in collect_rates._of_layers("layers/gpu2.json")
+        if (found[0].part, found[0].hidden_size) == ("attention", 768)
+    ]
     # 6 operations a weight, 12 a pair of positions and channel, of which there are half.
     flops = 6 * 4 * 768**2 + 12 * 768 * 2049 / 2
     assert abs(rate.flops / (flops * 50 * 2048 / row["ms"] * 1e3) - 1) < 1e-3
+    assert heads == 12 * 50
