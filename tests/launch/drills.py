@@ -40,9 +40,9 @@ from megatron_ext.checkpoint.folder import CheckpointFolder
 from megatron_ext.launch.job import jobs_of
 from megatron_ext.reports import table
 
-HANG_SECONDS = 10
-SLURMD_SECONDS = 24
-"""Slurm asks a node each third of it: it notices a cut link 16 s later at the earliest, after the watch of ranks."""
+HANG_SECONDS = 15
+SLURMD_SECONDS = 36
+"""Slurm asks a node each third of it: it notices a cut link 24 s later at the earliest, after the watch of ranks."""
 KILL_SECONDS = 10
 """Enough for what a job does between SIGTERM and SIGKILL on a machine with little to spare."""
 LOOKS_AT_LIMITS = 30
