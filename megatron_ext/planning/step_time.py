@@ -1,9 +1,10 @@
 """How long a step takes: its parts at measured rates, on a GPU's memory and on its links.
 
-A part that multiplies matrices takes its model FLOPs at the rate that was measured of it; one that reads and writes,
-its bytes at the bandwidth that was measured. Half of the heads that copy engines exchange in rounds hides behind
-mixers, nothing else hides: NCCL's kernels take from mixers what rounds save (docs/benchmarks/training.md), and all
-other exchanges of tensor, context and pipeline parallelism and the reduction of gradients stand in the step.
+A part that multiplies matrices takes its model FLOPs at the rate that was measured of it, a mixer at what as few heads
+at a time as a GPU has reach of it; one that reads and writes, its bytes at the bandwidth that was measured. Half of the
+heads that copy engines exchange in rounds hides behind mixers, nothing else hides: NCCL's kernels take from mixers what
+rounds save (docs/benchmarks/training.md), and all other exchanges of tensor, context and pipeline parallelism and the
+reduction of gradients stand in the step.
 """
 
 from __future__ import annotations
