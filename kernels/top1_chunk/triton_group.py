@@ -81,16 +81,23 @@ def place_rows(keys, ends, counts, order, slots, blocks, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def count_segments(ends, counts, bins, slots, SEGMENT: tl.constexpr, BLOCK: tl.constexpr):
+def _bin_end(ends, bin, stride, capacity, there):
+    """Where a bin ends in the order; 0 of none."""
+    return tl.minimum(tl.load(ends + (bin.to(tl.int64) + 1) * stride - 1, mask=there, other=0), capacity)
+
+
+@triton.jit
+def count_segments(ends, counts, bins, stride, capacity, slots, SEGMENT: tl.constexpr, BLOCK: tl.constexpr):
     """Count the segments of SEGMENT rows of each bin; of those that chose none there are none. Grid (bins / BLOCK,).
 
     Args:
-        ends: int32 [bins], where a bin ends in the order.
+        ends: int32 [bins, stride], the last of a bin is where it ends in the order, whose length is `capacity`.
         counts: int32 [2, bins], out: parts, which are the segments of a bin that has several, and segments.
     """
     bin = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = bin < bins
-    rows = tl.load(ends + bin, mask=inside, other=0) - tl.load(ends + bin - 1, mask=inside & (bin > 0), other=0)
+    begin = _bin_end(ends, bin - 1, stride, capacity, inside & (bin > 0))
+    rows = _bin_end(ends, bin, stride, capacity, inside) - begin
     segments = tl.where(bin % (slots + 1) < slots, (rows + SEGMENT - 1) // SEGMENT, 0)
     tl.store(counts + bin, tl.where(segments > 1, segments, 0), mask=inside)
     tl.store(counts + bins + bin, segments, mask=inside)
@@ -98,14 +105,14 @@ def count_segments(ends, counts, bins, slots, SEGMENT: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def cut_segments(
-    running, counts, ends, table, items, num_items, bins, slots,
+    running, counts, ends, table, items, num_items, bins, stride, capacity, slots,
     SEGMENT: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the work items: each bin's rows in segments of SEGMENT. Grid (items / BLOCK,).
 
     Args:
         running: int32 [2, bins], running sum of `counts` over both rows.
-        counts, ends: as in `count_segments`.
+        counts, ends, stride, capacity: as in `count_segments`.
         table: chunk table, see `chunks`.
         items: int32 [num_items, ITEM_COLUMNS], out: begin and end in the order, key head, the chunk's first token,
             number of the part or -1: the only segment, the chunk's slot. Beyond the last item, begin = end.
@@ -123,8 +130,8 @@ def cut_segments(
     there = low < bins
     last = tl.load(running + bins + low, mask=there, other=0)
     segment = place - last + tl.load(counts + bins + low, mask=there, other=0)
-    end = tl.load(ends + low, mask=there, other=0)
-    begin = tl.load(ends + low - 1, mask=there & (low > 0), other=0) + segment * SEGMENT
+    end = _bin_end(ends, low, stride, capacity, there)
+    begin = _bin_end(ends, low - 1, stride, capacity, there & (low > 0)) + segment * SEGMENT
     part_count = tl.load(counts + low, mask=there, other=0)
     part = tl.load(running + low, mask=there, other=0) - part_count + segment
     slot = low % (slots + 1)

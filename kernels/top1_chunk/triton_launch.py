@@ -53,15 +53,15 @@ def attend_chosen(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, chosen_gr: Tensor, out: Tensor, lse: Tensor, *, joins: bool
 ) -> None:
     """Write the part of one choice, int32 [hkv, rows], or join it to what `out` and `lse` hold."""
-    order, ends = group(problem, chosen_gr)
+    order = group(problem, chosen_gr)
     if _hopper_kernels_fit(problem, q, out) and not joins:
-        items = cut(problem, ends, triton_attend_hopper.BLOCK_M.value, chosen_gr.numel()).items
-        triton_attend_hopper.attend_chosen(problem, q, k, v, out, lse, order, items)
+        items = cut(problem, order, triton_attend_hopper.BLOCK_M.value, chosen_gr.numel()).items
+        triton_attend_hopper.attend_chosen(problem, q, k, v, out, lse, order.rows, items)
         return
     tiles = problem.tiles("chosen")
-    items = cut(problem, ends, tiles.block_m, chosen_gr.numel()).items
+    items = cut(problem, order, tiles.block_m, chosen_gr.numel()).items
     triton_forward.attend_chosen[(len(items),)](
-        q, k, v, out, lse, order, items, problem.rows, problem.scale / LN2,
+        q, k, v, out, lse, order.rows, items, problem.rows, problem.scale / LN2,
         R=problem.heads_per_group, CHUNK=problem.layout.chunk_size, JOINS=joins,
         **problem.keys_and_launch(tiles), **problem.shape,
     )  # fmt: skip
@@ -103,14 +103,14 @@ def backward(
                 FIRST_KEY=first_key, LOCAL=problem.local, **problem.keys_and_launch(local), **shape,
             )  # fmt: skip
         for chosen_gr in chosen:
-            order, ends = group(problem, chosen_gr)
-            segments = cut(problem, ends, backward_segment(problem), chosen_gr.numel())
+            order = group(problem, chosen_gr)
+            segments = cut(problem, order, backward_segment(problem), chosen_gr.numel())
             parts = torch.empty(
                 max(segments.num_parts, 1), 2, block_n, problem.head_dim, dtype=torch.float32, device=q.device
             )
             for first_key in range(0, launches * block_n, block_n):
                 triton_backward.differentiate_chosen[(len(segments.items),)](
-                    q, k, v, grad, lse, delta, dq, dk, dv, parts, order, segments.items,
+                    q, k, v, grad, lse, delta, dq, dk, dv, parts, order.rows, segments.items,
                     rows, problem.scale,
                     FIRST_KEY=first_key, **problem.keys_and_launch(remote), **shape,
                 )  # fmt: skip

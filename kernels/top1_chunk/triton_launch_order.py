@@ -9,6 +9,16 @@ from kernels.top1_chunk import triton_group
 from kernels.top1_chunk.triton_problem import Problem
 
 
+class Order(NamedTuple):
+    """Rows by key head, then by the chunk that they chose; last of a head those that chose none."""
+
+    rows: Tensor
+    """int32."""
+    ends: Tensor
+    """int32 [hkv * (slots + 1), counts a bin], a running sum: its last of a bin is where the bin ends in the order, but
+    for what the order has no place for."""
+
+
 class Segments(NamedTuple):
     """Rows of an order, cut into work items; see `triton_group.cut_segments`."""
 
@@ -19,13 +29,8 @@ class Segments(NamedTuple):
     """Upper bound of the segments of chunks that have several."""
 
 
-def group(problem: Problem, chosen_gr: Tensor) -> tuple[Tensor, Tensor]:
-    """Order the rows by one choice, int32 [hkv, rows].
-
-    Returns:
-        order: int32, rows by key head, then slot, then row.
-        ends: int32 [hkv * (slots + 1)], where each bin ends in it; the last bin of a head holds those that chose none.
-    """
+def group(problem: Problem, chosen_gr: Tensor) -> Order:
+    """Order the rows by one choice, int32 [hkv, rows]; those of a chunk are in the order that they were in."""
     num_groups, rows, slots, device = problem.num_groups, problem.rows, problem.slots, chosen_gr.device
     size = triton_group.ORDER_BLOCK
     blocks = -(-rows // size)
@@ -37,27 +42,30 @@ def group(problem: Problem, chosen_gr: Tensor) -> tuple[Tensor, Tensor]:
     triton_group.count_runs[grid](keys, counts, slots, blocks, BLOCK=size)
     ends = counts.view(-1).cumsum(0, dtype=torch.int32).view(bins, blocks)
     triton_group.place_rows[grid](keys, ends, counts, order, slots, blocks, BLOCK=size)
-    return order, ends[:, -1].contiguous()
+    return Order(order, ends)
 
 
-def cut(problem: Problem, ends: Tensor, size: int, most: int) -> Segments:
+def cut(problem: Problem, order: Order, size: int, most: int) -> Segments:
     """Cut each bin's rows into segments of `size`; the last bin of a head, of those that chose none, is left out.
 
     Args:
         problem: with the heads that the bins are of.
-        ends: int32 [hkv * (slots + 1)], where each bin ends in the order.
+        order: of its rows.
         size: rows of a segment.
-        most: rows of the order, at most.
+        most: rows that chose a chunk, at most.
     """
-    bins, block = len(ends), 128
+    ends, capacity = order.ends, len(order.rows)
+    (bins, stride), block = ends.shape, 128
     # One running sum for both: parts first, as their numbers begin at 0.
     counts = torch.empty(2, bins, dtype=torch.int32, device=ends.device)
-    triton_group.count_segments[(-(-bins // block),)](ends, counts, bins, problem.slots, SEGMENT=size, BLOCK=block)
+    triton_group.count_segments[(-(-bins // block),)](
+        ends, counts, bins, stride, capacity, problem.slots, SEGMENT=size, BLOCK=block
+    )
     running = counts.view(-1).cumsum(0, dtype=torch.int32).view_as(counts)
     num_items = problem.num_groups * problem.slots + most // size
     items = torch.empty(num_items, triton_group.ITEM_COLUMNS.value, dtype=torch.int32, device=ends.device)
     triton_group.cut_segments[(-(-num_items // block),)](
-        running, counts, ends, problem.table, items, num_items, bins, problem.slots,
+        running, counts, ends, problem.table, items, num_items, bins, stride, capacity, problem.slots,
         SEGMENT=size, STEPS=bins.bit_length(), BLOCK=block,
     )  # fmt: skip
     return Segments(items, running[0], counts[0], 2 * (most // size))

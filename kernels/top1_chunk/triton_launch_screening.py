@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.top1_chunk import triton_recheck, triton_screen, triton_screen_hopper
-from kernels.top1_chunk.triton_launch_order import cut
+from kernels.top1_chunk.triton_launch_order import Order, cut
 from kernels.top1_chunk.triton_problem import Problem
 from kernels.triton_math import multiprocessors, on_hopper
 
@@ -24,6 +24,10 @@ SURVIVORS = 16
 
 HELD_SHARE = 0.12
 """Of the bytes of q, k, v and o: about what may be held at a time, one key head's worth at least."""
+
+LEAST_HELD = 2**28
+"""Bytes that may be held, too, however few heads there are: for a head or two at a time the launches take as long as
+what they launch (docs/benchmarks/kernels.md)."""
 
 RECHECK_SEGMENT = 1024
 """Rows that one program scores against a chunk."""
@@ -124,7 +128,8 @@ def heads_at_once(problem: Problem, places: int) -> int:
     # q8 or the order, and bounds, scales, counts and the best of each row; k8.
     new = (max(width, 4 * SURVIVORS) + 40) * problem.heads_per_group + width
     most = min(places, 2**31 - 1) // (problem.rows * CANDIDATES)
-    fits = max(1, min(int(HELD_SHARE * held / new), most))
+    least = LEAST_HELD * problem.heads_per_group // (new * problem.rows)
+    fits = max(1, min(max(int(HELD_SHARE * held / new), least), most))
     return -(-problem.num_groups // -(-problem.num_groups // fits))
 
 
@@ -162,15 +167,18 @@ def collect_candidates(heads: Heads, candidates: Tensor) -> Found:
 def score_candidates(heads: Heads, candidates: Tensor, found: Found, chosen_gr: Tensor) -> None:
     """Write `chosen_gr`, int32 [heads, rows]. What `collect_candidates` gave is overwritten."""
     problem, q, k = heads.problem, heads.q, heads.k
-    counts = found.counts
-    missed = Missed(heads.new(*counts.shape), heads.new(*counts.shape), torch.zeros_like(counts[:, 0]))
+    counts, num_groups, bins = found.counts, problem.num_groups, problem.num_groups * (problem.slots + 1)
+    num_counters = bins * triton_recheck.COUNTERS.value
+    counters, num_missed = counts.new_zeros(num_counters + num_groups).tensor_split([num_counters])
+    missed_rows, missed_slots = heads.new(2, *counts.shape)
+    missed = Missed(missed_rows, missed_slots, num_missed)
     best = torch.full(counts.shape, triton_recheck.NONE_YET.value, dtype=torch.int64, device=q.device)
     options: dict[str, Any] = {"R": problem.heads_per_group, "CHUNK": problem.layout.chunk_size}
     options |= problem.keys_and_launch(problem.tiles("recheck")) | heads.shape
     for first in (True, False):
-        order, ends = _order_by_chunk(heads, candidates, found, best, chosen_gr, missed, first)
-        items = cut(problem, ends, RECHECK_SEGMENT, len(order)).items
-        triton_recheck.recheck[(len(items),)](q, k, best, order, items, problem.rows, **options)
+        order = _order_by_chunk(heads, candidates, found, best, chosen_gr, missed, counters.view(bins, -1), first)
+        items = cut(problem, order, RECHECK_SEGMENT, len(order.rows)).items
+        triton_recheck.recheck[(len(items),)](q, k, best, order.rows, items, problem.rows, **options)
     # There are few, and what a program without any costs is its start.
     programs = -(-4 * multiprocessors(q) // problem.num_groups)
     triton_recheck.score_missed[programs, problem.num_groups](
@@ -181,16 +189,22 @@ def score_candidates(heads: Heads, candidates: Tensor, found: Found, chosen_gr: 
 
 
 def _order_by_chunk(
-    heads: Heads, candidates: Tensor, found: Found, best: Tensor, chosen_gr: Tensor, missed: Missed, first: bool
-) -> tuple[Tensor, Tensor]:
-    """Give the rows to score, by head and chunk, and where each of these bins ends: the form that `cut` takes.
+    heads: Heads,
+    candidates: Tensor,
+    found: Found,
+    best: Tensor,
+    chosen_gr: Tensor,
+    missed: Missed,
+    chunk_counts: Tensor,
+    first: bool,
+) -> Order:
+    """Give the rows to score: those of each row's first candidate, and then, with its score in `best`, of the others.
 
-    They are those of each row's first candidate, and then, with its score in `best`, those of the others.
+    `chunk_counts`, int32 [heads * (slots + 1), COUNTERS], is zero before and afterwards.
     """
     counts, floors, query_scales = found
     table, rows, slots = heads.problem.table, heads.problem.rows, heads.problem.slots
     grid, own_rows = heads.own_rows()
-    chunk_counts = counts.new_zeros(len(counts), slots + 1, triton_recheck.COUNTERS.value)
     if first:
         triton_recheck.count_first[grid](
             candidates, counts, floors, chosen_gr, chunk_counts, *missed, table, rows, slots, **own_rows
@@ -200,8 +214,9 @@ def _order_by_chunk(
             candidates, counts, floors, query_scales, best, chunk_counts, table, rows, slots, **own_rows
         )
     ends = chunk_counts.view(-1).cumsum(0, dtype=torch.int32).view_as(chunk_counts)
-    order = heads.new((1 if first else SURVIVORS) * counts.numel())
+    order = Order(heads.new((1 if first else SURVIVORS) * counts.numel()), ends)
     triton_recheck.place_counted[grid](
-        candidates, counts, ends - chunk_counts, order, len(order), *missed, table, rows, slots, FIRST=first, **own_rows
-    )
-    return order, ends[..., -1].flatten().clamp(max=len(order))
+        candidates, counts, chunk_counts, ends, order.rows, len(order.rows), *missed, table, rows, slots,
+        FIRST=first, **own_rows,
+    )  # fmt: skip
+    return order

@@ -28,7 +28,7 @@ ROUNDING = tl.constexpr(2**-20)
 
 @triton.jit
 def _counter(counts, g, slots, slot, program):
-    """Which of a chunk's counters a program takes."""
+    """Which of a chunk's counters a program takes, or what else there is one of for each counter."""
     return counts + (g * (slots + 1) + slot) * COUNTERS + program % COUNTERS
 
 
@@ -145,14 +145,15 @@ def count_others(
 
 @triton.jit
 def place_counted(
-    candidates, counts, cursors, order, capacity, missed_rows, missed_slots, num_missed, table, rows, slots,
+    candidates, counts, chunk_counts, ends, order, capacity, missed_rows, missed_slots, num_missed, table, rows, slots,
     R: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr, CAPACITY: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Write the rows that `count_first` or else `count_others` counted, chunk by chunk. Grid (slots * TILES, heads).
 
     Args:
         candidates, counts: as they left them.
-        cursors: int32 [heads, slots + 1, COUNTERS], where each count's rows begin in the order; out: where they end.
+        chunk_counts: as they left it; out: zero.
+        ends: int32 [heads, slots + 1, COUNTERS], the running sum of `chunk_counts`: where each count's rows end.
         order: int32 [capacity], out: rows by head, then chunk.
         missed_rows, missed_slots, num_missed: as in `count_first`; out: also rows that the order has no place for.
     """
@@ -170,7 +171,8 @@ def place_counted(
     for i in range(begin, tl.max(end)):
         placed = i < end
         chunk = first + chunk_number(tl.load(place + i * rows, mask=placed, other=0))
-        to = tl.atomic_add(_counter(cursors, g, slots, chunk, program), 1, mask=placed)
+        end_of_count = tl.load(_counter(ends, g, slots, chunk, program), mask=placed, other=0)
+        to = end_of_count - tl.atomic_add(_counter(chunk_counts, g, slots, chunk, program), -1, mask=placed)
         tl.store(order + to, row, mask=placed & (to < capacity))
         misses = misses | (placed & (to >= capacity))
     _list_missed(missed_rows, missed_slots, num_missed, g, row, slot, misses, rows)

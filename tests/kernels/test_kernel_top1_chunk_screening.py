@@ -49,9 +49,10 @@ def test_random_keys(t, d, size, dtype):
     assert (plain >= 0).any() == (t > size)
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_few_or_all_heads_at_a_time(monkeypatch, share):
+@pytest.mark.parametrize(("share", "least"), [(0.0, 0), (1.0, 0), (0.0, 2**28)])
+def test_few_or_all_heads_at_a_time(monkeypatch, share, least):
     monkeypatch.setattr(triton_launch_screening, "HELD_SHARE", share)
+    monkeypatch.setattr(triton_launch_screening, "LEAST_HELD", least)
     q, k = draw(70, (4, 2), 16, BF16, batch=2)
     screened, plain = both(q, k, 32)
     assert torch.equal(screened, plain)
