@@ -86,11 +86,14 @@ class _Outbox:
             reason = str(error).partition("\n")[0]
             problem = f"copy_engine, and the GPUs share no memory ({reason})"
             raise UserError("parallel.context_transport", problem, "choose nccl") from error
+        self._parts: dict[Any, tuple[Tensor, ...]] = {}
 
-    def of(self, rank: int, like: Tensor) -> Tensor:
-        """What a rank's begins with, as a contiguous tensor of the shape and dtype of another."""
-        seen: Tensor = self._shared.get_buffer(rank, like.shape, like.dtype)
-        return seen
+    def of(self, rank: int, like: Tensor) -> tuple[Tensor, ...]:
+        """What a rank's begins with, as parts of the shape and dtype of another's; made once, the host has no time."""
+        key = rank, like.shape, like.dtype
+        if key not in self._parts:
+            self._parts[key] = self._shared.get_buffer(rank, like.shape, like.dtype).unbind()
+        return self._parts[key]
 
     def meet(self) -> None:
         """The current stream goes on once those of all ranks are here."""
@@ -128,13 +131,14 @@ class CopyEngines:
     def send(self, parts_nx: Tensor) -> Sent:
         """See `Transport`; the first messages of a size wait for all ranks, to share memory for them."""
         outbox = self._take(parts_nx.nbytes)
-        outgoing_nx = outbox.of(self._rank, parts_nx)
-        received_nx = torch.empty_like(outgoing_nx)
+        outgoing = outbox.of(self._rank, parts_nx)
+        received_nx = parts_nx.new_empty(parts_nx.shape)
+        parts, received = parts_nx.unbind(), received_nx.unbind()
         in_order = parts_nx.is_contiguous()
 
         def pack() -> None:
             for rank in range(self.size):
-                (received_nx if rank == self._rank else outgoing_nx)[rank].copy_(parts_nx[rank])
+                (received if rank == self._rank else outgoing)[rank].copy_(parts[rank])
 
         if not in_order:
             pack()
@@ -146,7 +150,7 @@ class CopyEngines:
             outbox.meet()
             for step in range(1, self.size):  # no two ranks begin with the same one
                 rank = (self._rank + step) % self.size
-                received_nx[rank].copy_(outbox.of(rank, parts_nx)[self._rank])
+                received[rank].copy_(outbox.of(rank, parts_nx)[self._rank])
             outbox.meet()
             arrived.record()
 
