@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megatron_ext import megatron_cpu, platform
+from megatron_ext.config.schema import ParallelConfig, RunSection
 from megatron_ext.errors import UserError
-from megatron_ext.platform import Platform, choose_backend, local_rank, select_platform
+from megatron_ext.platform import Platform, choose_backend, local_rank, platform_of, select_platform
 
 CPU = Platform(torch.device("cpu"), "gloo")
 GPU = Platform(torch.device("cuda", 0), "nccl")
@@ -44,6 +45,26 @@ def test_with_gpus_each_local_process_takes_its_own_and_no_adapter(machine: Any,
     calls = machine(2)
     assert select_platform(device, 1) == Platform(torch.device("cuda", 1), "nccl")
     assert calls == [1]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "before", "after"),
+    [
+        ({"context": 4, "context_transport": "copy_engine"}, None, None),  # CUDA's own number
+        ({"context": 4, "context_transport": "nccl"}, None, "1"),
+        ({"context": 2, "tensor": 2, "context_transport": "copy_engine"}, None, "1"),
+        ({"context": 4, "context_transport": "nccl"}, "32", "32"),
+    ],
+)
+def test_streams_share_a_queue_but_for_copy_engines_alone(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, parallel: Any, before: str | None, after: str | None
+) -> None:
+    machine(4)
+    environment = {"LOCAL_RANK": "3"} | ({"CUDA_DEVICE_MAX_CONNECTIONS": before} if before else {})
+    monkeypatch.setattr(platform.os, "environ", environment)
+    config = SimpleNamespace(run=RunSection(), parallel=ParallelConfig(**parallel))
+    assert platform_of(config) == Platform(torch.device("cuda", 3), "nccl")  # type: ignore[arg-type]
+    assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == after
 
 
 def test_cpu_on_a_machine_with_gpus_is_refused(machine: Any) -> None:

@@ -37,10 +37,10 @@ def run(args: argparse.Namespace) -> int:
     from kernels.bench.report import describe_machine
     from megatron_ext.bench import optimizers
     from megatron_ext.bench.run_report import publish
-    from megatron_ext.platform import local_rank, select_platform
+    from megatron_ext.platform import platform_of
 
     first = next(iter(configs.values()))
-    platform = select_platform(first.run.device, local_rank())
+    platform = platform_of(first)
     with process_groups(first, platform) as groups:
         seconds = optimizers.measure(configs, vocabulary, groups, platform, rounds=rounds, steps=steps)
     report = optimizers.Report(

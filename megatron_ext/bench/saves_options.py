@@ -34,9 +34,9 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ext.bench.run_report import publish
     from megatron_ext.bench.saves import Bench
     from megatron_ext.bench.saves_report import Report, host
-    from megatron_ext.platform import local_rank, select_platform
+    from megatron_ext.platform import platform_of
 
-    platform = select_platform(config.run.device, local_rank())
+    platform = platform_of(config)
     root = (args.disk or args.output) / ".checkpoints"
     with process_groups(config, platform) as groups:
         try:

@@ -32,7 +32,7 @@ from megatron_ext.errors import EXIT_USER_ERROR, UserError
 from megatron_ext.files import write_whole
 from megatron_ext.launch import reporting
 from megatron_ext.mixers.registry import load_all
-from megatron_ext.platform import local_rank, select_platform
+from megatron_ext.platform import platform_of, select_platform
 from megatron_ext.training.datasets import open_data
 
 MEASURED, FAILED, MACHINE = "measured.json", "failed.txt", "machine.json"
@@ -101,7 +101,7 @@ def _measure_machine(folder: Path) -> None:
 def run(folder: Path) -> None:
     """Do a rank's part of the job in a folder."""
     job = read_job(folder)
-    platform = select_platform(job.config.run.device, local_rank())
+    platform = platform_of(job.config)
     with process_groups(job.config, platform) as groups:
         try:
             samples, vocabulary = _data(job)

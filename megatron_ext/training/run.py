@@ -29,7 +29,7 @@ from megatron_ext.parallel.agreement import from_every_rank
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.parallel.parameters import ParameterCount, count_parameters
 from megatron_ext.parallel.watchdog import group_timeout, watching
-from megatron_ext.platform import DTYPES, Platform, local_rank, select_platform, start_process_group
+from megatron_ext.platform import DTYPES, Platform, platform_of, start_process_group
 from megatron_ext.training import skipped
 from megatron_ext.training.between_steps import SuitesBetweenSteps
 from megatron_ext.training.branch import FIELD, Branch, branch_of
@@ -72,7 +72,7 @@ def train(config: RunConfig, *, resume: bool = False, from_step: int | None = No
     if step is None and config.run.branch_from is not None:
         branch = branch_of(config.run.branch_from, config.training.steps)
     with stop_on_signals() as stop:
-        platform = select_platform(config.run.device, local_rank())
+        platform = platform_of(config)
         start_process_group(platform, group_timeout(config.run.hang_timeout))
         try:
             _train(config, folder, platform, stop, branch, lambda store: _record(store, step, from_step))

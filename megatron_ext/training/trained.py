@@ -22,7 +22,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.mixers.registry import load_all
 from megatron_ext.model import ModelShape, build_model
 from megatron_ext.parallel.groups import groups_of_one_process
-from megatron_ext.platform import Platform, local_rank, select_platform
+from megatron_ext.platform import Platform, platform_of
 from megatron_ext.training.build import model_shape
 from megatron_ext.training.coder import Coder, coder_in, coder_of
 from megatron_ext.training.run import CHECKPOINTS, CONFIG
@@ -77,7 +77,7 @@ def open_run(folder: Path, step: int | None = None, overrides: Sequence[str] = (
     config = load_config(folder / CONFIG, [*as_new, *overrides], load_all())
     record = _record(CheckpointFolder(folder / CHECKPOINTS, _another(folder)), step)
     coder = _coder(folder, config)
-    platform = select_platform(config.run.device, local_rank())
+    platform = platform_of(config)
     # A converted model may have rows for more tokens than its tokenizer knows.
     shape = model_shape(config, platform, record.identity.get("data.vocab_size", coder.size))
     return TrainedRun(folder, config, record, shape, config.training.seed, coder, platform)
