@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,8 +23,8 @@ from megatron_ext.planning.rates import Rate, part_of_feed_forward, part_of_mixe
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 LAYERS = [f"layers/gpu{number}.json" for number in range(4)]
 TRAINING = [f"training/{name}.json" for name in ("100k_158fe53", "100k_e5273c8", "2k_08a0f50", "2k_e5273c8")]
-FEW_HEADS = "layers/heads_8b94096.json"
-"""Whose rows have fewer heads than a model, as many as a GPU of several mixes at a time."""
+FEW_HEADS = [f"layers/heads_{name}.json" for name in ("8b94096", "rwkv7_db9a971", "others_db9a971")]
+"""In which mixers have a model's heads, and in other rows as few as a GPU of several mixes at a time."""
 EIGHT_BITS = "training/2k_ed2e6a3.json"
 """Of which attention's rows in 8 bits alone are read, and of these the feed-forward."""
 OLD_SWIGLU = {"158fe53"}
@@ -34,7 +35,7 @@ OLD_ATTENTION = {"08a0f50"}
 
 def main() -> None:
     """Print the rates."""
-    few_heads = (replace(rate, units=units) for rate, units in _of_layers(FEW_HEADS))
+    few_heads = (rate for name in FEW_HEADS for rate in _of_few_heads(name))
     rates = [*(rate for name in LAYERS for rate, _ in _of_layers(name)), *_of_training(), *_of_8_bits(), *few_heads]
     last = {(rate.part, rate.hidden_size, rate.seq_length, rate.units or 0): rate for rate in rates}
     json.dump([asdict(last[key]) for key in sorted(last)], sys.stdout, indent=1)
@@ -50,6 +51,13 @@ def _of_layers(name: str) -> Iterator[tuple[Rate, int]]:
             shape = {"hidden_size": row["hidden"], "seq_length": row["length"]}
             rate = Rate(part=part, **shape, flops=float(f"{flops:.4g}"), forward_share=None, source=name)
             yield rate, row["heads"] * row["batch"]
+
+
+def _of_few_heads(name: str) -> Iterator[Rate]:
+    """Those of mixers that have rows with several numbers of heads: one alone compares with nothing."""
+    rates = [replace(rate, units=units) for rate, units in _of_layers(name)]
+    rows = Counter(rate.part for rate in rates)
+    return (rate for rate in rates if rows[rate.part] > 1)
 
 
 def _of_training() -> Iterator[Rate]:
