@@ -29,7 +29,23 @@ EXIT_NO_READER = 141  # as a shell says of a program that SIGPIPE ended
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with errors in the form of all others: one line, exit code 2."""
+    """argparse, with errors in the form of all others: one line, exit code 2.
+
+    Options may stand between positional arguments, those of a sub-command, too: argparse itself looks for that only
+    where it is asked for, and never in a sub-command.
+    """
+
+    _looking = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See argparse; its form for intermixed arguments calls this one again."""
+        if self._looking or self._subparsers is not None:  # with sub-commands it cannot
+            return super().parse_known_args(args, namespace)
+        self._looking = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._looking = False
 
     def error(self, message: str) -> NoReturn:
         reporting.report_user_error(f"{message}; see `{self.prog} --help`")
@@ -100,15 +116,11 @@ def _hush_libraries() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Verb:
-    """A sub-command: its line in the help, its arguments, what it does.
-
-    Options may stand between positional arguments, unless it has sub-commands of its own, with which argparse cannot.
-    """
+    """A sub-command: its line in the help, its arguments, what it does."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, Sequence[str]], int]
-    has_subcommands: bool = False
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -123,8 +135,7 @@ def _dispatch(arguments: list[str]) -> int:
     verb = VERBS[chosen]
     parser = _Parser(prog=f"selectron {chosen}", description=verb.help, allow_abbrev=False)
     verb.add_arguments(parser)
-    parse = parser.parse_args if verb.has_subcommands else parser.parse_intermixed_args
-    return verb.run(parse(arguments[1:]), arguments[1:])
+    return verb.run(parser.parse_args(arguments[1:]), arguments[1:])
 
 
 # --- train -----------------------------------------------------------------------------------------------------------
@@ -490,7 +501,6 @@ VERBS = {
         help="measure kernels, layers, training steps, checkpoints or data",
         add_arguments=_add_bench,
         run=_bench,
-        has_subcommands=True,
     ),
     "doctor": _Verb(help="say what is installed and what would be used", add_arguments=_add_doctor, run=_doctor),
 }

@@ -294,6 +294,12 @@ def test_bad_options_are_one_line(options: list[str], said: str, capsys: pytest.
     assert errors.count("\n") == 1
 
 
+def test_options_may_stand_between_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["examples/110m_2k.yaml", "training.steps=2", "--processes", "1", "model.depth=3", "--steps", "1"]
+    assert main(["bench", "train", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("selectron: error: model.depth: no such field")
+
+
 def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "0")
     assert main(["bench", "train", "examples/110m_2k.yaml"]) == 2
