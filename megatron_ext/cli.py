@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_ext import garbage
+from megatron_ext.arguments import Parser
 from megatron_ext.errors import EXIT_USER_ERROR, UserError
 from megatron_ext.launch import reporting
 
@@ -26,30 +27,6 @@ if TYPE_CHECKING:
 
 EXIT_INTERRUPTED = 130
 EXIT_NO_READER = 141  # as a shell says of a program that SIGPIPE ended
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, with errors in the form of all others: one line, exit code 2.
-
-    Options may stand between positional arguments, those of a sub-command, too: argparse itself looks for that only
-    where it is asked for, and never in a sub-command.
-    """
-
-    _looking = False
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See argparse; its form for intermixed arguments calls this one again."""
-        if self._looking or self._subparsers is not None:  # with sub-commands it cannot
-            return super().parse_known_args(args, namespace)
-        self._looking = True
-        try:
-            return self.parse_known_intermixed_args(args, namespace)
-        finally:
-            self._looking = False
-
-    def error(self, message: str) -> NoReturn:
-        reporting.report_user_error(f"{message}; see `{self.prog} --help`")
-        raise SystemExit(EXIT_USER_ERROR)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,7 +101,7 @@ class _Verb:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    top = _Parser(
+    top = Parser(
         prog="selectron",
         description="Pre-training for comparing sequence mixers.",
         epilog="verbs:\n" + "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items()),
@@ -133,7 +110,7 @@ def _dispatch(arguments: list[str]) -> int:
     top.add_argument("verb", choices=VERBS, metavar="VERB", help="what to do, see below; `selectron VERB --help`")
     chosen = top.parse_args(arguments[:1]).verb
     verb = VERBS[chosen]
-    parser = _Parser(prog=f"selectron {chosen}", description=verb.help, allow_abbrev=False)
+    parser = Parser(prog=f"selectron {chosen}", description=verb.help, allow_abbrev=False)
     verb.add_arguments(parser)
     return verb.run(parser.parse_args(arguments[1:]), arguments[1:])
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext import megatron_cpu
-from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.schema import ParallelConfig
 from megatron_ext.errors import UserError
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -97,15 +97,14 @@ def before_megatron() -> None:
         megatron_cpu.install()
 
 
-def platform_of(config: RunConfig) -> Platform:
-    """`select_platform` for a rank of a run.
+def platform_of(device: Literal["auto", "cpu", "cuda"], parallel: ParallelConfig) -> Platform:
+    """`select_platform` for a rank of a run with this `run.device` and layout.
 
     What copy engines bring is not to wait behind kernels that were launched before it, nor they behind it: with a queue
     for each stream a step of Top-1 Chunk on four H200s is 2 to 3 % shorter (docs/benchmarks/training.md).
     """
-    parallel = config.parallel
     one_queue = parallel.tensor > 1 or parallel.context_transport != "copy_engine"
-    return select_platform(config.run.device, local_rank(), one_queue=one_queue)
+    return select_platform(device, local_rank(), one_queue=one_queue)
 
 
 def select_platform(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_ext import megatron_cpu, platform
-from megatron_ext.config.schema import ParallelConfig, RunSection
+from megatron_ext.config.schema import ParallelConfig
 from megatron_ext.errors import UserError
 from megatron_ext.platform import Platform, choose_backend, local_rank, platform_of, select_platform
 
@@ -62,8 +62,7 @@ def test_streams_share_a_queue_but_for_copy_engines_alone(
     machine(4)
     environment = {"LOCAL_RANK": "3"} | ({"CUDA_DEVICE_MAX_CONNECTIONS": before} if before else {})
     monkeypatch.setattr(platform.os, "environ", environment)
-    config = SimpleNamespace(run=RunSection(), parallel=ParallelConfig(**parallel))
-    assert platform_of(config) == Platform(torch.device("cuda", 3), "nccl")  # type: ignore[arg-type]
+    assert platform_of("auto", ParallelConfig(**parallel)) == Platform(torch.device("cuda", 3), "nccl")
     assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == after
 
 

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ext.platform import platform_of
 
     first = next(iter(configs.values()))
-    platform = platform_of(first)
+    platform = platform_of(first.run.device, first.parallel)
     with process_groups(first, platform) as groups:
         seconds = optimizers.measure(configs, vocabulary, groups, platform, rounds=rounds, steps=steps)
     report = optimizers.Report(

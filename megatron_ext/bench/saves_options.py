@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ext.bench.saves_report import Report, host
     from megatron_ext.platform import platform_of
 
-    platform = platform_of(config)
+    platform = platform_of(config.run.device, config.parallel)
     root = (args.disk or args.output) / ".checkpoints"
     with process_groups(config, platform) as groups:
         try:

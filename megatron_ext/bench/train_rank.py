@@ -101,7 +101,7 @@ def _measure_machine(folder: Path) -> None:
 def run(folder: Path) -> None:
     """Do a rank's part of the job in a folder."""
     job = read_job(folder)
-    platform = platform_of(job.config)
+    platform = platform_of(job.config.run.device, job.config.parallel)
     with process_groups(job.config, platform) as groups:
         try:
             samples, vocabulary = _data(job)

@@ -72,7 +72,7 @@ def train(config: RunConfig, *, resume: bool = False, from_step: int | None = No
     if step is None and config.run.branch_from is not None:
         branch = branch_of(config.run.branch_from, config.training.steps)
     with stop_on_signals() as stop:
-        platform = platform_of(config)
+        platform = platform_of(config.run.device, config.parallel)
         start_process_group(platform, group_timeout(config.run.hang_timeout))
         try:
             _train(config, folder, platform, stop, branch, lambda store: _record(store, step, from_step))

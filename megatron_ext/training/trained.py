@@ -77,7 +77,7 @@ def open_run(folder: Path, step: int | None = None, overrides: Sequence[str] = (
     config = load_config(folder / CONFIG, [*as_new, *overrides], load_all())
     record = _record(CheckpointFolder(folder / CHECKPOINTS, _another(folder)), step)
     coder = _coder(folder, config)
-    platform = platform_of(config)
+    platform = platform_of(config.run.device, config.parallel)
     # A converted model may have rows for more tokens than its tokenizer knows.
     shape = model_shape(config, platform, record.identity.get("data.vocab_size", coder.size))
     return TrainedRun(folder, config, record, shape, config.training.seed, coder, platform)

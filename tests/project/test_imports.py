@@ -74,9 +74,11 @@ ALLOWED: dict[str, set[str]] = {
     | {"launch.local", "launch.reporting"},
     "evaluate": MODEL | {"training", "evaluation"},
     "generate": MODEL | {"training", "evaluation"},
+    "arguments": {"launch.reporting"},
     # The command calls everything.
     "cli": MODEL
     | {
+        "arguments",
         "training",
         "planning",
         "launch",

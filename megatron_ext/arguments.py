@@ -1,0 +1,34 @@
+"""How arguments of commands are read."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NoReturn
+
+from megatron_ext.errors import EXIT_USER_ERROR
+from megatron_ext.launch import reporting
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors in the form of all others: one line, exit code 2.
+
+    Options may stand between positional arguments, those of a sub-command, too: argparse itself looks for that only
+    where it is asked for, and never in a sub-command.
+    """
+
+    _looking = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See argparse; its form for intermixed arguments calls this one again."""
+        if self._looking or self._subparsers is not None:  # with sub-commands it cannot
+            return super().parse_known_args(args, namespace)
+        self._looking = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._looking = False
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong in one line, and end."""
+        reporting.report_user_error(f"{message}; see `{self.prog} --help`")
+        raise SystemExit(EXIT_USER_ERROR)
