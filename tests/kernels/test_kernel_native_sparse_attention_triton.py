@@ -24,6 +24,7 @@ from kernels.native_sparse_attention.compressed import (
 from kernels.native_sparse_attention.op import choose_blocks
 from kernels.native_sparse_attention.reference import block_means, compressed_probabilities, select_blocks
 from kernels.top1_chunk import triton_launch as triton_launch_chunk
+from kernels.top1_chunk.triton_launch_order import Order
 from kernels.triton_math import Tiles
 
 __all__ = ["poison"]  # a fixture: found by its name
@@ -51,7 +52,7 @@ def rows_by_choice(problem, chosen_gr):
     bins = problem.slots + 1
     bin_gr = chosen_gr.where(chosen_gr >= 0, problem.slots) + bins * torch.arange(num_groups)[:, None]
     ends = bin_gr.flatten().bincount(minlength=num_groups * bins).cumsum(0)
-    return (bin_gr.flatten().argsort(stable=True) % rows).int(), ends.int()
+    return Order((bin_gr.flatten().argsort(stable=True) % rows).int(), ends[:, None].int())
 
 
 @pytest.fixture(autouse=True)
