@@ -62,8 +62,9 @@ def test_a_drill_leaves_no_trace(cluster: SlurmCluster, config: Path, undisturbe
     course = perform(cluster, config, drill)
     assert curve(course.folder) == curve(undisturbed)
     assert len(curve(course.folder)) == STEPS
+    assert all(event.time for event in events_of(jobs_of(course.folder)[-1]))
     begun = [event for event in happened(course.folder) if event == "begun on n1,n2"]
-    assert len(begun) == (2 if drill.is_outage else 1)
+    assert len(begun) == (2 if drill.is_outage else 1), happened(course.folder)
     if drill.is_outage:  # what is lost are the steps since the newest checkpoint, and no more
         assert course.newest is not None
         assert course.first == course.newest + 1 - drill.goes_back
