@@ -133,6 +133,7 @@ def test_print_config_starts_nothing_and_can_be_read_back(
         (["trian"], "argument VERB: invalid choice: 'trian' (choose from"),
         ([], "the following arguments are required: VERB; see `selectron --help`"),
         (["report"], "the following arguments are required:"),
+        (["train"], "the following arguments are required: CONFIG; see `selectron train --help`"),
     ],
 )
 def test_a_users_mistake_is_one_line(

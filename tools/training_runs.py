@@ -20,7 +20,7 @@ def comparing(description: str | None) -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*", help="key=value, for every run")
+    parser.add_argument("overrides", nargs="*", default=[], help="key=value, for every run")
     parser.add_argument("--output", type=Path, required=True)
     return parser
 
