@@ -159,8 +159,8 @@ def lengthen_next_start(cluster: SlurmCluster, folder: Path) -> None:
 def mend_link(cluster: SlurmCluster, folder: Path) -> None:
     """The node is there again, and the job begins when Slurm lets it, two minutes after its end.
 
-    The other drills do not wait for these. Here Slurm needs them: for more than a minute the node tells it of the end of
-    the step that ran there, and ends what has the job's number. The next start's step has the same.
+    The other drills do not wait for these. Here Slurm needs them: for more than a minute the node may tell it of the
+    end of the step that ran there, and end what has the job's number. The next start's step has the same.
     """
     cluster.mend_link("n2")
     wait_for(folder, lambda: state(cluster, folder) == "RUNNING")
