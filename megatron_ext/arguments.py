@@ -18,6 +18,12 @@ class Parser(argparse.ArgumentParser):
 
     _looking = False
 
+    def add_argument(self, *names: Any, **given: Any) -> Any:
+        """See argparse, which says that a positional argument of any number is required unless it has a default."""
+        if given.get("nargs") == "*" and not names[0].startswith("-"):
+            given.setdefault("default", [])
+        return super().add_argument(*names, **given)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """See argparse; its form for intermixed arguments calls this one again."""
         if self._looking or self._subparsers is not None:  # with sub-commands it cannot

@@ -121,7 +121,7 @@ def _dispatch(arguments: list[str]) -> int:
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file, see examples/")
     override = "e.g. training.steps=200; or another YAML file, laid over the first"
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=override)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=override)
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:

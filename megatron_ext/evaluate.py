@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN_OR_CHECKPOINT", help="folder of a run, or of one of its checkpoints")
     fields = "a suite's, e.g. domains.sequences=64; or the run's, e.g. parallel.tensor=2 data.path=DIR"
-    add("overrides", nargs="*", default=[], metavar="key=value", help=fields)
+    add("overrides", nargs="*", metavar="key=value", help=fields)
     add(
         "--suite", default="domains", metavar="NAMES", help=f"of {', '.join(SUITES)}; several with commas (%(default)s)"
     )

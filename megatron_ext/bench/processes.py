@@ -30,7 +30,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("config", type=Path, metavar="CONFIG", help="YAML file, see examples/; its data are not read unless it is said")
     override = "e.g. parallel.tensor=2 training.global_batch_size=64; or another YAML file, laid over the first"
-    add("overrides", nargs="*", default=[], metavar="key=value", help=override)
+    add("overrides", nargs="*", metavar="key=value", help=override)
 
 
 def config_of_run(args: argparse.Namespace, more: Sequence[str] = ()) -> RunConfig:

@@ -53,7 +53,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
         "sweep", type=Path, metavar="SWEEP", help="YAML file with config, axes and runs, see the README"
     )
     override = "of all runs, e.g. training.steps=200; or another YAML file, laid over their configuration"
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=override)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=override)
     add_where(parser)
     at_once = "most runs at a time (with --local 1, else as many as Slurm gives)"
     parser.add_argument("--parallel", type=int, metavar="N", help=at_once)
