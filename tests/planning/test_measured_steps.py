@@ -84,6 +84,8 @@ REPORTS = [
     Measured(file="100k_cp4_queues_d5b382c", memory=0.005),
     Measured(file="100k_one_sample_db9a971", memory=0.005, time=0.065),
     Measured(file="100k_one_sample_queues_db9a971", memory=0.005, time=0.05),
+    Measured(file="100k_cp4_63d9b55", memory=0.005),
+    Measured(file="100k_one_sample_63d9b55", memory=0.005, time=0.085),
     Measured(file="100k_two_h100_beb3a07", memory=0.015, gpu="h100"),
     Measured(file="100k_two_h100_1c4c8c8", memory=0.015, gpu="h100"),
     Measured(file="100k_08a0f50", memory=0.03, time=None),  # before cuDNN's attention
