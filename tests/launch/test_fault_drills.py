@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,8 +98,9 @@ def test_the_time_limit(cluster: SlurmCluster, config: Path, undisturbed: Path) 
     finished(cluster, folder)
     first, asked, ended, *then = happened(folder)
     assert (first, asked) == ("begun on n1,n2", "asked to stop by USR1")
-    # On a machine with little to spare a start may come to nothing in its 40 s: its ranks do not listen yet.
-    assert ended in ("ended with exit code 0", "ended with exit code 138")
+    # Slurm warns as early as 12 s after the start, when on a machine with little to spare ranks do not listen yet. The
+    # warning ends them; if it ends one first, srun ends the others by TERM. Its code is the largest of theirs.
+    assert ended in [f"ended with exit code {code}" for code in (0, 128 + signal.SIGUSR1, 128 + signal.SIGTERM)]
     assert then == ["starts anew", "begun on n1,n2", "finished"]
     assert curve(folder) == curve(undisturbed)
 
