@@ -154,13 +154,16 @@ class SlurmCluster:
         end = time.monotonic() + STARTUP
         while time.monotonic() < end:
             time.sleep(0.1)
-            if (self.folder / "ready").exists():
-                # A node is listed once for each of its partitions.
-                idle = self.run("sinfo", "--noheader", "--Node", f"--states={states}", "--format=%N", check=False)
-                if len(set(idle.split())) == nodes:
-                    return
+            if (self.folder / "ready").exists() and len(self.nodes_in(states)) == nodes:
+                return
         self.stop()
         raise TimeoutError(f"Slurm has not started in {STARTUP} s; see {self.folder}")
+
+    def nodes_in(self, states: str) -> set[str]:
+        """Names of the nodes that are in one of the states (of `sinfo --states`) and answer."""
+        # A node is listed once for each of its partitions.
+        listed = ("sinfo", "--noheader", "--Node", "--responding", f"--states={states}", "--format=%N")
+        return set(self.run(*listed, check=False).split())
 
     def run(self, *command: str, check: bool = True) -> str:
         """What a command prints on the login host.

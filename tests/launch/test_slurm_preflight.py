@@ -132,10 +132,14 @@ def test_a_node_that_reaches_no_other_is_named(cluster: SlurmCluster, config: Pa
 
 
 def test_a_node_that_cannot_be_reached_at_all(cluster: SlurmCluster, config: Path) -> None:
-    """Its link goes down before Slurm knows."""
+    """Its link goes down before Slurm knows: when the job is in the queue, which is let run then and not before."""
+    while cluster.nodes_in("idle") != {"n1", "n2", "n3"}:  # the job before this one may be ending yet
+        time.sleep(0.1)
+    cluster.run("scontrol", "update", "PartitionName=main", "State=DOWN")
+    job = launched(cluster, config, "unreached", "--nodes", "2", "--node-timeout", "10")
     cluster.run("ip", "link", "set", "vn2", "down")
     try:
-        job = launched(cluster, config, "unreached", "--nodes", "2", "--node-timeout", "10")
+        cluster.run("scontrol", "update", "PartitionName=main", "State=UP")
         events = wait_for(cluster, job, lambda notes: notes[-1:] == ["finished"])
     finally:
         cluster.run("ip", "link", "set", "vn2", "up")
