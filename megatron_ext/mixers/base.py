@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -76,6 +77,18 @@ class StateShape(NamedTuple):
     states: int
     key_dim: int
     value_dim: int
+
+
+class Rounds(NamedTuple):
+    """In how many parts a rank exchanges what it has for whole sequences; see `Mixer.exchange_rounds`.
+
+    Attributes:
+        samples: in which it does its samples.
+        units: in which it does the units of those.
+    """
+
+    samples: int
+    units: int
 
 
 class Mixer(LooksBack, ABC):
@@ -196,6 +209,8 @@ class Mixer(LooksBack, ABC):
         Megatron passes every kind of attention input by keyword. A mixer is causal by itself and needs of them only
         where documents begin, `cu_seqlens_q` as `mix_by_document` takes it, if they are to be kept apart.
         """
+        if packed_seq_params is None and self._has_whole_sequences_sent(hidden_states):
+            return self._mix_whole_sequences(hidden_states), None
         features, shared = self.features(hidden_states), self.shared_features(hidden_states)
         if packed_seq_params is None:
             o_tbuw = self._mix_over_context(features, shared)
@@ -229,33 +244,57 @@ class Mixer(LooksBack, ABC):
         return same_on_ranks(F.linear(hidden_states, weight), self.tp_group)
 
     def _mix_over_context(self, features_tbuw: tuple[Tensor, ...], shared_tbw: Tensor | None) -> Tensor:
+        """Mix this rank's units where it has a part of the sequence, or all of it."""
         # While it decodes, each rank is given whole sequences.
         cp, units = 1 if self.memory is not None else self.cp_size, self.num_units_per_rank
         x_tbuw, *more = features_tbuw
-        if cp > 1 and self.exchanges_heads(len(x_tbuw), x_tbuw.element_size()):
-            return self._mix_whole_sequences(features_tbuw, shared_tbw)
         assert cp == 1 or self.hands_on_states or self.gathers_keys_and_values, "the rules refuse this layout"
         first_position = self.cp_rank * len(x_tbuw) if self.memory is None else self.memory.advance(len(x_tbuw))
         part = Part(self.tp_rank * units, units, first_position, self.past, shared_tbw, tuple(more))
         return self.mix(x_tbuw, part)
 
-    def _mix_whole_sequences(self, features_tbuw: tuple[Tensor, ...], shared_tbw: Tensor | None) -> Tensor:
-        """Mix the units that are this rank's while it has whole sequences of them, some units a round."""
-        shared = None if shared_tbw is None else gather_sequence(shared_tbw, self.cp_group)
-        rounds, own = self.exchange_rounds, self.num_units_per_rank // self.cp_size
-        first, units = self.tp_rank * self.num_units_per_rank + self.cp_rank * own, own // rounds
-        mixed = []
-        transport = transport_of(self.cp_group, self.config.context_transport)
-        for x_tbuw, *more in sequence_to_heads(features_tbuw, transport, rounds):
-            o_tbuw = self.mix(x_tbuw, Part(first, units, shared=shared, more=tuple(more)))
-            mixed.append(heads_to_sequence(o_tbuw, transport))
-            first += units
-        return all_heads(mixed)
+    def _has_whole_sequences_sent(self, hidden_states: Tensor) -> bool:
+        if self.cp_size == 1 or self.memory is not None:
+            return False
+        positions = len(hidden_states) * (self.tp_size if self.config.sequence_parallel else 1)
+        return self.exchanges_heads(positions, self.config.params_dtype.itemsize)
 
-    @property
-    def exchange_rounds(self) -> int:
-        """Calls of `mix` for a rank's units where it exchanges them for whole sequences."""
-        return 1 if self.needs_all_units else self.config.context_exchange_rounds
+    def _mix_whole_sequences(self, hidden_states: Tensor) -> Tensor:
+        """Exchange, mix whole sequences of the units that are this rank's meanwhile, and exchange back, in rounds.
+
+        Messages of some samples travel while others are projected or mixed, those of some units while others are mixed.
+        """
+        rounds = self.exchange_rounds(hidden_states.shape[1])
+        transport = transport_of(self.cp_group, self.config.context_transport)
+        coming = []
+        for some_tbh in hidden_states.chunk(rounds.samples, 1):
+            some_tbh = some_tbh.contiguous()  # as linears need it
+            shared = self.shared_features(some_tbh)
+            whole = None if shared is None else gather_sequence(shared, self.cp_group)
+            coming.append((sequence_to_heads(self.features(some_tbh), transport, rounds.units), whole))
+        own = self.num_units_per_rank // self.cp_size
+        units, of_rank = own // rounds.units, self.tp_rank * self.num_units_per_rank + self.cp_rank * own
+        going = []
+        for arriving, shared in coming:
+            mixed = []
+            for first, (x_tbuw, *more) in zip(range(of_rank, of_rank + own, units), arriving, strict=True):
+                o_tbuw = self.mix(x_tbuw, Part(first, units, shared=shared, more=tuple(more)))
+                mixed.append(heads_to_sequence(o_tbuw, transport))
+            going.append(mixed)
+        projected = [self.out_proj(all_heads(mixed).flatten(2))[0] for mixed in going]
+        return torch.cat(projected, 1) if len(projected) > 1 else projected[0]
+
+    def exchange_rounds(self, num_samples: int) -> Rounds:
+        """Calls of `mix` for what this rank exchanges: of some samples as far as they divide, of some units beyond.
+
+        Rounds of samples come first, as projections hide messages, too, then.
+
+        Args:
+            num_samples: of the micro-batch.
+        """
+        of_samples = gcd(self.config.context_exchange_rounds, num_samples)
+        of_units = 1 if self.needs_all_units else self.config.context_exchange_rounds // of_samples
+        return Rounds(of_samples, of_units)
 
     def exchanges_heads(self, num_positions: int, item_size: int) -> bool:
         """Whether whole units change places with parts of the sequence; see `ParallelConfig.context_exchange`.

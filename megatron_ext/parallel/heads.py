@@ -86,20 +86,25 @@ def sequence_to_heads(
 ) -> Iterator[tuple[Tensor, ...]]:
     """From a part of the sequence of all heads to the whole sequence of a part of the heads, some at a time.
 
-    All are sent when the first are asked for, so that the others travel while those are mixed.
+    All are sent at once, so that the others travel while the first are mixed.
 
     Args:
         features_tbnw: [t/cp, b, n, width] each; n must divide by cp * rounds.
         transport: of the context-parallel group; rank r gets heads [r*n/cp, (r+1)*n/cp).
         rounds: how many messages a tensor is sent in.
 
-    Yields:
-        For each round, in the order of the heads, [t, b, n / (cp * rounds), width] of each tensor.
+    Returns:
+        For each round, in the order of the heads, [t, b, n / (cp * rounds), width] of each tensor; to be waited for
+        where it is asked for.
     """
     cut = [x.unflatten(2, (transport.size, rounds, -1)).unbind(3) for x in features_tbnw]
     coming = deque(
         [UnderWay(x.permute(2, 0, 1, 3, 4), transport) for x in of_round] for of_round in zip(*cut, strict=True)
     )
+    return _arrivals(coming)
+
+
+def _arrivals(coming: deque[list[UnderWay]]) -> Iterator[tuple[Tensor, ...]]:
     while coming:
         yield tuple(x.arrived().flatten(0, 1) for x in coming.popleft())
 

@@ -24,7 +24,7 @@ from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.batches import Batch
 from megatron_ext.evaluation.token_losses import TokenLosses
-from megatron_ext.mixers.base import Mixer
+from megatron_ext.mixers.base import Mixer, Rounds
 from megatron_ext.model import ModelShape, build_model, check_tiles
 from megatron_ext.model_parts import members, within
 from megatron_ext.output_layer import LanguageModel
@@ -48,7 +48,7 @@ class Layer:
         projection_flops: of them those of the linears that may compute in 8 bits.
         feed_forward_flops: of the feed-forward.
         exchange_rounds: in which its heads are exchanged, if they are; see `Mixer.exchange_rounds`.
-        units: heads or groups that a rank mixes at a time, of a sample.
+        units: heads or groups that a rank mixes at a time, of all samples that it does.
         summary_walks: of its mixer where states are handed on from rank to rank (`Mixer.summary_walks`); else 0.
     """
 
@@ -56,7 +56,7 @@ class Layer:
     mixer_flops: float
     projection_flops: float
     feed_forward_flops: float
-    exchange_rounds: int
+    exchange_rounds: Rounds
     units: int
     summary_walks: float
 
@@ -114,7 +114,7 @@ def footprint(config: RunConfig, vocab_size: int, world_size: int, rank: int) ->
             parameters=sum(p.numel() for chunk in chunks for p in chunk.parameters()),
             linear_parameters=weights_of_linears(chunks),
             micro_batches=micro_batches,
-            layers=tuple(_layers(shape, chunks, config.data.seq_length)),
+            layers=tuple(_layers(shape, chunks, config)),
             loss_flops=_loss_flops(shape, chunks),
             has_embedding=any(model.pre_process for model in _models(chunks)),
             replicas=tuple(dist.get_process_group_ranks(groups.dp_cp)),
@@ -126,17 +126,19 @@ def _models(chunks: Sequence[nn.Module]) -> list[LanguageModel]:
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, LanguageModel)]
 
 
-def _layers(shape: ModelShape, chunks: Sequence[nn.Module], seq_length: int) -> Iterator[Layer]:
+def _layers(shape: ModelShape, chunks: Sequence[nn.Module], config: RunConfig) -> Iterator[Layer]:
+    seq_length, samples = config.data.seq_length, config.training.micro_batch_size
     for mixer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Mixer)):
         score = getattr(mixer.mixer_config, "score", None)
-        exchanges_heads = _exchanges_heads(mixer, seq_length)
+        exchanges_heads, rounds = _exchanges_heads(mixer, seq_length), mixer.exchange_rounds(samples)
+        parts = mixer.cp_size * rounds.samples * rounds.units if exchanges_heads else 1
         yield Layer(
             part=part_of_mixer(shape.mixers[mixer.layer_number - 1], score),
             mixer_flops=mixer.training_flops(seq_length),
             projection_flops=6 * mixer.tp_size * weights_of_linears([mixer]),
             feed_forward_flops=6 * shape.feed_forward_parameters,
-            exchange_rounds=mixer.exchange_rounds,
-            units=mixer.num_units_per_rank // (mixer.cp_size * mixer.exchange_rounds if exchanges_heads else 1),
+            exchange_rounds=rounds,
+            units=samples * mixer.num_units_per_rank // parts,
             summary_walks=0.0 if exchanges_heads else _summary_walks(mixer),
         )
 

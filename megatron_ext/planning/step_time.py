@@ -33,6 +33,7 @@ from megatron_ext.planning.memory import shares
 from megatron_ext.planning.rates import filled, part_of_feed_forward, rate_of
 
 if TYPE_CHECKING:
+    from megatron_ext.mixers.base import Rounds
     from megatron_ext.planning.dry_step import Footprint
     from megatron_ext.planning.ledger import Message
 
@@ -60,8 +61,11 @@ LATENCY = 2e-5
 
 
 ROUNDS_THAT_HIDE = 2
-"""Of the rounds in which heads are exchanged: what a third and a fourth could hide was lost to waiting on four H200s,
-where steps became no shorter by them (docs/benchmarks/training.md)."""
+"""Of the rounds in which heads of a sample are exchanged, of which all but one hide: what a third and a fourth could
+hide was lost to waiting on four H200s, where steps became no shorter by them (docs/benchmarks/training.md)."""
+
+SAMPLES_HIDE = 0.85
+"""Part of what is exchanged, where some samples' travel while others are projected or mixed."""
 
 HEADS = "alltoall_base_"
 """The call that exchanges heads, as c10d's operators call it."""
@@ -191,7 +195,7 @@ def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Link
     whole, feed_forward = training.recompute == "full", part_of_feed_forward(training.fp8)
     for layer in footprint.layers:
         # A rank that hands a state on walks more over its part; what is beside the projections is taken for a walk.
-        reached = filled(layer.part, layer.units * training.micro_batch_size)
+        reached = filled(layer.part, layer.units)
         product(MIXER, layer.part, (1 + layer.summary_walks) * layer.mixer_flops, whole, reached)
         product(MIXER, FEED_FORWARD, -layer.summary_walks * layer.projection_flops, whole)
         product(FEED_FORWARD, feed_forward, layer.feed_forward_flops, training.recompute != "none")
@@ -216,12 +220,17 @@ def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Link
         reached = EXCHANGE_REACHED[transport] if is_heads else LINKS_REACHED
         seconds[message.call] += each * links.seconds(message.ranks, sent(message), reached)
         exchanged += each * message.size * is_heads
-    # Of the rounds that hide all but one do; what layers that exchange heads send is taken for equally much.
-    behind = fmean(1 - 1 / min(layer.exchange_rounds, ROUNDS_THAT_HIDE) for layer in footprint.layers)
+    # What layers that exchange heads send is taken for equally much.
+    behind = fmean(_hides(layer.exchange_rounds) for layer in footprint.layers)
     hidden = min(seconds[HEADS] * behind, parts[MIXER]) if transport == "copy_engine" else 0.0
     parts[COMMUNICATION] = sum(seconds.values()) - hidden
     parts[MIXER] += 2 * PACKED[transport] * exchanged / (BANDWIDTH_REACHED * gpu.bandwidth)
     return dict(parts)
+
+
+def _hides(rounds: Rounds) -> float:
+    """Part of the heads that copy engines exchange that hides behind what is computed meanwhile."""
+    return SAMPLES_HIDE if rounds.samples > 1 else 1 - 1 / min(rounds.units, ROUNDS_THAT_HIDE)
 
 
 def _volumes(footprint: Footprint, links: _Links, micro_batches: int) -> dict[str, Volume]:

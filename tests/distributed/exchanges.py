@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.mixers.base import Mixer
 from megatron_ext.model import build_model
 from megatron_ext.parallel import heads
 from megatron_ext.parallel.exchange import gather_sequence, same_on_ranks
@@ -74,6 +77,23 @@ def move(rank: int, world_size: int, name: str, x_tbnw: Tensor) -> Moved:
     return moved.detach().clone(), part.grad.clone()
 
 
+@contextmanager
+def messages_told(happened: list[str]) -> Iterator[None]:
+    """Note when a message is sent, and when it is waited for."""
+
+    def told(what: str) -> Any:
+        original = getattr(heads._Message, what)
+
+        def call(*args: Any) -> Any:
+            happened.append(what)
+            return original(*args)
+
+        return patch.object(heads._Message, what, call)
+
+    with told("send"), told("wait"):
+        yield
+
+
 def order_of_rounds(rank: int, world_size: int, rounds: int) -> list[str]:
     """What happens, forward and backward, while heads are exchanged in rounds and doubled."""
     group = dist.group.WORLD
@@ -93,17 +113,8 @@ def order_of_rounds(rank: int, world_size: int, rounds: int) -> list[str]:
             happened.append(f"mix {ctx.number}")
             return 2 * grad, None
 
-    def told(what: str) -> Any:
-        original = getattr(heads._Message, what)
-
-        def call(*args: Any) -> Any:
-            happened.append(what)
-            return original(*args)
-
-        return patch.object(heads._Message, what, call)
-
     x = whole(3, 2 * rounds * world_size, torch.float32).requires_grad_()
-    with told("send"), told("wait"):
+    with messages_told(happened):
         mixed = [
             heads_to_sequence(Doubled.apply(of_round, number), transport)
             for number, (of_round,) in enumerate(sequence_to_heads([x], transport, rounds))
@@ -114,6 +125,34 @@ def order_of_rounds(rank: int, world_size: int, rounds: int) -> list[str]:
     assert torch.equal(y, 2 * x)
     assert x.grad is not None
     assert torch.equal(x.grad, 2 * x)
+    return happened
+
+
+def order_in_mixer(rank: int, world_size: int, config: RunConfig) -> list[str]:
+    """What happens, forward and backward, while the first mixer of a model is given two samples."""
+    platform = select_platform("cpu")
+    groups = make_process_groups(config.parallel, config.training.seed)
+    (model,) = build_model(model_shape(config, platform, VOCABULARY), platform, groups, config.training.seed)
+    mixer = next(module for module in model.modules() if isinstance(module, Mixer))
+    happened: list[str] = []
+
+    def told(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            happened.append(name)
+            result = function(*args)
+            computed = result if isinstance(result, Tensor) else result[0]
+            computed.register_hook(lambda _: happened.append(name))
+            return result
+
+        return call
+
+    mixer.features, mixer.mix = told("in", mixer.features), told("mix", mixer.mix)  # type: ignore[method-assign]
+    mixer.out_proj.forward = told("out", mixer.out_proj.forward)
+    hidden_states = torch.ones(3, 2, config.model.hidden_size, requires_grad=True)
+    with messages_told(happened):
+        mixed, _ = mixer(hidden_states)
+        happened.append("backward")
+        mixed.sum().backward()
     return happened
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import exchanges
+import parity
 import pytest
 import torch
 from pool import WorkerPool
@@ -40,6 +41,16 @@ def test_messages_of_a_round_travel_while_another_is_mixed(pool: WorkerPool) -> 
     forward = [*to_heads, *mixing, *["wait"] * 3]
     backward = [{"mix 0": "mix 2", "mix 2": "mix 0"}.get(what, what) for what in forward]
     for happened in pool.run(exchanges.order_of_rounds, 2, 3):
+        assert happened == [*forward, "backward", *backward]
+
+
+def test_messages_of_a_sample_travel_while_another_is_projected_or_mixed(pool: WorkerPool) -> None:
+    """Whatever is waited for was sent before something else was computed, each way; backward it is the same."""
+    to_heads = ["in", "send"] * 2
+    forward = [*to_heads, *["wait", "mix", "send"] * 2, *["wait", "out"] * 2]
+    backward = [{"in": "out", "out": "in"}.get(what, what) for what in forward]
+    config = parity.run_config("attention", {}, {}, {"context": 2, "context_exchange_rounds": 2})
+    for happened in pool.run(exchanges.order_in_mixer, 2, config):
         assert happened == [*forward, "backward", *backward]
 
 

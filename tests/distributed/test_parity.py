@@ -45,7 +45,7 @@ def _reference(pool: WorkerPool, model: Model, precision: str = "fp32") -> Outco
 
 
 def _train(pool: WorkerPool, model: Model, world_size: int, parallel: dict[str, Any], **fields: Any) -> Outcome:
-    fields["micro_batch_size"] = _micro_batch_size(world_size, parallel)
+    fields.setdefault("micro_batch_size", _micro_batch_size(world_size, parallel))
     config = parity.run_config(model.pattern, model.mixers, model.model, parallel, **fields)
     return pool.run(parity.train, world_size, config)[0]
 
@@ -150,11 +150,23 @@ def test_tokens_are_shifted_over_sequence_and_context_parallel_ranks(pool: Worke
     ],
 )
 def test_heads_are_exchanged_in_rounds(pool: WorkerPool, name: str) -> None:
+    """By heads where a micro-batch is one sample, else by samples."""
     parallel = {"context": 2, "context_exchange": "heads", "context_exchange_rounds": 2}
-    outcome = _train(pool, MODELS[name], 2, parallel)
-    _check(outcome, _reference(pool, MODELS[name]))
-    rounds = 1 if name == "mamba" else 2  # its heads depend on one another
-    assert outcome.exchanges["heads_to_sequence"] == rounds * outcome.exchanges["sequence_to_heads"] > 0
+    for micro_batch_size, sent in ((1, 1), (4, 2)):
+        outcome = _train(pool, MODELS[name], 2, parallel, micro_batch_size=micro_batch_size)
+        _check(outcome, _reference(pool, MODELS[name]))
+        there, back = (outcome.exchanges[exchange] for exchange in ("sequence_to_heads", "heads_to_sequence"))
+        rounds = 1 if name == "mamba" else 2 // sent  # its heads depend on one another
+        assert back == rounds * there > 0
+        assert there % sent == 0
+
+
+def test_samples_are_exchanged_in_rounds_and_their_heads_in_more(pool: WorkerPool) -> None:
+    model = Model(MODELS["hybrid"].pattern, MODELS["hybrid"].mixers, {"num_attention_heads": 8})
+    parallel = {"context": 2, "context_exchange": "heads", "context_exchange_rounds": 4}
+    outcome = _train(pool, model, 2, parallel, micro_batch_size=2)
+    _check(outcome, _reference(pool, model))
+    assert outcome.exchanges["heads_to_sequence"] == 2 * outcome.exchanges["sequence_to_heads"] > 0
 
 
 GATHERING = [
