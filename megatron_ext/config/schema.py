@@ -87,9 +87,10 @@ class ParallelConfig:
             sequence. states: those with a state hand it on from part to part. chunks: those that choose chunks fetch
             the chosen ones; parts must be whole chunks. States and chunks need no heads that divide. auto, and what a
             mixer does that has no exchange of that name: whichever is fewer bytes.
-        context_exchange_rounds: messages in which heads are exchanged: those of one round travel while the heads of
-            another are mixed, and only one round's are waited for. The heads that a rank mixes must divide by it;
-            those of `mamba`, which depend on one another, are all of one round.
+        context_exchange_rounds: messages in which heads are exchanged: those of one round travel while another is
+            computed. A round is of some of a micro-batch's samples as far as these divide, whose messages projections
+            hide, too; else of some heads, of which only one round's are waited for. The heads that a rank mixes must
+            divide by it; those of `mamba`, which depend on one another, are all of one round.
         context_transport: how exchanged heads travel. nccl: by NCCL, between any GPUs; on CPUs it is gloo. copy_engine:
             by the copy engines of GPUs of one node, which leave the multiprocessors to what is computed meanwhile.
     """

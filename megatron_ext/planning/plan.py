@@ -18,7 +18,7 @@ from megatron_ext.planning.counts import process_pool
 from megatron_ext.planning.gpus import GPUS, Gpu
 from megatron_ext.planning.layouts import by_copy_engines, candidates
 from megatron_ext.planning.memory import Memory, memory_of
-from megatron_ext.planning.step_time import HEADS, ROUNDS_THAT_HIDE, StepTime, step_time
+from megatron_ext.planning.step_time import HEADS, StepTime, step_time
 
 if TYPE_CHECKING:
     from megatron_ext.planning.dry_step import Footprint
@@ -132,11 +132,15 @@ def shards(config: RunConfig, vocab_size: int, world_size: int) -> Iterator[Shar
             yield from block.result()
 
 
+ROUNDS = 2
+"""In which heads are exchanged where that may be: more gain nothing (docs/benchmarks/training.md)."""
+
+
 def _rounds_of_copy_engines(config: RunConfig, machine: Machine, mixers: Mixers) -> int | None:
     """In which they could exchange the heads that NCCL is to exchange; None: they cannot."""
     if config.parallel.context == 1 or config.parallel.context_transport != "nccl":
         return None
-    allowed = (n for n in (ROUNDS_THAT_HIDE, 1) if not _refusal(by_copy_engines(config, n), machine, mixers))
+    allowed = (n for n in (ROUNDS, 1) if not _refusal(by_copy_engines(config, n), machine, mixers))
     return next(allowed, None)
 
 

@@ -1,10 +1,9 @@
 """How long a step takes: its parts at measured rates, on a GPU's memory and on its links.
 
 A part that multiplies matrices takes its model FLOPs at the rate that was measured of it, a mixer at what as few heads
-at a time as a GPU has reach of it; one that reads and writes, its bytes at the bandwidth that was measured. Half of the
-heads that copy engines exchange in rounds hides behind mixers, nothing else hides: NCCL's kernels take from mixers what
-rounds save (docs/benchmarks/training.md), and all other exchanges of tensor, context and pipeline parallelism and the
-reduction of gradients stand in the step.
+at a time as a GPU has reach of it; one that reads and writes, its bytes at the bandwidth that was measured. A part of
+the heads that are exchanged in rounds hides (`HIDES`), nothing else does: all other exchanges of tensor, context and
+pipeline parallelism and the reduction of gradients stand in the step.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.layout import layout_of
-from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.schema import RunConfig, TransportName
 from megatron_ext.parts import (
     BACKWARD,
     COMMUNICATION,
@@ -60,12 +59,12 @@ LATENCY = 2e-5
 """Seconds of a collective call beside its bytes. Assumed, as `LINKS_REACHED` is."""
 
 
-ROUNDS_THAT_HIDE = 2
-"""Of the rounds in which heads of a sample are exchanged, of which all but one hide: what a third and a fourth could
-hide was lost to waiting on four H200s, where steps became no shorter by them (docs/benchmarks/training.md)."""
+HIDES = {"copy_engine": 0.5, "nccl": 0.25}
+"""By what part of its exchange of heads a step is shorter with rounds, however many: as measured, which is less than is
+hidden (docs/benchmarks/training.md). NCCL's are rounds of samples; those of heads gain nothing by it."""
 
-SAMPLES_HIDE = 0.85
-"""Part of what is exchanged, where some samples' travel while others are projected or mixed."""
+COPIES_OF_SAMPLES = 8.0
+"""Times that a layer's hidden states are read or written, both passes, to take samples apart and put them together."""
 
 HEADS = "alltoall_base_"
 """The call that exchanges heads, as c10d's operators call it."""
@@ -221,16 +220,19 @@ def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Link
         seconds[message.call] += each * links.seconds(message.ranks, sent(message), reached)
         exchanged += each * message.size * is_heads
     # What layers that exchange heads send is taken for equally much.
-    behind = fmean(_hides(layer.exchange_rounds) for layer in footprint.layers)
-    hidden = min(seconds[HEADS] * behind, parts[MIXER]) if transport == "copy_engine" else 0.0
+    behind = fmean(_hides(layer.exchange_rounds, transport) for layer in footprint.layers)
+    hidden = min(seconds[HEADS] * behind, parts[MIXER])
     parts[COMMUNICATION] = sum(seconds.values()) - hidden
+    if exchanged:
+        apart = sum(layer.exchange_rounds.samples > 1 for layer in footprint.layers)
+        parts[MIXER] += apart * COPIES_OF_SAMPLES * one_pass / shared
     parts[MIXER] += 2 * PACKED[transport] * exchanged / (BANDWIDTH_REACHED * gpu.bandwidth)
     return dict(parts)
 
 
-def _hides(rounds: Rounds) -> float:
-    """Part of the heads that copy engines exchange that hides behind what is computed meanwhile."""
-    return SAMPLES_HIDE if rounds.samples > 1 else 1 - 1 / min(rounds.units, ROUNDS_THAT_HIDE)
+def _hides(rounds: Rounds, transport: TransportName) -> float:
+    in_rounds = rounds.samples > 1 or (transport == "copy_engine" and rounds.units > 1)
+    return HIDES[transport] if in_rounds else 0.0
 
 
 def _volumes(footprint: Footprint, links: _Links, micro_batches: int) -> dict[str, Volume]:

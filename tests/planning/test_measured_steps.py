@@ -86,6 +86,11 @@ REPORTS = [
     Measured(file="100k_one_sample_queues_db9a971", memory=0.005, time=0.05),
     Measured(file="100k_cp4_63d9b55", memory=0.005),
     Measured(file="100k_one_sample_63d9b55", memory=0.005, time=0.085),
+    Measured(file="100k_cp4_f9681a1", memory=0.005, time=0.065),
+    Measured(file="100k_cp4_6b7e96c", memory=0.005, time=0.065),
+    Measured(file="100k_cp4_more_6b7e96c", memory=0.005, time=0.08),
+    Measured(file="50k_cp2_f9681a1", memory=0.005),
+    Measured(file="50k_cp2_6b7e96c", memory=0.005),
     Measured(file="100k_two_h100_beb3a07", memory=0.015, gpu="h100"),
     Measured(file="100k_two_h100_1c4c8c8", memory=0.015, gpu="h100"),
     Measured(file="100k_08a0f50", memory=0.03, time=None),  # before cuDNN's attention
@@ -93,6 +98,7 @@ REPORTS = [
 ]
 TIME_APART = {
     ("2k_08a0f50", "attention"),  # before cuDNN's attention
+    ("100k_cp4_more_6b7e96c", "approx_rounds4"),  # ranks were late: see training.md
     ("100k_two_gpus_4f0b591", "hybrid_copies"),  # ranks that hand states on walked over their parts twice
 }
 """Rows whose memory alone is planned as it was measured."""

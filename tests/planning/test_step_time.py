@@ -116,6 +116,24 @@ def test_half_of_the_heads_that_copy_engines_exchange_in_rounds_hides(dry: Dry, 
         assert one.parts[MIXER] == found[1].parts[MIXER]
 
 
+@pytest.mark.parametrize(("transport", "hidden"), [("nccl", 0.25), ("copy_engine", 0.5)])
+def test_rounds_of_samples_hide_a_part_of_the_heads_and_cost_copies_of_hidden_states(
+    dry: Dry, transport: TransportName, hidden: float
+) -> None:
+    overrides = [*ONE_GPU, *SMALL, "training.global_batch_size=2", "training.micro_batch_size=2"]
+    overrides += ["data.seq_length=102400", "parallel.context=2", f"parallel.context_transport={transport}"]
+    at_once, several = (
+        planned(dry, [*overrides, f"parallel.context_exchange_rounds={n}"], world_size=2) for n in (1, 2)
+    )
+    messages = 4 * 2 * 2  # of each layer, there and back, forward and backward
+    size = 4 * 2 * (4 * 2048 * 2) * 102400 / 2  # queries, keys, values and outputs in bf16; half go to the other
+    whole = size / (EXCHANGE_REACHED[transport] * H200.nvlink) + 2 * messages * LATENCY
+    shorter = at_once.parts[COMMUNICATION] - several.parts[COMMUNICATION]
+    assert shorter == pytest.approx(hidden * whole - messages * LATENCY)
+    copies = 4 * 8 * (102400 * 2048 * 2) / (BANDWIDTH_REACHED * H200.bandwidth)
+    assert several.parts[MIXER] - at_once.parts[MIXER] == pytest.approx(copies)
+
+
 def test_what_is_mixed_faster_than_messages_travel_hides_no_more_than_that(dry: Dry) -> None:
     overrides = [*ONE_GPU, *SMALL, "training.global_batch_size=1", "data.seq_length=128", "parallel.context=2"]
     overrides.append("parallel.context_transport=copy_engine")
