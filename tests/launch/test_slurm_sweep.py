@@ -58,6 +58,9 @@ def test_twelve_runs(cluster: SlurmCluster, tmp_path: Path) -> None:
     wait_for_step(going, 24)  # checkpoints are written while it goes on
     os.kill(ranks_of(going)[0], signal.SIGKILL)
     wait_for(going, lambda: "starts anew" in happened(going))
+    # Slurm forgets a cancel that comes while it puts a job back into its queue.
+    state = ("squeue", "--noheader", f"--jobs={jobs_of(going)[-1].number}", "--format=%T")
+    wait_for(going, lambda: cluster.run(*state, check=False).strip() == "PENDING")
     cluster.run(*CLI, "cancel", str(folder))
     before = [run for run in runs if is_finished(run)]
     assert 3 <= len(before) < 12
