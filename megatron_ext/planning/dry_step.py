@@ -47,7 +47,7 @@ class Layer:
         mixer_flops: of the mixer, projections included.
         projection_flops: of them those of the linears that may compute in 8 bits.
         feed_forward_flops: of the feed-forward.
-        exchange_rounds: in which its heads are exchanged, if they are; see `Mixer.exchange_rounds`.
+        exchange_rounds: in which its heads are exchanged, see `Mixer.exchange_rounds`; None: they are not.
         units: heads or groups that a rank mixes at a time, of all samples that it does.
         summary_walks: of its mixer where states are handed on from rank to rank (`Mixer.summary_walks`); else 0.
     """
@@ -56,7 +56,7 @@ class Layer:
     mixer_flops: float
     projection_flops: float
     feed_forward_flops: float
-    exchange_rounds: Rounds
+    exchange_rounds: Rounds | None
     units: int
     summary_walks: float
 
@@ -130,8 +130,8 @@ def _layers(shape: ModelShape, chunks: Sequence[nn.Module], config: RunConfig) -
     seq_length, samples = config.data.seq_length, config.training.micro_batch_size
     for mixer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Mixer)):
         score = getattr(mixer.mixer_config, "score", None)
-        exchanges_heads, rounds = _exchanges_heads(mixer, seq_length), mixer.exchange_rounds(samples)
-        parts = mixer.cp_size * rounds.samples * rounds.units if exchanges_heads else 1
+        rounds = mixer.exchange_rounds(samples) if _exchanges_heads(mixer, seq_length) else None
+        parts = mixer.cp_size * rounds.samples * rounds.units if rounds else 1
         yield Layer(
             part=part_of_mixer(shape.mixers[mixer.layer_number - 1], score),
             mixer_flops=mixer.training_flops(seq_length),
@@ -139,7 +139,7 @@ def _layers(shape: ModelShape, chunks: Sequence[nn.Module], config: RunConfig) -
             feed_forward_flops=6 * shape.feed_forward_parameters,
             exchange_rounds=rounds,
             units=samples * mixer.num_units_per_rank // parts,
-            summary_walks=0.0 if exchanges_heads else _summary_walks(mixer),
+            summary_walks=0.0 if rounds else _summary_walks(mixer),
         )
 
 

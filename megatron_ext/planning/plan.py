@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 FootprintOf = Callable[[RunConfig, int, int, int], "Footprint"]
 
 
+ROUNDS = 2
+"""In which heads are exchanged where that may be: more gain nothing (docs/benchmarks/training.md)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """What is to be trained on.
@@ -130,10 +134,6 @@ def shards(config: RunConfig, vocab_size: int, world_size: int) -> Iterator[Shar
         built = [pool.submit(_shards, derive(config), vocab_size, world_size, block) for block in blocks]
         for block in built:
             yield from block.result()
-
-
-ROUNDS = 2
-"""In which heads are exchanged where that may be: more gain nothing (docs/benchmarks/training.md)."""
 
 
 def _rounds_of_copy_engines(config: RunConfig, machine: Machine, mixers: Mixers) -> int | None:

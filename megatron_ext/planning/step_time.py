@@ -219,13 +219,12 @@ def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Link
         reached = EXCHANGE_REACHED[transport] if is_heads else LINKS_REACHED
         seconds[message.call] += each * links.seconds(message.ranks, sent(message), reached)
         exchanged += each * message.size * is_heads
+    exchanging = [layer.exchange_rounds for layer in footprint.layers if layer.exchange_rounds]
     # What layers that exchange heads send is taken for equally much.
-    behind = fmean(_hides(layer.exchange_rounds, transport) for layer in footprint.layers)
-    hidden = min(seconds[HEADS] * behind, parts[MIXER])
-    parts[COMMUNICATION] = sum(seconds.values()) - hidden
-    if exchanged:
-        apart = sum(layer.exchange_rounds.samples > 1 for layer in footprint.layers)
-        parts[MIXER] += apart * COPIES_OF_SAMPLES * one_pass / shared
+    behind = fmean(_hides(rounds, transport) for rounds in exchanging) if exchanging else 0.0
+    parts[COMMUNICATION] = sum(seconds.values()) - min(seconds[HEADS] * behind, parts[MIXER])
+    apart = sum(rounds.samples > 1 for rounds in exchanging)
+    parts[MIXER] += apart * COPIES_OF_SAMPLES * one_pass / shared
     parts[MIXER] += 2 * PACKED[transport] * exchanged / (BANDWIDTH_REACHED * gpu.bandwidth)
     return dict(parts)
 

@@ -134,6 +134,19 @@ def test_rounds_of_samples_hide_a_part_of_the_heads_and_cost_copies_of_hidden_st
     assert several.parts[MIXER] - at_once.parts[MIXER] == pytest.approx(copies)
 
 
+def test_layers_that_hand_states_on_take_no_samples_apart(dry: Dry) -> None:
+    overrides = [*ONE_GPU, *SMALL, "training.global_batch_size=2", "training.micro_batch_size=2"]
+    overrides += ["data.seq_length=102400", "parallel.context=2"]
+
+    def copies(pattern: str) -> float:
+        in_rounds = [*overrides, f"model.pattern={pattern}", "parallel.context_exchange_rounds=2"]
+        at_once = [*overrides, f"model.pattern={pattern}"]
+        several, one = (planned(dry, told, world_size=2) for told in (in_rounds, at_once))
+        return several.parts[MIXER] - one.parts[MIXER]
+
+    assert copies("top1_chunk*2,gated_deltanet*2") == pytest.approx(copies("top1_chunk*4") / 2)
+
+
 def test_what_is_mixed_faster_than_messages_travel_hides_no_more_than_that(dry: Dry) -> None:
     overrides = [*ONE_GPU, *SMALL, "training.global_batch_size=1", "data.seq_length=128", "parallel.context=2"]
     overrides.append("parallel.context_transport=copy_engine")
