@@ -254,10 +254,9 @@ class Mixer(LooksBack, ABC):
         return self.mix(x_tbuw, part)
 
     def _has_whole_sequences_sent(self, hidden_states: Tensor) -> bool:
-        if self.cp_size == 1 or self.memory is not None:
-            return False
-        positions = len(hidden_states) * (self.tp_size if self.config.sequence_parallel else 1)
-        return self.exchanges_heads(positions, self.config.params_dtype.itemsize)
+        if self.memory is not None:
+            return False  # each rank is given whole sequences
+        return self.exchanges_heads(len(hidden_states) * (self.tp_size if self.config.sequence_parallel else 1))
 
     def _mix_whole_sequences(self, hidden_states: Tensor) -> Tensor:
         """Exchange, mix whole sequences of the units that are this rank's meanwhile, and exchange back, in rounds.
@@ -296,29 +295,27 @@ class Mixer(LooksBack, ABC):
         of_units = 1 if self.needs_all_units else self.config.context_exchange_rounds // of_samples
         return Rounds(of_samples, of_units)
 
-    def exchanges_heads(self, num_positions: int, item_size: int) -> bool:
+    def exchanges_heads(self, num_positions: int) -> bool:
         """Whether whole units change places with parts of the sequence; see `ParallelConfig.context_exchange`.
 
         Args:
             num_positions: of a part.
-            item_size: bytes of a number.
         """
         cp, chosen = self.cp_size, self.config.context_exchange
-        if self.num_units_per_rank % cp:
+        if cp == 1 or self.num_units_per_rank % cp:
             return False
-        in_parts = self.bytes_in_parts(num_positions, item_size)
+        in_parts = self.bytes_in_parts(num_positions)
         if in_parts is None or chosen == "heads":
             return True
         own = "states" if self.hands_on_states else "chunks"
-        heads = num_positions * (self.unit_width() + self.output_width()) * item_size / cp
+        heads = num_positions * (self.unit_width() + self.output_width()) * self.config.params_dtype.itemsize / cp
         return chosen != own and heads <= in_parts
 
-    def bytes_in_parts(self, num_positions: int, item_size: int) -> float | None:
+    def bytes_in_parts(self, num_positions: int) -> float | None:
         """Bytes of a unit and sample that a rank receives forward from each other where the sequence stays in parts.
 
         Args:
             num_positions: of a part.
-            item_size: bytes of a number.
 
         Returns:
             None where that can only be done by gathering all keys and values, if at all.

@@ -48,7 +48,7 @@ class Top1Chunk(KeyValueMixer):
         """What is chosen, and how."""
         return self.mixer_config
 
-    def bytes_in_parts(self, num_positions: int, item_size: int) -> float | None:
+    def bytes_in_parts(self, num_positions: int) -> float | None:
         """See `Mixer.bytes_in_parts`: at most all keys and values, and what the choice is made from.
 
         A bound, as what is chosen is not known before; it is alike on all ranks.
@@ -57,7 +57,7 @@ class Top1Chunk(KeyValueMixer):
         if num_positions % chosen.chunk_size:
             return None
         scored = 1 / chosen.chunk_size if chosen.score == "approx" else 1
-        return num_positions * self.head_dim * (2 + scored) * item_size
+        return num_positions * self.head_dim * (2 + scored) * self.config.params_dtype.itemsize
 
     def attend_to_past(self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: Part) -> Tensor:
         """See `KeyValueMixer.attend_to_past`: of other ranks' chunks, those that are chosen here are fetched."""

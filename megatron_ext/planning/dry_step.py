@@ -130,7 +130,7 @@ def _layers(shape: ModelShape, chunks: Sequence[nn.Module], config: RunConfig) -
     seq_length, samples = config.data.seq_length, config.training.micro_batch_size
     for mixer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Mixer)):
         score = getattr(mixer.mixer_config, "score", None)
-        rounds = mixer.exchange_rounds(samples) if _exchanges_heads(mixer, seq_length) else None
+        rounds = mixer.exchange_rounds(samples) if mixer.exchanges_heads(seq_length // mixer.cp_size) else None
         parts = mixer.cp_size * rounds.samples * rounds.units if rounds else 1
         yield Layer(
             part=part_of_mixer(shape.mixers[mixer.layer_number - 1], score),
@@ -141,11 +141,6 @@ def _layers(shape: ModelShape, chunks: Sequence[nn.Module], config: RunConfig) -
             units=samples * mixer.num_units_per_rank // parts,
             summary_walks=0.0 if rounds else _summary_walks(mixer),
         )
-
-
-def _exchanges_heads(mixer: Mixer, seq_length: int) -> bool:
-    cp, item_size = mixer.cp_size, mixer.config.params_dtype.itemsize
-    return cp > 1 and mixer.exchanges_heads(seq_length // cp, item_size)
 
 
 def _summary_walks(mixer: Mixer) -> float:

@@ -136,7 +136,7 @@ def test_what_is_exchanged_under_context_parallelism(
     mixer = make_mixer("retnet", expand_v=1)
     monkeypatch.setattr(mixer, "cp_size", size)
     monkeypatch.setattr(mixer.config, "context_exchange", chosen)
-    assert mixer.exchanges_heads(length, item_size=4) == heads
+    assert mixer.exchanges_heads(length) == heads
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_whether_chunks_are_fetched_under_context_parallelism(
     mixer = make_mixer("top1_chunk", heads=heads, groups=groups, chunk_size=4, score=score)
     monkeypatch.setattr(mixer, "cp_size", size)
     monkeypatch.setattr(mixer.config, "context_exchange", chosen)
-    assert mixer.exchanges_heads(length, item_size=4) == exchanges_heads
+    assert mixer.exchanges_heads(length) == exchanges_heads
 
 
 class _Widths(OtherRanks):
