@@ -29,6 +29,7 @@ REPORTS = [
     *("8k_two_gpus_5dfa910", "32k_two_gpus_5dfa910", "100k_rounds_5dfa910", "100k_megatron_four_gpus_5dfa910"),
     *("gdn_two_gpus_8b94096", "hybrid_two_gpus_8b94096", "rwkv7_block_two_gpus_8b94096"),
     *("32k_rwkv7_block_two_gpus_8b94096", "100k_megatron_two_gpus_8b94096", "100k_layouts_four_gpus_8b94096"),
+    *("100k_two_gpus_6550355", "100k_four_gpus_6550355"),
     *("100k_two_h100_beb3a07", "100k_two_h100_1c4c8c8"),
 ]
 LENGTHS = [2048, 8192, 32768, 102400, 524288, 1048576]

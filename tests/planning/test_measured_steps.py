@@ -91,6 +91,8 @@ REPORTS = [
     Measured(file="100k_cp4_more_6b7e96c", memory=0.005, time=0.08),
     Measured(file="50k_cp2_f9681a1", memory=0.005),
     Measured(file="50k_cp2_6b7e96c", memory=0.005),
+    Measured(file="100k_four_gpus_6550355", memory=0.005),
+    Measured(file="100k_two_gpus_6550355", memory=0.005),
     Measured(file="100k_two_h100_beb3a07", memory=0.015, gpu="h100"),
     Measured(file="100k_two_h100_1c4c8c8", memory=0.015, gpu="h100"),
     Measured(file="100k_08a0f50", memory=0.03, time=None),  # before cuDNN's attention
