@@ -31,13 +31,14 @@ from slurm_runs import (
     first_steps,
     happened,
     launched,
+    number,
     ranks_of,
     released,
+    state,
     wait_for,
 )
 
 from megatron_ext.checkpoint.folder import CheckpointFolder
-from megatron_ext.launch.job import jobs_of
 from megatron_ext.reports import table
 
 HANG_SECONDS = 15
@@ -164,11 +165,6 @@ def mend_link(cluster: SlurmCluster, folder: Path) -> None:
     """
     cluster.mend_link("n2")
     wait_for(folder, lambda: state(cluster, folder) == "RUNNING")
-
-
-def number(folder: Path) -> str:
-    """Of a run's job."""
-    return str(jobs_of(folder)[-1].number)
 
 
 WATCH = (f"run.hang_timeout={HANG_SECONDS}",)
@@ -311,12 +307,6 @@ def _until_begun_anew(cluster: SlurmCluster, folder: Path, inode: int) -> tuple[
 
     wait_for(folder, has_begun_anew)
     return again, newest
-
-
-def state(cluster: SlurmCluster, folder: Path) -> str:
-    """Of a run's job, as Slurm has it."""
-    said = cluster.run("squeue", "--noheader", "--states=all", f"--jobs={number(folder)}", "--format=%T", check=False)
-    return said.strip()
 
 
 HEADINGS = ("fault", "noticed by", "s to detection", "s from then to training", "same curve")

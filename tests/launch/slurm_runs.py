@@ -47,6 +47,17 @@ def happened(folder: Path) -> list[str]:
     return [event.what for event in events_of(jobs_of(folder)[-1])]
 
 
+def number(folder: Path) -> str:
+    """Of a run's newest job."""
+    return str(jobs_of(folder)[-1].number)
+
+
+def state(cluster: SlurmCluster, folder: Path) -> str:
+    """Of a run's newest job, as Slurm has it."""
+    said = cluster.run("squeue", "--noheader", "--states=all", f"--jobs={number(folder)}", "--format=%T", check=False)
+    return said.strip()
+
+
 def wait_for(folder: Path, condition: Callable[[], object], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
@@ -57,19 +68,19 @@ def wait_for(folder: Path, condition: Callable[[], object], seconds: float = 300
 
 def released(cluster: SlurmCluster, folder: Path) -> bool:
     """As `release`, for a run's newest job."""
-    return release(cluster, str(jobs_of(folder)[-1].number))
+    return release(cluster, number(folder))
 
 
-def release(cluster: SlurmCluster, number: str) -> bool:
+def release(cluster: SlurmCluster, job: str) -> bool:
     """Let a job begin in three seconds, and wait for them, if Slurm holds it; whether it did.
 
     A job that starts anew is held for two minutes by Slurm, and must be for some time: a node takes a job begun in the
     second in which it was requeued for the one that it has just ended.
     """
-    held = cluster.run("squeue", "--noheader", f"--jobs={number}", "--format=%T %r", check=False)
+    held = cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%T %r", check=False)
     if held.strip() != "PENDING BeginTime":
         return False
-    cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now+3", check=False)  # it may begin in this moment
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+3", check=False)  # it may begin in this moment
     time.sleep(3)
     return True
 

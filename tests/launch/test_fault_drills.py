@@ -16,15 +16,13 @@ from drills import (
     cluster_for_drills,
     fill_disk,
     lengthen,
-    number,
     perform,
     small_disk,
-    state,
 )
 from launching import curve, records, write_config
 from sabotaged import program
 from slurm_cluster import SlurmCluster, missing
-from slurm_runs import STEPS, finished, happened, launched, wait_for, wait_for_step
+from slurm_runs import STEPS, finished, happened, launched, number, state, wait_for, wait_for_step
 
 from megatron_ext.launch.job import jobs_of
 from megatron_ext.launch.status import events_of

@@ -23,8 +23,10 @@ from slurm_runs import (
     finished,
     happened,
     launched,
+    number,
     ranks_of,
     release,
+    state,
     wait_for,
     wait_for_step,
 )
@@ -76,7 +78,7 @@ def test_a_killed_rank(cluster: SlurmCluster, config: Path, undisturbed: Path) -
     row = cluster.run(*CLI, "status", str(folder)).splitlines()[2]
     assert [cell.strip() for cell in row.split("|")][1:6] == [
         "killed_rank",
-        str(jobs_of(folder)[-1].number),
+        number(folder),
         "completed",
         "2",
         f"{STEPS} of {STEPS}",
@@ -92,7 +94,7 @@ def test_the_template_by_hand(
     # A link to an interpreter of a virtual environment does not find it by itself.
     found = [f"PATH={tmp_path}:{PATH}", f"PYTHONPATH={ROOT}:{':'.join(site.getsitepackages())}"]
     options = ["--parsable", "--nodes=2", "--ntasks-per-node=1", str(ROOT / "slurm" / "train.sbatch"), str(config)]
-    number = cluster.run("env", *found, "sbatch", *options, *FIELDS, "run.name=by_hand").strip()
+    job = cluster.run("env", *found, "sbatch", *options, *FIELDS, "run.name=by_hand").strip()
     folder = config.parent / "runs" / "by_hand"
 
     def notes() -> list[str]:
@@ -101,12 +103,12 @@ def test_the_template_by_hand(
     def is_past(condition: Callable[[], object]) -> None:
         end = time.monotonic() + 300
         while not condition():
-            assert time.monotonic() < end, (notes(), (tmp_path / f"selectron-{number}.log").read_text())
+            assert time.monotonic() < end, (notes(), (tmp_path / f"selectron-{job}.log").read_text())
             time.sleep(0.1)
 
     is_past(lambda: len(records(folder)) >= 5)
-    cluster.run("scancel", "--batch", "--signal=USR1", number)
-    is_past(lambda: release(cluster, number))
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    is_past(lambda: release(cluster, job))
     is_past(lambda: notes()[-1:] == ["finished"])
     begun, asked, ended, *again = notes()
     assert [begun, asked, *again] == ["begun on n1,n2", "asked to stop by USR1", "starts anew", begun, "finished"]
@@ -120,14 +122,8 @@ def test_a_job_that_is_cancelled_does_not_start_anew(cluster: SlurmCluster, conf
     wait_for_step(folder, 3)
     with pytest.raises(RuntimeError, match=r"run.name: \S*cancelled has job \d+ \(running\); `selectron cancel"):
         cluster.run(*LAUNCH, str(config), *FIELDS, "run.name=cancelled", "--resume")
-    number = jobs_of(folder)[-1].number
-    assert cluster.run(*CLI, "cancel", str(folder)) == f"cancelled: job {number} is cancelled\n"
-    wait_for(
-        folder,
-        lambda: cluster.run("squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%T").startswith(
-            "CANCELLED"
-        ),
-    )
+    assert cluster.run(*CLI, "cancel", str(folder)) == f"cancelled: job {number(folder)} is cancelled\n"
+    wait_for(folder, lambda: state(cluster, folder) == "CANCELLED")
     assert "starts anew" not in happened(folder)
 
 

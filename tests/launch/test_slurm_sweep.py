@@ -15,7 +15,7 @@ import pytest
 from corpora import prepared
 from launching import records, write_config
 from slurm_cluster import SlurmCluster, missing
-from slurm_runs import CLI, happened, ranks_of, wait_for, wait_for_step
+from slurm_runs import CLI, happened, ranks_of, state, wait_for, wait_for_step
 
 from megatron_ext.cli import main
 from megatron_ext.launch.job import jobs_of
@@ -59,8 +59,7 @@ def test_twelve_runs(cluster: SlurmCluster, tmp_path: Path) -> None:
     os.kill(ranks_of(going)[0], signal.SIGKILL)
     wait_for(going, lambda: "starts anew" in happened(going))
     # Slurm forgets a cancel that comes while it puts a job back into its queue.
-    state = ("squeue", "--noheader", f"--jobs={jobs_of(going)[-1].number}", "--format=%T")
-    wait_for(going, lambda: cluster.run(*state, check=False).strip() == "PENDING")
+    wait_for(going, lambda: state(cluster, going) == "PENDING")
     cluster.run(*CLI, "cancel", str(folder))
     before = [run for run in runs if is_finished(run)]
     assert 3 <= len(before) < 12
