@@ -17,9 +17,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("megatron_ext", "kernels", "data_prep")
 
-BOTTOM = {"errors", "files", "scratch", "signals", "reports", "source", "config.schema"}
-"""What every room but the kernels may import: the user's error, whole-file writing, folders and signal handlers for
-a while, tables, the commit, the schema."""
+BOTTOM = {"errors", "files", "paths", "printable", "scratch", "signals", "reports", "source", "config.schema"}
+"""What every room but the kernels may import: the user's error, whole-file writing, paths and text from files of
+others, folders and signal handlers for a while, tables, the commit, the schema."""
 
 LOW = {"parallel", "kernels", "platform"}
 LEAVES = {"config", "data", "optim"}
@@ -34,6 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "events": set(),
     "files": set(),
     "garbage": set(),
+    "paths": set(),
+    "printable": set(),
     "scratch": {"signals"},
     "signals": set(),
     "reports": set(),
