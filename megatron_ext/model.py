@@ -93,6 +93,7 @@ class ModelShape:
 def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransformerConfig:
     """Megatron's configuration of the block: its norm, SwiGLU or squared ReLU, no biases of matrices, no dropout."""
     model, parallel, dtype = shape.model, shape.parallel, DTYPES[shape.precision]
+    assert parallel.sequence != "auto" or parallel.tensor == 1, "resolved by training.build.model_shape"
     interleaved, swiglu = parallel.virtual_pipeline > 1, model.block == "transformer"
     batched = parallel.batch_p2p_comm
     if batched is None:
@@ -119,7 +120,7 @@ def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransforme
         embedding_init_method=_leave_as_is,
         use_cpu_initialization=not platform.is_cuda,
         tensor_model_parallel_size=parallel.tensor,
-        sequence_parallel=parallel.sequence,
+        sequence_parallel=parallel.sequence is True,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
         context_parallel_size=parallel.context,

@@ -77,7 +77,7 @@ def run(*arguments: str) -> int:
 
 
 def test_one_process_trains_in_this_one(training: Training) -> None:
-    assert run("train", QUICKSTART, "parallel.tensor=1", "--resume", "parallel.sequence=false") == 0
+    assert run("train", QUICKSTART, "parallel.tensor=1", "--resume") == 0
     ((config, resume, from_step),) = training.calls
     assert (config.parallel.tensor, resume, from_step) == (1, True, None)
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
@@ -145,7 +145,7 @@ def test_a_users_mistake_is_one_line(
 
 
 def test_errors_of_training(training: Training, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["train", QUICKSTART, "parallel.tensor=1", "parallel.sequence=false"]
+    arguments = ["train", QUICKSTART, "parallel.tensor=1"]
     training.error = UserError("data.path", "is empty", "prepare it")
     assert run(*arguments) == 2
     assert capsys.readouterr().err == "selectron: error: data.path: is empty; prepare it\n"
@@ -213,7 +213,7 @@ def test_garbage_is_not_looked_for_in_what_a_command_has_imported(
 ) -> None:
     collecting: list[bool] = []
     monkeypatch.setattr(gc, "freeze", lambda: collecting.append(gc.isenabled()))
-    arguments = ["train", QUICKSTART, "parallel.tensor=1", "parallel.sequence=false"]
+    arguments = ["train", QUICKSTART, "parallel.tensor=1"]
     assert cli.main(arguments) == 0
     assert collecting == []  # what else this process has would stay with it
     monkeypatch.setattr(sys, "argv", ["selectron", *arguments])

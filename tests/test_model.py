@@ -52,6 +52,12 @@ def test_products_in_eight_bits_are_megatrons_recipes(fp8: str, expected: str | 
     assert expected is None or config.fp8_recipe == fp8
 
 
+@pytest.mark.parametrize(("parallel", "split"), [({}, False), ({"tensor": 2}, True)])
+def test_a_run_with_tensor_parallelism_has_sequence_parallelism(parallel: dict[str, int], split: bool) -> None:
+    run = derive(RunConfig(data=DataConfig(path="none"), parallel=ParallelConfig(**parallel)))
+    assert transformer_config(model_shape(run, CPU, 100), CPU).sequence_parallel is split
+
+
 def test_eight_bits_without_transformer_engine_are_refused() -> None:
     run = RunConfig(data=DataConfig(path="none"), training=TrainingConfig(fp8="tensorwise"))
     with pytest.raises(UserError, match=r"training.fp8: 'tensorwise' is computed by Transformer Engine, which needs a"):

@@ -27,6 +27,14 @@ def model_parallel_size(parallel: ParallelConfig) -> int:
     return parallel.tensor * parallel.pipeline * parallel.context
 
 
+def sequence_parallel(config: RunConfig) -> bool:
+    """Resolve `parallel.sequence`: `auto` is on with tensor parallelism, where the sequence divides."""
+    p = config.parallel
+    if p.sequence == "auto":
+        return p.tensor > 1 and config.data.seq_length % (p.tensor * p.context) == 0
+    return p.sequence
+
+
 def layout_of(config: RunConfig, world_size: int) -> Layout:
     """Compute the layout of a configuration that `rules.check` has passed for this world size.
 

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
@@ -30,6 +39,16 @@ def _power_of_two(value: int) -> int:
 
 
 PowerOfTwo = Annotated[PositiveInt, AfterValidator(_power_of_two)]
+
+
+def _true_false_or_auto(value: object) -> object:
+    if isinstance(value, bool) or value == "auto":
+        return value
+    raise PydanticCustomError("switch", "not true, false or auto")
+
+
+Switch = Annotated[bool | Literal["auto"], BeforeValidator(_true_false_or_auto)]
+"""A switch that may be left to the run; one validator, as a union would name each of its branches in an error."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -79,7 +98,9 @@ class ParallelConfig:
 
     Attributes:
         tensor: tensor-parallel size (TP): heads and feed-forward columns split.
-        sequence: sequence parallelism: activations between the TP regions split along the sequence.
+        sequence: sequence parallelism (SP): activations between the TP regions split along the sequence. auto: on with
+            TP above 1 where data.seq_length divides by TP * CP, else off (`layout.sequence_parallel`); it stays `auto`
+            in a saved configuration, so that the run can go on under another TP.
         pipeline: pipeline stages (PP).
         virtual_pipeline: model chunks a stage holds; above 1 the schedule is interleaved 1F1B.
         context: context-parallel size (CP): the sequence split in contiguous parts.
@@ -96,7 +117,7 @@ class ParallelConfig:
     """
 
     tensor: PositiveInt = 1
-    sequence: bool = False
+    sequence: Switch = "auto"
     pipeline: PositiveInt = 1
     virtual_pipeline: PositiveInt = 1
     context: PositiveInt = 1

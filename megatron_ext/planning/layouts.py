@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from megatron_ext.config.layout import model_parallel_size
+from megatron_ext.config.layout import model_parallel_size, sequence_parallel
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import RunConfig
 
@@ -74,7 +74,7 @@ def differences(config: RunConfig) -> str:
         f"parallel.context_exchange_rounds={parallel.context_exchange_rounds} "
     )
     return (
-        f"parallel.tensor={parallel.tensor} parallel.sequence={str(parallel.sequence).lower()} "
+        f"parallel.tensor={parallel.tensor} parallel.sequence={str(sequence_parallel(config)).lower()} "
         f"parallel.context={parallel.context} {exchange if parallel.context > 1 else ''}"
         f"parallel.pipeline={parallel.pipeline} "
         f"training.micro_batch_size={training.micro_batch_size} training.recompute={training.recompute}"

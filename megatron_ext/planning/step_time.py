@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from megatron_ext.config.layout import layout_of
+from megatron_ext.config.layout import layout_of, sequence_parallel
 from megatron_ext.config.schema import RunConfig, TransportName
 from megatron_ext.parts import (
     BACKWARD,
@@ -207,7 +207,7 @@ def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Link
     one_pass = tokens * model.hidden_size * size / (BANDWIDTH_REACHED * gpu.bandwidth)
     passes = NORM_PASSES[FORWARD] * (1 + whole) + NORM_PASSES[BACKWARD]
     passes += NORM_PASSES["again"] * (training.recompute == "mlp")
-    shared = parallel.tensor if parallel.sequence else 1
+    shared = parallel.tensor if sequence_parallel(config) else 1
     branches = 0.5 if model.block == "mixer" else 1.0
     parts[NORMS] = one_pass * passes * branches * len(footprint.layers) / shared
     if footprint.has_embedding:

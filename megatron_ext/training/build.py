@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from pydantic import TypeAdapter
 
 from megatron_ext.config.deepspeed import STAGES, deepspeed_config, on_disk
-from megatron_ext.config.layout import layout_of
+from megatron_ext.config.layout import layout_of, sequence_parallel
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import UserError
@@ -36,7 +37,7 @@ def model_shape(config: RunConfig, platform: Platform, vocab_size: int) -> Model
         model=config.model,
         mixers=mixers,
         mixer_configs={name: _mixer_config(config, name) for name in set(mixers)},
-        parallel=config.parallel,
+        parallel=replace(config.parallel, sequence=sequence_parallel(config)),
         vocab_size=vocab_size,
         precision=config.training.precision,
         recompute=config.training.recompute,

@@ -14,6 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from data_prep.manifest import Manifest
 from megatron_ext.checkpoint.folder import Progress
+from megatron_ext.config.layout import sequence_parallel
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.config.traits import fetched_chunk_size
@@ -90,7 +91,7 @@ class Evaluated:
 def _multiple(config: RunConfig) -> int:
     """What lengths must be multiples of, so that the layout can cut them."""
     parallel, traits = config.parallel, load_all()
-    ranks = parallel.context * (parallel.tensor if parallel.sequence else 1)
+    ranks = parallel.context * (parallel.tensor if sequence_parallel(config) else 1)
     mixers = {name: config.mixers.get(name, {}) for name in parse_pattern(config.model.pattern)}
     sizes = [fetched_chunk_size(traits[name], fields) or 1 for name, fields in mixers.items()]
     return math.lcm(MULTIPLE, ranks, *(parallel.context * size for size in sizes if parallel.context > 1))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from config_fakes import EXAMPLES, MIXERS, config_of
 
-from megatron_ext.config.layout import Layout
+from megatron_ext.config.layout import Layout, sequence_parallel
 from megatron_ext.config.load import load_config
 from megatron_ext.config.rules import RULES, check
 from megatron_ext.config.rules.nodes import check_nodes
@@ -28,7 +28,7 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
     "sequence_parallel_needs_tensor_parallel": (
         2,
         {"parallel": {"sequence": True}},
-        "parallel.sequence: true, with parallel.tensor 1; set parallel.tensor above 1, or parallel.sequence=false",
+        "parallel.sequence: true, with parallel.tensor 1; set parallel.tensor above 1, or parallel.sequence=auto",
         {"parallel": {"sequence": True, "tensor": 2}},
     ),
     "interleaving_needs_stages": (
@@ -114,7 +114,8 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
     "sequence_divides_by_ranks": (
         4,
         {"parallel": {"tensor": 2, "context": 2, "sequence": True}, "data": {"seq_length": 30}},
-        "data.seq_length: seq_length 30 does not divide by parallel.tensor 2 * context 2 = 4; give a multiple of 4",
+        "data.seq_length: seq_length 30 does not divide by parallel.tensor 2 * context 2 = 4; "
+        "give a multiple of 4, or set parallel.sequence=false",
         {"parallel": {"tensor": 2, "context": 2}, "data": {"seq_length": 30}},
     ),
     "heads_divide_by_context": (
@@ -395,6 +396,22 @@ def test_copy_engines_reach_no_other_node() -> None:
     check_nodes(sections({"parallel": {"tensor": 4, "context_transport": "copy_engine"}}), 12, 6)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "seq_length", "on"),
+    [
+        ({}, 32, False),
+        ({"tensor": 2}, 32, True),
+        ({"tensor": 2, "context": 2}, 30, False),  # cannot be split so; given as true it is refused
+        ({"tensor": 2, "sequence": False}, 32, False),
+        ({"tensor": 2, "sequence": True}, 32, True),
+    ],
+)
+def test_sequence_parallelism_goes_with_tensor_parallelism(parallel: dict[str, Any], seq_length: int, on: bool) -> None:
+    config = sections({"parallel": parallel, "data": {"seq_length": seq_length}})
+    assert sequence_parallel(config) is on
+    check(config, 4, MIXERS)
+
+
 def test_layout() -> None:
     config = sections({"parallel": {"tensor": 2, "pipeline": 2}, "training": {"global_batch_size": 32}})
     assert check(config, 8, MIXERS) == Layout(world_size=8, data_parallel_size=2, num_micro_batches=4)
@@ -404,12 +421,14 @@ def test_layout() -> None:
     ("example", "processes", "overrides"),
     [
         ("quickstart", 2, []),
+        ("quickstart", 1, ["parallel.tensor=1"]),
         ("quickstart", 2, ["model.pattern=top1_chunk*4"]),
         ("quickstart", 2, ["model.pattern=gated_deltanet*4"]),
         ("110m_2k", 8, []),
         ("110m_2k", 1, []),
         ("110m_2k", 8, ["model.pattern=top1_element*12"]),
         ("1p3b_100k", 8, []),
+        ("1p3b_100k", 8, ["parallel.tensor=1"]),
         ("1p3b_100k", 64, []),
         ("1p3b_100k", 8, ["model.pattern=gated_deltanet*24"]),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.config.layout import model_parallel_size
+from megatron_ext.config.layout import model_parallel_size, sequence_parallel
 from megatron_ext.config.rules.rule import Broken, Facts, Rules, does_not_divide
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.config.traits import MixerTraits, fetched_chunk_size
@@ -30,9 +30,9 @@ def world_holds_whole_replicas(f: Facts) -> Broken:
 def sequence_parallel_needs_tensor_parallel(f: Facts) -> Broken:
     """Sequence parallelism splits what tensor parallelism would hold on every rank."""
     p = f.config.parallel
-    if not p.sequence or p.tensor > 1:
+    if p.sequence is not True or p.tensor > 1:
         return None
-    return "true, with parallel.tensor 1", "set parallel.tensor above 1, or parallel.sequence=false"
+    return "true, with parallel.tensor 1", "set parallel.tensor above 1, or parallel.sequence=auto"
 
 
 @rule("parallel.virtual_pipeline")
@@ -146,11 +146,12 @@ def layers_divide_by_stages(f: Facts) -> Broken:
 def sequence_divides_by_ranks(f: Facts) -> Broken:
     """Context parallelism splits the sequence evenly, sequence parallelism each part again."""
     p, seq_length = f.config.parallel, f.config.data.seq_length
-    if p.sequence:
+    if sequence_parallel(f.config):
         by, ranks = f"parallel.tensor {p.tensor} * context {p.context} =", p.tensor * p.context
+        more = ", or set parallel.sequence=false" if seq_length % p.context == 0 else ""
     else:
-        by, ranks = "parallel.context", p.context
-    return does_not_divide("seq_length", seq_length, by, ranks, f"give a multiple of {ranks}")
+        by, ranks, more = "parallel.context", p.context, ""
+    return does_not_divide("seq_length", seq_length, by, ranks, f"give a multiple of {ranks}{more}")
 
 
 @rule("parallel.context")
