@@ -311,6 +311,9 @@ class RunSection:
             standard error; the first step may compile for a minute. 0: never.
         branch_from: checkpoint of another run (`runs/trunk/checkpoints/step_400`) to begin from, with its optimizer's
             state, its place in the data and its records; None: begin from initial weights.
+        allow_changed: fields that may differ from those of the checkpoint that a run goes on from, although the steps
+            before were made with the other value, e.g. [optimizer.lr]; noted in decisions.jsonl.
+        allow_other_data: go on from a checkpoint although the training text is another than before it; noted likewise.
     """
 
     dir: str = "runs"
@@ -319,6 +322,8 @@ class RunSection:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     hang_timeout: NonNegativeFloat = 1800.0
     branch_from: str | None = None
+    allow_changed: list[str] = Field(default_factory=list)
+    allow_other_data: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

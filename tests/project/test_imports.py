@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "model": LOW | {"mixers", "specs", "output_layer"},
     # Leaves: they serve the rooms above and know none of them.
     "config": set(),
-    "data": {"data_prep.manifest"},
+    "data": {"data_prep.manifest", "data_prep.digest"},
     "optim": {"platform"},
     "data_prep": set(),
     # What works on a model.
@@ -67,7 +67,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"checkpoint", "evaluation", "training.build", "training.trainer", "launch.sweep_file", "data_prep.manifest"}
     | {"model_parts", "parts", "output_layer"},
     "analysis": {"config", "events"},
-    "launch": {"config", "events", "heartbeat"},
+    "launch": {"config", "events", "heartbeat", "data_prep.manifest", "data_prep.digest"},
     "lone_mixer": MODEL,
     "diagnosis": MODEL | {"lone_mixer"},
     # It starts ranks as the command does, and takes what they say.

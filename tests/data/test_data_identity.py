@@ -1,0 +1,57 @@
+"""The record of a run's data: what changes it, and how differences are said."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_ext.data.identity import data_record, differences
+
+TRAIN, TEST = ["C4", "CommonCrawl"], ["ArXiv"]
+
+
+def record(manifest, **given):
+    options = {"seq_length": 16, "seed": 3, "train": TRAIN, "test": TEST, "weights": None} | given
+    train, test = options.pop("train"), options.pop("test")
+    return data_record(manifest, train, test, **options)
+
+
+def test_the_order_counts_apart_from_the_text(manifest):
+    base = record(manifest)
+    for given in ({"seq_length": 32}, {"seed": 4}, {"weights": {"C4": 1, "CommonCrawl": 2}}):
+        other = record(manifest, **given)
+        assert other["train"] == base["train"]
+        assert other["order"] != base["order"]
+    assert record(manifest, weights={"C4": 1.0, "CommonCrawl": 2.0}) == record(
+        manifest, weights={"CommonCrawl": 0.2, "C4": 0.1}
+    )
+    fewer = record(manifest, train=["C4"])
+    assert fewer["train"] != base["train"]
+    assert record(manifest, test=[])["evaluation"] != base["evaluation"]
+    assert record(manifest, test=[])["order"] == base["order"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tokens": 1}, "has 2 documents, 1 tokens, and had 2 documents, "),
+        ({"sha256": "0" * 64}, "has the same numbers of documents and tokens, and other text"),
+    ],
+)
+def test_differences_are_named_by_domain(manifest, change, said):
+    def changed(entry):
+        if (entry.split, entry.domain) != ("train", "C4"):
+            return entry
+        first = replace(entry.shards[0], **change)
+        tokens = entry.tokens if "tokens" not in change else 1
+        return replace(entry, documents=2, tokens=tokens, shards=[first, *entry.shards[1:]])
+
+    def with_two_documents(entry):
+        return replace(entry, documents=2) if entry.domain == "C4" else entry
+
+    before = record(replace(manifest, domains=[with_two_documents(entry) for entry in manifest.domains]))
+    after = record(replace(manifest, domains=[changed(with_two_documents(entry)) for entry in manifest.domains]))
+    (phrase,) = differences(before, after, "train")
+    assert phrase.startswith(f"C4 (train) {said}")
+    assert differences(before, before, "train", "validation", "test") == []
+    assert differences(before, record(manifest, train=["CommonCrawl"]), "train") == ["C4 (train) is missing"]
+    assert differences(before, after, "test") == []
