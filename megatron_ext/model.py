@@ -236,6 +236,7 @@ def _build_chunk(
         config=config,
         transformer_layer_spec=block,
         vocab_size=shape.padded_vocab_size,
+        num_tokens=shape.vocab_size,
         max_sequence_length=shape.model.max_position_embeddings,
         pre_process=pp_rank == 0 and stage == 0,
         post_process=pp_rank == last and stage == shape.parallel.virtual_pipeline - 1,

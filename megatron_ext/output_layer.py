@@ -19,7 +19,13 @@ class LossOutputLayer(ColumnParallelLinear):
     """Megatron's output layer, vocabulary split over tensor-parallel ranks, with the loss in it.
 
     In it, and not beside it, since what owns a weight is what DeepSpeed's stage 3 gathers it for.
+
+    Attributes:
+        num_tokens: tokens of the vocabulary; the rows of all ranks after them, which fill the matrix up, get no
+            probability and no gradient.
     """
+
+    num_tokens: int
 
     def forward(
         self,
@@ -40,7 +46,8 @@ class LossOutputLayer(ColumnParallelLinear):
             loss_mask_bt: [b, t], 0 where no gradient comes back, see `linear_cross_entropy`; None: nowhere.
 
         Returns:
-            Losses [b, t] in nats, fp32; or what Megatron's layer returns.
+            Losses [b, t] in nats, fp32; or what Megatron's layer returns: logits of all rows, also those beyond the
+            tokens.
         """
         if labels_bt is None:
             return super().forward(input_, weight, runtime_gather_output)
@@ -49,26 +56,33 @@ class LossOutputLayer(ColumnParallelLinear):
             hidden_tbh = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         else:
             hidden_tbh = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        first_label = self.tp_group.rank() * len(weight_vh)
         # Hidden states stay as they lie: Megatron's sum over ranks loses itself on a gradient that is not dense.
         losses_tb = linear_cross_entropy(
             hidden_tbh,
             weight_vh,
             labels_bt.T,
             None if loss_mask_bt is None else loss_mask_bt.T.bool(),
-            first_label=self.tp_group.rank() * len(weight_vh),
+            first_label=first_label,
+            num_columns=min(max(self.num_tokens - first_label, 0), len(weight_vh)),
             group=self.tp_group,
         )
         return losses_tb.T.contiguous()
 
 
 class LanguageModel(GPTModel):
-    """Megatron's GPT, whose losses come from the output layer itself."""
+    """Megatron's GPT, whose losses come from the output layer itself.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        num_tokens: tokens of the vocabulary, at most Megatron's `vocab_size`, which counts rows.
+    """
+
+    def __init__(self, *args: Any, num_tokens: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.post_process:
             # Megatron names the class of its output layer itself; what the layer has and how it is stored stays.
             self.output_layer.__class__ = LossOutputLayer
+            self.output_layer.num_tokens = num_tokens
 
     def _postprocess(
         self, hidden_states: Tensor, *, labels: Tensor | None, loss_mask: Tensor | None = None, **others: Any

@@ -109,11 +109,36 @@ def test_losses_are_the_cross_entropy_of_the_logits(tie_embeddings: bool, one_pr
     logits_btv = model(tokens, positions, attention_mask=None)
     mask = (torch.arange(LENGTH) % 3 > 0).float().expand(2, -1)
     losses_bt = model(tokens, positions, attention_mask=None, labels=labels, loss_mask=mask)
-    expected_bt = torch.nn.functional.cross_entropy(logits_btv.mT, labels, reduction="none")
+    expected_bt = torch.nn.functional.cross_entropy(logits_btv[..., :100].mT, labels, reduction="none")
     torch.testing.assert_close(losses_bt, expected_bt)
     weight = model.shared_embedding_or_output_weight() if tie_embeddings else model.output_layer.weight
     found, expected = (torch.autograd.grad((x * mask).sum(), weight)[0] for x in (losses_bt, expected_bt))
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_losses_and_gradients_do_not_depend_on_the_rows_that_fill_the_vocabulary_up(
+    tie_embeddings: bool, one_process: Any
+) -> None:
+    """100 tokens in 100, 128 and 640 rows."""
+    tokens, labels = torch.randint(100, (2, 2, LENGTH), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(LENGTH).expand(2, -1)
+    found = []
+    for multiple in (1, 128, 640):
+        shape = replace(_shape("attention"), precision="fp32")
+        sizes = replace(shape.model, tie_embeddings=tie_embeddings, vocab_size_multiple=multiple, init_std=0.3)
+        (model,) = build_model(replace(shape, model=sizes), CPU, one_process, seed=1)
+        losses = model(tokens, positions, attention_mask=None, labels=labels)
+        losses.sum().backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            if name in gradients:
+                assert (gradients[name][100:] == 0).all()
+                gradients[name] = gradients[name][:100]
+        found.append((losses.detach(), gradients))
+    for losses, gradients in found[1:]:
+        torch.testing.assert_close(losses, found[0][0])
+        torch.testing.assert_close(gradients, found[0][1])
 
 
 def test_the_block_has_no_biases_no_dropout_and_rmsnorm_with_its_weight_alone(one_process: Any) -> None:
@@ -163,7 +188,7 @@ def test_losses_are_those_of_the_block_written_out(one_process: Any, block: str,
             x = x + layer.self_attention(_norm(x, layer.input_layernorm))[0]
             if block == "transformer":
                 x = x + _swiglu(_norm(x, layer.pre_mlp_layernorm), layer.mlp)
-        logits = _norm(x, model.decoder.final_layernorm) @ model.output_layer.weight.T
+        logits = _norm(x, model.decoder.final_layernorm) @ model.output_layer.weight[:100].T
         expected = torch.nn.functional.cross_entropy(
             logits.transpose(0, 1).flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
         ).view(2, LENGTH)

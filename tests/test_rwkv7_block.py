@@ -46,7 +46,7 @@ def test_losses_are_those_of_the_block_written_out(model: Any) -> None:
             x = x + layer.self_attention(y)[0]
             y = _shifted(_norm(x, layer.pre_mlp_layernorm.norm.weight), layer.pre_mlp_layernorm.mu)
             x = x + (y @ layer.mlp.linear_fc1.weight.T).clamp(min=0).square() @ layer.mlp.linear_fc2.weight.T
-        logits = _norm(x, model.decoder.final_layernorm.weight) @ model.output_layer.weight.T
+        logits = _norm(x, model.decoder.final_layernorm.weight) @ model.output_layer.weight[:100].T
         expected = torch.nn.functional.cross_entropy(
             logits.transpose(0, 1).flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
         ).view(2, LENGTH)

@@ -33,6 +33,7 @@ def linear_cross_entropy(
     counted: Tensor | None = None,
     *,
     first_label: int = 0,
+    num_columns: int | None = None,
     group: dist.ProcessGroup | None = None,
     chunk_size: int | None = None,
     implementation: Implementation = "auto",
@@ -50,6 +51,8 @@ def linear_cross_entropy(
             same gradient, and the others zero**, as from a sum under a mask or its mean; another one is an error
             (of the device, on a GPU).
         first_label: label of this rank's first row.
+        num_columns: rows of weight, from the first, that are labels, 0 to v; those after them fill the matrix up: they
+            get no probability, and their gradient is zero. None: all.
         group: ranks that have the vocabulary's other rows, all of the same number; None: there are none. The gradient
             of hidden is this rank's part of a sum over the group, which is the caller's to make.
         chunk_size: rows of logits at a time; None: as many as take 512 MiB.
@@ -66,6 +69,7 @@ def linear_cross_entropy(
     et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3, for a vocabulary over several ranks.
     """
     _check(hidden, weight_vh, labels, counted)
+    num_columns = _checked_columns(num_columns, len(weight_vh))
     flat_nh, label_n = hidden.flatten(0, -2).contiguous(), labels.flatten().contiguous()
     obstacle = triton_obstacle(hidden=hidden)
     choice = choose_triton_or_reference(
@@ -75,13 +79,13 @@ def linear_cross_entropy(
         if choice.name == "reference":
             if group is not None and group.size() > 1:
                 raise ValueError(f"group has {group.size()} ranks: implementation 'reference' has one; use 'chunked'")
-            return reference.linear_cross_entropy(flat_nh, weight_vh, label_n).view(labels.shape)
+            return reference.linear_cross_entropy(flat_nh, weight_vh[:num_columns], label_n).view(labels.shape)
         counted_n = torch.ones_like(label_n, dtype=torch.bool) if counted is None else counted.flatten().contiguous()
         if chunk_size is None:
             chunk_size = max(1, CHUNK_BYTES // (len(weight_vh) * weight_vh.element_size()))
         check_positive_int("chunk_size", chunk_size)
         losses_n = linear_cross_entropy_in_chunks(
-            flat_nh, weight_vh, label_n, counted_n, first_label, group, chunk_size, _rows(choice.name)
+            flat_nh, weight_vh, label_n, counted_n, first_label, num_columns, group, chunk_size, _rows(choice.name)
         )
         return losses_n.view(labels.shape)
 
@@ -93,6 +97,14 @@ def _rows(form: str) -> Rows:
     from kernels.linear_cross_entropy import triton_rows
 
     return triton_rows
+
+
+def _checked_columns(num_columns: int | None, rows: int) -> int:
+    if num_columns is None:
+        return rows
+    if not 0 <= num_columns <= rows:
+        raise ValueError(f"num_columns is {num_columns}: give 0 to {rows}, the rows of weight, or None")
+    return num_columns
 
 
 def _check(hidden: Tensor, weight_vh: Tensor, labels: Tensor, counted: Tensor | None) -> None:

@@ -20,11 +20,11 @@ from kernels.dispatch import on_gpu
 class Rows(Protocol):
     """What is computed of some rows of logits, by a module: `rows` says what its functions mean."""
 
-    def statistics(self, logits_nv: Tensor, label_n: Tensor, first_label: int) -> Tensor:
+    def statistics(self, logits_nv: Tensor, label_n: Tensor, first_label: int, num_columns: int) -> Tensor:
         """See `rows.statistics`."""
 
     def differentiate(
-        self, logits_nv: Tensor, lse_n: Tensor, label_n: Tensor, counted_n: Tensor, first_label: int
+        self, logits_nv: Tensor, lse_n: Tensor, label_n: Tensor, counted_n: Tensor, first_label: int, num_columns: int
     ) -> None:
         """See `rows.differentiate`."""
 
@@ -35,6 +35,7 @@ def linear_cross_entropy_in_chunks(
     label_n: Tensor,
     counted_n: Tensor,
     first_label: int,
+    num_columns: int,
     group: dist.ProcessGroup | None,
     chunk_size: int,
     rows: Rows,
@@ -42,7 +43,7 @@ def linear_cross_entropy_in_chunks(
     """Arguments as in `interface.linear_cross_entropy`, checked there, flat and dense; `rows` computes of logits."""
     # Within the function gradients are off, whether or not the caller wants them.
     wanted = torch.is_grad_enabled() and (hidden_nh.requires_grad or weight_vh.requires_grad)
-    options = (first_label, group, chunk_size, rows, wanted)
+    options = (first_label, num_columns, group, chunk_size, rows, wanted)
     losses_n: Tensor = _LinearCrossEntropy.apply(hidden_nh, weight_vh, label_n, counted_n, options)
     return losses_n
 
@@ -52,7 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_nh: Tensor, weight_vh: Tensor, label_n: Tensor, counted_n: Tensor, options: tuple[Any, ...]
     ) -> Tensor:
-        first_label, group, chunk_size, rows, with_gradients = options
+        first_label, num_columns, group, chunk_size, rows, with_gradients = options
         wide = torch.promote_types(hidden_nh.dtype, torch.float32)
         losses_n = torch.empty(len(hidden_nh), dtype=wide, device=hidden_nh.device)
         if with_gradients:
@@ -60,10 +61,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for begin in range(0, len(hidden_nh), chunk_size):
             chunk = slice(begin, begin + chunk_size)
             logits_cv = hidden_nh[chunk] @ weight_vh.T
-            lse_c, own_c = _over_ranks(rows.statistics(logits_cv, label_n[chunk], first_label), group)
+            lse_c, own_c = _over_ranks(rows.statistics(logits_cv, label_n[chunk], first_label, num_columns), group)
             torch.sub(lse_c, own_c, out=losses_n[chunk])
             if with_gradients:
-                rows.differentiate(logits_cv, lse_c, label_n[chunk], counted_n[chunk], first_label)
+                rows.differentiate(logits_cv, lse_c, label_n[chunk], counted_n[chunk], first_label, num_columns)
                 torch.mm(logits_cv, weight_vh, out=dhidden_nh[chunk])
                 _add_product(dweight_vh, logits_cv.T, hidden_nh[chunk])
             del logits_cv  # else the next chunk's are made beside them
@@ -84,12 +85,19 @@ def _over_ranks(found_3n: Tensor, group: dist.ProcessGroup | None) -> tuple[Tens
     if group is not None and group.size() > 1:
         of_ranks = found_3n.new_empty(group.size(), *found_3n.shape)
         dist.all_gather_into_tensor(of_ranks.flatten(0, 1), found_3n, group=group)
-        highest_n = of_ranks[:, 0].amax(0)
-        sum_n = (of_ranks[:, 1] * (of_ranks[:, 0] - highest_n).exp()).sum(0)
-        own_n = of_ranks[:, 2].sum(0)
-    else:
-        highest_n, sum_n, own_n = found_3n
+        return joined(of_ranks)
+    highest_n, sum_n, own_n = found_3n
     return highest_n + sum_n.log(), own_n
+
+
+def joined(found_r3n: Tensor) -> tuple[Tensor, Tensor]:
+    """Logarithm of the sum of exp [n], and the label's logit [n], from what `Rows.statistics` finds on r ranks.
+
+    A rank without columns has a highest logit of -inf and adds nothing.
+    """
+    highest_n = found_r3n[:, 0].amax(0)
+    sum_n = (found_r3n[:, 1] * (found_r3n[:, 0] - highest_n).exp()).sum(0)
+    return highest_n + sum_n.log(), found_r3n[:, 2].sum(0)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -15,10 +15,13 @@ BLOCK, WARPS = 4096, 8
 
 
 @triton.jit(do_not_specialize=["first_label"])
-def row_statistics(logits, label, found, num_rows, num_columns, first_label, BLOCK: tl.constexpr):
-    """Grid (num_rows). logits [num_rows, num_columns], label int64 [num_rows], found fp32 [3, num_rows]."""
+def row_statistics(logits, label, found, num_rows, row_size, num_columns, first_label, BLOCK: tl.constexpr):
+    """Grid (num_rows). logits [num_rows, row_size], the first num_columns of them labels'.
+
+    label int64 [num_rows], found fp32 [3, num_rows].
+    """
     row = tl.program_id(0).to(tl.int64)
-    logits += row * num_columns
+    logits += row * row_size
     highest, total = -float("inf"), 0.0
     for start in range(0, num_columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -34,38 +37,45 @@ def row_statistics(logits, label, found, num_rows, num_columns, first_label, BLO
 
 
 @triton.jit(do_not_specialize=["first_label"])
-def row_gradient(logits, lse, label, counted, num_columns, first_label, BLOCK: tl.constexpr):
-    """Grid (num_rows). Writes over logits [num_rows, num_columns]; lse fp32, label int64, counted bool [num_rows]."""
+def row_gradient(logits, lse, label, counted, row_size, num_columns, first_label, BLOCK: tl.constexpr):
+    """Grid (num_rows). Writes over logits [num_rows, row_size], with zeros from num_columns on.
+
+    lse fp32, label int64, counted bool [num_rows].
+    """
     row = tl.program_id(0).to(tl.int64)
-    logits += row * num_columns
+    logits += row * row_size
     own = tl.load(label + row) - first_label
     lse_of_row, is_counted = tl.load(lse + row), tl.load(counted + row) != 0
-    for start in range(0, num_columns, BLOCK):
+    for start in range(0, row_size, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(logits + column, mask=column < num_columns, other=0.0).to(tl.float32)
         gradient = tl.exp(x - lse_of_row) - tl.where(column == own, 1.0, 0.0)
         # Not multiplied by zero: a loss that is not counted must not spoil gradients where it is not a number.
-        gradient = tl.where(is_counted, gradient, 0.0)
-        tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=column < num_columns)
+        gradient = tl.where(is_counted & (column < num_columns), gradient, 0.0)
+        tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=column < row_size)
 
 
-def statistics(logits_nv: Tensor, label_n: Tensor, first_label: int) -> Tensor:
+def statistics(logits_nv: Tensor, label_n: Tensor, first_label: int, num_columns: int) -> Tensor:
     """As `rows.statistics`, of dense logits in fp32 or 16 bits."""
-    num_rows, num_columns = logits_nv.shape
+    num_rows, row_size = logits_nv.shape
     found = torch.empty(3, num_rows, dtype=torch.float32, device=logits_nv.device)
     with on_device(logits_nv):
-        row_statistics[(num_rows,)](logits_nv, label_n, found, num_rows, num_columns, first_label, **_tile(num_columns))
+        row_statistics[(num_rows,)](
+            logits_nv, label_n, found, num_rows, row_size, num_columns, first_label, **_tile(row_size)
+        )
     return found
 
 
-def differentiate(logits_nv: Tensor, lse_n: Tensor, label_n: Tensor, counted_n: Tensor, first_label: int) -> None:
+def differentiate(
+    logits_nv: Tensor, lse_n: Tensor, label_n: Tensor, counted_n: Tensor, first_label: int, num_columns: int
+) -> None:
     """As `rows.differentiate`, of dense logits in fp32 or 16 bits."""
-    num_rows, num_columns = logits_nv.shape
+    num_rows, row_size = logits_nv.shape
     with on_device(logits_nv):
         row_gradient[(num_rows,)](
-            logits_nv, lse_n, label_n, counted_n, num_columns, first_label, **_tile(num_columns)
-        )  # fmt: skip
+            logits_nv, lse_n, label_n, counted_n, row_size, num_columns, first_label, **_tile(row_size)
+        )
 
 
-def _tile(num_columns: int) -> dict[str, int]:
-    return {"BLOCK": min(BLOCK, next_power_of_two(num_columns)), "num_warps": WARPS}
+def _tile(row_size: int) -> dict[str, int]:
+    return {"BLOCK": min(BLOCK, next_power_of_two(row_size)), "num_warps": WARPS}

@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import RunConfig
@@ -29,6 +30,25 @@ from megatron_ext.model import ModelShape, transformer_config
 from megatron_ext.optim.megatron import MegatronRunOptimizer
 from megatron_ext.platform import Platform
 from megatron_ext.training.trainer import Trainer
+
+
+class PlainGPT(GPTModel):
+    """Megatron's GPT and its own cross entropy, over the same tokens as ours: Megatron counts padding rows as tokens.
+
+    Args:
+        num_tokens: tokens of the vocabulary, at most Megatron's `vocab_size`, which counts rows.
+    """
+
+    def __init__(self, *args: Any, num_tokens: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_tokens = num_tokens
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Losses [b, t] of labels [b, t] by logits [t, b, v / tp], which are changed."""
+        first = self.pg_collection.tp.rank() * logits.shape[-1]
+        logits[..., max(self._num_tokens - first, 0) :] = -torch.inf
+        losses_bt: Tensor = super().compute_language_model_loss(labels, logits)
+        return losses_bt
 
 
 def check_plain(config: RunConfig) -> None:
@@ -60,10 +80,11 @@ def build_plain(config: RunConfig, shape: ModelShape, groups: ProcessGroupCollec
     spec = get_gpt_layer_with_transformer_engine_spec() if of_engine else get_gpt_layer_local_spec(normalization=norm)
     torch.manual_seed(config.training.seed)
     with platform.optimizer_context():
-        model = GPTModel(
+        model = PlainGPT(
             config=megatron,
             transformer_layer_spec=spec,
             vocab_size=shape.padded_vocab_size,
+            num_tokens=shape.vocab_size,
             max_sequence_length=config.data.seq_length,
             share_embeddings_and_output_weights=shape.model.tie_embeddings,
             position_embedding_type="rope",

@@ -88,7 +88,7 @@ def test_plain_megatron_is_as_large_and_counts_as_many_operations(
     ours, plain = (measure(config, 100, samples, one_process, CPU, amount, plain=plain) for plain in (False, True))
     assert plain.parameters == ours.parameters
     assert plain.flops_per_token == pytest.approx(ours.flops_per_token)
-    assert plain.losses[0] == pytest.approx(math.log(128), abs=0.5)
+    assert plain.losses[0] == pytest.approx(math.log(100), abs=0.2)  # of 128 rows
     assert plain.losses[0] != ours.losses[0]
 
 

@@ -42,7 +42,7 @@ from megatron_ext.training import run
 from megatron_ext.training.build import build_trainer, model_shape
 from megatron_ext.training.trainer import Trainer
 
-VOCABULARY, LENGTH, STEPS, SEED = 128, 32, 5, 1234
+VOCABULARY, LENGTH, STEPS, SEED = 117, 32, 5, 1234  # in 128 rows: the last tensor-parallel rank has those in excess
 
 # Dimension that tensor parallelism splits, by the end of a weight's name; every other weight is whole on every rank.
 SPLIT = {
@@ -206,7 +206,7 @@ def plain_first_step(rank: int, world_size: int, config: RunConfig) -> tuple[flo
     shape = model_shape(config, platform, VOCABULARY)
     (model,) = build_model(shape, platform, groups, config.training.seed)
     batch = masked_batch(list(range(config.training.global_batch_size)), groups)
-    logits = model(batch.tokens, batch.position_ids, attention_mask=None)
+    logits = model(batch.tokens, batch.position_ids, attention_mask=None)[..., :VOCABULARY]
     counted = batch.loss_mask.bool()
     loss = torch.nn.functional.cross_entropy(logits[counted], batch.labels[counted])
     gradients = torch.autograd.grad(loss, list(model.parameters()))
@@ -234,7 +234,7 @@ def first_step_by_document(rank: int, world_size: int, config: RunConfig, bounds
     tokens, labels, counted = batch.tokens.flatten(), batch.labels.flatten(), batch.loss_mask.flatten()
     total = torch.zeros(())
     for begin, end in pairwise(bounds):
-        logits = model(tokens[None, begin:end], torch.arange(end - begin)[None], attention_mask=None)
+        logits = model(tokens[None, begin:end], torch.arange(end - begin)[None], attention_mask=None)[..., :VOCABULARY]
         losses = torch.nn.functional.cross_entropy(logits[0], labels[begin:end], reduction="none")
         total = total + (losses * counted[begin:end]).sum()
     loss = total / counted.sum()

@@ -130,7 +130,9 @@ def convolution(width: int, taps: int, widths: list[int], biased: bool) -> None:
 def losses(vocabulary: int, dtype: torch.dtype) -> None:
     hidden, weight = torch.zeros(100, 32, dtype=dtype, requires_grad=True), torch.zeros(vocabulary, 32, dtype=dtype)
     label, counted = torch.zeros(100, dtype=torch.int64), torch.ones(100, dtype=torch.bool)
-    linear_cross_entropy_in_chunks(hidden, weight, label, counted, 0, None, 64, triton_rows).sum().backward()
+    linear_cross_entropy_in_chunks(
+        hidden, weight, label, counted, 0, vocabulary, None, 64, triton_rows
+    ).sum().backward()
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton_cases import BF16, DEVICE, FP16, FP32, TOLERANCE, needs_gpu, poison, relative_rms
 
 from kernels.dispatch import HAS_TRITON
-from kernels.linear_cross_entropy import linear_cross_entropy
+from kernels.linear_cross_entropy import interface, linear_cross_entropy, op
 
 __all__ = ["poison"]  # a fixture: found by its name
 
@@ -82,6 +82,46 @@ def test_the_reference_is_torchs() -> None:
     losses = linear_cross_entropy(hidden.double(), weight.double(), labels, implementation="reference")
     logits = hidden.double() @ weight.double().T
     torch.testing.assert_close(losses, -logits.log_softmax(1)[torch.arange(10, device=DEVICE), labels])
+
+
+PADDED = [pytest.param(form, id=form) for form in ("chunked", "reference")]
+PADDED.append(pytest.param("triton", marks=needs_triton, id="triton"))
+
+
+@pytest.mark.parametrize("form", PADDED)
+@pytest.mark.parametrize(("rows", "tokens"), [(64, 50), (64, 1), (4097, 4095), (8320, 4096), (30, 30)])
+def test_rows_that_are_no_tokens_get_no_probability_and_no_gradient(form: str, rows: int, tokens: int) -> None:
+    hidden, weight, labels, counted = draw(24, rows)
+    weight[tokens:] *= 100  # most of the probability, if they got any
+    labels %= tokens
+    if form == "reference":
+        counted[:] = True
+    found = found_of((hidden, weight, labels, counted), 0.5, implementation=form, num_columns=tokens, chunk_size=10)
+    expected = expected_of((hidden, weight[:tokens], labels, counted), 0.5)
+    for got, want in zip((*found[:2], found[2][:tokens]), expected, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-6)
+    assert found[2].shape == weight.shape
+    assert (found[2][tokens:] == 0).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_of_tokens_of_both_and_of_padding_alone(form: str) -> None:
+    """100 tokens in 160 rows, 40 on each of four ranks: the third has some of both, the last no token."""
+    rows = interface._rows(form)
+    hidden, weight, labels, counted = draw(20, 160)
+    labels %= 100
+    tensors = (hidden, weight[:100], labels, counted)
+    parts = [(first, (hidden @ weight[first : first + 40].T).contiguous()) for first in (0, 40, 80, 120)]
+    valid = [40, 40, 20, 0]
+    of_ranks = [rows.statistics(logits, labels, first, n) for (first, logits), n in zip(parts, valid, strict=True)]
+    lse, own = op.joined(torch.stack(of_ranks))
+    expected = expected_of(tensors, 1.0)
+    torch.testing.assert_close((lse - own).double(), expected[0], rtol=1e-5, atol=1e-6)
+    for (first, logits), n in zip(parts, valid, strict=True):
+        rows.differentiate(logits, lse, labels, counted, first, n)
+    gradient = torch.cat([logits for _, logits in parts], dim=1)
+    assert (gradient[:, 100:] == 0).all()
+    torch.testing.assert_close((gradient[:, :100].T @ hidden).double(), expected[2], rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -163,6 +203,8 @@ def test_auto_says_what_it_takes(caplog: pytest.LogCaptureFixture) -> None:
         ({"counted": torch.ones(4)}, "counted has dtype torch.float32: give torch.bool"),
         ({"weight_vh": torch.zeros(5, 2, dtype=BF16)}, "weight has dtype torch.bfloat16 but hidden has"),
         ({"chunk_size": 0}, "chunk_size is 0: give a whole number of at least 1"),
+        ({"num_columns": 6}, "num_columns is 6: give 0 to 5, the rows of weight, or None"),
+        ({"num_columns": -1}, "num_columns is -1: give 0 to 5"),
         ({"implementation": "quick"}, "implementation is 'quick', but linear_cross_entropy has"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -34,10 +34,10 @@ def test_kernels_are_launched_again_afterwards() -> None:
     logits = torch.zeros(2, 4)
     label = torch.tensor([0, 3])
     with unlaunched():
-        shapes = triton_rows.statistics(meta(2, 4), torch.empty(2, dtype=torch.int64, device="meta"), 0)
+        shapes = triton_rows.statistics(meta(2, 4), torch.empty(2, dtype=torch.int64, device="meta"), 0, 4)
     assert shapes.is_meta
     if not torch.cuda.is_available():  # Triton's interpreter
-        highest, total, own = triton_rows.statistics(logits, label, 0)
+        highest, total, own = triton_rows.statistics(logits, label, 0, 4)
         assert highest.tolist() == [0, 0]
         assert total.tolist() == [4, 4]
         assert own.tolist() == [0, 0]
