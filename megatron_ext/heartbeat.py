@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 FOLDER = "heartbeats"
-_WIDTH = 256
+_WIDTH = 320
 """Bytes of a file: it is written over in one call, so that a reader sees one line or the other."""
 
 
@@ -35,6 +35,7 @@ class Sign:
         further: when it last got further.
         written: when it wrote this.
         ended: whether it will write no more.
+        start: token of the run's lock during this start of the run; empty: it is of older code.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class Sign:
     further: float
     written: float
     ended: bool
+    start: str = ""
 
 
 class Heartbeat:
@@ -55,13 +57,14 @@ class Heartbeat:
         folder: of the run.
         rank: this process's.
         seconds: between two signs; 0: none is written.
+        start: see `Sign`.
 
     Attributes:
         step: steps done.
     """
 
-    def __init__(self, folder: Path, rank: int, seconds: float) -> None:
-        self.step = 0
+    def __init__(self, folder: Path, rank: int, seconds: float, start: str = "") -> None:
+        self.step, self._start = 0, start
         self._path, self._rank, self._seconds = folder / FOLDER / f"rank_{rank}", rank, seconds
         self._host, self._passes, self._further = socket.gethostname(), 0, time.time()
         self._closed = threading.Event()
@@ -100,6 +103,7 @@ class Heartbeat:
             self._further,
             time.time(),
             ended,
+            self._start,
         )
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(self._path, os.O_CREAT | os.O_WRONLY, 0o644)

@@ -9,6 +9,8 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ext.errors import UserError
+
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EFBIG}
 _TORCH_STORAGE_ERRORS = ("iostream error", "file write failed", "inline_container")
 """What torch.save's own streams say, whatever the reason."""
@@ -26,16 +28,20 @@ class Failure:
     """Why a rank could not save its part.
 
     Attributes:
-        problem: what the disk did; None: it was not the disk.
+        problem: what the disk did, or why nothing may be written; None: it is an error of ours.
         trace: the traceback.
+        hint: what the user can do, where that is not to make room; None: it is.
     """
 
     problem: str | None
     trace: str
+    hint: str | None = None
 
     @classmethod
     def of(cls, error: BaseException, folder: Path) -> Failure:
         """What an error that was met while writing to a folder says; to be asked before anything is removed there."""
+        if isinstance(error, UserError):
+            return cls(f"{error.where} {error.problem}", "".join(traceback.format_exception(error)), error.mend)
         problem = os.strerror(errno.ENOSPC) if is_full(folder) else storage_problem(error)
         return cls(problem, "".join(traceback.format_exception(error)))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
@@ -76,6 +76,7 @@ class Saving:
         record_parts: see `CheckpointFolder.finish`.
         retention: which checkpoints stay when it is whole.
         executor: works in the background, one thing at a time.
+        guard: see `CheckpointStore`.
     """
 
     def __init__(
@@ -88,8 +89,9 @@ class Saving:
         record_parts: dict[str, Any],
         retention: Retention,
         executor: Executor,
+        guard: Callable[[], object] | None = None,
     ) -> None:
-        self.step = step
+        self.step, self._guard = step, guard
         self._folder, self._plan, self._on_host, self._executor = folder, plan, on_host, executor
         self._index, self._record_parts, self._retention = index, record_parts, retention
         self._abandoned, self._hurried = Event(), Event()
@@ -205,6 +207,8 @@ class Saving:
         force_to_disk(partial / CONFIG_FNAME)
         files = {name: content for part in parts for name, content in part.files.items()}
         files |= {name: content_of(partial / name) for name in (INDEX, CONFIG_FNAME)}
+        if self._guard is not None:
+            self._guard()
         self._folder.finish(self.step, self._record_parts, files, self._retention)
 
 

@@ -45,6 +45,7 @@ class CheckpointStore:
         retention: which checkpoints stay.
         asynchronous: `save` returns when the state has been copied aside; `advance` and `wait` bring it to its end.
         another: see `CheckpointFolder`.
+        guard: called on the first rank before a written checkpoint gets its name, which it does not if this raises.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class CheckpointStore:
         *,
         asynchronous: bool = False,
         another: str = TO_TRAIN,
+        guard: Callable[[], object] | None = None,
     ) -> None:
         self.folder = CheckpointFolder(root, another)
         self._identity, self._groups, self._platform = identity, groups, platform
@@ -64,6 +66,7 @@ class CheckpointStore:
         self._planner, self._staging, self._index = Planner(), Staging(platform), Index()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: Saving | None = None
+        self._guard = guard
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -87,10 +90,27 @@ class CheckpointStore:
             "generators": layout_of_generators(self._groups),
         }
         self._saving = Saving(
-            self.folder, progress.step, plan, on_host, self._index, parts, self._retention, self._executor
+            self.folder,
+            progress.step,
+            plan,
+            on_host,
+            self._index,
+            parts,
+            self._retention,
+            self._executor,
+            self._guard,
         )
         if not self._asynchronous:
             self.wait()
+
+    def check_writable(self) -> None:
+        """Refuse to save where the guard does, each rank for itself.
+
+        Raises:
+            UserError: the guard's.
+        """
+        if self._guard is not None:
+            self._guard()
 
     @property
     def is_saving(self) -> bool:
@@ -160,8 +180,8 @@ class CheckpointStore:
         if failure.problem is None:
             return RuntimeError(f"the checkpoint of step {step} could not be saved\n{failure.trace}")
         kept = self.folder.steps()
-        mend = "make room and start again with --resume" + (f" (from step {kept[-1]})" if kept else "")
-        return UserError(str(self.folder.path(step)), f"cannot be saved: {failure.problem}", mend)
+        room = "make room and start again with --resume" + (f" (from step {kept[-1]})" if kept else "")
+        return UserError(str(self.folder.path(step)), f"cannot be saved: {failure.problem}", failure.hint or room)
 
     # --- loading -----------------------------------------------------------------------------------------------------
 

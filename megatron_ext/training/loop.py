@@ -17,6 +17,7 @@ from megatron_ext.data.batches import NO_PACKING, Batch, Packing
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.evaluation.domains import DomainEvaluator
 from megatron_ext.heartbeat import Heartbeat
+from megatron_ext.parallel.agreement import on_every_rank
 from megatron_ext.training.between_steps import SuitesBetweenSteps
 from megatron_ext.training.datasets import step_batches
 from megatron_ext.training.guard import Fault
@@ -126,6 +127,9 @@ class TrainingLoop:
         return self.progress.step == self.training.steps
 
     def _save(self) -> None:
+        on_every_rank(
+            self.store.check_writable
+        )  # the ranks write each for itself, and one alone knows whether they may
         if self.records is not None:
             self.records.flush()
         self.store.save(self.trainer.optimizer, self.progress)

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -33,14 +33,17 @@ class RunRecords:
         name: shown on the progress line.
         first_step: steps done before: what older records say of later steps is dropped.
         steps: of the whole run.
+        guard: called before anything is written; raises where this process may not.
 
     Attributes:
         last_evaluation: step of the newest evaluation by domain that older records hold; 0: none.
         last_suites: the same of the other suites.
     """
 
-    def __init__(self, folder: Path, name: str, first_step: int, steps: int) -> None:
-        self._folder = folder
+    def __init__(
+        self, folder: Path, name: str, first_step: int, steps: int, guard: Callable[[], object] = lambda: None
+    ) -> None:
+        self._folder, self._guard = folder, guard
         threading.excepthook = _left_to_the_writer
         self._open(first_step)
         self.last_evaluation, self.last_suites = (_last_step(folder / name) for name in (EVALUATION, SUITES))
@@ -153,6 +156,7 @@ class RunRecords:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Around whatever writes: a disk that is full or gone is no fault of ours."""
+        self._guard()
         try:
             yield
         except OSError as error:

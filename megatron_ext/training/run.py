@@ -30,6 +30,7 @@ from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.parallel.parameters import ParameterCount, count_parameters
 from megatron_ext.parallel.watchdog import group_timeout, watching
 from megatron_ext.platform import DTYPES, Platform, platform_of, start_process_group
+from megatron_ext.run_folder.lock import RunLock
 from megatron_ext.training import skipped
 from megatron_ext.training.between_steps import SuitesBetweenSteps
 from megatron_ext.training.branch import FIELD, Branch, branch_of
@@ -37,6 +38,7 @@ from megatron_ext.training.build import build_trainer, model_shape
 from megatron_ext.training.coder import coder_of, keep_coder
 from megatron_ext.training.datasets import RunData, open_data, packing_of
 from megatron_ext.training.decisions import place_in_data
+from megatron_ext.training.holding import holding
 from megatron_ext.training.loop import TrainingLoop
 from megatron_ext.training.records import METRICS, RunRecords, copy_records
 from megatron_ext.training.recovery import Recovery
@@ -71,11 +73,15 @@ def train(config: RunConfig, *, resume: bool = False, from_step: int | None = No
     branch = None
     if step is None and config.run.branch_from is not None:
         branch = branch_of(config.run.branch_from, config.training.steps)
-    with stop_on_signals() as stop:
+    with holding(folder) as lock, stop_on_signals() as stop:
+        if lock is not None:  # another process may have gone on with the run until it gave the lock up
+            step = _starting_step(folder, resume or from_step is not None, from_step)
         platform = platform_of(config.run.device, config.parallel)
         start_process_group(platform, group_timeout(config.run.hang_timeout))
         try:
-            _train(config, folder, platform, stop, branch, lambda store: _record(store, step, from_step))
+            step, *_ = from_every_rank(step)
+            branch = branch if step is None else None
+            _train(config, folder, platform, stop, branch, lambda store: _record(store, step, from_step), lock)
         finally:
             dist.destroy_process_group()
 
@@ -130,6 +136,7 @@ def _train(
     stop: StopRequest,
     branch: Branch | None,
     record_of: Callable[[CheckpointStore], Record | None],
+    lock: RunLock | None,
 ) -> None:
     data = open_data(config.data, config.training.seed, read_verified(folder), read_failed(folder))
     for warning in (*data.warnings, *skipped.warnings(data.damages, data.samples)):
@@ -143,6 +150,7 @@ def _train(
         platform,
         Retention(config.training.keep_checkpoints, config.training.keep_every),
         asynchronous=config.training.async_checkpoints,
+        guard=lock.check if lock is not None else None,
     )
     if branch is None:
         begins_at, record = store, record_of(store)
@@ -155,7 +163,7 @@ def _train(
         begins_at.load(trainer.optimizer, record)
     if branch is not None:
         branch.check_rate(trainer.optimizer.lr)
-    loop = _loop(config, folder, data, shape, trainer, store, record, branch)
+    loop = _loop(config, folder, data, shape, trainer, store, record, branch, lock)
     if data.unchanged:  # said when nothing can be refused any more: an error stands alone
         told = f"{data.unchanged} of {len(data.verified)} files are as they were when their sha256 was compared"
         _say_on_first_rank(f"data: {told}, and not read again")
@@ -179,6 +187,7 @@ def _loop(
     store: CheckpointStore,
     record: Record | None,
     branch: Branch | None,
+    lock: RunLock | None,
 ) -> TrainingLoop:
     training, platform = config.training, trainer.platform
     progress = record.progress if record is not None else Progress()
@@ -195,8 +204,9 @@ def _loop(
         flops, peak = flops_and_peak(config, shape, trainer)
         size = model_size(trainer)
     suites = _suites(config, folder, data, trainer, progress)
-    records, packing = _records(config, folder, data, progress, size, branch), packing_of(config.data)
+    records, packing = _records(config, folder, data, progress, size, branch, lock), packing_of(config.data)
     last_evaluation = _sum_over(0 if records is None else records.last_evaluation, platform, None)
+    token, *_ = from_every_rank("" if lock is None else lock.token)
     last_suites = _sum_over(0 if records is None else records.last_suites, platform, None)
     return TrainingLoop(
         trainer=trainer,
@@ -205,7 +215,7 @@ def _loop(
         store=store,
         recovery=Recovery(config.resilience, folder, trainer.optimizer, store, records),
         stragglers=Stragglers(config.resilience, training.precision, platform, dist.get_rank(), records),
-        heartbeat=Heartbeat(folder, dist.get_rank(), config.resilience.heartbeat_seconds),
+        heartbeat=Heartbeat(folder, dist.get_rank(), config.resilience.heartbeat_seconds, token),
         training=training,
         layout=layout_of(config, dist.get_world_size()),
         records=records,
@@ -241,11 +251,18 @@ def _suites(
 
 
 def _records(
-    config: RunConfig, folder: Path, data: RunData, progress: Progress, size: ParameterCount, branch: Branch | None
+    config: RunConfig,
+    folder: Path,
+    data: RunData,
+    progress: Progress,
+    size: ParameterCount,
+    branch: Branch | None,
+    lock: RunLock | None,
 ) -> RunRecords | None:
     """The run's folder and files, made by the first rank once everything before has been found right."""
-    if dist.get_rank() != 0:
+    if lock is None:
         return None
+    lock.check()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _save_config(config, folder, progress.step)
@@ -258,7 +275,7 @@ def _records(
         if branch is not None:
             copy_records(branch.run, folder)
         forget(folder)
-        return RunRecords(folder, config.run.name, progress.step, config.training.steps)
+        return RunRecords(folder, config.run.name, progress.step, config.training.steps, lock.check_soon)
     except OSError as error:
         raise UserError(str(folder), f"cannot be written ({error.strerror})", "choose another run.dir") from error
 

@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "reports": set(),
     "source": set(),
     "heartbeat": set(),
+    "run_folder": set(),
     "platform": {"megatron_cpu"},
     "parallel": {"platform", "heartbeat"},
     "mixers": LOW,
@@ -60,14 +61,15 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": MODEL,
     "evaluation": MODEL | {"data_prep.manifest", "data_prep.documents", "data_prep.reading"},
     # What makes runs of it, or of runs.
-    "training": MODEL | {"checkpoint", "evaluation", "heartbeat", "data_prep.manifest", "data_prep.tokenization"},
+    "training": MODEL
+    | {"checkpoint", "evaluation", "heartbeat", "run_folder", "data_prep.manifest", "data_prep.tokenization"},
     # It counts what training builds, as training builds it, for runs that launch reads from a file and begins.
     # A step that is only planned is made of the same.
     "planning": MODEL
     | {"checkpoint", "evaluation", "training.build", "training.trainer", "launch.sweep_file", "data_prep.manifest"}
     | {"model_parts", "parts", "output_layer"},
     "analysis": {"config", "events"},
-    "launch": {"config", "events", "heartbeat", "data_prep.manifest", "data_prep.digest"},
+    "launch": {"config", "events", "heartbeat", "run_folder", "data_prep.manifest", "data_prep.digest"},
     "lone_mixer": MODEL,
     "diagnosis": MODEL | {"lone_mixer"},
     # It starts ranks as the command does, and takes what they say.

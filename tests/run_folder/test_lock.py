@@ -1,0 +1,336 @@
+"""The lock of a run's folder: who gets it, when a holder counts as gone, and what a holder that lost it does."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.errors import UserError
+from megatron_ext.run_folder import lock as lock_module
+from megatron_ext.run_folder import lock_file
+from megatron_ext.run_folder.lock import BEAT_SECONDS, CONFIRM_SECONDS, Clock, LockLost, RunLock, take
+from megatron_ext.run_folder.lock_file import DEAD_SECONDS, lock_state, read_holder
+from megatron_ext.run_folder.process_identity import ProcessIdentity, this_process
+
+ROOT = Path(__file__).parents[2]
+HERE = this_process()
+ELSEWHERE = ProcessIdentity(host="n2", pids="another boot", pid=HERE.pid, started="1")
+JOB = dataclasses.replace(ELSEWHERE, job="7")
+
+
+class FakeClock:
+    """Time that passes by sleeping alone; calls a function after each sleep."""
+
+    def __init__(self, meanwhile: Callable[[float], object] = lambda now: None) -> None:
+        self.time, self._meanwhile = 1000.0, meanwhile
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+        self._meanwhile(self.time - 1000.0)
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(lambda: self.time, self.sleep)
+
+
+def taken(
+    folder: Path, me: ProcessIdentity | None = None, clock: FakeClock | None = None, said: list[str] | None = None
+) -> RunLock:
+    said = [] if said is None else said
+    return take(folder, "runs/a", me=me, clock=(clock or FakeClock()).clock, say=said.append)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").touch()  # a run's folder that is not empty
+    return tmp_path / "lock"
+
+
+def test_a_living_holder_of_this_machine_is_named_at_once(folder: Path) -> None:
+    held, clock = taken(folder), FakeClock()
+    with pytest.raises(UserError) as error:
+        taken(folder, clock=clock)
+    since = held.holder.since
+    assert str(error.value).startswith(f"runs/a: is held by process {HERE.pid} on {HERE.host}, since {since}; wait")
+    assert clock.time == 1000.0
+
+
+def test_a_released_lock_is_taken_at_once(folder: Path) -> None:
+    taken(folder, ELSEWHERE).release()
+    clock = FakeClock()
+    assert taken(folder, clock=clock).holder.number == 2
+    assert (clock.time, os.listdir(folder)) == (1000.0, ["2"])
+
+
+@pytest.mark.parametrize("change", [{"pid": 2**22 + 1}, {"started": "1"}], ids=["no such pid", "pid used again"])
+def test_a_dead_process_of_this_machine_is_followed_at_once(folder: Path, change: dict[str, str | int]) -> None:
+    taken(folder, dataclasses.replace(HERE, **change))
+    clock = FakeClock()
+    assert taken(folder, clock=clock).holder.number == 2
+    assert clock.time == 1000.0
+
+
+def test_a_zombie_is_dead(folder: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+        assert fields[0] == "Z"
+        assert dataclasses.replace(HERE, pid=child.pid, started=fields[19]).exists() is False
+
+
+def test_a_holder_elsewhere_that_beats_is_refused_at_its_next_beat(folder: Path) -> None:
+    other, said = taken(folder, ELSEWHERE), list[str]()
+    clock = FakeClock(lambda now: other.beat() if now == BEAT_SECONDS else None)
+    with pytest.raises(UserError, match=r"is held by process \d+ on n2"):
+        taken(folder, clock=clock, said=said)
+    assert clock.time == 1000.0 + BEAT_SECONDS
+    assert [line.partition(": up to")[0] for line in said] == [f"runs/a was held by {other.holder}"]
+    other.check()
+
+
+def test_a_silent_holder_elsewhere_is_followed_after_the_stated_time(folder: Path) -> None:
+    other, clock = taken(folder, ELSEWHERE), FakeClock()
+    lock = taken(folder, clock=clock)
+    assert DEAD_SECONDS <= clock.time - 1000.0 < DEAD_SECONDS + 1
+    with pytest.raises(LockLost, match=rf"was taken over by process {HERE.pid} on {HERE.host}, since"):
+        other.check()
+    with pytest.raises(LockLost):
+        other.beat()
+    other.release()  # which leaves the other's alone
+    lock.check()
+    assert lock_state(folder) == lock_file.LockState(lock.holder, True, pytest.approx(0, abs=5))
+
+
+def test_clocks_of_machines_are_not_compared(folder: Path) -> None:
+    """A holder whose clock is years behind or ahead is as alive as any other."""
+    for since in ("1990-01-01T00:00:00Z", "2090-01-01T00:00:00Z"):
+        other = taken(folder, ELSEWHERE)
+        other.holder = dataclasses.replace(other.holder, since=since)
+        clock = FakeClock(lambda _, other=other: other.beat())  # type: ignore[misc]
+        with pytest.raises(UserError, match=since):
+            taken(folder, clock=clock)
+        other.release()
+
+
+def test_a_file_that_is_old_by_the_servers_clock_is_watched_for_a_short_time(folder: Path) -> None:
+    taken(folder, ELSEWHERE)
+    os.utime(folder / "1", (1.0, 1.0))
+    clock = FakeClock()
+    taken(folder, clock=clock)
+    assert CONFIRM_SECONDS <= clock.time - 1000.0 < CONFIRM_SECONDS + 1
+    assert CONFIRM_SECONDS > 2 * BEAT_SECONDS  # else a servers' clock set ahead would take the lock from the living
+
+
+def test_a_file_from_the_future_is_watched_for_the_whole_time(folder: Path) -> None:
+    taken(folder, ELSEWHERE)
+    os.utime(folder / "1", (4e9, 4e9))
+    clock = FakeClock()
+    taken(folder, clock=clock)
+    assert clock.time - 1000.0 >= DEAD_SECONDS
+
+
+def test_a_requeued_job_fences_off_its_predecessor_at_once(folder: Path) -> None:
+    before, clock = taken(folder, JOB), FakeClock()
+    again = taken(folder, dataclasses.replace(HERE, job="7", restarts=1), clock)
+    assert clock.time == 1000.0
+    with pytest.raises(LockLost, match=r"was taken over by .*, job 7, restart 1, since"):
+        before.check()
+    again.check()
+    with pytest.raises(UserError, match=r"is held by .*, job 7, restart 1"):  # and it does not come back
+        taken(folder, JOB, clock)
+    assert clock.time == 1000.0
+
+
+def test_another_job_does_not(folder: Path) -> None:
+    taken(folder, JOB)
+    clock = FakeClock()
+    taken(folder, dataclasses.replace(HERE, job="8", restarts=1), clock)
+    assert clock.time - 1000.0 >= DEAD_SECONDS
+
+
+def test_a_stopped_process_finds_its_lock_lost_when_it_goes_on(folder: Path) -> None:
+    """It was followed, and its follower, too: no file of its number's neighbour is left to see."""
+    slow = taken(folder, ELSEWHERE)
+    for _ in range(3):
+        taken(folder).release()
+    assert read_holder(folder).number == 4  # type: ignore[union-attr]
+    with pytest.raises(LockLost):
+        slow.check()
+
+
+@pytest.mark.parametrize("what", ["lock", "whole run"])
+def test_a_removed_folder_ends_its_holder(tmp_path: Path, what: str) -> None:
+    lock = taken(tmp_path / "run" / "lock")
+    for path in sorted((tmp_path / "run").rglob("*"), reverse=True) + [tmp_path / "run"] * (what == "whole run"):
+        path.rmdir() if path.is_dir() else path.unlink()
+    with pytest.raises(LockLost, match="was removed or replaced while it was held"):
+        lock.check()
+    other = taken(tmp_path / "run" / "lock")  # of the same number
+    with pytest.raises(LockLost, match="was taken over by"):
+        lock.check()
+    lock.release()
+    other.check()
+    assert lock_state(tmp_path / "run" / "lock").is_held  # type: ignore[union-attr]
+
+
+def test_a_late_follower_of_a_number_long_gone_retreats(folder: Path) -> None:
+    """It saw number 1 released, and was slow; meanwhile 2 was taken and released, and 3 removed it."""
+    for _ in range(2):
+        taken(folder).release()
+    lock = taken(folder)
+    assert lock_file.create(folder, 2, ELSEWHERE) is None
+    lock.check()
+    assert os.listdir(folder) == ["3"]
+
+
+def test_a_link_whose_answer_was_lost_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def twice(source: Path, target: Path) -> None:  # as a network file system repeats a call
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", twice)
+    taken(folder).check()
+
+
+def test_without_links_the_lock_is_still_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", no_links)
+    taken(folder)
+    with pytest.raises(UserError, match="is held by"):
+        taken(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"number": 1, "tok', b"\0" * 1024, b"\xff\xfe", b"[]", b"[" * 2000])
+def test_a_damaged_file_is_followed_after_the_stated_time(folder: Path, content: bytes) -> None:
+    folder.mkdir()
+    (folder / "1").write_bytes(content)
+    clock, said = FakeClock(), list[str]()
+    assert taken(folder, clock=clock, said=said).holder.number == 2
+    assert clock.time - 1000.0 >= DEAD_SECONDS
+    assert "by a process that does not say who it is" in said[0]
+
+
+def test_a_damaged_file_that_changes_is_held(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "1").write_bytes(b"x")
+    with pytest.raises(UserError, match="is held by a process that does not say who it is"):
+        taken(folder, clock=FakeClock(lambda now: (folder / "1").write_text(f"x{now}")))
+
+
+@pytest.mark.parametrize("kind", ["dangling link", "folder"])
+def test_what_is_no_file_is_refused_and_not_waited_for(folder: Path, kind: str) -> None:
+    folder.mkdir()
+    (folder / "1").mkdir() if kind == "folder" else (folder / "1").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"cannot be written|could not be locked"):
+        taken(folder)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(UserError, match=r"run/lock: cannot be written \(Not a directory\)"):
+        taken(tmp_path / "run" / "lock")
+
+
+def test_a_run_of_which_nothing_was_written_leaves_no_folder(tmp_path: Path) -> None:
+    taken(tmp_path / "run" / "lock").release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_thread_beats_and_a_process_that_is_stuck_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_module, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(lock_module, "GRACE_SECONDS", 0.01)
+    told = threading.Event()
+    with taken(folder, JOB).held(lambda _: told.set()) as lock:
+        first = lock_file.raw(folder / "1")
+        while lock_file.raw(folder / "1") == first:
+            pass
+        lock.check_soon()
+        taken(folder, dataclasses.replace(JOB, restarts=1))
+        assert told.wait(10)
+    state = lock_state(folder)
+    assert state is not None
+    assert state.is_held
+    assert state.holder is not None
+    assert state.holder.process.restarts == 1
+
+
+def test_what_is_written_often_is_checked_once_a_second(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(lock_module.time, "monotonic", lambda: now[0])
+    lock = taken(folder, JOB)
+    taken(folder, dataclasses.replace(JOB, restarts=1))
+    lock.check_soon()
+    now[0] = 1.0
+    with pytest.raises(LockLost):
+        lock.check_soon()
+
+
+CONTEND = """
+import os, sys, time
+from pathlib import Path
+from megatron_ext.errors import UserError
+from megatron_ext.run_folder.lock import take
+rounds, root, name = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+print("ready", flush=True)
+for number in range(rounds):
+    sys.stdin.readline()  # both begin a round at one moment
+    run = root / str(number % 7)  # some are new, some were released before
+    try:
+        lock = take(run / "lock", "run", say=lambda line: None)
+    except UserError as error:
+        print("refused" if "is held by process" in str(error) else f"error {error}", flush=True)
+        sys.stdin.readline()
+        continue
+    lock.check()
+    print("held", flush=True)
+    sys.stdin.readline()
+    lock.check()
+    if number % 3 == 2:
+        Path(run, "data").touch()
+    lock.release()
+    print("released", flush=True)
+"""
+
+
+def test_of_three_processes_at_one_moment_one_gets_the_lock(tmp_path: Path) -> None:
+    rounds, processes = 150, list[subprocess.Popen[str]]()
+    for name in "abc":
+        command = [sys.executable, "-c", CONTEND, str(rounds), str(tmp_path), name]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        processes.append(subprocess.Popen(command, text=True, cwd=ROOT, bufsize=1, **pipes))  # type: ignore[call-overload]
+
+    def each(command: bool) -> list[str]:
+        for process in processes if command else ():
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        return [process.stdout.readline().strip() for process in processes]  # type: ignore[union-attr]
+
+    try:
+        assert each(command=False) == ["ready"] * 3
+        for number in range(rounds):
+            said = each(command=True)
+            assert sorted(said) == ["held", "refused", "refused"], f"round {number}: {said}"
+            holder = processes[said.index("held")]
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.write("\n")
+                process.stdin.flush()
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "released\n"
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
