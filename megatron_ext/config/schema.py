@@ -163,7 +163,8 @@ class DataConfig:
         document_boundaries: batches say where the documents of a packed sample begin (`Batch.cu_seqlens`), for code
             that reads them; the model does so with `reset_attention`, and mixes across documents without.
         reset_attention: a token attends to, and takes state from, its own document alone, in training as in the losses
-            by domain: each document of a sample is computed as if it were alone, from position 0 on.
+            by domain: each document of a sample is computed as if it were alone, from position 0 on, and its
+            first token, which nothing of it precedes, counts in no loss.
         reset_positions: positions begin at 0 with every document of a sample, for a learned position table.
     """
 

@@ -20,7 +20,7 @@ class Batch:
     Attributes:
         tokens: int64 [b, t] inputs.
         labels: int64 [b, t], the token after each input.
-        loss_mask: float32 [b, t], 1 where the label counts.
+        loss_mask: float32 [b, t], 1 where the label counts; see `Packing` for the first labels of documents.
         position_ids: int64 [b, t], position in the whole sequence, not in the slice; or in the document, see `Packing`.
         document_ids: int64 [b, t], the document of each label, -1 on padding; None for training.
         cu_seqlens: int32 [n + 1], where the n pieces of documents among the b * t inputs, row after row, begin, and
@@ -55,10 +55,13 @@ class Packing:
     Attributes:
         boundaries: it has `cu_seqlens`.
         reset_positions: position ids begin at 0 with every document; one that began before its sample, with that.
+        within_documents: a label that begins a document does not count: what stands before it is another document,
+            which it must not be predicted from.
     """
 
     boundaries: bool = False
     reset_positions: bool = False
+    within_documents: bool = False
 
 
 NO_PACKING = Packing()
@@ -100,11 +103,11 @@ def training_batch(
     """
     part = _slice(samples.seq_length, cp_rank, cp_size)
     tokens = np.stack([samples[index] for index in indices])  # as they are stored: a quarter or half of int64
-    positions, cu_seqlens = _of_documents(samples, indices, part, packing)
+    positions, cu_seqlens, begins = _of_documents(samples, indices, part, packing)
     return Batch(
         tokens=_tensor(tokens[:, :-1][:, part], np.int64),
         labels=_tensor(tokens[:, 1:][:, part], np.int64),
-        loss_mask=torch.ones(positions.shape),
+        loss_mask=torch.ones(positions.shape) if begins is None else (~begins).float(),
         position_ids=positions,
         cu_seqlens=cu_seqlens,
     )
@@ -124,11 +127,12 @@ def evaluation_batch(
     part = _slice(samples.seq_length, cp_rank, cp_size)
     read = [samples[index] for index in indices]
     tokens = np.stack([item.tokens for item in read])
-    positions, cu_seqlens = _of_documents(samples, indices, part, packing)
+    positions, cu_seqlens, begins = _of_documents(samples, indices, part, packing)
+    loss_mask = _tensor(np.stack([item.loss_mask[part] for item in read]))
     return Batch(
         tokens=_tensor(tokens[:, :-1][:, part]),
         labels=_tensor(tokens[:, 1:][:, part]),
-        loss_mask=_tensor(np.stack([item.loss_mask[part] for item in read])),
+        loss_mask=loss_mask if begins is None else loss_mask.masked_fill_(begins, 0.0),
         position_ids=positions,
         document_ids=_tensor(np.stack([item.document_ids[part] for item in read])),
         cu_seqlens=cu_seqlens,
@@ -137,15 +141,29 @@ def evaluation_batch(
 
 def _of_documents(
     samples: TrainingSamples | EvaluationSamples, indices: Sequence[int], part: slice, packing: Packing
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Positions [b, t] and `cu_seqlens`, as `packing` wants them, of a slice of every sample."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Of a slice of every sample: positions [b, t]; `cu_seqlens`; which labels begin a document, bool [b, t].
+
+    The last two are None where `packing` does not want them.
+    """
     positions = torch.arange(part.start, part.stop).expand(len(indices), -1).contiguous()
-    if not (packing.boundaries or packing.reset_positions):
-        return positions, None
-    starts = [np.union1d([0], samples.document_starts(index)) for index in indices]
+    if packing == NO_PACKING:
+        return positions, None, None
+    found = [samples.document_starts(index) for index in indices]
+    begins = None
+    if packing.within_documents:
+        begins = _tensor(np.stack([_first_labels(row, samples.seq_length)[part] for row in found]))
+    starts = [np.union1d([0], row[row < samples.seq_length]) for row in found]
     if packing.reset_positions:
         positions = _tensor(np.stack([_positions(row, samples.seq_length) for row in starts])[:, part])
-    return positions, torch.from_numpy(_cu_seqlens(starts, part)) if packing.boundaries else None
+    return positions, torch.from_numpy(_cu_seqlens(starts, part)) if packing.boundaries else None, begins
+
+
+def _first_labels(starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.bool_]:
+    """Which of a sample's labels are the first token of a document: bool [T]. The label of input t is token t + 1."""
+    begins = np.zeros(length + 1, dtype=np.bool_)
+    begins[starts] = True
+    return begins[1:]
 
 
 def _slice(length: int, cp_rank: int, cp_size: int) -> slice:

@@ -76,8 +76,8 @@ class TrainingSamples:
         return self._store.read(self.place(index), self.seq_length + 1)
 
     def document_starts(self, index: int) -> npt.NDArray[np.int64]:
-        """Which of the T inputs of sample `index` are the first of a document: int64, ascending."""
-        return self._store.document_starts(self.place(index), self.seq_length)
+        """Which of the T + 1 tokens of sample `index` are the first of a document: int64, ascending."""
+        return self._store.document_starts(self.place(index), self.seq_length + 1)
 
 
 def _check(windows: Windows, seq_length: int, tokens: int, where: str) -> None:
@@ -130,11 +130,19 @@ class EvaluationSamples:
         return self._length
 
     def document_starts(self, index: int) -> npt.NDArray[np.int64]:
-        """Which of the T inputs of sample `index` are the first of a document: int64, ascending; padding is none."""
+        """Which of the T + 1 tokens of sample `index` are the first of a document: int64, ascending; padding is none."""
         if index >= self._length:
             return np.empty(0, dtype=np.int64)
         start = self._start(index)
-        return self._store.document_starts(start, min(self.seq_length, self._store.num_tokens - start))
+        return self._store.document_starts(start, min(self.seq_length + 1, self._store.num_tokens - start))
+
+    def first_tokens(self) -> npt.NDArray[np.int64]:
+        """The first token of each document that begins in a window, once each: the stream's first, else among labels."""
+        found = []
+        for index in range(self._length):
+            starts = self.document_starts(index)
+            found.append(self[index].tokens[starts if self._start(index) == 0 else starts[starts > 0]])
+        return np.concatenate(found)
 
     def _start(self, index: int) -> int:
         """First token of a sample in the stream."""

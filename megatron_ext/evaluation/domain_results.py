@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,11 +55,13 @@ class DomainLoss:
         domain: its name.
         split: see `MANIFEST_SPLITS`.
         documents: evaluated, in whole or in part.
-        tokens: evaluated.
-        loss: nats a token.
+        tokens: predicted.
+        loss: nats a predicted token.
         interval: of `loss`, from a bootstrap over documents; None: one document has none.
-        loss_per_byte: nats a byte of UTF-8; None: not all of the domain was evaluated, whose bytes alone are known.
+        loss_per_byte: nats a byte of UTF-8; None: not all of the domain was evaluated, whose bytes alone are known. The
+            bytes of first tokens that are not predicted (`data.reset_attention`) do not count either.
         bits_per_byte: the same in bits.
+        first_tokens: labels that begin a document and are therefore left out, with `data.reset_attention`.
     """
 
     domain: str
@@ -70,25 +72,43 @@ class DomainLoss:
     interval: tuple[float, float] | None
     loss_per_byte: float | None
     bits_per_byte: float | None
+    first_tokens: int = 0
 
 
-def domain_losses(records: Sequence[dict[str, Any]], manifest: Manifest, options: DomainOptions) -> list[DomainLoss]:
+def domain_losses(
+    records: Sequence[dict[str, Any]],
+    manifest: Manifest,
+    options: DomainOptions,
+    first_bytes: Callable[[int], int] | None = None,
+) -> list[DomainLoss]:
     """What an evaluation by domain has found, with its uncertainty.
 
     Args:
         records: of `DomainEvaluator.evaluate`.
         manifest: of the data.
         options: see there.
+        first_bytes: bytes of text in the first tokens of a domain's documents, by the number of its record; asked for
+            those whose first tokens are not predicted. None: there are none.
     """
-    return [_domain_loss(record, manifest, options) for record in records]
+    return [_domain_loss(record, manifest, options, first_bytes, i) for i, record in enumerate(records)]
 
 
-def _domain_loss(record: dict[str, Any], manifest: Manifest, options: DomainOptions) -> DomainLoss:
+def _domain_loss(
+    record: dict[str, Any],
+    manifest: Manifest,
+    options: DomainOptions,
+    first_bytes: Callable[[int], int] | None,
+    number: int,
+) -> DomainLoss:
     nats, tokens = np.array(record["document_loss"]), np.array(record["document_tokens"], dtype=np.float64)
     (entry,) = manifest.select(MANIFEST_SPLITS[record["split"]], [record["domain"]])
     # The first token of a domain is no label: nothing stands before it.
-    is_whole = record["num_tokens"] == entry.tokens - 1
-    per_byte = record["loss"] * record["num_tokens"] / entry.bytes if is_whole else None
+    first_tokens = record.get("first_tokens", 0)
+    is_whole = record["num_tokens"] + first_tokens == entry.tokens - 1
+    per_byte = None
+    if is_whole:
+        left_out = first_bytes(number) if first_tokens and first_bytes is not None else 0
+        per_byte = record["loss"] * record["num_tokens"] / max(entry.bytes - left_out, 1)
     return DomainLoss(
         domain=record["domain"],
         split=record["split"],
@@ -98,6 +118,7 @@ def _domain_loss(record: dict[str, Any], manifest: Manifest, options: DomainOpti
         interval=ratio_interval(nats, tokens, options) if len(nats) > 1 else None,
         loss_per_byte=per_byte,
         bits_per_byte=None if per_byte is None else per_byte / math.log(2),
+        first_tokens=first_tokens,
     )
 
 

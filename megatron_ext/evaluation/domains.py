@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from data_prep.manifest import Manifest
 from megatron_ext.data.batches import NO_PACKING, Batch, Packing, evaluation_batch, micro_batch_indices
-from megatron_ext.data.samples import EvaluationSamples
+from megatron_ext.data.samples import PADDING_DOCUMENT, EvaluationSamples
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.evaluation.domain_results import MANIFEST_SPLITS
 from megatron_ext.evaluation.progress import progress
@@ -114,17 +114,18 @@ class DomainEvaluator:
             tokens: training tokens consumed.
 
         Returns:
-            Records with step, tokens, domain, split, loss (nats a token), num_tokens, documents (numbers within the
-            domain), document_loss (sum of nats) and document_tokens.
+            Records with step, tokens, domain, split, loss (nats a predicted token), num_tokens (predicted), documents
+            (numbers within the domain), document_loss (sum of nats), document_tokens (predicted) and first_tokens
+            (labels left out since they begin a document, see `Packing.within_documents`).
         """
         return [{"step": step, "tokens": tokens, **self._evaluate_domain(domain)} for domain in self._domains]
 
     def _evaluate_domain(self, domain: EvaluationDomain) -> dict[str, Any]:
-        sums = torch.zeros(2, domain.num_documents, dtype=torch.float64)
+        sums = torch.zeros(3, domain.num_documents, dtype=torch.float64)
         for batches in progress(self._rounds(domain), domain.name, "round", is_shown=self._shows_progress):
             for batch, losses_bt in zip(batches, self._model.losses(batches), strict=False):
                 _add_by_document(sums, batch, losses_bt)
-        loss, count = self._model.reduce(sums)
+        loss, count, first = self._model.reduce(sums)
         seen = torch.nonzero(count).flatten()
         return {
             "domain": domain.name,
@@ -134,6 +135,7 @@ class DomainEvaluator:
             "documents": seen.tolist(),
             "document_loss": [round(value, 4) for value in loss[seen].tolist()],
             "document_tokens": count[seen].to(torch.int64).tolist(),
+            "first_tokens": int(first.sum()),
         }
 
     def _rounds(self, domain: EvaluationDomain) -> Iterator[list[Batch]]:
@@ -155,10 +157,12 @@ class DomainEvaluator:
 
 
 def _add_by_document(sums: torch.Tensor, batch: Batch, losses_bt: torch.Tensor) -> None:
-    """Add the losses and counts of real labels to their documents' columns of `sums` [2, documents]."""
+    """Add to the documents' columns of `sums` [3, documents]: losses, their number, and labels that do not count."""
     assert batch.document_ids is not None
     real = batch.loss_mask.bool()
     documents = batch.document_ids[real].numpy()
+    left_out = batch.document_ids[(batch.document_ids != PADDING_DOCUMENT) & ~real].numpy()
     weights = losses_bt[real].double().numpy()
     sums[0] += torch.from_numpy(np.bincount(documents, weights, minlength=sums.shape[1]))
-    sums[1] += torch.from_numpy(np.bincount(documents, minlength=sums.shape[1]).astype(np.float64))
+    for row, counted in ((1, documents), (2, left_out)):
+        sums[row] += torch.from_numpy(np.bincount(counted, minlength=sums.shape[1]).astype(np.float64))

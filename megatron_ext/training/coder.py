@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +19,10 @@ from megatron_ext.files import write_whole
 
 ENTRY = "tokenizer_entry.json"
 """Beside a tokenizer that is no tokenizer.json: what the data's manifest says of it, see `TokenizerEntry`."""
+
+
+UNREADABLE = "\N{REPLACEMENT CHARACTER}"
+"""What decoders put in place of bytes that are no whole character; three bytes of UTF-8 itself."""
 
 
 class Coder:
@@ -64,6 +69,19 @@ class Coder:
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens."""
         return self._tokenizer.decode(list(tokens))
+
+    def bytes_of(self, tokens: Sequence[int]) -> int:
+        """Bytes of UTF-8 in the text of tokens, each by itself.
+
+        An end of document has none. A token that holds a part of a character counts a byte for each piece that cannot
+        be read, of which it may have up to three.
+        """
+        count = 0
+        for token, times in Counter(tokens).items():
+            if token != self._end_id:
+                text = self._tokenizer.decode([token])
+                count += times * (len(text.encode()) - 2 * text.count(UNREADABLE))
+        return count
 
 
 def keep_coder(file: Path, entry: TokenizerEntry, folder: Path) -> None:

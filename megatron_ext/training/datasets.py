@@ -215,7 +215,7 @@ def _chosen(manifest: Manifest, split: str, asked: list[str] | None) -> list[str
 def packing_of(data: DataConfig) -> Packing:
     """What the batches of a run say of documents."""
     apart = data.reset_attention
-    return Packing(data.document_boundaries or apart, data.reset_positions or apart)
+    return Packing(data.document_boundaries or apart, data.reset_positions or apart, apart)
 
 
 def step_batches(

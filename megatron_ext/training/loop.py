@@ -208,6 +208,7 @@ class TrainingLoop:
         return {
             "step": self.progress.step,
             "tokens": self.progress.tokens,
+            "predicted_tokens": result.predicted,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": result.lr,

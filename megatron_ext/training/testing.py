@@ -136,7 +136,10 @@ def domains(evaluated: Evaluated, options: DomainOptions, output: Path) -> Teste
     found = evaluation_domains(root, manifest, train, test, data.seq_length, options.sequences)
     size = config.training.micro_batch_size
     evaluator = DomainEvaluator(evaluated.token_losses(), found, size, packing_of(data), shows_progress=True)
-    losses = domain_losses(evaluator.evaluate(progress.step, progress.tokens), manifest, options)
+    records = evaluator.evaluate(progress.step, progress.tokens)
+    losses = domain_losses(
+        records, manifest, options, lambda i: evaluated.coder.bytes_of(found[i].samples.first_tokens().tolist())
+    )
     if dist.get_rank() != 0:
         return None
     summary = write_domains(losses, options, evaluated.about, output)

@@ -24,8 +24,9 @@ class StepResult:
     """What an optimizer step was.
 
     Attributes:
-        loss: nats a token, over the tokens of the whole batch, before the update.
-        tokens: real tokens of the whole batch.
+        loss: nats a predicted token, over the whole batch, before the update.
+        tokens: tokens of the whole batch that were read.
+        predicted: labels of the whole batch that count; see `Batch.loss_mask`.
         grad_norm: global norm of the gradient, before clipping.
         lr: learning rate of the update.
         fault: why there was no update; None: there was one.
@@ -36,6 +37,7 @@ class StepResult:
 
     loss: float
     tokens: int
+    predicted: int
     grad_norm: float
     lr: float
     fault: Fault | None
@@ -88,14 +90,15 @@ class Trainer(TokenLosses):
             reports = self.run(batches, summed_loss, forward_only=False)
         none = torch.zeros(2, device=self.platform.device)
         here = sum((r["loss_and_tokens"] for r in reports), start=none)
+        tokens = len(batches) * self.groups.dp.size() * self._micro_batch_size * self._seq_length
         found: list[StepResult] = []
 
         def goes_on(grad_norm: float) -> bool:
-            loss, tokens = self.reduce(here)
-            mean = float(loss / tokens)
+            loss, predicted = self.reduce(here)
+            mean = float(loss / predicted)
             fault = None if judge is None else judge(mean, grad_norm)
             is_sound_here = fault is None or bool(here.isfinite().all())
-            found.append(StepResult(mean, int(tokens), grad_norm, 0.0, fault, is_sound_here))
+            found.append(StepResult(mean, tokens, int(predicted), grad_norm, 0.0, fault, is_sound_here))
             return fault is None
 
         self.optimizer.finish_step(goes_on)

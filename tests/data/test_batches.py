@@ -82,6 +82,34 @@ def test_documents_of_packed_samples(store, documents, cp_size):
     assert torch.equal(alone.position_ids[0], torch.arange(length))
 
 
+@pytest.mark.parametrize("cp_size", [1, 3])
+@pytest.mark.parametrize("kind", [TrainingSamples, EvaluationSamples])
+def test_labels_that_begin_a_document_do_not_count(store, documents, kind, cp_size):
+    """Token by token; also a sample's last label, which is none of its inputs."""
+    length = 48
+    samples = TrainingSamples(store, length, 1) if kind is TrainingSamples else EvaluationSamples(store, length)
+    begins = {0, *np.cumsum([len(document) for document in documents["train"]]).tolist()}
+    indices = list(range(12))
+    read = training_batch if kind is TrainingSamples else evaluation_batch
+    place = samples.place if kind is TrainingSamples else lambda index: index * length
+    expected = [[float(place(index) + t + 1 not in begins) for t in range(length)] for index in indices]
+    parts = [read(samples, indices, rank, cp_size, Packing(within_documents=True)) for rank in range(cp_size)]
+    mask = torch.cat([part.loss_mask for part in parts], dim=1)
+    assert (mask.tolist(), mask.dtype) == (expected, torch.float32)
+    assert 0 in mask[:, :-1]
+    assert all(part.cu_seqlens is None for part in parts)
+    assert torch.equal(parts[0].position_ids[0], torch.arange(length // cp_size))
+    assert read(samples, indices).loss_mask.all()
+
+
+def test_the_last_label_of_a_sample_may_begin_a_document(store, documents):
+    length = len(documents["train"][0])
+    sample = evaluation_batch(EvaluationSamples(store, length), [0], packing=Packing(True, True, True))
+    assert sample.loss_mask[0].tolist() == [1.0] * (length - 1) + [0.0]
+    assert sample.cu_seqlens.tolist() == [0, length]
+    assert sample.position_ids[0].tolist() == list(range(length))
+
+
 def test_evaluation_batch(store):
     samples = EvaluationSamples(store, T)
     last = len(samples) - 1

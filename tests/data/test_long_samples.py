@@ -52,7 +52,7 @@ def test_training_samples_are_windows_of_the_stream(written: Written, length: in
     for index, window in enumerate(order):
         first = window * length
         assert np.array_equal(samples[index], stream[first : first + length + 1])
-        begun = starts[(starts >= first) & (starts < first + length)] - first
+        begun = starts[(starts >= first) & (starts <= first + length)] - first
         assert np.array_equal(samples.document_starts(index), begun)
     ranges = [store.shard_range(file) for file in shards]
     spanned = [sum(a < (w + 1) * length and w * length < a + n for a, n in ranges) for w in order]

@@ -87,7 +87,7 @@ class Outcome:
     Attributes:
         losses: of each step.
         norms: gradient norm of each step.
-        tokens: real tokens of each step.
+        tokens: predicted tokens of each step.
         parameters: whole parameters after the last step, by their name in the whole model.
         exchanges: calls of each context-parallel exchange, on rank 0.
     """
@@ -158,7 +158,7 @@ def train(rank: int, world_size: int, config: RunConfig) -> Outcome | None:
     return Outcome(
         losses=[result.loss for result in results],
         norms=[result.grad_norm for result in results],
-        tokens=[result.tokens for result in results],
+        tokens=[result.predicted for result in results],
         parameters=parameters,
         exchanges=exchanges,
     )

@@ -123,7 +123,7 @@ def test_layout_length_and_unused_mixers_do_not() -> None:
 # --- what a step's metrics say ---------------------------------------------------------------------------------------
 
 
-A_STEP = StepResult(loss=2.5, tokens=1000, grad_norm=0.5, lr=1e-3, fault=None, is_sound_here=True)
+A_STEP = StepResult(loss=2.5, tokens=1000, predicted=990, grad_norm=0.5, lr=1e-3, fault=None, is_sound_here=True)
 
 
 def a_loop(peak_flops: float | None) -> TrainingLoop:
@@ -152,6 +152,7 @@ def test_metrics_by_hand() -> None:
     assert found == {
         "step": 7,
         "tokens": 7000,
+        "predicted_tokens": 990,
         "loss": 2.5,
         "grad_norm": 0.5,
         "lr": 1e-3,

@@ -1,0 +1,140 @@
+"""Losses with `data.reset_attention`: documents alone through the bare model, and no label that begins a document."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from corpora import prepared
+
+from data_prep.manifest import Manifest, load_manifest
+from megatron_ext.config.derive import derive
+from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
+from megatron_ext.data.batches import training_batch
+from megatron_ext.data.samples import EvaluationSamples, TrainingSamples
+from megatron_ext.data.shards import TokenStore
+from megatron_ext.evaluation.domain_results import DomainOptions, domain_losses
+from megatron_ext.evaluation.domains import DomainEvaluator, EvaluationDomain
+from megatron_ext.platform import select_platform
+from megatron_ext.training.build import build_trainer, model_shape
+from megatron_ext.training.coder import coder_of
+from megatron_ext.training.datasets import packing_of
+from megatron_ext.training.trainer import Trainer
+
+LENGTH = 32
+DATA = DataConfig(path="prepared", seq_length=LENGTH, reset_attention=True)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of a few tokens, several in a sample, some of them in two."""
+    return prepared(tmp_path_factory.mktemp("documents"), documents=60, words=(1, 12))
+
+
+@pytest.fixture
+def manifest(root: Path) -> Manifest:
+    """Of that data."""
+    return load_manifest(root)
+
+
+@pytest.fixture
+def trainer(manifest: Manifest, one_process: Any) -> Trainer:
+    """Of a small model with documents kept apart; learning rate 0."""
+    config = derive(
+        RunConfig(
+            data=DATA,
+            model=ModelConfig(pattern="attention,gated_deltanet", hidden_size=32, num_attention_heads=4, init_std=0.3),
+            training=TrainingConfig(precision="fp32", global_batch_size=4, micro_batch_size=2),
+        )
+    )
+    platform = select_platform("cpu")
+    return build_trainer(config, model_shape(config, platform, manifest.tokenizer.vocab_size), one_process, platform)
+
+
+def _pieces(store: TokenStore, start: int, length: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Documents' tokens, by document, among those of a stretch of the stream."""
+    tokens, documents = store.read(start, length).astype(np.int64), store.document_ids(start, length)
+    for document in np.unique(documents):
+        yield int(document), tokens[documents == document]
+
+
+def _losses(trainer: Trainer, tokens: np.ndarray) -> torch.Tensor:
+    """Of the tokens of one document after its first, which the model reads as a sample of their own."""
+    (model,) = trainer.chunks
+    read = torch.from_numpy(tokens)[None]
+    with torch.no_grad():
+        found: torch.Tensor = model(
+            read[:, :-1], torch.arange(len(tokens) - 1)[None], attention_mask=None, labels=read[:, 1:]
+        )
+    return found[0].double()
+
+
+def test_losses_by_domain(trainer: Trainer, root: Path, manifest: Manifest) -> None:
+    store = TokenStore(root, manifest, "test", ["Other"])
+    samples = EvaluationSamples(store, LENGTH)
+    domain = EvaluationDomain("Other", "test", samples, store.num_documents)
+    (record,) = DomainEvaluator(trainer, [domain], 2, packing_of(DATA)).evaluate(1, 2)
+    nats: dict[int, list[float]] = {}
+    for start in range(0, store.num_tokens - 1, LENGTH):
+        for document, tokens in _pieces(store, start, min(LENGTH + 1, store.num_tokens - start)):
+            if len(tokens) > 1:
+                nats.setdefault(document, []).extend(_losses(trainer, tokens).tolist())
+    assert record["documents"] == sorted(nats)
+    assert record["document_tokens"] == [len(nats[document]) for document in sorted(nats)]
+    assert record["document_loss"] == pytest.approx([sum(nats[d]) for d in sorted(nats)], abs=2e-4)
+    assert record["num_tokens"] == sum(map(len, nats.values())) == store.num_tokens - store.num_documents
+    assert record["first_tokens"] == store.num_documents - 1
+    assert record["loss"] == pytest.approx(sum(map(sum, nats.values())) / record["num_tokens"], abs=1e-5)
+    (without,) = DomainEvaluator(trainer, [domain], 2, replace(packing_of(DATA), within_documents=False)).evaluate(1, 2)
+    assert (without["num_tokens"], without["first_tokens"]) == (store.num_tokens - 1, 0)
+    assert without["loss"] != pytest.approx(record["loss"], abs=1e-3)
+
+
+def test_training_steps(trainer: Trainer, root: Path, manifest: Manifest) -> None:
+    store = TokenStore(root, manifest, "train")
+    samples = TrainingSamples(store, LENGTH, seed=1)
+    pieces = [
+        tokens
+        for index in range(4)
+        for _, tokens in _pieces(store, samples.place(index), LENGTH + 1)
+        if len(tokens) > 1
+    ]
+    expected = torch.cat([_losses(trainer, tokens) for tokens in pieces])
+    batches = [training_batch(samples, indices, packing=packing_of(DATA)) for indices in ([0, 1], [2, 3])]
+    result = trainer.train_step(batches)
+    assert (result.tokens, result.predicted) == (4 * LENGTH, len(expected))
+    assert len(expected) < 4 * LENGTH - 4
+    assert result.loss == pytest.approx(float(expected.mean()), abs=1e-5)
+
+
+def test_bytes_that_are_not_predicted_do_not_count(root: Path, manifest: Manifest) -> None:
+    """By the texts themselves, whose first tokens are cut off."""
+    (entry,) = manifest.select("test", ["Other"])
+    coder = coder_of(root / manifest.tokenizer.file, manifest.tokenizer)
+    texts = [json.loads(line) for line in (root.parent / "raw.jsonl").open()]
+    cut = [coder.encode(one["text"])[1:] for one in texts if one["meta"]["redpajama_set_name"] == "Other"]
+    size = sum(len(coder.decode(tokens).encode()) for tokens in cut)
+    samples = EvaluationSamples(TokenStore(root, manifest, "test", ["Other"]), LENGTH)
+    record = {
+        "domain": "Other",
+        "split": "test",
+        "loss": 2.5,
+        "num_tokens": sum(len(tokens) + 1 for tokens in cut),  # with the ends
+        "first_tokens": len(cut) - 1,
+        "document_loss": [1.0, 2.0],
+        "document_tokens": [1, 2],
+    }
+    options = DomainOptions(resamples=20)
+    (found,) = domain_losses([record], manifest, options, lambda _: coder.bytes_of(samples.first_tokens().tolist()))
+    assert found.bits_per_byte == pytest.approx(2.5 * record["num_tokens"] / size / math.log(2), rel=1e-12)
+    assert found.first_tokens == len(cut) - 1
+    assert size < entry.bytes - len(cut)
+    (part,) = domain_losses([record | {"num_tokens": 9}], manifest, options, lambda _: 0)
+    assert part.bits_per_byte is None
