@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatron_ext.errors import EXIT_USER_ERROR
@@ -26,6 +27,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """See argparse; its form for intermixed arguments calls this one again."""
+        args = None if args is None else self._with_counts(args)
         if self._looking or self._subparsers is not None:  # with sub-commands it cannot
             return super().parse_known_args(args, namespace)
         self._looking = True
@@ -33,6 +35,20 @@ class Parser(argparse.ArgumentParser):
             return self.parse_known_intermixed_args(args, namespace)
         finally:
             self._looking = False
+
+    def _with_counts(self, args: Sequence[str]) -> list[str]:
+        """Give each option of an optional whole number its default where no number follows: `--trial key=value`."""
+        counts = {
+            name: one.const
+            for one in self._actions
+            if one.nargs == "?" and one.type is int
+            for name in one.option_strings
+        }
+        following = [*args[1:], ""] if args else []
+        return [
+            f"{one}={counts[one]}" if counts.get(one) is not None and not after.lstrip("-").isdigit() else one
+            for one, after in zip(args, following, strict=True)
+        ]
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one line, and end."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.traits import Mixers
 
 EXIT_INTERRUPTED = 130
+TRIAL_STEPS = 5  # unless another number is asked for: compilation and allocation end with the first two
 EXIT_NO_READER = 141  # as a shell says of a program that SIGPIPE ended
 
 
@@ -129,12 +130,18 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, metavar="N", help="processes to start on this machine (default 1)")
     parser.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
     parser.add_argument("--from-step", type=int, metavar="N", help="continue from the checkpoint of this step")
+    trial = (
+        f"only N steps ({TRIAL_STEPS}) of this model and layout, in a folder of their own: how fast, how much memory"
+    )
+    parser.add_argument("--trial", type=int, nargs="?", const=TRIAL_STEPS, metavar="N", help=trial)
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
 
 
 def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     processes = _world_size(args.processes)
-    config = _checked_config(args, processes)
+    whole = config = _checked_config(args, processes)
+    if args.trial is not None:
+        config = _trial(args, whole, processes)
     if args.print_config:
         from megatron_ext.config.save import to_yaml
 
@@ -145,9 +152,21 @@ def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         with garbage.unlooked_for():
             from megatron_ext.training.run import train
 
-        train(config, resume=args.resume, from_step=args.from_step)
+        trial_of = None if args.trial is None else whole
+        train(config, resume=args.resume, from_step=args.from_step, trial_of=trial_of)
 
     return _as_ranks("train", arguments, processes, train_here)
+
+
+def _trial(args: argparse.Namespace, whole: RunConfig, processes: int | None) -> RunConfig:
+    """The configuration of a trial, checked as the run's is."""
+    from megatron_ext.config.trial import trial_config
+
+    if args.resume or args.from_step is not None:
+        raise UserError("--trial", "a trial begins from initial weights", "leave --resume and --from-step out")
+    config = trial_config(whole, args.trial)
+    _check(config, processes)
+    return config
 
 
 def _as_ranks(verb: str, arguments: Sequence[str], processes: int | None, work: Callable[[], None]) -> int:
@@ -413,39 +432,9 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from importlib import metadata
+    from megatron_ext.commands import doctor
 
-    from megatron_ext.platform import choose_backend, select_platform
-
-    ours = ("selectron", "torch", "megatron-core", "transformer-engine", "apex", "triton", "flash-linear-attention")
-    for name in ours:
-        try:
-            print(f"{name:<24}{metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            print(f"{name:<24}not installed")
-    platform = select_platform()
-    print(f"{'device':<24}{platform.device} ({platform.communication})")
-    print(f"{'back-end':<24}{choose_backend('auto', platform)}")
-    complaint = _kernels_complaint()
-    print(f"{'import kernels':<24}{complaint or 'ours'}")
-    if complaint:  # nothing below would run
-        return 0
-    from megatron_ext.diagnosis import implementations
-
-    print("\nWhat each mixer uses here, in bf16 and with its default settings:")
-    for name, choices in implementations(platform):
-        for op, choice in choices:
-            print(f"{name:<24}{op}: {choice.name} ({choice.reason})")
-    return 0
-
-
-def _kernels_complaint() -> str | None:
-    """What is wrong with the import name `kernels`; asked by path, as a foreign package of that name shadows ours."""
-    import runpy
-
-    path = Path(__file__).resolve().parents[1] / "kernels" / "ownership.py"
-    complaint: str | None = runpy.run_path(str(path))["complaint"]()
-    return complaint
+    return doctor.run()
 
 
 VERBS = {

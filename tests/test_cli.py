@@ -47,9 +47,11 @@ class Training:
     """Stands in for megatron_ext.training.run."""
 
     calls: list[tuple[Any, bool, int | None]] = field(default_factory=list)
+    trials_of: list[Any] = field(default_factory=list)
     error: BaseException | None = None
 
-    def train(self, config: Any, resume: bool, from_step: int | None) -> None:
+    def train(self, config: Any, resume: bool, from_step: int | None, trial_of: Any) -> None:
+        self.trials_of.append(trial_of)
         self.calls.append((config, resume, from_step))
         if self.error:
             raise self.error
@@ -82,6 +84,18 @@ def test_one_process_trains_in_this_one(training: Training) -> None:
     assert (config.parallel.tensor, resume, from_step) == (1, True, None)
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
     assert int(os.environ["MASTER_PORT"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [(["--trial"], 5), (["--trial", "7"], 7), (["--trial=7"], 7), (["--trial", "optimizer.lr=1e-3"], 5)],
+)
+def test_a_trial_is_some_steps_of_the_run(training: Training, arguments: list[str], steps: int) -> None:
+    assert run("train", QUICKSTART, "parallel.tensor=1", *arguments) == 0
+    ((trial, resume, from_step),), (whole,) = training.calls, training.trials_of
+    assert (trial.training.steps, resume, from_step) == (steps, False, None)
+    assert (trial.run.dir, whole.run.dir, whole.training.steps) == ("runs/quickstart/trials", "runs/quickstart", 80)
+    assert trial.optimizer.lr == whole.optimizer.lr == (1e-3 if "optimizer.lr=1e-3" in arguments else 2e-3)
 
 
 def test_several_processes_are_launched_after_the_check(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ _MESSAGES = {
     "finite_number": ("{value} is not a finite number", "give a finite number"),
     "too_short": ("{value} has too few entries", "give {min_length} or more"),
     "too_long": ("{value} has too many entries", "give {max_length} at most"),
-    "switch": ("{value} is not true, false or auto", "write one of them, without quotes"),
+    "switch": ("{value} is not true, false or auto", "write one without quotes"),
     "power_of_two": ("{value} is not a power of two", "give 32, 64, 128, 256 or 512"),
     "string_pattern_mismatch": ("{value} has characters that are not allowed here", "it must match {pattern}"),
 }

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -69,6 +72,7 @@ class TrainingLoop:
         packing: what batches say of documents.
         suites: other tests between steps; None: there are none.
         last_suites: step of their newest results; 0: none.
+        seconds: that each evaluation, run of suites, save (training waits) and its write took, by those names.
     """
 
     trainer: Trainer
@@ -88,6 +92,7 @@ class TrainingLoop:
     packing: Packing = NO_PACKING
     suites: SuitesBetweenSteps | None = None
     last_suites: int = 0
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def run(self, stop: StopRequest) -> bool:
         """Train to the last step, or until a stop is asked for; a checkpoint is left either way.
@@ -97,7 +102,8 @@ class TrainingLoop:
         """
         try:
             finished = self._run(stop)
-            self.store.wait()
+            with self._timed("write"):
+                self.store.wait()
         except BaseException:
             self.store.abandon()
             raise
@@ -132,19 +138,28 @@ class TrainingLoop:
         )  # the ranks write each for itself, and one alone knows whether they may
         if self.records is not None:
             self.records.flush()
-        self.store.save(self.trainer.optimizer, self.progress)
+        with self._timed("save"):
+            self.store.save(self.trainer.optimizer, self.progress)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name].append(time.perf_counter() - started)
 
     def _is_due(self, every: int, finished: bool) -> bool:
         return every > 0 and (self.progress.step % every == 0 or finished)
 
     def _evaluate(self) -> None:
-        records = self.evaluator.evaluate(self.progress.step, self.progress.tokens)
+        with self._timed("evaluation"):
+            records = self.evaluator.evaluate(self.progress.step, self.progress.tokens)
         if self.records is not None:
             self.records.evaluation(records)
 
     def _run_suites(self) -> None:
         assert self.suites is not None, "the rules of a configuration"
-        records = self.suites.run(self.progress)
+        with self._timed("suites"):
+            records = self.suites.run(self.progress)
         if self.records is not None:
             self.records.suites(records)
 

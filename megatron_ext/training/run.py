@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,13 @@ from megatron_ext.evaluation.domains import DomainEvaluator, evaluation_domains
 from megatron_ext.files import write_whole
 from megatron_ext.heartbeat import Heartbeat, forget
 from megatron_ext.model import ModelShape, training_flops_per_token
-from megatron_ext.parallel.agreement import from_every_rank
+from megatron_ext.parallel.agreement import from_every_rank, on_every_rank
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.parallel.parameters import ParameterCount, count_parameters
 from megatron_ext.parallel.watchdog import group_timeout, watching
 from megatron_ext.platform import DTYPES, Platform, platform_of, start_process_group
 from megatron_ext.run_folder.lock import RunLock
-from megatron_ext.training import skipped
+from megatron_ext.training import skipped, trial
 from megatron_ext.training.between_steps import SuitesBetweenSteps
 from megatron_ext.training.branch import FIELD, Branch, branch_of
 from megatron_ext.training.build import build_trainer, model_shape
@@ -53,7 +54,9 @@ MODEL = "model.json"
 CHECKPOINTS = "checkpoints"
 
 
-def train(config: RunConfig, *, resume: bool = False, from_step: int | None = None) -> None:
+def train(
+    config: RunConfig, *, resume: bool = False, from_step: int | None = None, trial_of: RunConfig | None = None
+) -> None:
     """Train as one rank of the world that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
     Args:
@@ -61,12 +64,14 @@ def train(config: RunConfig, *, resume: bool = False, from_step: int | None = No
         resume: continue from the newest checkpoint, or begin where there is none. If it is damaged, the one before
             takes its place, with a warning.
         from_step: continue from the checkpoint of this step instead, and no other.
+        trial_of: the configuration is a trial of this one (`config.trial`), in a folder that a next one replaces; the
+            first rank prints the estimate of the whole run.
 
     Raises:
         UserError: the data, the run's folder or a checkpoint is not what it must be, or the disk is full.
     """
     folder = run_folder(config)
-    step = _starting_step(folder, resume or from_step is not None, from_step)
+    step = _starting_step(folder, resume or from_step is not None, from_step, is_trial=trial_of is not None)
     if step is not None and step >= config.training.steps:
         _say_on_first_rank(f"{folder} is finished: step {step} of {config.training.steps}")
         return
@@ -75,13 +80,16 @@ def train(config: RunConfig, *, resume: bool = False, from_step: int | None = No
         branch = branch_of(config.run.branch_from, config.training.steps)
     with holding(folder) as lock, stop_on_signals() as stop:
         if lock is not None:  # another process may have gone on with the run until it gave the lock up
-            step = _starting_step(folder, resume or from_step is not None, from_step)
+            step = _starting_step(folder, resume or from_step is not None, from_step, is_trial=trial_of is not None)
         platform = platform_of(config.run.device, config.parallel)
         start_process_group(platform, group_timeout(config.run.hang_timeout))
         try:
             step, *_ = from_every_rank(step)
             branch = branch if step is None else None
-            _train(config, folder, platform, stop, branch, lambda store: _record(store, step, from_step), lock)
+            if trial_of is not None:
+                on_every_rank(lambda: trial.begin(folder) if dist.get_rank() == 0 else None)
+            records = partial(_record, step=step, from_step=from_step)
+            _train(config, folder, platform, stop, branch, trial_of, records, lock)
         finally:
             dist.destroy_process_group()
 
@@ -101,12 +109,14 @@ def refuse_existing(folder: Path) -> None:
         raise UserError("run.name", f"{folder} holds a run already", "add --resume, or choose another run.name")
 
 
-def _starting_step(folder: Path, resume: bool, from_step: int | None) -> int | None:
-    """Step of the checkpoint to continue from; None: begin anew.
+def _starting_step(folder: Path, resume: bool, from_step: int | None, *, is_trial: bool = False) -> int | None:
+    """Step of the checkpoint to continue from; None: begin anew, a trial in the place of an earlier one.
 
     Raises:
         UserError: there is a run already and nobody asked to continue it, or it cannot be continued.
     """
+    if is_trial and trial.is_trial(folder):
+        return None
     if not resume:
         refuse_existing(folder)
         return None
@@ -135,6 +145,7 @@ def _train(
     platform: Platform,
     stop: StopRequest,
     branch: Branch | None,
+    trial_of: RunConfig | None,
     record_of: Callable[[CheckpointStore], Record | None],
     lock: RunLock | None,
 ) -> None:
@@ -175,7 +186,10 @@ def _train(
         loop.heartbeat.close()
         if loop.records is not None:
             loop.records.close()
-    _say_on_first_rank(_farewell(folder, loop.progress, finished))
+    if trial_of is None:
+        _say_on_first_rank(_farewell(folder, loop.progress, finished))
+    elif dist.get_rank() == 0:
+        print(_of_trial(trial_of, folder, loop, finished))
 
 
 def _loop(
@@ -339,6 +353,12 @@ def _farewell(folder: Path, progress: Progress, finished: bool) -> str:
         f"stopped at step {progress.step} with a checkpoint; "
         f"continue with: selectron train {folder / CONFIG} --processes {dist.get_world_size()} --resume"
     )
+
+
+def _of_trial(whole: RunConfig, folder: Path, loop: TrainingLoop, finished: bool) -> str:
+    if finished:
+        return trial.conclude(whole, folder, folder / CHECKPOINTS, loop.seconds)
+    return f"trial stopped at step {loop.progress.step} of {loop.training.steps}; {folder} is removed by the next one"
 
 
 def _say_on_first_rank(line: str) -> None:

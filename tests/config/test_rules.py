@@ -282,7 +282,8 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
     "schedule_fits_the_run": (
         1,
         {"optimizer": {"warmup_steps": 10}, "training": {"steps": 10}},
-        "optimizer.warmup_steps: 10 is not less than training.steps 10; give at most 9, or more steps",
+        "optimizer.warmup_steps: 10 is not less than training.steps 10; give at most 9, or more steps "
+        "(selectron train --trial scales the schedule for a look at a few steps)",
         {"optimizer": {"warmup_steps": 9}, "training": {"steps": 10}},
     ),
     "sharded_gradients_need_one_stage": (

@@ -155,7 +155,8 @@ def test_no_model_is_counted_without_need(base: Path, monkeypatch: pytest.Monkey
         (
             "axes: {plan.tokens: [257]}",
             [],
-            "run tokens257: optimizer.warmup_steps: 2 is not less than training.steps 1; give at most 0, or more steps",
+            "run tokens257: optimizer.warmup_steps: 2 is not less than training.steps 1; give at most 0, or more steps "
+            "(selectron train --trial scales the schedule for a look at a few steps)",
         ),
         (
             "axes: {plan.tokens: [1e5]}\nfields: {plan.decay_share: 0.1}",

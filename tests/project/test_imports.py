@@ -79,10 +79,12 @@ ALLOWED: dict[str, set[str]] = {
     "evaluate": MODEL | {"training", "evaluation"},
     "generate": MODEL | {"training", "evaluation"},
     "arguments": {"launch.reporting"},
+    "commands": {"platform", "diagnosis"},
     # The command calls everything.
     "cli": MODEL
     | {
         "arguments",
+        "commands",
         "training",
         "planning",
         "launch",

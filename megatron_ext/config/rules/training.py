@@ -9,6 +9,8 @@ from megatron_ext.config.schema import FP8_TILE
 RULES = Rules()
 rule = RULES.on
 
+_TRIAL = " (selectron train --trial scales the schedule for a look at a few steps)"
+
 
 @rule("training.global_batch_size")
 def batch_divides_by_replicas(f: Facts) -> Broken:
@@ -134,11 +136,14 @@ def schedule_fits_the_run(f: Facts) -> Broken:
     o, steps = f.config.optimizer, f.config.training.steps
     # Megatron's scheduler asserts that the warm-up is shorter than the run.
     if o.warmup_steps >= steps:
-        return f"{o.warmup_steps} is not less than training.steps {steps}", f"give at most {steps - 1}, or more steps"
+        return (
+            f"{o.warmup_steps} is not less than training.steps {steps}",
+            f"give at most {steps - 1}, or more steps{_TRIAL}",
+        )
     if o.warmup_steps + o.decay_steps > steps:
         return (
             f"warm-up {o.warmup_steps} + decay_steps {o.decay_steps} is more than training.steps {steps}",
-            "shorten one of them, or give more steps",
+            f"shorten one of them, or give more steps{_TRIAL}",
         )
     return None
 

@@ -1,0 +1,1 @@
+"""The verbs of `selectron`, a file each."""

@@ -1,0 +1,45 @@
+"""`selectron doctor`: print what is installed and what a run here would use."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+
+def run() -> int:
+    """Print versions, device, back-end and what each mixer computes with.
+
+    Returns:
+        0.
+    """
+    from megatron_ext.platform import choose_backend, select_platform
+
+    ours = ("selectron", "torch", "megatron-core", "transformer-engine", "apex", "triton", "flash-linear-attention")
+    for name in ours:
+        try:
+            print(f"{name:<24}{metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            print(f"{name:<24}not installed")
+    platform = select_platform()
+    print(f"{'device':<24}{platform.device} ({platform.communication})")
+    print(f"{'back-end':<24}{choose_backend('auto', platform)}")
+    complaint = _kernels_complaint()
+    print(f"{'import kernels':<24}{complaint or 'ours'}")
+    if complaint:  # nothing below would run
+        return 0
+    from megatron_ext.diagnosis import implementations
+
+    print("\nWhat each mixer uses here, in bf16 and with its default settings:")
+    for name, choices in implementations(platform):
+        for op, choice in choices:
+            print(f"{name:<24}{op}: {choice.name} ({choice.reason})")
+    return 0
+
+
+def _kernels_complaint() -> str | None:
+    """What is wrong with the import name `kernels`; asked by path, as a foreign package of that name shadows ours."""
+    import runpy
+
+    path = Path(__file__).resolve().parents[2] / "kernels" / "ownership.py"
+    complaint: str | None = runpy.run_path(str(path))["complaint"]()
+    return complaint

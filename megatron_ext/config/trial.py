@@ -1,0 +1,52 @@
+"""Configuration of a trial: a few steps of a run's model and layout, for a look before a long run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_ext.config.schema import OptimizerConfig, RunConfig
+from megatron_ext.errors import UserError
+
+FOLDER = "trials"
+"""Folder of trials, in the folder of runs. Reports, which look one level deep, do not find them."""
+
+
+def trial_config(config: RunConfig, steps: int) -> RunConfig:
+    """Shorten a run to a trial: fewer steps, the schedule scaled, each evaluation once, one checkpoint.
+
+    Model, batch, precision, layout and optimizer stay as they are. Shards are compared by size alone; a run that
+    branches off another begins from initial weights.
+
+    Args:
+        config: of the whole run, checked.
+        steps: of the trial.
+
+    Raises:
+        UserError: there are more than the run has, or less than 1.
+    """
+    training = config.training
+    if not 1 <= steps <= training.steps:
+        problem = f"{steps} steps, and the run has training.steps {training.steps}"
+        raise UserError("--trial", problem, f"give 1 to {training.steps}")
+    return replace(
+        config,
+        data=replace(config.data, verify="size"),
+        training=replace(
+            training,
+            steps=steps,
+            evaluate_every=steps if training.evaluate_every else 0,
+            evaluate_suites_every=steps if training.evaluate_suites_every else 0,
+            checkpoint_every=steps if training.checkpoint_every else 0,
+            keep_every=0,
+        ),
+        optimizer=_scaled(config.optimizer, training.steps, steps),
+        run=replace(config.run, dir=str(Path(config.run.dir) / FOLDER), branch_from=None),
+    )
+
+
+def _scaled(optimizer: OptimizerConfig, whole: int, steps: int) -> OptimizerConfig:
+    """The schedule with the same shares of fewer steps; at least one step each of decay and of what is no warm-up."""
+    decay = max(1, round(optimizer.decay_steps * steps / whole)) if optimizer.decay_steps else 0
+    warmup = min(round(optimizer.warmup_steps * steps / whole), steps - max(1, decay))
+    return replace(optimizer, warmup_steps=warmup, decay_steps=decay)

@@ -1,0 +1,174 @@
+"""A trial run: its folder, and the estimate of the whole run that its steps allow."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_ext.config.schema import RunConfig, TrainingConfig
+from megatron_ext.errors import UserError
+from megatron_ext.files import write_whole
+from megatron_ext.run_folder import lock
+
+MARK = "trial.json"
+"""File that makes a folder a trial's, which the next trial may replace; at the end it holds the estimate."""
+
+_SETTLING = 2
+"""First steps that compile, allocate and tune; they are not representative."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Measured in a trial, for the whole run.
+
+    Attributes:
+        steps: of the trial.
+        step_seconds: median of the steps after the first two (of all, where there are no more than two).
+        first_step_seconds: with compilation.
+        tokens_per_second: of the whole machine, at that pace.
+        mfu: share of the peak of all devices; None: it is not known.
+        peak_memory: bytes, of the rank that used most: allocated on a GPU, resident on a CPU.
+        evaluation_seconds: of one evaluation by domain; None: there are none.
+        suites_seconds: of the other suites once; None: there are none.
+        checkpoint_bytes: of one checkpoint.
+        checkpoint_seconds: until one checkpoint was written.
+        checkpoint_waits: seconds of them in which training waited.
+        whole_seconds: of the whole run, with its evaluations and checkpoints.
+        whole_steps: of the whole run.
+        whole_tokens: that the whole run trains on.
+        losses: of each step, nats a token.
+    """
+
+    steps: int
+    step_seconds: float
+    first_step_seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    peak_memory: int
+    evaluation_seconds: float | None
+    suites_seconds: float | None
+    checkpoint_bytes: int
+    checkpoint_seconds: float
+    checkpoint_waits: float
+    whole_seconds: float
+    whole_steps: int
+    whole_tokens: int
+    losses: Sequence[float]
+
+
+def is_trial(folder: Path) -> bool:
+    """Whether a folder is that of a trial, and not of a run."""
+    return (folder / MARK).exists()
+
+
+def begin(folder: Path) -> None:
+    """Make the folder of a trial, in the place of an earlier one; one process does.
+
+    Raises:
+        UserError: the folder cannot be removed or made.
+    """
+    try:
+        for path in folder.iterdir() if is_trial(folder) else ():
+            if path.name == lock.FOLDER:  # which this process holds
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != MARK:  # stays: a kill in between leaves a trial
+                path.unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / MARK, b"{}\n")
+    except OSError as error:
+        raise UserError(str(folder), f"cannot be written ({error.strerror})", "choose another run.dir") from error
+
+
+def conclude(whole: RunConfig, folder: Path, checkpoints: Path, seconds: Mapping[str, Sequence[float]]) -> str:
+    """Estimate the whole run, keep the estimate in the trial's folder and remove its checkpoint; one process does.
+
+    Args:
+        whole: configuration of the whole run.
+        folder: of the trial, which is finished.
+        checkpoints: folder of its checkpoints.
+        seconds: that evaluations and checkpoints took, see `TrainingLoop.seconds`.
+
+    Returns:
+        Lines for the user.
+    """
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    size = sum(path.stat().st_size for path in checkpoints.rglob("*") if path.is_file())
+    estimate = _estimate(whole, metrics, seconds, size)
+    write_whole(folder / MARK, (json.dumps(asdict(estimate), indent=1) + "\n").encode())
+    shutil.rmtree(checkpoints)
+    return _lines(estimate, whole.training, folder)
+
+
+def _estimate(
+    whole: RunConfig, metrics: Sequence[Mapping[str, Any]], seconds: Mapping[str, Sequence[float]], size: int
+) -> Estimate:
+    training = whole.training
+    tokens = training.global_batch_size * whole.data.seq_length
+    each = [tokens / one["tokens_per_second"] for one in metrics]
+    counted = each[_SETTLING:] or each
+    step = median(counted)
+    mfu = [one["mfu"] * one_step for one, one_step in zip(metrics, each, strict=True) if one["mfu"] is not None]
+    evaluation, suites, waits = (_of(seconds, name) for name in ("evaluation", "suites", "save"))
+    total = training.steps * step + (waits or 0.0) * _times(training.steps, training.checkpoint_every or training.steps)
+    total += (evaluation or 0.0) * _times(training.steps, training.evaluate_every)
+    total += (suites or 0.0) * _times(training.steps, training.evaluate_suites_every)
+    return Estimate(
+        steps=len(metrics),
+        step_seconds=step,
+        first_step_seconds=each[0],
+        tokens_per_second=tokens / step,
+        mfu=median(mfu) / step if mfu else None,
+        peak_memory=max(one["peak_memory"] for one in metrics),
+        evaluation_seconds=evaluation,
+        suites_seconds=suites,
+        checkpoint_bytes=size,
+        checkpoint_seconds=(waits or 0.0) + (_of(seconds, "write") or 0.0),
+        checkpoint_waits=waits or 0.0,
+        whole_seconds=total,
+        whole_steps=training.steps,
+        whole_tokens=tokens * training.steps,
+        losses=[one["loss"] for one in metrics],
+    )
+
+
+def _of(seconds: Mapping[str, Sequence[float]], name: str) -> float | None:
+    return seconds[name][-1] if seconds.get(name) else None
+
+
+def _times(steps: int, every: int) -> int:
+    """How often something is done that is done at the end, too; 0: never."""
+    return math.ceil(steps / every) if every else 0
+
+
+def _lines(found: Estimate, training: TrainingConfig, folder: Path) -> str:
+    after = f", median of steps {_SETTLING + 1} to {found.steps}" if found.steps > _SETTLING else ""
+    rows = [("step", f"{found.step_seconds:.3g} s{after}; the first took {found.first_step_seconds:.3g} s")]
+    mfu = f" ({found.mfu:.1%} of the peak)" if found.mfu is not None else ""
+    rows.append(("tokens/s", f"{found.tokens_per_second:,.0f}{mfu}"))
+    rows.append(("peak memory", f"{found.peak_memory / 2**30:.2f} GiB of the process that takes most"))
+    rows.append(("loss", f"{found.losses[0]:.4f} to {found.losses[-1]:.4f}"))
+    if found.evaluation_seconds is not None:
+        rows.append(("evaluation", f"{found.evaluation_seconds:.3g} s, every {training.evaluate_every} steps"))
+    if found.suites_seconds is not None:
+        rows.append(("suites", f"{found.suites_seconds:.3g} s, every {training.evaluate_suites_every} steps"))
+    written = f"{found.checkpoint_bytes / 2**30:.2f} GiB in {found.checkpoint_seconds:.3g} s"
+    rows.append(("checkpoint", f"{written}, training waits for {found.checkpoint_waits:.3g} s; removed"))
+    whole = f"{found.whole_steps:,} steps, {found.whole_tokens:,} tokens: about {_span(found.whole_seconds)}"
+    rows.append(("whole run", f"{whole} at this pace, after its data are verified"))
+    rows.append(("kept in", str(folder)))
+    return "\n".join(["trial finished", *(f"  {name:<13}{value}" for name, value in rows)])
+
+
+def _span(seconds: float) -> str:
+    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds / 86400:.3g} days"
