@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_ext.events import LAUNCH
 from megatron_ext.files import write_whole
 from megatron_ext.launch import slurm
-from megatron_ext.launch.job import NUMBER, SCRIPT, Job, sbatch_options, unwritable
+from megatron_ext.launch.job import NUMBER, SCRIPT, Job, next_folder, sbatch_options, unwritable
 from megatron_ext.launch.resources import Resources
 
 FOLDER = Path(LAUNCH) / "arrays"
@@ -74,8 +74,11 @@ def write_array(
     Raises:
         UserError: the folder cannot be written.
     """
-    number = 1 + max((int(array.folder.name) for array in _arrays(runs)), default=0)
-    folder = (runs / FOLDER / str(number)).absolute()
+    folder = (runs / FOLDER).absolute()
+    try:
+        folder = next_folder(folder)
+    except OSError as error:
+        raise unwritable(folder, error) from error
     limit = f"%{parallel}" if parallel else ""
     options = [
         *sbatch_options(resources, folder, "array.log"),  # each task has a log of its own besides
@@ -92,7 +95,6 @@ def write_array(
     ]
     array = Array(folder)
     try:
-        folder.mkdir(parents=True)
         array.script.write_text("\n".join(lines) + _BODY)
         write_whole(folder / _JOBS, json.dumps([str(job.folder) for job in jobs], indent=1).encode())
     except OSError as error:

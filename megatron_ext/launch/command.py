@@ -27,6 +27,7 @@ from megatron_ext.launch.job import (
     jobs_of,
     newest_job,
     sbatch_options,
+    submitting,
     write_job,
 )
 from megatron_ext.launch.ranks import ranks_table
@@ -34,6 +35,8 @@ from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.status import events_of, run_folders, status_of, status_table
 from megatron_ext.launch.sweep import Sweep
 from megatron_ext.launch.sweep_file import of_sweep
+from megatron_ext.run_folder.lock import FOLDER
+from megatron_ext.run_folder.lock_file import lock_state
 
 _OF_SLURM = ("nodes", "gpus_per_node", "processes_per_node", "cpus_per_task", "partition", "time", "container")
 """Options that mean nothing to a run on this machine."""
@@ -147,21 +150,26 @@ def launch(args: argparse.Namespace, config: RunConfig, refuse_existing: Callabl
         refuse_existing()
     if args.local is None:
         _check_cluster(args, resources, sbatch_options(resources, folder.absolute(), "job-%j.log"))
-        if not args.dry_run:
-            _refuse_alive(folder)
-    is_here = args.local is not None and not args.dry_run
-    lock = claim(folder) if is_here else None
-    if is_here and lock is None:
-        raise UserError("run.name", f"{folder} is trained by another process", "wait for it, or end it with Ctrl-C")
-    job = write_job(config, folder, resources, _python(args))
     if args.dry_run:
+        job = write_job(config, folder, resources, _python(args))
         sys.stdout.write(job.script.read_text())
         print(f"written, and not submitted: {job.script}", file=sys.stderr)
         return 0
-    if lock is not None:
+    if args.local is not None:
+        refuse_held(folder)
+        lock = claim(folder)
+        if lock is None:
+            raise UserError("run.name", f"{folder} is trained by another process", "wait for it, or end it with Ctrl-C")
+        job = write_job(config, folder, resources, _python(args))
         print(f"events: {job.folder}/events.tsv\n{_how_to_follow(job)}", file=sys.stderr, flush=True)
         return run_here(job, args.local, lock)
-    job.keep_number(slurm.submit(job.script))
+    with submitting(folder):
+        if not args.resume:
+            refuse_existing()
+        _refuse_alive(folder)
+        refuse_held(folder)
+        job = write_job(config, folder, resources, _python(args))
+        job.keep_number(slurm.submit(job.script))
     print(f"job:    {job.number}\n{_how_to_follow(job)}")
     return 0
 
@@ -291,6 +299,25 @@ def _refuse_alive(folder: Path) -> None:
     if newest is not None and state is not None and state.is_alive:
         problem = f"{folder} has job {newest.number} ({state.state.lower()})"
         raise UserError("run.name", problem, f"`selectron cancel {folder}` ends it; or choose another run.name")
+
+
+def refuse_held(folder: Path) -> None:
+    """Refuse a run that a process trains, whoever began it.
+
+    Raises:
+        UserError: one does.
+    """
+    state = lock_state(folder / FOLDER)
+    if state is None or not state.is_held:
+        return
+    job = state.holder.process.job if state.holder else None
+    if job is not None and shutil.which("squeue") is not None:
+        found = slurm.job_state(job)
+        if found is None or not found.is_alive:  # it had no time to release the lock
+            return
+    signs = f"; its last sign is {state.quiet_seconds:.0f} s old"
+    holder = state.holder or "a process that does not say who it is"
+    raise UserError("run.name", f"{folder} is trained by {holder}{signs}", "wait until it ends, or end it there")
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:

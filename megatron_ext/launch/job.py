@@ -8,7 +8,8 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +20,13 @@ from megatron_ext.errors import UserError
 from megatron_ext.events import EVENTS, LAUNCH, launches
 from megatron_ext.files import write_whole
 from megatron_ext.launch.resources import Resources
+from megatron_ext.run_folder.lock import held, take
 
 TEMPLATE = Path(__file__).with_name("train.sbatch")
 PACKAGES = ("megatron_ext", "kernels", "data_prep")
 SCRIPT, CODE, NUMBER = "job.sbatch", "code", "job_id"
+SUBMISSION = "submission"
+"""Lock of a run while a call submits a job of it."""
 _CLAIM_TRIES, _CLAIM_SECONDS = 5, 0.05
 _BEGIN, _END = "# >>> job\n", "# <<< job\n"
 
@@ -154,10 +158,9 @@ def write_job(
     Raises:
         UserError: the folder cannot be written.
     """
-    before = jobs_of(run_folder)
-    folder = (run_folder / LAUNCH / str(int(before[-1].folder.name) + 1 if before else 1)).absolute()
+    folder = (run_folder / LAUNCH).absolute()
     try:
-        folder.mkdir(parents=True)
+        folder = next_folder(folder)
         (folder / "config.yaml").write_text(to_yaml(config))
         if code is None:
             copy_code(folder / CODE)
@@ -169,6 +172,44 @@ def write_job(
     except OSError as error:
         raise unwritable(folder, error) from error
     return job
+
+
+def next_folder(above: Path) -> Path:
+    """Make the next of the folders `1`, `2`, ... in a folder: of several calls at once each gets another one.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    above.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((int(path.name) for path in above.iterdir() if path.name.isdecimal()), default=0)
+    while True:
+        try:
+            (above / str(number)).mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return above / str(number)
+
+
+@contextmanager
+def submitting(*run_folders: Path) -> Iterator[None]:
+    """Keep other calls from launching runs, from the look whether they have jobs until those of this call are noted.
+
+    Args:
+        run_folders: of the runs.
+
+    Raises:
+        UserError: another call launches one of them, or its folder cannot be written.
+    """
+    hint = "wait until that call is done, then see `selectron status`"
+    with ExitStack() as taken:
+        locks = []
+        for folder in run_folders:
+            locks.append(take(folder / SUBMISSION, f"the launch of {folder}", hint=hint))
+            taken.callback(locks[-1].release)
+        taken.pop_all()
+        with held(*locks):
+            yield
 
 
 def unwritable(folder: Path, error: OSError) -> UserError:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -22,7 +22,17 @@ from megatron_ext.launch import slurm
 from megatron_ext.launch.array import find_lost, write_array
 from megatron_ext.launch.branches import in_order, trunks_of
 from megatron_ext.launch.here import start_here
-from megatron_ext.launch.job import Job, claim, copy_code, jobs_of, newest_job, unwritable, write_job
+from megatron_ext.launch.job import (
+    Job,
+    claim,
+    copy_code,
+    jobs_of,
+    newest_job,
+    next_folder,
+    submitting,
+    unwritable,
+    write_job,
+)
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.status import SWEEP, events_of, is_finished
 from megatron_ext.signals import handled
@@ -85,15 +95,18 @@ class Sweep:
         """
         find_lost(self._folder)
         for trunk, names in in_order(self.unfinished, self._trunks).items():
-            names = [name for name in names if not self._is_alive(name)]
-            if not names:
-                continue
-            jobs = [self._write(name) for name in names]
-            before = newest_job(self._folder / trunk) if trunk else None
-            after = before.number if before else None
-            write_array(self._folder, jobs, self._resources, parallel=parallel, after=after).submit()
-            for name, job in zip(names, jobs, strict=True):
-                print(f"{name}: job {job.number}" + (f", after {trunk}" if trunk else ""))
+            with submitting(*(self._folder / name for name in names)):
+                self._submit_array(trunk, [name for name in names if not self._is_alive(name)], parallel)
+
+    def _submit_array(self, trunk: str | None, names: Sequence[str], parallel: int | None) -> None:
+        if not names:
+            return
+        jobs = [self._write(name) for name in names]
+        before = newest_job(self._folder / trunk) if trunk else None
+        after = before.number if before else None
+        write_array(self._folder, jobs, self._resources, parallel=parallel, after=after).submit()
+        for name, job in zip(names, jobs, strict=True):
+            print(f"{name}: job {job.number}" + (f", after {trunk}" if trunk else ""))
 
     def _is_alive(self, name: str) -> bool:
         """Whether a run has a job that waits or runs; says so."""
@@ -166,8 +179,12 @@ class Sweep:
     @cached_property
     def _code(self) -> Path:
         """The copy of the code that all runs share that this call begins."""
-        before = [int(path.name) for path in (self._folder / _CODE).glob("*") if path.name.isdecimal()]
-        return copy_code((self._folder / _CODE / str(max(before, default=0) + 1)).absolute())
+        folder = (self._folder / _CODE).absolute()
+        try:
+            folder = next_folder(folder)
+        except OSError as error:
+            raise unwritable(folder, error) from error
+        return copy_code(folder)
 
     def _start(self, name: str, processes: int) -> subprocess.Popen[bytes] | None:
         """Start a run; None where one that was started before still runs."""

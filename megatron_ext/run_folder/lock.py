@@ -69,8 +69,6 @@ class RunLock:
         self.holder, self._folder, self._what = holder, folder, what
         self._path = folder / str(holder.number)
         self._beats, self._checked = 0, time.monotonic()
-        self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
 
     @property
     def token(self) -> str:
@@ -119,9 +117,6 @@ class RunLock:
 
     def release(self) -> None:
         """Give the lock up. The file stays, as the next number follows it; a run's folder with nothing else goes."""
-        self._closed.set()
-        if self._thread is not None:
-            self._thread.join()
         try:
             self.check()
             self._write(released=True)
@@ -131,32 +126,6 @@ class RunLock:
                 self._folder.parent.rmdir()
         except (OSError, LockLost):
             return  # it is not ours to change any more, or the disk refuses: then it is taken over as a dead one's
-
-    @contextlib.contextmanager
-    def held(self, on_stuck: Callable[[LockLost], object] | None = None) -> Iterator[RunLock]:
-        """Within it a thread beats; behind it the lock is released.
-
-        Args:
-            on_stuck: called by that thread if the lock is lost and this context is still open `GRACE_SECONDS` later.
-        """
-
-        def keep_beating() -> None:
-            while not self._closed.wait(BEAT_SECONDS):
-                try:
-                    self.beat()
-                except LockLost as error:
-                    if not self._closed.wait(GRACE_SECONDS) and on_stuck is not None:
-                        on_stuck(error)
-                    return
-                except OSError:  # the next may come through; until then others may take the lock over
-                    continue
-
-        self._thread = threading.Thread(target=keep_beating, name="run-lock", daemon=True)
-        self._thread.start()
-        try:
-            yield self
-        finally:
-            self.release()
 
     def _write(self, *, released: bool) -> None:
         """Overwrite the file, unless its name belongs to another one: the open file is the one that was checked."""
@@ -220,6 +189,40 @@ def _try(folder: Path, what: str, hint: str, me: ProcessIdentity, watched: _Watc
         raise UserError(what, f"is held by {holder or _UNKNOWN}", hint)
     created = lock_file.create(folder, newest + 1, me)
     return None if created is None else RunLock(folder, created, what)
+
+
+@contextlib.contextmanager
+def held(*locks: RunLock, on_stuck: Callable[[LockLost], object] | None = None) -> Iterator[None]:
+    """Within it a thread beats for locks; behind it they are released.
+
+    Args:
+        locks: that this process has taken.
+        on_stuck: called by that thread if a lock is lost and this context is still open `GRACE_SECONDS` later.
+    """
+    closed, lost = threading.Event(), set[str]()
+
+    def keep_beating() -> None:
+        while not closed.wait(BEAT_SECONDS):
+            for lock in locks:
+                try:
+                    if lock.token not in lost:
+                        lock.beat()
+                except LockLost as error:
+                    lost.add(lock.token)
+                    if on_stuck is not None and not closed.wait(GRACE_SECONDS):
+                        on_stuck(error)
+                except OSError:  # the next may come through; until then others may take the lock over
+                    continue
+
+    thread = threading.Thread(target=keep_beating, name="run-lock", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closed.set()
+        thread.join()
+        for lock in locks:
+            lock.release()
 
 
 class _Watched:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_ext.errors import EXIT_USER_ERROR
-from megatron_ext.run_folder.lock import FOLDER, LockLost, RunLock, take
+from megatron_ext.run_folder.lock import FOLDER, LockLost, RunLock, held, take
 
 
 @contextmanager
@@ -30,7 +30,8 @@ def holding(folder: Path) -> Iterator[RunLock | None]:
         yield None
         return
     hint = "wait until it ends, or end it there; or choose another run.name"
-    with take(folder / FOLDER, str(folder), hint=hint).held(_end_at_once) as lock:
+    lock = take(folder / FOLDER, str(folder), hint=hint)
+    with held(lock, on_stuck=_end_at_once):
         yield lock
 
 

@@ -109,7 +109,7 @@ def test_jobs_of_a_run_are_counted(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(UserError, match=r"run/launch/1: cannot be written \(Not a directory\); choose another run.dir"):
+    with pytest.raises(UserError, match=r"run/launch: cannot be written \(Not a directory\); choose another run.dir"):
         written(tmp_path, "exit 0")
 
 

@@ -16,7 +16,7 @@ import pytest
 from megatron_ext.errors import UserError
 from megatron_ext.run_folder import lock as lock_module
 from megatron_ext.run_folder import lock_file
-from megatron_ext.run_folder.lock import BEAT_SECONDS, CONFIRM_SECONDS, Clock, LockLost, RunLock, take
+from megatron_ext.run_folder.lock import BEAT_SECONDS, CONFIRM_SECONDS, Clock, LockLost, RunLock, held, take
 from megatron_ext.run_folder.lock_file import DEAD_SECONDS, lock_state, read_holder
 from megatron_ext.run_folder.process_identity import ProcessIdentity, this_process
 
@@ -55,10 +55,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_living_holder_of_this_machine_is_named_at_once(folder: Path) -> None:
-    held, clock = taken(folder), FakeClock()
+    first, clock = taken(folder), FakeClock()
     with pytest.raises(UserError) as error:
         taken(folder, clock=clock)
-    since = held.holder.since
+    since = first.holder.since
     assert str(error.value).startswith(f"runs/a: is held by process {HERE.pid} on {HERE.host}, since {since}; wait")
     assert clock.time == 1000.0
 
@@ -252,7 +252,7 @@ def test_a_thread_beats_and_a_process_that_is_stuck_is_told(folder: Path, monkey
     monkeypatch.setattr(lock_module, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(lock_module, "GRACE_SECONDS", 0.01)
     told = threading.Event()
-    with taken(folder, JOB).held(lambda _: told.set()) as lock:
+    with held(lock := taken(folder, JOB), on_stuck=lambda _: told.set()):
         first = lock_file.raw(folder / "1")
         while lock_file.raw(folder / "1") == first:
             pass

@@ -1,0 +1,149 @@
+"""A run is launched once, however many calls there are at one moment."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config.schema import DataConfig, RunConfig, RunSection
+from megatron_ext.errors import UserError
+from megatron_ext.launch import array, command, job, slurm
+from megatron_ext.launch.job import Job, jobs_of, next_folder, submitting, write_job
+from megatron_ext.launch.resources import Resources
+from megatron_ext.launch.slurm import JobState
+from megatron_ext.launch.sweep import Sweep
+from megatron_ext.run_folder.lock import FOLDER, RunLock, take
+from megatron_ext.run_folder.process_identity import this_process
+
+CALLS = 4
+
+
+class FakeSlurm:
+    """Jobs that wait for ever; to submit one takes a moment."""
+
+    def __init__(self) -> None:
+        self.submitted: list[Path] = []
+
+    def submit(self, script: Path) -> str:
+        time.sleep(0.02)
+        self.submitted.append(script)
+        return str(len(self.submitted))
+
+    def job_state(self, number: str) -> JobState | None:
+        return JobState("PENDING", "", "") if int(number.split("_")[0]) <= len(self.submitted) else None
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
+    fake = FakeSlurm()
+    monkeypatch.setattr(slurm, "submit", fake.submit)
+    monkeypatch.setattr(slurm, "job_state", fake.job_state)
+    monkeypatch.setattr(slurm, "numbers_by_script", dict)
+    monkeypatch.setattr(command, "_check_cluster", lambda *_: None)
+    monkeypatch.setattr(job, "PACKAGES", ())  # the code need not be copied
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    (tmp_path / "data").mkdir()
+    return fake
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_launch(parser)
+    return parser.parse_args([])
+
+
+def config_of(tmp_path: Path, name: str = "a") -> RunConfig:
+    return RunConfig(
+        data=DataConfig(path=str(tmp_path / "data")), run=RunSection(dir=str(tmp_path / "runs"), name=name)
+    )
+
+
+def at_once(call: Callable[[], object], calls: int = CALLS) -> list[object]:
+    """Results of calls in threads that begin together; errors of the user's are results, too."""
+    barrier, results = threading.Barrier(calls), list[object]()
+
+    def one() -> None:
+        barrier.wait()
+        try:
+            results.append(call())
+        except UserError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=one) for _ in range(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("round_", range(5))
+def test_of_launches_at_one_moment_one_submits(tmp_path: Path, fake: FakeSlurm, round_: int) -> None:
+    config, args = config_of(tmp_path), arguments()
+    results = at_once(lambda: command.launch(args, config, lambda: None))
+    assert [result for result in results if not isinstance(result, UserError)] == [0]
+    for error in (result for result in results if isinstance(result, UserError)):
+        assert "is held by process" in str(error) or "has job 1 (pending)" in str(error)
+    assert len(fake.submitted) == 1
+    assert [one.number for one in jobs_of(tmp_path / "runs" / "a")] == ["1"]
+
+
+def test_of_sweeps_at_one_moment_one_submits_each_run(tmp_path: Path, fake: FakeSlurm) -> None:
+    configs = {name: config_of(tmp_path, name) for name in ("a", "b")}
+
+    def sweep() -> None:
+        resources = Resources(nodes=1, job_name="sizes")
+        Sweep(tmp_path / "runs", configs, resources, "python3").submit(None)
+
+    results = at_once(sweep)
+    for error in (result for result in results if result is not None):
+        assert "the launch of" in str(error)
+        assert "is held by process" in str(error)
+    assert len(fake.submitted) == 1
+    assert [one.number for name in "ab" for one in jobs_of(tmp_path / "runs" / name)] == ["1_0", "1_1"]
+
+
+def test_a_launch_that_another_call_makes_is_named(tmp_path: Path, fake: FakeSlurm) -> None:
+    folder, me = tmp_path / "runs" / "a", this_process()
+    with submitting(folder), pytest.raises(UserError) as error:
+        command.launch(arguments(), config_of(tmp_path), lambda: None)
+    assert str(error.value).startswith(f"the launch of {folder}: is held by process {me.pid} on {me.host}, since ")
+    assert fake.submitted == []
+
+
+@pytest.mark.parametrize("local", [None, 1])
+def test_a_run_that_a_process_trains_is_not_launched(tmp_path: Path, fake: FakeSlurm, local: int | None) -> None:
+    folder, args = tmp_path / "runs" / "a", arguments()
+    args.local = local
+    lock = take(folder / FOLDER, str(folder))
+    with pytest.raises(UserError) as error:
+        command.launch(args, config_of(tmp_path), lambda: None)
+    assert str(error.value).startswith(f"run.name: {folder} is trained by {lock.holder}; its last sign is ")
+    assert jobs_of(folder) == []
+
+
+def held_by_job(folder: Path, number: str) -> RunLock:
+    elsewhere = dataclasses.replace(this_process(), host="n2", pids="another", job=number)
+    return take(folder / FOLDER, str(folder), me=elsewhere)
+
+
+def test_a_job_that_ended_without_releasing_its_lock_is_no_obstacle(tmp_path: Path, fake: FakeSlurm) -> None:
+    held_by_job(tmp_path / "runs" / "a", "77")  # which Slurm does not know any more
+    assert command.launch(arguments(), config_of(tmp_path), lambda: None) == 0
+
+
+def test_jobs_written_at_one_moment_have_folders_of_their_own(tmp_path: Path, fake: FakeSlurm) -> None:
+    resources = Resources(nodes=1, job_name="a")
+    written = at_once(lambda: write_job(config_of(tmp_path), tmp_path / "runs" / "a", resources, "python3"), 8)
+    folders = sorted(int(one.folder.name) for one in written if isinstance(one, Job))
+    assert folders == list(range(1, 9))
+    arrays = at_once(lambda: array.write_array(tmp_path, [], resources, parallel=None, after=None), 8)
+    assert len({one.folder for one in arrays if isinstance(one, array.Array)}) == 8
+    assert next_folder(tmp_path / "runs" / "a" / "launch").name == "9"
