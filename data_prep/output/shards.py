@@ -17,6 +17,7 @@ from data_prep.manifest import DomainEntry, ShardEntry
 from data_prep.output.tar_members import BLOCK, end_of_tar, member, npy
 from data_prep.storage import sha256_of
 from megatron_ext.files import force_to_disk
+from megatron_ext.paths import path_within
 
 BUFFER_BYTES = 1 << 20
 ENCODE_JSON = json.JSONEncoder(ensure_ascii=False).encode
@@ -37,14 +38,17 @@ class DomainWriter:
     Args:
         root: folder of the manifest.
         split: train, validation or test.
-        domain: name of the domain, fit for a folder.
+        domain: name of the domain, which its folder has, too.
         shard_tokens: a shard is closed at the first document that brings it to this many tokens.
         prefix: begins the key of every sample, so that no two tasks write the same.
+
+    Raises:
+        UserError: the domain's name leads out of the folder, or is no name of a folder.
     """
 
     def __init__(self, root: Path, split: str, domain: str, shard_tokens: int, prefix: str = "") -> None:
         self._root = root
-        self._folder = root / split / domain
+        self._folder = path_within(root / split, domain, f"domain {domain}")
         self._folder.mkdir(parents=True)
         self._shard_tokens = shard_tokens
         self._prefix = prefix.encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, Protocol
@@ -81,6 +82,22 @@ def kept_tokenizer(root: Path, entry: TokenizerEntry) -> TextTokenizer:
     if entry.kind == "tiktoken":
         return TiktokenTokenizer.kept(path, entry)
     return RwkvTokenizer(path) if entry.kind == "rwkv" else JsonTokenizer(load_tokenizer(path), path)
+
+
+def check_vocabulary(file: Path, entry: TokenizerEntry) -> None:
+    """Check that a manifest's vocabulary holds every token of its tokenizer.
+
+    Args:
+        file: of the tokenizer, which may be called otherwise than its entry says.
+        entry: what the manifest says of it.
+
+    Raises:
+        UserError: the tokenizer has more tokens, or its file cannot be read.
+    """
+    needed = max(kept_tokenizer(file.parent, replace(entry, file=file.name)).vocab_size, entry.eos_id + 1)
+    if entry.vocab_size < needed:
+        problem = f"has ids up to {needed - 1}, and the manifest's tokenizer.vocab_size is {entry.vocab_size}"
+        raise UserError(str(file), problem, "copy the data again or prepare it again")
 
 
 def keep_tokenizer(root: Path, tokenizer: TextTokenizer, end: tuple[str, int]) -> TokenizerEntry:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from megatron_ext.files import write_whole
+from megatron_ext.paths import path_within
 
 
 def replace_files(
@@ -33,11 +34,13 @@ def replace_files(
 
     Raises:
         OSError: the folder cannot be written.
+        UserError: the report before is said to have written files elsewhere.
     """
     output.mkdir(parents=True, exist_ok=True)
     for name in sorted(_earlier(output / record, ours) - set(files) - set(others)):
-        if keep is None or (output / name).resolve() != keep.resolve():
-            _remove(output, output / name)
+        path = path_within(output, name, str(output / record))
+        if keep is None or path.resolve() != keep.resolve():
+            _remove(output, path)
     for name, content in files.items():
         write_whole(output / name, content)
 
@@ -51,7 +54,7 @@ def _remove(output: Path, path: Path) -> None:
 def _earlier(record: Path, ours: re.Pattern[str]) -> set[str]:
     try:
         names = json.loads(record.read_bytes())["files"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return set()
     listed = names if isinstance(names, list) else []
     return {name for name in listed if isinstance(name, str) and ours.fullmatch(name)}

@@ -7,6 +7,7 @@ written; `latest` moves after that. Whatever happens in between, what was there 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,9 +17,12 @@ from megatron_ext.checkpoint.contents import Content, content_of
 from megatron_ext.checkpoint.disk import NotAsWritten
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
+from megatron_ext.paths import relative_name
 
 RECORD = "checkpoint.json"
 LATEST = "latest"
+
+_STEP = re.compile(r"step_[0-9]{1,18}")
 
 TO_TRAIN = "name another step with --from-step"
 """What `selectron train` can do where a checkpoint is no good."""
@@ -108,8 +112,9 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Steps whose checkpoints are whole, ascending."""
-        found = (path.parent.name.removeprefix("step_") for path in self.root.glob(f"step_*/{RECORD}"))
-        return sorted(int(step) for step in found if step.isdecimal())  # somebody may keep a step_6.copy there
+        found = (path.parent.name for path in self.root.glob(f"step_*/{RECORD}"))
+        # Somebody may keep a step_6.copy there.
+        return sorted(int(name.removeprefix("step_")) for name in found if _STEP.fullmatch(name))
 
     def latest(self) -> int | None:
         """Step of the newest checkpoint; None where there is none.
@@ -120,8 +125,8 @@ class CheckpointFolder:
         pointer = self.root / LATEST
         if not pointer.exists():
             return None
-        name = pointer.read_text().strip()
-        if not name.removeprefix("step_").isdecimal():
+        name = pointer.read_text(errors="replace").strip()
+        if _STEP.fullmatch(name) is None:
             there = ", ".join(f"step_{step}" for step in self.steps())
             mend = f"write one of them into it: {there}" if there else "no checkpoint is there: remove the file"
             raise UserError(str(pointer), f"{name!r} names no checkpoint", mend)
@@ -191,16 +196,16 @@ class CheckpointFolder:
             raise self.damage(step, RECORD, "is not there, so the checkpoint is not whole")
         try:
             raw = json.loads(path.read_text())
-            files = {name: Content(**content) for name, content in raw["files"].items()}
+            files = {relative_name(name, str(path)): Content(**content) for name, content in raw["files"].items()}
             return Record(**{**raw, "progress": Progress(**raw["progress"]), "files": files})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise self.damage(step, RECORD, "cannot be read as a checkpoint's record") from error
 
     def is_model_only(self, step: int) -> bool:
         """Whether a checkpoint says of itself that it holds a model alone, be it whole or not."""
         try:
             return bool(json.loads((self.path(step) / RECORD).read_text()).get("model_only"))
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError, RecursionError):
             return False
 
     def check_file(self, step: int, name: str, expected: Content) -> None:

@@ -14,12 +14,20 @@ from urllib.parse import quote
 
 import fsspec
 
-from data_prep.manifest import MANIFEST_NAME, ShardEntry, load_manifest
+from data_prep.manifest import MANIFEST_NAME, ShardEntry, parse_manifest
 from megatron_ext.data.failed import DamagedShard
 from megatron_ext.errors import UserError
 from megatron_ext.files import force_to_disk, write_whole
+from megatron_ext.paths import path_within
 
 BLOCK = 4 << 20
+
+LONGEST_MANIFEST = 512 << 20
+"""Bytes of a manifest that are read; one with 100,000 shards has some 50 MB."""
+
+LONGEST_TOKENIZER = 512 << 20
+"""Bytes of a tokenizer's file that are copied: its manifest does not tell its size."""
+
 _AGAIN = "copy it there again or prepare the data again"
 
 
@@ -54,7 +62,12 @@ class ShardCache:
         self._url, self._limit = url.rstrip("/"), None if gib is None else int(gib * 2**30)
         self._files, self._base = _file_system(self._url)
         with self._reading(MANIFEST_NAME) as file:
-            content = file.read()
+            content = file.read(LONGEST_MANIFEST + 1)
+        if len(content) > LONGEST_MANIFEST:
+            problem = f"has more than {LONGEST_MANIFEST >> 20} MiB, as no manifest has"
+            raise UserError(f"{self._url}/{MANIFEST_NAME}", problem, "give the address of a prepared folder")
+        # Checked whole before anything that it names is fetched, written or removed.
+        self.manifest = parse_manifest(content, f"{self._url}/{MANIFEST_NAME}")
         self.root = folder / hashlib.sha256(f"{self._url}\n".encode() + content).hexdigest()[:16]
         self.copied = 0
         self._counting, self._listed = threading.Lock(), dict[str, dict[str, Any]]()
@@ -62,11 +75,10 @@ class ShardCache:
             self.root.mkdir(parents=True, exist_ok=True)
             with self._locked(MANIFEST_NAME):
                 write_whole(self.root / MANIFEST_NAME, content)
-        self.manifest = load_manifest(self.root)
         tokenizer = self.manifest.tokenizer
         with self._locked(tokenizer.file):
-            if not (self.root / tokenizer.file).exists():
-                self._copy(tokenizer.file, tokenizer.sha256, tokenizer.file)
+            if not self._here(tokenizer.file).exists():
+                self._copy(tokenizer.file, LONGEST_TOKENIZER, tokenizer.sha256, tokenizer.file)
         self._evictable = [shard for entry in self.manifest.domains if entry.split == "train" for shard in entry.shards]
 
     @contextmanager
@@ -149,24 +161,31 @@ class ShardCache:
         """Copy what is not here of a shard, or all of it again; its lock is held."""
         copied = False
         for name, size, sha256 in _files_of(shard):
-            path = self.root / name
+            path = self._here(name)
             if again or not path.is_file() or path.stat().st_size != size:
-                self._copy(name, sha256, shard.file)
+                self._copy(name, size, sha256, shard.file)
                 copied = True
         os.utime(self.root / shard.file)
         if copied and self._limit is not None:
             self._evict(self._limit)
 
-    def _copy(self, name: str, sha256: str, shard: str) -> None:
-        """Copy a file, of a shard say, whole or not at all; the lock is held."""
-        path = self.root / name
-        beside, digest = path.with_name(f".{path.name}.partial"), hashlib.sha256()
+    def _here(self, name: str) -> Path:
+        """Where a file of the manifest lies in the cache; never outside it, not even by a link."""
+        return path_within(self.root, name, f"{self._url}/{MANIFEST_NAME}")
+
+    def _copy(self, name: str, most: int, sha256: str, shard: str) -> None:
+        """Copy a file of at most so many bytes, of a shard say, whole or not at all; the lock is held."""
+        path = self._here(name)
+        beside, digest, copied = path.with_name(f".{path.name}.partial"), hashlib.sha256(), 0
         try:
             with self._writing():
                 path.parent.mkdir(parents=True, exist_ok=True)
             with self._reading(name) as source, beside.open("wb") as target:
                 while block := self._block(source, name):
                     digest.update(block)
+                    copied += len(block)
+                    if copied > most:  # the address may give bytes without end
+                        raise DamagedShard(f"{self._url}/{name}", f"has more than {most} bytes", _AGAIN, shard)
                     with self._writing():
                         target.write(block)
             if digest.hexdigest() != sha256:
@@ -183,7 +202,7 @@ class ShardCache:
     def _evict(self, limit: int) -> None:
         """Remove the shards that were not opened for longest, but those that a process is just opening."""
         with self._locked("evict"):
-            there = [shard for shard in self._evictable if (self.root / shard.file).exists()]
+            there = [shard for shard in self._evictable if self._here(shard.file).exists()]
             used = sum(shard.bytes + shard.index_bytes for shard in there)
             for shard in sorted(there, key=lambda one: (self.root / one.file).stat().st_mtime_ns):
                 if used <= limit:
@@ -191,7 +210,7 @@ class ShardCache:
                 with self._locked(shard.file, wait=False) as got:
                     if got:
                         for name, _, _ in _files_of(shard):
-                            (self.root / name).unlink(missing_ok=True)
+                            self._here(name).unlink(missing_ok=True)
                         used -= shard.bytes + shard.index_bytes
 
     @contextmanager

@@ -51,7 +51,9 @@ def make_random_data(
         shards.append(ShardEntry(file, other, len(index), shard_tokens, len(tar), buffer.tell(), *digests))
     tokens, documents = num_shards * shard_tokens, num_shards * len(index)
     domain = DomainEntry("train", DOMAIN, documents, tokens, 4 * tokens, 4 * tokens, shards)
-    manifest = Manifest(1, TokenizerEntry("tokenizer.json", "", VOCABULARY, "<|endoftext|>", 0), "uint16", [domain])
+    manifest = Manifest(
+        1, TokenizerEntry("tokenizer.json", "0" * 64, VOCABULARY, "<|endoftext|>", 0), "uint16", [domain]
+    )
     save_manifest(root, manifest)
     return manifest
 

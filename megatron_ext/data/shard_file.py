@@ -56,21 +56,34 @@ class OpenShard:
         entry: what the manifest says.
         dtype: of the stored tokens.
         landmarks: from an earlier opening; None: the index is read whole and compared with the manifest.
+        vocab_size: ids at and above it are refused when they are read; None: any are taken.
 
     Raises:
         DamagedShard: a file is missing, cannot be read or does not fit the manifest; it is named.
     """
 
-    def __init__(self, root: Path, entry: ShardEntry, dtype: np.dtype, landmarks: Landmarks | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        entry: ShardEntry,
+        dtype: np.dtype,
+        landmarks: Landmarks | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
         # Joined as text: where shards are many, each sample opens one, and pathlib takes longer than the system.
         self._tar_path, self._index_path, self._dtype = f"{root}/{entry.file}", f"{root}/{entry.index}", dtype
         self._name, self._documents = entry.file, entry.documents
+        self._vocab_size = vocab_size
         self._tar = self._opened(self._tar_path)
         self._index = self._opened(self._index_path)
         self.landmarks = self._survey(entry) if landmarks is None else landmarks
 
     def read(self, start: int, length: int) -> npt.NDArray[np.generic]:
-        """The shard's tokens [start, start + length), `length` above 0, as they are stored; not to be written to."""
+        """The shard's tokens [start, start + length), `length` above 0, as they are stored; not to be written to.
+
+        Raises:
+            DamagedShard: the tar cannot be read, or holds an id that the vocabulary has not.
+        """
         found, size = self.documents(start, length), self._dtype.itemsize
         edges, begins = found.starts.copy(), found.offsets.copy()
         begins[0] += (start - edges[0]) * size  # only the first and the last document are cut
@@ -83,7 +96,12 @@ class OpenShard:
             # Joined as bytes: documents are many in a long sample, and a NumPy assignment for each takes longer.
             view = memoryview(content)
             content = b"".join([view[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)])
-        return np.frombuffer(content, self._dtype)
+        tokens = np.frombuffer(content, self._dtype)
+        # An embedding without such a row would fail on a device, without the name of a file. Takes some microseconds.
+        if self._vocab_size is not None and (largest := int(tokens.max())) >= self._vocab_size:
+            problem = f"holds the token {largest}, and the manifest's vocabulary has {self._vocab_size}"
+            raise self._damaged(self._tar_path, problem)
+        return tokens
 
     def documents(self, start: int, length: int) -> Documents:
         """The documents of the shard's tokens [start, start + length), `length` above 0."""

@@ -64,6 +64,7 @@ class TokenStore:
         entries = manifest.select(split, domains)
         self._root, self._holding = root, holding or nullcontext
         self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
+        self._vocab_size = manifest.tokenizer.vocab_size
         self._shards = [shard for entry in entries for shard in entry.shards]
         self._token_starts = _starts([shard.tokens for shard in self._shards])
         self._document_starts = _starts([shard.documents for shard in self._shards])
@@ -150,7 +151,7 @@ class TokenStore:
             return shard
         entry = self._shards[number]
         with self._holding(entry):
-            shard = OpenShard(self._root, entry, self._dtype, self._landmarks.get(number))
+            shard = OpenShard(self._root, entry, self._dtype, self._landmarks.get(number), self._vocab_size)
         self._open[number], self._landmarks[number] = shard, shard.landmarks
         if len(self._open) > self._most_open:
             self._open.popitem(last=False)

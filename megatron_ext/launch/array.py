@@ -13,6 +13,7 @@ from megatron_ext.files import write_whole
 from megatron_ext.launch import slurm
 from megatron_ext.launch.job import NUMBER, SCRIPT, Job, next_folder, sbatch_options, unwritable
 from megatron_ext.launch.resources import Resources
+from megatron_ext.paths import path_within
 
 FOLDER = Path(LAUNCH) / "arrays"
 _ARRAY, _JOBS = "array.sbatch", "jobs.json"
@@ -43,7 +44,8 @@ class Array:
     @property
     def jobs(self) -> list[Job]:
         """Its tasks' jobs, in their order."""
-        return [Job(Path(folder)) for folder in json.loads((self.folder / _JOBS).read_text())]
+        runs, record = self.folder.parents[len(FOLDER.parts)], self.folder / _JOBS
+        return [Job(_inside(runs, name, str(record))) for name in json.loads(record.read_text())]
 
     def submit(self) -> None:
         """Submit it, and note the number of each job.
@@ -100,6 +102,14 @@ def write_array(
     except OSError as error:
         raise unwritable(folder, error) from error
     return array
+
+
+def _inside(runs: Path, name: str, where: str) -> Path:
+    """A job's folder, which is below the sweep's; jobs' numbers are written there."""
+    # Records have absolute paths, which may lead to the runs by other links than this call's.
+    path = Path(name)
+    inner = path.resolve().relative_to(runs.resolve()) if path.resolve().is_relative_to(runs.resolve()) else path
+    return path_within(runs, str(inner), where)
 
 
 def tasks(number: int) -> str:

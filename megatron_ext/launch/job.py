@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shlex
 import shutil
 import time
@@ -28,6 +29,7 @@ SCRIPT, CODE, NUMBER = "job.sbatch", "code", "job_id"
 SUBMISSION = "submission"
 """Lock of a run while a call submits a job of it."""
 _CLAIM_TRIES, _CLAIM_SECONDS = 5, 0.05
+_NUMBER = re.compile(r"[0-9]+(_[0-9]+)?")
 _BEGIN, _END = "# >>> job\n", "# <<< job\n"
 
 
@@ -43,9 +45,10 @@ class Job:
 
     @property
     def number(self) -> str | None:
-        """Slurm's; None where it was not submitted, or runs without Slurm."""
+        """Slurm's; None where it was not submitted, or runs without Slurm, or its file holds something else."""
         path = self.folder / NUMBER
-        return path.read_text().strip() if path.exists() else None
+        text = path.read_text(errors="replace").strip() if path.exists() else ""
+        return text if _NUMBER.fullmatch(text) else None  # it becomes an argument, and part of a log's name
 
     @property
     def is_begun(self) -> bool:

@@ -15,6 +15,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.events import Event, read_events
 from megatron_ext.launch.job import Job, is_claimed, jobs_of, newest_job
 from megatron_ext.launch.slurm import JobState, job_state
+from megatron_ext.paths import path_within
 from megatron_ext.reports import table
 
 METRICS = "metrics.jsonl"
@@ -86,7 +87,7 @@ def run_folders(given: Sequence[Path]) -> Iterator[Path]:
 def _inside(folder: Path) -> list[Path]:
     sweep = folder / SWEEP
     if sweep.exists():
-        return [folder / name for name in json.loads(sweep.read_text())["runs"]]
+        return [path_within(folder, name, str(sweep)) for name in json.loads(sweep.read_text())["runs"]]
     return [path for path in sorted(folder.glob("*")) if jobs_of(path)]
 
 

@@ -11,14 +11,20 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from data_prep.manifest import TokenizerEntry
+from data_prep.tokenization.rwkv_world import RwkvTokenizer
+from data_prep.tokenization.tiktoken_files import TiktokenTokenizer
 from data_prep.tokenization.tokenizer import NoTokenError
 from data_prep.tokenization.vocabularies import TextTokenizer, kept_tokenizer, lost_part
 from megatron_ext.checkpoint.conversion import tokenizer_files
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
+from megatron_ext.paths import path_within
 
 ENTRY = "tokenizer_entry.json"
 """Beside a tokenizer that is no tokenizer.json: what the data's manifest says of it, see `TokenizerEntry`."""
+
+_FILES = {"tiktoken": TiktokenTokenizer.file_name, "rwkv": RwkvTokenizer.file_name}
+"""Names of the kept files; the manifest's own name could be that of another file of the run."""
 
 
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
@@ -98,7 +104,7 @@ def keep_coder(file: Path, entry: TokenizerEntry, folder: Path) -> None:
     if entry.kind == "huggingface":
         tokenizer_files.keep_tokenizer(file, folder, entry.eos_token)
         return
-    kept = {**asdict(entry), "file": Path(entry.file).name}
+    kept = {**asdict(entry), "file": _FILES[entry.kind]}
     write_whole(folder / kept["file"], file.read_bytes())
     write_whole(folder / ENTRY, (json.dumps(kept, indent=2) + "\n").encode())
 
@@ -111,7 +117,7 @@ def coder_in(folder: Path) -> Coder | None:
     """
     if (folder / ENTRY).is_file():
         entry = _entry(folder / ENTRY)
-        return coder_of(folder / entry.file, entry)
+        return coder_of(path_within(folder, entry.file, str(folder / ENTRY), follow_links=True), entry)
     kept = tokenizer_files.kept_tokenizer(folder)
     if kept is None:
         return None

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from data_prep.manifest import Manifest, ShardEntry, load_manifest
+from data_prep.tokenization.vocabularies import check_vocabulary
 from megatron_ext.config.layout import Layout
 from megatron_ext.config.schema import DataConfig, TrainingConfig
 from megatron_ext.data.batches import NO_PACKING, Batch, Packing, micro_batch_indices, training_batch
@@ -80,6 +81,7 @@ def open_data(
     """
     root, manifest, cache = _opened(data)
     tokenizer_file = check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
+    on_every_rank(lambda: dist.get_rank() or check_vocabulary(tokenizer_file, manifest.tokenizer))
     train, test = chosen_domains(data, manifest)
     weights = None if data.weights is None else domain_weights(data.weights, train, manifest)
     doubted = frozenset(chain.from_iterable(from_every_rank(frozenset(failed))))

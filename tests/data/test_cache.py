@@ -1,5 +1,7 @@
 """Prepared data at an address: what is copied, by whom, what is refused and what is removed."""
 
+import io
+import json
 import multiprocessing
 import os
 import shutil
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from data_prep.manifest import Manifest, ShardEntry
-from megatron_ext.data.cache import ShardCache
+from megatron_ext.data.cache import BLOCK, ShardCache
 from megatron_ext.data.failed import DamagedShard
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.data.verify import find_damage
@@ -264,3 +266,55 @@ def test_a_limit_below_what_is_read_is_named(remote, tmp_path, manifest):
 def test_what_an_address_is():
     assert is_url("s3://bucket/data")
     assert not is_url("data/prepared")
+
+
+HOSTILE = "../../../home/.ssh/authorized_keys"
+
+
+@pytest.mark.parametrize("field", ["tokenizer", "file", "index"])
+def test_a_manifest_that_names_files_outside_the_cache(remote, tmp_path, field):
+    """Nothing of it is fetched or written, though the files are there and their hashes are right."""
+    manifest = json.loads((remote / "manifest.json").read_bytes())
+    entry = manifest["tokenizer"] if field == "tokenizer" else manifest["domains"][0]["shards"][0]
+    entry["file" if field == "tokenizer" else field] = HOSTILE
+    (remote / "manifest.json").write_text(json.dumps(manifest))
+    folder = tmp_path / "deep" / "er" / "cache"
+    with pytest.raises(UserError, match=r"manifest\.json \(.*\): names '\.\./.*which leads out of its folder; "):
+        ShardCache(f"file://{remote}", folder)
+    assert not (tmp_path / "deep").exists()
+
+
+def test_a_link_in_the_cache_that_leads_out_is_neither_followed_nor_removed(cache, manifest, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    shard = train_shards(manifest)[0]
+    first = Path(shard.file).parts[0]
+    (cache.root / first).symlink_to(outside)
+    with pytest.raises(UserError, match="where a link leads out of"), cache.holding(shard):
+        pass
+    assert not list(outside.iterdir())
+
+
+def test_an_address_that_gives_bytes_without_end(memory, tmp_path, monkeypatch):
+    """A file longer than the manifest says is given up there, not when the disk is full."""
+    cache = ShardCache("memory://prepared", tmp_path / "cache")
+    shard = train_shards(cache.manifest)[0]
+    asked = []
+
+    class Endless(io.RawIOBase):
+        def read(self, size: int = -1) -> bytes:
+            asked.append(size)
+            return bytes(size)
+
+    monkeypatch.setattr(cache._files, "open", lambda *_: Endless())
+    with pytest.raises(DamagedShard, match=rf"has more than {shard.index_bytes} bytes"), cache.holding(shard):
+        pass
+    assert asked == [BLOCK]
+    assert copies(cache) == set()
+    assert not list(cache.root.rglob("*.partial"))
+
+
+def test_a_manifest_of_no_sane_size(remote, tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_ext.data.cache.LONGEST_MANIFEST", 100)
+    with pytest.raises(UserError, match=r"manifest\.json: has more than 0 MiB, as no manifest has"):
+        ShardCache(f"file://{remote}", tmp_path / "cache")

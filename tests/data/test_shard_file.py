@@ -108,3 +108,13 @@ def test_descriptors_are_given_back(tmp_path):
     for _ in range(20):
         OpenShard(tmp_path, entry, UINT16)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_id_that_the_vocabulary_has_not_is_named(tmp_path):
+    entry, tokens = made(tmp_path)
+    largest = int(tokens.max())
+    whole = OpenShard(tmp_path, entry, UINT16, vocab_size=largest + 1)
+    assert np.array_equal(whole.read(0, len(tokens)), tokens)
+    smaller = OpenShard(tmp_path, entry, UINT16, vocab_size=largest)
+    with pytest.raises(UserError, match=rf"a\.tar: holds the token {largest}, and .* vocabulary has {largest}; "):
+        smaller.read(0, len(tokens))

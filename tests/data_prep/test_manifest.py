@@ -19,9 +19,13 @@ from megatron_ext.errors import UserError
 
 
 def manifest() -> Manifest:
-    shard = ShardEntry("train/C4/000000.tar", "train/C4/000000.index.npy", 2, 9, 10240, 160, "a" * 64, "b" * 64)
+    def shard(folder: str) -> ShardEntry:
+        return ShardEntry(f"{folder}/0.tar", f"{folder}/0.index.npy", 2, 9, 10240, 160, "a" * 64, "b" * 64)
+
     entries = [
-        DomainEntry(split, name, 2, 9, 30, 31, [shard]) for split in ("train", "test") for name in ("C4", "Book")
+        DomainEntry(split, name, 2, 9, 30, 31, [shard(f"{split}/{name}")])
+        for split in ("train", "test")
+        for name in ("C4", "Book")
     ]
     return Manifest(
         version=1,

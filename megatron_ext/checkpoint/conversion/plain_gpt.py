@@ -25,6 +25,10 @@ from megatron_ext.config.schema import ModelConfig
 from megatron_ext.config.validate import validate
 from megatron_ext.errors import UserError
 from megatron_ext.mixers.attention import AttentionConfig
+from megatron_ext.paths import path_within
+
+MAX_DIGITS = 18
+"""Of an iteration's number; Python itself refuses to read some thousands."""
 
 NEWEST = "latest_checkpointed_iteration.txt"
 
@@ -95,8 +99,10 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
 
 
 def _newest(path: Path) -> Path:
-    iteration = (path / NEWEST).read_text().strip()
-    folder = path / (f"iter_{int(iteration):07d}" if iteration.isdecimal() else iteration)
+    iteration = (path / NEWEST).read_text(errors="replace").strip()
+    is_number = iteration.isascii() and iteration.isdecimal() and len(iteration) <= MAX_DIGITS
+    name = f"iter_{int(iteration):07d}" if is_number else iteration
+    folder = path_within(path, name, str(path / NEWEST), follow_links=True)
     if not folder.is_dir():
         raise UserError(str(path / NEWEST), f"names {iteration}, and {folder} is not there", "copy it again, whole")
     return folder

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.conversion.tensors import TensorInfo, Tensors
 from megatron_ext.errors import UserError
+from megatron_ext.paths import path_within
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -69,19 +70,20 @@ class SafetensorsTensors(Tensors):
 def _files_of(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         try:
-            places = json.loads((folder / INDEX).read_text())["weight_map"]
-            names = sorted({Path(name).name for name in places.values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            named = json.loads((folder / INDEX).read_text())["weight_map"].values()
+            # Caches of downloaded models are folders of links to where the files are.
+            paths = sorted({path_within(folder, name, str(folder / INDEX), follow_links=True) for name in named})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(str(folder / INDEX), "cannot be read as an index of safetensors files", _MEND) from error
     elif (folder / SINGLE).is_file():
-        names = [SINGLE]
+        paths = [folder / SINGLE]
     else:
         problem = f"holds neither {SINGLE} nor {INDEX}"
         raise UserError(str(folder), problem, "save the model as safetensors (save_pretrained does)")
-    for name in names:
-        if not (folder / name).is_file():
-            raise UserError(str(folder / name), f"is not there, and {INDEX} names it", _MEND)
-    return [folder / name for name in names]
+    for path in paths:
+        if not path.is_file():
+            raise UserError(str(path), f"is not there, and {INDEX} names it", _MEND)
+    return paths
 
 
 def _header(path: Path) -> dict[str, TensorInfo]:

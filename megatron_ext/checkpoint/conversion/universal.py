@@ -35,6 +35,7 @@ from megatron_ext.checkpoint.conversion.torch_dist import OptimizerState
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.errors import UserError
 from megatron_ext.optim.state import MOMENTS
+from megatron_ext.paths import path_within
 
 NEWEST = "latest_universal"
 ZERO = "zero"
@@ -102,10 +103,11 @@ def _rows(path: Path, stored: Tensors, model_config: Path) -> int:
 
 
 def _newest(path: Path) -> Path:
-    tag = (path / NEWEST).read_text().strip()
-    if not tag or not (path / tag / ZERO).is_dir():
-        raise UserError(str(path / NEWEST), f"names {tag!r}, and {path / tag / ZERO} is not there", _MEND)
-    return path / tag
+    tag = (path / NEWEST).read_text(errors="replace").strip()
+    folder = path_within(path, tag, str(path / NEWEST), follow_links=True)
+    if not (folder / ZERO).is_dir():
+        raise UserError(str(path / NEWEST), f"names {tag!r}, and {folder / ZERO} is not there", _MEND)
+    return folder
 
 
 def _source(path: Path, saved: SavedModel, stored: Tensors, tensors: Tensors, **known: Any) -> Source:
@@ -163,10 +165,11 @@ def _description(path: Path) -> Description:
 
 def _check_files(path: Path, files: Mapping[str, Content]) -> None:
     for name, expected in files.items():
-        if not (path / name).is_file():
-            raise UserError(str(path / name), "is not there, so the checkpoint is damaged", _MEND)
-        if content_of(path / name) != expected:
-            raise UserError(str(path / name), "is not what was written, so the checkpoint is damaged", _MEND)
+        file = path_within(path, name, str(path / DESCRIPTION), follow_links=True)
+        if not file.is_file():
+            raise UserError(str(file), "is not there, so the checkpoint is damaged", _MEND)
+        if content_of(file) != expected:
+            raise UserError(str(file), "is not what was written, so the checkpoint is damaged", _MEND)
 
 
 def _kind(path: Path, kind: str) -> Tensors:

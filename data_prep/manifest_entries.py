@@ -1,0 +1,186 @@
+"""Entries of a manifest: tokenizer, shards, domains, counts; and the manifest as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from data_prep.documents import domain_key
+from megatron_ext.errors import UserError
+
+MANIFEST_NAME = "manifest.json"
+TokenizerKind = Literal["huggingface", "tiktoken", "rwkv"]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+"""A number of things; JSON of other programs holds no larger whole number."""
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, config=_STRICT)
+class TokenizerEntry:
+    """The tokenizer that made the tokens.
+
+    Attributes:
+        file: its file (a tokenizer.json, a .tiktoken file, an RWKV vocabulary), relative to the manifest.
+        sha256: of that file.
+        vocab_size: largest id + 1.
+        eos_token: token that ends every document.
+        eos_id: its id.
+        kind: what reads the file.
+        pattern: regular expression by which text is cut before merging, where the file does not say (tiktoken).
+    """
+
+    file: str
+    sha256: str
+    vocab_size: int
+    eos_token: str
+    eos_id: int
+    kind: TokenizerKind = "huggingface"
+    pattern: str = ""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ShardEntry:
+    """One tar file and its index.
+
+    Attributes:
+        file: the tar, relative to the manifest.
+        index: int64 array [documents, 2] beside it: byte offset of a document's tokens in the tar, number of tokens.
+        documents: documents in it.
+        tokens: tokens in it, end-of-document tokens included.
+        bytes: size of the tar.
+        index_bytes: size of the index file.
+        sha256: of the tar.
+        index_sha256: of the index file.
+    """
+
+    file: str
+    index: str
+    documents: Count
+    tokens: Count
+    bytes: Count
+    index_bytes: Count
+    sha256: str
+    index_sha256: str
+
+
+@dataclass(frozen=True, config=_STRICT)
+class DomainEntry:
+    """One domain in one split.
+
+    Attributes:
+        split: train, validation or test.
+        domain: name of the domain.
+        documents: number of documents.
+        tokens: number of tokens, end-of-document tokens included.
+        characters: Unicode characters of the text.
+        bytes: UTF-8 bytes of the text (for bits per byte).
+        shards: where the tokens are, in order.
+    """
+
+    split: Literal["train", "validation", "test"]
+    domain: str
+    documents: Count
+    tokens: Count
+    characters: Count
+    bytes: Count
+    shards: list[ShardEntry]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class SkippedEntry:
+    """Malformed records that were passed over, by input file and reason."""
+
+    file: str
+    reason: str
+    records: Count
+
+
+@dataclass(frozen=True, config=_STRICT)
+class CountEntry:
+    """Documents of a split, by a reason: why they were left out, or what of them was cleaned.
+
+    Those that were left out before training documents were held out for validation count as train.
+    """
+
+    split: Literal["train", "validation", "test"]
+    reason: str
+    documents: Count
+
+
+@dataclass(frozen=True, config=_STRICT)
+class UnusedEntry:
+    """Well-formed documents that no split takes, by domain and reason."""
+
+    domain: str
+    reason: str
+    documents: Count
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Manifest:
+    """A prepared folder.
+
+    Attributes:
+        version: of this form.
+        tokenizer: what made the tokens.
+        dtype: type of the stored tokens: uint16 or uint32, little-endian.
+        domains: what there is, train before validation before test.
+        skipped: malformed records passed over.
+        duplicates: documents left out as exact or near-duplicates.
+        left_out: well-formed documents left out, duplicates among them.
+        cleaned: documents that cleaning changed; one with several reasons is counted under each.
+        unused: well-formed documents of domains, or of folders for them, that no split takes. With the documents of
+            `domains`, `skipped` and `left_out` they are all records of the input.
+        options: what the folder was prepared with.
+        provenance: what the documents come from.
+    """
+
+    version: int
+    tokenizer: TokenizerEntry
+    dtype: Literal["uint16", "uint32"]
+    domains: list[DomainEntry]
+    skipped: list[SkippedEntry] = field(default_factory=list)
+    duplicates: Count = 0
+    left_out: list[CountEntry] = field(default_factory=list)
+    cleaned: list[CountEntry] = field(default_factory=list)
+    unused: list[UnusedEntry] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def domain_names(self, split: str) -> list[str]:
+        """Names of the domains of a split, in the manifest's order."""
+        return [entry.domain for entry in self.domains if entry.split == split]
+
+    def select(self, split: str | None = None, domains: Iterable[str] | None = None) -> list[DomainEntry]:
+        """Entries of a split and of some domains, in the manifest's order whatever the order of the names.
+
+        Args:
+            split: train, validation or test; None: all.
+            domains: names in SlimPajama's long form or the short one, in any case; None: all.
+
+        Raises:
+            UserError: a domain, or the split, is not there.
+        """
+        entries = [entry for entry in self.domains if split in (None, entry.split)]
+        present = list(dict.fromkeys(entry.domain for entry in entries))
+        place = f"the {split} split" if split else "the data"
+        if not entries:
+            splits = ", ".join(dict.fromkeys(entry.split for entry in self.domains)) or "none"
+            raise UserError(MANIFEST_NAME, f"{place} is empty", f"use a split that is there: {splits}")
+        wanted = set()
+        for name in present if domains is None else domains:
+            match = match_domain(name, present)
+            if match is None:
+                raise UserError(MANIFEST_NAME, f"no domain {name} in {place}", f"choose from: {', '.join(present)}")
+            wanted.add(match)
+        return [entry for entry in entries if entry.domain in wanted]
+
+
+def match_domain(name: str, present: Iterable[str]) -> str | None:
+    """The domain of `present` that a user's name means, in either form and any case; None if there is none."""
+    return next((known for known in present if domain_key(known) == domain_key(name)), None)
