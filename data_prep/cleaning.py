@@ -1,9 +1,9 @@
 """Cleaning of text as a datatrove step: one Unicode form, one line end, no control characters.
 
-Line ends (CR LF, CR, vertical tab, form feed) become LF; NUL and the other control characters of Unicode's category Cc
-but tab and LF are removed; the text is put in normalization form C (Unicode Standard Annex 15). A document with nothing
-but whitespace left is dropped. What is changed or dropped is counted in the step's statistics by reason, so
-that nothing is lost silently: `changed_*` counts documents, `removed_*` characters.
+Line ends (CR LF, CR, vertical tab, form feed, and U+0085, next line) become LF; NUL and the other control characters of
+Unicode's category Cc but tab and LF are removed; the text is put in normalization form C (Unicode Standard Annex 15). A
+document with nothing but whitespace left is dropped. What is changed or dropped is counted in the step's statistics by
+reason, so that nothing is lost silently: `changed_*` counts documents, `removed_*` characters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from data_prep.ledger import CountLeftOut, Ledger
 from megatron_ext.errors import UserError
 
-_LINE_ENDS = re.compile(r"\r\n?|[\x0b\x0c]")
+_LINE_ENDS = re.compile(r"\r\n?|[\x0b\x0c\x85]")
 _CONTROLS = re.compile(r"[\x01-\x08\x0e-\x1f\x7f-\x9f]")  # NUL is counted by itself, line ends are gone by then
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from megatron_ext.errors import UserError
+from megatron_ext.printable import printable
 
 SPLITS = ("train", "validation", "test")
 
@@ -19,6 +20,8 @@ A longer one is malformed: a worker holds a whole one, and its memory is bounded
 
 LONGEST_RECORD = 64 << 20
 """Bytes of a line, a tar member or a text file that are read into memory; JSON may spell a letter with six."""
+
+REPAIR = "repair it"
 
 Advance = Callable[[int], None]
 """Told the number of input bytes consumed, as they are."""
@@ -38,6 +41,7 @@ class Document:
         domain: name of its domain.
         source: file or collection that it comes from.
         folder: the split whose folder it lies in; None where folders do not give the split.
+        changes: what its reader took from the text, as reasons of the counts in the manifest's `cleaned`.
     """
 
     id: str
@@ -45,6 +49,7 @@ class Document:
     domain: str
     source: str
     folder: str | None = None
+    changes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -61,11 +66,11 @@ class Problems:
     otherwise: str = "pass --on-error skip"
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def report(self, file: str, line: int | str | None, reason: str, detail: str = "", mend: str = "repair it") -> None:
+    def report(self, file: str, line: int | str | None, reason: str, detail: str = "", mend: str = REPAIR) -> None:
         """Count a malformed record, or stop.
 
         Args:
-            file: input file.
+            file: input file; bytes of its name that are no text count as their escapes.
             line: line inside it, from 1, or another place; None for a whole file.
             reason: kind of defect; skipped records are counted by it.
             detail: more about this one record.
@@ -78,7 +83,7 @@ class Problems:
             where = file if line is None else f"{file}:{line}"
             problem = f"{reason} ({detail})" if detail else reason
             raise UserError(where, " ".join(problem.split()), f"{mend} or {self.otherwise}")
-        self.counts[file, reason] += 1
+        self.counts[printable(file), reason] += 1
 
 
 class Corpus(Protocol):
@@ -127,12 +132,13 @@ def domain_key(name: str) -> str:
 
 
 class MalformedError(ValueError):
-    """A record that is no document: a kind of defect and the detail of this one."""
+    """A record that is no document: a kind of defect, the detail of this one, and what can be done besides skipping."""
 
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(reason, detail)
+    def __init__(self, reason: str, detail: str = "", mend: str = REPAIR) -> None:
+        super().__init__(reason, detail, mend)
         self.reason = reason
         self.detail = detail
+        self.mend = mend
 
 
 def check_length(length: int, unit: str = "characters") -> None:

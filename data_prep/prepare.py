@@ -14,6 +14,7 @@ from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest, match_dom
 from data_prep.output.merging import Finish
 from data_prep.reading import embedded
 from data_prep.reading.corpus import open_files
+from data_prep.reading.fields import Fields
 from data_prep.running.execution import Execution, check_execution, run_stages
 from data_prep.running.slurm import submit
 from data_prep.running.workers import allow_open_files
@@ -121,7 +122,7 @@ def open_corpus(options: PrepareOptions) -> Corpus:
     if options.input == EMBEDDED:
         return embedded.EmbeddedCorpus()
     tokenizer = open_tokenizer(options.source_tokenizer) if options.source_tokenizer else None
-    return open_files(options.input, options.domain, tokenizer)
+    return open_files(options.input, Fields(default=options.domain), tokenizer)
 
 
 def default_tasks(corpus: Corpus) -> int:

@@ -16,7 +16,9 @@ from data_prep.documents import (
     check_length,
     ignore_progress,
 )
+from data_prep.reading.fields import Fields, Found
 from data_prep.reading.inputs import InputFile, list_files, without_protocol
+from data_prep.reading.lines import BOM
 from data_prep.reading.records import read_records
 from data_prep.reading.selection import (
     INDEX_SUFFIX,
@@ -32,17 +34,18 @@ from data_prep.reading.tars import read_tar
 from data_prep.tokenization.vocabularies import TextTokenizer
 from megatron_ext.errors import UserError
 from megatron_ext.files import is_url
+from megatron_ext.printable import printable
 
-Reader = Callable[[InputFile, str | None, Problems, Advance], Iterator[tuple[str, str, str]]]
-"""Reads one file: yields (place in the file, text, domain); the second argument is the domain of records without."""
+Reader = Callable[[InputFile, Fields, Problems, Advance], Iterator[Found]]
+"""Reads the well-formed records of one file."""
 
 
-def open_files(source: str | Path, domain: str | None = None, tokenizer: TextTokenizer | None = None) -> FileCorpus:
+def open_files(source: str | Path, fields: Fields | None = None, tokenizer: TextTokenizer | None = None) -> FileCorpus:
     """The corpus in a file, a folder or under a URL.
 
     Args:
         source: where it is. Files of records, tables, tars and token files are read; where there are none, text files.
-        domain: domain of records that name none; None: they are malformed.
+        fields: where records have their text and domain; None: in the usual places.
         tokenizer: turns the tokens of Megatron's .bin/.idx files back to text.
 
     Raises:
@@ -52,7 +55,7 @@ def open_files(source: str | Path, domain: str | None = None, tokenizer: TextTok
     selection = select(source, list_files(source))
     if tokenizer is None and any(file.suffix == INDEX_SUFFIX for file in selection.files):
         raise UserError("--source-tokenizer", f"is not given, but {source} holds tokens", "give what made the tokens")
-    return FileCorpus(_own_name(source), selection, domain, tokenizer)
+    return FileCorpus(_own_name(source), selection, fields or Fields(), tokenizer)
 
 
 class FileCorpus:
@@ -64,19 +67,17 @@ class FileCorpus:
     Args:
         name: domain of text files that lie in no sub-folder.
         selection: what is read, and what is not.
-        domain: domain of records that name none.
+        fields: where records have their text and domain.
         tokenizer: turns tokens back to text.
     """
 
-    def __init__(
-        self, name: str, selection: Selection, domain: str | None = None, tokenizer: TextTokenizer | None = None
-    ) -> None:
+    def __init__(self, name: str, selection: Selection, fields: Fields, tokenizer: TextTokenizer | None = None) -> None:
         self.files = selection.files
         self.folders = selection.folders
         self.total_bytes = sum(file.size for file in self.files)
         self._not_read = selection.not_read
         self._name = name
-        self._domain = domain
+        self._fields = fields
         self._tokenizer = tokenizer
 
     @property
@@ -92,8 +93,9 @@ class FileCorpus:
     def read(self, unit: int, problems: Problems, advance: Advance = ignore_progress) -> Iterator[Document]:
         """Yield every well-formed document of one file."""
         file = self.files[unit]
-        for place, text, domain in self._reader(file)(file, self._domain, problems, advance):
-            yield Document(f"{file.source}{place}", text, domain, file.source, split_folder(file))
+        for found in self._reader(file)(file, self._fields, problems, advance):
+            name = f"{file.source}{found.place}"
+            yield Document(name, found.text, found.domain, file.source, split_folder(file), found.changes)
 
     def provenance(self) -> dict[str, Any]:
         """Number and size of the input files that are read, and which are not."""
@@ -103,7 +105,7 @@ class FileCorpus:
         """Digest of the files' names, sizes and times."""
         digest = hashlib.sha256()
         for file in self.files:
-            digest.update(f"{file.source}\0{file.size}\0{file.stamp}\0".encode())
+            digest.update(file.key + f"\0{file.size}\0{file.stamp}\0".encode())
         return digest.hexdigest()
 
     def _reader(self, file: InputFile) -> Reader:
@@ -120,34 +122,39 @@ class FileCorpus:
             return IndexedReader(self._tokenizer)
         return self._read_text
 
-    def _read_text(
-        self, file: InputFile, domain: str | None, problems: Problems, advance: Advance
-    ) -> Iterator[tuple[str, str, str]]:
+    def _read_text(self, file: InputFile, fields: Fields, problems: Problems, advance: Advance) -> Iterator[Found]:
         """A text file is a document; its domain is its first-level folder. One without text is malformed."""
         with file.open() as stream:
             content = stream.read(LONGEST_RECORD + 1)
         advance(file.size)
-        if len(content) > LONGEST_RECORD:
-            problems.report(
-                file.location, None, "too long", f"{file.size:,} bytes, at most {LONGEST_RECORD:,} are taken"
-            )
-            return
         try:
-            text = content.decode("utf-8")
-            if not text.strip():
-                raise MalformedError("no text")
-            check_length(len(text))
-        except UnicodeDecodeError as error:
-            problems.report(file.location, None, "not UTF-8", f"byte {error.start}")
-            return
+            text = _text_of(content, file.size)
         except MalformedError as error:
-            problems.report(file.location, None, error.reason, error.detail)
+            problems.report(file.location, None, error.reason, error.detail, error.mend)
             return
-        yield "", text, file.parts[0] if len(file.parts) > 1 else domain or self._name
+        yield Found("", text, printable(file.parts[0]) if len(file.parts) > 1 else fields.default or self._name)
+
+
+def _text_of(content: bytes, size: int) -> str:
+    """The text in the bytes of a file.
+
+    Raises:
+        MalformedError: it is too long, no UTF-8, or blank.
+    """
+    if len(content) > LONGEST_RECORD:
+        raise MalformedError("too long", f"{size:,} bytes, at most {LONGEST_RECORD:,} are taken")
+    try:
+        text = content.removeprefix(BOM).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise MalformedError("not UTF-8", f"byte {error.start}") from None
+    if not text.strip():
+        raise MalformedError("no text")
+    check_length(len(text))
+    return text
 
 
 def _own_name(source: str) -> str:
     if is_url(source):
         return PurePosixPath(source).stem
     path = Path(source).resolve()
-    return path.stem if path.is_file() else path.name
+    return printable(path.name if path.is_dir() else path.stem)

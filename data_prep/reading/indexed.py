@@ -18,9 +18,11 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 
 from data_prep.documents import Advance, MalformedError, Problems, check_length
 from data_prep.manifest import DomainEntry, Manifest, verify_shard
+from data_prep.reading.fields import Fields, Found
 from data_prep.reading.inputs import InputFile
 from data_prep.tokenization.vocabularies import TextTokenizer
 from megatron_ext.errors import UserError
+from megatron_ext.printable import printable
 from megatron_ext.scratch import scratch_folder
 
 
@@ -35,24 +37,22 @@ class IndexedReader:
         self._tokenizer = tokenizer
         self._end = tokenizer.find_end()
 
-    def __call__(
-        self, file: InputFile, domain: str | None, problems: Problems, advance: Advance
-    ) -> Iterator[tuple[str, str, str]]:
-        """Yield (place in the file, text, domain): the domain given, or by the name of the file."""
+    def __call__(self, file: InputFile, fields: Fields, problems: Problems, advance: Advance) -> Iterator[Found]:
+        """Yield every well-formed document; its domain is the default one, or by the name of the file."""
         with _here(file) as prefix:
             dataset = _open(file, prefix, problems)
             if dataset is not None:
-                yield from self._read(dataset, file, domain, problems, advance)
+                yield from self._read(dataset, file, fields.default or _domain_of(file), problems, advance)
 
     def _read(
-        self, dataset: IndexedDataset, file: InputFile, domain: str | None, problems: Problems, advance: Advance
-    ) -> Iterator[tuple[str, str, str]]:
+        self, dataset: IndexedDataset, file: InputFile, domain: str, problems: Problems, advance: Advance
+    ) -> Iterator[Found]:
         total, number = len(dataset.document_indices) - 1, 0
         try:
             for number, (start, count) in enumerate(_documents(dataset), start=1):
                 advance(file.size * number // total - file.size * (number - 1) // total)
                 try:
-                    yield f":{number}", self._text(dataset, start, count), domain or _domain_of(file)
+                    yield Found(f":{number}", self._text(dataset, start, count), domain)
                 except MalformedError as error:
                     problems.report(file.location, number, error.reason, error.detail)
         except BrokenIndexError as error:
@@ -149,7 +149,7 @@ def _open(file: InputFile, prefix: str, problems: Problems) -> IndexedDataset | 
 
 def _domain_of(file: InputFile) -> str:
     """`C4_text_document.idx` -> `C4`, the suffix being that of Megatron's preprocess_data."""
-    return PurePosixPath(file.name).stem.removesuffix("_document").removesuffix("_text")
+    return printable(PurePosixPath(file.name).stem).removesuffix("_document").removesuffix("_text")
 
 
 def export(root: Path, manifest: Manifest, prefix: Path) -> list[Path]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
+from stat import S_IFBLK, S_IFCHR, S_IFIFO, S_IFMT, S_IFSOCK, S_ISREG
 from typing import IO, Any, cast
 
 import fsspec
@@ -14,11 +15,15 @@ from fsspec.implementations.local import LocalFileSystem
 
 from megatron_ext.errors import UserError
 from megatron_ext.files import is_url
+from megatron_ext.printable import printable
 
 ABSENT = "give a file, a folder, a URL or `embedded`"
 
 MOST_FILES = 1_000_000
 """Files of an input: every worker holds the list of them, in some 700 bytes a file, and its memory is bounded."""
+
+
+SPECIAL_FILES = {S_IFIFO: "a pipe", S_IFSOCK: "a socket", S_IFCHR: "a device", S_IFBLK: "a device"}
 
 
 @dataclass(frozen=True)
@@ -30,14 +35,14 @@ class InputFile:
         parts: path inside the input, in parts; the file name alone where the input is that file.
         size: bytes.
         stamp: what changes with the content, as far as the file system tells: time of change or ETag.
-        is_absent: whether there is nothing but a link that leads nowhere.
+        refusal: why there is nothing to read: it is a link that leads nowhere, or no file; empty: there is.
     """
 
     location: str
     parts: tuple[str, ...]
     size: int
     stamp: str = ""
-    is_absent: bool = False
+    refusal: str = ""
 
     @property
     def name(self) -> str:
@@ -51,8 +56,13 @@ class InputFile:
 
     @property
     def source(self) -> str:
-        """Path inside the input."""
-        return "/".join(self.parts)
+        """Path inside the input, as ids and manifests have it: what is no text in a name becomes an escape."""
+        return printable("/".join(self.parts))
+
+    @property
+    def key(self) -> bytes:
+        """Path inside the input, as the file system has it."""
+        return os.fsencode("/".join(self.parts))
 
     @property
     def is_local(self) -> bool:
@@ -67,11 +77,13 @@ class InputFile:
 
 
 def local_file(path: Path, parts: tuple[str, ...] | None = None) -> InputFile:
-    """A file on a local disk, or a link there that leads nowhere."""
+    """A file on a local disk, or what is there in its place: a link that leads nowhere, a pipe."""
     parts = parts or (path.name,)
     if path.is_symlink() and not os.path.exists(path):  # which takes a link to itself, too; pathlib fails at it
-        return InputFile(str(path), parts, 0, is_absent=True)
+        return InputFile(str(path), parts, 0, refusal="is a link that leads nowhere")
     stat = path.stat()
+    if not S_ISREG(stat.st_mode):  # opening a pipe would wait for a writer; it cannot be read twice either
+        return InputFile(str(path), parts, 0, refusal=f"is {SPECIAL_FILES.get(S_IFMT(stat.st_mode), 'no file')}")
     return InputFile(str(path), parts, stat.st_size, str(stat.st_mtime_ns))
 
 
@@ -101,7 +113,7 @@ def list_files(source: str) -> list[InputFile]:
 def _local_files(root: Path) -> Iterator[InputFile]:
     if not root.exists():
         raise UserError("--input", f"{root} does not exist", ABSENT)
-    if root.is_file():
+    if not root.is_dir():
         yield local_file(root)
         return
     found = list(islice(_walk(root), MOST_FILES + 1))
@@ -111,7 +123,7 @@ def _local_files(root: Path) -> Iterator[InputFile]:
 
 
 def _walk(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
-    """Files below a folder, and links that lead nowhere. A link back to a folder that it lies in is not followed.
+    """All below a folder but the folders. A link back to a folder that it lies in is not followed.
 
     Two links to one folder give its files twice: each may be another domain or split, and copies are looked for later.
     """
@@ -122,11 +134,10 @@ def _walk(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iter
     with os.scandir(folder) as listing:
         entries = list(listing)  # so that not a folder of each level is open at once
     for entry in entries:
-        is_absent = entry.is_symlink() and not os.path.exists(entry.path)
-        if is_absent or entry.is_file():
-            yield Path(entry.path)
-        elif entry.is_dir():
+        if os.path.isdir(entry.path):  # which takes a link to itself, too; the entry's own question fails at it
             yield from _walk(Path(entry.path), above | {here})
+        else:
+            yield Path(entry.path)
 
 
 def _remote_files(source: str) -> Iterator[InputFile]:

@@ -10,6 +10,7 @@ from typing import Any
 from data_prep.documents import SPLITS
 from data_prep.reading.inputs import InputFile
 from megatron_ext.errors import UserError
+from megatron_ext.printable import printable
 
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 TABLE_SUFFIX, TAR_SUFFIX, INDEX_SUFFIX = ".parquet", ".tar", ".idx"
@@ -94,10 +95,10 @@ def split_folder(file: InputFile) -> str | None:
 
 
 def _check_present(files: list[InputFile]) -> None:
-    """Refuse links that lead nowhere before the work begins, not when it comes to them."""
+    """Refuse what cannot be read before the work begins, not when it comes to it."""
     for file in files:
-        if file.is_absent:
-            raise UserError(file.location, "is a link that leads nowhere", "mend it or remove it")
+        if file.refusal:
+            raise UserError(file.location, file.refusal, "mend it or remove it")
 
 
 def _check_no_splits_below(source: str, files: list[InputFile]) -> None:
@@ -126,7 +127,7 @@ def _not_read(files: list[InputFile], read: list[InputFile]) -> list[dict[str, A
     """Counts of the other files, most first, each with the names of a few."""
     kinds: dict[tuple[str, str], dict[str, Any]] = {}
     for file, reason in _others(files, read):
-        suffix = _suffix(file.name)
+        suffix = printable(_suffix(file.name))
         kind = kinds.setdefault((suffix, reason), {"suffix": suffix, "reason": reason, "files": 0, "examples": []})
         _add(kind, 1, [file.source])
     ordered = sorted(kinds.values(), key=lambda kind: (-kind["files"], kind["reason"], kind["suffix"]))

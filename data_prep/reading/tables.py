@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,31 +10,34 @@ import pyarrow
 import pyarrow.parquet
 
 from data_prep.documents import Advance, MalformedError, Problems
+from data_prep.reading.fields import Fields, Found, text_and_domain
 from data_prep.reading.inputs import InputFile
-from data_prep.reading.records import text_and_domain
 
 BATCH_ROWS = 1024
 BATCH_BYTES = 8 << 20
 BUFFER_BYTES = 1 << 20
-COLUMNS = ("text", "meta", "domain")
 
 
-def read_table(
-    file: InputFile, domain: str | None, problems: Problems, advance: Advance
-) -> Iterator[tuple[str, str, str]]:
-    """Yield (place in the file, text, domain) of every well-formed row.
+def read_table(file: InputFile, fields: Fields, problems: Problems, advance: Advance) -> Iterator[Found]:
+    """Yield every well-formed row. The columns are the keys of a JSON record.
 
-    The columns are those of a JSON record: `text`, and `meta` (with a field `redpajama_set_name`) or `domain`.
+    Args:
+        file: what is read.
+        fields: where a row has its text and domain.
+        problems: told of malformed rows.
+        advance: told of bytes read.
     """
     number = 0
     try:
         with file.open() as stream:
-            for number, (record, share) in enumerate(_rows(stream, file.size), start=1):
+            for number, (record, share) in enumerate(_rows(stream, file.size, fields), start=1):
                 try:
-                    yield (f":{number}", *text_and_domain(_values(record), domain))
+                    yield Found(f":{number}", *text_and_domain(_values(record), fields))
                 except MalformedError as error:
-                    problems.report(file.location, number, error.reason, error.detail)
+                    problems.report(file.location, number, error.reason, error.detail, error.mend)
                 advance(share)
+    except MalformedError as error:  # of the file as a whole
+        problems.report(file.location, None, error.reason, error.detail, error.mend)
     except (pyarrow.ArrowException, OSError) as error:
         if not _is_broken(error):
             raise
@@ -48,20 +52,47 @@ def _is_broken(error: Exception) -> bool:
     return not isinstance(error, OSError) or (type(error) is OSError and error.errno is None)
 
 
-def _rows(stream: Any, size: int) -> Iterator[tuple[dict[str, pyarrow.Scalar], int]]:
+def _rows(stream: Any, size: int, fields: Fields) -> Iterator[tuple[dict[str, pyarrow.Scalar], int]]:
     """Rows as columns' unread values, each with its share of the file's bytes."""
-    # So a column of a row group is read as it is used; the default reads it whole.
-    table = pyarrow.parquet.ParquetFile(stream, buffer_size=BUFFER_BYTES, pre_buffer=False)
-    columns = [name for name in COLUMNS if name in table.schema_arrow.names]
-    if "text" not in columns:
-        raise pyarrow.ArrowInvalid("no column `text`")
-    total, done, rows = table.metadata.num_rows, 0, _batch_rows(table.metadata)
+    facts = pyarrow.parquet.read_metadata(stream)
+    columns = _columns(facts.schema.to_arrow_schema(), fields)
+    # So a column of a row group is read as it is used; the default reads it whole. Texts that repeat stay references
+    # to one copy: else a batch of them may be a thousand times as large as what is read.
+    leaves = {facts.schema.column(number).path for number in range(facts.num_columns)}
+    table = pyarrow.parquet.ParquetFile(
+        stream,
+        metadata=facts,
+        buffer_size=BUFFER_BYTES,
+        pre_buffer=False,
+        read_dictionary=[name for name in (fields.text,) if name in leaves],
+    )
+    total, done, rows = max(facts.num_rows, 1), 0, _batch_rows(facts)
     for group in range(table.num_row_groups):  # one by one: a batch over several is lost where the last of them is
         for batch in table.iter_batches(rows, row_groups=[group], columns=columns):
             for row in range(batch.num_rows):
                 share = size * (done + 1) // total - size * done // total
                 done += 1
-                yield {name: batch.column(name)[row] for name in columns}, share
+                yield {name: batch.column(name)[row] for name in batch.schema.names}, share
+
+
+def _columns(schema: pyarrow.Schema, fields: Fields) -> list[str]:
+    """Columns that are read, a nested one by its path; the others may be of any type and size.
+
+    Raises:
+        MalformedError: there is no column of text, or two columns have the name of one that is read.
+    """
+    counts = Counter(schema.names)
+    found: dict[str, str] = {}
+    for key in (fields.text, *fields.domains):
+        name = key if key in counts else key.split(".")[0]
+        if counts[name] > 1:
+            raise MalformedError("two columns of one name", f"`{name}`")
+        if counts[name]:
+            found[key] = key
+    if fields.text not in found:
+        detail = f"no column `{fields.text}` among {', '.join(schema.names[:8]) or 'none'}"
+        raise MalformedError("no text", detail, "name the column of the text with --text-key")
+    return list(found)
 
 
 def _batch_rows(facts: pyarrow.parquet.FileMetaData) -> int:
@@ -76,3 +107,5 @@ def _values(record: dict[str, pyarrow.Scalar]) -> dict[str, Any]:
         return {name: value.as_py() for name, value in record.items()}
     except UnicodeDecodeError as error:
         raise MalformedError("not UTF-8", f"byte {error.start} of the value") from None
+    except (ValueError, LookupError, TypeError, OverflowError, pyarrow.ArrowException) as error:
+        raise MalformedError("a value that cannot be read", str(error)) from None

@@ -5,20 +5,40 @@ from __future__ import annotations
 import json
 import re
 import tarfile
-from collections.abc import Iterable, Iterator
-from typing import Any, Self
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import IO, Any, Self
 
-from webdataset.tariterators import base_plus_ext, group_by_keys
+from webdataset.tariterators import base_plus_ext
 
 from data_prep.documents import LONGEST_RECORD, Advance, MalformedError, Problems
+from data_prep.reading.fields import Fields, Found, text_and_domain
 from data_prep.reading.inputs import InputFile
-from data_prep.reading.records import text_and_domain
+from data_prep.reading.lines import BOM
+from megatron_ext.printable import printable
 
 TEXT_MEMBERS = ("txt", "text")
+RECORD_MEMBER = "json"
 NO_SAMPLE = re.compile(r"__[^/]*__($|/)")
 """Names that WebDataset keeps for facts about the tar itself."""
 
 BLOCK_BYTES = 1 << 20
+LONGEST_HEADER = 1 << 20
+"""Bytes of a name or of attributes beside a header: a file name has 4,096 at most."""
+
+MOST_GLOBALS = 1000
+"""Attributes for the whole of a tar: each member gets a copy of them."""
+
+PASSED_OVER = (tarfile.DIRTYPE, b"V", b"D")
+"""Folders, and what GNU tar adds: a label of the volume, lists of what folders held."""
+
+OTHER_MEMBERS = {
+    tarfile.LNKTYPE: "a link",
+    tarfile.SYMTYPE: "a link",
+    tarfile.CHRTYPE: "a device",
+    tarfile.BLKTYPE: "a device",
+    tarfile.FIFOTYPE: "a pipe",
+}
 
 
 class _Header(tarfile.TarInfo):
@@ -30,54 +50,98 @@ class _Header(tarfile.TarInfo):
         if not buf:
             raise tarfile.ReadError("it ends without a closing block of zeros")
         try:
-            return super().frombuf(buf, encoding, errors)
+            header = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
             if buf == bytes(tarfile.BLOCKSIZE):  # the end, indeed
                 raise
             raise tarfile.ReadError(str(error)) from None
+        is_beside = header.type in (*tarfile.GNU_TYPES, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+        if is_beside and header.type != tarfile.GNUTYPE_SPARSE and not 0 <= header.size <= LONGEST_HEADER:
+            raise tarfile.ReadError(f"a name or attributes of {header.size:,} bytes")  # which are read whole
+        return header
 
 
-def read_tar(
-    file: InputFile, domain: str | None, problems: Problems, advance: Advance
-) -> Iterator[tuple[str, str, str]]:
-    """Yield (place in the file, text, domain) of every well-formed sample.
+@dataclass
+class _Sample:
+    """Members that follow each other and have one key.
 
-    A sample has its text in `<key>.txt`, and its domain (or both) in `<key>.json`, a record as in a jsonl file. A
-    member that is named otherwise belongs to no sample, and is malformed.
+    Attributes:
+        key: what their names have in common.
+        members: content of those that are read, by suffix.
+        fault: what is wrong with one of them.
+    """
+
+    key: str
+    members: dict[str, bytes] = field(default_factory=dict)
+    fault: MalformedError | None = None
+
+
+def read_tar(file: InputFile, fields: Fields, problems: Problems, advance: Advance) -> Iterator[Found]:
+    """Yield every well-formed sample.
+
+    A sample has its text in `<key>.txt`, and its domain (or both) in `<key>.json`, a record as in a jsonl file; its
+    other members are not looked at. A member that is named otherwise belongs to no sample, and is malformed, as is a
+    sample with a link or a device in the place of a file.
+
+    Args:
+        file: what is read.
+        fields: where a record has its text and domain.
+        problems: told of malformed samples.
+        advance: told of bytes read.
     """
     key = ""
     try:
         with file.open() as stream, tarfile.open(fileobj=stream, mode="r|*", tarinfo=_Header) as tar:
-            for sample in group_by_keys(_named(_members(tar, stream, advance), file, problems)):
-                key = sample["__key__"]
+            for sample in _samples(tar, stream, file, problems, advance):
+                key = sample.key
                 try:
-                    yield (f":{key}", *text_and_domain(_record(sample), domain))
+                    yield Found(f":{key}", *text_and_domain(_record(sample, fields), fields))
                 except MalformedError as error:
-                    problems.report(file.location, key, error.reason, error.detail)
+                    problems.report(file.location, key, error.reason, error.detail, error.mend)
             _check_rest(tar)
-    except (tarfile.TarError, EOFError, ValueError) as error:  # ValueError: two members of one name
+    # The library's parsers of numbers and attributes raise ValueError and its kind at damaged headers.
+    except (tarfile.TarError, EOFError, ValueError, OverflowError, LookupError) as error:
         problems.report(file.location, None, "tar broken", f"after sample {key!r}: {error}" if key else str(error))
 
 
-def _named(members: Iterable[dict[str, Any]], file: InputFile, problems: Problems) -> Iterator[dict[str, Any]]:
-    """Members that have a key and a suffix; WebDataset passes over the others without a word."""
-    for member in members:
-        if base_plus_ext(member["fname"])[0] is None:
-            problems.report(file.location, member["fname"], "not named <key>.<suffix>")
-        else:
-            yield member
-
-
-def _members(tar: tarfile.TarFile, stream: Any, advance: Advance) -> Iterator[dict[str, Any]]:
+def _samples(
+    tar: tarfile.TarFile, stream: IO[bytes], file: InputFile, problems: Problems, advance: Advance
+) -> Iterator[_Sample]:
+    """Samples in their order. The last is given when the tar has come to its end: before, it may not be whole."""
+    sample: _Sample | None = None
     done = 0
     for info in tar:
-        content = None if NO_SAMPLE.match(info.name) else tar.extractfile(info)
-        if content is not None and info.isreg():
-            yield {"fname": info.name, "data": content.read(LONGEST_RECORD + 1), "__url__": ""}
+        if info.type not in PASSED_OVER and not info.isdir() and not NO_SAMPLE.match(info.name):
+            key, suffix = base_plus_ext(info.name)
+            if key is None:
+                problems.report(file.location, printable(info.name), "not named <key>.<suffix>")
+            else:
+                if sample is None or sample.key != printable(key):
+                    if sample is not None:
+                        yield sample
+                    sample = _Sample(printable(key))
+                _add(sample, tar, info, suffix.lower())
         tar.members = []  # type: ignore[attr-defined]  # else every header stays in memory
+        if len(tar.pax_headers) > MOST_GLOBALS:
+            raise tarfile.ReadError(f"more than {MOST_GLOBALS:,} attributes for all members")
         position = stream.tell()
         advance(position - done)
         done = position
+    if sample is not None:
+        yield sample
+
+
+def _add(sample: _Sample, tar: tarfile.TarFile, info: tarfile.TarInfo, suffix: str) -> None:
+    """Read a member, if it is one of those that make a document."""
+    if not info.isreg():
+        kind = OTHER_MEMBERS.get(info.type, f"a member of type {info.type!r}")
+        sample.fault = MalformedError("not a file", f"{info.name} is {kind}")
+    elif suffix in (*TEXT_MEMBERS, RECORD_MEMBER):
+        if suffix in sample.members:
+            sample.fault = MalformedError("two members of one name", info.name)
+        content = tar.extractfile(info)
+        assert content is not None  # neither a folder nor a link
+        sample.members[suffix] = content.read(LONGEST_RECORD + 1)
 
 
 def _check_rest(tar: tarfile.TarFile) -> None:
@@ -88,19 +152,25 @@ def _check_rest(tar: tarfile.TarFile) -> None:
             raise tarfile.ReadError("there is more behind its end, and one tar is read of a file")
 
 
-def _record(sample: dict[str, Any]) -> dict[str, Any]:
-    if any(isinstance(value, bytes) and len(value) > LONGEST_RECORD for value in sample.values()):
+def _record(sample: _Sample, fields: Fields) -> dict[str, Any]:
+    """The sample as the record of a line of JSON."""
+    if sample.fault is not None:
+        raise sample.fault
+    if not sample.members:
+        raise MalformedError("no text", f"neither .{' nor .'.join((*TEXT_MEMBERS, RECORD_MEMBER))}")
+    if any(len(content) > LONGEST_RECORD for content in sample.members.values()):
         raise MalformedError("too long", f"a member of more than {LONGEST_RECORD:,} bytes")
     record: Any = {}
-    if "json" in sample:
+    if RECORD_MEMBER in sample.members:
         try:
-            record = json.loads(sample["json"])
+            record = json.loads(sample.members[RECORD_MEMBER])
         except (ValueError, RecursionError) as error:
             raise MalformedError("not JSON", str(error)) from None
-    text = next((sample[name] for name in TEXT_MEMBERS if name in sample), None)
+    text = next((sample.members[name] for name in TEXT_MEMBERS if name in sample.members), None)
     if text is None:
         return record
     try:
-        return {**(record if isinstance(record, dict) else {}), "text": text.decode("utf-8")}
+        whole = text.removeprefix(BOM).decode("utf-8")
     except UnicodeDecodeError as error:
         raise MalformedError("not UTF-8", f"byte {error.start} of the text") from None
+    return {**(record if isinstance(record, dict) else {}), fields.text: whole}

@@ -13,8 +13,9 @@ import zstandard
 
 from data_prep.documents import Problems
 from data_prep.reading.corpus import open_files
+from data_prep.reading.fields import Fields
 from data_prep.reading.inputs import local_file
-from data_prep.reading.records import read_lines
+from data_prep.reading.lines import read_lines
 
 DOMAIN, TEST_DOMAIN = "Text", "Test"
 TEST_EVERY = 20
@@ -60,7 +61,7 @@ def write_input(root: Path, texts: Iterator[str], files: int) -> Input:
 
 def given_texts(source: Path) -> Iterator[str]:
     """Every text of a file or folder."""
-    return (document.text for document in open_files(source, DOMAIN).documents(Problems("stop")))
+    return (document.text for document in open_files(source, Fields(default=DOMAIN)).documents(Problems("stop")))
 
 
 def random_texts(size: int, seed: int = 0) -> Iterator[str]:

@@ -29,7 +29,8 @@ def test_clean_text_goes_through_as_it_is():
         ("page\x0cpage\x0bline", "page\npage\nline", {"changed_line_ends": 1}),
         ("e\u0301te\u0301", "été", {"changed_unicode": 1}),
         ("a\x00b\x00", "ab", {"changed_nul": 1, "removed_nul": 2}),
-        ("\x1b[31mred\x7f\x85", "[31mred", {"changed_controls": 1, "removed_controls": 3}),
+        ("one\x85two", "one\ntwo", {"changed_line_ends": 1}),
+        ("\x1b[31mred\x7f\x9f", "[31mred", {"changed_controls": 1, "removed_controls": 3}),
     ],
 )
 def test_what_is_changed_is_counted_by_reason(text, expected, counts):
@@ -43,9 +44,9 @@ def test_every_control_character_but_tab_and_newline_is_gone():
     assert len(controls) == 65
     (left,), counts = cleaned("x" + "".join(controls) + "y")
     assert {c for c in left if unicodedata.category(c) == "Cc"} == {"\t", "\n"}
-    # LF, CR, VT and FF stand for themselves as line ends: each is one.
-    assert left == "x\t\n\n\n\ny"
-    assert counts["removed_nul"] + counts["removed_controls"] == 65 - 5
+    # LF, CR, VT, FF and U+0085 stand for themselves as line ends: each is one.
+    assert left == "x\t\n\n\n\n\ny"
+    assert counts["removed_nul"] + counts["removed_controls"] == 65 - 6
 
 
 def test_marks_meet_their_letter_when_a_control_between_them_goes():

@@ -85,9 +85,10 @@ def _sentences(text: str) -> list[str]:
 def _texts(source: str) -> Iterator[str]:
     # Here, as every rank that trains imports this module, and few read a text: the formats bring pyarrow.
     from data_prep.reading.corpus import open_files
+    from data_prep.reading.fields import Fields
 
     try:
-        corpus = open_files(source, domain=source)
+        corpus = open_files(source, Fields(default="text"))
     except UserError as error:
         holds_tokens = error.where == "--source-tokenizer"
         problem = f"{source} holds tokens, no text" if holds_tokens else error.problem

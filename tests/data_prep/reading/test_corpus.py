@@ -23,16 +23,17 @@ from tokenizers import Tokenizer
 from data_prep.documents import Problems
 from data_prep.prepare import prepare
 from data_prep.reading.corpus import open_files
+from data_prep.reading.fields import Fields
 from data_prep.reading.indexed import export
 from data_prep.reading.inputs import InputFile
 from data_prep.tokenization.vocabularies import open_tokenizer
 from megatron_ext.errors import UserError
 
 
-def read(source, on_error="stop", **given):
+def read(source, on_error="stop", domain=None, **given):
     problems = Problems(on_error)
     seen: list[int] = []
-    corpus = open_files(source, **given)
+    corpus = open_files(source, Fields(default=domain), **given)
     documents = list(corpus.documents(problems, seen.append))
     return documents, problems, (sum(seen), corpus.total_bytes)
 
@@ -98,7 +99,7 @@ def test_parquet_at_fault(tmp_path):
     assert problems.counts == {
         (str(tmp_path / "a.parquet"), "not UTF-8"): 1,
         (str(tmp_path / "a.parquet"), "no text"): 1,
-        (str(tmp_path / "b.parquet"), "Parquet file broken"): 1,
+        (str(tmp_path / "b.parquet"), "no text"): 1,
         (str(tmp_path / "c.parquet"), "Parquet file broken"): 1,
     }
 
@@ -229,6 +230,7 @@ import sys, time
 import fsspec
 from data_prep.documents import Problems
 from data_prep.reading.corpus import open_files
+from data_prep.reading.fields import Fields
 from data_prep.tokenization.vocabularies import open_tokenizer
 
 folder, tokenizer, stops_at = sys.argv[1:]

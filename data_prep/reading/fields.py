@@ -1,0 +1,124 @@
+"""Text and domain of a record, whatever kind of file it stood in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from data_prep.documents import MalformedError, check_length, short_domain
+
+LONGEST_DOMAIN = 200
+"""Characters of a domain's name: it names a folder, and a worker holds the names of all domains it has met."""
+
+MOST_KEYS = 8
+"""Keys of a record in a message."""
+
+TEXT_KEY = "text"
+DOMAIN_KEYS = ("meta.redpajama_set_name", "domain")
+"""Where a record's domain is looked for if nothing else is named: SlimPajama's place, then a key of its own."""
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Where a record has its text and domain.
+
+    Attributes:
+        text: key of the text; `a.b` is `b` in the object `a` where there is no key `a.b`.
+        domain: key of the domain, in the same form; None: the first of `DOMAIN_KEYS` that is there.
+        default: domain of records that name none; None: they are malformed.
+    """
+
+    text: str = TEXT_KEY
+    domain: str | None = None
+    default: str | None = None
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Keys of the domain, the first that is there counts."""
+        return DOMAIN_KEYS if self.domain is None else (self.domain,)
+
+
+class Found(NamedTuple):
+    """A well-formed record.
+
+    Attributes:
+        place: where it stands in its file, as what follows the file's name in an id.
+        text: its text.
+        domain: name of its domain.
+        changes: what its reader took from the text; see `Document`.
+    """
+
+    place: str
+    text: str
+    domain: str
+    changes: tuple[str, ...] = ()
+
+
+def text_and_domain(record: Any, fields: Fields) -> tuple[str, str]:
+    """Text and short domain name of a record.
+
+    Args:
+        record: what a line, a member or a row holds.
+        fields: where they are.
+
+    Raises:
+        MalformedError: no text, too much of it, text or a domain that is not valid Unicode, or no domain.
+    """
+    text = _look_up(record, fields.text)
+    if not isinstance(text, str) or not text.strip():
+        raise _no_text(record, fields.text, text)
+    check_length(len(text))
+    _check_unicode("text", text)
+    return text, domain_of(record, fields)
+
+
+def domain_of(record: Any, fields: Fields) -> str:
+    """Short domain name of a record.
+
+    Raises:
+        MalformedError: it has none, or one that is no name.
+    """
+    found = (_look_up(record, key) for key in fields.domains)
+    name = next((one for one in found if one is not None), fields.default)
+    if not isinstance(name, str) or not name.strip():
+        where = " nor ".join(f"`{key}`" for key in fields.domains)
+        problem = f"{'neither ' if ' nor ' in where else 'no '}{where}" if name is None else f"it is {_kind(name)}"
+        raise MalformedError("no domain", problem, "name one for such records with --domain")
+    if len(name) > LONGEST_DOMAIN:
+        raise MalformedError("domain too long", f"{len(name):,} characters, at most {LONGEST_DOMAIN} are taken")
+    _check_unicode("domain", name)
+    return short_domain(name)
+
+
+def _look_up(record: Any, key: str) -> Any:
+    if not isinstance(record, dict):
+        return None
+    if key in record or "." not in key:
+        return record.get(key)
+    first, rest = key.split(".", 1)
+    return _look_up(record.get(first), rest)
+
+
+def _no_text(record: Any, key: str, text: Any) -> MalformedError:
+    if not isinstance(record, dict):
+        return MalformedError("no text", f"{_kind(record)}, not an object")
+    if text is None and key not in record:
+        there = [str(name)[:LONGEST_DOMAIN] for name in list(record)[:MOST_KEYS]]
+        more = ", ..." if len(record) > MOST_KEYS else ""
+        detail = f"no `{key}` among its keys: {', '.join(there)}{more}" if there else "an empty object"
+        return MalformedError("no text", detail, "name the key of the text with --text-key")
+    return MalformedError("no text", f"`{key}` is {_kind(text)}")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, str):
+        return "empty" if not value.strip() else "a string"
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list"}
+    return names.get(type(value), "an object" if isinstance(value, dict) else f"of type {type(value).__name__}")
+
+
+def _check_unicode(what: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise MalformedError(f"{what} is not valid Unicode", "a lone surrogate") from None
