@@ -38,22 +38,41 @@ def launches(run_folder: Path) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name))
 
 
-def read_events(launch: Path) -> list[Event]:
+def read_events(launch: Path, damaged: list[str] | None = None) -> list[Event]:
     """What happened to a job, in order; a line that is being written is left out.
 
     Args:
         launch: folder of the job.
+        damaged: gets a line for each that is none of a job's script, which is left out; None: it is raised.
 
     Raises:
-        UserError: a line is none of a job's script.
+        UserError: a line is none of a job's script, or the file cannot be read.
     """
-    path = launch / EVENTS
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [_event(f"{path}:{number}", line) for number, line in enumerate(lines, start=1)]
+    path, events = launch / EVENTS, []
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    except OSError as error:
+        lines = []
+        _raise_or_note(UserError(str(path), f"cannot be read ({error.strerror})", "restore it or remove it"), damaged)
+    for number, line in enumerate(lines, start=1):
+        try:
+            events.append(_event(f"{path}:{number}", line))
+        except UserError as error:
+            _raise_or_note(error, damaged)
+    return events
 
 
-def _event(where: str, line: str) -> Event:
-    when, *rest = line.split("\t", 3)
-    if len(rest) != 3 or not rest[1].isdecimal():
-        raise UserError(where, "is not a line of a job's script", "mend the line or remove it")
-    return Event(when, int(rest[1]), rest[2])
+def _raise_or_note(error: UserError, damaged: list[str] | None) -> None:
+    if damaged is None:
+        raise error
+    damaged.append(f"{error.where}: {error.problem}")
+
+
+def _event(where: str, line: bytes) -> Event:
+    try:
+        when, _, restarts, what = line.decode().split("\t", 3)
+        if "\0" in when + what:
+            raise ValueError("a file that was cut off by a power cut ends in zeros")
+        return Event(when, int(restarts), what)
+    except ValueError:
+        raise UserError(where, "is not a line of a job's script", "mend the line or remove it") from None

@@ -7,12 +7,13 @@ no more, as its process or its machine is gone or stopped.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -113,10 +114,38 @@ class Heartbeat:
             os.close(file)
 
 
-def signs(run_folder: Path) -> list[Sign]:
-    """Last signs of the ranks of a run, in the order of the ranks."""
-    found = (path.read_text() for path in (run_folder / FOLDER).glob("rank_*"))
-    return sorted((Sign(**json.loads(line)) for line in found if line), key=lambda sign: sign.rank)
+def signs(run_folder: Path, damaged: list[str] | None = None) -> list[Sign]:
+    """Last signs of the ranks of a run, in the order of the ranks; files that hold none are left out.
+
+    Args:
+        run_folder: of the run.
+        damaged: gets a line for each file that is not empty and holds no sign.
+    """
+    found = []
+    for path in sorted((run_folder / FOLDER).glob("rank_*")):
+        try:
+            content = path.read_bytes()
+            if content:
+                found.append(_sign(content))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            if damaged is not None:
+                problem = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is no sign of a rank"
+                damaged.append(f"{path}: {problem}")
+    return sorted(found, key=lambda sign: sign.rank)
+
+
+def _sign(content: bytes) -> Sign:
+    """A sign from a file's content.
+
+    Raises:
+        ValueError, TypeError: it is none.
+    """
+    sign = Sign(**json.loads(content))
+    numbers = (sign.seconds, sign.further, sign.written)
+    is_sound = all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
+    if not is_sound or any(type(number) is not int for number in (sign.rank, sign.pid, sign.step, sign.passes)):
+        raise ValueError("no numbers")
+    return replace(sign, host=str(sign.host), ended=bool(sign.ended), start=str(sign.start))
 
 
 def forget(run_folder: Path) -> None:

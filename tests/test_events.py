@@ -25,8 +25,13 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     assert (first.is_start, second.is_start) == (True, False)
 
 
-@pytest.mark.parametrize("line", ["", "x", "2026\t7\tmany\tbegun"])
-def test_another_line_is_named(tmp_path: Path, line: str) -> None:
-    (tmp_path / "events.tsv").write_text(f"2026\t7\t0\tbegun\n{line}\n")
+@pytest.mark.parametrize(
+    "line", [b"", b"x", b"2026\t7\tmany\tbegun", b"2026\t7\t0\tbegun\xff", b"\0\0\0", b"2026\t7\t0\t\0"]
+)
+def test_another_line_is_named(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "events.tsv").write_bytes(b"2026\t7\t0\tbegun\n" + line + b"\n2027\t7\t0\tended\n")
     with pytest.raises(UserError, match=r"events\.tsv:2: is not a line of a job's script"):
         read_events(tmp_path)
+    damaged: list[str] = []
+    assert [event.what for event in read_events(tmp_path, damaged)] == ["begun", "ended"]
+    assert damaged == [f"{tmp_path}/events.tsv:2: is not a line of a job's script"]

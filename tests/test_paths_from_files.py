@@ -116,8 +116,11 @@ def test_an_arrays_jobs_elsewhere_get_no_number(tmp_path):
 @pytest.mark.parametrize("text", ["../../x", "-u root", "5; reboot", "5\n6", "5_", "", "\u0665", "x" * 10_000])
 def test_a_jobs_number_is_a_number(tmp_path, text):
     (tmp_path / "job_id").write_text(text)
-    assert Job(tmp_path).number is None
-    assert Job(tmp_path).log == tmp_path / "job-local.log"
+    for ask in (lambda: Job(tmp_path).number, lambda: Job(tmp_path).log):
+        with pytest.raises(UserError, match="is no number of a job of Slurm's") as caught:
+            ask()
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 300 + len(str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["step_" + "9" * 5000, "step_\u0665", "../step_5", "step_", "step_5x", "\xff"])

@@ -48,11 +48,7 @@ class Skipped:
 
 
 def happened(run: Run) -> dict[str, Cell]:
-    """A row of the table of what happened, by column.
-
-    Raises:
-        UserError: a line of a job's script is none.
-    """
+    """A row of the table of what happened, by column."""
     done, planned = int(run.steps[-1]), int(run.config["training"]["steps"])
     rates = run.tokens_per_second[np.isfinite(run.tokens_per_second)]
     return {
@@ -73,13 +69,15 @@ def _memory(peak: int | None) -> Cell:
 
 def _started(folder: Path) -> dict[str, Cell]:
     """Of the jobs of a launched run: how many, how often they started, and what happened last."""
-    jobs = [read_events(launch) for launch in launches(folder)]
+    damaged: list[str] = []
+    jobs = [read_events(launch, damaged) for launch in launches(folder)]
     events = [event for job in jobs for event in job]
     if not events:
         return {"jobs": NOTHING, "starts": NOTHING, "last event": NOTHING}
+    note = f"; {len(damaged)} damaged lines in events.tsv" if damaged else ""
     starts = sum(event.is_start for event in events)
     last = events[-1]
-    return {"jobs": count(len(jobs)), "starts": count(starts), "last event": text(f"{last.what} ({last.time})")}
+    return {"jobs": count(len(jobs)), "starts": count(starts), "last event": text(f"{last.what} ({last.time}){note}")}
 
 
 def duration(seconds: float) -> Cell:
@@ -142,11 +140,11 @@ def skipped(run: Run) -> Skipped | None:
         UserError: the file is damaged.
     """
     path = run.path / SKIPPED
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    if not lines:
-        return None
     try:
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        if not lines:
+            return None
         last = TypeAdapter(Skipped).validate_json(lines[-1])
-    except ValidationError:
+    except (OSError, ValidationError):
         raise UserError(str(path), "is not what training has written", "restore the file or remove it") from None
     return last if last.shards else None

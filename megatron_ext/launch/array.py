@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ext.errors import UserError
 from megatron_ext.events import LAUNCH
 from megatron_ext.files import write_whole
 from megatron_ext.launch import slurm
 from megatron_ext.launch.job import NUMBER, SCRIPT, Job, next_folder, sbatch_options, unwritable
+from megatron_ext.launch.readings import UNREADABLE, problem_of
 from megatron_ext.launch.resources import Resources
 from megatron_ext.paths import path_within
 
@@ -43,9 +45,16 @@ class Array:
 
     @property
     def jobs(self) -> list[Job]:
-        """Its tasks' jobs, in their order."""
-        runs, record = self.folder.parents[len(FOLDER.parts)], self.folder / _JOBS
-        return [Job(_inside(runs, name, str(record))) for name in json.loads(record.read_text())]
+        """Its tasks' jobs, in their order.
+
+        Raises:
+            UserError: the file that lists them is damaged.
+        """
+        runs, path = self.folder.parents[len(FOLDER.parts)], self.folder / _JOBS
+        try:
+            return [Job(_inside(runs, name, str(path))) for name in json.loads(path.read_text())]
+        except UNREADABLE as error:
+            raise UserError(str(path), problem_of(error), f"remove {self.folder} if its jobs have ended") from error
 
     def submit(self) -> None:
         """Submit it, and note the number of each job.

@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_ext.config.rules.nodes import check_nodes
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import UserError
+from megatron_ext.events import read_events
 from megatron_ext.files import is_url
 from megatron_ext.heartbeat import signs
 from megatron_ext.launch import preflight_limits, slurm
@@ -32,7 +33,7 @@ from megatron_ext.launch.job import (
 )
 from megatron_ext.launch.ranks import ranks_table
 from megatron_ext.launch.resources import Resources
-from megatron_ext.launch.status import events_of, run_folders, status_of, status_table
+from megatron_ext.launch.status import run_folders, status_of, status_table
 from megatron_ext.launch.sweep import Sweep
 from megatron_ext.launch.sweep_file import of_sweep
 from megatron_ext.run_folder.lock import FOLDER
@@ -353,7 +354,11 @@ def status(args: argparse.Namespace) -> int:
         return 0
     print("\n".join(status_table(runs)))
     for folder in folders if args.ranks else ():
-        print(f"\n{folder}:\n" + "\n".join(ranks_table(folder)))
+        try:
+            lines = ranks_table(folder)
+        except UserError as error:
+            lines = [f"{error.problem}; {error.mend}"]
+        print(f"\n{folder}:\n" + "\n".join(lines))
     return 0
 
 
@@ -366,40 +371,52 @@ def logs(args: argparse.Namespace) -> int:
     job = newest_job(args.run)
     if job is None:
         raise UserError(str(args.run), "is no run that was launched", "give run.dir/run.name of one")
-    if not job.log.exists():
+    if not job.log.is_file():
         problem = (
             f"job {job.number} has printed nothing yet" if job.number else "its output went to where it was started"
         )
         raise UserError(str(args.run), problem, f"see `selectron status {args.run}`")
     follow = ["--follow"] if args.follow else []
     sys.stdout.flush()
-    os.execvp("tail", ["tail", f"--lines={args.lines}", *follow, str(job.log)])
+    os.execvp("tail", ["tail", f"--lines={args.lines}", *follow, "--", str(job.log)])
 
 
 def cancel(args: argparse.Namespace) -> int:
     """End the jobs of runs that are under way; each leaves a checkpoint if Slurm lets it (KillWait).
 
     Raises:
-        UserError: Slurm refuses; or, when all that are Slurm's are ended, some are not.
+        UserError: Slurm refuses, or a run's files are damaged; or, when all that are Slurm's are ended, some are not.
     """
-    others = []
-    for folder in run_folders(args.runs):
-        job = newest_job(folder)
-        if job is None or _has_ended_here(job):
-            continue
-        if job.number is None:
-            others.append(str(folder))
-            continue
-        state = slurm.job_state(job.number)
-        if state is not None and state.is_alive:
-            slurm.cancel(job.number)
-            print(f"{folder.name}: job {job.number} is cancelled")
+    others, errors, cancelled = list[str](), list[UserError](), 0
+    folders = list(run_folders(args.runs))
+    for folder in folders:
+        try:
+            job = newest_job(folder)
+            if job is None or _has_ended_here(job):
+                continue
+            if job.number is None:
+                others.append(str(folder))
+                continue
+            state = slurm.job_state(job.number)
+            if state is not None and state.is_alive:
+                slurm.cancel(job.number)
+                cancelled += 1
+                print(f"{folder.name}: job {job.number} is cancelled", flush=True)
+        except UserError as error:  # the others are to end all the same
+            errors.append(error)
     if others:
-        raise UserError(", ".join(others), "no job of Slurm's", "end it where it was started (Ctrl-C)")
+        errors.append(UserError(", ".join(others), "no job of Slurm's", "end it where it was started (Ctrl-C)"))
+    for error in errors[:-1]:
+        print(f"selectron: error: {error}", file=sys.stderr)
+    if errors:
+        raise errors[-1]
+    if not cancelled:
+        which = f"{folders[0]} has no job" if len(folders) == 1 else f"none of {len(folders)} runs has a job"
+        print(f"nothing is cancelled: {which} that waits or runs")
     return 0
 
 
 def _has_ended_here(job: Job) -> bool:
     """Whether it was begun on this machine, without Slurm, and trains no more."""
-    begun = any(event.what.startswith("begun with") for event in events_of(job)[:1])
+    begun = any(event.what.startswith("begun with") for event in read_events(job.folder, [])[:1])
     return job.number is None and begun and not is_claimed(job.run)

@@ -28,8 +28,9 @@ PACKAGES = ("megatron_ext", "kernels", "data_prep")
 SCRIPT, CODE, NUMBER = "job.sbatch", "code", "job_id"
 SUBMISSION = "submission"
 """Lock of a run while a call submits a job of it."""
+_NUMBER = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?")
+_NUMBER_HINT = "write the job's number into it (see squeue), or remove it if the job has ended"
 _CLAIM_TRIES, _CLAIM_SECONDS = 5, 0.05
-_NUMBER = re.compile(r"[0-9]+(_[0-9]+)?")
 _BEGIN, _END = "# >>> job\n", "# <<< job\n"
 
 
@@ -45,15 +46,24 @@ class Job:
 
     @property
     def number(self) -> str | None:
-        """Slurm's; None where it was not submitted, or runs without Slurm, or its file holds something else."""
+        """Slurm's; None where it was not submitted, or runs without Slurm.
+
+        Raises:
+            UserError: the file that holds it is damaged.
+        """
         path = self.folder / NUMBER
-        text = path.read_text(errors="replace").strip() if path.exists() else ""
-        return text if _NUMBER.fullmatch(text) else None  # it becomes an argument, and part of a log's name
+        try:
+            number = path.read_bytes().decode("ascii", "replace").strip() if path.exists() else None
+        except OSError as error:
+            raise UserError(str(path), f"cannot be read ({error.strerror})", _NUMBER_HINT) from error
+        if number is not None and not _NUMBER.fullmatch(number):
+            raise UserError(str(path), f"{number[:40]!r} is no number of a job of Slurm's", _NUMBER_HINT)
+        return number  # it becomes an argument, and part of a log's name
 
     @property
     def is_begun(self) -> bool:
         """Whether it was submitted, or runs or ran here; a dry run's, for example, is not."""
-        return self.number is not None or (self.folder / EVENTS).exists()
+        return (self.folder / NUMBER).exists() or (self.folder / EVENTS).exists()
 
     @property
     def run(self) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_ext.errors import UserError
 from megatron_ext.heartbeat import signs, troubles
 from megatron_ext.launch.status import ago
+from megatron_ext.printable import printable
 from megatron_ext.reports import table
 
 COLUMNS = ("rank", "host", "process", "step", "passes", "got further", "last sign")
@@ -19,8 +20,9 @@ def ranks_table(folder: Path) -> list[str]:
     Raises:
         UserError: none has written how far it is.
     """
-    found, now = signs(folder), time.time()
-    if not found:
+    damaged: list[str] = []
+    found, now = signs(folder, damaged), time.time()
+    if not found and not damaged:
         problem = "has no heartbeats: no rank has begun to train, or resilience.heartbeat_seconds is 0"
         raise UserError(str(folder), problem, "wait for its first steps, or leave out --ranks")
     rows = [
@@ -35,4 +37,4 @@ def ranks_table(folder: Path) -> list[str]:
         ]
         for sign in found
     ]
-    return [*table(COLUMNS, rows), *troubles(found, now)]
+    return [*table(COLUMNS, rows), *troubles(found, now), *map(printable, damaged)]

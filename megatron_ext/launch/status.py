@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,10 +15,12 @@ from typing import Any
 
 from megatron_ext.config.load import read_tree
 from megatron_ext.errors import UserError
-from megatron_ext.events import Event, read_events
-from megatron_ext.launch.job import Job, is_claimed, jobs_of, newest_job
+from megatron_ext.events import LAUNCH, Event, read_events
+from megatron_ext.launch.job import NUMBER, Job, is_claimed, jobs_of, newest_job
+from megatron_ext.launch.readings import Readings
 from megatron_ext.launch.slurm import JobState, job_state
 from megatron_ext.paths import path_within
+from megatron_ext.printable import printable
 from megatron_ext.reports import table
 
 METRICS = "metrics.jsonl"
@@ -24,7 +29,9 @@ SWEEP = "sweep.json"
 COLUMNS = ("run", "job", "state", "starts", "step", "loss", "tokens/s", "last step", "last event")
 FINISHED, RUNNING, WAITING = "finished", "running", "waiting"
 STOPPED, FAILED, NOT_BEGUN = "stopped", "failed", "not begun"
-STANDINGS = (FINISHED, RUNNING, WAITING, STOPPED, FAILED, NOT_BEGUN)
+DAMAGED = "damaged"
+STANDINGS = (FINISHED, RUNNING, WAITING, STOPPED, FAILED, DAMAGED, NOT_BEGUN)
+_MOST_PROBLEMS = 3
 _TAIL_BYTES = 64 * 1024
 
 
@@ -47,6 +54,7 @@ class RunStatus:
         seconds_ago: since the newest step.
         event: what happened last to the job.
         event_time: UTC, ISO 8601.
+        problems: a line for each of its files that is damaged.
     """
 
     run: str
@@ -63,6 +71,7 @@ class RunStatus:
     seconds_ago: float | None = None
     event: str | None = None
     event_time: str | None = None
+    problems: tuple[str, ...] = ()
 
 
 def events_of(job: Job) -> list[Event]:
@@ -85,10 +94,14 @@ def run_folders(given: Sequence[Path]) -> Iterator[Path]:
 
 
 def _inside(folder: Path) -> list[Path]:
-    sweep = folder / SWEEP
-    if sweep.exists():
-        return [path_within(folder, name, str(sweep)) for name in json.loads(sweep.read_text())["runs"]]
-    return [path for path in sorted(folder.glob("*")) if jobs_of(path)]
+    sweep, readings = folder / SWEEP, Readings()
+    names = (
+        readings.get(sweep, lambda: list(json.loads(sweep.read_text())["runs"]), []) if os.path.lexists(sweep) else []
+    )
+    for problem in readings.problems:
+        print(f"selectron: warning: {problem}; the runs whose folders are there are taken instead", file=sys.stderr)
+    swept = [path_within(folder, name, str(sweep)) for name in names]
+    return swept or [path for path in sorted(folder.glob("*")) if jobs_of(path)]
 
 
 def is_finished(folder: Path) -> bool:
@@ -97,41 +110,57 @@ def is_finished(folder: Path) -> bool:
 
 
 def status_of(folder: Path) -> RunStatus:
-    """How a run stands.
+    """How a run stands. What cannot be read of it is among its problems.
 
     Raises:
         UserError: Slurm does not answer.
     """
-    job = newest_job(folder)
+    readings = Readings()
+    job = readings.get(folder, lambda: newest_job(folder), None)
     if job is None:
-        return RunStatus(folder.name, str(folder))
-    events, last = events_of(job), last_metrics(folder)
-    state = None if job.number is None else job_state(job.number)  # Slurm forgets a job some minutes after its end
+        standing = DAMAGED if readings.problems else NOT_BEGUN
+        return RunStatus(folder.name, str(folder), standing, standing, problems=tuple(readings.problems))
+    number, events = readings.get(job.folder, lambda: job.number, None), read_events(job.folder, readings.problems)
+    is_damaged = bool(readings.problems)
+    state = None if number is None else job_state(number)  # Slurm forgets a job some minutes after its end
+    last = last_metrics(folder, readings)
+    standing = _standing(job, number, events, state, readings)
+    if is_damaged and standing != FINISHED and (state is None or not state.is_alive):
+        standing = DAMAGED
+    config = job.folder / "config.yaml"
     return RunStatus(
         folder.name,
         str(folder),
-        standing=_standing(job, events, state),
-        state=_said(state, events),
-        job=job.number or "local",
-        log=str(job.log),
+        standing=standing,
+        state=DAMAGED if standing == DAMAGED else _said(state, events),
+        job=number or ("?" if (job.folder / NUMBER).exists() else "local"),
+        log=str(job.folder / f"job-{number or 'local'}.log"),
         starts=sum(event.is_start for event in events),
         step=last["step"] if last else 0,
-        steps=read_tree(job.folder / "config.yaml")["training"]["steps"],
+        steps=readings.get(config, lambda: _steps(config), None),
         loss=last["loss"] if last else None,
         tokens_per_second=last["tokens_per_second"] if last else None,
         seconds_ago=time.time() - (folder / METRICS).stat().st_mtime if last else None,
         event=events[-1].what if events else None,
         event_time=events[-1].time if events else None,
+        problems=tuple(readings.problems),
     )
 
 
-def _standing(job: Job, events: Sequence[Event], state: JobState | None) -> str:
+def _steps(config: Path) -> int:
+    steps = read_tree(config)["training"]["steps"]
+    if type(steps) is not int:
+        raise ValueError(f"training.steps is {str(steps)[:40]!r}")
+    return steps
+
+
+def _standing(job: Job, number: str | None, events: Sequence[Event], state: JobState | None, readings: Readings) -> str:
     last = events[-1].what if events else ""
     if last == FINISHED:
         return FINISHED
     if state is not None and state.is_alive:
         return RUNNING if state.state in {"RUNNING", "COMPLETING"} else WAITING
-    if job.number is None and is_claimed(job.run):
+    if number is None and readings.get(job.run / LAUNCH / "lock", lambda: is_claimed(job.run), False):
         return RUNNING
     if last in {"stopped", ""} or (state is not None and state.state == "CANCELLED"):
         return STOPPED
@@ -150,20 +179,25 @@ def status_table(runs: Sequence[RunStatus]) -> list[str]:
     if len(runs) > 1:
         lines += ["", _summary(runs)]
     failed = [run for run in runs if run.standing == FAILED]
-    return lines + [f"{run.run} failed: {run.event or run.state}; see {run.log}" for run in failed]
+    lines += [printable(f"{run.run} failed: {run.event or run.state}; see {run.log}") for run in failed]
+    for run in runs:
+        lines += [f"{run.run}: {printable(problem)}" for problem in run.problems[:_MOST_PROBLEMS]]
+        if len(run.problems) > _MOST_PROBLEMS:
+            lines.append(f"{run.run}: {len(run.problems) - _MOST_PROBLEMS} more of its lines or files are damaged")
+    return lines
 
 
 def _row(run: RunStatus) -> list[str]:
     return [
-        run.run,
+        printable(run.run),
         run.job or "",
-        run.state,
+        printable(run.state),
         str(run.starts) if run.job else "",
-        f"{run.step} of {run.steps}" if run.job else "",
+        f"{run.step} of {'?' if run.steps is None else run.steps}" if run.job else "",
         f"{run.loss:.4f}" if run.loss is not None else "",
         f"{run.tokens_per_second:,.0f}" if run.tokens_per_second is not None else "",
         f"{ago(run.seconds_ago)} ago" if run.seconds_ago is not None else "",
-        f"{run.event_time} {run.event}" if run.event else "",
+        printable(f"{run.event_time} {run.event}") if run.event else "",
     ]
 
 
@@ -172,17 +206,37 @@ def _summary(runs: Sequence[RunStatus]) -> str:
     return f"{len(runs)} runs: " + ", ".join(f"{counts[kind]} {kind}" for kind in STANDINGS if counts[kind])
 
 
-def last_metrics(folder: Path) -> dict[str, Any] | None:
-    """The newest whole record of a run; None: there is none yet."""
-    path = folder / METRICS
-    if not path.exists():
-        return None
+def last_metrics(folder: Path, readings: Readings | None = None) -> dict[str, Any] | None:
+    """The newest whole record of a run; None: there is none yet.
+
+    Args:
+        folder: of the run.
+        readings: gets what is damaged; None: it is passed over.
+    """
+    path, readings = folder / METRICS, readings or Readings()
+    lines = readings.get(path, lambda: _last_lines(path), []) if os.path.lexists(path) else []
+    found = None
+    for line in reversed(lines):
+        found = readings.get(path, lambda line=line: _record(line), None)  # type: ignore[misc]
+        if found is not None:
+            break
+    return found
+
+
+def _last_lines(path: Path) -> list[bytes]:
     with path.open("rb") as file:
-        file.seek(0, 2)
-        file.seek(max(0, file.tell() - _TAIL_BYTES))
-        lines = file.read().split(b"\n")[:-1]
-    last: dict[str, Any] | None = json.loads(lines[-1]) if lines else None
-    return last
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _TAIL_BYTES))
+        whole = file.read().split(b"\n")[:-1]
+    return whole[1:] if size > _TAIL_BYTES else whole  # the first may have begun before
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    record = json.loads(line)
+    found = {name: record[name] for name in ("step", "loss", "tokens_per_second")}
+    if type(found["step"]) is not int or any(type(found[name]) not in (int, float) for name in found):
+        raise ValueError("a record without numbers")
+    return {name: number if math.isfinite(number) else None for name, number in found.items()}
 
 
 def ago(seconds: float) -> str:

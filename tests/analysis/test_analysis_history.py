@@ -41,8 +41,8 @@ def test_jobs_and_their_starts(tmp_path):
     page = write_report([folder], tmp_path / "report").read_text()
     assert "finished (2026-01-01T02:00:00Z)" in page
     (folder / "launch" / "1" / "events.tsv").write_text("what is this\n")
-    with pytest.raises(UserError, match=r"launch/1/events\.tsv:1: is not a line of a job's script; "):
-        write_report([folder], tmp_path / "report")
+    page = write_report([folder], tmp_path / "report").read_text()  # which is about the runs' losses
+    assert "finished (2026-01-01T02:00:00Z); 1 damaged lines in events.tsv" in page
 
 
 def skip(folder, *problems, step=0):

@@ -1,0 +1,188 @@
+"""`status`, `logs` and `cancel` where one file of one run is damaged: the run says so, and the others stand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_status import job_of
+
+from megatron_ext.cli import main
+from megatron_ext.heartbeat import FOLDER as HEARTBEATS
+from megatron_ext.heartbeat import Heartbeat
+from megatron_ext.launch import command, slurm, status
+from megatron_ext.launch.slurm import JobState
+from megatron_ext.run_folder.lock import FOLDER as LOCK
+from megatron_ext.run_folder.lock import take
+
+HUGE = b"9" * 5000
+FILES = {
+    "sweep.json": "sweep.json",
+    "events.tsv": "b/launch/1/events.tsv",
+    "config.yaml": "b/launch/1/config.yaml",
+    "job_id": "b/launch/1/job_id",
+    "metrics.jsonl": "b/metrics.jsonl",
+    "heartbeat": f"b/{HEARTBEATS}/rank_0",
+    "lock": f"b/{LOCK}/1",
+    "launch lock": "b/launch/lock",
+}
+
+
+def huge(path: Path) -> None:
+    """Each number of a file in 5,000 digits, in which Python does not read it, or as a float of none."""
+    content = path.read_bytes()
+    for number in (b"50", b"7", b"0", b"1", b"2.25"):
+        content = content.replace(number, HUGE)
+    path.write_bytes(content)
+
+
+def folder_instead(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+def dangling(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("nowhere")
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "NUL tail": lambda path: path.write_bytes(path.read_bytes() + b"\0" * 100 + b"\n"),
+    "NULs": lambda path: path.write_bytes(b"\0" * len(path.read_bytes()) + b"\n"),
+    "half a line": lambda path: path.write_bytes(path.read_bytes()[: len(path.read_bytes().rstrip()) // 2] + b"\n"),
+    "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe\n" + path.read_bytes() + b"\xff\n"),
+    "a list": lambda path: path.write_bytes(b"[1, 2]\n"),
+    "deep": lambda path: path.write_bytes(b"[" * 1100 + b"\n"),
+    "huge number": huge,
+    "folder": folder_instead,
+    "dangling link": dangling,
+    "unreadable": lambda path: None,  # see the fixture
+}
+
+SILENT = {
+    # A run without heartbeats or lock is one of older code or of another command, one without records has just begun;
+    # a link to nowhere is read as a file that is not there; the content of the launcher's lock means nothing.
+    *(("launch lock", damage) for damage in DAMAGES),
+    *(("lock", damage) for damage in DAMAGES),
+    *((file, "empty") for file in ("metrics.jsonl", "heartbeat", "events.tsv")),
+    *((file, "dangling link") for file in ("events.tsv", "job_id")),
+    ("sweep.json", "huge number"),  # it has none
+}
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "sizes"
+    folder.mkdir()
+    (folder / "sweep.json").write_text(json.dumps({"runs": ["a", "b", "c"]}))
+    for name in "abc":
+        run = job_of(folder / name, "7", "begun on n1").run
+        (run / "metrics.jsonl").write_text('{"step": 50, "loss": 2.25, "tokens_per_second": 1000.0}\n')
+        (run / "launch" / "lock").touch()
+        (run / "launch" / "1" / "job-7.log").write_text("said\n")
+        heartbeat = Heartbeat(run, 0, 60)
+        heartbeat.close()
+        take(run / LOCK, name)
+    monkeypatch.setattr(status, "job_state", lambda _: JobState("RUNNING", "", "n1"))
+    monkeypatch.setattr(slurm, "job_state", lambda _: JobState("RUNNING", "", "n1"))
+    monkeypatch.setattr(slurm, "cancel", lambda _: None)
+    return folder
+
+
+@pytest.fixture
+def damaged(sweep: Path, file: str, damage: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file, which is damaged."""
+    path = sweep / FILES[file]
+    DAMAGES[damage](path)
+    if damage == "unreadable":  # for root, too
+        opened = Path.open
+
+        def refuse(self: Path, *args: Any, **options: Any) -> Any:
+            if self == path:
+                raise PermissionError(13, "Permission denied", str(self))
+            return opened(self, *args, **options)
+
+        monkeypatch.setattr(Path, "open", refuse)
+    return path
+
+
+def rows(printed: str) -> dict[str, list[str]]:
+    """Cells of the first table's rows, by run."""
+    table = printed.partition("\n\n")[0]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    return {row[0]: row[:7] for row in cells}
+
+
+# Nested YAML is the configuration reader's own matter, and slow.
+CASES = [case for case in product(FILES, DAMAGES) if case != ("config.yaml", "deep")]
+SOUND = ["7", "running", "1", "50 of 50", "2.2500", "1,000"]
+
+
+@pytest.mark.parametrize(("file", "damage"), CASES)
+def test_a_damaged_file_is_named_and_the_other_runs_stand(
+    sweep: Path,
+    damaged: Path,
+    file: str,
+    damage: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert main(["status", str(sweep), "--ranks"]) == 0
+    said = capsys.readouterr()
+    found = rows(said.out)
+    assert found["a"] == ["a", *SOUND]
+    assert found["c"] == ["c", *SOUND]
+    assert list(found) == ["a", "b", "c"]
+    if (file, damage) not in SILENT:
+        assert str(damaged) in said.out + said.err
+    assert main(["status", str(sweep), "--json", "--ranks"]) == 0
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    runs = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert [run["run"] for run in runs] == ["a", "b", "c"]
+    assert [runs[number]["problems"] for number in (0, 2)] == [[], []]
+    if (file, damage) not in SILENT and file not in ("sweep.json", "heartbeat"):
+        assert any(str(damaged) in problem for problem in runs[1]["problems"])
+    shown: list[str] = []
+    monkeypatch.setattr(command.os, "execvp", lambda _, words: shown.append(words[-1]))
+    code = main(["cancel", str(sweep)])
+    said = capsys.readouterr()
+    assert {"a: job 7 is cancelled", "c: job 7 is cancelled"} <= set(said.out.splitlines())
+    assert code in (0, 2)
+    assert all(line.startswith("selectron: ") for line in said.err.splitlines())
+    code = main(["logs", str(sweep / "b")])
+    said = capsys.readouterr()
+    assert code == 2 or shown == [str(sweep / "b" / "launch" / "1" / "job-7.log")]
+    assert len(said.err.splitlines()) == (1 if code == 2 else 0)
+
+
+def test_a_record_in_the_middle_of_damage_is_found(sweep: Path) -> None:
+    """A run that was killed by a power cut, and went on: its next record stands in the line of the one cut off."""
+    path = sweep / "b" / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"step": 51, "lo\0\0\0{"step": 51, "loss": 2.0, "tokens_per_second": 1.0}\n')
+    found = status.status_of(sweep / "b")
+    assert (found.step, found.loss) == (50, 2.25)
+    assert len(found.problems) == 1
+    path.write_bytes(path.read_bytes() + b'{"step": 52, "loss": 2.0, "tokens_per_second": 1.0}\n')
+    assert status.status_of(sweep / "b").step == 52
+
+
+def test_a_loss_that_is_no_number_is_null(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (sweep / "b" / "metrics.jsonl").write_text('{"step": 3, "loss": NaN, "tokens_per_second": 1.0}\n')
+    assert main(["status", str(sweep / "b"), "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out, parse_constant=lambda _: pytest.fail("no JSON"))
+    assert (run["step"], run["loss"], run["problems"]) == (3, None, [])
+
+
+def test_of_many_problems_the_first_are_named(sweep: Path) -> None:
+    (sweep / "b" / "launch" / "1" / "events.tsv").write_text("x\n" * 100)
+    lines = status.status_table([status.status_of(sweep / "b")])
+    assert len(lines) == 3 + 4
+    assert lines[-1] == "b: 97 more of its lines or files are damaged"
