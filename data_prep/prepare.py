@@ -21,7 +21,7 @@ from data_prep.running.workers import allow_open_files
 from data_prep.splits import SplitPlan
 from data_prep.stages import Filtering, Preparation
 from data_prep.steps import reading
-from data_prep.storage import publish, sha256_of, unfinished_folder
+from data_prep.storage import publish, sha256_of, unfinished_folder, was_published
 from data_prep.tokenization.tokenizer import JsonTokenizer, train_tokenizer
 from data_prep.tokenization.vocabularies import TextTokenizer, end_of_document, keep_tokenizer, open_tokenizer
 from megatron_ext.errors import UserError
@@ -106,7 +106,10 @@ def prepare(options: PrepareOptions) -> Manifest | None:
         recorded = _recorded(options, options.tasks or default_tasks(corpus))
         if options.filtering.duplicates != "keep":
             allow_open_files(recorded["tasks"])  # as jobs will on other machines: better told now than hours later
-        with unfinished_folder(output, _begun(recorded, corpus, options)) as partial:
+        begun = _begun(recorded, corpus, options)
+        if was_published(output, begun):  # stopped between the renaming of the folder and its end
+            return load_manifest(output)
+        with unfinished_folder(output, begun) as partial:
             if (partial / MANIFEST_NAME).exists():  # stopped between the manifest and the renaming of the folder
                 publish(partial, output)
                 return load_manifest(output)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from data_prep.manifest_entries import MANIFEST_NAME
 from megatron_ext.errors import UserError
 from megatron_ext.files import force_to_disk, write_whole
 
@@ -60,7 +61,7 @@ def unfinished_folder(output: Path, begun: dict[str, Any]) -> Iterator[Path]:
         UserError: `output` is there and not empty, or its `.partial` folder is not this writer's to go on with.
     """
     partial = claim(output)
-    with (partial / LOCK_NAME).open("r+") as lock:
+    with (partial / LOCK_NAME).open("a") as lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -71,7 +72,7 @@ def unfinished_folder(output: Path, begun: dict[str, Any]) -> Iterator[Path]:
             yield partial
         except UserError:
             if is_new:
-                shutil.rmtree(partial, ignore_errors=True)
+                _discard(partial)
             raise
 
 
@@ -85,22 +86,37 @@ def claim(output: Path) -> Path:
         raise UserError(str(output), "is already there and not empty", "choose another --output or remove it")
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(output.name + PARTIAL_SUFFIX)
-    if not partial.exists():
+    with contextlib.suppress(FileExistsError):
         partial.mkdir()
-        (partial / LOCK_NAME).touch()
-    if not (partial / LOCK_NAME).is_file():
+    names = {path.name for path in partial.iterdir()} if partial.is_dir() else {str(partial)}
+    if names and not names & {LOCK_NAME, BEGUN_NAME}:  # an empty one may be what a writer left that was just killed
         raise UserError(str(partial), "is in the way and was not left by `selectron prepare`", "move it elsewhere")
     return partial
 
 
 def publish(partial: Path, output: Path) -> None:
-    """Rename a finished `.partial` folder, without what only the work on it needed."""
+    """Rename a finished `.partial` folder, without what only the work on it needed.
+
+    A kill at any place leaves a folder that the next call recognises: until the renaming, one with a note of what it
+    was begun with and a manifest; after it, a whole one with that note, which `was_published` removes.
+    """
     shutil.rmtree(partial / WORK_NAME, ignore_errors=True)
-    (partial / BEGUN_NAME).unlink(missing_ok=True)
-    (partial / LOCK_NAME).unlink()
     _force_folders_to_disk(partial)
     partial.rename(output)
     force_to_disk(output.parent)
+    _remove_notes(output)
+
+
+def was_published(output: Path, begun: dict[str, Any]) -> bool:
+    """Whether a call with the same `begun` was stopped when `output` had its name, and only notes were left to remove.
+
+    They are removed.
+    """
+    note = output / BEGUN_NAME
+    if not (note.is_file() and (output / MANIFEST_NAME).is_file()) or _difference(note, begun) is not None:
+        return False
+    _remove_notes(output)
+    return True
 
 
 @contextlib.contextmanager
@@ -117,23 +133,46 @@ def locked(path: Path) -> Iterator[None]:
 def _begin(partial: Path, begun: dict[str, Any]) -> bool:
     """Note what a new folder is begun with, or compare that of an old one; whether it is new."""
     note = partial / BEGUN_NAME
-    if note.is_file():
-        _check_same(partial, json.loads(note.read_bytes()), begun)
-        return False
-    for path in partial.iterdir():  # what was there before the note holds nothing to go on with
+    is_new = not note.is_file()
+    if is_new:
+        if (partial / MANIFEST_NAME).exists():  # earlier versions removed the note before they renamed the folder
+            mend = f"rename it to {partial.name.removesuffix(PARTIAL_SUFFIX)}, or remove it to begin anew"
+            raise UserError(str(partial), "is finished, of a call that was stopped before it had its name", mend)
+        _empty(partial)  # what was there before the note holds nothing to go on with
+        write_whole(note, json.dumps(begun).encode())
+    elif (name := _difference(note, begun)) is not None:
+        before, now = _shown(json.loads(note.read_bytes()).get(name)), _shown(begun.get(name))
+        mend = f"give the same again, or remove {partial} to begin anew"
+        raise UserError(str(partial), f"was begun with {name} {before}, not {now}", mend)
+    (partial / WORK_NAME).mkdir(exist_ok=True)
+    return is_new
+
+
+def _difference(note: Path, begun: dict[str, Any]) -> str | None:
+    """The first thing, by name, that a folder was begun with otherwise; None: all is the same."""
+    before = json.loads(note.read_bytes())
+    return next((name for name in sorted(before.keys() | begun.keys()) if before.get(name) != begun.get(name)), None)
+
+
+def _discard(partial: Path) -> None:
+    """Remove a folder that holds nothing to go on with: the note first, so that nobody goes on with half of it."""
+    with contextlib.suppress(OSError):
+        (partial / BEGUN_NAME).unlink(missing_ok=True)
+        _empty(partial)
+        (partial / LOCK_NAME).unlink(missing_ok=True)
+        partial.rmdir()
+
+
+def _empty(partial: Path) -> None:
+    for path in partial.iterdir():
         if path.name != LOCK_NAME:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    (partial / WORK_NAME).mkdir()
-    write_whole(note, json.dumps(begun).encode())
-    return True
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def _check_same(partial: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    mend = f"give the same again, or remove {partial} to begin anew"
-    for name in sorted(before.keys() | now.keys()):
-        if before.get(name) != now.get(name):
-            problem = f"was begun with {name} {_shown(before.get(name))}, not {_shown(now.get(name))}"
-            raise UserError(str(partial), problem, mend)
+def _remove_notes(output: Path) -> None:
+    for name in (LOCK_NAME, BEGUN_NAME):  # in this order: the latter is what `was_published` goes by
+        (output / name).unlink(missing_ok=True)
+    force_to_disk(output)
 
 
 def _shown(value: Any) -> str:

@@ -1,0 +1,81 @@
+"""A process that is killed right before one of its changes to a folder, chosen by number."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+CHANGES = {
+    "os.rename": 2,
+    "os.remove": 1,
+    "os.mkdir": 1,
+    "os.rmdir": 1,
+    "os.truncate": 1,
+    "os.link": 2,
+    "os.symlink": 2,
+}
+"""Audit events of calls that change folders, with the number of paths that they begin with. `os.replace` is a rename,
+`os.unlink` a removal; opening for writing is looked for by its flags."""
+
+KILLED, DONE = 9, 0
+
+
+def changes(root: Path, number: int | None, work: Callable[[], object]) -> tuple[int, int]:
+    """Run `work` in a process of its own, which ends without a word before the change of that number below `root`.
+
+    Args:
+        root: changes elsewhere do not count.
+        number: of the change, from 0; None: the process is left alone.
+        work: what it does.
+
+    Returns:
+        How the process ended, KILLED or DONE, and the number of changes that it came to.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        code = 1
+        try:
+            watch = _Watch(str(root), number, writing)
+            sys.addaudithook(watch)
+            work()
+            watch.end(DONE)
+        finally:
+            os._exit(code)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        told = pipe.read()
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), int(told or -1)
+
+
+class _Watch:
+    """Counts the events of the process that it was made in; its children are not counted."""
+
+    def __init__(self, root: str, number: int | None, pipe: int) -> None:
+        self.root, self.number, self.pipe = root, number, pipe
+        self.process, self.count = os.getpid(), 0
+
+    def __call__(self, event: str, arguments: tuple) -> None:
+        if os.getpid() != self.process or not any(self.is_inside(path) for path in self.changed(event, arguments)):
+            return
+        if self.count == self.number:
+            self.end(KILLED)
+        self.count += 1
+
+    def changed(self, event: str, arguments: tuple) -> tuple:
+        if event == "open":
+            return arguments[:1] if arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC) else ()
+        paths = arguments[: CHANGES.get(event, 0)]
+        folder = arguments[-1] if paths and event in ("os.remove", "os.mkdir", "os.rmdir") else -1
+        if folder < 0:
+            return paths
+        return (os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(paths[0])),)  # as shutil.rmtree does
+
+    def is_inside(self, path: object) -> bool:
+        return isinstance(path, str | bytes | os.PathLike) and os.fsdecode(path).startswith(self.root)
+
+    def end(self, code: int) -> None:
+        os.write(self.pipe, str(self.count).encode())
+        os._exit(code)

@@ -1,0 +1,69 @@
+"""`prepare` killed right before changes to its folder, and called again: the bytes are those of a call left alone.
+
+A change is a file opened for writing, renamed or removed, or a folder made or removed. Of the hundreds of a call, the
+suite kills before a few, spread over all; SELECTRON_EVERY_KILL=1 before each one.
+"""
+
+import os
+import queue
+from pathlib import Path
+
+import multiprocess
+import pytest
+from kills import DONE, KILLED, changes
+from prep_fakes import lines, options, write_jsonl
+
+from data_prep.contamination.overlap import OverlapOptions
+from data_prep.prepare import prepare
+from data_prep.stages import Filtering
+
+EVERY = bool(os.environ.get("SELECTRON_EVERY_KILL"))
+KILLS = 4
+
+
+class NoManager:
+    """What datatrove's executor asks of a manager process, which takes as long to start as all else takes."""
+
+    Queue = queue.Queue
+
+    def shutdown(self) -> None:
+        pass
+
+
+def everything(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "filtering",
+    [
+        Filtering(cleaning=None, duplicates="keep", overlap=None),
+        pytest.param(
+            Filtering(duplicates="near", overlap=OverlapOptions(action="drop_train")),
+            marks=pytest.mark.skipif(not EVERY, reason="takes minutes: SELECTRON_EVERY_KILL=1"),
+        ),
+    ],
+    ids=["one pass", "all stages"],
+)
+def test_a_kill_before_a_change_is_gone_on_from(tmp_path, monkeypatch, filtering):
+    monkeypatch.setattr(multiprocess, "Manager", NoManager)
+    for name in ("a", "b"):
+        write_jsonl(tmp_path / f"raw/{name}.jsonl", lines(["C4", "CommonCrawl", "ArXiv"], 6, name))
+    given = {"vocab_size": 260, "tasks": 2, "filtering": filtering}
+
+    def call(root: Path) -> None:
+        prepare(options(tmp_path / "raw", root / "out", "train", **given))
+
+    root = tmp_path / "whole"
+    root.mkdir()
+    ended, number = changes(root, None, lambda: call(root))
+    assert (ended, number > 40) == (DONE, True)
+    whole = everything(root / "out")
+    step = 1 if EVERY else number / KILLS
+    for place in sorted({int(step * count) for count in range(int(number / step))} | {number - 1}):
+        root = tmp_path / str(place)
+        root.mkdir()
+        assert changes(root, place, lambda root=root: call(root)) == (KILLED, place)
+        ended, _ = changes(root, None, lambda root=root: call(root))
+        assert ended == DONE, f"killed before change {place}"
+        assert everything(root) == {f"out/{name}": content for name, content in whole.items()}, place

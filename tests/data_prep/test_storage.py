@@ -1,0 +1,124 @@
+"""Folders that are made whole or not at all: killed before each change, and called again."""
+
+from pathlib import Path
+
+import pytest
+from kills import DONE, KILLED, changes
+
+from data_prep.manifest import MANIFEST_NAME
+from data_prep.storage import BEGUN_NAME, LOCK_NAME, publish, unfinished_folder, was_published
+from megatron_ext.errors import UserError
+from megatron_ext.files import write_whole
+
+BEGUN = {"--x": 1, "--names": ["a", "b"]}
+OTHER = {"--x": 2, "--names": ["a", "b"]}
+
+
+def content(root: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else None for p in sorted(root.rglob("*"))}
+
+
+def fill(output: Path, begun: dict = BEGUN, *, mistake: bool = False) -> None:
+    """What `prepare` does with a folder, in small: content first, a manifest last. It goes on with what is there."""
+    if was_published(output, begun):
+        return
+    with unfinished_folder(output, begun) as partial:
+        if not (partial / MANIFEST_NAME).exists():
+            (partial / ".work" / "notes").mkdir(exist_ok=True)
+            (partial / ".work" / "notes" / "00000").touch()
+            (partial / "train").mkdir(exist_ok=True)
+            write_whole(partial / "train" / "000000.tar", b"tokens")
+            if mistake:
+                raise UserError("--x", "is wrong", "mend it")
+            write_whole(partial / MANIFEST_NAME, b"{}")
+        publish(partial, output)
+
+
+@pytest.fixture
+def whole(tmp_path):
+    fill(tmp_path / "whole")
+    assert set(content(tmp_path / "whole")) == {"train", "train/000000.tar", MANIFEST_NAME}
+    return content(tmp_path / "whole")
+
+
+def all_changes(tmp_path: Path, **given: object) -> range:
+    (tmp_path / "count").mkdir()
+    ended, number = changes(tmp_path / "count", None, lambda: fill(tmp_path / "count" / "out", **given))
+    assert ended == (1 if given else DONE)
+    return range(number if number >= 0 else 40)
+
+
+def test_a_kill_before_any_change_is_gone_on_from(tmp_path, whole):
+    numbers = all_changes(tmp_path)
+    assert len(numbers) > 15
+    for number in numbers:
+        root = tmp_path / str(number)
+        root.mkdir()
+        output = root / "out"
+        ended, _ = changes(root, number, lambda output=output: fill(output))
+        assert ended == KILLED
+        if output.exists():  # it has its name: all is there, and no other call takes it for its own
+            assert content(output).items() >= whole.items()
+            with pytest.raises(UserError, match=r"out: is already there and not empty; "):
+                fill(output, OTHER)
+        fill(output)
+        assert content(root) == {"out": None, **{f"out/{name}": data for name, data in whole.items()}}
+        with pytest.raises(UserError, match=r"out: is already there and not empty; "):
+            fill(output)
+
+
+def test_a_second_kill_while_it_is_gone_on_from(tmp_path, whole):
+    """In steps of five and seven: every pair of places would be a thousand."""
+    for first in list(all_changes(tmp_path))[::5]:
+        second, ended = 0, KILLED
+        while ended == KILLED:
+            root = tmp_path / f"{first}-{second}"
+            root.mkdir()
+            changes(root, first, lambda root=root: fill(root / "out"))
+            ended, _ = changes(root, second, lambda root=root: fill(root / "out"))
+            if ended == KILLED:
+                fill(root / "out")
+            assert content(root / "out") == whole
+            second += 7
+
+
+def test_a_kill_while_a_mistaken_call_is_cleared_away(tmp_path, whole):
+    """The note of what was begun goes first: half of the rest is nothing to go on with, for any call."""
+    number, ended = 0, KILLED
+    while ended == KILLED:
+        root = tmp_path / str(number)
+        root.mkdir()
+        ended, _ = changes(root, number, lambda root=root: fill(root / "out", mistake=True))
+        cleared = not (root / "out.partial" / BEGUN_NAME).exists()
+        if cleared:
+            fill(root / "out", OTHER)
+        else:
+            with pytest.raises(UserError, match=r"out\.partial: was begun with --x 1, not 2; give the same again, or "):
+                fill(root / "out", OTHER)
+            fill(root / "out")
+        assert content(root) == {"out": None, **{f"out/{name}": data for name, data in whole.items()}}
+        number += 1
+    assert number > 15
+
+
+@pytest.mark.parametrize("left", [[LOCK_NAME], []])
+def test_a_finished_folder_of_earlier_versions_is_never_cleared_away(tmp_path, whole, left):
+    """They removed the note, then the lock, and renamed it then."""
+    fill(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "out.partial")
+    for name in left:
+        (tmp_path / "out.partial" / name).touch()
+    said = r"out\.partial: is (finished, .*; rename it to out, or|in the way and was not left by .*; move it elsewhere)"
+    with pytest.raises(UserError, match=said):
+        fill(tmp_path / "out")
+    assert content(tmp_path / "out.partial").items() >= whole.items()
+
+
+def test_what_someone_else_left_is_in_the_way(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "precious").touch()
+    (tmp_path / "file.partial").touch()
+    for name in ("out", "file"):
+        with pytest.raises(UserError, match=r"\.partial: is in the way and was not left by `selectron prepare`; move"):
+            fill(tmp_path / name)
+    assert sorted(content(tmp_path)) == ["file.partial", "out.partial", "out.partial/precious"]
