@@ -25,6 +25,7 @@ from data_prep.storage import publish, sha256_of, unfinished_folder, was_publish
 from data_prep.tokenization.tokenizer import JsonTokenizer, train_tokenizer
 from data_prep.tokenization.vocabularies import TextTokenizer, end_of_document, keep_tokenizer, open_tokenizer
 from megatron_ext.errors import UserError
+from megatron_ext.paths import check_text
 
 EMBEDDED = "embedded"
 TRAIN_TOKENIZER = "train"
@@ -169,7 +170,21 @@ def _find_any(corpus: Corpus, names: list[str]) -> None:
     raise UserError("--train-domains", problem, f"choose from the domains of the input: {there}")
 
 
+def _check_text(options: PrepareOptions) -> None:
+    """Refuse names that shells, Slurm or datatrove's paths would take for something else."""
+    given = {"--input": options.input, "--output": options.output, "--source-tokenizer": options.source_tokenizer}
+    execution = options.execution
+    given |= {"--slurm-partition": execution.slurm_partition, "--slurm-time": execution.slurm_time}
+    for option, value in given.items():
+        check_text(option, str(value or ""))
+    if "://" in str(options.output) or "::" in str(options.output):
+        raise UserError("--output", f"{options.output} is no folder of this machine", "give a path without :// and ::")
+    if execution.executor == "slurm" and "\\" in str(Path(options.output).absolute()):
+        raise UserError("--output", f"{options.output} holds a backslash, which Slurm drops", "choose another name")
+
+
 def _check(options: PrepareOptions) -> None:
+    _check_text(options)
     for name, value in (
         ("--shard-tokens", options.shard_tokens),
         ("--workers", options.execution.workers),

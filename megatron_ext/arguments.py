@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ext.errors import EXIT_USER_ERROR
 from megatron_ext.launch import reporting
+from megatron_ext.paths import check_text
+
+FREE_TEXT = {"prompt", "eos_token", "tiktoken_pattern"}
+"""Options whose value is text of a user's own, and no name or path."""
+
+_YAML_BLANKS = {ord("\n"): " ", ord("\t"): " "}
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,6 +56,18 @@ class Parser(argparse.ArgumentParser):
             f"{one}={counts[one]}" if counts.get(one) is not None and not after.lstrip("-").isdigit() else one
             for one, after in zip(args, following, strict=True)
         ]
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See argparse; names and paths with control characters are refused, whatever the option."""
+        parsed = super().parse_args(args, namespace)
+        for action in self._actions:
+            value = getattr(parsed, action.dest, None)
+            for one in value if isinstance(value, list) else [value]:
+                if isinstance(one, str | Path) and action.dest not in FREE_TEXT:
+                    # An override is YAML, which may have several lines; its value is checked with its field.
+                    text = str(one).translate(_YAML_BLANKS) if action.dest == "overrides" else str(one)
+                    check_text(action.option_strings[-1] if action.option_strings else str(action.metavar), text)
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one line, and end."""

@@ -17,6 +17,21 @@ MAX_PATH_BYTES = 1024
 _DRIVE = re.compile(r"[A-Za-z]:")
 
 
+def check_text(where: str, text: str) -> None:
+    """Refuse control characters in a name or path of the user's: a newline ends a directive in a batch script.
+
+    Args:
+        where: option or field, for the message.
+        text: its value.
+
+    Raises:
+        UserError: there are some.
+    """
+    if found := control_characters(text):
+        shown = printable(repr(text)) if len(text) <= 100 else printable(repr(text[:100])) + "..."
+        raise UserError(where, f"{shown} holds the control character {found[0]!a}", "give it without")
+
+
 def relative_name(name: object, where: str) -> str:
     """Check the text of a path that must lie below some folder; the file system is not looked at.
 

@@ -67,7 +67,7 @@ class Stage:
 
     def notes(self, root: Path) -> str:
         """Folder in which datatrove notes finished tasks, in the work folder of what is filled."""
-        return str(root / WORK_NAME / f"tasks-{self.name}")
+        return str((root / WORK_NAME / f"tasks-{self.name}").absolute())  # fsspec takes ~ at its begin for a home
 
     def finished(self, root: Path) -> set[int]:
         """Tasks that datatrove has noted as finished."""

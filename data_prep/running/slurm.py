@@ -91,6 +91,25 @@ class _Job(SlurmPipelineExecutor):
         )
         self.root = root
 
+    def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
+        """Options of sbatch; in its names of files `%` begins a pattern."""
+        log = f"{self.slurm_logs_folder.replace('%', '%%')}/%A_%a.out"
+        return {**super().get_sbatch_args(max_array), "output": log, "error": log}
+
+    def get_launch_file_contents(self, sbatch_args: dict[str, Any], run_script: str) -> str:
+        """The batch script: datatrove's own, but for quotes around what comes from options and paths."""
+        options = [f"--{name}={value}" if value else f"--{name}" for name, value in sbatch_args.items()]
+        lines = [
+            "#!/bin/bash",
+            *(f"#SBATCH {shlex.quote(option)}" for option in options),
+            f"echo {shlex.quote(f'Starting data processing job {self.job_name}')}",
+            self.env_command,
+            "set -xe",
+            "export PYTHONUNBUFFERED=TRUE",
+            f"launch_pickled_pipeline {shlex.quote(self.logging_dir.resolve_paths('executor.pik'))}",
+        ]
+        return "\n".join(lines) + "\n"
+
     def launch_merge_stats(self) -> None:
         """Note the job. Submit none for statistics, which could come to work in a folder that is already renamed."""
         note_job(self.root, self.job_id)

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from megatron_ext.config.suggest import suggest
 from megatron_ext.errors import UserError
+from megatron_ext.paths import check_text
 
 T = TypeVar("T")
 
@@ -54,7 +55,8 @@ def validate(kind: type[T], tree: dict[str, Any], prefix: str = "") -> T:
         UserError: the first field at fault, and the names of the others.
     """
     # Strict Python mode refuses a dict in the place of a nested dataclass; strict JSON mode accepts exactly that.
-    text = _as_json(tree, prefix)
+    text = _as_json(tree, prefix)  # which finds anchors inside themselves
+    _check_text(tree, prefix)
     try:
         return TypeAdapter(kind).validate_json(text)
     except ValidationError as error:
@@ -78,6 +80,20 @@ def show(value: object) -> str:
     """Write a value as YAML's flow style nearly would, on one line and not too long."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _check_text(value: object, where: str) -> None:
+    """Refuse control characters in all text of a tree: it goes to file names, batch scripts and screens."""
+    if isinstance(value, str):
+        check_text(where, value)
+    elif isinstance(value, dict):
+        for name, field in value.items():
+            inner = f"{where.removesuffix('.')}.{name}" if where else str(name)
+            _check_text(name, where or "a field's name")
+            _check_text(field, inner)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _check_text(one, where)
 
 
 def _as_json(tree: dict[str, Any], prefix: str) -> str:

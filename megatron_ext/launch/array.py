@@ -99,7 +99,7 @@ def write_array(
     ]
     lines = [
         "#!/usr/bin/env bash",
-        *(f"#SBATCH {option}" for option in options),
+        *slurm.directives(options),
         "jobs=(",
         *(f"    {shlex.quote(str(job.folder))}" for job in jobs),
         ")",

@@ -20,7 +20,9 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import UserError
 from megatron_ext.events import EVENTS, LAUNCH, launches
 from megatron_ext.files import write_whole
+from megatron_ext.launch import slurm
 from megatron_ext.launch.resources import Resources
+from megatron_ext.paths import check_text
 from megatron_ext.run_folder.lock import held, take
 
 TEMPLATE = Path(__file__).with_name("train.sbatch")
@@ -172,6 +174,8 @@ def write_job(
         UserError: the folder cannot be written.
     """
     folder = (run_folder / LAUNCH).absolute()
+    sbatch_options(resources, folder, "")  # refused before anything is made
+    _container(resources, folder.parents[1])
     try:
         folder = next_folder(folder)
         (folder / "config.yaml").write_text(to_yaml(config))
@@ -237,7 +241,7 @@ def script(job: Job, resources: Resources, python: str) -> str:
     options = sbatch_options(resources, job.folder, "job-%j.log")
     srun, inside = _container(resources, job.run.parent)
     settings = [
-        *(f"#SBATCH {option}" for option in options),
+        *slurm.directives(options),
         f"python={shlex.quote(python)}",
         f"requeues={resources.requeues}",
         f"folder={shlex.quote(str(job.folder))}",
@@ -253,20 +257,30 @@ def script(job: Job, resources: Resources, python: str) -> str:
 
 
 def sbatch_options(resources: Resources, folder: Path, log: str) -> list[str]:
-    """Options of sbatch, as they stand in a script, for a job that starts anew and goes on writing to a file.
+    """Options of sbatch for a job that starts anew and goes on writing to a file.
 
     Args:
         resources: checked.
         folder: of the file, absolute.
         log: its name, a pattern of Slurm's.
+
+    Raises:
+        UserError: a path cannot be written in a batch script.
     """
+    for where, path in (("run.dir", folder), ("the working folder", Path.cwd())):
+        check_text(where, str(path))
+        if "\\" in str(path):
+            raise UserError(where, f"{path} holds a backslash, which Slurm drops", "choose a path without")
+    if ":" in str(folder):
+        problem = f"{folder} holds a colon, with which PYTHONPATH is written: the copy of the code would not be found"
+        raise UserError("run.dir", problem, "choose a path without")
     return [
         f"--job-name={resources.job_name}",
-        # Slurm reads a directive as a shell does, and % in a file's name as the beginning of a pattern.
-        f"--output={shlex.quote(str(folder).replace('%', '%%') + '/' + log)}",
+        # Slurm reads % in a file's name as the beginning of a pattern.
+        f"--output={str(folder).replace('%', '%%')}/{log}",
         "--open-mode=append",
         "--requeue",
-        f"--chdir={shlex.quote(str(Path.cwd()))}",
+        f"--chdir={Path.cwd()}",
         *resources.sbatch_options(),
     ]
 
@@ -280,6 +294,10 @@ def _container(resources: Resources, runs: Path) -> tuple[list[str], list[str]]:
     if resources.container is None:
         return [], []
     seen, here = resources.mounts_in(runs), Path.cwd()
+    for where, path in (("run.dir", runs), ("the working folder", here)):
+        if {",", ":"}.intersection(str(path)):
+            problem = f"{path} holds a comma or a colon, with which lists of mounts are written"
+            raise UserError(where, problem, "choose a path without, or leave --container out")
     # An image has a working folder of its own, and run.dir and data.path are most often relative to this one.
     if resources.container.endswith(".sif"):
         return [], ["apptainer", "exec", "--nv", f"--pwd={here}", f"--bind={','.join(seen)}", resources.container]

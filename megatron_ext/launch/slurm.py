@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.errors import UserError
+from megatron_ext.paths import check_text
 
 UNLIMITED = "infinite"
 
@@ -113,6 +115,17 @@ def job_state(job: str) -> JobState | None:
     return JobState(state, "" if reason == "None" else reason, nodes)
 
 
+def directives(options: Sequence[str]) -> list[str]:
+    """Options of sbatch as lines of a batch script, which Slurm cuts into words nearly as a shell does.
+
+    Raises:
+        UserError: an option holds control characters: a newline would end the line, and what follows would be run.
+    """
+    for option in options:
+        check_text("--sbatch", option)
+    return [f"#SBATCH {shlex.quote(option)}" for option in options]
+
+
 def check_options(options: Sequence[str]) -> None:
     """Ask Slurm whether it could ever run a job of these options, of which nothing is written or submitted yet.
 
@@ -125,7 +138,7 @@ def check_options(options: Sequence[str]) -> None:
         UserError: Slurm refuses them; its own words say why.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as script:
-        script.write("\n".join(["#!/bin/sh", *(f"#SBATCH {option}" for option in options), ""]))
+        script.write("\n".join(["#!/bin/sh", *directives(options), ""]))
         script.flush()
         ask("sbatch", "--test-only", script.name)
 

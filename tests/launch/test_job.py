@@ -131,8 +131,8 @@ def test_paths_that_a_directive_could_not_hold_bare(tmp_path: Path, monkeypatch:
     here.mkdir()
     monkeypatch.chdir(here)
     lines = script(job, RESOURCES, "python3").splitlines()
-    assert f"#SBATCH --output='{tmp_path}/my runs 50%%/run/launch/1/job-%j.log'" in lines
-    assert f"#SBATCH --chdir='{here}'" in lines
+    assert f"#SBATCH '--output={tmp_path}/my runs 50%%/run/launch/1/job-%j.log'" in lines
+    assert f"#SBATCH '--chdir={here}'" in lines
 
 
 def test_containers(tmp_path: Path) -> None:

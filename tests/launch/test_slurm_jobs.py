@@ -211,11 +211,11 @@ def test_what_the_cluster_has_not_is_refused_before_anything_is_written(
     assert not (config.parent / "runs" / "refused").exists()
 
 
-def test_paths_with_spaces(
+def test_paths_that_a_shell_or_slurm_would_take_for_more(
     cluster: SlurmCluster, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder of the runs and the working folder, which the job's scripts and logs are named by."""
-    here = tmp_path / "my work 50%j"
+    here = tmp_path / "my work 50%j 'it\"s' $(touch canary) `touch canary` ;touch canary; #\u00e9 ~"
     here.mkdir()
     monkeypatch.chdir(here)
     program = here / "program"
@@ -230,6 +230,7 @@ def test_paths_with_spaces(
         folder = here / "my runs" / name
         wait_for(folder, lambda folder=folder: happened(folder)[-1:] == ["finished"])
         assert str(here) in jobs_of(folder)[0].log.read_text().splitlines()
+    assert not list(tmp_path.rglob("canary"))
 
 
 def test_processors_of_a_process_are_its_threads(cluster: SlurmCluster, config: Path, tmp_path: Path) -> None:

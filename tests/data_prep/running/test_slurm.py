@@ -2,7 +2,10 @@
 
 import json
 import re
+import shlex
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import dill
@@ -13,6 +16,7 @@ from data_prep.manifest import load_manifest
 from data_prep.prepare import prepare
 from data_prep.running import execution
 from data_prep.running.execution import Execution
+from data_prep.running.slurm import _Job
 from megatron_ext.errors import UserError
 
 SBATCH = f"""#!{sys.executable}
@@ -176,3 +180,47 @@ def test_slurm_needs_a_partition_and_may_refuse(records, tmp_path, tokenizer_fil
     (slurm.parent / "sbatch").write_text("#!/bin/sh\nexit 3\n")
     with pytest.raises(UserError, match=r"^--executor: sbatch ended with code 3; "):
         prepare(options(records, tmp_path / "out", tokenizer_file, execution=ON_SLURM))
+
+
+def test_names_that_a_shell_would_take_for_more(tmp_path, monkeypatch):
+    """The script is run: the pipeline's file comes to datatrove's program as it is called."""
+    name = '-x it\'s "y" $(touch canary) `touch canary` ;touch canary; >canary #c 50%j ~ \u00e9 $HOME *'
+    programs, work = tmp_path / name / "bin", tmp_path / "work"
+    programs.mkdir(parents=True)
+    work.mkdir()
+    (programs / "launch_pickled_pipeline").write_text(f'#!/bin/sh\nprintf "%s|" "$@" >{work}/called\n')
+    (programs / "launch_pickled_pipeline").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    monkeypatch.chdir(work)
+    execution = replace(ON_SLURM, slurm_partition=name)
+    job = _Job([], 1, "stage", str(tmp_path / name / "notes"), tmp_path, f"{tmp_path}/{name}.slurm", execution, None)
+    script = job.get_launch_file_contents(job.get_sbatch_args(1), "")
+    (work / "script").write_text(script)
+    subprocess.run(["bash", "script"], cwd=work, check=True, capture_output=True, timeout=30)
+    assert (work / "called").read_text() == f"{tmp_path}/{name}/notes/executor.pik|"
+    assert not list(tmp_path.rglob("canary"))
+    options = [shlex.split(line) for line in script.splitlines() if line.startswith("#SBATCH ")]
+    log = f"{tmp_path}/{name.replace('%', '%%')}.slurm/stage/%A_%a.out"
+    assert {f"--partition={name}", f"--output={log}", f"--error={log}"} <= {option for _, option in options}
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"output": "a\n#SBATCH --wrap=x"}, "--output"),
+        ({"output": "a::b"}, "--output"),
+        ({"output": "memory://b"}, "--output"),
+        ({"output": "a\\b"}, "--output"),
+        ({"input": "a\x1b[2J"}, "--input"),
+        ({"execution": replace(ON_SLURM, slurm_time="1\nid")}, "--slurm-time"),
+        ({"execution": replace(ON_SLURM, slurm_partition="a\rb")}, "--slurm-partition"),
+    ],
+)
+def test_names_that_are_refused(records, tmp_path, tokenizer_file, slurm, monkeypatch, change, where):
+    monkeypatch.chdir(tmp_path)
+    fields = {"execution": ON_SLURM, **change}
+    with pytest.raises(UserError, match=f"^{where}: ") as caught:
+        prepare(replace(options(records, "out", tokenizer_file), **fields))
+    assert str(caught.value).isprintable()
+    assert not slurm.exists()
+    assert not list(tmp_path.glob("*.partial"))
