@@ -33,6 +33,7 @@ from megatron_ext.launch.job import (
 )
 from megatron_ext.launch.ranks import ranks_table
 from megatron_ext.launch.resources import Resources
+from megatron_ext.launch.sbatch_options import check_variables
 from megatron_ext.launch.status import run_folders, status_of, status_table
 from megatron_ext.launch.sweep import Sweep
 from megatron_ext.launch.sweep_file import of_sweep
@@ -76,7 +77,7 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--time", help="limit: minutes, H:MM:SS or D-HH (the partition's)")
     where.add_argument("--local", type=int, metavar="N", help="without Slurm: N processes of this machine")
     where.add_argument("--job-name", help="as squeue shows it (run.name)")
-    option = "another option of sbatch, e.g. --sbatch=--account=mine; may be given again"
+    option = "another option of sbatch that is not the job's own, e.g. --sbatch=--account=mine; may be given again"
     where.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=option)
     image = "image for enroot with pyxis, or a .sif file for Apptainer"
     where.add_argument("--container", metavar="IMAGE", help=image)
@@ -108,6 +109,8 @@ def world_size(args: argparse.Namespace) -> int:
         return int(args.local)
     resources = _resources(args, "run")
     resources.check()
+    options = {"--partition": args.partition, "--time": args.time, "--cpus-per-task": args.cpus_per_task}
+    check_variables(os.environ, [option for option, value in options.items() if value is not None])
     return resources.nodes * resources.tasks_per_node
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ext.errors import UserError
+from megatron_ext.launch.sbatch_options import check_options
 from megatron_ext.launch.slurm import UNLIMITED, Partition
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -79,11 +80,7 @@ class Resources:
                 f"{self.time} is no longer than the {self.save_before} s before it at which a checkpoint is written"
             )
             raise UserError("--time", problem, "give more time, or a smaller --save-before")
-        for option in self.more:
-            if not option.startswith("-") or "\n" in option:
-                raise UserError(
-                    "--sbatch", f"{option!r} is no option of sbatch", "give one like --sbatch=--account=mine"
-                )
+        check_options(self.more)
         if self.container is not None and looks_like_path(self.container) and not Path(self.container).is_file():
             raise UserError(
                 "--container", f"there is no file {self.container}", "give an image file, or a registry's name"

@@ -1,0 +1,170 @@
+"""Options of sbatch that a job of Selectron sets itself, or that would break it: refused with what to use instead.
+
+Users' options come from `--sbatch` and from variables `SBATCH_*`, which for sbatch count more than what stands in the
+script. Only options are listed that are known to break a job; all others are handed on.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+
+from megatron_ext.errors import UserError
+
+_LOG = "the job's log is RUN/launch/N/job-NUMBER.log, which `selectron logs` shows", "leave it out"
+_REQUEUE = "the job starts anew by itself", "use --requeues (0: it does not)"
+_NODES = "processes are counted by it", "use --nodes"
+_TASKS = "there is a process for each GPU, or as many as --processes-per-node says", "use those two"
+_GPUS = "there is a process for each GPU", "use --gpus-per-node"
+_ENVIRONMENT = "the job's processes need the environment that the script sets", "set variables in the calling shell"
+_NO_JOB = "sbatch then submits no job", "use `selectron launch --dry-run` for a look"
+
+REFUSED: Mapping[str, tuple[str, str]] = {
+    "array": ("the tasks would train one run at a time in each other's way", "use `selectron sweep`"),
+    "chdir": ("the job starts where it is submitted: relative paths are of that folder", "call it in another folder"),
+    "clusters": ("status, cancel and restarts ask this cluster alone", "call it on a login node of the other one"),
+    "container": ("it is for images of another kind", "use --container"),
+    "cpus-per-gpu": ("processors are counted for each process", "use --cpus-per-task"),
+    "cpus-per-task": ("threads are counted by it", "use --cpus-per-task without --sbatch"),
+    "error": _LOG,
+    "export": _ENVIRONMENT,
+    "export-file": _ENVIRONMENT,
+    "gpus": _GPUS,
+    "gpus-per-node": _GPUS,
+    "gpus-per-socket": _GPUS,
+    "gpus-per-task": _GPUS,
+    "help": _NO_JOB,
+    "input": ("the job's script reads nothing", "leave it out"),
+    "job-name": ("names of files are made of it", "use --job-name"),
+    "no-kill": ("the run would wait for a node that is gone", "leave it out"),
+    "no-requeue": _REQUEUE,
+    "nodes": _NODES,
+    "ntasks": _TASKS,
+    "ntasks-per-core": _TASKS,
+    "ntasks-per-gpu": _TASKS,
+    "ntasks-per-node": _TASKS,
+    "ntasks-per-socket": _TASKS,
+    "open-mode": _LOG,
+    "output": _LOG,
+    "partition": ("its nodes and limits are looked at first", "use --partition"),
+    "requeue": _REQUEUE,
+    "signal": ("the job writes its checkpoint at this signal", "use --save-before"),
+    "test-only": _NO_JOB,
+    "time": ("checkpoints are written before it is up", "use --time"),
+    "usage": _NO_JOB,
+    "version": _NO_JOB,
+    "wait": ("the call would stay until the job ends", "use `selectron logs RUN --follow`"),
+    "wrap": ("the job's script trains the run", "leave it out"),
+}
+
+_SHORT = {
+    "a": "array",
+    "c": "cpus-per-task",
+    "D": "chdir",
+    "e": "error",
+    "G": "gpus",
+    "h": "help",
+    "i": "input",
+    "J": "job-name",
+    "k": "no-kill",
+    "M": "clusters",
+    "N": "nodes",
+    "n": "ntasks",
+    "o": "output",
+    "p": "partition",
+    "t": "time",
+    "V": "version",
+    "W": "wait",
+}
+_SHORT_WITHOUT_VALUE = "HhkOQsvVW"
+
+VARIABLES: Mapping[str, str] = {
+    "SBATCH_ARRAY_INX": "array",
+    "SBATCH_CLUSTERS": "clusters",
+    "SBATCH_CONTAINER": "container",
+    "SBATCH_CPUS_PER_GPU": "cpus-per-gpu",
+    "SBATCH_ERROR": "error",
+    "SBATCH_EXPORT": "export",
+    "SBATCH_GPUS": "gpus",
+    "SBATCH_GPUS_PER_NODE": "gpus-per-node",
+    "SBATCH_GPUS_PER_TASK": "gpus-per-task",
+    "SBATCH_INPUT": "input",
+    "SBATCH_JOB_NAME": "job-name",
+    "SBATCH_NO_KILL": "no-kill",
+    "SBATCH_NO_REQUEUE": "no-requeue",
+    "SBATCH_OPEN_MODE": "open-mode",
+    "SBATCH_OUTPUT": "output",
+    "SBATCH_REQUEUE": "requeue",
+    "SBATCH_SIGNAL": "signal",
+    "SBATCH_WAIT": "wait",
+    "SLURM_CLUSTERS": "clusters",
+}
+"""Variables that stand for options that are refused, whatever else is given."""
+
+OVERRIDING: Mapping[str, str] = {
+    "SBATCH_CPUS_PER_TASK": "--cpus-per-task",
+    "SBATCH_PARTITION": "--partition",
+    "SBATCH_TIMELIMIT": "--time",
+}
+"""Variables that are a site's or a user's defaults, refused only beside the option of ours that they would override."""
+
+
+def check_options(options: Iterable[str]) -> None:
+    """Refuse options of `--sbatch` that would break a job.
+
+    Args:
+        options: each a word of the user's; it may hold several options of sbatch, separated by blanks.
+
+    Raises:
+        UserError: one would, or is no option.
+    """
+    for given in options:
+        try:
+            words = shlex.split(given)
+        except ValueError:
+            words = []
+        if not words or not words[0].startswith("-") or words[0].strip("-") == "" or "\n" in given:
+            raise UserError("--sbatch", f"{given!r} is no option of sbatch", "give one like --sbatch=--account=mine")
+        for name in (name for word in words if word.startswith("-") for name in _names(word)):
+            if name in REFUSED:
+                reason, hint = REFUSED[name]
+                raise UserError("--sbatch", f"{given} sets {name}, and {reason}", hint)
+        if any(word.startswith("--gres=") and "gpu" in word for word in words) or "gpu" in _value(words, "--gres"):
+            raise UserError("--sbatch", f"{given} sets GPUs, and {_GPUS[0]}", _GPUS[1])
+
+
+def check_variables(environment: Mapping[str, str], given: Iterable[str]) -> None:
+    """Refuse variables that sbatch would read as options that break a job.
+
+    Args:
+        environment: of the call.
+        given: options of ours that the user gave, `--time` for example.
+
+    Raises:
+        UserError: there is one.
+    """
+    for variable, name in VARIABLES.items():
+        if variable in environment:
+            reason, hint = REFUSED[name]
+            raise UserError(variable, f"is set, and sbatch reads it as --{name}: {reason}", f"unset it; {hint}")
+    for variable, option in OVERRIDING.items():
+        if variable in environment and option in given:
+            problem = f"is set to {environment[variable]!r}, and counts more for sbatch than {option}"
+            raise UserError(variable, problem, f"unset it, or leave {option} out")
+
+
+def _names(word: str) -> Iterator[str]:
+    """Long names of the options in a word; sbatch takes abbreviations, so one of a refused option counts as that."""
+    if word.startswith("--"):
+        name = word[2:].partition("=")[0]
+        yield name if name in REFUSED else next((full for full in REFUSED if name and full.startswith(name)), name)
+        return
+    for letter in word[1:]:
+        yield _SHORT.get(letter, letter)
+        if letter not in _SHORT_WITHOUT_VALUE:  # the rest is its value
+            return
+
+
+def _value(words: list[str], option: str) -> str:
+    """The value of an option that is separated from it by a blank; empty: it is not there."""
+    return words[words.index(option) + 1] if option in words[:-1] else ""

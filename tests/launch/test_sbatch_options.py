@@ -1,0 +1,116 @@
+"""Options of sbatch and variables that would break a job are refused with the option of ours, in every form."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from megatron_ext.errors import UserError
+from megatron_ext.launch.sbatch_options import REFUSED, VARIABLES, check_options, check_variables
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("--array=0-2", "sweep"),
+        ("--array 0-2", "sweep"),
+        ("--arr=0-2", "sweep"),
+        ("-a0-2", "sweep"),
+        ("-a 0-2", "sweep"),
+        ("--account=x --array=0-2", "sweep"),
+        ("--account=x -a 0-2", "sweep"),
+        ("-Ha0-2", "sweep"),
+        ("--chdir=/tmp", "another folder"),
+        ("-D /tmp", "another folder"),
+        ("--output=x", "leave it out"),
+        ("-ox", "leave it out"),
+        ("--out x", "leave it out"),
+        ("--error=x", "leave it out"),
+        ("-e x", "leave it out"),
+        ("--open-mode=truncate", "leave it out"),
+        ("--requeue", "--requeues"),
+        ("--no-requeue", "--requeues"),
+        ("--no-req", "--requeues"),
+        ("--signal=B:USR1@60", "--save-before"),
+        ("--nodes=2", "--nodes"),
+        ("-N2", "--nodes"),
+        ("--ntasks=2", "use those two"),
+        ("-n 2", "use those two"),
+        ("--ntasks-per-node=2", "use those two"),
+        ("--cpus-per-task=2", "--cpus-per-task"),
+        ("-c2", "--cpus-per-task"),
+        ("--gpus=2", "--gpus-per-node"),
+        ("--gres=gpu:2", "--gpus-per-node"),
+        ("--gres gpu:h100:2", "--gpus-per-node"),
+        ("-G2", "--gpus-per-node"),
+        ("--wrap=hostname", "leave it out"),
+        ("--export=NONE", "calling shell"),
+        ("--export-file=x", "calling shell"),
+        ("--time=1:00", "--time"),
+        ("-t 60", "--time"),
+        ("--partition=x", "--partition"),
+        ("-px", "--partition"),
+        ("--job-name=x", "--job-name"),
+        ("--test-only", "--dry-run"),
+        ("--wait", "--follow"),
+        ("-W", "--follow"),
+        ("--no-kill", "leave it out"),
+        ("-k", "leave it out"),
+        ("-M other", "the other one"),
+        ("--container=x", "--container"),
+    ],
+)
+def test_what_breaks_a_job_is_refused(option: str, hint: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_options([option])
+    assert error.value.where == "--sbatch"
+    assert option in error.value.problem
+    assert hint in error.value.mend
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("--account=mine", "-A mine", "-Amine", "-A nao", "--qos=high", "-q high", "--mem=0", "--mem-per-cpu=8G"),
+        *("--exclude=n1", "-x n1,na", "--nodelist=n1", "-w n1", "--constraint=a100", "-C a100", "--exclusive"),
+        *("--gres=lscratch:100", "--mail-type=END", "--mail-user=a@b", "--comment='a note'", "--time-min=60"),
+        *("--dependency=afterok:7", "-d afterok:7", "--begin=now+1hour", "-b now", "--reservation=r", "--licenses=a"),
+        *("--hold", "-H", "--nice", "--wait-all-nodes=1", "--switches=1", "--tmp=10G", "--umask=0077", "-s"),
+    ],
+)
+def test_what_does_not_is_handed_on(option: str) -> None:
+    check_options([option])
+
+
+@pytest.mark.parametrize("option", ["account=x", "", "-", "--", "--account='x", "--account=x\n#SBATCH --array=0"])
+def test_what_is_no_option(option: str) -> None:
+    with pytest.raises(UserError, match="is no option of sbatch; give one like --sbatch=--account=mine"):
+        check_options([option])
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_variables_that_break_a_job_are_refused(variable: str) -> None:
+    with pytest.raises(UserError, match=f"{variable}: is set, and sbatch reads it as --{VARIABLES[variable]}: .*unset"):
+        check_variables({"HOME": "/", variable: "1"}, [])
+
+
+def test_a_default_is_refused_beside_the_option_that_it_overrides() -> None:
+    environment = {"SBATCH_PARTITION": "debug", "SBATCH_ACCOUNT": "mine"}
+    check_variables(environment, ["--time"])
+    with pytest.raises(UserError, match="SBATCH_PARTITION: is set to 'debug', and counts more for sbatch than --part"):
+        check_variables(environment, ["--partition"])
+
+
+@pytest.mark.skipif(shutil.which("man") is None, reason="there are no manual pages")
+def test_refused_options_are_sbatchs_own() -> None:
+    manual = subprocess.run(
+        ["man", "sbatch"], capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin"}
+    )
+    if manual.returncode:
+        pytest.skip("there is no manual page of sbatch")
+    there = set(re.findall(r"--([a-z][a-z-]+)", manual.stdout))
+    assert set(REFUSED) <= there
+    assert set(VARIABLES) <= set(re.findall(r"\bS(?:BATCH|LURM)_[A-Z_]+", manual.stdout))
