@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,3 +42,36 @@ def write_whole(path: Path, content: bytes) -> None:
     beside = path.with_name(f".{path.name}.partial")
     with renamed_when_whole(beside, path):
         beside.write_bytes(content)
+
+
+def open_regular(path: Path) -> int:
+    """Open a file for reading; a pipe or a device, which may never end, is none.
+
+    Returns:
+        Its descriptor, which the caller closes.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no regular file")
+    return descriptor
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """The content of a regular file.
+
+    Args:
+        path: of the file.
+        limit: bytes that it may have.
+
+    Raises:
+        OSError: it cannot be read, or is larger.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"has more than {limit} bytes")
+    return content

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _metadata_fn
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_ext.checkpoint.metadata_file import FILE_NAME
 from megatron_ext.files import write_whole
-
-FILE_NAME: str = _metadata_fn
 
 
 class _Writer(FileSystemWriter):
@@ -29,19 +30,42 @@ class Index:
     """
 
     def __init__(self) -> None:
-        self._results: list[bytes] = []
+        self._results: list[str] = []
         self._content = b""
 
-    def write(self, folder: Path, metadata: Metadata, results: Sequence[bytes]) -> None:
+    def write(self, folder: Path, metadata: Metadata, results: Sequence[str]) -> None:
         """Write it into a checkpoint's folder, and to the disk.
 
         Args:
             folder: of the checkpoint.
             metadata: of the plan, which is the same at every save of a run.
-            results: of each rank, its list of `WriteResult`, pickled.
+            results: of each rank, what `encoded` makes of its list of `WriteResult`.
         """
         if self._results == list(results):
             write_whole(folder / FILE_NAME, self._content)
             return
-        _Writer(folder).finish(metadata, [pickle.loads(result) for result in results])
+        _Writer(folder).finish(metadata, [_decoded(result) for result in results])
         self._content, self._results = (folder / FILE_NAME).read_bytes(), list(results)
+
+
+def encoded(results: Sequence[WriteResult]) -> str:
+    """Where items lie, as the JSON in which ranks tell each other."""
+    rows = []
+    for result in results:
+        index, place = result.index, result.storage_data
+        assert place.transform_descriptors is None, "nothing is compressed here"
+        offset = None if index.offset is None else list(index.offset)
+        item = [index.fqn, offset, index.index, result.size_in_bytes]
+        rows.append([*item, place.relative_path, place.offset, place.length])
+    return json.dumps(rows)
+
+
+def _decoded(results: str) -> list[WriteResult]:
+    return [
+        WriteResult(
+            MetadataIndex(fqn, None if offset is None else torch.Size(offset), index),
+            size,
+            _StorageInfo(file, start, length),
+        )
+        for fqn, offset, index, size, file, start, length in json.loads(results)
+    ]

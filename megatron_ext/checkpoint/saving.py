@@ -9,11 +9,11 @@ training thread: while 256 MB were saved, a thread that woke each half milliseco
 from __future__ import annotations
 
 import io
-import pickle
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -35,7 +35,7 @@ from megatron_ext.checkpoint.contents import CheckedFile, Content, content_of
 from megatron_ext.checkpoint.disk import Failure, NotAsWritten
 from megatron_ext.checkpoint.folder import CheckpointFolder, Retention
 from megatron_ext.checkpoint.index import FILE_NAME as INDEX
-from megatron_ext.checkpoint.index import Index
+from megatron_ext.checkpoint.index import Index, encoded
 from megatron_ext.checkpoint.plan import Plan
 from megatron_ext.checkpoint.staging import OnHost
 from megatron_ext.files import force_to_disk
@@ -52,11 +52,11 @@ class Written:
     """What a rank has put on the disk.
 
     Attributes:
-        results: where each item lies, for the `Index`: a list of `WriteResult`, pickled.
+        results: where each item lies, as `index.encoded` writes it.
         files: what each of its files holds.
     """
 
-    results: bytes
+    results: str
     files: dict[str, Content]
 
 
@@ -152,7 +152,7 @@ class Saving:
             written: Written | Failure = self._write_files(self._folder.partial(self.step))
         except Exception as error:
             written = Failure.of(error, self._folder.root)
-        return pickle.dumps(written)
+        return json.dumps(asdict(written)).encode()
 
     def _write_files(self, partial: Path) -> Written:
         partial.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ class Saving:
         for name, content in contents.items():
             self._stop_if_abandoned()
             _check(partial / name, content)
-        return Written(pickle.dumps([result for _, results in written for result in results]), contents)
+        return Written(encoded([result for _, results in written for result in results]), contents)
 
     def _write_file(self, path: Path, items: Sequence[tuple[WriteItem, Any]]) -> tuple[Content, list[WriteResult]]:
         """One file of tensors and objects, each as torch.save writes it, as torch's reader expects them."""
@@ -187,7 +187,7 @@ class Saving:
     def _finish(self, said: Sequence[bytes]) -> Failure | None:
         """Index, record, rename, `latest`; on the first rank, with what all have said."""
         self._hurried.wait(HEAD_START)
-        parts: list[Written | Failure] = [pickle.loads(part) for part in said]
+        parts = [_report(part) for part in said]
         failure = next((part for part in parts if isinstance(part, Failure)), None)
         if failure is None:
             try:
@@ -210,6 +210,14 @@ class Saving:
         if self._guard is not None:
             self._guard()
         self._folder.finish(self.step, self._record_parts, files, self._retention)
+
+
+def _report(said: bytes) -> Written | Failure:
+    """What a rank has `Written`, or its `Failure`."""
+    raw = json.loads(said)
+    if "trace" in raw:
+        return Failure(**raw)
+    return Written(raw["results"], {name: Content(**content) for name, content in raw["files"].items()})
 
 
 class SaveFailed(Exception):

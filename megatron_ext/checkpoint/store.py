@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import _disable_gc
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -17,6 +16,7 @@ from megatron_ext.checkpoint.disk import Failure
 from megatron_ext.checkpoint.folder import TO_TRAIN, CheckpointFolder, DamagedCheckpoint, Progress, Record, Retention
 from megatron_ext.checkpoint.index import Index
 from megatron_ext.checkpoint.plan import Plan, Planner
+from megatron_ext.checkpoint.reading import load_state
 from megatron_ext.checkpoint.saving import SaveFailed, Saving
 from megatron_ext.checkpoint.staging import OnHost, Staging
 from megatron_ext.checkpoint.state import (
@@ -242,12 +242,12 @@ class CheckpointStore:
             optimizer.make_moments()
             stretches = list(optimizer.stretches())
             state = run_state(optimizer, stretches, self._groups, self._platform, with_generators=same_layout)
-            state = dist_checkpointing.load(state, str(self.folder.path(record.progress.step)))
+            state = load_state(state, self.folder.path(record.progress.step))
             restore(state, optimizer, stretches, self._platform)
 
     def load_model(self, chunks: Sequence[torch.nn.Module], record: Record) -> None:
         """Fill the model alone from a checked checkpoint, nothing of its optimizer being read; a collective call."""
         with self._platform.optimizer_context():
             state = {"model": model_state(chunks, self._groups)}
-            state = dist_checkpointing.load(state, str(self.folder.path(record.progress.step)))
+            state = load_state(state, self.folder.path(record.progress.step))
         restore_model(state["model"], chunks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,16 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ext.checkpoint import index
-from megatron_ext.checkpoint.index import FILE_NAME, Index
+from megatron_ext.checkpoint.index import FILE_NAME, Index, encoded
 
 
-def results(name: str, offset: int) -> bytes:
+def written(name: str, offset: int) -> list[WriteResult]:
     place = _StorageInfo(relative_path=f"{name}.distcp", offset=offset, length=3)
-    return pickle.dumps([WriteResult(MetadataIndex(name, torch.Size([0])), 3, place)])
+    return [WriteResult(MetadataIndex(name, torch.Size([0]), 4), 3, place), WriteResult(MetadataIndex("é"), 2, place)]
+
+
+def results(name: str, offset: int) -> str:
+    return encoded(written(name, offset))
 
 
 @pytest.fixture
@@ -32,7 +35,7 @@ def test_it_is_torchs_own_but_for_the_folder(tmp_path: Path, metadata: Metadata)
     Index().write(ours, metadata, [results("a", 0), results("b", 7)])
     found = FileSystemReader(ours).read_metadata()
     assert str(ours).encode() not in (ours / FILE_NAME).read_bytes()
-    FileSystemWriter(torchs).finish(metadata, [pickle.loads(results("a", 0)), pickle.loads(results("b", 7))])
+    FileSystemWriter(torchs).finish(metadata, [written("a", 0), written("b", 7)])
     expected = FileSystemReader(torchs).read_metadata()
     assert found.state_dict_metadata == expected.state_dict_metadata
     assert found.storage_data == expected.storage_data

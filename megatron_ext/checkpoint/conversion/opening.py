@@ -8,8 +8,8 @@ from megatron_ext.checkpoint.conversion import hugging_face, plain_gpt, selectro
 from megatron_ext.checkpoint.conversion.our_model import expected_tensors
 from megatron_ext.checkpoint.conversion.source import Source, SourceOptions
 from megatron_ext.checkpoint.conversion.tensors import check_shapes
-from megatron_ext.checkpoint.conversion.torch_dist import METADATA
 from megatron_ext.checkpoint.folder import RECORD
+from megatron_ext.checkpoint.metadata_file import FILE_NAME as METADATA
 from megatron_ext.errors import UserError
 
 _OF_DEEPSPEED = "*_model_states.pt"

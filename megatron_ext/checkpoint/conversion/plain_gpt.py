@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from megatron.core.transformer import enums
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
 from megatron_ext.checkpoint.conversion.families.fields import Fields
 from megatron_ext.checkpoint.conversion.family import SavedModel
@@ -19,8 +18,10 @@ from megatron_ext.checkpoint.conversion.saved import configured_model
 from megatron_ext.checkpoint.conversion.source import Source, SourceOptions
 from megatron_ext.checkpoint.conversion.tensors import Tensors, without_padding
 from megatron_ext.checkpoint.conversion.tokenizer_files import KeptTokenizer, kept_tokenizer
-from megatron_ext.checkpoint.conversion.torch_dist import COMMON, TorchDistTensors, read_common
+from megatron_ext.checkpoint.conversion.torch_dist import TorchDistTensors
 from megatron_ext.checkpoint.folder import Progress
+from megatron_ext.checkpoint.reading import read_common
+from megatron_ext.checkpoint.restricted_pickle import Names, namespace, opaque
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.config.validate import validate
 from megatron_ext.errors import UserError
@@ -71,6 +72,28 @@ _DEFAULTS: dict[str, Any] = {
 }
 """What Megatron-LM takes where an argument is not there."""
 
+_OF_MEGATRON = {
+    "enums": ("ModelType",),
+    "transformer.enums": ("AttnBackend", "AttnMaskType", "AttnType", "CudaGraphScope", "LayerType", "ModelType"),
+    "optimizer.optimizer_config": ("OptimizerConfig",),
+    "rerun_state_machine": ("RerunDiagnostic", "RerunMode", "RerunState"),
+}
+
+_NAMES: Names = {
+    ("argparse", "Namespace"): namespace(),
+    ("types", "SimpleNamespace"): opaque(),
+    ("signal", "Signals"): opaque(),
+    **{
+        (f"numpy.{core}.multiarray", kind): opaque()
+        for core in ("core", "_core")
+        for kind in ("_reconstruct", "scalar")
+    },
+    **{("numpy", kind): opaque() for kind in ("ndarray", "dtype")},
+    **{("pathlib", kind): opaque() for kind in ("PosixPath", "WindowsPath")},
+    **{(f"megatron.core.{module}", kind): opaque() for module, kinds in _OF_MEGATRON.items() for kind in kinds},
+}
+"""Classes that Megatron-LM keeps in `common.pt`; nothing is read from those of most."""
+
 
 def open_folder(path: Path, options: SourceOptions) -> Source:
     """The model of a checkpoint; of Megatron-LM's `--save` folder, the newest.
@@ -111,15 +134,14 @@ def _newest(path: Path) -> Path:
 def _arguments(path: Path) -> Namespace:
     """Megatron-LM's arguments, which it keeps beside the tensors."""
     mend = "give the model's sizes in a YAML file with --model-config (its `model` section)"
-    safe = [Namespace, *(kind for kind in vars(enums).values() if isinstance(kind, type) and issubclass(kind, Enum))]
     try:
-        common = read_common(path, safe)
+        common = read_common(path, _NAMES)
     except UserError as error:
         raise UserError(error.where, error.problem, mend) from error
     args = common.get("args") if isinstance(common, dict) else None
     if not isinstance(args, Namespace):
         problem = "holds no args, and the tensors do not tell the number of heads, of query groups and the rotary base"
-        raise UserError(str(path / COMMON), problem, mend)
+        raise UserError(str(path / COMMON_STATE_FNAME), problem, mend)
     return args
 
 

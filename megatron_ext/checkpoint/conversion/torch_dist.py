@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,24 +11,22 @@ from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
 from megatron_ext.checkpoint.contents import CheckedFile, Content, content_of
 from megatron_ext.checkpoint.conversion.tensors import Joined, Listed, TensorInfo, Tensors
+from megatron_ext.checkpoint.metadata_file import MEND
+from megatron_ext.checkpoint.reading import RestrictedReader, read_common
 from megatron_ext.errors import UserError
 from megatron_ext.paths import path_within
 
-METADATA = ".metadata"
-COMMON = "common.pt"
-
-_MEND = "copy the checkpoint again, whole, or give another one"
-_SAFE = {"torch", "torch.distributed.checkpoint", "torch.serialization", "collections", "pathlib", "pathlib._local"}
 _OTHER_TENSORS = ("optimizer.", "chained_")
 _OPTIMIZER_STATE = "optimizer.state."
 _LAYERS = re.compile(r"^(?P<before>(?:.*\.)?layers\.)(?P<after>[^.\d].*)$")
@@ -50,8 +47,8 @@ class TorchDistTensors(Tensors):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._metadata = _read_metadata(folder)
-        self._reader = filesystem.FileSystemReader(folder)
+        self._reader = RestrictedReader(folder)
+        self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._check_files()
         everything = self._metadata.state_dict_metadata.items()
@@ -80,10 +77,10 @@ class TorchDistTensors(Tensors):
         for name, size in sizes.items():
             path = path_within(self._folder, name, str(self._folder / METADATA), follow_links=True)
             if not path.is_file():
-                raise UserError(str(path), "is not there, so the checkpoint is damaged", _MEND)
+                raise UserError(str(path), "is not there, so the checkpoint is damaged", MEND)
             if path.stat().st_size < size:
                 problem = f"has {path.stat().st_size} bytes, fewer than {size}, so the checkpoint is damaged"
-                raise UserError(str(path), problem, _MEND)
+                raise UserError(str(path), problem, MEND)
 
     def infos(self) -> Mapping[str, TensorInfo]:
         """See `Tensors.infos`."""
@@ -113,11 +110,7 @@ class TorchDistTensors(Tensors):
         items = create_read_items_for_chunk_list(stored, entry, [wanted])
         assert sum(item.lengths.numel() for item in items) == math.prod(sizes), f"{stored} is not whole"
         into = _Into(torch.Size(sizes), entry.properties.dtype)
-        try:
-            self._reader.read_data(LoadPlan(items), into)
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            problem = f"{stored} cannot be read, so the checkpoint is damaged"
-            raise UserError(str(self._folder), problem, _MEND) from error
+        self._reader.read_data(LoadPlan(items), into)
         return into.tensor if layer is None else into.tensor[0]
 
 
@@ -164,54 +157,6 @@ class _Taken:
         self._into.tensor = tensor.to(self._into._dtype) if whole else tensor.to(self._into._dtype, copy=True)
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes what `.metadata` is made of, and nothing else: a checkpoint of somebody else's must not run code here."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """See `pickle.Unpickler.find_class`."""
-        allowed = module in _SAFE or module.startswith("torch.distributed.checkpoint.")
-        found = super().find_class(module, name) if allowed else None
-        if isinstance(found, type | torch.dtype | torch.memory_format | torch.layout) or name == "_get_layout":
-            return found
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's metadata")
-
-
-def _read_metadata(folder: Path) -> Metadata:
-    path = folder / METADATA
-    try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-    except FileNotFoundError:
-        raise UserError(str(path), "is not there, so the checkpoint is damaged", _MEND) from None
-    except Exception as error:  # whatever bytes that are no pickle make of it
-        raise UserError(str(path), f"cannot be read ({_one_line(error)})", _MEND) from error
-    if not isinstance(metadata, Metadata) or not metadata.storage_data:
-        raise UserError(str(path), "is no checkpoint's metadata", _MEND)
-    return metadata
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
-
-
-def read_common(folder: Path, safe: list[Any] | None = None) -> Any:
-    """What Megatron keeps beside the tensors, without running any code of the file's.
-
-    Args:
-        folder: of the checkpoint.
-        safe: classes that may be in it, beside plain values and tensors.
-
-    Raises:
-        UserError: it cannot be read so.
-    """
-    path = folder / COMMON
-    try:
-        with torch.serialization.safe_globals(safe or []):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise UserError(str(path), f"cannot be read ({_one_line(error)})", _MEND) from error
-
-
 @dataclass(frozen=True)
 class OptimizerState:
     """An optimizer's state.
@@ -235,7 +180,10 @@ def read_optimizer(stored: TorchDistTensors, folder: Path) -> OptimizerState | N
     if not tensors.infos():
         return None
     common = read_common(folder)
-    return OptimizerState(tensors, dict(common["optimizer"]["schedule"]))
+    try:
+        return OptimizerState(tensors, dict(common["optimizer"]["schedule"]))
+    except (TypeError, KeyError, ValueError):
+        raise UserError(str(folder / COMMON_STATE_FNAME), "holds no schedule of an optimizer", MEND) from None
 
 
 def write_torch_dist(tensors: Tensors, folder: Path, optimizer: OptimizerState | None = None) -> dict[str, Content]:
@@ -264,7 +212,7 @@ def write_torch_dist(tensors: Tensors, folder: Path, optimizer: OptimizerState |
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
     (plan,) = writer.prepare_global_plan(plans)
     writer.finish(metadata, [writer.write_data(plan, planner).value()])
-    torch.save({"optimizer": {"schedule": optimizer.schedule}} if optimizer else {}, folder / COMMON)
+    torch.save({"optimizer": {"schedule": optimizer.schedule}} if optimizer else {}, folder / COMMON_STATE_FNAME)
     save_config(CheckpointingConfig("torch_dist"), str(folder))
     return writer.written | {
         path.name: content_of(path) for path in folder.iterdir() if path.name not in writer.written

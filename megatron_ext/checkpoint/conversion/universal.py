@@ -7,7 +7,6 @@ whole tensors; see deepspeed.checkpoint.ds_to_universal. Beside them a file of o
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,8 @@ from megatron_ext.checkpoint.conversion.tensors import (
 from megatron_ext.checkpoint.conversion.tokenizer_files import kept_tokenizer, read_json
 from megatron_ext.checkpoint.conversion.torch_dist import OptimizerState
 from megatron_ext.checkpoint.folder import Progress
+from megatron_ext.checkpoint.restricted_pickle import RefusedPickle
+from megatron_ext.checkpoint.torch_file import load_file
 from megatron_ext.errors import UserError
 from megatron_ext.optim.state import MOMENTS
 from megatron_ext.paths import path_within
@@ -186,23 +187,14 @@ def _kind(path: Path, kind: str) -> Tensors:
     return Listed(infos, lambda key: _tensor(files[key]))
 
 
-class _SubparamShape:
-    """Stands for DeepSpeed's class of that name, which says how a tensor was split; it is read, and not used."""
-
-
-_SAFE = [(_SubparamShape, "deepspeed.checkpoint.universal_checkpoint.SubparamShape")]
-
-
 def _tensor(file: Path) -> Tensor:
     """A parameter's tensor, still on the disk; no code of the file's is run."""
     try:
-        with torch.serialization.safe_globals(_SAFE):  # type: ignore[arg-type]
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:  # torch's text is long, and tells how to let the file run what it likes
-        problem = "is damaged, or holds more than tensors and plain values, which is not read: it could run code"
-        raise UserError(str(file), problem, _MEND) from error
-    except (OSError, RuntimeError, EOFError) as error:
-        raise UserError(str(file), f"cannot be read ({' '.join(str(error).split())[:200]})", _MEND) from error
+        content = load_file(file, on_disk=True)
+    except RefusedPickle as error:
+        raise UserError(str(file), f"cannot be read: it {error}", _MEND) from error
+    except OSError as error:
+        raise UserError(str(file), f"cannot be read ({error.strerror or error})", _MEND) from error
     tensor = content.get("param") if isinstance(content, dict) else content
     if not isinstance(tensor, Tensor):
         raise UserError(str(file), "holds no tensor", _MEND)

@@ -1,0 +1,238 @@
+"""Reading torch_dist checkpoints through the restricted reader, for torch's and Megatron's loaders.
+
+Theirs unpickle `.metadata` and every object that is no tensor with nothing held back: a checkpoint of somebody else's
+could run code. The classes here take their place in the loading of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
+    TorchDistLoadShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
+    _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
+    mcore_to_pyt_state_dict,
+)
+from torch import Tensor
+from torch.distributed import checkpoint
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from megatron_ext.checkpoint.metadata_file import FILE_NAME, MEND, read_metadata
+from megatron_ext.checkpoint.restricted_pickle import Names, RefusedPickle
+from megatron_ext.checkpoint.torch_file import NAMES, load_file, load_part
+from megatron_ext.errors import UserError
+from megatron_ext.files import open_regular
+from megatron_ext.parallel.agreement import on_every_rank
+
+
+class RestrictedReader(FileSystemReader):
+    """torch's reader of a checkpoint's folder, that unpickles nothing but tensors and plain values.
+
+    `.metadata` is read once: what was checked is what is used.
+
+    Args:
+        folder: of the checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index of the checkpoint.
+
+        Raises:
+            UserError: see `metadata_file.read_metadata`.
+        """
+        if self._metadata is None:
+            self._metadata = read_metadata(self._folder)
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Hand a plan's tensors and objects to its planner.
+
+        Raises:
+            UserError: a file is not there, is damaged or holds what is not read.
+        """
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            path = self._folder / name
+            try:
+                self._read_file(path, items, planner)
+            except OSError as error:
+                raise UserError(str(path), f"cannot be read ({error.strerror or error})", MEND) from error
+            except RefusedPickle as error:
+                raise UserError(str(path), f"cannot be read: it {error}", MEND) from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_file(self, path: Path, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
+        descriptor = open_regular(path)
+        try:
+            size = os.fstat(descriptor).st_size
+            for item in items:
+                place = self.storage_data[item.storage_index]
+                if place.offset + place.length > size:
+                    raise RefusedPickle("is cut off")
+                value = load_part(descriptor, place.offset, place.length)
+                if item.type == LoadItemType.BYTE_IO:
+                    cast(_Planner, planner).take_object(item, value)
+                    continue
+                if not isinstance(value, Tensor):
+                    raise RefusedPickle("holds no tensor where one is to be")
+                _hand_over(item, value, planner)
+        finally:
+            os.close(descriptor)
+
+
+def _hand_over(item: ReadItem, tensor: Tensor, planner: LoadPlanner) -> None:
+    """As torch's reader does."""
+    if tensor.dim() != len(item.lengths) or any(
+        offset + length > size
+        for offset, length, size in zip(item.storage_offsets, item.lengths, tensor.shape, strict=True)
+    ):
+        raise RefusedPickle("holds a tensor of another shape than the index says")
+    part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+    target = planner.resolve_tensor(item).detach()
+    assert target.size() == part.size(), f"{item.storage_index}: {target.size()} and {part.size()}"
+    target.copy_(part)
+    planner.commit_tensor(item, target)
+
+
+class _Planner(MCoreLoadPlanner):
+    """Megatron's, which takes objects as they were read, instead of bytes to unpickle."""
+
+    def take_object(self, item: ReadItem, value: Any) -> None:
+        if self.flatten_state_dict:
+            checkpoint.default_planner.set_element(self.original_state_dict, self.mappings[item.dest_index.fqn], value)
+        else:
+            self.state_dict[item.dest_index.fqn] = value
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Torch's would unpickle them."""
+        raise AssertionError("the restricted reader gives no bytes")
+
+
+class _Tensors(TorchDistLoadShardedStrategy):
+    """Megatron's strategy for what is sharded, over a `RestrictedReader`."""
+
+    def __init__(self, reader: RestrictedReader) -> None:
+        super().__init__()
+        self._reader = reader
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        tensors = [one for one in nested_values(sharded_state_dict) if isinstance(one, ShardedTensor)]
+        keys, flat_mapping, rename_mapping = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        state = mcore_to_pyt_state_dict(keys, True)
+        planner = _Planner(
+            shapes_validation_sharded_tensors=[one for one in tensors if not one.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={one.key: one for one in tensors if one.allow_shape_mismatch},
+        )
+        checkpoint.load_state_dict(state, self._reader, planner=planner)
+        loaded = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
+        loaded = _replace_sharded_keys_with_state_dict_keys(loaded, flat_mapping, rename_mapping)
+        _restore_dict_types(loaded, sharded_state_dict)
+        return loaded
+
+    def load_tensors_metadata(self, checkpoint_dir: Any, metadata: Metadata | None = None) -> Any:
+        return super().load_tensors_metadata(checkpoint_dir, metadata or self._reader.read_metadata())
+
+    def load_sharded_metadata(self, checkpoint_dir: Any) -> Any:
+        raise AssertionError("nobody asks for it, and Megatron's would unpickle the index")
+
+    def remove_sharded_tensors(self, checkpoint_dir: Any, key_prefix: str) -> None:
+        raise AssertionError("nobody asks for it, and Megatron's would unpickle the index")
+
+
+class _Common(TorchCommonLoadStrategy):
+    """Megatron's strategy for what is the same on all ranks, which has been read."""
+
+    def __init__(self, common: Any) -> None:
+        self._common = common
+
+    def load_common(self, checkpoint_dir: Any) -> Any:
+        return self._common
+
+    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
+        raise AssertionError("objects lie with the tensors in torch_dist")
+
+
+def read_common(folder: Path, names: Names | None = None) -> Any:
+    """What Megatron keeps beside the tensors, without running any code of the file's.
+
+    Args:
+        folder: of the checkpoint.
+        names: classes that may be in it, beside plain values and tensors.
+
+    Raises:
+        UserError: it cannot be read so.
+    """
+    path = folder / COMMON_STATE_FNAME
+    try:
+        return load_file(path, NAMES if names is None else {**NAMES, **names})
+    except OSError as error:
+        raise UserError(str(path), f"cannot be read ({error.strerror or error})", MEND) from error
+    except RefusedPickle as error:
+        raise UserError(str(path), f"cannot be read: it {error}", MEND) from error
+
+
+def load_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Fill a sharded state dictionary from a checkpoint; a collective call.
+
+    Args:
+        state: of Megatron's sharded tensors and objects.
+        folder: of the checkpoint.
+
+    Raises:
+        UserError: the checkpoint is damaged, holds what is not read, or lacks a tensor; on every rank.
+    """
+    reader = RestrictedReader(folder)
+    common: list[Any] = []
+
+    def read() -> None:
+        _check_tensors(state, reader.read_metadata(), folder)
+        common.append(read_common(folder))
+        if not isinstance(common[0], dict):
+            raise UserError(str(folder / COMMON_STATE_FNAME), "holds no dictionary", MEND)
+
+    on_every_rank(read)
+    try:
+        return cast(dict[str, Any], dist_checkpointing.load(state, str(folder), _Tensors(reader), _Common(common[0])))
+    except CheckpointException as error:
+        for failure, _ in error.failures.values():
+            if isinstance(failure, UserError):
+                raise failure from error
+        raise
+
+
+def _check_tensors(state: dict[str, Any], metadata: Metadata, folder: Path) -> None:
+    for one in nested_values(state):
+        if isinstance(one, ShardedTensor):
+            entry = metadata.state_dict_metadata.get(one.key)
+            wanted = torch.Size(one.global_shape)
+            if not isinstance(entry, TensorStorageMetadata):
+                raise UserError(str(folder / FILE_NAME), f"has no tensor {one.key}", MEND)
+            if entry.size != wanted and not one.allow_shape_mismatch:
+                problem = f"has {one.key} with the shape {list(entry.size)} instead of {list(wanted)}"
+                raise UserError(str(folder / FILE_NAME), problem, MEND)

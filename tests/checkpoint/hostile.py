@@ -1,0 +1,161 @@
+"""Pickles that do harm where pickle itself loads them, and others that no checkpoint may hold."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+STOP = b"."
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def name(module: str, attribute: str) -> bytes:
+    return f"c{module}\n{attribute}\n".encode()
+
+
+def dotted(module: str, attribute: str) -> bytes:
+    return text(module) + text(attribute) + b"\x93"
+
+
+def call(function: bytes, *arguments: bytes) -> bytes:
+    return function + b"(" + b"".join(arguments) + b"tR"
+
+
+def touch(mark: Path) -> bytes:
+    return text(f"touch '{mark}'")
+
+
+SYSTEM = name("os", "system")
+FILES = "torch.distributed.checkpoint.filesystem"
+METADATA = "torch.distributed.checkpoint.metadata"
+
+
+def getattr_chain(mark: Path) -> bytes:
+    get = name("builtins", "getattr")
+    return call(call(get, call(get, name("torch", "serialization"), text("os")), text("system")), touch(mark))
+
+
+def method_caller(mark: Path) -> bytes:
+    caller = call(name("operator", "methodcaller"), text("touch"))
+    return call(caller, call(name("pathlib", "PosixPath"), text(str(mark))))
+
+
+def storage_loader(mark: Path) -> bytes:
+    """torch's own way from bytes to a storage, which is a pickle again."""
+    inner = torch_file(call(SYSTEM, touch(mark)))
+    return call(name("torch.storage", "_load_from_bytes"), b"B" + struct.pack("<I", len(inner)) + inner)
+
+
+def state_of_an_instance(mark: Path) -> bytes:
+    """BUILD calls an attribute that BUILD has set."""
+    made = name(METADATA, "StorageMeta") + b")\x81}" + text("__setstate__") + SYSTEM + b"sb"
+    return made + touch(mark) + b"b"
+
+
+HARMFUL: dict[str, Callable[[Path], bytes]] = {
+    "os.system": lambda mark: call(SYSTEM, touch(mark)),
+    "dotted name": lambda mark: call(dotted("torch", "os.system"), touch(mark)),
+    "FileIO by a dotted name": lambda mark: call(dotted(FILES, "io.FileIO"), text(str(mark)), text("w")),
+    "getattr": getattr_chain,
+    "FileIO": lambda mark: call(name("io", "FileIO"), text(str(mark)), text("w")),
+    "partial": lambda mark: call(call(name("functools", "partial"), SYSTEM), touch(mark)),
+    "eval": lambda mark: call(name("builtins", "eval"), text(f"open({str(mark)!r}, 'w')")),
+    "exec": lambda mark: call(name("builtins", "exec"), text(f"open({str(mark)!r}, 'w')")),
+    "attrgetter": lambda mark: call(
+        call(call(name("operator", "attrgetter"), text("os.system")), name("torch", "serialization")), touch(mark)
+    ),
+    "methodcaller": method_caller,
+    "torch's storages": storage_loader,
+    # Named where it is thrown away, and called by its number.
+    "memo": lambda mark: SYSTEM + b"\x940h\x00(" + touch(mark) + b"tR",
+    "state of an instance": state_of_an_instance,
+    "INST": lambda mark: b"(" + touch(mark) + b"ios\nsystem\n",
+    "OBJ": lambda mark: b"(" + SYSTEM + touch(mark) + b"o",
+    "subprocess": lambda mark: call(name("subprocess", "getoutput"), touch(mark)),
+}
+"""By what they do it with: a program that changes what lies at a path."""
+
+DEEP = 100_000
+
+BURDENSOME: dict[str, bytes] = {
+    "deep key": b"}N" + b"\x85" * DEEP + b"Ns",
+    "deep list": b"]" * DEEP + b"a" * (DEEP - 1),
+    "huge bytes": b"\x8e" + struct.pack("<Q", 1 << 62),
+    "huge text": b"\x8d" + struct.pack("<Q", 1 << 62),
+    "huge number": b"\x8b" + struct.pack("<i", (1 << 31) - 1),
+    "huge array": call(name("builtins", "bytearray"), b"\x8a\x08" + struct.pack("<q", 1 << 50)),
+    "keyword arguments": name("builtins", "int") + b")}\x92",
+    "extension": b"\x82\x01",
+    "persistent id": b"NQ",
+    "class that is filled": name(METADATA, "Metadata") + b"N}" + text("__init__") + b"Ns\x86b",
+    "other fields": name(METADATA, "Metadata") + b")\x81}" + text("__class__") + b"Nsb",
+    "no end": b"(N",
+    "text": b"not a pickle",
+    "nothing": b"",
+}
+"""Programs that do no harm in themselves: they take memory or the stack, or are none."""
+
+
+def whole(program: bytes) -> bytes:
+    """A pickle of a program."""
+    return b"\x80\x04" + program + STOP
+
+
+def torch_file(program: bytes) -> bytes:
+    """A file of torch.save whose pickle is a program."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + program + STOP)
+        archive.writestr("archive/byteorder", b"little")
+    return content.getvalue()
+
+
+def index(size: int = 4, file: str = "a.distcp", **changed: Any) -> bytes:
+    """An index of one tensor.
+
+    Args:
+        size: elements that it says the tensor has.
+        file: in which it lies.
+        changed: attributes of the metadata.
+    """
+    whole_size = torch.Size([size])
+    entry = TensorStorageMetadata(TensorProperties(torch.float32), whole_size, [])
+    entry.chunks.append(ChunkStorageMetadata(torch.Size([0]), whole_size))
+    place = _StorageInfo(relative_path=file, offset=0, length=1000)
+    metadata = Metadata({"a": entry}, storage_data={MetadataIndex("a", torch.Size([0])): place})
+    for field, value in changed.items():
+        setattr(metadata, field, value)
+    return pickle.dumps(metadata)
+
+
+def as_object(content: bytes, key: str) -> bytes:
+    """An index that says of an entry that it is an object, not a tensor."""
+    metadata = pickle.loads(content)
+    metadata.state_dict_metadata[key] = BytesStorageMetadata()
+    return pickle.dumps(metadata)
+
+
+def compress(path: Path, packed: Path) -> None:
+    """A file of torch.save with its records compressed."""
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as other:
+        for info in archive.infolist():
+            other.writestr(info.filename, archive.read(info))

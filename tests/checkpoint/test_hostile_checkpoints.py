@@ -1,0 +1,133 @@
+"""Every command that reads a checkpoint refuses one that would run code, whichever of its files holds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from unittest.mock import patch
+
+import hostile
+import pytest
+from corpora import prepared
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from megatron_ext.checkpoint.contents import content_of
+from megatron_ext.cli import main
+from megatron_ext.parallel.groups import destroy_process_groups
+
+CONFIG = """
+data: {{path: {data}, seq_length: 32}}
+model: {{pattern: attention, hidden_size: 16, num_attention_heads: 2, max_position_embeddings: 32}}
+training: {{steps: 1, global_batch_size: 1, micro_batch_size: 1, precision: fp32}}
+optimizer: {{lr: 1e-3, min_lr: 1e-4, warmup_steps: 0}}
+run: {{dir: {runs}, name: run, device: cpu}}
+"""
+
+DOORS: dict[str, Callable[[Path, Path], list[str]]] = {
+    "inspect": lambda run, config: ["inspect", str(run)],
+    "convert": lambda run, config: ["convert", str(run), str(run.parent / "out"), "--to", "hf"],
+    "generate": lambda run, config: ["generate", str(run), "--prompt", "a", "--max-tokens", "1"],
+    "evaluate": lambda run, config: ["evaluate", str(run)],
+    "branch_from": lambda run, config: [
+        *("train", str(config), f"run.dir={run.parent}", "run.name=branch", "training.steps=2"),
+        f"run.branch_from={run}/checkpoints/step_1",
+    ],
+    "resume": lambda run, config: ["train", str(config), "--resume", f"run.dir={run.parent}", "training.steps=2"],
+}
+
+
+def _main(arguments: list[str]) -> int:
+    with patch.dict(os.environ):  # a command says there which rank it is
+        try:
+            return main(arguments)
+        except SystemExit as stop:
+            return int(stop.code or 0)
+        finally:
+            destroy_process_groups()  # a command ends with its process
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run's folder, and its configuration."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = folder / "config.yaml"
+    config.write_text(CONFIG.format(data=prepared(folder, documents=20), runs=folder))
+    assert _main(["train", str(config)]) == 0
+    return folder / "run", config
+
+
+def _index(step: Path, program: bytes) -> Path:
+    (step / ".metadata").write_bytes(hostile.whole(program))
+    return step / ".metadata"
+
+
+def _common(step: Path, program: bytes) -> Path:
+    (step / "common.pt").write_bytes(hostile.torch_file(program))
+    return step / "common.pt"
+
+
+def _tensor(step: Path, program: bytes) -> Path:
+    """The place of a weight is that of an object, which torch unpickles with nothing held back."""
+    return _entry(step, program, "embedding.word_embeddings.weight", is_object=False)
+
+
+def _generators(step: Path, program: bytes) -> Path:
+    """The states of random generators, which are no tensors."""
+    return _entry(step, program, "generators/", is_object=True)
+
+
+def _entry(step: Path, program: bytes, begins: str, *, is_object: bool) -> Path:
+    content = hostile.torch_file(program)
+    (step / "hostile.distcp").write_bytes(content)
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    (key,) = (key for key in metadata.state_dict_metadata if key.startswith(begins))
+    assert isinstance(metadata.state_dict_metadata[key], BytesStorageMetadata) == is_object
+    (index,) = (index for index in metadata.storage_data if index.fqn == key)
+    assert isinstance(index, MetadataIndex)
+    metadata.storage_data[index] = _StorageInfo("hostile.distcp", 0, len(content))
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    return step / "hostile.distcp"
+
+
+def _sealed(step: Path) -> None:
+    """The record of a checkpoint says what its files hold: its author can write that, too."""
+    record = json.loads((step / "checkpoint.json").read_text())
+    names = [path.name for path in step.iterdir() if path.name != "checkpoint.json"]
+    record["files"] = {name: asdict(content_of(step / name)) for name in sorted(names)}
+    (step / "checkpoint.json").write_text(json.dumps(record))
+
+
+READ_BY = {
+    _index: set(DOORS),
+    _common: set(DOORS) - {"inspect"},
+    _tensor: set(DOORS) - {"inspect"},
+    _generators: {"resume", "branch_from"},
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door(door: str, trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = shutil.copytree(trained[0], tmp_path / "run")
+    step, mark = run / "checkpoints" / "step_1", tmp_path / "mark"
+    kept = shutil.copytree(step, tmp_path / "kept")
+    for place, doors in READ_BY.items():
+        if door not in doors:
+            continue
+        for kind, program in hostile.HARMFUL.items() if place is _index else list(hostile.HARMFUL.items())[:2]:
+            mark.write_text("precious")
+            file = place(step, program(mark))
+            _sealed(step)
+            capsys.readouterr()
+            assert _main(DOORS[door](run, trained[1])) == 2, kind
+            lines = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+            assert len(lines) == 1, (kind, lines)
+            assert lines[0].startswith(f"selectron: error: {file}: cannot be read: it "), (kind, lines)
+            assert mark.read_text() == "precious", kind
+            shutil.rmtree(step)
+            shutil.copytree(kept, step)

@@ -1,0 +1,173 @@
+"""No file runs code, whatever is in it; what pickle and torch write for checkpoints is read as it was."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from argparse import Namespace
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import hostile
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_ext.checkpoint.metadata_file import FILE_NAME, read_metadata
+from megatron_ext.checkpoint.reading import read_common
+from megatron_ext.checkpoint.restricted_pickle import MAX_DEPTH, RefusedPickle, check_depth, load, namespace
+from megatron_ext.checkpoint.torch_file import load_file
+from megatron_ext.errors import UserError
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Path:
+    return tmp_path / "mark"
+
+
+@pytest.mark.parametrize("kind", hostile.HARMFUL)
+def test_harm_is_refused(kind: str, mark: Path) -> None:
+    program = hostile.HARMFUL[kind](mark)
+    mark.write_text("precious") if "FileIO" in kind else None
+    (mark.parent / FILE_NAME).write_bytes(hostile.whole(program))
+    (mark.parent / "common.pt").write_bytes(hostile.torch_file(program))
+    for read, file in ((read_metadata, FILE_NAME), (read_common, "common.pt")):
+        with pytest.raises(UserError, match=rf"^{mark.parent}/{file}: cannot be read: it [^\n]*; copy [^\n]*$"):
+            read(mark.parent)
+    assert mark.read_text() == "precious" if "FileIO" in kind else not mark.exists()
+    # pickle itself does the harm: there was something to refuse.
+    pickle.loads(hostile.whole(program))
+    assert mark.read_text() == ""
+
+
+@pytest.mark.parametrize("kind", hostile.BURDENSOME)
+def test_burdens_are_refused(kind: str, tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(hostile.whole(hostile.BURDENSOME[kind]))
+    (tmp_path / "common.pt").write_bytes(hostile.torch_file(hostile.BURDENSOME[kind]))
+    for read in (read_metadata, read_common):
+        with pytest.raises(UserError, match="cannot be read: it "):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (hostile.index(size=1 << 50), "describes a tensor that is larger than the whole checkpoint"),
+        (hostile.index(file="../b.distcp"), "names a file that is not in the checkpoint's folder"),
+        (hostile.index(file="/etc/passwd"), "names a file that is not in the checkpoint's folder"),
+        (hostile.index(file="a\nb"), "names a file that is not in the checkpoint's folder"),
+        (hostile.index(storage_data={}), "is no checkpoint's metadata"),
+        (hostile.index(state_dict_metadata={"a": None}), "describes what is no tensor and no object"),
+        (hostile.index(more=1), "has a Metadata with other fields than its own"),
+        (pickle.dumps({"a": torch.Size([1])}), "is no checkpoint's metadata"),
+    ],
+)
+def test_what_is_no_index(content: bytes, problem: str, tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(content)
+    with pytest.raises(UserError, match=f"{FILE_NAME}: cannot be read: it {problem}; "):
+        read_metadata(tmp_path)
+
+
+def test_an_index_is_read_as_it_is(tmp_path: Path) -> None:
+    content = hostile.index(all_local_plans=[], mcore_data={"a": {"b": 1}}, planner_data={"a": ("b", 1)})
+    (tmp_path / FILE_NAME).write_bytes(content)
+    found, expected = read_metadata(tmp_path), pickle.loads(content)
+    assert type(found) is Metadata
+    assert found.state_dict_metadata == expected.state_dict_metadata
+    assert found.storage_data == expected.storage_data
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / FILE_NAME)
+    with pytest.raises(UserError, match=r"cannot be read \(is no regular file\)"):
+        read_metadata(tmp_path)
+
+
+def test_pickles_of_plain_values() -> None:
+    value = {
+        "numbers": [0, 255, 65535, -1, 2**31, -(2**70), 0.1, float("inf"), True, False, None],
+        "texts": ["", "ä" * 300, "\ud800", b"", b"\xff" * 300],
+        ("a", 1): ((), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)),
+        3: Namespace(a=[1], b={"c": ()}),
+    }
+    value["again"] = value["numbers"]
+    names = {("argparse", "Namespace"): namespace()}
+    for protocol in range(2, 6):
+        value["texts"] = value["texts"][:3] if protocol == 2 else value["texts"]  # bytes are calls there
+        found = load(pickle.dumps(value, protocol), names)
+        assert found == value
+        assert found["again"] is found["numbers"]
+    for protocol in (0, 1):
+        with pytest.raises(RefusedPickle):
+            load(pickle.dumps(value, protocol), names)
+
+
+def test_depth_has_a_bound_and_shared_parts_count_once() -> None:
+    value: list[Any] = []
+    for _ in range(MAX_DEPTH - 2):
+        value = [value, value]
+    check_depth(value)
+    with pytest.raises(RefusedPickle, match="nests containers deeper than"):
+        check_depth([[value]])
+
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+]
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_files_of_torch(tmp_path: Path, on_disk: bool) -> None:
+    """Every value that torch.load gives."""
+    base = torch.arange(24.0).view(4, 6)
+    views = [base, base.T, base[1:, 2:4], base[:, 0], torch.empty(0), torch.empty(3, 0), torch.tensor(3.0)]
+    value = {
+        "views": views,
+        "dtypes": {str(dtype): torch.arange(7).to(dtype) for dtype in DTYPES},
+        "parameter": torch.nn.Parameter(base),
+        "plain": OrderedDict(a=1, b=(2, None, True, b"ab\xff", 1.5, 2**70, -3)),
+        "types": [torch.bfloat16, torch.Size([1, 2])],
+        "module": torch.nn.Linear(2, 3).state_dict(),
+    }
+    torch.save(value, tmp_path / "file.pt")
+    found, expected = load_file(tmp_path / "file.pt", on_disk=on_disk), torch.load(tmp_path / "file.pt")
+    assert (found["plain"], found["types"]) == (value["plain"], value["types"])
+    tensors = [*zip(found["views"], expected["views"], strict=True), (found["parameter"], expected["parameter"].data)]
+    tensors += [(found[part][key], one) for part in ("dtypes", "module") for key, one in expected[part].items()]
+    for one, other in tensors:
+        assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        assert one.contiguous().view(-1).view(torch.uint8).equal(other.contiguous().view(-1).view(torch.uint8))
+    assert found["views"][0].untyped_storage().data_ptr() == found["views"][1].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize(
+    ("size", "stride", "offset"), [((1 << 40,), (0,), 0), ((9,), (1,), 0), ((2, 2), (4, 5), 0), ((4,), (1,), 5)]
+)
+def test_a_tensor_has_no_more_than_its_storage(
+    tmp_path: Path, size: tuple[int, ...], stride: tuple[int, ...], offset: int, on_disk: bool
+) -> None:
+    class Rebuilt:
+        def __reduce__(self) -> Any:
+            arguments = (torch.arange(8.0).storage(), offset, size, stride, False, OrderedDict())
+            return torch._utils._rebuild_tensor_v2, arguments
+
+    torch.save(Rebuilt(), tmp_path / "file.pt")
+    with pytest.raises(RefusedPickle, match="has a tensor that is larger than its storage"):
+        load_file(tmp_path / "file.pt", on_disk=on_disk)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_file_that_is_cut_off_or_compressed(tmp_path: Path, on_disk: bool) -> None:
+    torch.save(torch.arange(1000.0), tmp_path / "file.pt")
+    content = (tmp_path / "file.pt").read_bytes()
+    for length in (0, 1, 100, len(content) // 2, len(content) - 1):
+        (tmp_path / "cut.pt").write_bytes(content[:length])
+        with pytest.raises(RefusedPickle, match="or cut off"):
+            load_file(tmp_path / "cut.pt", on_disk=on_disk)
+    hostile.compress(tmp_path / "file.pt", tmp_path / "packed.pt")
+    with pytest.raises(RefusedPickle, match="has no plain record"):
+        load_file(tmp_path / "packed.pt", on_disk=on_disk)
