@@ -1,6 +1,7 @@
 """datatrove steps that every stage begins with: documents of the corpus, each with its split.
 
-A document's `metadata` says: `domain`, `source`, `folder` (the split whose folder it lies in, or None) and `split`.
+A document's `metadata` says: `domain`, `source`, `folder` (the split whose folder it lies in, or None) and `split`;
+until the last is known, also `changes`, which are then counted.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class ReadCorpus(PipelineStep):
         for unit in range(rank, self.corpus.units, world_size):
             for document in self.corpus.read(unit, self.problems, advance):
                 facts = {"domain": document.domain, "source": document.source, "folder": document.folder}
-                yield Document(document.text, document.id, metadata=facts)
+                yield Document(document.text, document.id, metadata=facts | {"changes": document.changes})
 
 
 class ChooseDomains(PipelineStep):
@@ -76,6 +77,8 @@ class ChooseDomains(PipelineStep):
                 self.ledger.unused[facts["domain"], self.plan.why_unused(facts["domain"], facts["folder"])] += 1
                 continue
             facts["split"] = side
+            for reason in facts.pop("changes", ()):
+                self.ledger.changed[side, reason] += 1
             yield document
 
 

@@ -14,6 +14,8 @@ CHANGES = {
     "line_ends": "line ends made one",
     "nul": "NUL characters removed",
     "controls": "control characters removed",
+    "special_tokens": "special tokens of --source-tokenizer taken out",
+    "parted": "parted at end-of-document tokens",
 }
 
 LEFT_OUT = {

@@ -15,7 +15,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 from pydantic import TypeAdapter
 
-from data_prep.documents import SPLITS, Problems
+from data_prep.documents import REPAIR, SPLITS, Problems
 from data_prep.ledger import Ledger
 from data_prep.manifest import CountEntry, DomainEntry, SkippedEntry, TokenizerEntry, UnusedEntry
 from data_prep.output.shards import DomainWriter
@@ -30,6 +30,7 @@ BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 500_000
 """The tokenizer library holds up to 200 bytes for each byte of a batch; larger ones are no faster."""
 
+HOLDS_END = "some of its text is encoded as the end-of-document token"
 BETTER_TOKENIZER = "give a tokenizer of bytes, which encodes any text,"
 
 
@@ -128,7 +129,8 @@ class DocumentEncoder:
     Args:
         tokenizer: what encodes.
         entry: what the manifest says of it.
-        problems: told of documents that hold text which the tokenizer has no token for; they are left out.
+        problems: told of documents that hold text which the tokenizer has no token for, or which it encodes as the
+            end-of-document token; they are left out.
     """
 
     def __init__(self, tokenizer: TextTokenizer, entry: TokenizerEntry, problems: Problems) -> None:
@@ -144,7 +146,11 @@ class DocumentEncoder:
                 self._refuse(document)
                 continue
             ids.append(self._end)
-            yield document, np.fromiter(ids, self._dtype, len(ids))
+            tokens = np.fromiter(ids, self._dtype, len(ids))
+            if (tokens[:-1] == self._end).any():
+                self._report(document, HOLDS_END)
+                continue
+            yield document, tokens
 
     def _ids(self, documents: list[Document]) -> Iterator[tuple[Document, list[int]]]:
         encode = self._tokenizer.encode_batch
@@ -161,11 +167,15 @@ class DocumentEncoder:
                 self._refuse(document)
 
     def _refuse(self, document: Document) -> None:
-        source, detail = document.metadata["source"], ""
+        detail = ""
         if self._problems.on_error == "stop":  # only a message says more
             detail = f"such as {lost_part(self._tokenizer, document.text)!r}"
+        self._report(document, "the tokenizer has no token for its text", detail, BETTER_TOKENIZER)
+
+    def _report(self, document: Document, reason: str, detail: str = "", mend: str = REPAIR) -> None:
+        source = document.metadata["source"]
         place = document.id.removeprefix(source).removeprefix(":") or None
-        self._problems.report(source, place, "the tokenizer has no token for its text", detail, BETTER_TOKENIZER)
+        self._problems.report(source, place, reason, detail, mend)
 
 
 def load_result(path: Path) -> TaskResult:

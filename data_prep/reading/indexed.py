@@ -25,17 +25,25 @@ from megatron_ext.errors import UserError
 from megatron_ext.printable import printable
 from megatron_ext.scratch import scratch_folder
 
+SPECIAL_TOKENS, PARTED = "special_tokens", "parted"
+"""Changes of a text: special tokens were taken out; it is a part of a document that held several."""
+
 
 class IndexedReader:
     """Reads the documents of one .bin/.idx pair.
 
+    Special tokens are known by their ids and are no text. An end-of-document token within a document parts it in two:
+    others pack several documents into one of the index. Taking out anything but one at the end is a change of the text.
+
     Args:
-        tokenizer: what made the tokens. One end-of-document token at the end of a document is not part of its text.
+        tokenizer: what made the tokens.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._end = tokenizer.find_end()
+        end = tokenizer.find_end()
+        self._end = None if end is None else end[1]
+        self._special = np.array(sorted({*tokenizer.special, *(() if end is None else end[1:])}), np.int64)
 
     def __call__(self, file: InputFile, fields: Fields, problems: Problems, advance: Advance) -> Iterator[Found]:
         """Yield every well-formed document; its domain is the default one, or by the name of the file."""
@@ -52,26 +60,37 @@ class IndexedReader:
             for number, (start, count) in enumerate(_documents(dataset), start=1):
                 advance(file.size * number // total - file.size * (number - 1) // total)
                 try:
-                    yield Found(f":{number}", self._text(dataset, start, count), domain)
+                    for place, text, changes in self._texts(dataset, start, count):
+                        yield Found(f":{number}{place}", text, domain, changes)
                 except MalformedError as error:
                     problems.report(file.location, number, error.reason, error.detail)
         except BrokenIndexError as error:
             problems.report(file.location, number + 1, "does not fit its .bin", str(error))
 
-    def _text(self, dataset: IndexedDataset, start: int, count: int) -> str:
+    def _texts(self, dataset: IndexedDataset, start: int, count: int) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+        """Texts of one document of the index, each with its place within and what was taken out."""
         check_length(count, "tokens")
         tokens = dataset.bin_reader.read(dataset.index.dtype, count, start)
-        if self._end is not None and count and tokens[-1] == self._end[1]:
-            tokens = tokens[:-1]
         unknown = tokens[(tokens < 0) | (tokens >= self._tokenizer.vocab_size)]
         if len(unknown):
             detail = f"token {unknown[0]} of {self._tokenizer.vocab_size}"
             raise MalformedError("not the tokens of --source-tokenizer", detail)
-        text = self._tokenizer.decode(tokens.tolist())
-        if not text.strip():
+        if self._end is not None and count and tokens[-1] == self._end:
+            tokens = tokens[:-1]
+        is_special = np.isin(tokens, self._special)
+        ends = np.flatnonzero(tokens == self._end) if self._end is not None else np.empty(0, np.int64)
+        texts = [
+            self._tokenizer.decode(part[~special].tolist())
+            for part, special in zip(np.split(tokens, ends), np.split(is_special, ends), strict=True)
+        ]
+        parts = [(place, text) for place, text in enumerate(texts, start=1) if text.strip()]
+        if not parts:
             raise MalformedError("no text")
-        check_length(len(text))
-        return text
+        changes = (SPECIAL_TOKENS,) if is_special.any() else ()
+        changes += (PARTED,) if len(parts) > 1 else ()
+        for place, text in parts:
+            check_length(len(text))
+            yield (f".{place}" if len(parts) > 1 else ""), text, changes
 
 
 class BrokenIndexError(ValueError):

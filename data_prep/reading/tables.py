@@ -38,7 +38,8 @@ def read_table(file: InputFile, fields: Fields, problems: Problems, advance: Adv
                 advance(share)
     except MalformedError as error:  # of the file as a whole
         problems.report(file.location, None, error.reason, error.detail, error.mend)
-    except (pyarrow.ArrowException, OSError) as error:
+    # Beside pyarrow's own errors, those of Python's kinds that it raises at damaged names and numbers.
+    except (pyarrow.ArrowException, OSError, ValueError, LookupError, OverflowError) as error:
         if not _is_broken(error):
             raise
         problems.report(file.location, number + 1, "Parquet file broken", str(error))

@@ -40,13 +40,18 @@ class RwkvTokenizer:
     file_name = "rwkv_vocab.txt"
     pattern = ""
     unknown: int | None = None
+    special = frozenset({END_ID})
 
     def __init__(self, path: Path) -> None:
         self._content = path.read_bytes()
         self._tokens: dict[int, bytes] = {END_ID: b""}
         self._root: dict[int, Any] = {}
         for number, line in enumerate(self._content.splitlines(), start=1):
-            self._add(*_parse(path, number, line))
+            token_id, token = _parse(path, number, line)
+            if token_id in self._tokens or not token:
+                problem = "has no bytes" if not token else f"has the id {token_id}, which is taken"
+                raise UserError(f"{path}:{number}", problem, "give the file as it was published")
+            self._add(token_id, token)
         missing = next((byte for byte in range(256) if _ID not in self._root.get(byte, {})), None)
         if missing is not None:
             raise UserError(str(path), f"has no token for byte {missing}", "give a vocabulary that encodes any text")
@@ -63,6 +68,9 @@ class RwkvTokenizer:
     def find_end(self, token: str | None = None) -> tuple[str, int] | None:
         """Id 0, under its usual name."""
         return (END_TOKEN, END_ID) if token in (None, END_TOKEN) else None
+
+    def reserve(self, token: str) -> None:
+        """Nothing to do: id 0 has no bytes, and so no text."""
 
     def content(self) -> bytes:
         """The vocabulary to the letter."""

@@ -36,8 +36,8 @@ class TiktokenTokenizer:
         self._encoding = encoding
         self.pattern = encoding._pat_str
         self.vocab_size = encoding.max_token_value + 1
-        special = (encoding.encode_single_token(token) for token in encoding.special_tokens_set)
-        self._gaps = set(range(self.vocab_size)).difference(encoding._mergeable_ranks.values(), special)
+        self.special = frozenset(encoding.encode_single_token(token) for token in encoding.special_tokens_set)
+        self._gaps = set(range(self.vocab_size)).difference(encoding._mergeable_ranks.values(), self.special)
 
     @classmethod
     def open(cls, name: str, pattern: str) -> TiktokenTokenizer:
@@ -81,6 +81,9 @@ class TiktokenTokenizer:
         if name not in self._encoding.special_tokens_set:
             return None
         return name, self._encoding.encode_single_token(name)
+
+    def reserve(self, token: str) -> None:
+        """Nothing to do: no text is encoded as a special token."""
 
     def content(self) -> bytes:
         """Ranks in tiktoken's own form: a base64 token and its rank a line."""

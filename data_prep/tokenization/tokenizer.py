@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from data_prep.manifest import TokenizerKind
 from megatron_ext.errors import UserError
@@ -98,7 +98,9 @@ class JsonTokenizer:
         self._tokenizer.encode_special_tokens = True
         # Gaps in the ids included: the embedding rows that a model needs.
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
-        self.unknown = _unknown_id(self._tokenizer, json.loads(self._content)["model"])
+        content = json.loads(self._content)
+        self.unknown = _unknown_id(self._tokenizer, content["model"])
+        self.special = frozenset(_special_ids(self._tokenizer, content.get("post_processor")))
         if isinstance(self._tokenizer.model, models.BPE) and self._tokenizer.model.unk_token is None:
             self._tokenizer.model.unk_token = NO_TOKEN
 
@@ -128,9 +130,31 @@ class JsonTokenizer:
                 return candidate, found
         return None
 
+    def reserve(self, token: str) -> None:
+        """Take a token out of what text is cut into: the library does so with those flagged as special alone."""
+        added = {one.content: one for one in self._tokenizer.get_added_tokens_decoder().values()}
+        known = added.get(token)
+        if known is None or not known.special:
+            flags = {} if known is None else {name: getattr(known, name) for name in _FLAGS}
+            self._tokenizer.add_special_tokens([AddedToken(token, special=True, **flags)])
+
     def content(self) -> bytes:
         """The user's file to the letter, or the trained tokenizer."""
         return self._content
+
+
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+def _special_ids(tokenizer: Tokenizer, processor: Any) -> Iterator[int]:
+    """Ids of tokens flagged as special, and of those that the file's template adds to a text."""
+    yield from (number for number, one in tokenizer.get_added_tokens_decoder().items() if one.special)
+    if isinstance(processor, dict):
+        for token in (processor.get("special_tokens") or {}).values():
+            yield from token["ids"]
+        yield from (processor[name][1] for name in ("sep", "cls") if processor.get(name))
+        for inner in processor.get("processors") or ():
+            yield from _special_ids(tokenizer, inner)
 
 
 def _unknown_id(tokenizer: Tokenizer, model: dict[str, Any]) -> int | None:

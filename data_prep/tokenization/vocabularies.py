@@ -28,6 +28,7 @@ class TextTokenizer(Protocol):
         pattern: regular expression that cuts text before merging, where the file does not hold it; else empty.
         vocab_size: largest id + 1.
         unknown: id that stands for text that the tokenizer cannot encode; None: it encodes any text, or raises.
+        special: ids of tokens that stand for no text: ends and beginnings of documents, padding, roles.
     """
 
     kind: TokenizerKind
@@ -35,6 +36,7 @@ class TextTokenizer(Protocol):
     pattern: str
     vocab_size: int
     unknown: int | None
+    special: frozenset[int]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Ids of texts, special tokens' text encoded letter by letter, nothing added.
@@ -50,6 +52,10 @@ class TextTokenizer(Protocol):
 
     def find_end(self, token: str | None = None) -> tuple[str, int] | None:
         """The end-of-document token of that name, or the usual one, with its id; None if there is none."""
+        ...
+
+    def reserve(self, token: str) -> None:
+        """Encode the text of a token letter by letter from now on, as that of special tokens is."""
         ...
 
     def content(self) -> bytes:
@@ -78,7 +84,13 @@ def open_tokenizer(name: str, pattern: str = "") -> TextTokenizer:
 @lru_cache(maxsize=1)
 def kept_tokenizer(root: Path, entry: TokenizerEntry) -> TextTokenizer:
     """The tokenizer beside a manifest; a worker that goes from task to task reads it once."""
-    path = root / entry.file
+    tokenizer = _read_kept(root / entry.file, entry)
+    if entry.eos_token:
+        tokenizer.reserve(entry.eos_token)
+    return tokenizer
+
+
+def _read_kept(path: Path, entry: TokenizerEntry) -> TextTokenizer:
     if entry.kind == "tiktoken":
         return TiktokenTokenizer.kept(path, entry)
     return RwkvTokenizer(path) if entry.kind == "rwkv" else JsonTokenizer(load_tokenizer(path), path)
@@ -116,21 +128,39 @@ def keep_tokenizer(root: Path, tokenizer: TextTokenizer, end: tuple[str, int]) -
 
 
 def end_of_document(tokenizer: TextTokenizer, token: str | None = None) -> tuple[str, int]:
-    """The end-of-document token and its id.
+    """The end-of-document token and its id. From now on, no text is encoded as it.
 
     Args:
         tokenizer: whose vocabulary is searched.
         token: the token the user names; None: the first of the usual ones that the vocabulary has.
 
     Raises:
-        UserError: the vocabulary has no such token.
+        UserError: the vocabulary has no such token, or it is a word of text: documents would end at it.
     """
     found = tokenizer.find_end(token)
     if found is not None:
+        is_special = found[1] in tokenizer.special
+        tokenizer.reserve(found[0])
+        # A model may still make a special token of its letters: documents that hold them are refused one by one.
+        if not is_special and _is_made_of_text(tokenizer, *found):
+            problem = f"{found[0]} is a token that text is encoded as, so that documents would end within"
+            raise UserError("--eos-token", problem, "name a special token of the tokenizer")
         return found
     if token:
         raise UserError("--eos-token", f"{token} is not in the tokenizer's vocabulary", "name one that is")
     raise UserError("--tokenizer", "the tokenizer has no end-of-document token", "name it with --eos-token TOKEN")
+
+
+def _is_made_of_text(tokenizer: TextTokenizer, token: str, number: int) -> bool:
+    """Whether a tokenizer encodes the text of a token, alone or between words, as that token."""
+    decoded = tokenizer.decode([number])  # a vocabulary's spelling may differ: `Ġthe` is ` the`
+    for text in (token, f"a{token}b", f"a {token} b", f"a\n{token}\nb", decoded, f"a{decoded}"):
+        try:
+            if number in tokenizer.encode_batch([text])[0]:
+                return True
+        except NoTokenError:
+            continue
+    return False
 
 
 def lost_part(tokenizer: TextTokenizer, text: str) -> str:

@@ -2,13 +2,19 @@ import numpy as np
 import pytest
 from datatrove.data import Document
 from prep_fakes import text
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from data_prep.documents import Problems
 from data_prep.manifest import TokenizerEntry
 from data_prep.output.writing import DocumentEncoder
 from data_prep.tokenization.tokenizer import JsonTokenizer, load_tokenizer, train_tokenizer
-from data_prep.tokenization.vocabularies import end_of_document, token_dtype
+from data_prep.tokenization.vocabularies import (
+    end_of_document,
+    keep_tokenizer,
+    kept_tokenizer,
+    open_tokenizer,
+    token_dtype,
+)
 from megatron_ext.errors import UserError
 
 
@@ -24,6 +30,7 @@ def trained() -> Tokenizer:
 def words(*vocabulary: str) -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=vocabulary[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([word for word in vocabulary if word.startswith("<")])
     return tokenizer
 
 
@@ -59,11 +66,58 @@ def test_smallest_vocabulary():
 
 def test_end_of_document_is_found_or_named():
     assert end_of_document(wrap("a", "</s>", "<eos>")) == ("</s>", 1)
-    assert end_of_document(wrap("a", "b"), "b") == ("b", 1)
+    assert end_of_document(wrap("a", "<b>"), "<b>") == ("<b>", 1)
     with pytest.raises(UserError, match=r"^--tokenizer: .*name it with --eos-token TOKEN$"):
         end_of_document(wrap("a", "b"))
     with pytest.raises(UserError, match=r"^--eos-token: c is not in the tokenizer's vocabulary; "):
         end_of_document(wrap("a", "</s>"), "c")
+
+
+@pytest.mark.parametrize("word", ["b", "Ġhello"])
+def test_a_word_of_text_cannot_end_documents(trained, word):
+    tokenizer = wrap("a", "b") if word == "b" else JsonTokenizer(trained)
+    given = word if word == "b" else trained.id_to_token(trained.encode(" alpha").ids[0])
+    with pytest.raises(UserError) as caught:
+        end_of_document(tokenizer, given)
+    assert str(caught.value) == (
+        f"--eos-token: {given} is a token that text is encoded as, so that documents would end within; "
+        "name a special token of the tokenizer"
+    )
+
+
+@pytest.mark.parametrize("flags", [{}, {"lstrip": True, "rstrip": True}, {"normalized": True, "single_word": True}])
+def test_an_end_that_is_not_flagged_special_is_no_end_within_text(trained, tmp_path, flags):
+    """An added token, as of files that were written by hand; the file that is kept stays as it was."""
+    library = Tokenizer.from_str(trained.to_str())
+    library.add_tokens([AddedToken("</s>", special=False, **flags)])
+    path = tmp_path / "tokenizer.json"
+    library.save(str(path))
+    end = library.token_to_id("</s>")
+    assert end in library.encode("x </s> y").ids
+    tokenizer = open_tokenizer(str(path))
+    entry = keep_tokenizer(tmp_path, tokenizer, end_of_document(tokenizer, "</s>"))
+    assert tokenizer.content() == (tmp_path / "tokenizer.json").read_bytes()
+    for one in (tokenizer, kept_tokenizer(tmp_path, entry)):
+        encode = DocumentEncoder(one, entry, Problems())
+        content = ["x </s> y", "</s>", "a</s></s>b", "\n</s>\n"]
+        found = [tokens.tolist() for _, tokens in encode([Document(one, "id", metadata={}) for one in content])]
+        assert [tokens.count(end) for tokens in found] == [1] * len(content)
+        assert [library.decode(tokens[:-1]) for tokens in found] == content
+
+
+def test_a_document_in_which_the_model_itself_makes_the_end_is_refused_or_counted():
+    """A Unigram's own piece: no flag keeps the model from it."""
+    library = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", -1.0), ("a", -2.0), ("b", -2.0), ("▁", -2.5)], 0))
+    library.pre_tokenizer = pre_tokenizers.Metaspace()
+    library.add_special_tokens(["</s>"])
+    tokenizer = JsonTokenizer(library)
+    assert end_of_document(tokenizer) == ("</s>", 1)
+    assert [item.tolist() for item in tokens_of(library, ["a b", "a </s> b", "b"], 1, "skip")] == [
+        [4, 2, 4, 3, 1],
+        [4, 3, 1],
+    ]
+    with pytest.raises(UserError, match="file:id: some of its text is encoded as the end-of-document token; repair it"):
+        tokens_of(library, ["a </s> b"], 1)
 
 
 def test_truncation_padding_and_templates_of_the_file_do_not_apply():

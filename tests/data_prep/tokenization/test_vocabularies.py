@@ -65,6 +65,9 @@ def test_rwkv_takes_the_longest_token_at_each_place(rwkv):
         ("257 'ab' 3", ":257: is said to have 3 bytes and has 2; "),
         ("257 ab 2", ":257: is no line of an RWKV vocabulary; "),
         ("257 b'\\x' 1", ":257: has no Python literal "),
+        ("0 'ab' 2", ":257: has the id 0, which is taken; "),  # that of the end of documents
+        ("7 'ab' 2", ":257: has the id 7, which is taken; "),
+        ("257 '' 0", ":257: has no bytes; "),
     ],
 )
 def test_damaged_rwkv_vocabulary_names_the_line(tmp_path, line, problem):
