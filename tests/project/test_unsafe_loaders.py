@@ -68,13 +68,14 @@ REASONS: dict[tuple[str, str], str] = {
     ("megatron_ext/evaluation/language_model.py", "all_gather_object"): _RANKS,
     ("megatron_ext/parallel/agreement.py", "all_gather_object"): _RANKS,
     ("megatron_ext/parallel/transport.py", "all_gather_object"): _RANKS,
-    ("megatron_ext/cli.py", "import runpy"): "runs a file of this package, by its path",
+    ("megatron_ext/commands/doctor.py", "import runpy"): "runs a file of this package, by its path",
     ("megatron_ext/evaluation/fewshot/tasks.py", "load_yaml"): "of a file of the installed lm-eval",
     (
         "megatron_ext/evaluation/fewshot/tasks.py",
         "TaskManager",
     ): "tasks are code: lm-eval's, and those of "
     "the folder that the user names for it (fewshot.include_path); no run's or checkpoint's files are among them",
+    ("data_prep/reading/tables.py", "read_metadata"): "Parquet's, which pyarrow reads",
     ("megatron_ext/mixers/registry.py", "importlib.import_module"): "modules of one package of ours",
     ("data_prep/contamination/arrays.py", "np.load"): "allow_pickle=False",
     ("data_prep/reading/indexed.py", "np.load"): "numpy unpickles nothing unless it is asked to",

@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from megatron_ext.checkpoint.contents import CheckedFile, Content, content_of
 from megatron_ext.checkpoint.conversion.tensors import Joined, Listed, TensorInfo, Tensors
-from megatron_ext.checkpoint.metadata_file import MEND
+from megatron_ext.checkpoint.metadata_file import FILE_NAME, MEND
 from megatron_ext.checkpoint.reading import RestrictedReader, read_common
 from megatron_ext.errors import UserError
 from megatron_ext.paths import path_within
@@ -75,7 +75,7 @@ class TorchDistTensors(Tensors):
         for info in self._metadata.storage_data.values():
             sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
         for name, size in sizes.items():
-            path = path_within(self._folder, name, str(self._folder / METADATA), follow_links=True)
+            path = path_within(self._folder, name, str(self._folder / FILE_NAME), follow_links=True)
             if not path.is_file():
                 raise UserError(str(path), "is not there, so the checkpoint is damaged", MEND)
             if path.stat().st_size < size:
