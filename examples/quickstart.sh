@@ -30,12 +30,14 @@ show() {
 
 run() {
     show "$@"
-    "$@"
-    # Asked to stop, training writes its checkpoint and ends well; what follows is not wanted then.
-    if [ -n "$stopped" ]; then
+    local code=0
+    "$@" || code=$?
+    # Asked to stop, training writes its checkpoint and ends with 75; what follows is not wanted then.
+    if [ -n "$stopped" ] || [ "$code" = 75 ]; then
         echo "stopped; make demo goes on from here"
-        exit 130
+        [ -z "$stopped" ] || code=130
     fi
+    [ "$code" = 0 ] || exit "$code"
 }
 
 stopped=

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_ext import garbage
 from megatron_ext.arguments import Parser
-from megatron_ext.errors import EXIT_USER_ERROR, UserError
+from megatron_ext.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from megatron_ext.launch import reporting
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows `selectron`; None: of this process.
 
     Returns:
-        0: done; 2: the user's error, printed as one line; 130: interrupted; 141: nobody reads what it prints any more.
+        0: done; 2: the user's error, printed as one line; 75: training stopped when asked to, and can be resumed;
+        130: interrupted; 141: nobody reads what it prints any more.
         Anything else is an exception of ours.
     """
     garbage.process_is_ours(arguments is None)
@@ -101,11 +102,21 @@ class _Verb:
     run: Callable[[argparse.Namespace, Sequence[str]], int]
 
 
+_EXIT_CODES = f"""
+
+exit codes:
+  0         done; of train: finished
+  {EXIT_USER_ERROR}         a mistake in what was given, said in one line
+  {EXIT_STOPPED}        train, launch --local and sweep --local: stopped as asked (SIGTERM, Ctrl-C), can be resumed
+  {EXIT_INTERRUPTED}       interrupted
+"""
+
+
 def _dispatch(arguments: list[str]) -> int:
     top = Parser(
         prog="selectron",
         description="Pre-training for comparing sequence mixers.",
-        epilog="verbs:\n" + "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items()),
+        epilog="verbs:\n" + "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items()) + _EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("verb", choices=VERBS, metavar="VERB", help="what to do, see below; `selectron VERB --help`")
@@ -148,12 +159,13 @@ def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         sys.stdout.write(to_yaml(config))
         return 0
 
-    def train_here() -> None:
+    def train_here() -> int:
         with garbage.unlooked_for():
             from megatron_ext.training.run import train
 
         trial_of = None if args.trial is None else whole
-        train(config, resume=args.resume, from_step=args.from_step, trial_of=trial_of)
+        finished = train(config, resume=args.resume, from_step=args.from_step, trial_of=trial_of)
+        return 0 if finished else reporting.stopped_code()
 
     return _as_ranks("train", arguments, processes, train_here)
 
@@ -169,7 +181,7 @@ def _trial(args: argparse.Namespace, whole: RunConfig, processes: int | None) ->
     return config
 
 
-def _as_ranks(verb: str, arguments: Sequence[str], processes: int | None, work: Callable[[], None]) -> int:
+def _as_ranks(verb: str, arguments: Sequence[str], processes: int | None, work: Callable[[], int | None]) -> int:
     """Do a rank's work: in this process, if it is one or the only one, else in as many as were asked for."""
     if "RANK" not in os.environ:
         from megatron_ext.launch import local
@@ -178,8 +190,7 @@ def _as_ranks(verb: str, arguments: Sequence[str], processes: int | None, work: 
             return local.launch(local.rank_command(verb, arguments), processes)
         store = local.rendezvous_store()  # served while it lives: as long as this function runs
         os.environ.update(local.rank_environment(0, 1, store.port))
-    work()
-    return 0
+    return work() or 0
 
 
 def _world_size(asked: int | None) -> int | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING
 
-from megatron_ext.errors import EXIT_USER_ERROR
+from megatron_ext.errors import EXIT_STOPPED, EXIT_USER_ERROR
 from megatron_ext.launch.reporting import ERROR_FILE, print_user_error
 from megatron_ext.signals import handled
 
@@ -58,8 +58,9 @@ def launch(command: Sequence[str], processes: int, patience: Patience | None = N
         patience: waiting times after a failure.
 
     Returns:
-        0 if all ended with 0; 2 if any ended by the user's error, which is then printed, once; else the exit code of
-        the rank that failed first (128 + the signal's number for one that a signal ended).
+        0 if all ended with 0; 75 if some ended with it and the others with 0: the run was stopped; 2 if any ended by
+        the user's error, which is then printed, once; else the exit code of the rank that failed first (128 + the
+        signal's number for one that a signal ended).
     """
     folder = Path(tempfile.mkdtemp(prefix="selectron-"))
     keep_logs = False
@@ -115,7 +116,7 @@ class _Group:
     patience: Patience
     children: list[subprocess.Popen[bytes]] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
-    """Ranks that ended with another code than 0 before anything was done to them, in the order of their end."""
+    """Ranks that ended with another code than 0 and 75 before anything was done to them, in the order of their end."""
     forwarded: list[signal.Signals] = field(default_factory=list)
     store: TCPStore | None = None
 
@@ -194,7 +195,7 @@ class _Group:
 
     def _note_failures(self) -> None:
         for rank, child in enumerate(self.children):
-            if child.poll() and rank not in self.failed:
+            if child.poll() not in (None, 0, EXIT_STOPPED) and rank not in self.failed:
                 self.failed.append(rank)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -210,7 +211,7 @@ def _conclude(group: _Group, folder: Path) -> tuple[int, bool]:
         print_user_error(error.read_text(encoding="utf-8"))
         return EXIT_USER_ERROR, False
     if not group.failed:
-        return 0, False
+        return EXIT_STOPPED if EXIT_STOPPED in codes else 0, False
     first = group.failed[0]
     code = _exit_code(codes[first])
     if EXIT_USER_ERROR in codes:

@@ -13,8 +13,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from megatron_ext.errors import EXIT_STOPPED
+
 ERROR_FILE = "SELECTRON_ERROR_FILE"
 """Environment variable: the file in which a rank leaves the user's error for the launcher."""
+
+STOPPED_FILE = "SELECTRON_STOPPED_FILE"
+"""Environment variable: the file by which the first rank tells a batch script that its run was stopped."""
 
 
 def report_user_error(message: str) -> None:
@@ -31,6 +36,23 @@ def report_user_error(message: str) -> None:
         given, speaks = None, True  # better said twice than not at all
     if speaks and not given:
         print_user_error(message)
+
+
+def stopped_code() -> int:
+    """Exit code of a rank whose run was asked to stop.
+
+    srun ends all tasks at the first code that is not 0, in the midst of what they still close. So a batch script names
+    a file in the environment instead, which the first rank leaves, and the ranks end well.
+    """
+    given = os.environ.get(STOPPED_FILE)
+    if not given:
+        return EXIT_STOPPED
+    if int(os.environ.get("RANK", "0")) == 0:
+        try:
+            Path(given).touch()
+        except OSError:  # then better ended early than taken for finished
+            return EXIT_STOPPED
+    return 0
 
 
 def has_peers() -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.errors import EXIT_STOPPED
 from megatron_ext.events import LAUNCH
 from megatron_ext.files import write_whole
 from megatron_ext.launch import slurm
@@ -125,7 +126,7 @@ class Sweep:
             parallel: most runs at a time.
 
         Returns:
-            0 if all are finished in the end, else 1.
+            0 if all are finished in the end; 75 if those that are not were stopped, and none failed; else 1.
         """
         waiting, children = list(self.unfinished), dict[str, subprocess.Popen[bytes]]()
         with _forwarding(children) as asked_to_stop:
@@ -145,12 +146,24 @@ class Sweep:
                         print(f"{name}: {self._outcome(name)}", flush=True)
                 time.sleep(_POLL_SECONDS)
         left = list(self.unfinished)
-        if left:
-            print(
-                f"selectron: {len(left)} of {len(self._configs)} runs are not finished: {', '.join(left)}",
-                file=sys.stderr,
-            )
-        return 1 if left else 0
+        if not left:
+            return 0
+        among = f"{len(left)} of {len(self._configs)} runs are not finished: {', '.join(left)}"
+        is_stopped = self._are_stopped(left, asked=asked_to_stop.is_set())
+        again = "; the same command goes on with them" if is_stopped else ""
+        print(f"selectron: {among}{again}", file=sys.stderr)
+        return EXIT_STOPPED if is_stopped else 1
+
+    def _are_stopped(self, left: Sequence[str], *, asked: bool) -> bool:
+        """Whether all runs that are left were stopped, or are not begun as this call or their trunk was stopped."""
+        last = [self._last_event(name) for name in left]
+        return all(what in ("stopped", "") for what in last) and (asked or "stopped" in last)
+
+    def _last_event(self, name: str) -> str:
+        """What happened last to a run's newest job; empty: it has none."""
+        job = newest_job(self._folder / name)
+        events = events_of(job) if job is not None else []
+        return events[-1].what if events else ""
 
     def _ready(self, waiting: list[str], children: Mapping[str, object]) -> list[str]:
         """Those of the waiting that wait for no other; what waits for one that will not be finished is given up."""

@@ -56,7 +56,7 @@ CHECKPOINTS = "checkpoints"
 
 def train(
     config: RunConfig, *, resume: bool = False, from_step: int | None = None, trial_of: RunConfig | None = None
-) -> None:
+) -> bool:
     """Train as one rank of the world that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
     Args:
@@ -67,6 +67,9 @@ def train(
         trial_of: the configuration is a trial of this one (`config.trial`), in a folder that a next one replaces; the
             first rank prints the estimate of the whole run.
 
+    Returns:
+        Whether the run is finished; else it was asked to stop, and has left a checkpoint to continue from.
+
     Raises:
         UserError: the data, the run's folder or a checkpoint is not what it must be, or the disk is full.
     """
@@ -74,7 +77,7 @@ def train(
     step = _starting_step(folder, resume or from_step is not None, from_step, is_trial=trial_of is not None)
     if step is not None and step >= config.training.steps:
         _say_on_first_rank(f"{folder} is finished: step {step} of {config.training.steps}")
-        return
+        return True
     branch = None
     if step is None and config.run.branch_from is not None:
         branch = branch_of(config.run.branch_from, config.training.steps)
@@ -89,7 +92,7 @@ def train(
             if trial_of is not None:
                 on_every_rank(lambda: trial.begin(folder) if dist.get_rank() == 0 else None)
             records = partial(_record, step=step, from_step=from_step)
-            _train(config, folder, platform, stop, branch, trial_of, records, lock)
+            return _train(config, folder, platform, stop, branch, trial_of, records, lock)
         finally:
             dist.destroy_process_group()
 
@@ -148,7 +151,7 @@ def _train(
     trial_of: RunConfig | None,
     record_of: Callable[[CheckpointStore], Record | None],
     lock: RunLock | None,
-) -> None:
+) -> bool:
     data = open_data(config.data, config.training.seed, read_verified(folder), read_failed(folder))
     for warning in (*data.warnings, *skipped.warnings(data.damages, data.samples)):
         _say_on_first_rank(warning)
@@ -190,6 +193,9 @@ def _train(
         _say_on_first_rank(_farewell(folder, loop.progress, finished))
     elif dist.get_rank() == 0:
         print(_of_trial(trial_of, folder, loop, finished))
+    if not finished:
+        dist.barrier()  # a launcher that meets a code other than 0 ends the ranks that are not done
+    return finished
 
 
 def _loop(

@@ -29,6 +29,8 @@ from launching import (
 from pool import WorkerPool
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_ext.errors import EXIT_STOPPED
+
 
 class References:
     """Uninterrupted runs, each made when it is first asked for and never touched again."""
@@ -112,7 +114,7 @@ def test_signals_end_a_run_with_a_checkpoint_from_which_it_continues(
         wait_for_step(process, folder, step)
         process.send_signal(number)
         _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+        assert process.returncode == EXIT_STOPPED, errors
         done = len(records(folder))
         assert step <= done < STEPS
         assert f"stopped at step {done} with a checkpoint" in errors

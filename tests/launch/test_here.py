@@ -23,7 +23,7 @@ SAYS = 'echo said; echo "of errors" >&2; [ -z "$CODE" ] || exit "$CODE"'
 
 WAITS = """
 sleep 60 >/dev/null 2>&1 &
-trap 'kill $!; echo asked to stop >&2; exit 0' TERM USR1
+trap 'kill $!; echo asked to stop >&2; exit 75' TERM USR1
 echo said; wait
 """
 
@@ -101,7 +101,7 @@ def test_a_signal_stops_the_run(launched: Callable[[str], list[str]], run: Path,
         wait_for(lambda: has_said(run, "said\n"))
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
-        assert process.returncode == 0, err
+        assert process.returncode == 75, err
     assert (out, err.splitlines()[-1]) == ("said\n", "asked to stop")
     assert has_said(run, "asked to stop\n")
     noted = [event.what for event in events_of(job_of(run))]

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_ext import source
 from megatron_ext.config.schema import DataConfig, RunConfig
-from megatron_ext.errors import UserError
+from megatron_ext.errors import EXIT_STOPPED, UserError
 from megatron_ext.launch.job import Job, jobs_of, script, write_job
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.slurm import _gpus
@@ -74,7 +74,7 @@ def test_a_mistake_of_the_user_is_met_once(tmp_path: Path) -> None:
 
 
 WAITS = """
-trap 'echo $(dirname "$0")/asked; exit 0' USR1 TERM
+trap 'echo $(dirname "$0")/asked; exit 75' USR1 TERM
 [ -e "$(dirname "$0")/second" ] && exit 0
 touch "$(dirname "$0")/second"
 sleep 60 & wait
@@ -84,7 +84,7 @@ sleep 60 & wait
 @pytest.mark.parametrize(
     ("number", "after"),
     [
-        (signal.SIGUSR1, ["ended with exit code 0", "starts anew", "begun with 1 processes", "finished"]),
+        (signal.SIGUSR1, ["ended with exit code 75", "starts anew", "begun with 1 processes", "finished"]),
         (signal.SIGTERM, ["stopped"]),
     ],
 )
@@ -95,9 +95,32 @@ def test_a_signal_is_passed_on(tmp_path: Path, number: signal.Signals, after: li
         time.sleep(0.01)
     time.sleep(0.2)  # until it waits
     process.send_signal(number)
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=30) == (EXIT_STOPPED if number == signal.SIGTERM else 0)
     name = number.name.removeprefix("SIG")
     assert [event.what for event in events_of(job)] == ["begun with 1 processes", f"asked to stop by {name}", *after]
+
+
+def test_a_run_that_was_stopped_and_not_its_job_is_not_finished(tmp_path: Path) -> None:
+    """Somebody asked the ranks alone: nothing starts anew, and nobody takes it for the end."""
+    assert ended(written(tmp_path, "exit 75")) == (EXIT_STOPPED, "", ["begun with 1 processes", "stopped"])
+
+
+FINISHES = """
+trap 'exit 0' TERM
+touch "$(dirname "$0")/second"
+sleep 60 & wait
+"""
+
+
+def test_a_run_that_finishes_when_it_is_asked_to_stop_is_finished(tmp_path: Path) -> None:
+    job = written(tmp_path, FINISHES)
+    process = started(job)
+    while not (tmp_path / "second").exists():
+        time.sleep(0.01)
+    time.sleep(0.2)  # until it waits
+    process.terminate()
+    assert process.wait(timeout=30) == 0
+    assert [event.what for event in events_of(job)][-1] == "finished"
 
 
 def test_jobs_of_a_run_are_counted(tmp_path: Path) -> None:

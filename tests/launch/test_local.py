@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.errors import EXIT_STOPPED
 from megatron_ext.launch import reporting
 from megatron_ext.launch.local import Patience, launch, rank_command, rank_environment
 
@@ -167,6 +168,19 @@ def test_signals_reach_each_rank_once(tmp_path: Path, number: signal.Signals) ->
     _, err = launcher.communicate(timeout=20)
     assert (launcher.returncode, err) == (0, "")
     assert [(tmp_path / f"child.py.{rank}").read_text() for rank in range(2)] == [str([int(number)])] * 2
+
+
+@pytest.mark.parametrize("first", ["rank == 0", "rank == 1"])
+def test_ranks_that_stop_are_left_to_end_by_themselves(tmp_path: Path, first: str) -> None:
+    """The first to end with that code has not failed: the others may still write."""
+    body = f"sys.exit(75) if {first} else time.sleep(1)\nopen(__file__ + '.written', 'w')\nsys.exit(75)"
+    patience = Patience(to_terminate=0.0, to_kill=0.1)
+    assert launch(program(tmp_path, body), 2, patience) == EXIT_STOPPED
+    assert (tmp_path / "child.py.written").exists()
+
+
+def test_a_failure_counts_more_than_a_stop(tmp_path: Path) -> None:
+    assert launch(program(tmp_path, "sys.exit(75) if rank == 0 else sys.exit(7)"), 2, QUICK) == 7
 
 
 def test_an_interrupt_that_the_ranks_do_not_handle_is_silent(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from launching import environment, records, write_config
 from megatron_ext import source
 from megatron_ext.cli import main
 from megatron_ext.config.schema import DataConfig, RunConfig, RunSection
-from megatron_ext.errors import UserError
+from megatron_ext.errors import EXIT_STOPPED, UserError
 from megatron_ext.launch.job import claim, jobs_of
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.status import run_folders, status_of, status_table
@@ -252,7 +252,7 @@ def test_the_status_of_a_sweep_has_what_has_not_begun(tmp_path: Path) -> None:
 
 
 WAITS = """
-trap 'exit 0' TERM
+trap 'exit 75' TERM
 touch $here/begun-$name; sleep 60 & wait
 """
 
@@ -273,7 +273,7 @@ def test_a_signal_stops_the_runs_and_begins_no_other(tmp_path: Path) -> None:
     time.sleep(0.3)  # until they wait
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == EXIT_STOPPED
     runs = tmp_path / "runs"
     assert {f"{name}: stopped; see {runs}/{name}/launch/1/job-local.log" for name in "ab"} <= set(out.splitlines())
     assert jobs_of(runs / "c") == []

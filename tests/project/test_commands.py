@@ -16,12 +16,12 @@ MIXERS = ["attention", "top1_chunk", "gated_deltanet"]
 # Writes down how it was called and leaves what the true command leaves.
 STAND_IN = """#!/usr/bin/env bash
 echo "$*" >>calls
-[ "$1" != "${FAILS_AT:-none}" ] || exit 2
+[ "$1" != "${FAILS_AT:-none}" ] || exit "${CODE:-2}"
 case $1 in
 prepare) mkdir -p runs/quickstart/data && touch runs/quickstart/data/manifest.json ;;
 train) for word in "$@"; do case $word in run.name=*) mkdir -p "runs/quickstart/${word#*=}" ;; esac; done ;;
 esac
-[ "$1" != "${WAITS_AT:-none}" ] || { trap 'exit 0' INT; touch waiting; while :; do sleep 0.05; done; }
+[ "$1" != "${WAITS_AT:-none}" ] || { trap 'exit 75' INT; touch waiting; while :; do sleep 0.05; done; }
 """
 
 
@@ -102,8 +102,15 @@ def test_demo_ends_with_the_error_of_its_first_failing_command(house):
     assert calls[-1] == train_call("attention")
 
 
+def test_demo_of_which_a_run_is_stopped_says_how_to_go_on(house):
+    """As by a SIGTERM for the training alone."""
+    done, calls = demo(house, FAILS_AT="train", CODE="75")
+    assert done.returncode == 75
+    assert "make demo goes on from here" in done.stdout
+    assert calls[-1] == train_call("attention")
+
+
 def test_demo_interrupted_starts_nothing_more(house):
-    """Training ends well when it is interrupted; the demo must not take that for the end of it."""
     running = subprocess.Popen(
         ["examples/quickstart.sh"],
         cwd=house,

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from megatron_ext.training import stopping
 from megatron_ext.training.stopping import StopRequest, stop_on_signals
 
 
@@ -35,3 +36,28 @@ def test_a_request_can_be_made_without_a_signal() -> None:
     request = StopRequest()
     request(signal.SIGTERM, None)
     assert request.signal_name == "SIGTERM"
+
+
+def test_a_second_interrupt_ends_the_process_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    monkeypatch.delenv("RANK", raising=False)
+    with stop_on_signals() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # which another program passed on, too
+        assert stop.signal_name == "SIGINT"
+        now[0] += 2
+        os.kill(os.getpid(), signal.SIGTERM)  # a scheduler that repeats itself
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    said = capfd.readouterr().err
+    assert said == "selectron: stopping with a checkpoint after this step; Ctrl-C once more ends at once, without one\n"
+
+
+def test_one_rank_says_that_a_run_stops(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with stop_on_signals():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,83 @@
+"""Runs that were stopped, and can be resumed, are neither finished nor failed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_job import started, written
+from test_sweep import sweep_of
+
+from megatron_ext.errors import EXIT_STOPPED
+from megatron_ext.launch import reporting
+from megatron_ext.launch.status import events_of, status_of
+
+
+def test_a_rank_of_no_batch_script_says_it_by_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(reporting.STOPPED_FILE, raising=False)
+    assert reporting.stopped_code() == EXIT_STOPPED == 75
+
+
+def test_ranks_of_a_batch_script_say_it_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "stopped"
+    monkeypatch.setenv(reporting.STOPPED_FILE, str(file))
+    monkeypatch.setenv("RANK", "1")
+    assert (reporting.stopped_code(), file.exists()) == (0, False)
+    monkeypatch.setenv("RANK", "0")
+    assert (reporting.stopped_code(), file.exists()) == (0, True)
+    monkeypatch.setenv(reporting.STOPPED_FILE, str(tmp_path / "nowhere" / "stopped"))
+    assert reporting.stopped_code() == EXIT_STOPPED
+
+
+# In place of Slurm's commands: srun runs its command as one task.
+COMMANDS = {
+    "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
+    "scontrol": "echo n1",
+}
+
+
+def test_a_batch_script_reads_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = written(tmp_path, 'case "$*" in *train*) touch "$SELECTRON_STOPPED_FILE";; esac')
+    for name, body in COMMANDS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    done = subprocess.run(["bash", str(job.script)], env=dict(os.environ), capture_output=True, text=True, check=False)
+    assert (done.returncode, [event.what for event in events_of(job)]) == (EXIT_STOPPED, ["begun on n1", "stopped"])
+    assert not list(job.folder.glob("stopped-*"))
+
+
+def test_what_follows_a_stopped_script_does_not_begin(tmp_path: Path) -> None:
+    """As `&&` and a dependency of afterok see it."""
+    with started(written(tmp_path, "exit 75")) as process:
+        assert process.wait(60) == EXIT_STOPPED
+    assert status_of(tmp_path / "run").standing == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ("[ $name = b ] && exit 75 || exit 0", EXIT_STOPPED),
+        ("[ $name = b ] && exit 75; [ $name = c ] && exit 3; exit 0", 1),
+        ("[ $name = b ] && exit 2; exit 0", 1),
+        ("exit 0", 0),
+    ],
+    ids=["one is stopped", "one is stopped, one fails", "one is refused", "all finish"],
+)
+def test_a_sweep_of_which_runs_were_stopped(
+    tmp_path: Path, program: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep_of(tmp_path, program, list("abc")).run(1, parallel=3) == code
+    assert ("the same command goes on with them" in capsys.readouterr().err) == (code == EXIT_STOPPED)
+
+
+def test_the_codes_are_in_the_help() -> None:
+    command = [sys.executable, "-m", "megatron_ext.cli", "--help"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "75        train, launch --local and sweep --local: stopped as asked" in said
