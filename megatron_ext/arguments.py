@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ext.errors import EXIT_USER_ERROR
 from megatron_ext.launch import reporting
+from megatron_ext.launch.resuming import with_resume
 from megatron_ext.paths import check_text
 
 FREE_TEXT = {"prompt", "eos_token", "tiktoken_pattern"}
@@ -39,6 +41,7 @@ class Parser(argparse.ArgumentParser):
             return super().parse_known_args(args, namespace)
         self._looking = True
         try:
+            args = with_resume(sys.argv[1:] if args is None else args)
             return self.parse_known_intermixed_args(args, namespace)
         finally:
             self._looking = False

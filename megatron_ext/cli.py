@@ -20,6 +20,7 @@ from megatron_ext import garbage
 from megatron_ext.arguments import Parser
 from megatron_ext.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from megatron_ext.launch import reporting
+from megatron_ext.launch.resuming import add_resume
 
 if TYPE_CHECKING:
     from megatron_ext.config.schema import RunConfig
@@ -139,7 +140,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
     parser.add_argument("--processes", type=int, metavar="N", help="processes to start on this machine (default 1)")
-    parser.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
+    add_resume(parser, "continue from the run's newest checkpoint")
     parser.add_argument("--from-step", type=int, metavar="N", help="continue from the checkpoint of this step")
     trial = (
         f"only N steps ({TRIAL_STEPS}) of this model and layout, in a folder of their own: how fast, how much memory"
@@ -259,12 +260,12 @@ def _launch(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     config = _config(args.config, args.overrides, command.world_size(args))
 
-    def refuse_existing() -> None:
-        from megatron_ext.training import run
+    def check_start() -> None:
+        from megatron_ext.training import starting
 
-        run.refuse_existing(run.run_folder(config))
+        starting.check_start(config, args.resume)
 
-    return command.launch(args, config, refuse_existing)
+    return command.launch(args, config, check_start)
 
 
 def _of_launch(name: str) -> Callable[..., Any]:

@@ -16,13 +16,14 @@ from megatron_ext.analysis.runs import Record, Run, parse_lines
 DECISIONS, STRAGGLERS = "decisions.jsonl", "stragglers.jsonl"
 """Of a run of which a step went wrong, and of one whose ranks were timed."""
 
-Kind = Literal["again", "skip", "roll_back", "stop"]
+Kind = Literal["again", "skip", "roll_back", "stop", "changed"]
 
 DONE: dict[Kind, str] = {
     "again": "computed again",
     "skip": "skipped",
     "roll_back": "rolled back",
     "stop": "run stopped",
+    "changed": "went on changed",
 }
 """What was done, in words."""
 
@@ -31,6 +32,7 @@ COLUMNS: dict[Kind, str] = {
     "skip": "steps skipped",
     "roll_back": "steps rolled back",
     "stop": "times stopped at a step",
+    "changed": "times changed on the way",
 }
 """Of the table of what happened."""
 

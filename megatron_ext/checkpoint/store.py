@@ -39,13 +39,19 @@ class CheckpointStore:
 
     Args:
         root: the run's `checkpoints/` folder.
-        identity: values of the configuration that whoever continues must share, by dotted field.
+        identity: what the run is, kept in the record of every checkpoint.
         groups: process groups.
         platform: where this runs.
         retention: which checkpoints stay.
         asynchronous: `save` returns when the state has been copied aside; `advance` and `wait` bring it to its end.
         another: see `CheckpointFolder`.
         guard: called on the first rank before a written checkpoint gets its name, which it does not if this raises.
+        judge: called with a checkpoint's record and folder before it is continued; raises UserError where the run may
+            not go on from it.
+
+    Attributes:
+        folder: of the checkpoints.
+        identity: as above.
     """
 
     def __init__(
@@ -59,9 +65,11 @@ class CheckpointStore:
         asynchronous: bool = False,
         another: str = TO_TRAIN,
         guard: Callable[[], object] | None = None,
+        judge: Callable[[Record, Path], object] | None = None,
     ) -> None:
         self.folder = CheckpointFolder(root, another)
-        self._identity, self._groups, self._platform = identity, groups, platform
+        self.identity, self._judge = identity, judge
+        self._groups, self._platform = groups, platform
         self._retention, self._asynchronous = retention or Retention(), asynchronous
         self._planner, self._staging, self._index = Planner(), Staging(platform), Index()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -86,7 +94,7 @@ class CheckpointStore:
             raise
         parts = {
             "progress": progress,
-            "identity": self._identity,
+            "identity": self.identity,
             "generators": layout_of_generators(self._groups),
         }
         self._saving = Saving(
@@ -192,18 +200,13 @@ class CheckpointStore:
 
         Raises:
             DamagedCheckpoint: it is not there, or damaged.
-            UserError: it is of a run that differs in what must be the same.
+            UserError: see `judge`.
         """
         found: list[Record] = []
         on_every_rank(lambda: found.append(self.folder.read_record(step)))
         (record,) = found
-        for field, value in self._identity.items():
-            if record.identity.get(field) != value:
-                raise UserError(
-                    field,
-                    f"{value!r}, but the checkpoint {self.folder.path(step)} has {record.identity.get(field)!r}",
-                    "give the same value to continue it, or another run.name to begin anew",
-                )
+        if self._judge is not None:
+            self._judge(record, self.folder.path(step))
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
         def check_own_share() -> None:

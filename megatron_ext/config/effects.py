@@ -148,6 +148,11 @@ def flat(config: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields as `flat` gave them, with the defaults of those that the schema did not have then."""
+    return {**dict(_schema_fields({})), **fields}
+
+
 def _schema_fields(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for section, kind in sections(RunConfig).items():
         given = tree.get(section) or {}

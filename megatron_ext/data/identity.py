@@ -79,6 +79,6 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any], *splits: st
             one, other = (
                 f"{text['documents']:,} documents, {text['tokens']:,} tokens" for text in (new[key], old[key])
             )
-            same = "the same numbers of documents and tokens, and other text"
+            same = "as many documents and tokens, and other shards"
             found.append(f"{name} has {same if one == other else f'{one}, and had {other}'}")
     return found

@@ -33,6 +33,7 @@ from megatron_ext.launch.job import (
 )
 from megatron_ext.launch.ranks import ranks_table
 from megatron_ext.launch.resources import Resources
+from megatron_ext.launch.resuming import add_resume
 from megatron_ext.launch.sbatch_options import check_variables
 from megatron_ext.launch.status import run_folders, status_of, status_table
 from megatron_ext.launch.sweep import Sweep
@@ -48,7 +49,7 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
     """Arguments of `selectron launch` beside the configuration."""
     add_where(parser)
     how = parser.add_argument_group("how it goes on")
-    how.add_argument("--resume", action="store_true", help="continue a run that is there")
+    add_resume(how, "continue a run that is there")
     how.add_argument("--dry-run", action="store_true", help="write the job's folder, show its script, submit nothing")
 
 
@@ -132,13 +133,13 @@ def _resources(args: argparse.Namespace, run_name: str) -> Resources:
     )
 
 
-def launch(args: argparse.Namespace, config: RunConfig, refuse_existing: Callable[[], None]) -> int:
+def launch(args: argparse.Namespace, config: RunConfig, check_start: Callable[[], None]) -> int:
     """Write the job of a run and submit it, or start it here.
 
     Args:
         args: see `add_launch`; checked by `world_size`.
         config: checked for as many processes.
-        refuse_existing: raises where there is a run already.
+        check_start: raises where there is a run already that is not to be resumed, or none that is.
 
     Returns:
         The exit code.
@@ -150,8 +151,7 @@ def launch(args: argparse.Namespace, config: RunConfig, refuse_existing: Callabl
     resources = _resources(args, config.run.name)
     check_nodes(config, resources.nodes * resources.tasks_per_node, resources.tasks_per_node)
     check_paths({"": config}, resources, _python(args))
-    if not args.resume:
-        refuse_existing()
+    check_start()
     if args.local is None:
         _check_cluster(args, resources, sbatch_options(resources, folder.absolute(), "job-%j.log"))
     if args.dry_run:
@@ -169,7 +169,7 @@ def launch(args: argparse.Namespace, config: RunConfig, refuse_existing: Callabl
         return run_here(job, args.local, lock)
     with submitting(folder):
         if not args.resume:
-            refuse_existing()
+            check_start()
         _refuse_alive(folder)
         refuse_held(folder)
         job = write_job(config, folder, resources, _python(args))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -46,3 +47,50 @@ def go_on_from(schedule: OptimizerParamScheduler, saved: dict[str, Any]) -> int:
     schedule.num_steps = 0
     schedule.step(increment=done)
     return done
+
+
+def first_other_rate(
+    before: OptimizerConfig, steps_before: int, after: OptimizerConfig, steps: int, done: int
+) -> tuple[int, float, float] | None:
+    """The first of the steps done at which two schedules have different rates.
+
+    Args:
+        before: of the run that did them.
+        steps_before: of that whole run.
+        after: of the run that is to go on.
+        steps: of this whole run.
+        done: steps; of more than `_MOST_COMPARED`, as many are compared, and those around each bend of both schedules.
+
+    Returns:
+        (step, rate before, rate after), steps counted from 1; None: they are the same.
+    """
+    schedules = [make_schedule(_NoParameters(), before, steps_before), make_schedule(_NoParameters(), after, steps)]
+    bends = {bend + near for one in schedules for bend in _bends(one) for near in (0, 1)}
+    every = -(-done // _MOST_COMPARED)
+    for step in sorted({*range(1, done + 1, max(every, 1)), *bends, done}):
+        if not 1 <= step <= done:
+            continue
+        rates = []
+        for schedule in schedules:
+            schedule.num_steps = step
+            rates.append(float(schedule.get_lr({})))
+        if not math.isclose(*rates, rel_tol=_SAME_RATE, abs_tol=0.0):
+            return step, rates[0], rates[1]
+    return None
+
+
+_MOST_COMPARED = 4096
+_SAME_RATE = 1e-9
+"""Relative difference up to which rates are the same: formulas of equal value round differently."""
+
+
+class _NoParameters:
+    """An optimizer without parameters, for a schedule whose rates alone are asked for."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = []
+
+
+def _bends(schedule: OptimizerParamScheduler) -> tuple[int, ...]:
+    """Steps at which the schedule's formula changes."""
+    return schedule.lr_warmup_steps, schedule.lr_decay_steps - (schedule.wsd_decay_steps or 0), schedule.lr_decay_steps

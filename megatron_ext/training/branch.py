@@ -33,11 +33,14 @@ class Branch:
     checkpoints: CheckpointFolder
     step: int
 
-    def check_rate(self, lr: float) -> None:
+    def check_rate(self, lr: float, *, is_allowed: bool = False) -> None:
         """Whether the other run had, at its step, the learning rate that this run's schedule has there.
+
+        Configurations are compared by `Continuing`; this holds the other run's records against them.
 
         Args:
             lr: this run's learning rate at the step.
+            is_allowed: whether another rate is.
 
         Raises:
             UserError: it had another: no run from the start would have come there.
@@ -46,7 +49,7 @@ class Branch:
         if found is None:
             mend = "bring it back: the branch's own records begin with it"
             raise UserError(str(self.run / METRICS), f"has no step {self.step}", mend)
-        if not math.isclose(found, lr, rel_tol=1e-9):
+        if not is_allowed and not math.isclose(found, lr, rel_tol=1e-9):
             problem = f"had the learning rate {found:.6g} at step {self.step}, where this run's is {lr:.6g}"
             mend = "branch off before the rate falls, from a run with the same rate, warm-up and schedule (wsd)"
             raise UserError(FIELD, f"{self.run} {problem}", mend)

@@ -17,6 +17,7 @@ from megatron_ext.config.layout import Layout
 from megatron_ext.config.schema import DataConfig, TrainingConfig
 from megatron_ext.data.batches import NO_PACKING, Batch, Packing, micro_batch_indices, training_batch
 from megatron_ext.data.cache import ShardCache
+from megatron_ext.data.identity import data_record
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.data.verified import Stamp, Verified
@@ -43,6 +44,7 @@ class RunData:
         verified: files whose sha256 was compared, by all ranks; see `Verified`.
         unchanged: how many of them an earlier start of the run had read.
         warnings: what the run can be made without, and the user should know.
+        record: what is trained and evaluated on, see `data_record`.
     """
 
     root: Path
@@ -56,6 +58,7 @@ class RunData:
     verified: Mapping[str, Stamp] = field(default_factory=dict)
     unchanged: int = 0
     warnings: Sequence[str] = ()
+    record: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def vocab_size(self) -> int:
@@ -97,7 +100,10 @@ def open_data(
     found = {path: stamp for one, _ in of_ranks for path, stamp in one.items()}
     unchanged = sum(count for _, count in of_ranks)
     warnings = [] if small is None else [f"selectron: warning: {small}"]
-    return RunData(root, manifest, tokenizer_file, train, test, samples, weights, damages, found, unchanged, warnings)
+    record = data_record(manifest, train, test, seq_length=data.seq_length, seed=seed, weights=weights)
+    return RunData(
+        root, manifest, tokenizer_file, train, test, samples, weights, damages, found, unchanged, warnings, record
+    )
 
 
 def open_tests(data: DataConfig) -> tuple[Path, Manifest, list[str], list[str]]:

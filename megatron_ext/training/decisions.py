@@ -1,4 +1,4 @@
-"""What a run decided about steps that went wrong: a line each in decisions.jsonl, and said aloud."""
+"""What a run decided about steps that went wrong or were changed: a line each in decisions.jsonl, and said aloud."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.training.records import RunRecords
 
 DECISIONS = "decisions.jsonl"
-AGAIN, SKIP, ROLL_BACK, STOP = "again", "skip", "roll_back", "stop"
+AGAIN, SKIP, ROLL_BACK, STOP, WENT_ON = "again", "skip", "roll_back", "stop", "changed"
 
 
 def note(records: RunRecords, decision: str, step: int, line: str, **details: Any) -> None:

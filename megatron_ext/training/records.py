@@ -24,6 +24,11 @@ SUITES = "suites.jsonl"
 TENSORBOARD = "tensorboard"
 _KEPT = (METRICS, EVALUATION, SUITES)
 
+DATA = "data"
+"""Field of a record that says which text it is of: the beginning of a digest."""
+
+_NO_SCALARS = ("step", DATA)
+
 
 class RunRecords:
     """Writes a run's records; one process of the run has it.
@@ -34,6 +39,7 @@ class RunRecords:
         first_step: steps done before: what older records say of later steps is dropped.
         steps: of the whole run.
         guard: called before anything is written; raises where this process may not.
+        texts: what each line of a file says of its data, by the file's name: METRICS, EVALUATION.
 
     Attributes:
         last_evaluation: step of the newest evaluation by domain that older records hold; 0: none.
@@ -41,9 +47,15 @@ class RunRecords:
     """
 
     def __init__(
-        self, folder: Path, name: str, first_step: int, steps: int, guard: Callable[[], object] = lambda: None
+        self,
+        folder: Path,
+        name: str,
+        first_step: int,
+        steps: int,
+        guard: Callable[[], object] = lambda: None,
+        texts: Mapping[str, str] | None = None,
     ) -> None:
-        self._folder, self._guard = folder, guard
+        self._folder, self._guard, self._texts = folder, guard, texts or {}
         threading.excepthook = _left_to_the_writer
         self._open(first_step)
         self.last_evaluation, self.last_suites = (_last_step(folder / name) for name in (EVALUATION, SUITES))
@@ -165,6 +177,8 @@ class RunRecords:
 
     def _keep(self, name: str, record: Mapping[str, Any]) -> None:
         """One whole line at a time: what a killed run leaves can be read."""
+        if name in self._texts:
+            record = {**record, DATA: self._texts[name]}
         self._files[name].write(json.dumps(record) + "\n")
         self._files[name].flush()
         self._show(name, record)
@@ -177,7 +191,9 @@ class RunRecords:
 def _scalars(name: str, record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Tags and values that the board shows of a record."""
     if name == METRICS:
-        yield from ((f"train/{key}", value) for key, value in record.items() if key != "step" and value is not None)
+        yield from (
+            (f"train/{key}", value) for key, value in record.items() if key not in _NO_SCALARS and value is not None
+        )
     elif name == EVALUATION:
         yield f"{record['split']}/{record['domain']}", record["loss"]
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -12,12 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Record, Retention
+from megatron_ext.checkpoint.folder import Progress, Record, Retention
 from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.config.layout import layout_of
-from megatron_ext.config.pattern import parse_pattern
-from megatron_ext.config.save import save_config, to_yaml
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.failed import forget_failed, noting, read_failed
 from megatron_ext.data.verified import read_verified, write_verified
@@ -37,32 +35,42 @@ from megatron_ext.training.between_steps import SuitesBetweenSteps
 from megatron_ext.training.branch import FIELD, Branch, branch_of
 from megatron_ext.training.build import build_trainer, model_shape
 from megatron_ext.training.coder import coder_of, keep_coder
+from megatron_ext.training.continuing import Continuing, GoesOn, say_goes_on
 from megatron_ext.training.datasets import RunData, open_data, packing_of
 from megatron_ext.training.decisions import place_in_data
 from megatron_ext.training.holding import holding
+from megatron_ext.training.identity import CHANGED, DATA, identity
+from megatron_ext.training.kept_config import CONFIG, keep_config
 from megatron_ext.training.loop import TrainingLoop
-from megatron_ext.training.records import METRICS, RunRecords, copy_records
+from megatron_ext.training.records import EVALUATION, METRICS, RunRecords, copy_records
 from megatron_ext.training.recovery import Recovery
+from megatron_ext.training.starting import (
+    CHECKPOINTS,
+    Resume,
+    check_finished,
+    run_folder,
+    say_on_first_rank,
+    starting_step,
+)
 from megatron_ext.training.stopping import StopRequest, stop_on_signals
 from megatron_ext.training.stragglers import Stragglers
 from megatron_ext.training.suites import check_suites
 from megatron_ext.training.testing import Evaluated
 from megatron_ext.training.trainer import Trainer
 
-CONFIG = "config.yaml"
 MODEL = "model.json"
-CHECKPOINTS = "checkpoints"
+DIGITS = 16
+"""Of a digest, in each record."""
 
 
 def train(
-    config: RunConfig, *, resume: bool = False, from_step: int | None = None, trial_of: RunConfig | None = None
+    config: RunConfig, *, resume: Resume = False, from_step: int | None = None, trial_of: RunConfig | None = None
 ) -> bool:
     """Train as one rank of the world that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
     Args:
         config: checked and derived.
-        resume: continue from the newest checkpoint, or begin where there is none. If it is damaged, the one before
-            takes its place, with a warning.
+        resume: see `Resume`. If the newest checkpoint is damaged, the one before takes its place, with a warning.
         from_step: continue from the checkpoint of this step instead, and no other.
         trial_of: the configuration is a trial of this one (`config.trial`), in a folder that a next one replaces; the
             first rank prints the estimate of the whole run.
@@ -74,16 +82,16 @@ def train(
         UserError: the data, the run's folder or a checkpoint is not what it must be, or the disk is full.
     """
     folder = run_folder(config)
-    step = _starting_step(folder, resume or from_step is not None, from_step, is_trial=trial_of is not None)
+    step = starting_step(folder, resume, from_step, is_trial=trial_of is not None)
     if step is not None and step >= config.training.steps:
-        _say_on_first_rank(f"{folder} is finished: step {step} of {config.training.steps}")
+        check_finished(config, step)
         return True
     branch = None
     if step is None and config.run.branch_from is not None:
         branch = branch_of(config.run.branch_from, config.training.steps)
     with holding(folder) as lock, stop_on_signals() as stop:
         if lock is not None:  # another process may have gone on with the run until it gave the lock up
-            step = _starting_step(folder, resume or from_step is not None, from_step, is_trial=trial_of is not None)
+            step = starting_step(folder, resume, from_step, is_trial=trial_of is not None)
         platform = platform_of(config.run.device, config.parallel)
         start_process_group(platform, group_timeout(config.run.hang_timeout))
         try:
@@ -97,40 +105,6 @@ def train(
             dist.destroy_process_group()
 
 
-def run_folder(config: RunConfig) -> Path:
-    """The run's folder."""
-    return Path(config.run.dir) / config.run.name
-
-
-def refuse_existing(folder: Path) -> None:
-    """Refuse a folder in which a run has begun.
-
-    Raises:
-        UserError: it has.
-    """
-    if (folder / METRICS).exists() or (folder / CHECKPOINTS).exists():
-        raise UserError("run.name", f"{folder} holds a run already", "add --resume, or choose another run.name")
-
-
-def _starting_step(folder: Path, resume: bool, from_step: int | None, *, is_trial: bool = False) -> int | None:
-    """Step of the checkpoint to continue from; None: begin anew, a trial in the place of an earlier one.
-
-    Raises:
-        UserError: there is a run already and nobody asked to continue it, or it cannot be continued.
-    """
-    if is_trial and trial.is_trial(folder):
-        return None
-    if not resume:
-        refuse_existing(folder)
-        return None
-    checkpoints = CheckpointFolder(folder / CHECKPOINTS)
-    step = from_step if from_step is not None else checkpoints.latest()
-    if step is not None and checkpoints.is_model_only(step):
-        problem = "holds a converted model alone: optimizer state, generators and data position are missing"
-        raise UserError(str(checkpoints.path(step)), problem, "it can generate text, and not be continued")
-    return step
-
-
 def _record(store: CheckpointStore, step: int | None, from_step: int | None) -> Record | None:
     """The checked record of the checkpoint to continue from; None: begin anew."""
     if step is None or from_step is not None:
@@ -138,7 +112,7 @@ def _record(store: CheckpointStore, step: int | None, from_step: int | None) -> 
     record, damages = store.check_newest()
     for damage in damages:
         instead = f"continuing from step {record.progress.step} instead of step {step}"
-        _say_on_first_rank(f"selectron: warning: {damage.where}: {damage.problem}; {instead}")
+        say_on_first_rank(f"selectron: warning: {damage.where}: {damage.problem}; {instead}")
     return record
 
 
@@ -154,33 +128,20 @@ def _train(
 ) -> bool:
     data = open_data(config.data, config.training.seed, read_verified(folder), read_failed(folder))
     for warning in (*data.warnings, *skipped.warnings(data.damages, data.samples)):
-        _say_on_first_rank(warning)
+        say_on_first_rank(warning)
     groups = make_process_groups(config.parallel, config.training.seed)
-    shared = identity(config, data)
-    store = CheckpointStore(
-        folder / CHECKPOINTS,
-        shared,
-        groups,
-        platform,
-        Retention(config.training.keep_checkpoints, config.training.keep_every),
-        asynchronous=config.training.async_checkpoints,
-        guard=lock.check if lock is not None else None,
-    )
-    if branch is None:
-        begins_at, record = store, record_of(store)
-    else:
-        begins_at = CheckpointStore(branch.checkpoints.root, shared, groups, platform, another=f"give another {FIELD}")
-        record = begins_at.check(branch.step)
+    store, begins_at, record, goes_on = _start_of(config, folder, data, groups, platform, branch, record_of, lock)
     shape = model_shape(config, platform, data.vocab_size)
     trainer = build_trainer(config, shape, groups, platform, begins=record is None)
     if record is not None:
         begins_at.load(trainer.optimizer, record)
     if branch is not None:
-        branch.check_rate(trainer.optimizer.lr)
+        branch.check_rate(trainer.optimizer.lr, is_allowed=bool(goes_on.changed))
     loop = _loop(config, folder, data, shape, trainer, store, record, branch, lock)
-    if data.unchanged:  # said when nothing can be refused any more: an error stands alone
+    say_goes_on(goes_on, loop.records)  # said when nothing can be refused any more: an error stands alone
+    if data.unchanged:
         told = f"{data.unchanged} of {len(data.verified)} files are as they were when their sha256 was compared"
-        _say_on_first_rank(f"data: {told}, and not read again")
+        say_on_first_rank(f"data: {told}, and not read again")
     try:
         skips = config.data.on_damaged == "skip"
         with watching(config.run.hang_timeout, loop.heartbeat), noting(folder, data.manifest, skips=skips):
@@ -190,12 +151,49 @@ def _train(
         if loop.records is not None:
             loop.records.close()
     if trial_of is None:
-        _say_on_first_rank(_farewell(folder, loop.progress, finished))
+        say_on_first_rank(_farewell(folder, loop.progress, finished))
     elif dist.get_rank() == 0:
         print(_of_trial(trial_of, folder, loop, finished))
     if not finished:
         dist.barrier()  # a launcher that meets a code other than 0 ends the ranks that are not done
     return finished
+
+
+def _start_of(
+    config: RunConfig,
+    folder: Path,
+    data: RunData,
+    groups: ProcessGroupCollection,
+    platform: Platform,
+    branch: Branch | None,
+    record_of: Callable[[CheckpointStore], Record | None],
+    lock: RunLock | None,
+) -> tuple[CheckpointStore, CheckpointStore, Record | None, GoesOn]:
+    """The run's store, that of the checkpoint it starts from, its record (None: there is none), and what differs."""
+    continuing = Continuing(config, identity(config, data), is_branch=branch is not None)
+    store = CheckpointStore(
+        folder / CHECKPOINTS,
+        dict(continuing.identity),
+        groups,
+        platform,
+        Retention(config.training.keep_checkpoints, config.training.keep_every),
+        asynchronous=config.training.async_checkpoints,
+        guard=lock.check if lock is not None else None,
+        judge=continuing.compare,
+    )
+    if branch is None:
+        begins_at, record = store, record_of(store)
+    else:
+        another = f"give another {FIELD}"
+        begins_at = CheckpointStore(
+            branch.checkpoints.root, {}, groups, platform, another=another, judge=continuing.compare
+        )
+        record = begins_at.check(branch.step)
+    goes_on = GoesOn()
+    if record is not None:
+        goes_on = continuing.compare(record, begins_at.folder.path(record.progress.step))
+    store.identity[CHANGED] = [*goes_on.changed]
+    return store, begins_at, record, goes_on
 
 
 def _loop(
@@ -224,7 +222,8 @@ def _loop(
         flops, peak = flops_and_peak(config, shape, trainer)
         size = model_size(trainer)
     suites = _suites(config, folder, data, trainer, progress)
-    records, packing = _records(config, folder, data, progress, size, branch, lock), packing_of(config.data)
+    about = {**asdict(size), DATA: store.identity[DATA], CHANGED: store.identity[CHANGED]}
+    records, packing = _records(config, folder, data, progress, about, branch, lock), packing_of(config.data)
     last_evaluation = _sum_over(0 if records is None else records.last_evaluation, platform, None)
     token, *_ = from_every_rank("" if lock is None else lock.token)
     last_suites = _sum_over(0 if records is None else records.last_suites, platform, None)
@@ -275,7 +274,7 @@ def _records(
     folder: Path,
     data: RunData,
     progress: Progress,
-    size: ParameterCount,
+    about: dict[str, Any],
     branch: Branch | None,
     lock: RunLock | None,
 ) -> RunRecords | None:
@@ -285,8 +284,8 @@ def _records(
     lock.check()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _save_config(config, folder, progress.step)
-        write_whole(folder / MODEL, (json.dumps(asdict(size), indent=1) + "\n").encode())
+        keep_config(config, folder, progress.step)
+        write_whole(folder / MODEL, (json.dumps(about, indent=1) + "\n").encode())
         skipped.keep(folder, data.damages, data.samples, progress.step)
         forget_failed(folder, {damage.shard for damage in data.damages})
         if data.verified:
@@ -295,7 +294,8 @@ def _records(
         if branch is not None:
             copy_records(branch.run, folder)
         forget(folder)
-        return RunRecords(folder, config.run.name, progress.step, config.training.steps, lock.check_soon)
+        texts = {METRICS: data.record["train"][:DIGITS], EVALUATION: data.record["evaluation"][:DIGITS]}
+        return RunRecords(folder, config.run.name, progress.step, config.training.steps, lock.check_soon, texts)
     except OSError as error:
         raise UserError(str(folder), f"cannot be written ({error.strerror})", "choose another run.dir") from error
 
@@ -319,37 +319,10 @@ def model_size(trainer: Trainer) -> ParameterCount:
     return ParameterCount(**{name: int(_sum_over(n, trainer.platform, trainer.groups.pp)) for name, n in counts})
 
 
-def _save_config(config: RunConfig, folder: Path, step: int) -> None:
-    """Keep the configuration; one that it replaces (another layout, say) stays as the one until this step."""
-    current = folder / CONFIG
-    if current.exists() and current.read_text() != to_yaml(config):
-        current.replace(folder / f"config.until_step_{step}.yaml")
-    save_config(config, current)
-
-
 def _sum_over(value: float, platform: Platform, group: dist.ProcessGroup | None) -> float:
     total = torch.tensor(value, dtype=torch.float64, device=platform.device)
     dist.all_reduce(total, group=group)
     return float(total)
-
-
-def identity(config: RunConfig, data: RunData) -> dict[str, Any]:
-    """What a run must share with a checkpoint to continue it exactly: the model, the data and their order."""
-    used = {name: config.mixers.get(name, {}) for name in sorted(set(parse_pattern(config.model.pattern)))}
-    return {
-        **{f"model.{field}": value for field, value in asdict(config.model).items()},
-        **{f"mixers.{name}.{field}": value for name, fields in used.items() for field, value in fields.items()},
-        "data.seq_length": config.data.seq_length,
-        "data.train_domains": data.train_domains,
-        # What a checkpoint from before there were such fields says of them: nothing.
-        "data.weights": data.weights,
-        "data.reset_positions": config.data.reset_positions or None,
-        "data.reset_attention": config.data.reset_attention or None,
-        "data.tokenizer": data.manifest.tokenizer.sha256,
-        "data.vocab_size": data.vocab_size,
-        "training.seed": config.training.seed,
-        "training.precision": config.training.precision,
-    }
 
 
 def _farewell(folder: Path, progress: Progress, finished: bool) -> str:
@@ -365,8 +338,3 @@ def _of_trial(whole: RunConfig, folder: Path, loop: TrainingLoop, finished: bool
     if finished:
         return trial.conclude(whole, folder, folder / CHECKPOINTS, loop.seconds)
     return f"trial stopped at step {loop.progress.step} of {loop.training.steps}; {folder} is removed by the next one"
-
-
-def _say_on_first_rank(line: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(line, file=sys.stderr)

@@ -34,7 +34,7 @@ def test_the_order_counts_apart_from_the_text(manifest):
     ("change", "said"),
     [
         ({"tokens": 1}, "has 2 documents, 1 tokens, and had 2 documents, "),
-        ({"sha256": "0" * 64}, "has the same numbers of documents and tokens, and other text"),
+        ({"sha256": "0" * 64}, "has as many documents and tokens, and other shards"),
     ],
 )
 def test_differences_are_named_by_domain(manifest, change, said):

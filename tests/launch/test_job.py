@@ -49,7 +49,15 @@ def test_the_run_is_made_of_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     job = written(tmp_path, 'echo "$@" > $(dirname "$0")/called; env > $(dirname "$0")/environment')
     assert ended(job) == (0, "", ["begun with 1 processes", "finished"])
     words = (tmp_path / "called").read_text().split()
-    assert words == ["-m", "megatron_ext.cli", "train", f"{job.folder}/config.yaml", "--resume", "--processes", "1"]
+    assert words == [
+        "-m",
+        "megatron_ext.cli",
+        "train",
+        f"{job.folder}/config.yaml",
+        "--resume=auto",
+        "--processes",
+        "1",
+    ]
     given = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines() if "=" in line)
     assert given["PYTHONPATH"] == f"{job.folder}/code:/packages/of/the/user"
     # In the source tree, which `python -m` would look into first.

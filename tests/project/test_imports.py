@@ -78,7 +78,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"launch.local", "launch.reporting"},
     "evaluate": MODEL | {"training", "evaluation"},
     "generate": MODEL | {"training", "evaluation"},
-    "arguments": {"launch.reporting"},
+    "arguments": {"launch.reporting", "launch.resuming"},
     "commands": {"platform", "diagnosis"},
     # The command calls everything.
     "cli": MODEL

@@ -21,7 +21,7 @@ from megatron_ext.model import build_model
 from megatron_ext.parallel.groups import groups_of_one_process, make_process_groups
 from megatron_ext.platform import select_platform
 from megatron_ext.training.build import build_trainer, model_shape
-from megatron_ext.training.run import identity
+from megatron_ext.training.identity import identity
 
 VOCABULARY = 300
 """No multiple of the padding, 128."""
@@ -75,7 +75,7 @@ def trainer_and_store(folder: Path, config: Any) -> tuple[Any, CheckpointStore]:
 def identity_of(config: Any) -> dict[str, Any]:
     """What a run's record says of it."""
     manifest = SimpleNamespace(tokenizer=SimpleNamespace(sha256="0" * 64))
-    data: Any = SimpleNamespace(train_domains=["a"], weights=None, manifest=manifest, vocab_size=VOCABULARY)
+    data: Any = SimpleNamespace(train_domains=["a"], weights=None, manifest=manifest, vocab_size=VOCABULARY, record={})
     return identity(config, data)
 
 

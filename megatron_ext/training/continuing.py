@@ -1,0 +1,310 @@
+"""What a run that goes on from a checkpoint may differ in: one judgement for `--resume` and `run.branch_from`.
+
+The checkpoint's record says with which configuration and data it was made. What differs is either without effect on
+the steps before (and said), or refused by name, or allowed by name (and noted, so that a report knows of it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from megatron_ext.checkpoint.folder import Record
+from megatron_ext.config.effects import EFFECTS, Change, Effect, changes, flat, with_defaults
+from megatron_ext.config.load import read_tree
+from megatron_ext.config.schema import OptimizerConfig, RunConfig
+from megatron_ext.config.validate import show, validate
+from megatron_ext.data.blend import shares
+from megatron_ext.data.identity import differences
+from megatron_ext.errors import UserError
+from megatron_ext.mixers.registry import load_all
+from megatron_ext.optim.schedule import first_other_rate
+from megatron_ext.training.decisions import WENT_ON, note
+from megatron_ext.training.identity import CHANGED, DATA, FIELDS
+from megatron_ext.training.kept_config import config_file_at
+from megatron_ext.training.records import RunRecords
+
+ALLOW, ALLOW_DATA = "run.allow_changed", "run.allow_other_data"
+TEXT = "data"
+"""What a change of the training text is noted as."""
+
+_DOMAINS = ("data.train_domains", "data.weights")
+"""Fields that say the same in several ways; checkpoints keep what they mean for the data, too."""
+
+_PLACES = {"run.dir", "run.name", ALLOW, ALLOW_DATA}
+"""Changed as a matter of course."""
+
+_SAID = {
+    Effect.NOTHING: "the losses do not depend on it",
+    Effect.MEASURED: "evaluations differ from here on, training does not",
+    Effect.FUTURE: "it holds for the steps to come alone",
+    Effect.SCHEDULE: "the learning rates of the steps before are the same, those to come follow it",
+}
+
+
+@dataclass(frozen=True)
+class GoesOn:
+    """How a run differs from the checkpoint that it goes on from.
+
+    Attributes:
+        said: lines for the screen.
+        noted: changes of the steps before, or of the data, that were allowed: step, field, before and after.
+        changed: all those that the checkpoint's own past has, and `noted`.
+    """
+
+    said: Sequence[str] = ()
+    noted: Sequence[dict[str, Any]] = ()
+    changed: Sequence[dict[str, Any]] = ()
+
+
+@dataclass(frozen=True)
+class Continuing:
+    """A run that is to go on from a checkpoint.
+
+    Attributes:
+        config: checked and derived.
+        identity: see `training.identity`; None: the data was not opened, and is not compared.
+        is_branch: whether the checkpoint is another run's.
+    """
+
+    config: RunConfig
+    identity: Mapping[str, Any] | None
+    is_branch: bool = False
+
+    def compare(self, record: Record, checkpoint: Path) -> GoesOn:
+        """How the run differs from a checkpoint.
+
+        Args:
+            record: the checkpoint's.
+            checkpoint: its folder.
+
+        Raises:
+            UserError: it differs in what the steps before were made with, or in its training text, and nobody has
+                allowed that by name.
+        """
+        step = record.progress.step
+        after = flat(self.config)
+        before, is_whole = _fields_of(record.identity, checkpoint, step)
+        if not is_whole:  # nothing is known of the others
+            before = {**after, **before}
+        found = self._without_synonyms(changes(before, after, _defaults_of_mixers(after)), record.identity)
+        rate = _other_rate(found, before, after, step)
+        self._refuse(found, rate, checkpoint)
+        if self.is_branch:
+            self._refuse_changed_trunk(record, checkpoint)
+        other_text = self._other_text(record, checkpoint, found)
+        said = self._said(found, rate is not None, record, step, is_whole)
+        noted = [
+            {"step": step, "field": one.field, "before": one.before, "after": one.after}
+            for one in found
+            if _changes_the_past(one, rate)
+        ]
+        noted += [{"step": step, "field": TEXT, "before": None, "after": text} for text in other_text]
+        return GoesOn(said, noted, [*record.identity.get(CHANGED, ()), *noted])
+
+    def _without_synonyms(self, found: list[Change], before: Mapping[str, Any]) -> list[Change]:
+        """Without domains and weights that are written otherwise and mean the same."""
+        if self.identity is None:
+            return found
+        after = self.identity
+        same = {
+            field
+            for field in _DOMAINS
+            if _meaning(field, before.get(field), before) == _meaning(field, after[field], after)
+        }
+        return [one for one in found if one.field not in same]
+
+    def _refuse(self, found: Sequence[Change], rate: str | None, checkpoint: Path) -> None:
+        """Refuse changes of the model, and those of the steps before that are not allowed by name."""
+        allowed = self.config.run.allow_changed
+        model = [one for one in found if one.effect is Effect.MODEL]
+        past = [one for one in found if _changes_the_past(one, rate) and one.field not in allowed]
+        if not model and not past:
+            return
+        first, *others = [*model, *past]
+        problem = f"{show(first.after)}, but the checkpoint {checkpoint} has {show(first.before)}"
+        if first.effect is Effect.SCHEDULE:
+            problem += f": {rate}"
+        if others:
+            problem += f" (and {len(others)} more: {', '.join(map(_shown, others[:4]))}{', ...' if others[4:] else ''})"
+        mend = "give the same value to continue it, or another run.name to begin anew"
+        if self.is_branch:
+            early = "branch off before the rate falls" if first.effect is Effect.SCHEDULE else "give the same value"
+            mend = f"{early}, or begin from the start, without run.branch_from"
+        if not model:
+            mend += f"; or {ALLOW}=[{', '.join([*allowed, *(one.field for one in past)])}] to go on all the same"
+        raise UserError(first.field, problem, mend)
+
+    def _refuse_changed_trunk(self, record: Record, checkpoint: Path) -> None:
+        """Refuse a checkpoint of a run that was itself changed on its way: no run from the start comes there."""
+        allowed = self.config.run
+        for one in record.identity.get(CHANGED, ()):
+            if one["field"] == TEXT:
+                was, mend, is_allowed = "training text was another", f"{ALLOW_DATA}=true", allowed.allow_other_data
+            else:
+                was = f"{one['field']} was {show(one['before'])}"
+                mend, is_allowed = f"{ALLOW}=[{one['field']}]", one["field"] in allowed.allow_changed
+            if not is_allowed:
+                problem = f"{checkpoint} was not made by one configuration: until step {one['step']} its {was}"
+                raise UserError("run.branch_from", problem, f"branch off before it, or add {mend}")
+
+    def _other_text(self, record: Record, checkpoint: Path, found: Sequence[Change]) -> list[str]:
+        """How the training text differs, where that is allowed."""
+        before = record.identity
+        if self.identity is None:
+            return []
+        if before.get("data.tokenizer") not in (None, self.identity["data.tokenizer"]):
+            problem = (
+                f"{self.config.data.path} was made with another tokenizer (sha256 "
+                f"{self.identity['data.tokenizer'][:12]}) than what {checkpoint} was trained on "
+                f"({before['data.tokenizer'][:12]})"
+            )
+            raise UserError("data.path", problem, "give that data to continue it, or another run.name to begin anew")
+        other = self._text_differences(before, found)
+        if other and not self.config.run.allow_other_data:
+            more = f" (and {len(other) - 3} more)" if len(other) > 3 else ""
+            problem = f"{self.config.data.path} holds other training text than {checkpoint} was trained on: "
+            mend = f"give that data to continue it, or {ALLOW_DATA}=true to go on with this"
+            raise UserError("data.path", problem + "; ".join(other[:3]) + more, mend)
+        return other
+
+    def _text_differences(self, before: Mapping[str, Any], found: Sequence[Change]) -> list[str]:
+        assert self.identity is not None
+        names = before.get("data.train_domains"), self.identity["data.train_domains"]
+        if not before.get(DATA):
+            if names[0] is None or names[0] == names[1] or any(one.field == _DOMAINS[0] for one in found):
+                return []
+            return [f"it has {', '.join(names[1])}, and had {', '.join(names[0])}"]
+        old, new = before[DATA], self.identity[DATA]
+        if any(one.field == _DOMAINS[0] for one in found):  # allowed by that name: text that both have must be equal
+            both = set(names[0] or ()) & set(names[1])
+            old, new = ({"texts": [text for text in one["texts"] if text["domain"] in both]} for one in (old, new))
+            return differences(old, new, "train")
+        if old["train"] == new["train"]:
+            return []
+        return differences(old, new, "train") or ["its domains come in another order"]
+
+    def _said(
+        self, found: Sequence[Change], changes_the_past: bool, record: Record, step: int, is_whole: bool
+    ) -> list[str]:
+        quiet = {*_PLACES, "run.branch_from"} if self.is_branch else _PLACES
+        lines = []
+        for effect, meaning in _SAID.items():
+            if effect is Effect.SCHEDULE and changes_the_past:
+                continue
+            some = [one for one in found if one.effect is effect and one.field not in quiet]
+            if some and not (self.is_branch and effect is Effect.NOTHING):
+                lines.append(f"selectron: changed at step {step}: {', '.join(map(_shown, some))}: {meaning}")
+        if self.identity is None:
+            return lines
+        before = record.identity.get(DATA)
+        if not before:
+            lines.append(
+                "selectron: warning: the checkpoint is of an earlier version and does not say which text it was "
+                "trained on: only the names of its domains and its tokenizer were compared"
+            )
+        elif before["evaluation"] != self.identity[DATA]["evaluation"]:
+            other = differences(before, self.identity[DATA], "validation", "test")
+            lines.append(
+                f"selectron: warning: the text to evaluate on is another than before step {step}: "
+                f"{'; '.join(other[:3])}: losses by domain before and after do not compare"
+            )
+        if not is_whole:
+            lines.append(
+                "selectron: warning: the checkpoint is of an earlier version, and no configuration lies beside it: "
+                "only its model, length, seed and precision were compared"
+            )
+        return lines
+
+
+def say_goes_on(goes_on: GoesOn, records: RunRecords | None) -> None:
+    """Say on the first rank how a run goes on, and keep in decisions.jsonl which changes of its past were allowed.
+
+    Args:
+        goes_on: see `Continuing.compare`.
+        records: of the run, which one rank has.
+
+    Raises:
+        UserError: the disk refuses.
+    """
+    if records is None:
+        return
+    for line in goes_on.said:
+        records.say(line)
+    for one in goes_on.noted:
+        if one["field"] == TEXT:
+            line = f"went on with other training text ({ALLOW_DATA}): {one['after']}"
+        else:
+            line = f"went on with {one['field']} {show(one['after'])}, until here {show(one['before'])} ({ALLOW})"
+        note(records, WENT_ON, one["step"], line, field=one["field"])
+
+
+def _changes_the_past(change: Change, rate: str | None) -> bool:
+    return change.effect is Effect.PAST or (change.effect is Effect.SCHEDULE and rate is not None)
+
+
+def _other_rate(found: Sequence[Change], before: Mapping[str, Any], after: Mapping[str, Any], step: int) -> str | None:
+    """A phrase for the first of the steps done whose learning rate would have been another; None: there is none."""
+    if not any(one.effect is Effect.SCHEDULE for one in found):
+        return None
+    other = first_other_rate(*_schedule(before), *_schedule(after), step)
+    if other is None:
+        return None
+    number, rate, now = other
+    return f"the learning rate of step {number} was {rate:.6g}, and would have been {now:.6g}"
+
+
+def _shown(change: Change) -> str:
+    return f"{change.field} {show(change.before)} -> {show(change.after)}"
+
+
+def _fields_of(identity: Mapping[str, Any], checkpoint: Path, step: int) -> tuple[dict[str, Any], bool]:
+    """Fields of the configuration that made a checkpoint, and whether these are all.
+
+    One of an earlier version does not say all: the run's folder has its configuration.
+    """
+    if FIELDS in identity:
+        return with_defaults(identity[FIELDS]), True
+    known = {field: value for field, value in identity.items() if _is_field(field)}
+    for field in ("data.reset_positions", "data.reset_attention"):
+        if field in known:
+            known[field] = bool(known[field])
+    for field in (*_DOMAINS, "data.tokenizer"):  # what they mean; how they were written, the file says
+        known.pop(field, None)
+    path = config_file_at(checkpoint.parents[1], step)
+    if path is None:
+        return known, False
+    return {**flat(read_tree(path)), **known}, True
+
+
+def _is_field(name: str) -> bool:
+    return name in EFFECTS or name.startswith("mixers.")
+
+
+def _meaning(field: str, value: Any, identity: Mapping[str, Any]) -> Any:
+    """What a value of `_DOMAINS`, as an identity has it, makes of the data."""
+    if field == "data.train_domains" or value is None:
+        return value
+    names = identity.get("data.train_domains") or sorted(value)
+    return dict(zip(names, shares([value[name] for name in names]), strict=True))
+
+
+def _defaults_of_mixers(used: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of the fields of the mixers that a configuration uses, by dotted name."""
+    known = load_all()
+    found = {}
+    for name in {field.split(".")[1] for field in used if field.startswith("mixers.")}:
+        kind = known[name].config_type
+        values = TypeAdapter(kind).dump_python(validate(kind, {}), mode="json")
+        found |= {f"mixers.{name}.{field}": value for field, value in values.items()}
+    return found
+
+
+def _schedule(config: Mapping[str, Any]) -> tuple[OptimizerConfig, int]:
+    names = [field.name for field in fields(OptimizerConfig)]
+    given = {name: config[f"optimizer.{name}"] for name in names}
+    return validate(OptimizerConfig, given, "optimizer."), int(config["training.steps"])

@@ -1,0 +1,134 @@
+"""Where a run starts: at its beginning, or at one of its checkpoints."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+
+from megatron_ext.checkpoint.folder import CheckpointFolder, DamagedCheckpoint
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.errors import UserError
+from megatron_ext.training import trial
+from megatron_ext.training.continuing import Continuing
+from megatron_ext.training.kept_config import CONFIG
+from megatron_ext.training.records import METRICS
+
+CHECKPOINTS = "checkpoints"
+
+Resume = Literal["auto"] | bool
+"""Whether a run is to go on from a checkpoint. True: from the newest, which there must be; auto: from the newest, or
+from its beginning where there is none; False: from its beginning."""
+
+
+def run_folder(config: RunConfig) -> Path:
+    """The run's folder."""
+    return Path(config.run.dir) / config.run.name
+
+
+def refuse_existing(folder: Path) -> None:
+    """Refuse a folder in which a run has begun.
+
+    Raises:
+        UserError: it has.
+    """
+    if (folder / CHECKPOINTS / "latest").exists():
+        raise UserError("run.name", f"{folder} holds a run already", "add --resume, or choose another run.name")
+    if _has_begun(folder):
+        problem = f"{folder} holds a run already, which has no checkpoint"
+        raise UserError("run.name", problem, "add --resume=auto to begin it anew, or choose another run.name")
+
+
+def starting_step(folder: Path, resume: Resume, from_step: int | None, *, is_trial: bool = False) -> int | None:
+    """Step of the checkpoint to go on from; None: the run's beginning.
+
+    Args:
+        folder: of the run.
+        resume: see `Resume`.
+        from_step: go on from the checkpoint of this step, and no other.
+        is_trial: whether the run is one, which takes the place of an earlier one.
+
+    Raises:
+        UserError: there is a run already and nobody asked to continue it, it cannot be continued, or there is none.
+    """
+    if is_trial and trial.is_trial(folder):
+        return None
+    if not resume and from_step is None:
+        refuse_existing(folder)
+        return None
+    checkpoints = CheckpointFolder(folder / CHECKPOINTS)
+    step = from_step if from_step is not None else checkpoints.latest()
+    if step is None:
+        if resume != "auto":
+            raise _nothing_to_resume(folder)
+        return None
+    if checkpoints.is_model_only(step):
+        problem = "holds a converted model alone: optimizer state, generators and data position are missing"
+        raise UserError(str(checkpoints.path(step)), problem, "it can generate text, and not be continued")
+    return step
+
+
+def check_start(config: RunConfig, resume: Resume) -> None:
+    """Refuse before a job is submitted what its run would refuse, as far as that is known without its data.
+
+    A job of a run that did not come to a checkpoint may be resumed, and begins anew.
+
+    Raises:
+        UserError: see `starting_step`; or a field differs with which the steps before were made.
+    """
+    folder = run_folder(config)
+    if not resume:
+        refuse_existing(folder)
+    elif not folder.is_dir() and resume != "auto":
+        raise _nothing_to_resume(folder)
+    step = CheckpointFolder(folder / CHECKPOINTS).latest() if resume else None
+    if step is not None:
+        _say_changes(config, step)
+
+
+def check_finished(config: RunConfig, step: int) -> None:
+    """Judge and say what differs from the last checkpoint of a finished run, and that it is finished.
+
+    Its data is not opened: it may be gone.
+
+    Raises:
+        UserError: a field differs with which its steps were made.
+    """
+    _say_changes(config, step)
+    say_on_first_rank(f"{run_folder(config)} is finished: step {step} of {config.training.steps}")
+
+
+def _say_changes(config: RunConfig, step: int) -> None:
+    checkpoints = CheckpointFolder(run_folder(config) / CHECKPOINTS)
+    try:
+        record = checkpoints.read_record(step)
+    except DamagedCheckpoint as damage:
+        say_on_first_rank(f"selectron: warning: {damage.where}: {damage.problem}: nothing was compared with it")
+    else:
+        for line in Continuing(config, None).compare(record, checkpoints.path(step)).said:
+            say_on_first_rank(line)
+
+
+def say_on_first_rank(line: str) -> None:
+    """Print a line on standard error, once a run."""
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    if rank == 0:
+        print(line, file=sys.stderr)
+
+
+def _has_begun(folder: Path) -> bool:
+    return (folder / METRICS).exists() or (folder / CHECKPOINTS).exists()
+
+
+def _nothing_to_resume(folder: Path) -> UserError:
+    where, problem = "--resume", f"{folder} holds no checkpoint to go on from"
+    if _has_begun(folder):
+        return UserError(where, problem, "give --resume=auto to begin the run anew")
+    there = sorted(path.parent.name for path in folder.parent.glob(f"*/{CONFIG}"))
+    close = difflib.get_close_matches(folder.name, there, n=1)
+    meant = f"did you mean run.name={close[0]}? " if close else ""
+    return UserError(where, problem, f"{meant}--resume=auto begins a run where there is none")

@@ -1,0 +1,182 @@
+"""The command on a run that is there, is not there, or was made with something else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from launching import call, records, snapshot
+
+from data_prep.prepare import PrepareOptions, prepare
+
+CONFIG = """
+data: {{path: {data}, seq_length: 64}}
+model: {{pattern: attention, hidden_size: 32, num_attention_heads: 4}}
+training: {{steps: 4, global_batch_size: 2, micro_batch_size: 2, precision: fp32, checkpoint_every: 2,
+            keep_checkpoints: 0, evaluate_every: 2, evaluation_sequences: 2}}
+optimizer: {{lr: 1e-3, min_lr: 1e-4, warmup_steps: 1}}
+run: {{dir: {runs}, name: run, device: cpu}}
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a finished run, with its configuration beside it; not to be written to."""
+    runs = tmp_path_factory.mktemp("finished")
+    (runs / "config.yaml").write_text(CONFIG.format(data=data, runs=runs))
+    assert call(runs / "config.yaml", "--resume=auto") == 0  # there is none: it begins
+    return runs / "run"
+
+
+@pytest.fixture
+def run(finished: Path, data: Path, tmp_path: Path) -> Path:
+    """A copy of it, and beside it a configuration of its place."""
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "config.yaml").write_text(CONFIG.format(data=data, runs=tmp_path))
+    return tmp_path / "run"
+
+
+def resumed(run: Path, *arguments: str, how: str = "--resume") -> int:
+    return call(run.parent / "config.yaml", how, *arguments)
+
+
+def kept(run: Path) -> dict[str, tuple[int, bytes]]:
+    """All files but those of the run's lock."""
+    return {name: content for name, content in snapshot(run).items() if not name.startswith("lock/")}
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().err
+
+
+def test_every_place_says_what_was_trained_on(finished: Path) -> None:
+    record = json.loads((finished / "checkpoints" / "step_2" / "checkpoint.json").read_text())["identity"]
+    about = json.loads((finished / "model.json").read_text())
+    assert about["data"] == record["data"]
+    assert {text["split"] for text in about["data"]["texts"]} == {"train", "validation", "test"}
+    assert about["changed"] == record["changed"] == []
+    assert {line["data"] for line in records(finished)} == {about["data"]["train"][:16]}
+    assert {line["data"] for line in records(finished, "evaluation.jsonl")} == {about["data"]["evaluation"][:16]}
+
+
+def test_a_run_that_is_not_there_is_not_resumed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert resumed(run, "run.name=runn") == 2
+    place = run.parent / "runn"
+    assert said(capsys) == (
+        f"selectron: error: --resume: {place} holds no checkpoint to go on from; did you mean run.name=run? "
+        "--resume=auto begins a run where there is none\n"
+    )
+    assert not place.exists()
+
+
+def test_a_run_without_a_checkpoint_begins_anew_where_that_is_asked_for(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(run / "checkpoints")
+    assert resumed(run) == 2
+    assert "give --resume=auto to begin the run anew" in said(capsys)
+    assert call(run.parent / "config.yaml") == 2
+    assert "which has no checkpoint; add --resume=auto to begin it anew" in said(capsys)
+    assert resumed(run, how="--resume=auto") == 0
+    assert [line["step"] for line in records(run)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("field", "problem"),
+    [
+        ("model.hidden_size=64", "model.hidden_size: 64, but the checkpoint"),
+        ("optimizer.weight_decay=0.3", "optimizer.weight_decay: 0.3, but the checkpoint"),
+        ("data.seq_length=32", "data.seq_length: 32, but the checkpoint"),
+        ("training.steps=3", "training.steps: 3, but the checkpoint"),
+        ("training.steps=8", "training.steps: 8, but the checkpoint"),
+    ],
+)
+def test_a_finished_run_is_compared_too(
+    run: Path, field: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert resumed(run, field) == 2
+    assert said(capsys).startswith(f"selectron: error: {problem} {run}/checkpoints/step_4 has ")
+
+
+def test_what_changes_nothing_is_said_of_a_finished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert resumed(run, "training.micro_batch_size=1") == 0
+    changed, finished = said(capsys).splitlines()
+    assert "changed at step 4: training.micro_batch_size 2 -> 1: the losses do not depend on it" in changed
+    assert finished == f"{run} is finished: step 4 of 4"
+
+
+def test_a_longer_cosine_goes_on_by_name_alone_and_is_noted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = records(run)
+    assert resumed(run, "training.steps=6", "run.allow_changed=[training.steps]") == 0
+    assert "went on with training.steps 6, until here 4 (run.allow_changed)" in said(capsys)
+    assert records(run)[:4] == before
+    assert [line["step"] for line in records(run)] == [1, 2, 3, 4, 5, 6]
+    (decision,) = records(run, "decisions.jsonl")
+    assert (decision["step"], decision["decision"], decision["field"]) == (4, "changed", "training.steps")
+    assert "allow_changed: []" in (run / "config.yaml").read_text()
+    changed = [{"step": 4, "field": "training.steps", "before": 4, "after": 6}]
+    assert json.loads((run / "model.json").read_text())["changed"] == changed
+    assert resumed(run, "training.steps=6") == 0  # it is another run now, and needs no leave to be that
+    record = json.loads((run / "checkpoints" / "step_6" / "checkpoint.json").read_text())
+    assert record["identity"]["changed"] == changed
+
+
+@pytest.mark.parametrize("change", ["one more", "others"])
+def test_other_documents_under_the_same_names(
+    run: Path, data: Path, tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder is prepared again, with one document more or with as many others."""
+    lines = (data.parent / "raw.jsonl").read_text().splitlines()
+    if change == "one more":
+        lines.append(lines[0].replace("ka", "lo"))
+    else:
+        lines[0] = lines[0].replace("ka", "lo")
+    again = prepared_again(tmp_path, data, lines)
+    (run / "checkpoints" / "latest").write_text("step_2\n")
+    before = kept(run)
+    assert resumed(run, f"data.path={again}") == 2
+    error = said(capsys)
+    assert error.startswith(
+        f"selectron: error: data.path: {again} holds other training text than {run}/checkpoints/step_2"
+    )
+    assert "First (train) has " in error
+    assert "Second" not in error
+    assert "run.allow_other_data=true to go on with this" in error
+    assert kept(run) == before
+    assert resumed(run, f"data.path={again}", "run.allow_other_data=true") == 0
+    assert "warning: step 2: went on with other training text (run.allow_other_data): First (train)" in said(capsys)
+    (decision,) = records(run, "decisions.jsonl")
+    assert (decision["step"], decision["field"]) == (2, "data")
+    assert [line["data"] == records(run)[0]["data"] for line in records(run)] == [True, True, False, False]
+    assert "allow_other_data: false" in (run / "config.yaml").read_text()
+
+
+def test_the_same_documents_in_another_folder(run: Path, data: Path, tmp_path: Path) -> None:
+    (run / "checkpoints" / "latest").write_text("step_2\n")
+    before = records(run)
+    shutil.copytree(data, tmp_path / "moved")
+    assert resumed(run, f"data.path={tmp_path / 'moved'}") == 0
+    assert [line["loss"] for line in records(run)] == [line["loss"] for line in before]
+    assert not (run / "decisions.jsonl").exists()
+
+
+def prepared_again(folder: Path, data: Path, lines: list[str]) -> Path:
+    """The corpus of `data` with other documents, by the same tokenizer."""
+    (folder / "again").mkdir()
+    raw = folder / "again" / "raw.jsonl"  # the file's name stands in the shards
+    raw.write_text("".join(f"{line}\n" for line in lines))
+    prepare(
+        PrepareOptions(
+            input=str(raw),
+            output=str(folder / "again" / "data"),
+            train_domains=["First", "Second"],
+            test_domains=["Other"],
+            tokenizer=str(data / "tokenizer.json"),
+            validation_fraction=0.2,
+            shard_tokens=1500,
+            progress=False,
+        )
+    )
+    return folder / "again" / "data"
