@@ -188,7 +188,7 @@ class CheckpointStore:
         if failure.problem is None:
             return RuntimeError(f"the checkpoint of step {step} could not be saved\n{failure.trace}")
         kept = self.folder.steps()
-        room = "make room and start again with --resume" + (f" (from step {kept[-1]})" if kept else "")
+        room = "make room and start again with " + (f"--resume (from step {kept[-1]})" if kept else "--resume=auto")
         return UserError(str(self.folder.path(step)), f"cannot be saved: {failure.problem}", failure.hint or room)
 
     # --- loading -----------------------------------------------------------------------------------------------------

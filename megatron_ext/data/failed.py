@@ -66,10 +66,10 @@ def noting(folder: Path, manifest: Manifest, *, skips: bool) -> Iterator[None]:
 
 def _what_next(trained_on: bool, skips: bool) -> str:
     if not trained_on:  # results rest on it
-        return "then start again with --resume"
+        return "then start again with --resume=auto"
     if skips:
-        return "or only start again with --resume: if it is still damaged then, the run leaves it out and goes on"
-    return "then start again with --resume, or leave it out with --resume data.on_damaged=skip"
+        return "or only start again with --resume=auto: if it is still damaged then, the run leaves it out and goes on"
+    return "then start again with --resume=auto, or leave it out with --resume=auto data.on_damaged=skip"
 
 
 def read_failed(folder: Path) -> frozenset[str]:

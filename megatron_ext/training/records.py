@@ -173,7 +173,7 @@ class RunRecords:
             yield
         except OSError as error:
             problem = f"cannot be written ({error.strerror})"
-            raise UserError(str(self._folder), problem, "make room and start again with --resume") from error
+            raise UserError(str(self._folder), problem, "make room and start again with --resume=auto") from error
 
     def _keep(self, name: str, record: Mapping[str, Any]) -> None:
         """One whole line at a time: what a killed run leaves can be read."""

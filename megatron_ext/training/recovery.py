@@ -25,6 +25,8 @@ from megatron_ext.training.trainer import StepResult
 MOST_NAMED = 4
 """Ranks that a line names one by one; decisions.jsonl has all."""
 
+_LOWER_RATE = "optimizer.lr lower with run.allow_changed=[optimizer.lr]"
+
 
 @dataclass(frozen=True)
 class Unsound:
@@ -102,16 +104,13 @@ class Recovery:
         found = self._found(result)
         action = self._config.on_nonfinite if result.fault.kind == "nonfinite" else self._config.on_spike
         if action == "stop":
-            mend = (
-                f"set resilience.on_{result.fault.kind} to skip or roll_back, or optimizer.lr lower, and add --resume"
-            )
+            mend = f"set resilience.on_{result.fault.kind} to skip or roll_back, or {_LOWER_RATE}, and add --resume"
             raise self._stop(result, found, before, f"resilience.on_{result.fault.kind}", mend)
         self._interventions += 1
         if self._interventions > self._config.limit:
             problem = f"{self._config.limit} steps were skipped or rolled back before"
-            raise self._stop(
-                result, found, before, "resilience.limit", "raise it, or optimizer.lr lower, and add --resume", problem
-            )
+            mend = f"raise it, or {_LOWER_RATE}, and add --resume"
+            raise self._stop(result, found, before, "resilience.limit", mend, problem)
         if action == "skip":
             line = f"{result.fault.problem}{_on(found)}: its samples are left out"
             self._note(SKIP, before.step + 1, line, result, found)

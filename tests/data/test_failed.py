@@ -23,9 +23,9 @@ def _shard(manifest: Manifest, split: str) -> str:
 @pytest.mark.parametrize(
     ("split", "skips", "said"),
     [
-        ("train", False, "then start again with --resume, or leave it out with --resume data.on_damaged=skip"),
-        ("train", True, "or only start again with --resume: if it is still damaged then, the run leaves it out and "),
-        ("test", True, "then start again with --resume"),
+        ("train", False, "then start again with --resume=auto, or leave it out with --resume=auto data.on_damaged=skip"),
+        ("train", True, "or only start again with --resume=auto: if it is still damaged then, the run leaves it out and "),
+        ("test", True, "then start again with --resume=auto"),
     ],
 )
 def test_what_the_next_start_does_is_said(

@@ -98,11 +98,11 @@ def losses(run_folder: Path) -> list[float]:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file with its time and content, to show that nothing was touched."""
+    """Every file but a lock's, with its time and content, to show that nothing was touched."""
     return {
         str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.parent.name != "lock"
     }
 
 

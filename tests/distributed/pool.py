@@ -196,6 +196,7 @@ def _process_group(rank: int, world_size: int, store: Path, timeout: float) -> I
 
     torch.set_num_threads(1)
     store_ = dist.FileStore(str(store), world_size)
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world_size)})  # as a launcher says it
     dist.init_process_group("gloo", store=store_, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
     try:
         yield

@@ -100,7 +100,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(
     process.kill()
     process.communicate()
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # had the machine been quick
-    assert call(config, "--resume") == 0
+    assert call(config, "--resume=auto") == 0
     assert curve(folder) == curve(reference("one"))
 
 

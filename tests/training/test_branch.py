@@ -70,8 +70,14 @@ def test_a_branch_that_is_continued_goes_on_from_its_own_checkpoint(
 @pytest.mark.parametrize(
     ("step", "overrides", "said"),
     [
-        ("step_12", [*SHORT[:1], "training.steps=20", "optimizer.decay_steps=2"], "had the learning rate"),
+        (
+            "step_12",
+            [*SHORT[:1], "training.steps=20", "optimizer.decay_steps=2"],
+            "step 11 was .*, and would have been",
+        ),
         ("step_6", ["optimizer.schedule=cosine", "training.steps=8"], "branch off before the rate falls"),
+        ("step_6", [*SHORT, "optimizer.weight_decay=0.2"], "optimizer.weight_decay: 0.2, but the checkpoint"),
+        ("step_6", [*SHORT, "training.global_batch_size=2"], "training.global_batch_size: 2, but the checkpoint"),
         ("step_6", [*SHORT, "model.hidden_size=64"], "model.hidden_size: 64, but the checkpoint"),
     ],
 )

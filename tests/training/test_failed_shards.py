@@ -22,7 +22,10 @@ LONGER = ["training.steps=12", "--resume"]
 
 @pytest.fixture
 def config(tmp_path: Path, own_data: Path) -> Path:
-    return write_config(tmp_path, own_data, tmp_path)
+    """Of a run whose rate does not depend on its length, which grows here."""
+    path = write_config(tmp_path, own_data, tmp_path)
+    path.write_text(path.read_text().replace("optimizer: {", "optimizer: {schedule: constant, "))
+    return path
 
 
 class Disk:
@@ -80,7 +83,9 @@ def test_a_disk_that_fails_later_is_left_out_by_the_next_start(
     assert call(config, SKIP, AT_ONCE) == 2
     (error,) = said(capsys, "error")
     assert f"{disk.path}: cannot be read (Input/output error); " in error
-    assert error.endswith("start again with --resume: if it is still damaged then, the run leaves it out and goes on")
+    assert error.endswith(
+        "start again with --resume=auto: if it is still damaged then, the run leaves it out and goes on"
+    )
     assert read_failed(folder) == {SHARD}
     assert skipped(folder) == []
     assert call(config, SKIP, "--resume") == 0
@@ -101,7 +106,7 @@ def test_a_disk_that_fails_later_is_named_by_every_start_that_may_not_skip(
     (error,) = said(capsys, "error")
     assert error.endswith(
         f"{disk.path}: cannot be read (Input/output error); copy it again or prepare the data again, then start again "
-        "with --resume, or leave it out with --resume data.on_damaged=skip"
+        "with --resume=auto, or leave it out with --resume=auto data.on_damaged=skip"
     )
     before = snapshot(tmp_path)
     for _ in range(2):
@@ -129,7 +134,7 @@ def test_a_shard_that_comes_damaged_is_left_out_by_the_next_start(
     (error,) = said(capsys, "error")
     assert f"file://{own_data / SHARD}: sha256 differs: " in error
     assert error.endswith("if it is still damaged then, the run leaves it out and goes on")
-    for steps, arguments in ((10, ["--resume"]), (12, LONGER)):  # it is not forgotten while it is so
+    for steps, arguments in ((10, ["--resume=auto"]), (12, LONGER)):  # it is not forgotten while it is so
         assert call(config, SKIP, *remote, *arguments) == 0
         assert f"file://{own_data / SHARD} sha256 differs: " in said(capsys, "warning")[0]
         assert len(records(folder)) == steps
@@ -144,13 +149,13 @@ def test_a_shard_that_comes_damaged_is_named_by_every_start_that_may_not_skip(
     tmp_path: Path, own_data: Path, config: Path, remote: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(config, *remote) == 2
-    assert "--resume data.on_damaged=skip" in said(capsys, "error")[0]
+    assert "--resume=auto data.on_damaged=skip" in said(capsys, "error")[0]
     for _ in range(2):
-        assert call(config, *remote, "--resume") == 2
+        assert call(config, *remote, "--resume=auto") == 2
         (error,) = said(capsys, "error")
         assert f"file://{own_data / SHARD}: sha256 differs: " in error
     flip_a_byte(own_data / SHARD)
-    assert call(config, *remote, "--resume") == 0
+    assert call(config, *remote, "--resume=auto") == 0
     assert len(records(tmp_path / "run")) == 10
     assert read_failed(tmp_path / "run") == set()
 
@@ -159,7 +164,7 @@ def test_any_rank_tells_the_next_start(tmp_path: Path, config: Path, remote: lis
     code, errors = run(config, [SKIP, *remote], processes=2)
     assert code == 2, errors
     assert read_failed(tmp_path / "run") == {SHARD}
-    code, errors = run(config, [SKIP, *remote, "--resume"], processes=2)
+    code, errors = run(config, [SKIP, *remote, "--resume=auto"], processes=2)
     assert code == 0, errors
     assert errors.count("sha256 differs") == 1
     assert len(records(tmp_path / "run")) == 10

@@ -112,7 +112,8 @@ def test_the_run_stops_with_a_checkpoint(runs: Runs) -> None:
     assert (
         f"resilience.on_nonfinite: in step 5 the gradient's norm is not finite (nan) {where} each time that it was "
         "computed; "
-        "set resilience.on_nonfinite to skip or roll_back, or optimizer.lr lower, and add --resume"
+        "set resilience.on_nonfinite to skip or roll_back, or optimizer.lr lower with "
+        "run.allow_changed=[optimizer.lr], and add --resume"
     ) in str(caught.value)
     folder = runs.folder / "stop"
     assert (folder / "checkpoints" / "latest").read_text().strip() == "step_4"

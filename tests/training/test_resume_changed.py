@@ -42,11 +42,6 @@ def resumed(run: Path, *arguments: str, how: str = "--resume") -> int:
     return call(run.parent / "config.yaml", how, *arguments)
 
 
-def kept(run: Path) -> dict[str, tuple[int, bytes]]:
-    """All files but those of the run's lock."""
-    return {name: content for name, content in snapshot(run).items() if not name.startswith("lock/")}
-
-
 def said(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
@@ -135,7 +130,7 @@ def test_other_documents_under_the_same_names(
         lines[0] = lines[0].replace("ka", "lo")
     again = prepared_again(tmp_path, data, lines)
     (run / "checkpoints" / "latest").write_text("step_2\n")
-    before = kept(run)
+    before = snapshot(run)
     assert resumed(run, f"data.path={again}") == 2
     error = said(capsys)
     assert error.startswith(
@@ -144,7 +139,7 @@ def test_other_documents_under_the_same_names(
     assert "First (train) has " in error
     assert "Second" not in error
     assert "run.allow_other_data=true to go on with this" in error
-    assert kept(run) == before
+    assert snapshot(run) == before
     assert resumed(run, f"data.path={again}", "run.allow_other_data=true") == 0
     assert "warning: step 2: went on with other training text (run.allow_other_data): First (train)" in said(capsys)
     (decision,) = records(run, "decisions.jsonl")
