@@ -20,12 +20,15 @@ def _shard(manifest: Manifest, split: str) -> str:
     return manifest.select(split)[0].shards[0].file
 
 
+AGAIN = "again with --resume=auto"
+
+
 @pytest.mark.parametrize(
     ("split", "skips", "said"),
     [
-        ("train", False, "then start again with --resume=auto, or leave it out with --resume=auto data.on_damaged=skip"),
-        ("train", True, "or only start again with --resume=auto: if it is still damaged then, the run leaves it out and "),
-        ("test", True, "then start again with --resume=auto"),
+        ("train", False, f"then start {AGAIN}, or leave it out with --resume=auto data.on_damaged=skip"),
+        ("train", True, f"or only start {AGAIN}: if it is still damaged then, the run leaves it out and "),
+        ("test", True, f"then start {AGAIN}"),
     ],
 )
 def test_what_the_next_start_does_is_said(
