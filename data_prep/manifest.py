@@ -23,6 +23,7 @@ from data_prep.manifest_entries import match_domain as match_domain
 from data_prep.storage import sha256_of
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
+from megatron_ext.json_text import parse_json
 
 VERSION = 1
 
@@ -62,8 +63,8 @@ def parse_manifest(text: bytes, where: str) -> Manifest:
         UserError: it is damaged, of another version, names files outside its folder, or its counts do not fit.
     """
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(text)
+    except ValueError as error:
         raise UserError(where, f"is damaged ({error})", _AGAIN) from None
     version = content.get("version") if isinstance(content, dict) else None
     if version != VERSION:

@@ -24,6 +24,7 @@ from data_prep.steps import reading
 from data_prep.storage import publish, sha256_of, unfinished_folder, was_published
 from data_prep.tokenization.tokenizer import JsonTokenizer, train_tokenizer
 from data_prep.tokenization.vocabularies import TextTokenizer, end_of_document, keep_tokenizer, open_tokenizer
+from megatron_ext.credentials import redacted_tree
 from megatron_ext.errors import UserError
 from megatron_ext.paths import check_text
 
@@ -277,7 +278,7 @@ def _recorded(options: PrepareOptions, tasks: int) -> dict[str, Any]:
     for name in ("output", "execution", "progress", "filtering"):
         del kept[name]
     kept["train_domains"], kept["test_domains"] = chosen_domains(options)
-    return {**kept, **options.filtering.as_options(), "tasks": tasks}
+    return {**redacted_tree(kept), **options.filtering.as_options(), "tasks": tasks}
 
 
 def _begun(recorded: dict[str, Any], corpus: Corpus, options: PrepareOptions) -> dict[str, Any]:

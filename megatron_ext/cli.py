@@ -21,6 +21,7 @@ from megatron_ext.arguments import Parser
 from megatron_ext.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from megatron_ext.launch import reporting
 from megatron_ext.launch.resuming import add_resume
+from megatron_ext.printable import escaped_output
 
 if TYPE_CHECKING:
     from megatron_ext.config.schema import RunConfig
@@ -44,6 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     garbage.process_is_ours(arguments is None)
     _hush_libraries()
+    with escaped_output():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     try:
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()  # here, where it is known what to do if nobody reads it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_ext.credentials import redacted
 from megatron_ext.printable import printable
 
 EXIT_USER_ERROR = 2
@@ -15,7 +16,7 @@ class UserError(Exception):
     """A mistake in what the user gave: a field, a file, a combination.
 
     The command line prints it as one line on standard error and exits with code 2, without a traceback.
-    Control characters in it, from a file's text or a name, are shown as escapes.
+    Control characters in it, from a file's text or a name, are shown as escapes, and credentials in addresses as ***.
 
     Args:
         where: the configuration field (dotted), command-line option or file at fault.
@@ -24,7 +25,7 @@ class UserError(Exception):
     """
 
     def __init__(self, where: str, problem: str, mend: str) -> None:
-        super().__init__(printable(f"{where}: {problem}; {mend}"))
+        super().__init__(printable(redacted(f"{where}: {problem}; {mend}")))
         self.where = where
         self.problem = problem
         self.mend = mend

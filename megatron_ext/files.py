@@ -37,6 +37,17 @@ def renamed_when_whole(beside: Path, path: Path) -> Iterator[None]:
     force_to_disk(path.parent)
 
 
+def write_private(path: Path, content: bytes) -> None:
+    """Write a new file that only its owner can read.
+
+    Raises:
+        OSError: it is there already, or cannot be written.
+    """
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that a reader sees either what was there before or all of `content`."""
     beside = path.with_name(f".{path.name}.partial")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import UserError
+from megatron_ext.printable import text_output
 
 if TYPE_CHECKING:
     from megatron_ext.training.trained import TrainedRun
@@ -108,7 +109,7 @@ def _continue(prompt: str, args: argparse.Namespace) -> None:
             choose=greedy if args.greedy else Sampler(draw, torch.Generator().manual_seed(args.seed)),
         )
         for text in text_of(tokens, coder.decode, before=ids):
-            print(text, end="", flush=True)
+            print(text, end="", flush=True, file=text_output())
     print()
 
 

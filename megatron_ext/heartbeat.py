@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from megatron_ext.json_text import parse_json
+
 FOLDER = "heartbeats"
 _WIDTH = 320
 """Bytes of a file: it is written over in one call, so that a reader sees one line or the other."""
@@ -127,7 +129,7 @@ def signs(run_folder: Path, damaged: list[str] | None = None) -> list[Sign]:
             content = path.read_bytes()
             if content:
                 found.append(_sign(content))
-        except (OSError, ValueError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError) as error:
             if damaged is not None:
                 problem = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is no sign of a rank"
                 damaged.append(f"{path}: {problem}")
@@ -140,7 +142,7 @@ def _sign(content: bytes) -> Sign:
     Raises:
         ValueError, TypeError: it is none.
     """
-    sign = Sign(**json.loads(content))
+    sign = Sign(**parse_json(content))
     numbers = (sign.seconds, sign.further, sign.written)
     is_sound = all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
     if not is_sound or any(type(number) is not int for number in (sign.rank, sign.pid, sign.step, sign.passes)):

@@ -4,17 +4,40 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.files import write_whole
+from megatron_ext.printable import printable
+
+_FORMULA = tuple("=+-@\t\r")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]inf")
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table. White space in a cell becomes single blanks: a line break would end its row."""
+    """Lines of a Markdown table. White space in a cell becomes single blanks: a line break would end its row.
+
+    Control characters are shown as escapes.
+    """
     lines = [columns, ["---"] * len(columns), *rows]
-    return ["| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |" for cells in lines]
+    return ["| " + " | ".join(map(_cell, cells)) + " |" for cells in lines]
+
+
+def _cell(text: str) -> str:
+    return printable(" ".join(text.split())).replace("|", "\\|")
+
+
+def csv_row(cells: Iterable[Any]) -> list[Any]:
+    """Cells of a CSV file; text that a spreadsheet would take for a formula gets an apostrophe in front."""
+    return [_csv_text(cell) if isinstance(cell, str) else cell for cell in cells]
+
+
+def _csv_text(text: str) -> str:
+    if text[:1] in _FORMULA and not _NUMBER.fullmatch(text):
+        text = f"'{text}"
+    return printable(text)
 
 
 def digits(x: float) -> str:

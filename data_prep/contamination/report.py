@@ -17,6 +17,7 @@ from data_prep.contamination.findings import SUMMARY, names_of
 from data_prep.contamination.overlap import OverlapOptions, judgements_of
 from data_prep.contamination.runs import RUNS, merge_runs
 from megatron_ext.errors import UserError
+from megatron_ext.json_text import parse_json
 from megatron_ext.reports import table
 
 REPORT = "report.json"
@@ -88,7 +89,7 @@ class WriteReport(PipelineStep):
         names: dict[tuple[int, int], dict[str, str]] = {}
         for task in sorted({task for task, _ in wanted}):
             with self.found.open(names_of(task), "rt", encoding="utf-8") as file:
-                for place, source, name in map(json.loads, file):
+                for place, source, name in map(parse_json, file):
                     if (task, place) in wanted:
                         names[task, place] = {"train_source": source, "train_id": name}
         return [record | names[*record.pop("train_document")] for record in records]
@@ -104,7 +105,7 @@ def judgements(folder: DataFolder, rank: int) -> Iterator[dict[str, Any]]:
     if not folder.isfile(name):
         raise UserError(f"{folder.path}/{name}", "is missing", "judge the test documents first, in as many tasks")
     with folder.open(name, "rt", encoding="utf-8") as file:
-        yield from map(json.loads, file)
+        yield from map(parse_json, file)
 
 
 def _counts(record: dict[str, Any], options: OverlapOptions) -> dict[str, int]:

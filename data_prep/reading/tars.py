@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tarfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from data_prep.documents import LONGEST_RECORD, Advance, MalformedError, Problem
 from data_prep.reading.fields import Fields, Found, text_and_domain
 from data_prep.reading.inputs import InputFile
 from data_prep.reading.lines import BOM
+from megatron_ext.json_text import parse_json
 from megatron_ext.printable import printable
 
 TEXT_MEMBERS = ("txt", "text")
@@ -163,8 +163,8 @@ def _record(sample: _Sample, fields: Fields) -> dict[str, Any]:
     record: Any = {}
     if RECORD_MEMBER in sample.members:
         try:
-            record = json.loads(sample.members[RECORD_MEMBER])
-        except (ValueError, RecursionError) as error:
+            record = parse_json(sample.members[RECORD_MEMBER])
+        except ValueError as error:
             raise MalformedError("not JSON", str(error)) from None
     text = next((sample.members[name] for name in TEXT_MEMBERS if name in sample.members), None)
     if text is None:

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, number, signed, text
 from megatron_ext.analysis.matched import ALL_DOMAINS, Comparison, Estimate, Measured, training_loss
 from megatron_ext.analysis.runs import SPLITS, FloatArray, Split, column_name
+from megatron_ext.reports import csv_row
 
 FEW_DOCUMENTS = 20
 """Below this a bootstrap interval is known to be too narrow, and the page says so."""
@@ -50,7 +51,7 @@ def render_table(comparison: Comparison) -> str:
     writer.writerow(COLUMNS)
     for one in comparison.measured:
         for level in comparison.levels:
-            writer.writerow(_csv_row(one, level, comparison, seeds[one.architecture]))
+            writer.writerow(csv_row(_csv_row(one, level, comparison, seeds[one.architecture])))
     return stream.getvalue()
 
 

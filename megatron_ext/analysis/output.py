@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from megatron_ext.files import write_whole
+from megatron_ext.json_text import parse_json
 from megatron_ext.paths import path_within
 
 
@@ -53,8 +53,8 @@ def _remove(output: Path, path: Path) -> None:
 
 def _earlier(record: Path, ours: re.Pattern[str]) -> set[str]:
     try:
-        names = json.loads(record.read_bytes())["files"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        names = parse_json(record.read_bytes())["files"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return set()
     listed = names if isinstance(names, list) else []
     return {name for name in listed if isinstance(name, str) and ours.fullmatch(name)}

@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic_core import ErrorDetails
-from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from megatron_ext.config.yaml_text import TooLargeError, parse_yaml
+from megatron_ext.credentials import redacted_tree
 from megatron_ext.errors import UserError
+from megatron_ext.printable import printable
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -223,7 +225,7 @@ def read_run(path: Path, *, evaluated: bool = True) -> Run:
 
 
 def _warn(where: str, message: str) -> None:
-    print(f"warning: {where}: {message}", file=sys.stderr)
+    print(printable(f"warning: {where}: {message}"), file=sys.stderr)
 
 
 def _read_bytes(path: Path, mend: str) -> bytes:
@@ -241,11 +243,13 @@ def _read_config(path: Path) -> dict[str, Any]:
     data = _read_bytes(file, "give the folder of a run: it holds config.yaml, metrics.jsonl and evaluation.jsonl")
     mend = "put back the configuration that was saved with the run"
     try:
-        config = YAML(typ="safe").load(data)
+        config = redacted_tree(parse_yaml(data.decode("utf-8")))
     except MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{file}{line}", f"is not YAML ({error.problem})", mend) from None
-    except (YAMLError, UnicodeDecodeError):
+    except TooLargeError as error:
+        raise UserError(str(file), f"is too large for a configuration ({error})", mend) from None
+    except (YAMLError, ValueError, RecursionError):
         raise UserError(str(file), "is not YAML", mend) from None
     needed = (("model", "pattern", str), ("training", "seed", int), ("run", "name", str), ("training", "steps", int))
     for section, key, kind in needed:

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,10 +16,13 @@ from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from megatron_ext.analysis.architecture import Architecture, mixer_label
+from megatron_ext.reports import csv_row
 
 DPI = 150
 
@@ -153,6 +156,12 @@ def width_of(picture: bytes) -> int:
 
 def png(figure: Figure) -> bytes:
     """The same figure gives the same bytes."""
+    # Names of domains and architectures may hold a $, which would begin a formula.
+    titles = {ax.get_title("left") for ax in figure.axes}
+    in_legends = {id(text) for legend in figure.findobj(Legend) for text in cast("Legend", legend).get_texts()}
+    for text in cast("list[Text]", figure.findobj(Text)):
+        if id(text) in in_legends or text.get_text() in titles:
+            text.set_parse_math(False)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
@@ -163,7 +172,7 @@ def as_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows([f"{cell:.8g}" if isinstance(cell, float) else cell for cell in row] for row in rows)
+    writer.writerows(csv_row(f"{cell:.8g}" if isinstance(cell, float) else cell for cell in row) for row in rows)
     return stream.getvalue()
 
 

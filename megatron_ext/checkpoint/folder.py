@@ -17,6 +17,7 @@ from megatron_ext.checkpoint.contents import Content, content_of
 from megatron_ext.checkpoint.disk import NotAsWritten
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
+from megatron_ext.json_text import parse_json
 from megatron_ext.paths import relative_name
 
 RECORD = "checkpoint.json"
@@ -195,17 +196,17 @@ class CheckpointFolder:
         if not path.is_file():
             raise self.damage(step, RECORD, "is not there, so the checkpoint is not whole")
         try:
-            raw = json.loads(path.read_text())
+            raw = parse_json(path.read_text())
             files = {relative_name(name, str(path)): Content(**content) for name, content in raw["files"].items()}
             return Record(**{**raw, "progress": Progress(**raw["progress"]), "files": files})
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise self.damage(step, RECORD, "cannot be read as a checkpoint's record") from error
 
     def is_model_only(self, step: int) -> bool:
         """Whether a checkpoint says of itself that it holds a model alone, be it whole or not."""
         try:
-            return bool(json.loads((self.path(step) / RECORD).read_text()).get("model_only"))
-        except (OSError, ValueError, AttributeError, RecursionError):
+            return bool(parse_json((self.path(step) / RECORD).read_text()).get("model_only"))
+        except (OSError, ValueError, AttributeError):
             return False
 
     def check_file(self, step: int, name: str, expected: Content) -> None:

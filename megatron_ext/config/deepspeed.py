@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_ext.config.schema import OptimizerConfig, TrainingConfig
 from megatron_ext.errors import UserError
+from megatron_ext.json_text import parse_json
 
 _AT_STAGE_3_ALONE = {"offload_optimizer": ("nvme",), "offload_param": ("cpu", "nvme")}
 """Devices to which only stage 3 brings something; before, it would stay where it is."""
@@ -121,7 +122,7 @@ def _adamw(optimizer: OptimizerConfig) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         mend = "name a file with DeepSpeed's configuration, or leave it out"
         raise UserError("optimizer.deepspeed", f"{path} cannot be read ({error.strerror})", mend) from error

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
-from ruamel.yaml import YAML
-from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from megatron_ext.config.derive import derive
@@ -19,16 +17,10 @@ from megatron_ext.config.schema import OF_SUITES, RunConfig
 from megatron_ext.config.suggest import suggest, unknown_mixer
 from megatron_ext.config.traits import Mixers
 from megatron_ext.config.validate import field_names, sections, show, validate
+from megatron_ext.config.yaml_text import TooLargeError, parse_yaml, read_yaml
 from megatron_ext.errors import UserError
 
 Tree = dict[str, Any]
-
-
-class _Constructor(SafeConstructor):
-    """YAML 1.2's core schema: no timestamps, so that `run.name: 2026-01-31` is the text it looks like."""
-
-
-_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
 
 
 def load_config(path: Path, overrides: Sequence[str], mixer_configs: Mixers) -> RunConfig:
@@ -99,10 +91,10 @@ def read_tree(path: Path, what: str = "configuration", first: str = "a section l
         UserError: the file is missing, is no YAML, holds a key twice or is not a mapping; names file and line.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_yaml(Path(path))
     except FileNotFoundError:
         raise UserError(str(path), "no such file", f"give the path of a {what}, see examples/") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, TooLargeError) as error:
         raise UserError(str(path), f"cannot be read ({_one_line(error)})", "give a YAML text file") from None
     tree = _parse(text, str(path))
     if tree is None:
@@ -207,14 +199,16 @@ def _suggest_key(key: str, known: Sequence[str]) -> str:
 
 
 def _parse(text: str, where: str) -> Any:
-    yaml = YAML(typ="safe", pure=True)  # pure: the C parser speaks YAML 1.1, to which 1e-3 is text
-    yaml.Constructor = _Constructor
     try:
-        return yaml.load(text)
+        return parse_yaml(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{where}:{mark.line + 1}" if mark is not None and "\n" in text.strip() else where
         raise UserError(place, f"is not valid YAML ({_problem(error)})", "mend the line") from None
+    except TooLargeError as error:
+        raise UserError(
+            where, f"is too large for a configuration ({error})", "give what a run or a sweep needs"
+        ) from None
     except (YAMLError, ValueError, RecursionError) as error:
         raise UserError(where, f"is not valid YAML ({_one_line(error)})", "give plain YAML text") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.representer import SafeRepresenter
 
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.credentials import redacted, redacted_tree
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
 
@@ -51,13 +53,17 @@ def to_yaml(config: RunConfig) -> str:
         config: the configuration.
 
     Returns:
-        The text. `load_config` of it is equal to `config` if that is whole (see `load.resolve`).
+        The text. `load_config` of it is equal to `config` if that is whole (see `load.resolve`) and no address in it
+        has credentials, which are left out.
     """
     return tree_to_yaml(TypeAdapter(RunConfig).dump_python(config, mode="json"))
 
 
 def tree_to_yaml(tree: dict[str, Any]) -> str:
-    """Write plain sections as YAML, their keys as they come; `load.read_tree` of the text is equal to `tree`."""
+    """Write plain sections as YAML, their keys as they come, without credentials in addresses.
+
+    `load.read_tree` of the text is equal to `tree` if that has none.
+    """
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
     yaml.default_flow_style = False
@@ -65,8 +71,16 @@ def tree_to_yaml(tree: dict[str, Any]) -> str:
     yaml.allow_unicode = True
     yaml.width = 100_000  # a long pattern stays on one line
     stream = io.StringIO()
-    yaml.dump(tree, stream)
+    yaml.dump(redacted_tree(tree), stream)
     return stream.getvalue()
+
+
+def private_yaml(config: RunConfig) -> str | None:
+    """What `to_yaml` leaves out of `data.path`, as a configuration to be laid over; None: nothing."""
+    path = config.data.path
+    if redacted(path) == path:
+        return None
+    return "data: {path: " + json.dumps(path) + "}\n"  # JSON is YAML, and this is not redacted
 
 
 def save_config(config: RunConfig, path: Path) -> None:

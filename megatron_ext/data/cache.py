@@ -15,6 +15,7 @@ from urllib.parse import quote
 import fsspec
 
 from data_prep.manifest import MANIFEST_NAME, ShardEntry, parse_manifest
+from megatron_ext.credentials import is_redacted, redacted, without_secrets_of
 from megatron_ext.data.failed import DamagedShard
 from megatron_ext.errors import UserError
 from megatron_ext.files import force_to_disk, write_whole
@@ -68,7 +69,7 @@ class ShardCache:
             raise UserError(f"{self._url}/{MANIFEST_NAME}", problem, "give the address of a prepared folder")
         # Checked whole before anything that it names is fetched, written or removed.
         self.manifest = parse_manifest(content, f"{self._url}/{MANIFEST_NAME}")
-        self.root = folder / hashlib.sha256(f"{self._url}\n".encode() + content).hexdigest()[:16]
+        self.root = folder / hashlib.sha256(f"{redacted(self._url)}\n".encode() + content).hexdigest()[:16]
         self.copied = 0
         self._counting, self._listed = threading.Lock(), dict[str, dict[str, Any]]()
         with self._writing():
@@ -243,6 +244,7 @@ class ShardCache:
 
     def _unreadable(self, name: str, error: OSError) -> Unreachable:
         reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
+        reason = without_secrets_of(self._url, reason)
         return Unreachable(f"{self._url}/{name}", f"cannot be read ({reason})", _AGAIN)
 
     @contextmanager
@@ -262,10 +264,13 @@ def _files_of(shard: ShardEntry) -> tuple[tuple[str, int, str], tuple[str, int, 
 
 def _file_system(url: str) -> tuple[Any, str]:
     """The file system of an address, and the folder in it."""
+    if is_redacted(url):
+        problem = f"{url} was saved without its credentials"
+        raise UserError("data.path", problem, "give it with them, or without: fsspec reads its environment and files")
     try:
         files, base = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError) as error:
-        problem = f"{url} cannot be read ({' '.join(str(error).split())})"
+        problem = f"{url} cannot be read ({without_secrets_of(url, ' '.join(str(error).split()))})"
         raise UserError(
             "data.path", problem, "give an address that fsspec knows, or install what it asks for"
         ) from None

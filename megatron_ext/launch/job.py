@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext import source
-from megatron_ext.config.save import to_yaml
+from megatron_ext.config.save import private_yaml, to_yaml
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import UserError
 from megatron_ext.events import EVENTS, LAUNCH, launches
-from megatron_ext.files import write_whole
+from megatron_ext.files import write_private, write_whole
 from megatron_ext.launch import slurm
 from megatron_ext.launch.resources import Resources
 from megatron_ext.paths import check_text
@@ -30,6 +30,9 @@ PACKAGES = ("megatron_ext", "kernels", "data_prep")
 SCRIPT, CODE, NUMBER = "job.sbatch", "code", "job_id"
 SUBMISSION = "submission"
 """Lock of a run while a call submits a job of it."""
+PRIVATE = "private.yaml"
+"""The address of the data where it has credentials, which config.yaml leaves out; only its owner can read it."""
+
 _NUMBER = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?")
 _NUMBER_HINT = "write the job's number into it (see squeue), or remove it if the job has ended"
 _CLAIM_TRIES, _CLAIM_SECONDS = 5, 0.05
@@ -179,6 +182,8 @@ def write_job(
     try:
         folder = next_folder(folder)
         (folder / "config.yaml").write_text(to_yaml(config))
+        if private := private_yaml(config):
+            write_private(folder / PRIVATE, private.encode())
         if code is None:
             copy_code(folder / CODE)
         else:
@@ -240,6 +245,8 @@ def script(job: Job, resources: Resources, python: str) -> str:
     _, body = rest.split(_END)
     options = sbatch_options(resources, job.folder, "job-%j.log")
     srun, inside = _container(resources, job.run.parent)
+    private = job.folder / PRIVATE
+    configurations = [str(job.folder / "config.yaml"), *([str(private)] if private.exists() else [])]
     settings = [
         *slurm.directives(options),
         f"python={shlex.quote(python)}",
@@ -247,7 +254,7 @@ def script(job: Job, resources: Resources, python: str) -> str:
         f"folder={shlex.quote(str(job.folder))}",
         f"srun_options=({_words(srun)})",
         f"inside=({_words(inside)})",
-        f"config=({shlex.quote(str(job.folder / 'config.yaml'))})",
+        f"config=({_words(configurations)})",
         f"preflight=({_words(resources.preflight)})",
         # Safe: else Python would find what stands in the working folder, a checkout that has moved on, before it.
         f"code={shlex.quote(str(job.folder / CODE))}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 from megatron_ext.config.load import read_tree
 from megatron_ext.errors import UserError
 from megatron_ext.events import LAUNCH, Event, read_events
+from megatron_ext.json_text import parse_json
 from megatron_ext.launch.job import NUMBER, Job, is_claimed, jobs_of, newest_job
 from megatron_ext.launch.readings import Readings
 from megatron_ext.launch.slurm import JobState, job_state
@@ -96,7 +96,7 @@ def run_folders(given: Sequence[Path]) -> Iterator[Path]:
 def _inside(folder: Path) -> list[Path]:
     sweep, readings = folder / SWEEP, Readings()
     names = (
-        readings.get(sweep, lambda: list(json.loads(sweep.read_text())["runs"]), []) if os.path.lexists(sweep) else []
+        readings.get(sweep, lambda: list(parse_json(sweep.read_text())["runs"]), []) if os.path.lexists(sweep) else []
     )
     for problem in readings.problems:
         print(f"selectron: warning: {problem}; the runs whose folders are there are taken instead", file=sys.stderr)
@@ -232,7 +232,7 @@ def _last_lines(path: Path) -> list[bytes]:
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    record = json.loads(line)
+    record = parse_json(line)
     found = {name: record[name] for name in ("step", "loss", "tokens_per_second")}
     if type(found["step"]) is not int or any(type(found[name]) not in (int, float) for name in found):
         raise ValueError("a record without numbers")

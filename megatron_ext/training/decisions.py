@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.checkpoint.folder import Progress
+from megatron_ext.json_text import parse_json
 from megatron_ext.training.records import RunRecords
 
 DECISIONS = "decisions.jsonl"
@@ -38,7 +38,7 @@ def read_decisions(folder: Path) -> list[dict[str, Any]]:
     """Decisions of a run, in order; a line that a killed run was writing is left out."""
     path = folder / DECISIONS
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
+    return [parse_json(line) for line in lines]
 
 
 def interventions(folder: Path) -> int:

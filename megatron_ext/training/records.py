@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
+from megatron_ext.json_text import parse_json
 
 METRICS = "metrics.jsonl"
 EVALUATION = "evaluation.jsonl"
@@ -95,7 +96,7 @@ class RunRecords:
     def history(self, steps: int) -> list[tuple[float, float]]:
         """Loss and gradient norm of the newest steps that the records hold, as many as there are."""
         lines = (self._folder / METRICS).read_text().splitlines()[-steps:] if steps else []
-        return [(record["loss"], record["grad_norm"]) for record in map(json.loads, lines)]
+        return [(record["loss"], record["grad_norm"]) for record in map(parse_json, lines)]
 
     def flush(self) -> None:
         """Write out the board, which else is written every two minutes: before a checkpoint, so that a run that is
@@ -208,7 +209,7 @@ def _records_of(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             if line.endswith("\n"):
                 _step_of(line, path)
-                yield json.loads(line)
+                yield parse_json(line)
 
 
 def _left_to_the_writer(failed: threading.ExceptHookArgs) -> None:
@@ -233,7 +234,7 @@ def lr_at(folder: Path, step: int) -> float | None:
     """
     path = folder / METRICS
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    found = [json.loads(line)["lr"] for line in lines if _step_of(line, path) == step]
+    found = [parse_json(line)["lr"] for line in lines if _step_of(line, path) == step]
     return found[-1] if found else None
 
 
@@ -256,7 +257,7 @@ def _last_step(path: Path) -> int:
 
 def _step_of(line: str, path: Path) -> float:
     try:
-        return int(json.loads(line)["step"])
+        return int(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):
         if not line.endswith("\n"):  # what a killed run was writing
             return float("inf")

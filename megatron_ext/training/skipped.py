@@ -11,6 +11,7 @@ from typing import Any
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.data.verify import Damage
 from megatron_ext.files import write_whole
+from megatron_ext.json_text import parse_json
 
 SKIPPED = "skipped_shards.jsonl"
 
@@ -38,7 +39,7 @@ def keep(folder: Path, damages: Sequence[Damage], samples: TrainingSamples, step
     """
     path = folder / SKIPPED
     lines = path.read_text().splitlines() if path.exists() else []
-    kept = [line for line in lines if json.loads(line)["step"] < step]
+    kept = [line for line in lines if parse_json(line)["step"] < step]
     record: dict[str, Any] = {
         "step": step,
         "tokens": _tokens(damages),
@@ -46,7 +47,7 @@ def keep(folder: Path, damages: Sequence[Damage], samples: TrainingSamples, step
         "of_samples": samples.num_windows,
         "shards": [asdict(damage) for damage in damages],
     }
-    before = json.loads(kept[-1])["shards"] if kept else []
+    before = parse_json(kept[-1])["shards"] if kept else []
     if record["shards"] != before:
         kept.append(json.dumps(record))
     if kept != lines:

@@ -318,3 +318,18 @@ def test_a_manifest_of_no_sane_size(remote, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_ext.data.cache.LONGEST_MANIFEST", 100)
     with pytest.raises(UserError, match=r"manifest\.json: has more than 0 MiB, as no manifest has"):
         ShardCache(f"file://{remote}", tmp_path / "cache")
+
+
+def test_credentials_are_shown_nowhere(memory, prepared, tmp_path):
+    """Nor do they make another folder of the cache: keys change."""
+    addresses = [f"memory://K:{key}@prepared" for key in ("hunter2", "hunter3")]
+    for address in addresses:  # this file system takes credentials for a part of the path
+        memory.put(str(prepared), address.removeprefix("memory:/"), recursive=True)
+    folders = [ShardCache(address, tmp_path / "cache").root for address in addresses]
+    assert folders[0] == folders[1]
+    assert not [path for path in folders[0].rglob("*") if path.is_file() and b"hunter" in path.read_bytes()]
+    with pytest.raises(UserError, match=r"^memory://\*\*\*@nothing/manifest\.json: cannot be read") as caught:
+        ShardCache("memory://K:hunter2@nothing", tmp_path / "cache")
+    assert "hunter" not in str(caught.value)
+    with pytest.raises(UserError, match=r"memory://\*\*\*@prepared was saved without its credentials"):
+        ShardCache("memory://***@prepared", tmp_path / "cache")

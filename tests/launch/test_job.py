@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext import source
+from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import DataConfig, RunConfig
 from megatron_ext.errors import EXIT_STOPPED, UserError
 from megatron_ext.launch.job import Job, jobs_of, script, write_job
@@ -220,3 +222,24 @@ def test_what_was_not_launched(tmp_path: Path) -> None:
         list(run_folders([tmp_path]))
     with pytest.raises(UserError, match="nowhere: is no folder"):
         list(run_folders([tmp_path / "nowhere"]))
+
+
+def test_an_address_with_credentials_is_only_in_a_file_of_its_owner(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """The ranks get the whole address; whoever reads the run's folder does not."""
+    address, python = "s3://KEY:hunter2/x@bucket/data", tmp_path / "python"
+    python.write_text('#!/bin/sh\nfor word; do echo "$word"; done > $(dirname "$0")/called\n')
+    python.chmod(0o755)
+    config = RunConfig(data=DataConfig(path=address, cache_dir="/cache"))
+    job = write_job(config, tmp_path / "run", RESOURCES, str(python))
+    assert ended(job) == (0, "", ["begun with 1 processes", "finished"])
+    words = (tmp_path / "called").read_text().splitlines()
+    given = [Path(word) for word in words if word.endswith(".yaml")]
+    assert given == [job.folder / "config.yaml", job.folder / "private.yaml"]
+    monkeypatch.setattr("megatron_ext.config.load.resolve", lambda config, _: config)
+    assert load_config(given[0], [str(given[1])], {}).data == config.data
+    assert stat.S_IMODE(given[1].stat().st_mode) == 0o600
+    holding = [path for path in tmp_path.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
+    assert holding == [given[1]]
+    assert "path: s3://***@bucket/data" in given[0].read_text()
+    other = write_job(RunConfig(data=DataConfig(path="s3://b/d")), tmp_path / "b", RESOURCES, "p")
+    assert not (other.folder / "private.yaml").exists()

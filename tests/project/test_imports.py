@@ -17,9 +17,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("megatron_ext", "kernels", "data_prep")
 
-BOTTOM = {"errors", "files", "paths", "printable", "scratch", "signals", "reports", "source", "config.schema"}
-"""What every room but the kernels may import: the user's error, whole-file writing, paths and text from files of
-others, folders and signal handlers for a while, tables, the commit, the schema."""
+BOTTOM = {"errors", "files", "scratch", "signals", "reports", "source", "config.schema"} | {
+    *("credentials", "json_text", "paths", "printable"),
+}
+"""What every room but the kernels may import: the user's error, whole-file writing, folders and signal handlers for a
+while, tables, the commit, the schema; and what paths, JSON, addresses and other text from others go through."""
 
 LOW = {"parallel", "kernels", "platform"}
 LEAVES = {"config", "data", "optim"}
@@ -30,10 +32,12 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "kernels.bench": {"kernels"},
     "megatron_cpu": set(),
+    "credentials": set(),
     "errors": set(),
     "events": set(),
     "files": set(),
     "garbage": set(),
+    "json_text": set(),
     "paths": set(),
     "printable": set(),
     "scratch": {"signals"},

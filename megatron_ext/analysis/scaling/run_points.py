@@ -15,6 +15,7 @@ from megatron_ext.analysis.architecture import mixer_label
 from megatron_ext.analysis.runs import CONFIG, Run, read_runs
 from megatron_ext.analysis.scaling.points import MIXER, NUMBERS, TEST_LOSS, Points
 from megatron_ext.errors import UserError
+from megatron_ext.reports import csv_row
 
 METRICS = "metrics.jsonl"
 
@@ -181,7 +182,8 @@ def as_csv(points: Sequence[RunPoint]) -> str:
     writer.writerow([*NUMBERS, MIXER, *([TEST_LOSS] if tested else []), "run"])
     for point in points:
         numbers = [point.params, point.tokens, repr(point.loss)]
-        writer.writerow([*numbers, point.mixer, *([repr(point.test_loss)] if tested else []), point.run])
+        last = [repr(point.test_loss)] if tested else []
+        writer.writerow(csv_row([*numbers, point.mixer, *last, point.run]))
     return stream.getvalue()
 
 

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
+from megatron_ext.json_text import parse_json
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -112,7 +113,7 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: it cannot be read as one.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(str(path), f"cannot be read ({' '.join(str(error).split())})", "copy it again") from None
     if not isinstance(content, dict):

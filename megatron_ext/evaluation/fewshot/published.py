@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.json_text import parse_json
 
 Row = dict[str, Any]
 
@@ -218,7 +218,7 @@ def _parsed(path: Path) -> Iterator[tuple[int, Row]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError as error:
                 raise UserError(f"{path}:{number}", f"no JSON: {error}", _GET_AGAIN) from error
             if not isinstance(row, dict):

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ext.evaluation.retrieval.results import CONFIDENCE, RetrievalResults, Summary
 from megatron_ext.files import write_whole
-from megatron_ext.reports import table
+from megatron_ext.reports import csv_row, table
 
 SCHEMA = "selectron.retrieval.1"
 """Of retrieval.json, beside which model it was: `schema`, `options`, `haystack`, `max_length` (the model's, tokens),
@@ -66,7 +66,7 @@ def tidy(results: RetrievalResults) -> str:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([field.name for field in fields(Summary)])
-    writer.writerows(["" if cell is None else cell for cell in astuple(one)] for one in results.by_depth())
+    writer.writerows(csv_row("" if cell is None else cell for cell in astuple(one)) for one in results.by_depth())
     return buffer.getvalue()
 
 

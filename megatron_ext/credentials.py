@@ -1,0 +1,69 @@
+"""Credentials in addresses, removed wherever an address is shown or saved."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+REDACTED = "***"
+"""Stands in the place of what was removed."""
+
+_USER_ALONE = {
+    *("abfs", "abfss", "adl", "az", "ftp", "hdfs", "hf"),
+    *("scp", "sftp", "smb", "ssh", "wasb", "wasbs", "webhdfs"),
+}
+"""Schemes with a container's or a user's name before `@`, which is no secret; of others it may be a token."""
+
+# A password may hold slashes that nobody has escaped, as keys of S3 do; a port before a path with @ is none.
+_PASSWORD = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<user>[^\s/@:?#]*):(?!\d{1,5}/)(?:(?!://)[^\s@?#])*@")
+_USER = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<user>[^\s/@:?#]+)@")
+_PARAMETER = re.compile(
+    r"(?P<name>[?&#;][^\s=&#;?]*(?:sig|token|key|secret|pass|pwd|cred|auth|session|policy|code|jwt|bearer)[^\s=&#;?]*=)"
+    r"[^\s&#;'\"]+",
+    re.IGNORECASE,
+)
+
+
+def redacted(text: str) -> str:
+    """A text whose addresses have no passwords, tokens and signatures any more.
+
+    Args:
+        text: an address, or text with some in it; any other comes back as it is.
+    """
+    if "://" not in text:
+        return text
+    text = _PASSWORD.sub(rf"\g<scheme>://{REDACTED}@", text)
+    text = _USER.sub(_without_token, text)
+    return _PARAMETER.sub(rf"\g<name>{REDACTED}", text)
+
+
+def _without_token(match: re.Match[str]) -> str:
+    if match["scheme"].lower() in _USER_ALONE or match["user"] == REDACTED:
+        return match[0]
+    return f"{match['scheme']}://{REDACTED}@"
+
+
+def without_secrets_of(address: str, text: str) -> str:
+    """A text, such as a library's about an address, without the credentials of that address."""
+    for match in (*_PASSWORD.finditer(address), *_USER.finditer(address)):
+        if match["scheme"].lower() not in _USER_ALONE or ":" in match[0].partition("://")[2]:
+            text = text.replace(match[0].partition("://")[2].removesuffix("@"), REDACTED)
+    for match in _PARAMETER.finditer(address):
+        text = text.replace(match[0].removeprefix(match["name"]), REDACTED)
+    return redacted(text)
+
+
+def redacted_tree(value: Any) -> Any:
+    """Plain lists and dictionaries with all texts redacted."""
+    if isinstance(value, str):
+        return redacted(value)
+    if isinstance(value, dict):
+        return {key: redacted_tree(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted_tree(one) for one in value]
+    return value
+
+
+def is_redacted(address: str) -> bool:
+    """Whether an address was saved without its credentials."""
+    return "://" in address and REDACTED in address

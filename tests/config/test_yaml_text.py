@@ -1,0 +1,77 @@
+"""YAML that is small and would be large, or takes a parser long: refused within a second."""
+
+import itertools
+import time
+from collections.abc import Callable
+
+import pytest
+
+from megatron_ext.analysis.runs import read_run
+from megatron_ext.config.load import apply_override, read_tree
+from megatron_ext.config.yaml_text import parse_yaml
+from megatron_ext.errors import UserError
+
+LEVELS = "abcdefghijklmnop"
+
+
+def aliases(form: str) -> str:
+    """Each level holds nine times the one below: 9**15 values."""
+    pairs = itertools.pairwise(LEVELS)
+    lines = [f"{name}: &{name} {form.format(','.join([f'*{below}'] * 9))}" for below, name in pairs]
+    return "\n".join(["a: &a {k: v}", *lines])
+
+
+BOMBS = {
+    "lists": aliases("[{}]"),
+    "merges": aliases("{{<<: [{}]}}"),
+    "itself": "a: &a [*a]",
+    "itself_in_a_mapping": "a: &a {b: *a}",
+    "brackets": "[" * 200_000,
+    "few_brackets": "[" * 5_000,
+    "braces": "{a: " * 5_000,
+    "dashes": "- " * 100_000,
+    "questions": "? " * 100_000,
+    "list": "a: [" + "x," * 100_000 + "]",
+    "keys": "".join(f"k{i}: 1\n" for i in range(20_000)),
+    "one_key": "k: 1\n" * 20_000,
+    "anchors": "".join(f"- &a{i} x\n" for i in range(20_000)),
+    "documents": "---\n" * 50_000,
+    "long": "a: " + "x" * 300_000,
+    "digits": "a: " + "1" * 100_000,
+    "code": "a: !!python/object/apply:os.system [id]",
+}
+
+
+def as_file(text: str, folder) -> None:  # type: ignore[no-untyped-def]
+    (folder / "c.yaml").write_text(text)
+    read_tree(folder / "c.yaml")
+
+
+def as_override(text: str, folder) -> None:  # type: ignore[no-untyped-def]
+    apply_override({}, f"run.name={text}", {})
+
+
+def as_run(text: str, folder) -> None:  # type: ignore[no-untyped-def]
+    (folder / "config.yaml").write_text(text)
+    read_run(folder)
+
+
+@pytest.mark.parametrize("read", [as_file, as_override, as_run])
+@pytest.mark.parametrize("name", BOMBS)
+def test_refused_at_once(tmp_path, name: str, read: Callable[..., None]) -> None:
+    begun = time.process_time()
+    with pytest.raises(UserError, match=r"is too large for a|is not (valid )?YAML|cannot be read") as caught:
+        read(BOMBS[name], tmp_path)
+    assert time.process_time() - begun < 1
+    assert len(str(caught.value)) < 10_000 + 500
+    assert str(caught.value).isprintable()
+
+
+def test_what_is_asked_for_is_read():
+    assert parse_yaml("a: &x [1, 2]\nb: {c: *x}\nd: {<<: {e: 1e-3}, f: 2026-01-31}") == {
+        "a": [1, 2],
+        "b": {"c": [1, 2]},
+        "d": {"e": 1e-3, "f": "2026-01-31"},
+    }
+    sweep = "".join(f"run{i}:\n  optimizer.lr: {i}e-5\n  training.steps: {i}\n" for i in range(300))
+    assert parse_yaml(sweep)["run299"] == {"optimizer.lr": 299e-5, "training.steps": 299}
