@@ -14,12 +14,13 @@ from pathlib import Path
 from megatron_ext.config.rules.nodes import check_nodes
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import UserError
-from megatron_ext.events import read_events
+from megatron_ext.events import EVENTS, read_events
 from megatron_ext.files import is_url
 from megatron_ext.heartbeat import signs
 from megatron_ext.launch import preflight_limits, slurm
 from megatron_ext.launch.array import tasks
 from megatron_ext.launch.branches import is_checkpoint
+from megatron_ext.launch.changed_runs import refusal
 from megatron_ext.launch.here import run_here
 from megatron_ext.launch.job import (
     Job,
@@ -63,6 +64,8 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     add_where(parser)
     at_once = "most runs at a time (with --local 1, else as many as Slurm gives)"
     parser.add_argument("--parallel", type=int, metavar="N", help=at_once)
+    anew = "begin a run anew that was begun otherwise; what it was is kept; may be given again"
+    parser.add_argument("--restart", action="append", default=[], metavar="RUN", help=anew)
     parser.add_argument("--dry-run", action="store_true", help="check all runs and list them, start nothing")
 
 
@@ -204,8 +207,11 @@ def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: S
         for config in configs.values():
             check_nodes(config, resources.nodes * resources.tasks_per_node, resources.tasks_per_node)
         runs = Sweep(folder, configs, resources, _python(args))
+    runs.check_restarts(args.restart)
+    _check_unchanged(args, runs)
     try:
-        check_paths(runs.unfinished, resources, _python(args), runs.waiting, sweep=args.sweep)
+        begun = runs.unfinished | {name: configs[name] for name in args.restart}
+        check_paths(begun, resources, _python(args), runs.waiting, sweep=args.sweep)
     except UserError as error:
         if not args.dry_run:  # runs may be planned, and listed, where their data is not
             raise
@@ -217,12 +223,51 @@ def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: S
     if args.dry_run:
         print("\n".join(listing))
         return 0
+    for name in args.restart:
+        runs.restart(name, _refuse_under_way)
     runs.note()
+    if not runs.unfinished:
+        print(f"all {len(configs)} runs are finished: selectron report {folder} --output DIR compares them")
+        return 0
     if args.local is not None:
         return runs.run(args.local, args.parallel or 1)
     runs.submit(args.parallel)
     print(f"follow: selectron status {folder}")
     return 0
+
+
+def _check_unchanged(args: argparse.Namespace, runs: Sweep) -> None:
+    """Refuse runs that were begun otherwise than the sweep says now; a dry run warns of them.
+
+    Raises:
+        UserError: there are some, and nobody said that they are to begin anew.
+    """
+    unknown = [name for name in runs.without_digests if name not in args.restart]
+    if unknown:
+        names = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
+        print(f"selectron: warning: whether {names} had the same data is not known", file=sys.stderr)
+    changed = [one for one in runs.changed if one.name not in args.restart]
+    if not changed:
+        return
+    error = refusal(args.sweep, changed)
+    if not args.dry_run:
+        raise error
+    print(f"selectron: warning: {error}", file=sys.stderr)
+
+
+def _refuse_under_way(folder: Path) -> None:
+    """Refuse a run that has a job of Slurm's which waits or runs, or that a process trains.
+
+    Raises:
+        UserError: it does.
+    """
+    refuse_held(folder)
+    if is_claimed(folder):
+        raise UserError("--restart", f"{folder} is trained by another process", "wait for it, or end it with Ctrl-C")
+    newest = jobs_of(folder)[-1:]
+    # One without number and events may have been submitted by a call that was stopped before it could note it.
+    if any(job.number is not None or not (job.folder / EVENTS).exists() for job in newest):
+        _refuse_alive(folder)
 
 
 def check_paths(

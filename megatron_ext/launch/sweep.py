@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -22,6 +22,14 @@ from megatron_ext.files import write_whole
 from megatron_ext.launch import slurm
 from megatron_ext.launch.array import find_lost, write_array
 from megatron_ext.launch.branches import in_order, trunks_of
+from megatron_ext.launch.changed_runs import (
+    Changed,
+    changed_runs,
+    check_restarts,
+    keep_data_digests,
+    set_aside,
+    without_digests,
+)
 from megatron_ext.launch.here import start_here
 from megatron_ext.launch.job import (
     Job,
@@ -72,6 +80,41 @@ class Sweep:
     def largest_array(self) -> int:
         """Number of tasks of the largest array that `submit` may ask for."""
         return max(map(len, in_order(self.unfinished, self._trunks).values()), default=0)
+
+    @property
+    def changed(self) -> list[Changed]:
+        """Runs that were begun otherwise than the sweep says now."""
+        return changed_runs(self._folder, self._configs, is_finished)
+
+    @property
+    def without_digests(self) -> list[str]:
+        """Names of runs of which it is not known what data they were launched for."""
+        return without_digests(self._folder, self._configs)
+
+    def check_restarts(self, restarts: Sequence[str]) -> None:
+        """Refuse to begin runs anew; see `changed_runs.check_restarts`."""
+        check_restarts(restarts, self._configs, self._trunks)
+
+    def restart(self, name: str, refuse_alive: Callable[[Path], object]) -> None:
+        """Set a run aside, so that it begins anew; says where it is now.
+
+        Args:
+            name: of the run.
+            refuse_alive: raises where the run of a folder has a job, or a process trains it.
+
+        Raises:
+            UserError: it does, or the run cannot be moved.
+        """
+        run = self._folder / name
+        if not run.exists():
+            return
+        with submitting(run):
+            refuse_alive(run)
+            try:
+                there = set_aside(self._folder, name)
+            except OSError as error:
+                raise unwritable(run, error) from error
+        print(f"{name}: begins anew; what it was is in {there}", flush=True)
 
     def note(self) -> None:
         """Write down which runs there are, for `selectron status`.
@@ -187,7 +230,9 @@ class Sweep:
 
     def _write(self, name: str) -> Job:
         resources = replace(self._resources, job_name=f"{self._resources.job_name}-{name}")
-        return write_job(self._configs[name], self._folder / name, resources, self._python, code=self._code)
+        job = write_job(self._configs[name], self._folder / name, resources, self._python, code=self._code)
+        keep_data_digests(job, self._configs[name])
+        return job
 
     @cached_property
     def _code(self) -> Path:

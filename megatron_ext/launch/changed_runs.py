@@ -1,0 +1,215 @@
+"""Runs of a sweep whose configuration or data have changed since they were begun.
+
+A sweep's runs are told apart by name. One that was begun, or is finished, under another configuration or on other data
+is not the run that the sweep now describes: it is refused until the user gives it another name, or begins it anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from data_prep.digest import digest, text_digest, texts_of
+from data_prep.manifest import load_manifest
+from megatron_ext.config.effects import Change, Effect, changes, flat
+from megatron_ext.config.load import read_tree
+from megatron_ext.config.schema import DataConfig, RunConfig
+from megatron_ext.errors import UserError
+from megatron_ext.events import LAUNCH, read_events
+from megatron_ext.files import is_url, write_whole
+from megatron_ext.launch.job import Job, newest_job, next_folder
+from megatron_ext.launch.readings import UNREADABLE
+
+DATA = "data.json"
+"""In a job's folder: digests of the data that it was launched for."""
+
+REPLACED = Path(LAUNCH) / "replaced"
+"""In a sweep's folder: runs that were begun anew, as they were."""
+
+CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
+_ENDED = ("refused", "given up", "ended with", "stopped")
+_MOST_RUNS, _MOST_FIELDS, _MOST_CHARACTERS = 3, 4, 60
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A run that is not what the sweep says any more.
+
+    Attributes:
+        name: of the run.
+        what: differs: fields with both values, data by kind.
+    """
+
+    name: str
+    what: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """As a message names it."""
+        more = f" and {len(self.what) - _MOST_FIELDS} more fields" if len(self.what) > _MOST_FIELDS else ""
+        return f"{self.name} ({', '.join(self.what[:_MOST_FIELDS])}{more})"
+
+
+def keep_data_digests(job: Job, config: RunConfig) -> None:
+    """Note in a job's folder what data it is launched for, as far as that can be read here.
+
+    Args:
+        job: written.
+        config: of its run.
+    """
+    found = data_digests(config.data)
+    if found is not None:
+        write_whole(job.folder / DATA, (json.dumps(found, indent=1) + "\n").encode())
+
+
+def data_digests(data: DataConfig) -> dict[str, str] | None:
+    """Digests of prepared data: training text, text to evaluate on, tokenizer; None: its manifest cannot be read here.
+
+    Args:
+        data: of a configuration.
+    """
+    if is_url(data.path):
+        return None
+    domains = None if data.train_domains is None else tuple(data.train_domains)
+    return _digests(str(Path(data.path).absolute()), domains)
+
+
+@cache
+def _digests(path: str, domains: tuple[str, ...] | None) -> dict[str, str] | None:
+    try:
+        manifest = load_manifest(Path(path))
+        others = [text for split in ("validation", "test") for text in texts_of(manifest, split)]
+        return {
+            "training text": text_digest(texts_of(manifest, "train", domains)),
+            "text to evaluate on": text_digest(others),
+            "tokenizer": digest(manifest.tokenizer.sha256),
+        }
+    except (UserError, *UNREADABLE):
+        return None
+
+
+def changed_runs(folder: Path, configs: Mapping[str, RunConfig], is_finished: Callable[[Path], bool]) -> list[Changed]:
+    """Runs of a sweep that were begun otherwise than it says now.
+
+    Args:
+        folder: of the runs' folders.
+        configs: of the sweep's runs, by name.
+        is_finished: whether the run of a folder is.
+    """
+    found = []
+    for name, config in configs.items():
+        what = _differences(folder / name, config, is_finished(folder / name))
+        if what:
+            found.append(Changed(name, tuple(what)))
+    return found
+
+
+def _differences(run: Path, config: RunConfig, finished: bool) -> list[str]:
+    """What of a run differs from how it was begun; nothing where it has no job, or has not trained and will not."""
+    job = newest_job(run)
+    if job is None:
+        return []
+    trained = (run / METRICS).exists() or (run / CHECKPOINTS).exists()
+    ended = [event.what for event in read_events(job.folder, [])[-1:] if event.what.startswith(_ENDED)]
+    if ended and not trained:
+        return []  # a mistake may have been mended
+    before = run / CONFIG if trained and (ended or finished) and (run / CONFIG).exists() else job.folder / CONFIG
+    try:
+        fields = flat(read_tree(before))
+    except (UserError, *UNREADABLE):
+        fields = None  # of a damaged file nothing is known; status says so
+    what = (
+        []
+        if fields is None
+        else [_phrase(one) for one in changes(fields, flat(config)) if _counts(one, fields, finished)]
+    )
+    return [*what, *_changed_data(job, config)]
+
+
+def _counts(change: Change, before: Mapping[str, Any], finished: bool) -> bool:
+    """Whether a change makes another run. Of one that goes on, the steps to come may be changed."""
+    if change.field.startswith("mixers.") and change.field not in before:
+        return False  # a field that the mixer did not have then, or of a mixer that came with another pattern
+    ignored = {Effect.NOTHING} if finished else {Effect.NOTHING, Effect.MEASURED, Effect.FUTURE}
+    return change.effect not in ignored
+
+
+def _phrase(change: Change) -> str:
+    before, after = (_short(value) for value in (change.before, change.after))
+    return f"{change.field} is {after}, was {before}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+
+
+def _changed_data(job: Job, config: RunConfig) -> list[str]:
+    try:
+        before = json.loads((job.folder / DATA).read_text())
+        now = data_digests(config.data)
+        return [] if now is None else [f"other {kind}" for kind in now if before.get(kind) not in (None, now[kind])]
+    except UNREADABLE:
+        return []  # begun by older code, or with data that could not be read here
+
+
+def without_digests(folder: Path, configs: Mapping[str, RunConfig]) -> list[str]:
+    """Names of runs whose jobs were launched by code that kept no digests of their data."""
+    jobs = {name: newest_job(folder / name) for name in configs}
+    known = {name for name, config in configs.items() if data_digests(config.data) is not None}
+    return [name for name, job in jobs.items() if job and name in known and not (job.folder / DATA).exists()]
+
+
+def refusal(sweep: Path, changed: Sequence[Changed]) -> UserError:
+    """The error that names changed runs, and what the user can choose."""
+    more = f" and {len(changed) - _MOST_RUNS} more" if len(changed) > _MOST_RUNS else ""
+    named = "; ".join(map(str, changed[:_MOST_RUNS]))
+    problem = f"{len(changed)} of its runs were begun otherwise than it says now: {named}{more}"
+    options = " ".join(f"--restart {one.name}" for one in changed)
+    return UserError(
+        str(sweep), problem, f"give them new names, or begin them anew with {options} (what they are stays)"
+    )
+
+
+def check_restarts(restarts: Sequence[str], configs: Mapping[str, RunConfig], trunks: Mapping[str, str]) -> None:
+    """Refuse to begin runs anew that are not of the sweep, or without those that branch off them.
+
+    Args:
+        restarts: names of runs.
+        configs: of the sweep's runs.
+        trunks: of each run that branches off another.
+
+    Raises:
+        UserError: there is no such run, or one that branches off it would stay.
+    """
+    for name in restarts:
+        if name not in configs:
+            raise UserError("--restart", f"there is no run {name}", f"choose from: {', '.join(configs)}")
+    for name, trunk in trunks.items():
+        if trunk in restarts and name not in restarts:
+            raise UserError("--restart", f"{name} begins from a checkpoint of {trunk}", f"add --restart {name}")
+
+
+def set_aside(folder: Path, name: str) -> Path | None:
+    """Move a run out of a sweep, so that it begins anew; nothing of it is removed.
+
+    Args:
+        folder: of the runs' folders.
+        name: of the run, which nothing trains and which has no job.
+
+    Returns:
+        Where it is now; None: it was not there.
+
+    Raises:
+        OSError: it cannot be moved.
+    """
+    run = folder / name
+    if not run.exists():
+        return None
+    there = next_folder(folder / REPLACED / name)
+    os.rename(run, there)
+    return there
