@@ -120,6 +120,12 @@ class Breakdown:
     longest_idle: Idle | None
 
 
+def breakdown_of(plain: dict[str, Any]) -> Breakdown:
+    """The breakdown whose `asdict` this is."""
+    idle = plain["longest_idle"]
+    return Breakdown(**{**plain, "longest_idle": None if idle is None else Idle(**idle)})
+
+
 def mean(found: Sequence[Breakdown]) -> Breakdown:
     """The mean of several steps', or ranks', breakdowns; of at least one."""
     all_communicate = [one.communication for one in found if one.communication is not None]

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_ext.bench.plain_megatron import plain_flops_per_token
 from megatron_ext.bench.step_parts import named_parts, part
-from megatron_ext.bench.step_trace import END, STEP, Breakdown, break_down, mean
+from megatron_ext.bench.step_trace import END, STEP, Breakdown, break_down, breakdown_of, mean
 from megatron_ext.bench.steps import TimedRun
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.samples import TrainingSamples
@@ -125,7 +125,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats(platform.device)
     results: list[StepResult] = []
     seconds = [run.timed(lambda: results.append(run.train())) for _ in range(amount.steps)]
-    memory = from_every_rank(_memory(platform, before))
+    memory = [Memory(**one) for one in from_every_rank(asdict(_memory(platform, before)))]
     by_rank = _breakdowns(run, platform, amount.profiled)
     with run.trainer.optimizer.whole():  # weights are counted
         flops, peak = flops_and_peak(config, run.shape, run.trainer)
@@ -164,7 +164,8 @@ def _largest(of_ranks: list[Memory]) -> Memory:
 
 def _breakdowns(run: TimedRun, platform: Platform, profiled: int) -> list[Breakdown]:
     """The mean of the profiled steps on each rank; none if no step is to be profiled, or the profiler sees no GPU."""
-    of_ranks = from_every_rank(profile_steps(run, platform, profiled)) if profiled else []
+    own = [asdict(step) for step in profile_steps(run, platform, profiled)] if profiled else []
+    of_ranks = [[breakdown_of(step) for step in steps] for steps in from_every_rank(own)] if profiled else []
     if not all(of_ranks):
         print("the profiler sees no kernels of a GPU: there are no parts of a step", file=sys.stderr)
         return []

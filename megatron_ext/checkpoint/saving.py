@@ -39,6 +39,7 @@ from megatron_ext.checkpoint.index import Index, encoded
 from megatron_ext.checkpoint.plan import Plan
 from megatron_ext.checkpoint.staging import OnHost
 from megatron_ext.files import force_to_disk
+from megatron_ext.parallel.agreement import from_first_rank, gather_on_first
 
 FORMAT = CheckpointingConfig("torch_dist", 1)
 
@@ -114,18 +115,16 @@ class Saving:
         Raises:
             SaveFailed: a rank could not write; on every rank, and nothing is left of the checkpoint.
         """
-        first = dist.get_rank() == 0
         if not self._all_written:
             self._all_written = True
-            parts: list[Any] | None = [b""] * dist.get_world_size() if first else None
-            dist.gather_object(self._writing.result(), parts)
+            parts = gather_on_first(self._writing.result())
             if parts is not None:
                 self._finishing = self._executor.submit(self._finish, parts)
             return False
-        said = [self._finishing.result() if self._finishing else None]
-        dist.broadcast_object_list(said)
-        if said[0] is not None:
-            raise SaveFailed(said[0])
+        failure = self._finishing.result() if self._finishing else None
+        said = from_first_rank(None if failure is None else asdict(failure))
+        if said is not None:
+            raise SaveFailed(Failure(**said))
         return True
 
     def wait(self) -> None:

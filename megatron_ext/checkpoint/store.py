@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from megatron_ext.checkpoint.state import (
 )
 from megatron_ext.errors import UserError
 from megatron_ext.optim.base import RunOptimizer
-from megatron_ext.parallel.agreement import on_every_rank
+from megatron_ext.parallel.agreement import from_first_rank, on_every_rank
 from megatron_ext.platform import Platform
 
 
@@ -153,15 +154,15 @@ class CheckpointStore:
         At a run's first saves alone: later ones find nothing, and each rank makes the folder where training does not
         wait for it.
         """
-        failure: list[Failure | None] = [None]
+        failure: Failure | None = None
         if dist.get_rank() == 0:
             try:
                 self.folder.begin(step)
             except OSError as error:
-                failure = [Failure.of(error, self.folder.root)]
-        dist.broadcast_object_list(failure)
-        if failure[0] is not None:
-            raise self._error(step, failure[0])
+                failure = Failure.of(error, self.folder.root)
+        said = from_first_rank(None if failure is None else asdict(failure))
+        if said is not None:
+            raise self._error(step, Failure(**said))
 
     def _copied_state(self, optimizer: RunOptimizer, partial: Path) -> tuple[Plan, OnHost]:
         """Plan what this rank writes and copy it aside: afterwards training may change it. A collective call."""

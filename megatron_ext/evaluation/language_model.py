@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.evaluation.continuations import Continuations, IsDone
 from megatron_ext.evaluation.next_tokens import NOTHING, NextTokens, Text
 from megatron_ext.evaluation.text_model import Draw, Foretelling, Request, Score
+from megatron_ext.parallel.agreement import gather_values
 from megatron_ext.platform import Platform
 
 
@@ -133,8 +133,7 @@ class LanguageModel:
             own = write.best_of_beams(prompts[mine], max_tokens, self.end_id, is_done, num_beams)
         else:
             own = write(prompts[mine], max_tokens, self.end_id, is_done, None if draws is None else draws[mine])
-        shares: list[list[list[int]]] = [[] for _ in range(sharing.size())]
-        dist.all_gather_object(shares, own, group=sharing)
+        shares = gather_values(own, sharing)
         return [shares[number % sharing.size()][number // sharing.size()] for number in range(len(prompts))]
 
     def _check_length(self, length: int) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from megatron_ext.signals import handled
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _POLL_SECONDS = 0.05
 _TAIL_LINES = 30
 _PR_SET_PDEATHSIG = 1
@@ -83,6 +85,8 @@ def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
         rank: its number.
         processes: number of ranks.
         port: of the launcher's rendezvous store, see `rendezvous_store`.
+
+    Nothing listens but on the loopback interface: whoever reaches a store or a rank can make it do anything.
     """
     threads = str(max(1, (os.cpu_count() or 1) // processes))
     return {
@@ -95,15 +99,24 @@ def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
         # The store is the launcher's, as under torchrun: a port that was only looked for could be taken meanwhile.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "NCCL_SOCKET_IFNAME": LOOPBACK,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
     }
 
 
 def rendezvous_store() -> TCPStore:
-    """Return a store on a free port of this machine, served by this process while the object lives."""
+    """Return a store on a free port of the loopback interface, served by this process while the object lives.
+
+    By itself it would listen on all interfaces, and it asks nobody who they are.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(socket.SOMAXCONN)
+        port, descriptor = listening.getsockname()[1], listening.detach()  # the store closes it
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 @dataclass

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import TransportName
 from megatron_ext.errors import UserError
+from megatron_ext.parallel.agreement import gather_values
 
 
 class Sent(NamedTuple):
@@ -116,8 +117,7 @@ class CopyEngines:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self.size, self._rank = group, group.size(), group.rank()
-        hosts: list[str] = [""] * self.size
-        dist.all_gather_object(hosts, socket.gethostname(), group=group)
+        hosts: list[str] = gather_values(socket.gethostname(), group)
         if len(set(hosts)) > 1:
             raise UserError(
                 "parallel.context_transport",

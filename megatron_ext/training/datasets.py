@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -87,7 +87,7 @@ def open_data(
     on_every_rank(lambda: dist.get_rank() or check_vocabulary(tokenizer_file, manifest.tokenizer))
     train, test = chosen_domains(data, manifest)
     weights = None if data.weights is None else domain_weights(data.weights, train, manifest)
-    doubted = frozenset(chain.from_iterable(from_every_rank(frozenset(failed))))
+    doubted = frozenset(chain.from_iterable(from_every_rank(sorted(failed))))
     verified = Verified(root, {} if data.verify == "sha256_always" else known or {}, doubted)
     splits = {"train": train, "validation": train, "test": test}
     damages = _verified(verified, manifest, splits, data, cache, doubted)
@@ -206,7 +206,8 @@ def _of_every_rank(find: Callable[[], list[Damage]]) -> list[Damage]:
     """What the ranks found together, each shard once."""
     found: list[Damage] = []
     on_every_rank(lambda: found.extend(find()))
-    return list({one.shard: one for one in chain.from_iterable(from_every_rank(found))}.values())
+    of_ranks = chain.from_iterable(from_every_rank([asdict(one) for one in found]))
+    return list({one["shard"]: Damage(**one) for one in of_ranks}.values())
 
 
 def _read(manifest: Manifest, domains: list[str], damages: Sequence[Damage]) -> list[ShardEntry]:

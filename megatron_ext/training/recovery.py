@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,8 @@ class Recovery:
         here = None
         if not result.is_sound_here or result.unsound_gradient is not None:
             here = Unsound(f"{dist.get_rank()} ({socket.gethostname()})", result.unsound_gradient)
-        return [found for found in from_every_rank(here) if found is not None]
+        of_ranks = from_every_rank(None if here is None else asdict(here))
+        return [Unsound(**found) for found in of_ranks if found is not None]
 
     def _note(
         self,
@@ -187,7 +188,7 @@ class Recovery:
         """Loss and gradient norm of the newest steps, which the first rank's records hold, on every rank."""
         window = self._config.spike_window if self._config.on_spike != "ignore" else 0
         history, *_ = from_every_rank([] if self._records is None else self._records.history(window))
-        return history
+        return [(loss, norm) for loss, norm in history]
 
 
 def _on(found: Sequence[Unsound]) -> str:

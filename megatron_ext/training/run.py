@@ -209,7 +209,8 @@ def _loop(
 ) -> TrainingLoop:
     training, platform = config.training, trainer.platform
     progress = record.progress if record is not None else Progress()
-    progress, *_ = from_every_rank(place_in_data(folder, progress) if dist.get_rank() == 0 else progress)
+    first, *_ = from_every_rank(asdict(place_in_data(folder, progress) if dist.get_rank() == 0 else progress))
+    progress = Progress(**first)
     domains = evaluation_domains(
         data.root,
         data.manifest,

@@ -68,7 +68,8 @@ class Stragglers:
         if not self._config.straggler_every or step % self._config.straggler_every:
             return
         product = self._platform.product_seconds(self._dtype)
-        paces = from_every_rank(Pace(self._rank, socket.gethostname(), product, self._reading / self._steps))
+        pace = Pace(self._rank, socket.gethostname(), product, self._reading / self._steps)
+        paces = [Pace(**one) for one in from_every_rank(asdict(pace))]
         self._steps, self._reading = 0, 0.0
         slow = slow_ones(paces, self._config.straggler_factor)
         if self._records is not None:

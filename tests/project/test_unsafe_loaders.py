@@ -41,7 +41,6 @@ _CHECKPOINT = "megatron_ext/checkpoint"
 _SAFE_YAML = 'typ="safe" makes plain values alone'
 _OWN_WORKERS = "processes that this one starts, over pipes that it made"
 _TOKENIZER = "JSON that a parser in Rust reads: regular expressions and tables, no code"
-_RANKS = "ranks of one run, which trust each other: docs/cluster.md says what the network must guarantee"
 _RESTRICTED = "megatron_ext.checkpoint.restricted_pickle: names of an exact list, no calls of others"
 
 REASONS: dict[tuple[str, str], str] = {
@@ -62,12 +61,6 @@ REASONS: dict[tuple[str, str], str] = {
     (f"{_CHECKPOINT}/reading.py", "read_metadata"): _RESTRICTED,
     (f"{_CHECKPOINT}/reading.py", "class of FileSystemReader"): "what torch's unpickles is overridden: " + _RESTRICTED,
     (f"{_CHECKPOINT}/reading.py", "load_tensors_metadata"): "Megatron's, given metadata that is read already",
-    (f"{_CHECKPOINT}/saving.py", "broadcast_object_list"): _RANKS,
-    (f"{_CHECKPOINT}/saving.py", "gather_object"): _RANKS,
-    (f"{_CHECKPOINT}/store.py", "broadcast_object_list"): _RANKS,
-    ("megatron_ext/evaluation/language_model.py", "all_gather_object"): _RANKS,
-    ("megatron_ext/parallel/agreement.py", "all_gather_object"): _RANKS,
-    ("megatron_ext/parallel/transport.py", "all_gather_object"): _RANKS,
     ("megatron_ext/commands/doctor.py", "import runpy"): "runs a file of this package, by its path",
     ("megatron_ext/evaluation/fewshot/tasks.py", "load_yaml"): "of a file of the installed lm-eval",
     (

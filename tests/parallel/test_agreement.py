@@ -1,0 +1,88 @@
+"""Values and errors of ranks as all of them get them; nothing that is received is unpickled."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from pool import WorkerPool
+
+from megatron_ext.checkpoint.folder import DamagedCheckpoint
+from megatron_ext.data.failed import DamagedShard
+from megatron_ext.errors import UserError
+from megatron_ext.parallel.agreement import (
+    from_every_rank,
+    from_first_rank,
+    gather_on_first,
+    gather_values,
+    on_every_rank,
+)
+
+ODD = {"numbers": [0.1, -0.0, math.inf, 2**70, None, True], "text": "é\ud800\n", "": []}
+
+
+def _values(rank: int, world_size: int) -> None:
+    assert from_every_rank([rank, ODD]) == [[other, ODD] for other in range(world_size)]
+    assert from_every_rank("x" * (1000 * rank)) == ["x" * (1000 * other) for other in range(world_size)]
+    assert math.isnan(from_every_rank(math.nan)[0])
+    assert from_first_rank(ODD if rank == 0 else 3) == ODD
+    assert from_first_rank(None) is None
+    parts = gather_on_first(bytes([rank] * rank))
+    assert parts == ([bytes([other] * other) for other in range(world_size)] if rank == 0 else None)
+    pairs = [dist.new_group(ranks) for ranks in ((0, 1), (2, 3))]
+    assert gather_values(rank, pairs[rank // 2]) == [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
+def test_values_of_every_rank(pool: WorkerPool) -> None:
+    pool.run(_without_pickles, 4, _values)
+
+
+def _without_pickles(rank: int, world_size: int, work: object) -> object:
+    """Some work, with pickle out of order: torch's collectives of objects would be found out."""
+    broken = patch.object(pickle, "Unpickler", side_effect=AssertionError("unpickled"))
+    modules = patch.multiple("torch.distributed.distributed_c10d", _unpickler=None, _pickler=None)
+    with broken, modules:
+        return work(rank, world_size)  # type: ignore[operator]
+
+
+def _errors(rank: int, world_size: int) -> list[tuple[str, str, str | None]]:
+    said = []
+    for error in (
+        UserError("a", f"of {rank}", "b"),
+        DamagedCheckpoint("a", f"of {rank}", "é"),
+        DamagedShard("a", f"of {rank}", "b", "shard"),
+    ):
+
+        def check(error: UserError = error) -> None:
+            if rank:
+                raise error
+
+        with pytest.raises(UserError) as raised:
+            on_every_rank(check)
+        said.append((type(raised.value).__name__, str(raised.value), getattr(raised.value, "shard", None)))
+    on_every_rank(lambda: None)
+    return said
+
+
+def test_the_first_ranks_error_on_all_of_its_class(pool: WorkerPool) -> None:
+    expected = [
+        ("UserError", "a: of 1; b", None),
+        ("DamagedCheckpoint", "a: of 1; é", None),
+        ("DamagedShard", "a: of 1; b", "shard"),
+    ]
+    assert pool.run(_without_pickles, 3, _errors) == [expected] * 3
+
+
+def test_one_process_is_all_there_is() -> None:
+    assert from_every_rank((1, 2)) == [(1, 2)]
+    error = DamagedCheckpoint("a", "b", "c")
+
+    def check() -> None:
+        raise error
+
+    with pytest.raises(DamagedCheckpoint) as raised:
+        on_every_rank(check)
+    assert raised.value is error
