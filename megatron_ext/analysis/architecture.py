@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from megatron_ext.analysis.runs import Run
+from megatron_ext.config.effects import flat, makes_a_recipe
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.errors import UserError
 
@@ -18,11 +19,14 @@ BASELINE = "attention"
 BLOCK = {"block": "transformer", "normalization": "rms_norm"}
 """What stands around the mixers where a configuration, written before there was a choice, does not say."""
 
-TRAINING_FIELDS = ("steps", "global_batch_size", "precision")
-"""Of the training section what changes the result; seed, rhythm and recompute do not make another architecture."""
-
 PLAIN: dict[str, dict[str, Any]] = {
-    "attention": {"window": None, "temperature": 1.0, "random_keys": False, "position_encoding": "rope"},
+    "attention": {
+        "window": None,
+        "temperature": 1.0,
+        "random_keys": False,
+        "random_keys_seed": 0,
+        "position_encoding": "rope",
+    },
     "top1_element": {"estimator": "straight_through", "position_encoding": "rope"},
     "top1_chunk": {"score": "exact", "chunk_size": 128, "top_k": 1, "local": True, "position_encoding": "rope"},
     "moba": {"block_size": 512, "top_k": 3, "position_encoding": "rope"},
@@ -45,7 +49,14 @@ PLAIN: dict[str, dict[str, Any]] = {
     "rwkv7": {"decay_rank": None, "rate_rank": None, "gate_rank": None},
     "gla": {"expand_v": 2, "output_gate": True, "decay_rank": 16, "decay_temperature": 16.0},
 }
-"""Mixers as the study defines them, by field: what a configuration leaves out, and what a label need not say."""
+"""Mixers as the study defines them, by field: what a configuration leaves out, and what a label need not say. All
+fields of all mixers stand here: one that a run of an earlier version lacks had this value."""
+
+TEXT, CHANGED = "data.text", "run.changed"
+"""Of a recipe what is no field: the training text, where runs differ in it, and what was changed on a run's way."""
+
+_OUTSIDE = ("data.train_domains", "mixers.")
+"""Beginnings of fields that are compared otherwise: domains by `read_runs` and as text, mixers with `PLAIN`."""
 
 ALWAYS = ("score",)
 """Settings a label always shows: approximate and exact selection are different architectures to the study."""
@@ -69,15 +80,18 @@ def group_runs(runs: Sequence[Run]) -> list[Architecture]:
         UserError: two runs are of one architecture and one seed, which would count a measurement twice.
     """
     groups: dict[str, list[Run]] = {}
-    for run in runs:
-        members = groups.setdefault(json.dumps(recipe(run), sort_keys=True, default=str), [])
+    recipes = recipes_of(runs)
+    for run, fields in zip(runs, recipes, strict=True):
+        members = groups.setdefault(json.dumps(fields, sort_keys=True, default=str), [])
         for other in members:
             if other.seed == run.seed:
                 problem = f"has the same settings and seed ({run.seed}) as {other.path}"
                 raise UserError(str(run.path), problem, "leave one of them out or change training.seed")
         members.append(run)
     members_of = list(groups.values())
-    labels = _labels([members[0] for members in members_of])
+    recipe_of = {id(run): fields for run, fields in zip(runs, recipes, strict=True)}
+    firsts = [members[0] for members in members_of]
+    labels = _labels(firsts, [recipe_of[id(run)] for run in firsts])
     architectures = [Architecture(label, tuple(members)) for label, members in zip(labels, members_of, strict=True)]
     return sorted(architectures, key=_baseline_rank)  # stable: the order given holds among the rest
 
@@ -92,34 +106,51 @@ def mixer_label(run: Run) -> str:
 
 
 def recipe(run: Run) -> dict[str, Any]:
-    """Dotted field -> value of all that decides a run's result except seed and data."""
-    config, used = run.config, mixer_names(run.pattern)
-    given = config.get("mixers") or {}
-    mixers = {name: PLAIN.get(name, {}) | (given.get(name) or {}) for name in used}
-    training = config["training"]
-    kept = {
-        "model": {**BLOCK, **config["model"], "pattern": run.pattern},
-        "mixers": mixers,
-        "optimizer": {k: v for k, v in (config.get("optimizer") or {}).items() if k != "sharding"},
-        "training": {key: training[key] for key in TRAINING_FIELDS if key in training},
-        "data": {"seq_length": (config.get("data") or {}).get("seq_length")},
+    """Dotted field -> value of all that decides a run's result but the seed and the text.
+
+    All fields count but those that are known not to change the result, see `effects.makes_a_recipe`; one that the run's
+    version did not have yet counts as its default.
+    """
+    given = run.config.get("mixers") or {}
+    mixers = {name: PLAIN.get(name, {}) | (given.get(name) or {}) for name in mixer_names(run.pattern)}
+    fields = {
+        field: value
+        for field, value in flat(run.config).items()
+        if makes_a_recipe(field) and not field.startswith(_OUTSIDE)
     }
-    return _flatten(kept)
+    fields |= {f"mixers.{name}.{field}": value for name, some in mixers.items() for field, value in some.items()}
+    fields["data.weights"] = _parts(fields["data.weights"])
+    changed = [] if run.size is None else run.size.changed
+    if changed:
+        fields[CHANGED] = "; ".join(f"{one['field']} at step {one['step']}" for one in changed)
+    return fields
+
+
+def recipes_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The recipe of each run, with its training text where runs differ in it.
+
+    Of runs of an earlier version nobody knows the text: where all others have one, it is taken to be theirs.
+    """
+    texts = [None if run.size is None or run.size.data is None else run.size.data.train[:TEXT_DIGITS] for run in runs]
+    differ = len({one for one in texts if one is not None}) > 1
+    return [recipe(run) | ({TEXT: text} if differ else {}) for run, text in zip(runs, texts, strict=True)]
+
+
+TEXT_DIGITS = 8
+"""Of a text's digest, in a label."""
+
+
+def _parts(weights: Mapping[str, float] | None) -> dict[str, float] | None:
+    """Weights in one unit and one order."""
+    if not weights or not sum(weights.values()):
+        return None
+    whole = sum(weights.values())
+    return {name: round(weights[name] / whole, 9) for name in sorted(weights)}
 
 
 def mixer_names(pattern: str) -> list[str]:
     """Mixers a layer pattern names, each once, in their order."""
     return list(dict.fromkeys(re.findall(r"[A-Za-z_]\w*", pattern)))
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _baseline_rank(architecture: Architecture) -> int:
@@ -128,18 +159,21 @@ def _baseline_rank(architecture: Architecture) -> int:
     return 1 if mixer_names(architecture.runs[0].pattern) == [BASELINE] else 2
 
 
-def _labels(runs: Sequence[Run]) -> list[str]:
+def _labels(runs: Sequence[Run], recipes: Sequence[Mapping[str, Any]]) -> list[str]:
     """A label for each, telling apart those whose mixers would give them the same one."""
-    recipes = [recipe(run) for run in runs]
     names = [(_base_name(run.pattern), _settings(fields)) for run, fields in zip(runs, recipes, strict=True)]
     labels = []
     for name, fields in zip(names, recipes, strict=True):
         twins = [other for other_name, other in zip(names, recipes, strict=True) if other_name == name]
-        keys = sorted({key for twin in twins for key in twin})
-        differing = _telling([key for key in keys if any(twin.get(key) != fields.get(key) for twin in twins)], twins)
-        settings = [*name[1], *(_setting(key, fields.get(key)) for key in differing)]
-        labels.append(_label(name[0], settings))
+        labels.append(_label(name[0], [*name[1], *differing_settings(fields, twins)]))
     return labels
+
+
+def differing_settings(fields: Mapping[str, Any], twins: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Settings that tell a recipe from others: those in which any of them differs from it."""
+    keys = sorted({key for twin in twins for key in twin})
+    differing = _telling([key for key in keys if any(twin.get(key) != fields.get(key) for twin in twins)], twins)
+    return [_setting(key, fields.get(key)) for key in differing]
 
 
 def _telling(keys: Sequence[str], twins: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -181,4 +215,6 @@ def _setting(key: str, value: Any) -> str:
     field = key.rpartition(".")[2]
     if isinstance(value, bool):
         return field if value else f"no {field}"
+    if isinstance(value, Mapping):
+        value = ":".join(f"{part:.3g}" for part in value.values())
     return f"{field} {'none' if value is None else value}"

@@ -29,6 +29,7 @@ from megatron_ext.analysis.matched_tables import (
     unmatched,
     verdicts,
 )
+from megatron_ext.analysis.run_texts import text_warnings
 from megatron_ext.analysis.runs import SPLITS, Run
 from megatron_ext.analysis.scaling.section import Scaling
 from megatron_ext.analysis.style import DARK, DPI, LIGHT, MANY, Picture, short_count, styles, width_of
@@ -110,6 +111,7 @@ def render_page(contents: Contents) -> str:
         compared=_compared(contents),
         baseline=comparison.baseline.label,
         single=len(comparison.architectures) == 1,
+        other_text=text_warnings([run for _, run in contents.runs]),
         unlike_data=unlike_data(contents.decided),
         verdicts=verdicts(comparison),
         many=MANY,

@@ -15,6 +15,7 @@ from megatron_ext.analysis.matched import compare
 from megatron_ext.analysis.matched_tables import render_table
 from megatron_ext.analysis.output import replace_files
 from megatron_ext.analysis.page import Contents, render_page
+from megatron_ext.analysis.run_texts import text_warnings
 from megatron_ext.analysis.runs import Run, read_runs
 from megatron_ext.analysis.scaling import fitting
 from megatron_ext.analysis.scaling.fitting import Fitting, Options, fit_all, write
@@ -59,6 +60,8 @@ def write_report(run_dirs: Sequence[Path], output: Path, *, fit: bool = False) -
             output cannot be written.
     """
     runs = read_runs(run_dirs)
+    for line in text_warnings(runs):
+        print(f"warning: {line}", file=sys.stderr)
     laws = _fit(runs, run_dirs) if fit else None
     comparison = compare(runs, resamples=RESAMPLES)
     architectures = comparison.architectures

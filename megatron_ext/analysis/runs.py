@@ -63,12 +63,27 @@ class EvaluationRecord:
 
 
 @checked_dataclass(frozen=True, config=_LINE)
+class Texts:
+    """What a run is trained and evaluated on: digests, and what each domain holds (split, domain, documents, ...)."""
+
+    train: str
+    evaluation: str
+    texts: list[dict[str, Any]]
+
+
+@checked_dataclass(frozen=True, config=_LINE)
 class ModelSize:
-    """model.json: parameters of the whole model, and how many of them are embeddings and the output layer's."""
+    """model.json: parameters of the whole model, and how many of them are embeddings and the output layer's.
+
+    `data` is what the run is trained on; None: it is from before that was kept. `changed` are changes of the steps
+    before that were allowed on the run's way: step, field, before and after of each.
+    """
 
     parameters: PositiveInt
     embedding_parameters: NonNegativeInt
     output_layer_parameters: NonNegativeInt
+    data: Texts | None = None
+    changed: list[dict[str, Any]] = Field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 
 from megatron_ext.analysis.architecture import PLAIN, group_runs, mixer_label
-from megatron_ext.analysis.runs import Run
+from megatron_ext.analysis.runs import ModelSize, Run, Texts
 from megatron_ext.errors import UserError
 
 
-def make_run(pattern, mixers=None, *, seed=1, name="run", **sections):
+def make_run(pattern, mixers=None, *, seed=1, name="run", text=None, changed=(), **sections):
     config = {"model": {"pattern": pattern, **sections.pop("model", {})}, "mixers": mixers or {}}
     config |= {"training": {"seed": seed, **sections.pop("training", {})}, "run": {"name": name}, **sections}
     empty = np.zeros(0)
-    return Run(Path(name), name, config, seed, empty, empty, empty, empty, empty, ())
+    data = None if text is None else Texts(text, "tests", [])
+    size = ModelSize(9, 1, 1, data, list(changed))
+    return Run(Path(name), name, config, seed, empty, empty, empty, empty, empty, (), size)
 
 
 def labels(*runs):
@@ -76,6 +78,52 @@ def test_other_learning_rate_is_not_a_seed():
     assert labels(*runs) == ["attention (lr 0.001)", "attention (lr 0.01)"]
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "found"),
+    [
+        ({}, {"data": {"reset_attention": True}}, ["no reset_attention", "reset_attention"]),
+        ({}, {"data": {"reset_positions": True}}, ["no reset_positions", "reset_positions"]),
+        ({}, {"training": {"fp8": "tensorwise"}}, ["fp8 none", "fp8 tensorwise"]),
+        ({}, {"data": {"weights": {"A": 1, "B": 3}}}, ["weights none", "weights 0.25:0.75"]),
+        ({}, {"data": {"seq_length": 512}}, ["seq_length 2048", "seq_length 512"]),
+        ({}, {"optimizer": {"weight_decay": 0.2}}, ["weight_decay 0.1", "weight_decay 0.2"]),
+        ({}, {"resilience": {"on_spike": "skip"}}, ["on_spike ignore", "on_spike skip"]),
+        ({"text": "aaaaaaaaaa"}, {"text": "bbbbbbbbbb"}, ["text aaaaaaaa", "text bbbbbbbb"]),
+        ({}, {"changed": [{"step": 4, "field": "optimizer.lr"}]}, ["changed none", "changed optimizer.lr at step 4"]),
+    ],
+)
+def test_all_that_changes_the_result_makes_another_recipe(one, other, found):
+    """A field counts unless it is known not to change the result, so a new one counts by itself."""
+    names = labels(make_run("attention*4", **one), make_run("attention*4", seed=2, **other))
+    assert names == [f"attention ({setting})" for setting in found]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"data": {"path": "elsewhere", "verify": "size"}},
+        {"data": {"test_domains": ["ArXiv"]}},
+        {"training": {"micro_batch_size": 1, "recompute": "full", "evaluate_every": 7, "checkpoint_every": 5}},
+        {"parallel": {"context": 2}, "optimizer": {"sharding": "zero3", "offload": "cpu"}},
+        {"resilience": {"heartbeat_seconds": 1.0}},
+        {"retrieval": {"lengths": [128]}},
+        {"training": {"fp8": "none"}, "data": {"reset_attention": False, "seq_length": 2048}},  # today's defaults
+        {"text": "aaaaaaaaaa"},  # of the other, which is of an earlier version, nobody knows it
+    ],
+)
+def test_names_places_speed_and_what_is_measured_make_none(other):
+    (one,) = group_runs([make_run("attention*4"), make_run("attention*4", seed=2, **other)])
+    assert [run.seed for run in one.runs] == [1, 2]
+
+
+def test_weights_in_another_unit_are_the_same():
+    runs = [
+        make_run("attention*4", seed=seed, data={"weights": weights})
+        for seed, weights in enumerate(({"A": 1, "B": 3}, {"B": 0.75, "A": 0.25}))
+    ]
+    assert len(group_runs(runs)) == 1
+
+
 def test_baseline_comes_first():
     chunk, delta = make_run("top1_chunk*4"), make_run("gated_deltanet*4")
     window = make_run("attention*4", {"attention": {"window": 64}})
@@ -95,14 +143,15 @@ def test_same_settings_and_seed_twice():
 
 
 def test_plain_settings_are_the_mixers_defaults():
-    """The table is written out so that a report needs no model code; here it is held to the mixers themselves."""
+    """The table is written out so that a report needs no model code; here it is held to the mixers themselves.
+
+    It has every field: one that a run of an earlier version lacks is compared by its default.
+    """
     pytest.importorskip("megatron.core")
     from megatron_ext.mixers.registry import load_all
 
-    mixers = load_all()
-    for name, plain in PLAIN.items():
-        defaults = {one.name: one.default for one in fields(mixers[name].config_type)}
-        assert plain == {field: defaults[field] for field in plain}
+    for name, mixer in load_all().items():
+        assert PLAIN.get(name, {}) == {one.name: one.default for one in fields(mixer.config_type)}, name
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ext.analysis.architecture import mixer_label
+from megatron_ext.analysis.run_texts import text_warnings
 from megatron_ext.analysis.runs import CONFIG, Run, read_runs
 from megatron_ext.analysis.scaling.points import MIXER, NUMBERS, TEST_LOSS, Points
+from megatron_ext.analysis.scaling.pooled import OF_LAW, law_names
 from megatron_ext.errors import UserError
 from megatron_ext.reports import csv_row
 
@@ -32,7 +33,7 @@ class RunPoint:
 
     Attributes:
         run: its folder.
-        mixer: what its layers are, see `mixer_label`.
+        mixer: what its law is called: its layers, and of which recipe it is where runs differ; see `law_names`.
         params: parameters.
         tokens: training tokens.
         loss: training loss in nats a token, mean over the last steps.
@@ -119,7 +120,11 @@ def points_of(runs: Sequence[Run], named: Sequence[Path] = (), *, embeddings: bo
     if len(left_out) == len(runs):
         raise _none_finished(left_out)
     _warn(left_out)
-    points = [_point(run, embeddings) for run in runs if run.path not in reasons]
+    finished = [run for run in runs if run.path not in reasons]
+    names = law_names(finished)
+    for line in (*text_warnings(finished), *_separate(names)):
+        print(f"warning: {line}", file=sys.stderr)
+    points = [_point(run, name, embeddings) for run, name in zip(finished, names, strict=True)]
     missing = [point for point in points if point.test_loss is None]
     if missing and len(missing) < len(points):
         print(f"warning: {missing[0].run}: no test loss after the last step: none is fitted", file=sys.stderr)
@@ -191,7 +196,19 @@ def _tested(points: Sequence[RunPoint]) -> bool:
     return all(point.test_loss is not None for point in points)
 
 
-def _point(run: Run, embeddings: bool) -> RunPoint:
+def _separate(names: Sequence[str]) -> list[str]:
+    """What is said where the runs of one mixer are not of one law."""
+    laws: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        laws.setdefault(name.partition(OF_LAW)[0], []).append(name)
+    return [
+        f"the runs of {mixer} are not all of one recipe, and a law is fitted to each: {'; '.join(some)}"
+        for mixer, some in laws.items()
+        if len(some) > 1
+    ]
+
+
+def _point(run: Run, name: str, embeddings: bool) -> RunPoint:
     last = int(run.steps[-1])
     if run.size is None:
         mend = "give a CSV file with the column params instead"
@@ -201,7 +218,7 @@ def _point(run: Run, embeddings: bool) -> RunPoint:
         params -= run.size.embedding_parameters + run.size.output_layer_parameters
     window = min(max(1, round(WINDOW * last)), LONGEST_WINDOW)
     loss = float(run.losses[run.steps > last - window].mean())
-    return RunPoint(run.path, mixer_label(run), params, int(run.tokens[-1]), loss, _test_loss(run))
+    return RunPoint(run.path, name, params, int(run.tokens[-1]), loss, _test_loss(run))
 
 
 def _test_loss(run: Run) -> float | None:

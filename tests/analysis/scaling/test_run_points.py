@@ -11,7 +11,7 @@ import pytest
 from analysis_synthetic import TOKENS_A_STEP, Synthetic, write_run
 
 from megatron_ext.analysis.scaling.law import ScalingLaw
-from megatron_ext.analysis.scaling.run_points import points_of_runs
+from megatron_ext.analysis.scaling.run_points import by_mixer, points_of_runs
 from megatron_ext.cli import main
 from megatron_ext.errors import UserError
 
@@ -205,3 +205,31 @@ def test_bad_arguments(
     assert main(["fit", *arguments, "--output", "fit"]) == 2
     assert said in capsys.readouterr().err
     assert not Path("fit").exists()
+
+
+def test_runs_of_other_recipes_are_no_points_of_one_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Length, optimizer, mixture and text make other laws; size, steps, batch, rate and seed do not."""
+    size = {"parameters": 9, **EMBEDDINGS}
+    text = {"train": "a" * 64, "evaluation": "t", "texts": []}
+    changes: dict[str, dict] = {
+        "base": {},
+        "wide": {"model": {"hidden_size": 128}, "optimizer": {"lr": 1e-4, "warmup_steps": 5}},
+        "batch": {"training": {"global_batch_size": 64, "seed": 7}},
+        "long": {"data": {"seq_length": 1024}},
+        "decay": {"optimizer": {"weight_decay": 0.3}},
+        "mixed": {"data": {"weights": {"web": 1.0}}},
+        "other": {},
+    }
+    for name, config in changes.items():
+        data = text if name != "other" else {**text, "train": "b" * 64}
+        write_run(tmp_path / "runs" / name, Synthetic(name=name, config=config, size=size | {"data": data}))
+    names = {point.run.name: point.mixer for point in points_of_runs([tmp_path / "runs"])}
+    assert names["base"] == names["wide"] == names["batch"]
+    assert len({names[name] for name in ("base", "long", "decay", "mixed", "other")}) == 5
+    assert "seq_length 1024" in names["long"]
+    assert "weight_decay 0.3" in names["decay"]
+    assert "text bbbbbbbb" in names["other"]
+    said = capsys.readouterr().err
+    assert "warning: other is trained on other text than base: its domains come in another order" in said
+    assert "warning: the runs of attention are not all of one recipe, and a law is fitted to each: " in said
+    assert set(by_mixer(points_of_runs([tmp_path / "runs"]))) == set(names.values())

@@ -1,0 +1,42 @@
+"""Which runs are points of one law: those that differ in size, length, seed and what is tuned to a size alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_ext.analysis.architecture import differing_settings, mixer_label, recipes_of
+from megatron_ext.analysis.runs import Run
+
+SIZE = (
+    *("model.pattern", "model.hidden_size", "model.num_attention_heads", "model.num_query_groups", "model.head_dim"),
+    *("model.ffn_hidden_size", "training.steps", "training.global_batch_size"),
+    *("optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.decay_steps"),
+)
+"""Fields in which the runs of one law may differ: parameters, tokens, and what is chosen by them."""
+
+OF_LAW = ": "
+"""Between the mixer and the settings by which laws of one mixer are told apart."""
+
+
+def law_names(runs: Sequence[Run]) -> list[str]:
+    """What the law of each run is called: its mixer, see `mixer_label`, and what tells its recipe from others of it.
+
+    Runs of one mixer with another sequence length, optimizer, mixture or text are of another law.
+
+    Args:
+        runs: of one fit.
+    """
+    labels = [mixer_label(run) for run in runs]
+    recipes = [{field: value for field, value in one.items() if field not in SIZE} for one in recipes_of(runs)]
+    names = []
+    for label, fields in zip(labels, recipes, strict=True):
+        twins = _distinct([one for other, one in zip(labels, recipes, strict=True) if other == label])
+        settings = differing_settings(fields, twins) if len(twins) > 1 else []
+        names.append(f"{label}{OF_LAW}{', '.join(settings)}" if settings else label)
+    return names
+
+
+def _distinct(recipes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return list({json.dumps(one, sort_keys=True, default=str): one for one in recipes}.values())

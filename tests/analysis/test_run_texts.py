@@ -1,0 +1,66 @@
+"""What the top of a report says of runs whose text is not the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from analysis_synthetic import Synthetic, write_run
+
+from megatron_ext.analysis.report import write_report
+from megatron_ext.analysis.run_texts import text_warnings
+from megatron_ext.analysis.runs import ModelSize, Run, Texts
+
+
+def entry(split: str, domain: str, documents: int = 5) -> dict[str, Any]:
+    return {"split": split, "domain": domain, "documents": documents, "tokens": 1000, "sha256": str(documents)}
+
+
+def texts(train: int = 5, test: int = 5) -> dict[str, Any]:
+    entries = [entry("train", "web", train), entry("test", "code", test)]
+    return {"train": f"train {train}", "evaluation": f"tests {test}", "texts": entries}
+
+
+def a_run(name: str, data: dict[str, Any] | None, changed: list[dict[str, Any]] | None = None) -> Run:
+    empty = np.zeros(0)
+    size = ModelSize(9, 1, 1, None if data is None else Texts(**data), changed or [])
+    return Run(Path(name), name, {}, 1, empty, empty, empty, empty, empty, (), size)
+
+
+def test_runs_of_the_same_text_say_nothing() -> None:
+    assert text_warnings([a_run("a", texts()), a_run("b", texts())]) == []
+    assert text_warnings([a_run("a", None), a_run("b", None)]) == []
+
+
+def test_the_run_that_differs_from_most_is_named() -> None:
+    runs = [a_run("a", texts(train=6)), a_run("b", texts()), a_run("c", texts())]
+    line = "a is trained on other text than b: web (train): 6 documents, 1,000 tokens against 5 documents, 1,000 tokens"
+    assert text_warnings(runs) == [line]
+    (line,) = text_warnings([a_run("a", texts()), a_run("b", texts(test=7))])
+    assert line.startswith("b is evaluated on other text than a: code (test): 7 documents")
+
+
+def test_earlier_versions_and_changed_runs_are_said() -> None:
+    changed = [{"step": 4, "field": "optimizer.lr", "before": 1e-3, "after": 1e-4}]
+    earlier, lowered = text_warnings([a_run("a", texts(), changed), a_run("b", None)])
+    assert earlier.startswith("b is of an earlier version and did not keep which text")
+    assert lowered == "a was changed on its way (optimizer.lr at step 4): no single configuration makes it"
+
+
+@pytest.mark.usefixtures("unpainted")
+def test_a_report_begins_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = {"parameters": 9, "embedding_parameters": 1, "output_layer_parameters": 1}
+    runs = []
+    for name, data, seed in (("a", texts(), 1), ("b", texts(train=6), 2)):
+        run = Synthetic(name=name, seed=seed, size=size | {"data": data, "changed": []})
+        runs.append(write_run(tmp_path / name, run))
+    page = write_report(runs, tmp_path / "report").read_text()
+    line = "b is trained on other text than a: web (train): 6 documents"
+    assert line in page
+    assert page.index(line) < page.index("At a training loss of")
+    assert f"warning: {line}" in capsys.readouterr().err
+    assert "attention (text train 5)" in page  # and they are not averaged as seeds
+    assert json.loads((tmp_path / "report" / "report.json").read_text())["files"]
