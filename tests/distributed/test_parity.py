@@ -62,7 +62,7 @@ def _check(outcome: Outcome, reference: Outcome, loss: float = LOSS, norm: float
     assert len(set(reference.tokens)) == parity.STEPS  # the holes in the loss differ
     assert outcome.losses == pytest.approx(reference.losses, abs=loss, rel=0)
     assert outcome.norms == pytest.approx(reference.norms, rel=norm, abs=0)
-    assert max(reference.norms) > 1.0  # steps are clipped
+    assert max(reference.norms) > parity.CLIP
     assert outcome.parameters.keys() == reference.parameters.keys()
     far = {
         name: float((outcome.parameters[name] - value).abs().max())

@@ -185,7 +185,10 @@ def scripted(first: int, last_evaluation: int, stops: set[int]) -> ScriptedLoop:
     loop.trainer = cast(Any, SimpleNamespace(optimizer=None))
     save = lambda _, progress: loop.told.append(f"checkpoint {progress.step}")  # noqa: E731
     tell = lambda what: lambda: loop.told.append(what)  # noqa: E731
-    loop.store = cast(Any, SimpleNamespace(save=save, wait=tell("wait"), abandon=tell("abandon")))
+    loop.store = cast(
+        Any,
+        SimpleNamespace(save=save, wait=tell("wait"), abandon=tell("abandon"), check_writable=lambda: None),
+    )
     return loop
 
 

@@ -144,7 +144,7 @@ def _part_of_a_rotation(folder: Path) -> str:
 
 def _no_names(folder: Path) -> str:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": 5}}))
-    return "model.safetensors.index.json: cannot be read as an index"
+    return "model.safetensors.index.json: names 5, which is no text"
 
 
 def _no_json(folder: Path) -> str:
