@@ -10,8 +10,9 @@ from typing import Any
 from data_prep.cleaning import CleaningOptions
 from data_prep.contamination.overlap import OverlapOptions
 from data_prep.deduplication.duplicates import NearOptions
+from data_prep.domains import TEST_DOMAINS, TRAIN_DOMAINS
 from data_prep.manifest import Manifest, load_manifest
-from data_prep.prepare import EMBEDDED, TEST_DOMAINS, TRAIN_DOMAINS, TRAIN_TOKENIZER, PrepareOptions, prepare
+from data_prep.prepare import EMBEDDED, TRAIN_TOKENIZER, PrepareOptions, prepare
 from data_prep.reading.embedded import CODE, DOCS
 from data_prep.running.execution import Execution
 from data_prep.stages import Filtering
@@ -49,11 +50,13 @@ def _add_files(group: Group) -> None:
 
 
 def _add_domains(group: Group) -> None:
-    usual = f"those of {','.join(TRAIN_DOMAINS)} that there are; {EMBEDDED}: {DOCS}"
+    usual = f"all where records name none, else those of {','.join(TRAIN_DOMAINS)} that there are; {EMBEDDED}: {DOCS}"
     group.add_argument("--train-domains", help=f"training domains, separated by commas ({usual})")
     usual = f"those of {','.join(TEST_DOMAINS)} that there are; {EMBEDDED}: {CODE}"
     group.add_argument("--test-domains", help=f"out-of-domain test domains; '' for none ({usual})")
-    group.add_argument("--domain", help="domain of records that name none (else they are malformed)")
+    group.add_argument("--domain", help="domain of records that name none (the input's name where none does)")
+    group.add_argument("--text-key", metavar="KEY", help="key or column of the text; a.b: b in a (text)")
+    group.add_argument("--domain-key", metavar="KEY", help="key of the domain (meta.redpajama_set_name, or domain)")
     group.add_argument(
         "--validation-fraction",
         type=float,
@@ -107,7 +110,8 @@ def _add_decontamination(group: Group) -> None:
 def _add_tokenizer(group: Group) -> None:
     group.add_argument(
         "--tokenizer",
-        help="a tokenizer.json, a .tiktoken file, the name of a tiktoken encoding, RWKV's vocabulary file, "
+        help="a tokenizer.json, a Hugging Face folder with one or with vocab.json and merges.txt, a .tiktoken file, "
+        "the name of a tiktoken encoding, RWKV's vocabulary file, "
         f"or `{TRAIN_TOKENIZER}` ({EMBEDDED}: {TRAIN_TOKENIZER})",
     )
     group.add_argument("--tiktoken-pattern", default="", help="regular expression of a .tiktoken file of one's own")
@@ -185,6 +189,8 @@ def _options(arguments: argparse.Namespace) -> PrepareOptions:
         tiktoken_pattern=arguments.tiktoken_pattern,
         source_tokenizer=arguments.source_tokenizer,
         domain=arguments.domain,
+        text_key=arguments.text_key,
+        domain_key=arguments.domain_key,
         tasks=arguments.tasks,
         execution=Execution(
             executor=arguments.executor,

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
-import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from data_prep.documents import Corpus, Problems
+from data_prep.domains import (
+    FOLDER_NAME,
+    UNNAMED,
+    chosen_domains,
+    find_any,
+    find_domains,
+    folder_name,
+    names_domains,
+)
 from data_prep.ledger import Ledger
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest, match_domain
 from data_prep.output.merging import Finish
 from data_prep.reading import embedded
-from data_prep.reading.corpus import open_files
-from data_prep.reading.fields import Fields
+from data_prep.reading.corpus import FileCorpus, open_files
+from data_prep.reading.fields import TEXT_KEY, Fields
 from data_prep.running.execution import Execution, check_execution, run_stages
 from data_prep.running.slurm import submit
 from data_prep.running.workers import allow_open_files
@@ -23,22 +31,23 @@ from data_prep.stages import Filtering, Preparation
 from data_prep.steps import reading
 from data_prep.storage import publish, sha256_of, unfinished_folder, was_published
 from data_prep.tokenization.tokenizer import JsonTokenizer, train_tokenizer
-from data_prep.tokenization.vocabularies import TextTokenizer, end_of_document, keep_tokenizer, open_tokenizer
+from data_prep.tokenization.vocabularies import (
+    TextTokenizer,
+    end_of_document,
+    keep_tokenizer,
+    open_tokenizer,
+    tokenizer_files,
+)
 from megatron_ext.credentials import redacted_tree
 from megatron_ext.errors import UserError
 from megatron_ext.paths import check_text
 
 EMBEDDED = "embedded"
 TRAIN_TOKENIZER = "train"
-TRAIN_DOMAINS = ("CommonCrawl", "C4")
-TEST_DOMAINS = ("ArXiv", "Github", "StackExchange", "Wikipedia", "Book")
-"""SlimPajama's, used where none are named: trained on what is crawled, tested on the rest."""
-
 TASK_BYTES = 4 << 20
 """Input bytes a task where --tasks is not given: some seconds of work, and no more than can be lost to a kill."""
 
 MAX_DEFAULT_TASKS = 1000
-FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .+-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +57,17 @@ class PrepareOptions:
     Attributes:
         input: file, folder or URL of documents, or `embedded`.
         output: folder to make.
-        train_domains: domains of the train and validation splits; None: those of `TRAIN_DOMAINS` that there are.
+        train_domains: domains of the train and validation splits; None: those of `TRAIN_DOMAINS` that there are, or, if
+            the records name no domains, the one that they are given.
         test_domains: domains of the test split; none of the training domains; None: those of `TEST_DOMAINS`.
         filtering: how documents are cleaned, duplicates left out, and test text looked for in training text.
-        tokenizer: a tokenizer.json, a .tiktoken file or the name of one of tiktoken's encodings, RWKV's vocabulary
-            file, or `train`: train one on the train split.
+        tokenizer: a tokenizer.json, a folder with one or with vocab.json and merges.txt, a .tiktoken file or the name
+            of one of tiktoken's encodings, RWKV's vocabulary file, or `train`: train one on the train split.
         tiktoken_pattern: by which text is cut for a .tiktoken file that is not one of tiktoken's own.
         source_tokenizer: what made the tokens of Megatron's .bin/.idx files.
-        domain: domain of records that name none; None: they are malformed.
+        domain: domain of records that name none; None: they are malformed, unless all do so, see `train_domains`.
+        text_key: key or column of a record's text; None: `text`.
+        domain_key: key or column of its domain; None: SlimPajama's `meta.redpajama_set_name`, or `domain`.
         eos_token: end-of-document token; None: the tokenizer's usual one.
         vocab_size: of a tokenizer trained here.
         validation_fraction: share of the training documents held out, where folders do not give the split.
@@ -75,6 +87,8 @@ class PrepareOptions:
     tiktoken_pattern: str = ""
     source_tokenizer: str | None = None
     domain: str | None = None
+    text_key: str | None = None
+    domain_key: str | None = None
     eos_token: str | None = None
     vocab_size: int = 4096
     validation_fraction: float = 0.02
@@ -104,7 +118,7 @@ def prepare(options: PrepareOptions) -> Manifest | None:
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     output = Path(options.output)
     try:
-        corpus = open_corpus(options)
+        options, corpus = _with_domain(options, open_corpus(options))
         recorded = _recorded(options, options.tasks or default_tasks(corpus))
         if options.filtering.duplicates != "keep":
             allow_open_files(recorded["tasks"])  # as jobs will on other machines: better told now than hours later
@@ -127,48 +141,28 @@ def open_corpus(options: PrepareOptions) -> Corpus:
     if options.input == EMBEDDED:
         return embedded.EmbeddedCorpus()
     tokenizer = open_tokenizer(options.source_tokenizer) if options.source_tokenizer else None
-    return open_files(options.input, Fields(default=options.domain), tokenizer)
+    fields = Fields(options.text_key or TEXT_KEY, options.domain_key, options.domain)
+    return open_files(options.input, fields, tokenizer)
+
+
+def _with_domain(options: PrepareOptions, corpus: Corpus) -> tuple[PrepareOptions, Corpus]:
+    """The options, and the corpus; where no domains are asked for and the records name none, with one domain for all.
+
+    It has the name given, or that of the input, and is trained on.
+    """
+    if not isinstance(corpus, FileCorpus) or options.train_domains is not None or options.domain_key is not None:
+        return options, corpus
+    if corpus.has_own_domains or names_domains(corpus.with_default(UNNAMED), Problems(options.on_error)):
+        return options, corpus
+    name = options.domain or folder_name(corpus.name)
+    _check_names([name])
+    options = replace(options, domain=name, train_domains=[name], test_domains=options.test_domains or [])
+    return options, corpus.with_default(name)
 
 
 def default_tasks(corpus: Corpus) -> int:
     """Number of tasks for a corpus: a function of its size alone, so that the result is too."""
     return max(1, min(corpus.units, corpus.total_bytes // TASK_BYTES, MAX_DEFAULT_TASKS))
-
-
-def find_domains(corpus: Corpus, names: list[str], option: str) -> list[str]:
-    """The corpus's own spelling of the domains asked for.
-
-    Reads documents until every name has been seen, so only a wrong name costs a whole pass.
-
-    Raises:
-        UserError: a name is unknown; the domains that exist are listed.
-    """
-    present: dict[str, None] = {}
-    missing = list(names)
-    problems = Problems("skip")
-    for document in corpus.documents(problems):
-        if document.domain not in present:
-            present[document.domain] = None
-            missing = [name for name in names if match_domain(name, present) is None]
-        if not missing:
-            return [match for name in dict.fromkeys(names) if (match := match_domain(name, present))]
-    there = ", ".join(sorted(present)) or "none"
-    if problems.counts:
-        (file, reason), number = problems.counts.most_common(1)[0]
-        there += f"; {problems.counts.total()} records could not be read, such as {number} of {file} ({reason})"
-    raise UserError(option, f"unknown domain {missing[0]}", f"choose from the domains of the input: {there}")
-
-
-def _find_any(corpus: Corpus, names: list[str]) -> None:
-    """Refuse an input that has none of the usual training domains; reads on to the first document that is of one."""
-    present: dict[str, None] = {}
-    for document in corpus.documents(Problems("skip")):
-        if match_domain(document.domain, names):
-            return
-        present[document.domain] = None
-    problem = f"is not given, and the input has neither of the usual ones: {', '.join(names)}"
-    there = ", ".join(sorted(present)) or "none"
-    raise UserError("--train-domains", problem, f"choose from the domains of the input: {there}")
 
 
 def _check_text(options: PrepareOptions) -> None:
@@ -198,7 +192,11 @@ def _check(options: PrepareOptions) -> None:
         raise UserError("--validation-fraction", problem, "give 0 or more, below 1")
     if options.train_domains is not None and not options.train_domains:
         raise UserError("--train-domains", "no domain is given", "name one or more, separated by commas")
-    for name in (*(options.train_domains or []), *(options.test_domains or [])):
+    _check_names([*(options.train_domains or []), *(options.test_domains or [])])
+
+
+def _check_names(domains: list[str]) -> None:
+    for name in domains:
         if not FOLDER_NAME.fullmatch(name):
             raise UserError("--train-domains/--test-domains", f"{name!r} cannot name a folder", "rename the domain")
 
@@ -226,7 +224,7 @@ def _fill(root: Path, corpus: Corpus, options: PrepareOptions, recorded: dict[st
 
 
 def _plan(corpus: Corpus, options: PrepareOptions) -> SplitPlan:
-    train, test = chosen_domains(options)
+    train, test = chosen_domains(options.train_domains, options.test_domains)
     both = [name for name in train if match_domain(name, test)]
     if both:
         problem = f"{', '.join(both)} is a training domain and a test domain"
@@ -235,7 +233,7 @@ def _plan(corpus: Corpus, options: PrepareOptions) -> SplitPlan:
     if options.train_domains is None:
         if not train:
             raise UserError("--train-domains", "is not given, and the usual ones are test domains", "name one or more")
-        _find_any(corpus, train)
+        find_any(corpus, train)
         usual += train
     else:
         train = find_domains(corpus, train, "--train-domains")
@@ -249,14 +247,6 @@ def _plan(corpus: Corpus, options: PrepareOptions) -> SplitPlan:
     if overlap is not None and overlap.action != "report" and not plan.has_test:
         raise UserError("--decontaminate", "there are no test documents", "name --test-domains or leave it out")
     return plan
-
-
-def chosen_domains(options: PrepareOptions) -> tuple[list[str], list[str]]:
-    """Training and test domains as they are named, or the usual ones without those named for the other."""
-    train, test = options.train_domains, options.test_domains
-    usual_train = [name for name in TRAIN_DOMAINS if not match_domain(name, test or [])]
-    usual_test = [name for name in TEST_DOMAINS if not match_domain(name, train or [])]
-    return (usual_train if train is None else train), (usual_test if test is None else test)
 
 
 def _tokenizer(root: Path, corpus: Corpus, plan: SplitPlan, options: PrepareOptions) -> TextTokenizer:
@@ -277,7 +267,7 @@ def _recorded(options: PrepareOptions, tasks: int) -> dict[str, Any]:
     kept = asdict(options)
     for name in ("output", "execution", "progress", "filtering"):
         del kept[name]
-    kept["train_domains"], kept["test_domains"] = chosen_domains(options)
+    kept["train_domains"], kept["test_domains"] = chosen_domains(options.train_domains, options.test_domains)
     return {**redacted_tree(kept), **options.filtering.as_options(), "tasks": tasks}
 
 
@@ -285,6 +275,6 @@ def _begun(recorded: dict[str, Any], corpus: Corpus, options: PrepareOptions) ->
     """What a stopped preparation must share with this one: the options, and the files that they name."""
     begun = {f"--{name.replace('_', '-')}": value for name, value in recorded.items()}
     for name in (options.tokenizer, options.source_tokenizer):
-        if name and Path(name).is_file():
-            begun[f"{name} of sha256"] = sha256_of(Path(name))
+        for path in tokenizer_files(name) if name else ():
+            begun[f"{path} of sha256"] = sha256_of(path)
     return {**begun, "input files of digest": corpus.identity()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -22,6 +23,7 @@ from data_prep.reading.lines import BOM
 from data_prep.reading.records import read_records
 from data_prep.reading.selection import (
     INDEX_SUFFIX,
+    STRUCTURED,
     TABLE_SUFFIX,
     TAR_SUFFIX,
     Selection,
@@ -65,20 +67,29 @@ class FileCorpus:
     notes) are not read. Text files have no split of their own. What is not read is counted in `provenance`.
 
     Args:
-        name: domain of text files that lie in no sub-folder.
+        name: of the input; domain of text files that lie in no sub-folder.
         selection: what is read, and what is not.
         fields: where records have their text and domain.
         tokenizer: turns tokens back to text.
     """
 
     def __init__(self, name: str, selection: Selection, fields: Fields, tokenizer: TextTokenizer | None = None) -> None:
+        self._selection = selection
         self.files = selection.files
         self.folders = selection.folders
         self.total_bytes = sum(file.size for file in self.files)
-        self._not_read = selection.not_read
-        self._name = name
+        self.name = name
         self._fields = fields
         self._tokenizer = tokenizer
+
+    def with_default(self, domain: str) -> FileCorpus:
+        """The same files, with a domain for records that name none."""
+        return FileCorpus(self.name, self._selection, replace(self._fields, default=domain), self._tokenizer)
+
+    @property
+    def has_own_domains(self) -> bool:
+        """Whether there are files whose names are domains, if nothing else is said: those of tokens."""
+        return any(file.suffix == INDEX_SUFFIX for file in self.files)
 
     @property
     def units(self) -> int:
@@ -99,7 +110,7 @@ class FileCorpus:
 
     def provenance(self) -> dict[str, Any]:
         """Number and size of the input files that are read, and which are not."""
-        return {"files": len(self.files), "bytes": self.total_bytes, "not_read": self._not_read}
+        return {"files": len(self.files), "bytes": self.total_bytes, "not_read": self._selection.not_read}
 
     def identity(self) -> str:
         """Digest of the files' names, sizes and times."""
@@ -132,7 +143,7 @@ class FileCorpus:
         except MalformedError as error:
             problems.report(file.location, None, error.reason, error.detail, error.mend)
             return
-        yield Found("", text, printable(file.parts[0]) if len(file.parts) > 1 else fields.default or self._name)
+        yield Found("", text, printable(file.parts[0]) if len(file.parts) > 1 else fields.default or self.name)
 
 
 def _text_of(content: bytes, size: int) -> str:
@@ -154,7 +165,9 @@ def _text_of(content: bytes, size: int) -> str:
 
 
 def _own_name(source: str) -> str:
-    if is_url(source):
-        return PurePosixPath(source).stem
-    path = Path(source).resolve()
-    return printable(path.name if path.is_dir() else path.stem)
+    """Name of a folder, or of a file without what tells its form."""
+    path = PurePosixPath(source) if is_url(source) else Path(source).resolve()
+    if isinstance(path, Path) and path.is_dir():
+        return printable(path.name)
+    packed = next((suffix for suffix in STRUCTURED if path.name.lower().endswith(suffix)), path.suffix)
+    return printable(path.name[: len(path.name) - len(packed)])

@@ -123,7 +123,8 @@ def shown(board: Board, title: str, total_bytes: int, *, visible: bool) -> Itera
         return
     done = threading.Event()
     read, tokens = board.sums()
-    with tqdm(total=total_bytes, initial=read, desc=title, unit="B", unit_scale=True) as bar:
+    # The delay, of no time at all, keeps tqdm from a first line of zeros; `_follow` shows the bar.
+    with tqdm(total=total_bytes, initial=read, desc=title, unit="B", unit_scale=True, delay=1e-9) as bar:
         thread = threading.Thread(target=_follow, args=(board, bar, tokens, done), daemon=True)
         thread.start()
         try:

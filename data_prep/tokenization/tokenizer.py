@@ -82,14 +82,16 @@ class JsonTokenizer:
 
     Args:
         tokenizer: what the library read or trained.
-        path: the file it was read from; None: it was trained here.
+        path: the file it was read from; None: it was trained or put together here.
+        ends: end-of-document tokens that are looked for before the usual ones.
     """
 
     kind: TokenizerKind = "huggingface"
     file_name = "tokenizer.json"
     pattern = ""
 
-    def __init__(self, tokenizer: Tokenizer, path: Path | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, path: Path | None = None, ends: tuple[str, ...] = ()) -> None:
+        self._ends = (*ends, *KNOWN_ENDS)
         # As it came, and before it is changed below.
         self._content = path.read_bytes() if path is not None else tokenizer.to_str().encode()
         self._tokenizer = tokenizer if path is not None else Tokenizer.from_buffer(self._content)
@@ -124,7 +126,7 @@ class JsonTokenizer:
 
     def find_end(self, token: str | None = None) -> tuple[str, int] | None:
         """The token named, or the first of the usual ones."""
-        for candidate in (token,) if token else KNOWN_ENDS:
+        for candidate in (token,) if token else self._ends:
             found = self._tokenizer.token_to_id(candidate)
             if found is not None:
                 return candidate, found

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from data_prep.manifest import TokenizerEntry, TokenizerKind
 from data_prep.storage import sha256_of
+from data_prep.tokenization.folders import MERGES, READ, VOCABULARY, open_folder
 from data_prep.tokenization.rwkv_world import RwkvTokenizer, is_rwkv_vocabulary
 from data_prep.tokenization.tiktoken_files import TIKTOKEN_SUFFIX, TiktokenTokenizer, is_encoding_name
 from data_prep.tokenization.tokenizer import JsonTokenizer, NoTokenError, load_tokenizer
@@ -67,7 +68,8 @@ def open_tokenizer(name: str, pattern: str = "") -> TextTokenizer:
     """The tokenizer that `--tokenizer` or `--source-tokenizer` names.
 
     Args:
-        name: a tokenizer.json, a .tiktoken file, the name of one of tiktoken's encodings, or RWKV's vocabulary file.
+        name: a tokenizer.json, a folder with one or with vocab.json and merges.txt (or the path of that vocab.json), a
+            .tiktoken file, the name of one of tiktoken's encodings, or RWKV's vocabulary file.
         pattern: the regular expression of a .tiktoken file that is not one of tiktoken's own.
 
     Raises:
@@ -76,9 +78,24 @@ def open_tokenizer(name: str, pattern: str = "") -> TextTokenizer:
     path = Path(name)
     if name.endswith(TIKTOKEN_SUFFIX) or (is_encoding_name(name) and not path.exists()):
         return TiktokenTokenizer.open(name, pattern)
+    if (folder := _folder_of(path)) is not None:
+        return open_folder(folder)
     if path.is_file() and is_rwkv_vocabulary(path):
         return RwkvTokenizer(path)
     return JsonTokenizer(load_tokenizer(path), path)
+
+
+def tokenizer_files(name: str) -> list[Path]:
+    """The files that a name for `open_tokenizer` stands for; none for an encoding known by its name."""
+    folder = _folder_of(Path(name))
+    paths = [Path(name)] if folder is None else [folder / file for file in READ]
+    return [path for path in paths if path.is_file()]
+
+
+def _folder_of(path: Path) -> Path | None:
+    if path.is_dir():
+        return path
+    return path.parent if path.name == VOCABULARY and (path.parent / MERGES).is_file() else None
 
 
 @lru_cache(maxsize=1)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 def progress(
     steps: Iterable[Any] | None, title: str, unit: str, *, total: int | None = None, is_shown: bool = True
 ) -> Any:
-    """Tqdm's line around an iteration, on the first rank alone; it is gone at the end.
+    """Tqdm's line around an iteration, on the first rank alone; it is gone at the end. A short one shows none.
 
     Args:
         steps: what is gone through; None: whoever asks updates the line.
@@ -27,5 +27,13 @@ def progress(
     # A log file gets a line now and then.
     interval = 0.5 if sys.stderr.isatty() else 20.0
     return tqdm(
-        steps, desc=title, unit=unit, total=total, file=sys.stderr, disable=hidden, leave=False, mininterval=interval
+        steps,
+        desc=title,
+        unit=unit,
+        total=total,
+        file=sys.stderr,
+        disable=hidden,
+        leave=False,
+        mininterval=interval,
+        delay=interval,  # else a line of zeros comes first
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from data_prep.manifest import Manifest, ShardEntry, load_manifest
+from data_prep.manifest import Manifest, ShardEntry, load_manifest, match_domain
 from data_prep.tokenization.vocabularies import check_vocabulary
 from megatron_ext.config.layout import Layout
 from megatron_ext.config.schema import DataConfig, TrainingConfig
@@ -23,6 +23,7 @@ from megatron_ext.data.shards import TokenStore
 from megatron_ext.data.verified import Stamp, Verified
 from megatron_ext.data.verify import THREADS, Check, Damage, check_here, check_tokenizer, find_damage, verify_shards
 from megatron_ext.data.weights import domain_weights
+from megatron_ext.errors import UserError
 from megatron_ext.files import is_url
 from megatron_ext.parallel.agreement import from_every_rank, on_every_rank
 from megatron_ext.platform import local_rank
@@ -218,6 +219,11 @@ def _read(manifest: Manifest, domains: list[str], damages: Sequence[Damage]) -> 
 
 def _chosen(manifest: Manifest, split: str, asked: list[str] | None) -> list[str]:
     """The manifest's own names of the domains asked for; all of the split where none are."""
+    present = manifest.domain_names(split)
+    for name in (asked or []) if present else []:
+        if match_domain(name, present) is None:
+            problem = f"no domain {name} in the {split} split of the data"
+            raise UserError(f"data.{split}_domains", problem, f"choose from: {', '.join(present)}")
     return sorted({entry.domain for entry in manifest.select(split, asked)})
 
 

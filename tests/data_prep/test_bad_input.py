@@ -85,9 +85,9 @@ def test_a_bad_record_stops_or_is_counted(tmp_path, tokenizer_file, name, conten
         ("a.parquet", table()[:-30], "Parquet file broken"),
     ],
 )
-def test_where_no_domain_can_be_read_the_message_says_why(tmp_path, tokenizer_file, name, content, reason):
+def test_where_no_record_can_be_read_the_message_says_why(tmp_path, tokenizer_file, name, content, reason):
     source = tmp_path / name
     source.write_bytes(content)
-    said = rf"unknown domain C4; .*: none; 1 records could not be read, such as 1 of {source} \({reason}\)$"
+    said = rf"^{source}:1: {reason} \(.*\); repair it or give another --input$"
     with pytest.raises(UserError, match=said):
         prepare(prep_fakes.options(source, tmp_path / "out", tokenizer_file))

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 
 from data_prep import prepare as module
 from data_prep.contamination.overlap import OverlapOptions
+from data_prep.domains import chosen_domains
 from data_prep.manifest import Manifest
-from data_prep.prepare import PrepareOptions, chosen_domains, prepare
+from data_prep.prepare import PrepareOptions, prepare
 from data_prep.stages import Filtering
 from data_prep.steps import ReadCorpus
 from data_prep.summary import summary
@@ -216,7 +217,7 @@ def test_the_usual_domains(tmp_path, tokenizer_file):
     ],
 )
 def test_usual_domains_are_not_those_named_for_the_other_side(named, train, test):
-    assert chosen_domains(PrepareOptions(input="", output="", **named)) == (train, test)
+    assert chosen_domains(named.get("train_domains"), named.get("test_domains")) == (train, test)
 
 
 def test_an_input_without_the_usual_domains_is_refused(tmp_path, tokenizer_file):

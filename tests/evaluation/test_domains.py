@@ -80,5 +80,7 @@ def _manifest(root: Path, *there: tuple[str, str]) -> Manifest:
 def test_a_trained_domain_without_test_text_is_refused_as_a_test_domain(root: Path) -> None:
     manifest = _manifest(root, ("train", "C4"), ("validation", "C4"), ("test", "ArXiv"))
     assert chosen_domains(DataConfig(path="x"), manifest) == (["C4"], ["ArXiv"])
-    with pytest.raises(UserError, match=r"^manifest.json: no domain C4 in the test split; choose from: ArXiv$"):
+    with pytest.raises(UserError, match=r"^data.test_domains: no domain C4 in the test split of the data; choose from"):
         chosen_domains(DataConfig(path="x", test_domains=["ArXiv", "C4"]), manifest)
+    with pytest.raises(UserError, match=r"^data.train_domains: no domain Law in the train split of the data; choose "):
+        chosen_domains(DataConfig(path="x", train_domains=["Law"]), manifest)

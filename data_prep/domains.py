@@ -1,0 +1,132 @@
+"""Which domains an input has, as far as they must be known before the work begins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from data_prep.documents import Corpus, Problems, domain_key
+from data_prep.manifest import match_domain
+from megatron_ext.errors import UserError
+
+TRAIN_DOMAINS = ("CommonCrawl", "C4")
+TEST_DOMAINS = ("ArXiv", "Github", "StackExchange", "Wikipedia", "Book")
+"""SlimPajama's, used where none are named: trained on what is crawled, tested on the rest."""
+
+FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .+-]*")
+"""Names of domains that folders are made for."""
+
+UNNAMED = "\N{NULL}none"
+"""Default domain while it is asked whether records name one: no name that can be given."""
+
+MOST_SHOWN = 30
+"""Domains of an input in a message."""
+
+
+def find_domains(corpus: Corpus, names: list[str], option: str) -> list[str]:
+    """The corpus's own spelling of the domains asked for.
+
+    Reads documents until every name has been seen, so only a wrong name costs a whole pass.
+
+    Args:
+        corpus: what is read.
+        names: in any spelling.
+        option: that they were given with.
+
+    Raises:
+        UserError: a name is unknown; the domains that exist are listed. Or there is no document.
+    """
+    found: dict[str, str | None] = {domain_key(name): None for name in names}
+    missing, others, last = len(found), Others(), None
+    problems = Problems("skip")
+    for document in corpus.documents(problems):
+        if document.domain == last:
+            continue
+        last, key = document.domain, domain_key(document.domain)
+        if found.get(key, last) is None:
+            found[key] = last
+            missing -= 1
+        if not missing:
+            return [name for name in found.values() if name is not None]
+        others.add(last)
+    if last is None:
+        raise no_documents(corpus, problems)
+    unknown = next(name for name in names if found[domain_key(name)] is None)
+    unread = f"; {problems.counts.total():,} records could not be read" if problems.counts else ""
+    raise UserError(option, f"unknown domain {unknown}", f"choose from the domains of the input: {others}{unread}")
+
+
+def find_any(corpus: Corpus, names: Iterable[str]) -> None:
+    """Refuse an input that has none of some domains; reads on to the first document that is of one.
+
+    Raises:
+        UserError: there is none.
+    """
+    keys = {domain_key(name) for name in names}
+    others, problems = Others(), Problems("skip")
+    for document in corpus.documents(problems):
+        if domain_key(document.domain) in keys:
+            return
+        others.add(document.domain)
+    if not others.names:
+        raise no_documents(corpus, problems)
+    problem = f"is not given, and the input has neither of the usual ones: {', '.join(names)}"
+    raise UserError("--train-domains", problem, f"choose from the domains of the input: {others}")
+
+
+def names_domains(corpus: Corpus, problems: Problems) -> bool:
+    """Whether the first well-formed record of an input says of which domain it is.
+
+    Args:
+        corpus: opened with `UNNAMED` as the domain of records that name none.
+        problems: told of malformed records before it.
+
+    Raises:
+        UserError: a record is malformed and `problems` stops, or no record is well-formed.
+    """
+    for document in corpus.documents(problems):
+        return document.domain != UNNAMED
+    raise no_documents(corpus, problems)
+
+
+def folder_name(name: str) -> str:
+    """A name like the one given that a domain may have."""
+    return re.sub(r"[^A-Za-z0-9_ .+-]", "_", name).lstrip(" .+-") or "corpus"
+
+
+def chosen_domains(train: list[str] | None, test: list[str] | None) -> tuple[list[str], list[str]]:
+    """Training and test domains as they are named, or the usual ones without those named for the other."""
+    usual_train = [name for name in TRAIN_DOMAINS if not match_domain(name, test or [])]
+    usual_test = [name for name in TEST_DOMAINS if not match_domain(name, train or [])]
+    return (usual_train if train is None else train), (usual_test if test is None else test)
+
+
+def no_documents(corpus: Corpus, problems: Problems) -> UserError:
+    """The error of an input without a well-formed record: what the first is at fault for, or the counts by reason."""
+    counts: dict[str, int] = {}
+    for (_, reason), number in problems.counts.items():
+        counts[reason] = counts.get(reason, 0) + number
+    if len(counts) == 1:
+        try:
+            for _ in corpus.documents(Problems("stop", otherwise="give another --input")):
+                break
+        except UserError as error:
+            return error
+    said = ", ".join(f"{number:,} {reason}" for reason, number in sorted(counts.items(), key=lambda one: -one[1]))
+    return UserError("--input", f"no record of it can be read ({said or 'there are none'})", "give another")
+
+
+class Others:
+    """Names of domains for a message, of which there may be any number."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def add(self, name: str) -> None:
+        """Add a name, or forget that there are more."""
+        if len(self.names) <= MOST_SHOWN:
+            self.names.add(name)
+
+    def __str__(self) -> str:
+        shown = sorted(self.names)
+        return ", ".join([*shown[:MOST_SHOWN], "..."] if len(shown) > MOST_SHOWN else shown)

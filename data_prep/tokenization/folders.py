@@ -1,0 +1,109 @@
+"""Folders of Hugging Face tokenizers: files of data alone are read, and no code of theirs is ever run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from data_prep.tokenization.tokenizer import KNOWN_ENDS, JsonTokenizer, load_tokenizer
+from megatron_ext.errors import UserError
+
+TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
+CONFIG, SPECIALS, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+READ = (TOKENIZER, VOCABULARY, MERGES, CONFIG, SPECIALS, ADDED)
+"""Files of a folder that decide what its tokenizer does."""
+
+BYTE_LEVEL = ("GPT2", "Roberta", "Bart", "Longformer", "LED", "OpenAIGPT2", "PreTrained")
+"""Beginnings of `tokenizer_class` whose vocab.json and merges.txt are GPT-2's byte-level BPE with its split of text."""
+
+OTHER_FORMS = {".model": "a SentencePiece model", ".tiktoken": "a .tiktoken file", ".py": "code, which is never run"}
+CONVERT = "save a tokenizer.json with the library that made it (transformers: save_pretrained)"
+
+
+def open_folder(folder: Path) -> JsonTokenizer:
+    """The tokenizer in a folder: its tokenizer.json, or GPT-2's byte-level BPE in its vocab.json and merges.txt.
+
+    Its usual end-of-document token is the `eos_token` of tokenizer_config.json or special_tokens_map.json.
+
+    Raises:
+        UserError: there is neither, or a file is damaged.
+    """
+    config, specials = _json(folder / CONFIG), _json(folder / SPECIALS)
+    end = _name(config.get("eos_token")) or _name(specials.get("eos_token"))
+    usual = () if end is None else (end,)
+    if (folder / TOKENIZER).is_file():
+        return JsonTokenizer(load_tokenizer(folder / TOKENIZER), folder / TOKENIZER, usual)
+    if (folder / VOCABULARY).is_file() and (folder / MERGES).is_file():
+        return JsonTokenizer(_byte_level(folder, config, specials), None, usual)
+    there = sorted({OTHER_FORMS[path.suffix] for path in folder.iterdir() if path.suffix in OTHER_FORMS})
+    found = f", but {' and '.join(there)}" if there else ""
+    raise UserError("--tokenizer", f"{folder} has neither {TOKENIZER} nor {VOCABULARY} and {MERGES}{found}", CONVERT)
+
+
+def _byte_level(folder: Path, config: dict[str, Any], specials: dict[str, Any]) -> Tokenizer:
+    kind = str(config.get("tokenizer_class") or "GPT2Tokenizer")
+    if not kind.startswith(BYTE_LEVEL):
+        problem = f"{folder} has no {TOKENIZER}, and a {kind} may cut text otherwise than GPT-2's"
+        raise UserError("--tokenizer", problem, CONVERT)
+    try:
+        model = models.BPE.from_file(str(folder / VOCABULARY), str(folder / MERGES))
+    except Exception as error:  # the binding raises bare Exception
+        problem = f"{folder / VOCABULARY} and {MERGES} cannot be read ({' '.join(str(error).split())})"
+        raise UserError("--tokenizer", problem, "give them as they were published") from None
+    tokenizer = Tokenizer(model)
+    lacking = sorted(letter for letter in pre_tokenizers.ByteLevel.alphabet() if tokenizer.token_to_id(letter) is None)
+    if lacking:
+        problem = f"{folder / VOCABULARY} has no token for {len(lacking)} of the 256 bytes, so it is no byte-level BPE"
+        raise UserError("--tokenizer", problem, CONVERT)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space")))
+    tokenizer.decoder = decoders.ByteLevel()
+    _add_tokens(tokenizer, folder, config, specials)
+    return tokenizer
+
+
+def _add_tokens(tokenizer: Tokenizer, folder: Path, config: dict[str, Any], specials: dict[str, Any]) -> None:
+    """Add the tokens beside the vocabulary under their own ids, and flag the special ones."""
+    named = [name for value in (*specials.values(), *_tokens_of(config)) for name in _names(value)]
+    flagged = dict.fromkeys([*named, *(end for end in KNOWN_ENDS if tokenizer.token_to_id(end) is not None)])
+    decoder = config.get("added_tokens_decoder") or {}
+    given = {str(one.get("content")): int(number) for number, one in decoder.items() if str(number).isdigit()}
+    given |= {name: int(number) for name, number in _json(folder / ADDED).items()}
+    flagged |= dict.fromkeys(str(one["content"]) for one in decoder.values() if one.get("special"))
+    for name in sorted({*given, *flagged}, key=lambda name: (given.get(name, 1 << 60), name)):
+        token = AddedToken(name, special=name in flagged, normalized=False)
+        (tokenizer.add_special_tokens if name in flagged else tokenizer.add_tokens)([token])
+        if name in given and tokenizer.token_to_id(name) != given[name]:
+            problem = f"{folder} gives {name} the id {given[name]}, which does not follow its vocabulary"
+            raise UserError("--tokenizer", problem, CONVERT)
+
+
+def _tokens_of(config: dict[str, Any]) -> list[Any]:
+    return [
+        value for name, value in config.items() if name.endswith("_token") and not name.startswith(("add_", "use_"))
+    ]
+
+
+def _names(value: Any) -> list[str]:
+    values = value if isinstance(value, list) else [value]
+    return [name for one in values if (name := _name(one))]
+
+
+def _name(value: Any) -> str | None:
+    """The text of a token, which is written alone or as an object with its flags."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) and text else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise UserError("--tokenizer", f"{path} is no JSON ({error})", "give it as it was published") from None
+    if not isinstance(content, dict):
+        raise UserError("--tokenizer", f"{path} holds no object", "give it as it was published")
+    return content
