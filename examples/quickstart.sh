@@ -57,12 +57,7 @@ fi
 
 for mixer in "${mixers[@]}"; do
     heading "training $mixer"
-    resume=()
-    if [ -e "$runs/$mixer" ]; then
-        resume=(--resume)
-    fi
-    run selectron train examples/quickstart.yaml --processes 2 "model.pattern=$mixer*4" "run.name=$mixer" \
-        ${resume[@]+"${resume[@]}"}
+    run selectron train examples/quickstart.yaml --processes 2 "model.pattern=$mixer*4" "run.name=$mixer" --resume=auto
 done
 
 heading "comparing at equal training loss"

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import OF_SUITES, RunConfig
 from megatron_ext.config.validate import sections
+from megatron_ext.credentials import redacted_tree
 
 
 class Effect(Enum):
@@ -136,8 +137,12 @@ def flat(config: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
     Args:
         config: a configuration, or its plain tree as YAML gives it. What an older schema lacks in it has the default
             of today's; fields that today's does not know are left out. Mixers are those that the pattern names.
+
+    Returns:
+        Values by field, credentials in addresses redacted: they are kept in checkpoints, and shown.
     """
     tree = TypeAdapter(RunConfig).dump_python(config, mode="json") if isinstance(config, RunConfig) else config
+    tree = redacted_tree(tree)
     fields = dict(_schema_fields(tree))
     fields["model.pattern"] = "".join(fields["model.pattern"].split())
     for mixer in dict.fromkeys(parse_pattern(fields["model.pattern"])):

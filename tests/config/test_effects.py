@@ -65,6 +65,10 @@ def test_a_configuration_is_flat_with_its_defaults() -> None:
     assert set(EFFECTS) <= set(of_an_older_schema)
 
 
+def test_credentials_do_not_reach_checkpoints() -> None:
+    assert flat(config_of(data={"path": "s3://KEY:SECRET@bucket/data"}))["data.path"] == "s3://***@bucket/data"
+
+
 def test_the_field_that_was_changed_is_named_and_not_what_follows_from_it() -> None:
     config = derive(config_of(data={"seq_length": 64}))
     longer = derive(config_of(data={"seq_length": 128}))

@@ -320,6 +320,12 @@ CASES: dict[str, tuple[int, Sections, str, Sections]] = {
         "name a file with DeepSpeed's configuration, or leave it out",
         {"optimizer": {"sharding": "zero1"}},
     ),
+    "what_is_allowed_can_be": (
+        1,
+        {"run": {"allow_changed": ["optimizer.l"]}},
+        "run.allow_changed: optimizer.l is no field; did you mean optimizer.lr?",
+        {"run": {"allow_changed": ["optimizer.lr", "training.steps", "mixers.attention.window"]}},
+    ),
     "transformer_engine_needs_a_gpu": (
         1,
         {"run": {"backend": "transformer_engine", "device": "cpu"}},
@@ -359,6 +365,12 @@ def test_second_halves_of_rules() -> None:
     assert "data.cache_dir: here, with data.path" in line_of(sections({"data": {"cache_dir": "here"}}), 1)
     late = {"optimizer": {"schedule": "wsd", "decay_steps": 6, "warmup_steps": 5}, "training": {"steps": 10}}
     assert "warm-up 5 + decay_steps 6 is more than training.steps 10" in line_of(sections(late), 1)
+    for name, said in (
+        ("model.hidden_size", "makes another model"),
+        ("parallel.tensor", "may be changed without it"),
+        ("mixers.attention.width", "is no field"),
+    ):
+        assert f"run.allow_changed: {name} {said}" in line_of(sections({"run": {"allow_changed": [name]}}), 1)
     assert "do not divide by that" in line_of(sections({"parallel": {"tensor": 8}}), 1)
     groups = {"num_attention_heads": 8, "num_query_groups": 4, "pattern": "retnet"}
     heads = {"tensor": 2, "context": 4, "context_exchange": "heads"}

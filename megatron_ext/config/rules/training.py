@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from megatron_ext.config.deepspeed import STAGES, deepspeed_config
+from megatron_ext.config.effects import EFFECTS, Effect, effect_of
 from megatron_ext.config.rules.rule import Broken, Facts, Rules, does_not_divide
 from megatron_ext.config.schema import FP8_TILE
+from megatron_ext.config.suggest import suggest
+from megatron_ext.config.validate import field_names
 
 RULES = Rules()
 rule = RULES.on
@@ -191,6 +194,29 @@ def configuration_of_deepspeed_agrees(f: Facts) -> Broken:
     """What the run says and what the file says must be the same; the error names the file's field."""
     if f.config.optimizer.sharding in STAGES:
         deepspeed_config(f.config.optimizer, f.config.training, f.layout.num_micro_batches)
+    return None
+
+
+# --- going on from a checkpoint ------------------------------------------------------------------------------------
+
+
+@rule("run.allow_changed")
+def what_is_allowed_can_be(f: Facts) -> Broken:
+    """A name that is none would allow nothing, and another model cannot be loaded."""
+    for name in f.config.run.allow_changed:
+        mixer, _, field = name.removeprefix("mixers.").partition(".")
+        if name.startswith("mixers."):
+            is_field = mixer in f.mixers and field in field_names(f.mixers[mixer].config_type)
+        else:
+            is_field = name in EFFECTS
+        if not is_field:
+            changing = [known for known, effect in EFFECTS.items() if effect in (Effect.PAST, Effect.SCHEDULE)]
+            return f"{name} is no field", suggest(name, changing)
+        if effect_of(name) is Effect.MODEL:
+            mend = "begin a new run with the other model"
+            return f"{name} makes another model, whose tensors the checkpoint has not", mend
+        if effect_of(name) not in (Effect.PAST, Effect.SCHEDULE):
+            return f"{name} may be changed without it", "leave it out"
     return None
 
 
