@@ -274,15 +274,21 @@ def _launch(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     return command.launch(args, config, check_start)
 
 
-def _of_launch(name: str) -> Callable[..., Any]:
-    """A function of `launch.command` that takes a parser or its arguments; imported when it is called."""
+def _of_status(name: str) -> Callable[..., Any]:
+    """A function of `launch.status_command` that takes a parser or its arguments; imported when it is called."""
 
     def call(given: Any, *_: Any) -> Any:
-        from megatron_ext.launch import command
+        from megatron_ext.launch import status_command
 
-        return getattr(command, name)(given)
+        return getattr(status_command, name)(given)
 
     return call
+
+
+def _add_sweep(parser: argparse.ArgumentParser) -> None:
+    from megatron_ext.launch import command
+
+    command.add_sweep(parser)
 
 
 def _sweep(args: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -458,15 +464,11 @@ def _doctor(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 VERBS = {
     "train": _Verb(help="train a model from a configuration", add_arguments=_add_train, run=_train),
     "launch": _Verb(help="train as a job of Slurm, which goes on by itself", add_arguments=_add_launch, run=_launch),
-    "sweep": _Verb(
-        help="launch many runs that differ in some fields", add_arguments=_of_launch("add_sweep"), run=_sweep
-    ),
-    "status": _Verb(
-        help="say how launched runs stand", add_arguments=_of_launch("add_status"), run=_of_launch("status")
-    ),
-    "logs": _Verb(help="show what a launched run prints", add_arguments=_of_launch("add_logs"), run=_of_launch("logs")),
+    "sweep": _Verb(help="launch many runs that differ in some fields", add_arguments=_add_sweep, run=_sweep),
+    "status": _Verb(help="say how runs stand", add_arguments=_of_status("add_status"), run=_of_status("status")),
+    "logs": _Verb(help="show what a run prints", add_arguments=_of_status("add_logs"), run=_of_status("logs")),
     "cancel": _Verb(
-        help="end the jobs of launched runs", add_arguments=_of_launch("add_runs"), run=_of_launch("cancel")
+        help="end the jobs of launched runs", add_arguments=_of_status("add_runs"), run=_of_status("cancel")
     ),
     "preflight": _Verb(help="look at a job's nodes before it trains", add_arguments=_add_preflight, run=_preflight),
     "prepare": _Verb(help="turn documents into tokenised shards", add_arguments=_add_prepare, run=_prepare),

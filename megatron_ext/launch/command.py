@@ -1,22 +1,19 @@
-"""`selectron launch`, `status`, `logs` and `cancel`."""
+"""`selectron launch` and `selectron sweep`."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from megatron_ext.config.rules.nodes import check_nodes
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import UserError
-from megatron_ext.events import EVENTS, read_events
+from megatron_ext.events import EVENTS
 from megatron_ext.files import is_url
-from megatron_ext.heartbeat import signs
 from megatron_ext.launch import preflight_limits, slurm
 from megatron_ext.launch.array import tasks
 from megatron_ext.launch.branches import is_checkpoint
@@ -32,11 +29,9 @@ from megatron_ext.launch.job import (
     submitting,
     write_job,
 )
-from megatron_ext.launch.ranks import ranks_table
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.resuming import add_resume
 from megatron_ext.launch.sbatch_options import check_variables
-from megatron_ext.launch.status import run_folders, status_of, status_table
 from megatron_ext.launch.sweep import Sweep
 from megatron_ext.launch.sweep_file import of_sweep
 from megatron_ext.run_folder.lock import FOLDER
@@ -367,104 +362,3 @@ def refuse_held(folder: Path) -> None:
     signs = f"; its last sign is {state.quiet_seconds:.0f} s old"
     holder = state.holder or "a process that does not say who it is"
     raise UserError("run.name", f"{folder} is trained by {holder}{signs}", "wait until it ends, or end it there")
-
-
-def add_runs(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `selectron status` and `selectron cancel`."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders of run folders")
-
-
-def add_logs(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `selectron logs`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    parser.add_argument("--follow", action="store_true", help="go on showing what is written")
-    parser.add_argument("--lines", type=int, default=50, metavar="N", help="as many from the end (50)")
-
-
-def add_status(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `selectron status`."""
-    add_runs(parser)
-    parser.add_argument("--ranks", action="store_true", help="how far each rank is, and which keep the others waiting")
-    parser.add_argument("--json", action="store_true", help="print it for programs")
-
-
-def status(args: argparse.Namespace) -> int:
-    """Print how runs stand.
-
-    Raises:
-        UserError: there is nothing that is asked for.
-    """
-    folders = list(run_folders(args.runs))
-    runs = [status_of(folder) for folder in folders]
-    if args.json:
-        ranks = [{"ranks": [asdict(sign) for sign in signs(folder)]} if args.ranks else {} for folder in folders]
-        print(json.dumps([asdict(run) | more for run, more in zip(runs, ranks, strict=True)], indent=1))
-        return 0
-    print("\n".join(status_table(runs)))
-    for folder in folders if args.ranks else ():
-        try:
-            lines = ranks_table(folder)
-        except UserError as error:
-            lines = [f"{error.problem}; {error.mend}"]
-        print(f"\n{folder}:\n" + "\n".join(lines))
-    return 0
-
-
-def logs(args: argparse.Namespace) -> int:
-    """Show the end of the newest job's log.
-
-    Raises:
-        UserError: there is none yet.
-    """
-    job = newest_job(args.run)
-    if job is None:
-        raise UserError(str(args.run), "is no run that was launched", "give run.dir/run.name of one")
-    if not job.log.is_file():
-        problem = (
-            f"job {job.number} has printed nothing yet" if job.number else "its output went to where it was started"
-        )
-        raise UserError(str(args.run), problem, f"see `selectron status {args.run}`")
-    follow = ["--follow"] if args.follow else []
-    sys.stdout.flush()
-    os.execvp("tail", ["tail", f"--lines={args.lines}", *follow, "--", str(job.log)])
-
-
-def cancel(args: argparse.Namespace) -> int:
-    """End the jobs of runs that are under way; each leaves a checkpoint if Slurm lets it (KillWait).
-
-    Raises:
-        UserError: Slurm refuses, or a run's files are damaged; or, when all that are Slurm's are ended, some are not.
-    """
-    others, errors, cancelled = list[str](), list[UserError](), 0
-    folders = list(run_folders(args.runs))
-    for folder in folders:
-        try:
-            job = newest_job(folder)
-            if job is None or _has_ended_here(job):
-                continue
-            if job.number is None:
-                others.append(str(folder))
-                continue
-            state = slurm.job_state(job.number)
-            if state is not None and state.is_alive:
-                slurm.cancel(job.number)
-                cancelled += 1
-                print(f"{folder.name}: job {job.number} is cancelled", flush=True)
-        except UserError as error:  # the others are to end all the same
-            errors.append(error)
-    if others:
-        errors.append(UserError(", ".join(others), "no job of Slurm's", "end it where it was started (Ctrl-C)"))
-    for error in errors[:-1]:
-        print(f"selectron: error: {error}", file=sys.stderr)
-    if errors:
-        raise errors[-1]
-    if not cancelled:
-        which = f"{folders[0]} has no job" if len(folders) == 1 else f"none of {len(folders)} runs has a job"
-        print(f"nothing is cancelled: {which} that waits or runs")
-    return 0
-
-
-def _has_ended_here(job: Job) -> bool:
-    """Whether it was begun on this machine, without Slurm, and trains no more."""
-    begun = any(event.what.startswith("begun with") for event in read_events(job.folder, [])[:1])
-    return job.number is None and begun and not is_claimed(job.run)

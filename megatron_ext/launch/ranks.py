@@ -10,6 +10,8 @@ from megatron_ext.heartbeat import signs, troubles
 from megatron_ext.launch.status import ago
 from megatron_ext.printable import printable
 from megatron_ext.reports import table
+from megatron_ext.run_folder.lock import FOLDER as LOCK
+from megatron_ext.run_folder.lock_file import lock_state
 
 COLUMNS = ("rank", "host", "process", "step", "passes", "got further", "last sign")
 
@@ -22,7 +24,12 @@ def ranks_table(folder: Path) -> list[str]:
     """
     damaged: list[str] = []
     found, now = signs(folder, damaged), time.time()
-    if not found and not damaged:
+    lock = lock_state(folder / LOCK)
+    token = lock.holder.token if lock is not None and lock.holder is not None else ""
+    others = [sign for sign in found if sign.start and token and sign.start != token]
+    found = [sign for sign in found if sign not in others]
+    of_others = [f"rank {one.rank} on {one.host} (process {one.pid}) is of another start of the run" for one in others]
+    if not found and not damaged and not others:
         problem = "has no heartbeats: no rank has begun to train, or resilience.heartbeat_seconds is 0"
         raise UserError(str(folder), problem, "wait for its first steps, or leave out --ranks")
     rows = [
@@ -37,4 +44,4 @@ def ranks_table(folder: Path) -> list[str]:
         ]
         for sign in found
     ]
-    return [*table(COLUMNS, rows), *troubles(found, now), *map(printable, damaged)]
+    return [*table(COLUMNS, rows), *troubles(found, now), *map(printable, [*of_others, *damaged])]

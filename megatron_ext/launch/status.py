@@ -16,6 +16,7 @@ from megatron_ext.config.load import read_tree
 from megatron_ext.errors import UserError
 from megatron_ext.events import LAUNCH, Event, read_events
 from megatron_ext.json_text import parse_json
+from megatron_ext.launch.by_hand import BY_HAND, HandStart, hand_start, has_begun
 from megatron_ext.launch.job import NUMBER, Job, is_claimed, jobs_of, newest_job
 from megatron_ext.launch.readings import Readings
 from megatron_ext.launch.slurm import JobState, job_state
@@ -44,8 +45,8 @@ class RunStatus:
         folder: its folder.
         standing: one of `STANDINGS`.
         state: as Slurm says it, with the reason for waiting; else what happened last.
-        job: number of its newest job, or `local`; None: there is none.
-        log: what that job prints.
+        job: number of its newest job, `local`, or `by hand` where `selectron train` was called since; None: none.
+        log: what that job prints; None: it is not kept.
         starts: of that job.
         step: optimizer steps done.
         steps: that it is to do; None where it is not begun.
@@ -80,16 +81,16 @@ def events_of(job: Job) -> list[Event]:
 
 
 def run_folders(given: Sequence[Path]) -> Iterator[Path]:
-    """The launched runs among folders, or in them.
+    """The runs among folders, or in them, that were launched or have begun by hand.
 
     Raises:
         UserError: a folder is none, or holds none.
     """
     for folder in given:
-        inside = [folder] if jobs_of(folder) else _inside(folder)
+        inside = [folder] if jobs_of(folder) or has_begun(folder) else _inside(folder)
         if not inside:
-            problem = "holds no run that was launched" if folder.is_dir() else "is no folder"
-            raise UserError(str(folder), problem, "give run.dir/run.name of a launched run, or run.dir")
+            problem = "holds no run that was begun" if folder.is_dir() else "is no folder"
+            raise UserError(str(folder), problem, "give run.dir/run.name of a run, or run.dir")
         yield from inside
 
 
@@ -101,7 +102,7 @@ def _inside(folder: Path) -> list[Path]:
     for problem in readings.problems:
         print(f"selectron: warning: {problem}; the runs whose folders are there are taken instead", file=sys.stderr)
     swept = [path_within(folder, name, str(sweep)) for name in names]
-    return swept or [path for path in sorted(folder.glob("*")) if jobs_of(path)]
+    return swept or [path for path in sorted(folder.glob("*")) if jobs_of(path) or has_begun(path)]
 
 
 def is_finished(folder: Path) -> bool:
@@ -117,12 +118,17 @@ def status_of(folder: Path) -> RunStatus:
     """
     readings = Readings()
     job = readings.get(folder, lambda: newest_job(folder), None)
+    if job is None and (hand := hand_start(folder, None)) is not None:
+        return _by_hand(folder, hand, readings)
     if job is None:
         standing = DAMAGED if readings.problems else NOT_BEGUN
         return RunStatus(folder.name, str(folder), standing, standing, problems=tuple(readings.problems))
     number, events = readings.get(job.folder, lambda: job.number, None), read_events(job.folder, readings.problems)
     is_damaged = bool(readings.problems)
     state = None if number is None else job_state(number)  # Slurm forgets a job some minutes after its end
+    hand = hand_start(folder, events[-1].time if events else "")
+    if hand is not None and (state is None or not state.is_alive):  # a newer story than the job's
+        return _by_hand(folder, hand, readings)
     last = last_metrics(folder, readings)
     standing = _standing(job, number, events, state, readings)
     if is_damaged and standing != FINISHED and (state is None or not state.is_alive):
@@ -143,6 +149,34 @@ def status_of(folder: Path) -> RunStatus:
         seconds_ago=time.time() - (folder / METRICS).stat().st_mtime if last else None,
         event=events[-1].what if events else None,
         event_time=events[-1].time if events else None,
+        problems=tuple(readings.problems),
+    )
+
+
+def _by_hand(folder: Path, hand: HandStart, readings: Readings) -> RunStatus:
+    """How a run stands of which the newest start was made by hand."""
+    last, config = last_metrics(folder, readings), folder / "config.yaml"
+    steps = readings.get(config, lambda: _steps(config), None) if config.exists() else None
+    step = last["step"] if last else 0
+    standing, state = STOPPED if hand.is_stopped else FAILED, hand.said
+    if hand.is_running:
+        standing = RUNNING
+    elif steps is not None and step >= steps:
+        standing = state = FINISHED
+    elif hand.is_stopped:
+        state = STOPPED
+    return RunStatus(
+        folder.name,
+        str(folder),
+        standing=standing,
+        state=state,
+        job=BY_HAND,
+        log=hand.output or None,
+        step=step,
+        steps=steps,
+        loss=last["loss"] if last else None,
+        tokens_per_second=last["tokens_per_second"] if last else None,
+        seconds_ago=time.time() - (folder / METRICS).stat().st_mtime if last else None,
         problems=tuple(readings.problems),
     )
 
@@ -179,7 +213,7 @@ def status_table(runs: Sequence[RunStatus]) -> list[str]:
     if len(runs) > 1:
         lines += ["", _summary(runs)]
     failed = [run for run in runs if run.standing == FAILED]
-    lines += [printable(f"{run.run} failed: {run.event or run.state}; see {run.log}") for run in failed]
+    lines += [printable(f"{run.run} failed: {run.event or run.state}{_see(run)}") for run in failed]
     for run in runs:
         lines += [f"{run.run}: {printable(problem)}" for problem in run.problems[:_MOST_PROBLEMS]]
         if len(run.problems) > _MOST_PROBLEMS:
@@ -187,12 +221,16 @@ def status_table(runs: Sequence[RunStatus]) -> list[str]:
     return lines
 
 
+def _see(run: RunStatus) -> str:
+    return f"; see {run.log}" if run.log else "; what it printed is not kept"
+
+
 def _row(run: RunStatus) -> list[str]:
     return [
         printable(run.run),
         run.job or "",
         printable(run.state),
-        str(run.starts) if run.job else "",
+        str(run.starts) if run.starts else "",
         f"{run.step} of {'?' if run.steps is None else run.steps}" if run.job else "",
         f"{run.loss:.4f}" if run.loss is not None else "",
         f"{run.tokens_per_second:,.0f}" if run.tokens_per_second is not None else "",

@@ -17,6 +17,10 @@ from megatron_ext.run_folder.process_identity import ProcessIdentity
 DEAD_SECONDS = 60.0
 """Seconds without a change after which a holder counts as gone."""
 
+LAUNCH_VARIABLE = "SELECTRON_LAUNCH"
+"""Environment variable: number of the launched job that a process belongs to."""
+
+_LONGEST = 400
 WIDTH = 1024
 """Bytes of a file, which is overwritten in one call."""
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -33,6 +37,8 @@ class Holder:
         since: when, UTC, ISO 8601, by its machine's clock.
         beats: counter that changes while it holds the lock.
         released: whether it has given the lock up.
+        launch: number of the launched job of the run, RUN/launch/N, that it belongs to; empty: it was begun by hand.
+        output: file that it prints to; empty: a terminal or a pipe.
     """
 
     number: int
@@ -41,6 +47,8 @@ class Holder:
     since: str
     beats: int = 0
     released: bool = False
+    launch: str = ""
+    output: str = ""
 
     def __str__(self) -> str:
         """As a message names it."""
@@ -65,7 +73,9 @@ class LockState:
 def create(folder: Path, number: int, me: ProcessIdentity) -> Holder | None:
     """Create a number's file, if nobody else has, and remove those before it; None: somebody has."""
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    holder, path = Holder(number, uuid.uuid4().hex, me, since), folder / str(number)
+    launch = os.environ.get(LAUNCH_VARIABLE, "")[:_LONGEST]
+    holder = Holder(number, uuid.uuid4().hex, me, since, launch=launch, output=_output())
+    path = folder / str(number)
     beside = folder / f".{holder.token}"
     try:
         beside.write_bytes(line(asdict(holder)))
@@ -93,6 +103,16 @@ def create(folder: Path, number: int, me: ProcessIdentity) -> Holder | None:
     return holder
 
 
+def _output() -> str:
+    """The file that this process's standard error goes to; empty: it is none that can be read later."""
+    try:
+        path = os.readlink("/proc/self/fd/2")
+        is_kept = Path(path).is_file() and len(json.dumps(path)) <= _LONGEST
+    except (OSError, ValueError):
+        return ""
+    return path if is_kept else ""
+
+
 def numbers(folder: Path) -> list[int]:
     """Numbers of the files of a lock."""
     return [int(name) for name in os.listdir(folder) if name.isascii() and name.isdecimal()]
@@ -117,7 +137,16 @@ def parsed(content: bytes) -> Holder | None:
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     process = holder.process
-    texts = (holder.token, holder.since, process.host, process.pids, process.started, process.job or "")
+    texts = (
+        holder.token,
+        holder.since,
+        holder.launch,
+        holder.output,
+        process.host,
+        process.pids,
+        process.started,
+        process.job or "",
+    )
     whole = (holder.number, holder.beats, process.restarts, process.pid)
     is_sound = all(isinstance(text, str) for text in texts) and all(type(number) is int for number in whole)
     return holder if is_sound and 0 < process.pid < 1 << 31 else None

@@ -14,10 +14,11 @@ from test_status import job_of
 from megatron_ext.cli import main
 from megatron_ext.heartbeat import FOLDER as HEARTBEATS
 from megatron_ext.heartbeat import Heartbeat
-from megatron_ext.launch import command, slurm, status
+from megatron_ext.launch import slurm, status, status_command
 from megatron_ext.launch.slurm import JobState
 from megatron_ext.run_folder.lock import FOLDER as LOCK
 from megatron_ext.run_folder.lock import take
+from megatron_ext.run_folder.lock_file import LAUNCH_VARIABLE
 
 HUGE = b"9" * 5000
 FILES = {
@@ -79,6 +80,7 @@ SILENT = {
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "sizes"
     folder.mkdir()
+    monkeypatch.setenv(LAUNCH_VARIABLE, "1")
     (folder / "sweep.json").write_text(json.dumps({"runs": ["a", "b", "c"]}))
     for name in "abc":
         run = job_of(folder / name, "7", "begun on n1").run
@@ -151,7 +153,7 @@ def test_a_damaged_file_is_named_and_the_other_runs_stand(
     if (file, damage) not in SILENT and file not in ("sweep.json", "heartbeat"):
         assert any(str(damaged) in problem for problem in runs[1]["problems"])
     shown: list[str] = []
-    monkeypatch.setattr(command.os, "execvp", lambda _, words: shown.append(words[-1]))
+    monkeypatch.setattr(status_command.os, "execvp", lambda _, words: shown.append(words[-1]))
     code = main(["cancel", str(sweep)])
     said = capsys.readouterr()
     assert {"a: job 7 is cancelled", "c: job 7 is cancelled"} <= set(said.out.splitlines())

@@ -218,7 +218,7 @@ def test_status(tmp_path: Path) -> None:
 
 
 def test_what_was_not_launched(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no run that was launched"):
+    with pytest.raises(UserError, match="holds no run that was begun"):
         list(run_folders([tmp_path]))
     with pytest.raises(UserError, match="nowhere: is no folder"):
         list(run_folders([tmp_path / "nowhere"]))

@@ -1,0 +1,160 @@
+"""`selectron status`, `logs` and `cancel`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from megatron_ext.errors import UserError
+from megatron_ext.events import read_events
+from megatron_ext.heartbeat import signs
+from megatron_ext.launch import slurm
+from megatron_ext.launch.by_hand import METRICS, HandStart, hand_start
+from megatron_ext.launch.job import Job, is_claimed, newest_job
+from megatron_ext.launch.ranks import ranks_table
+from megatron_ext.launch.status import run_folders, status_of, status_table
+from megatron_ext.printable import printable
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `selectron status` and `selectron cancel`."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders of run folders")
+
+
+def add_logs(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `selectron logs`."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--follow", action="store_true", help="go on showing what is written")
+    parser.add_argument("--lines", type=int, default=50, metavar="N", help="as many from the end (50)")
+
+
+def add_status(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `selectron status`."""
+    add_runs(parser)
+    parser.add_argument("--ranks", action="store_true", help="how far each rank is, and which keep the others waiting")
+    parser.add_argument("--json", action="store_true", help="print it for programs")
+
+
+def status(args: argparse.Namespace) -> int:
+    """Print how runs stand.
+
+    Raises:
+        UserError: there is nothing that is asked for.
+    """
+    folders = list(run_folders(args.runs))
+    runs = [status_of(folder) for folder in folders]
+    if args.json:
+        ranks = [{"ranks": [asdict(sign) for sign in signs(folder)]} if args.ranks else {} for folder in folders]
+        print(json.dumps([asdict(run) | more for run, more in zip(runs, ranks, strict=True)], indent=1))
+        return 0
+    print("\n".join(status_table(runs)))
+    for folder in folders if args.ranks else ():
+        try:
+            lines = ranks_table(folder)
+        except UserError as error:
+            lines = [f"{error.problem}; {error.mend}"]
+        print(f"\n{folder}:\n" + "\n".join(lines))
+    return 0
+
+
+def logs(args: argparse.Namespace) -> int:
+    """Show the end of the newest job's log.
+
+    Raises:
+        UserError: there is none yet.
+    """
+    job = newest_job(args.run)
+    hand = _hand_start(args.run, job)
+    if hand is not None:
+        return _show_hands_output(args, hand)
+    if job is None:
+        raise UserError(str(args.run), "is no run that was begun", "give run.dir/run.name of one")
+    if not job.log.is_file():
+        problem = (
+            f"job {job.number} has printed nothing yet" if job.number else "its output went to where it was started"
+        )
+        raise UserError(str(args.run), problem, f"see `selectron status {args.run}`")
+    return _tail(args, job.log)
+
+
+def _show_hands_output(args: argparse.Namespace, hand: HandStart) -> int:
+    """Show what a run printed that was begun by hand, if a file has it.
+
+    Raises:
+        UserError: none has.
+    """
+    said = f"was begun by hand ({hand.said})"
+    if not hand.output or not Path(hand.output).is_file():
+        where = f"{hand.output}, which is not there" if hand.output else "where it was begun, and is not kept"
+        problem = f"{said}: what it prints went to {where}"
+        raise UserError(
+            str(args.run), problem, f"see {args.run}/{METRICS}, or call `selectron launch --local` next time"
+        )
+    print(f"selectron: {args.run} {said}; it prints to {printable(hand.output)}", file=sys.stderr, flush=True)
+    return _tail(args, Path(hand.output))
+
+
+def _tail(args: argparse.Namespace, log: Path) -> int:
+    follow = ["--follow"] if args.follow else []
+    sys.stdout.flush()
+    os.execvp("tail", ["tail", f"--lines={args.lines}", *follow, "--", str(log)])
+
+
+def cancel(args: argparse.Namespace) -> int:
+    """End the jobs of runs that are under way; each leaves a checkpoint if Slurm lets it (KillWait).
+
+    Raises:
+        UserError: Slurm refuses, or a run's files are damaged; or, when all that are Slurm's are ended, some are not.
+    """
+    others, errors, cancelled = list[str](), list[UserError](), 0
+    folders = list(run_folders(args.runs))
+    for folder in folders:
+        try:
+            job = newest_job(folder)
+            hand = _hand_start(folder, job)
+            if hand is not None and hand.is_running:
+                raise UserError(str(folder), f"was begun by hand: {hand.said}", "end it there (Ctrl-C)")
+            if job is None or _has_ended_here(job):
+                continue
+            if job.number is None:
+                others.append(str(folder))
+            else:
+                cancelled += _is_cancelled(folder.name, job.number)
+        except UserError as error:  # the others are to end all the same
+            errors.append(error)
+    if others:
+        errors.append(UserError(", ".join(others), "no job of Slurm's", "end it where it was started (Ctrl-C)"))
+    for error in errors[:-1]:
+        print(f"selectron: error: {error}", file=sys.stderr)
+    if errors:
+        raise errors[-1]
+    if not cancelled:
+        which = f"{folders[0]} has no job" if len(folders) == 1 else f"none of {len(folders)} runs has a job"
+        print(f"nothing is cancelled: {which} that waits or runs")
+    return 0
+
+
+def _is_cancelled(run: str, number: str) -> bool:
+    """Cancel a job if it waits or runs, and say so; whether it did."""
+    state = slurm.job_state(number)
+    if state is None or not state.is_alive:
+        return False
+    slurm.cancel(number)
+    print(f"{run}: job {number} is cancelled", flush=True)
+    return True
+
+
+def _hand_start(run: Path, job: Job | None) -> HandStart | None:
+    """The newest start of a run, if it is later than what happened to its newest job; None: it is not."""
+    events = [] if job is None else read_events(job.folder, [])
+    return hand_start(run, None if job is None else events[-1].time if events else "")
+
+
+def _has_ended_here(job: Job) -> bool:
+    """Whether it was begun on this machine, without Slurm, and trains no more."""
+    begun = any(event.what.startswith("begun with") for event in read_events(job.folder, [])[:1])
+    return job.number is None and begun and not is_claimed(job.run)
