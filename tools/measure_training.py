@@ -71,8 +71,9 @@ def row(name: str, length: int, processes: int) -> list[str]:
             overrides.append(f"training.recompute={model.recompute}")
         else:
             overrides += [f"parallel.context={processes}", "parallel.context_transport=copy_engine"]
+            rounds = 1 if model.hands_states_on else 2
+            overrides.append(f"parallel.context_exchange_rounds={rounds}")
             if not model.hands_states_on:
-                overrides.append("parallel.context_exchange_rounds=2")
                 overrides.append(f"training.micro_batch_size={processes // 2}")
     option, thousands = "--plain" if model.plain else "--variant", "100k" if length == LONG else f"{length // 1024}k"
     return [option, f"{thousands}_{name}:{','.join(overrides)}"]

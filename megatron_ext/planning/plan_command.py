@@ -52,17 +52,20 @@ def run(
     _check(args)
     from megatron_ext.config.rules import check
     from megatron_ext.planning import plan
+    from megatron_ext.planning.batch import batch_of_a_replica_a_node, fitting_batch
     from megatron_ext.planning.plan_report import PlanReport
 
-    config, mixers = load(args.config, args.overrides), load_mixers()
+    configured, mixers = load(args.config, args.overrides), load_mixers()
     machine = plan.Machine(gpu=gpu_of(args.gpu), nodes=args.nodes, per_node=args.gpus_per_node)
+    config = fitting_batch(configured, machine.world_size) if args.search is None else configured
     vocab_size, told = _vocabulary(args, config.data.path, config.data.cache_dir)
     report = PlanReport(
         name=args.config.stem,
         overrides=tuple(args.overrides),
         machine=machine,
         vocabulary=told,
-        tokens=args.tokens or config.training.steps * config.training.global_batch_size * config.data.seq_length,
+        tokens=args.tokens
+        or configured.training.steps * configured.training.global_batch_size * config.data.seq_length,
         price=args.price,
     )
     if args.search is None:
@@ -70,6 +73,11 @@ def run(
     else:
         report.shown = args.search
         report.layouts = plan.search(config, vocab_size, machine, mixers, _tell)
+        if not any(one.memory for one in report.layouts):
+            config = batch_of_a_replica_a_node(configured, machine)
+            report.layouts = plan.search(config, vocab_size, machine, mixers, _tell)
+    if config is not configured:
+        report.batch = configured.training.global_batch_size, config.training.global_batch_size
     if args.every_rank:
         check(config, machine.world_size, mixers)
         report.shards = list(plan.shards(config, vocab_size, machine.world_size))

@@ -37,6 +37,7 @@ class PlanReport:
         layouts: all that were looked at, the best first.
         shown: how many of them to show.
         shards: what each rank builds; empty: nobody asked.
+        batch: samples a step as configured, and as planned because those do not divide; None: they do.
     """
 
     name: str
@@ -49,6 +50,7 @@ class PlanReport:
     layouts: list[Planned] = field(default_factory=list)
     shown: int = 0
     shards: list[Shard] = field(default_factory=list)
+    batch: tuple[int, int] | None = None
 
     @property
     def fits(self) -> bool:
@@ -68,6 +70,10 @@ class PlanReport:
         lines = [f"# {self.name} on {where}", "", f"Vocabulary: {self.vocabulary}."]
         if self.overrides:
             lines += ["", f"With `{' '.join(self.overrides)}`."]
+        if self.batch is not None:
+            configured, planned = self.batch
+            told = f"{configured} samples a step do not divide by so many replicas: planned with **{planned}**"
+            lines += ["", f"{told}, as `training.global_batch_size={planned}` would train it."]
         if self.planned is not None:
             lines += ["", *self._about(self.planned)]
         if self.layouts:
@@ -99,6 +105,7 @@ class PlanReport:
             "gpus_per_node": self.machine.per_node,
             "vocabulary": self.vocabulary,
             "tokens": self.tokens,
+            "global_batch_size": dict(zip(("configured", "planned"), self.batch, strict=True)) if self.batch else None,
             "layouts": [self._numbers_of(one) for one in self._all],
             "ranks": [asdict(shard) for shard in self.shards],
         }

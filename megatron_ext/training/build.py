@@ -30,14 +30,15 @@ def model_shape(config: RunConfig, platform: Platform, vocab_size: int) -> Model
         reason = "is not installed" if platform.is_cuda else "needs a GPU"
         mend = "install the extra `selectron[gpu]` on a GPU machine, or set training.fp8=none"
         raise UserError("training.fp8", f"'{fp8}' is computed by Transformer Engine, which {reason}", mend)
-    if config.parallel.context_transport == "copy_engine" and not platform.is_cuda:
+    parallel = config.parallel
+    if parallel.context_transport == "copy_engine" and parallel.context > 1 and not platform.is_cuda:
         mend = "train on GPUs, or set parallel.context_transport=nccl, which is gloo here"
         raise UserError("parallel.context_transport", "copy_engine, and there is no GPU", mend)
     return ModelShape(
         model=config.model,
         mixers=mixers,
         mixer_configs={name: _mixer_config(config, name) for name in set(mixers)},
-        parallel=replace(config.parallel, sequence=sequence_parallel(config)),
+        parallel=replace(parallel, sequence=sequence_parallel(config)),
         vocab_size=vocab_size,
         precision=config.training.precision,
         recompute=config.training.recompute,

@@ -441,8 +441,9 @@ def test_layout() -> None:
         ("110m_2k", 1, []),
         ("110m_2k", 8, ["model.pattern=top1_element*12"]),
         ("1p3b_100k", 8, []),
-        ("1p3b_100k", 8, ["parallel.tensor=1"]),
-        ("1p3b_100k", 64, []),
+        ("1p3b_100k", 8, ["parallel.tensor=2"]),
+        ("1p3b_100k", 1, ["parallel.context=1", "run.device=cpu"]),
+        ("1p3b_100k", 32, []),
         ("1p3b_100k", 8, ["model.pattern=gated_deltanet*24"]),
     ],
 )

@@ -14,12 +14,22 @@ from megatron_ext.mixers.registry import load_all
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ONE_GPU = ("parallel.tensor=1", "parallel.sequence=false", "parallel.context=1")
+BIG = "1p3b_100k.yaml"
+LAYOUT = (
+    "parallel.tensor=2",
+    "parallel.context=4",
+    "parallel.context_transport=nccl",
+    "parallel.context_exchange_rounds=1",
+    "training.recompute=full",
+)
+"""Where the tests' own overrides start from, whatever layout the example has."""
+
 TOKENS = 50304
 
 
-def configured(overrides: Sequence[str], world_size: int = 1, example: str = "1p3b_100k.yaml") -> RunConfig:
+def configured(overrides: Sequence[str], world_size: int = 1, example: str = BIG) -> RunConfig:
     """An example with overrides, checked for a world and whole."""
-    config = load_config(EXAMPLES / example, overrides, load_all())
+    config = load_config(EXAMPLES / example, [*(LAYOUT if example == BIG else ()), *overrides], load_all())
     check(config, world_size, load_all())
     return derive(config)
 

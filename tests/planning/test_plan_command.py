@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_ext import cli
+from megatron_ext.config.load import load_config
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.mixers.registry import load_all
+from megatron_ext.planning.layouts import candidates, differences
 from megatron_ext.planning.shards import Shard, whole_model
 
 ROOT = Path(__file__).parents[2]
 BIG, SMALL = str(ROOT / "examples/1p3b_100k.yaml"), str(ROOT / "examples/110m_2k.yaml")
+BY_NCCL = ["parallel.context_transport=nccl", "parallel.context_exchange_rounds=1"]
 ONE_GPU = ["parallel.tensor=1", "parallel.sequence=false", "parallel.context=1"]
 
 
@@ -45,7 +51,7 @@ def test_options_that_cannot_be(capsys: Any, arguments: list[str], said: str) ->
 def test_a_layout_that_cannot_be_is_refused_as_in_training(capsys: Any) -> None:
     code, out, err = call(capsys, BIG, "--gpus-per-node", "6")
     assert (code, out) == (2, "")
-    assert "tensor 2 * pipeline 1 * context 4 = 8 processes a replica, and 6 do not divide by that" in err
+    assert "tensor 1 * pipeline 1 * context 4 = 4 processes a replica, and 6 do not divide by that" in err
 
 
 def test_copy_engines_between_nodes_are_refused_as_in_a_launch(capsys: Any) -> None:
@@ -142,7 +148,7 @@ def test_what_was_never_measured_has_memory_and_no_time(capsys: Any, field: str,
 
 
 def test_a_search_puts_the_fastest_that_fits_first(capsys: Any, tmp_path: Path) -> None:
-    more = ["model.pattern=attention*2", "training.global_batch_size=2", "parallel.context=1"]
+    more = ["model.pattern=attention*2", "training.global_batch_size=2", "parallel.context=1", *BY_NCCL]
     options = ["--gpus-per-node", "2", "--gpu", "h100", "--search", "3", "--output", str(tmp_path)]
     code, out, _ = call(capsys, BIG, *more, *options)
     assert code == 0
@@ -189,17 +195,69 @@ def test_a_search_looks_at_copy_engines_where_they_could_exchange_heads(
     capsys: Any, tmp_path: Path, more: list[str], transports: set[str]
 ) -> None:
     options = ["--gpus-per-node", "2", "--search", "--output", str(tmp_path)]
-    code, _, _ = call(capsys, BIG, *more, "training.global_batch_size=1", *options)
+    code, _, _ = call(capsys, BIG, *BY_NCCL, *more, "training.global_batch_size=1", *options)
     assert code == 0
     found = [one["layout"] for one in json.loads((tmp_path / "plan.json").read_text())["layouts"]]
     shared = [layout for layout in found if "parallel.context=2" in layout]
     assert {one.partition("context_transport=")[2].partition(" parallel.pipeline")[0] for one in shared} == transports
 
 
+@pytest.mark.usefixtures("kept_process")
+@pytest.mark.parametrize(("asked", "planned"), [(8, 128), (190, 128), (192, 256), (256, None)])
+def test_a_batch_that_does_not_divide_is_planned_as_the_nearest_that_does(
+    capsys: Any, tmp_path: Path, asked: int, planned: int | None
+) -> None:
+    more = ["model.pattern=attention", "training.micro_batch_size=2", f"training.global_batch_size={asked}"]
+    options = ["--nodes", "32", "--output", str(tmp_path)]  # 64 replicas
+    code, out, err = call(capsys, BIG, *more, *options)
+    assert (code, err) == (0, "")
+    said = f"{asked} samples a step do not divide by so many replicas: planned with **{planned}**, as "
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["tokens"] == asked * 122070 * 102400
+    if planned is None:
+        assert "samples a step do not divide" not in out
+        assert found["global_batch_size"] is None
+    else:
+        assert f"{said}`training.global_batch_size={planned}` would train it." in out
+        assert found["global_batch_size"] == {"configured": asked, "planned": planned}
+        assert found["layouts"][0]["micro_batches"] == planned // 128
+
+
+@pytest.mark.usefixtures("kept_process")
+def test_a_search_in_which_no_layout_shares_the_batch_out(capsys: Any) -> None:
+    """With one GPU a node a layer's replicas are as many as GPUs."""
+    more = ["model.pattern=attention", "training.global_batch_size=3", "training.micro_batch_size=1"]
+    code, out, _ = call(capsys, SMALL, *more, "--nodes", "2", "--gpus-per-node", "1", "--search")
+    assert code == 0
+    assert "3 samples a step do not divide by so many replicas: planned with **4**" in out
+
+
+def _neighbours(config: RunConfig, world_size: int, per_node: int) -> Iterator[Sequence[RunConfig]]:
+    """The fastest of all candidates on 8 GPUs at the study's length, and the example's: all of them take a minute."""
+    for alternatives in candidates(config, world_size, per_node):
+        parallel = alternatives[0].parallel
+        if parallel.pipeline == 1 and (parallel.tensor, parallel.context) in ((1, 2), (1, 4), (1, 8), (2, 2)):
+            yield alternatives
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("kept_process")
+def test_the_layout_of_the_long_example_is_what_a_search_finds(
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_ext.planning.plan.candidates", _neighbours)
+    code, _, _ = call(capsys, BIG, "--gpu", "h100", "--search", "--output", str(tmp_path))
+    assert code == 0
+    best, *others = json.loads((tmp_path / "plan.json").read_text())["layouts"]
+    assert len([one for one in others if one["refused"] is None]) >= 3
+    assert best["layout"] == differences(load_config(Path(BIG), [], load_all()))
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("kept_process")
 def test_every_rank_of_128_gpus(capsys: Any) -> None:
     more = ["parallel.pipeline=4", "training.global_batch_size=64", "model.pattern=top1_chunk*3,attention"]
+    more += ["parallel.tensor=2"]
     code, out, _ = call(capsys, BIG, *more, "--nodes", "16", "--every-rank")
     assert code == 0
     assert "on 128 x H200 (16 nodes of 8)" in out

@@ -56,8 +56,9 @@ def two_interleaved_stages_send_one_by_one(f: Facts) -> Broken:
 
 @rule("parallel.context_transport")
 def copy_engines_are_of_gpus(f: Facts) -> Broken:
-    """A CPU has none."""
-    if f.config.parallel.context_transport != "copy_engine" or f.config.run.device != "cpu":
+    """A CPU has none; without context parallelism nothing is exchanged."""
+    p = f.config.parallel
+    if p.context_transport != "copy_engine" or p.context == 1 or f.config.run.device != "cpu":
         return None
     return "copy_engine, with run.device cpu", "choose nccl, which is gloo there, or set run.device=cuda"
 
