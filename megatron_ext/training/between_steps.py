@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from megatron_ext.checkpoint.folder import Progress
-from megatron_ext.evaluation.fewshot.run import check_fewshot
 from megatron_ext.evaluation.generators import generators_kept
-from megatron_ext.evaluation.retrieval.run import check_retrieval
 from megatron_ext.parallel.agreement import on_every_rank
 from megatron_ext.training.suites import SUITES
 from megatron_ext.training.testing import Evaluated, make_folder, results_folder
@@ -41,11 +39,8 @@ class SuitesBetweenSteps:
         on_every_rank(self._check)
 
     def _check(self) -> None:
-        model = self._evaluated.language_model()
-        if "retrieval" in self._options:
-            check_retrieval(model, self._options["retrieval"])
-        if "fewshot" in self._options:
-            check_fewshot(self._options["fewshot"], model.max_length)
+        for name, options in self._options.items():
+            SUITES[name].check()(self._evaluated, options)
 
     def run(self, progress: Progress) -> list[dict[str, Any]]:
         """Run all suites and write their results, as `selectron evaluate` does.

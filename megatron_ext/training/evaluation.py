@@ -49,9 +49,12 @@ def evaluate(
     try:
         _check_layout(run)
         groups = make_process_groups(run.config.parallel, run.seed)
-        evaluated = _evaluated(run, groups)
+        unloaded = _evaluated(run, groups)
+        for name, options in suites.items():  # all of them before the first computes for minutes
+            _check(name, options, unloaded)
         output = output or results_folder(run.folder, run.record.progress.step)
         on_every_rank(lambda: make_folder(output))
+        evaluated = replace(unloaded, chunks=trained_chunks(run, groups))
         for name, options in suites.items():
             tested = SUITES[name].test()(evaluated, options, output)
             if tested is not None:
@@ -60,14 +63,24 @@ def evaluate(
         dist.destroy_process_group()
 
 
+def _check(name: str, options: Any, unloaded: Evaluated) -> None:
+    """Refuse on all ranks what one refuses; `check_domains` does so itself, as ranks share its reading."""
+    check_options = SUITES[name].check()
+    if name == "domains":
+        check_options(unloaded, options)
+    else:
+        on_every_rank(lambda: check_options(unloaded, options))
+
+
 def _evaluated(run: TrainedRun, groups: ProcessGroupCollection) -> Evaluated:
+    """The run without its weights."""
     return Evaluated(
         config=run.config,
         name=run.folder.name,
         progress=run.record.progress,
         tokenizer_sha256=run.record.identity.get("data.tokenizer"),
         coder=run.coder,
-        chunks=trained_chunks(run, groups),
+        chunks=(),
         groups=groups,
         platform=run.platform,
     )

@@ -15,16 +15,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Suite:
-    """Tests of a model. Both parts are named as `pkgutil.resolve_name` takes them, and imported when asked for.
+    """Tests of a model. Its parts are named as `pkgutil.resolve_name` takes them, and imported when asked for.
 
     Attributes:
         options: dataclass of what it is told.
         function: see `training.testing.Test`.
+        checker: see `training.testing.Check`.
         in_training: whether it can run between steps; loss by domain has its own rhythm, `training.evaluate_every`.
     """
 
     options: str
     function: str
+    checker: str
     in_training: bool = True
 
     def options_of(self, name: str, fields: dict[str, Any]) -> Any:
@@ -51,15 +53,31 @@ class Suite:
         found: Callable[..., Any] = resolve_name(self.function)
         return found
 
+    def check(self) -> Callable[..., None]:
+        """What refuses the options before anything is computed."""
+        found: Callable[..., None] = resolve_name(self.checker)
+        return found
+
+
+_TESTING = "megatron_ext.training.testing"
 
 SUITES: dict[str, Suite] = {
     "domains": Suite(
-        "megatron_ext.evaluation.domain_results:DomainOptions", "megatron_ext.training.testing:domains", False
+        "megatron_ext.evaluation.domain_results:DomainOptions",
+        f"{_TESTING}:domains",
+        f"{_TESTING}:check_domains",
+        False,
     ),
     "retrieval": Suite(
-        "megatron_ext.evaluation.retrieval.options:RetrievalOptions", "megatron_ext.training.testing:retrieval"
+        "megatron_ext.evaluation.retrieval.options:RetrievalOptions",
+        f"{_TESTING}:retrieval",
+        f"{_TESTING}:check_retrieval_options",
     ),
-    "fewshot": Suite("megatron_ext.evaluation.fewshot.options:FewshotOptions", "megatron_ext.training.testing:fewshot"),
+    "fewshot": Suite(
+        "megatron_ext.evaluation.fewshot.options:FewshotOptions",
+        f"{_TESTING}:fewshot",
+        f"{_TESTING}:check_fewshot_options",
+    ),
 }
 
 

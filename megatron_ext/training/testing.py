@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch.distributed as dist
@@ -16,18 +17,18 @@ from data_prep.manifest import Manifest
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.config.layout import sequence_parallel
 from megatron_ext.config.pattern import parse_pattern
-from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.schema import DataConfig, RunConfig
 from megatron_ext.config.traits import fetched_chunk_size
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.domain_results import DomainOptions, domain_losses, write_domains
-from megatron_ext.evaluation.domains import DomainEvaluator, evaluation_domains
+from megatron_ext.evaluation.domains import DomainEvaluator, EvaluationDomain, evaluation_domains
 from megatron_ext.evaluation.fewshot import results as fewshot_results
 from megatron_ext.evaluation.fewshot.options import FewshotOptions
-from megatron_ext.evaluation.fewshot.run import evaluate_fewshot
+from megatron_ext.evaluation.fewshot.run import check_fewshot, evaluate_fewshot
 from megatron_ext.evaluation.language_model import LanguageModel
 from megatron_ext.evaluation.retrieval import report as retrieval_results
 from megatron_ext.evaluation.retrieval.options import RetrievalOptions
-from megatron_ext.evaluation.retrieval.run import evaluate_retrieval
+from megatron_ext.evaluation.retrieval.run import check_retrieval, evaluate_retrieval
 from megatron_ext.evaluation.token_losses import TokenLosses
 from megatron_ext.mixers.registry import load_all
 from megatron_ext.platform import Platform
@@ -114,26 +115,32 @@ Test = Callable[[Evaluated, Any, Path], Tested | None]
 """Tests a model with the suite's own options. The first rank writes results into a folder, and has them."""
 
 
+Check = Callable[[Evaluated, Any], None]
+"""Refuses options that the test of the same suite would refuse, by tokenizer, files and layout, with a UserError. It
+computes nothing: the model's chunks may be missing."""
+
+
 def results_folder(run: Path, step: int) -> Path:
     """Where results of a run's step are, unless told otherwise."""
     return run / "evaluation" / f"step_{step}"
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder for results; raises a UserError if it cannot be made."""
+    """Make a folder for results; raises a UserError if it cannot be made or written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        raise UserError(str(folder), f"cannot be made ({error.strerror})", "choose another --output") from error
+        doing = "written to" if folder.is_dir() else "made"
+        raise UserError(str(folder), f"cannot be {doing} ({error.strerror})", "choose another --output") from error
 
 
 def domains(evaluated: Evaluated, options: DomainOptions, output: Path) -> Tested | None:
-    """Loss by domain; see `Test`."""
+    """Loss by domain; see `Test`. `check_domains` has compared the text's sha256."""
     config, progress = evaluated.config, evaluated.progress
     data = config.data
-    root, manifest, train, test = open_tests(data)
-    _check_tokens(evaluated, manifest)
-    found = evaluation_domains(root, manifest, train, test, data.seq_length, options.sequences)
+    manifest, found = _open_domains(evaluated, options, replace(data, verify="size"))
     size = config.training.micro_batch_size
     evaluator = DomainEvaluator(evaluated.token_losses(), found, size, packing_of(data), shows_progress=True)
     records = evaluator.evaluate(progress.step, progress.tokens)
@@ -144,6 +151,19 @@ def domains(evaluated: Evaluated, options: DomainOptions, output: Path) -> Teste
         return None
     summary = write_domains(losses, options, evaluated.about, output)
     return Tested(summary, {f"{one.split}/{one.domain}": one.loss for one in losses})
+
+
+def check_domains(evaluated: Evaluated, options: DomainOptions) -> None:
+    """Refuse data that are missing, damaged or of another tokenizer; see `Check`. A collective call."""
+    _open_domains(evaluated, options, evaluated.config.data)
+
+
+def _open_domains(
+    evaluated: Evaluated, options: DomainOptions, data: DataConfig
+) -> tuple[Manifest, list[EvaluationDomain]]:
+    root, manifest, train, test = open_tests(data)
+    _check_tokens(evaluated, manifest)
+    return manifest, evaluation_domains(root, manifest, train, test, data.seq_length, options.sequences)
 
 
 def _check_tokens(evaluated: Evaluated, manifest: Manifest) -> None:
@@ -160,6 +180,16 @@ def retrieval(evaluated: Evaluated, options: RetrievalOptions, output: Path) -> 
     retrieval_results.write_results(results, evaluated.about, output)
     scores = {f"{one.task}/{one.length}": one.score for one in results.by_length()}
     return Tested(retrieval_results.markdown(results), scores)
+
+
+def check_retrieval_options(evaluated: Evaluated, options: RetrievalOptions) -> None:
+    """Refuse lengths that do not fit and a haystack that cannot be read; see `Check`."""
+    check_retrieval(evaluated.language_model(), options)
+
+
+def check_fewshot_options(evaluated: Evaluated, options: FewshotOptions) -> None:
+    """Refuse tasks that cannot be loaded; see `Check`."""
+    check_fewshot(options, evaluated.language_model().max_length)
 
 
 def fewshot(evaluated: Evaluated, options: FewshotOptions, output: Path) -> Tested | None:

@@ -15,6 +15,7 @@ from ruamel.yaml import YAML
 
 from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Retention
 from megatron_ext.cli import main
+from megatron_ext.parallel.groups import destroy_process_groups
 
 
 def _evaluate(*arguments: str) -> str:
@@ -90,6 +91,43 @@ def test_what_suites_find_stands_in_the_report(run: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
+        (["retrieval.lengths=[4096]"], "retrieval.lengths: 4096 does not fit for passkey: the model takes 64 tokens"),
+        (["retrieval.lengths=[64]", "retrieval.haystack=/nowhere"], "retrieval.haystack: /nowhere does not exist"),
+        (["retrieval.tasks=[mqar]", "retrieval.lengths=[64]", "data.path=/nowhere"], "/nowhere"),
+        (
+            ["retrieval.tasks=[mqar]", "retrieval.lengths=[64]", "--output", "/dev/null/here"],
+            "/dev/null/here: cannot be",
+        ),
+    ],
+)
+def test_all_suites_are_checked_before_the_first_is_computed(
+    tmp_path: Path,
+    data: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    line: str,
+) -> None:
+    """The domains come first: nothing of them may be computed, and no weights loaded."""
+    from megatron_ext.training import evaluation
+
+    def computed(*_: object) -> None:
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr(evaluation, "trained_chunks", computed)
+    run = _run_without_weights(tmp_path, data)
+    before = sorted(run.rglob("*"))
+    try:
+        said = _refused(capsys, str(run), "--suite", "domains,retrieval", *arguments)
+    finally:
+        destroy_process_groups()
+    assert said.startswith(line)
+    assert sorted(run.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
         (["--suite", "domain"], "--suite: no suite 'domain'; choose from: domains, retrieval, fewshot"),
         (["domains.resample=3"], "domains.resample: no such field; did you mean domains.resamples?"),
         (["domains.sequences=-1"], "domains.sequences: -1 is out of range; give a value of at least 0"),
@@ -120,6 +158,17 @@ def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         assert main(["evaluate", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line.removeprefix("selectron: error: ")
+
+
+def _run_without_weights(folder: Path, data: Path) -> Path:
+    """A run's folder with a checkpoint of no tensors."""
+    run = folder / "run"
+    run.mkdir()
+    write_config(run, data, folder)
+    checkpoints = CheckpointFolder(run / "checkpoints")
+    checkpoints.begin(2)
+    checkpoints.finish(2, {"progress": Progress(2), "identity": {}, "generators": []}, {}, Retention())
+    return run
 
 
 def test_a_step_without_a_checkpoint_is_answered_by_those_there_are(
