@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -73,6 +75,30 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong in one line, and end."""
+        """Say what is wrong in one line, with the name that was probably meant, and end."""
+        message += self._meant(message)
         reporting.report_user_error(f"{message}; see `{self.prog} --help`")
         raise SystemExit(EXIT_USER_ERROR)
+
+    def _meant(self, message: str) -> str:
+        """Suggest an option or a choice for one that argparse does not know; empty for another complaint."""
+        unknown = re.search(r"^unrecognized arguments: (?:.* )?(--[\w-]+)", message)
+        if unknown:
+            shown = (one for one in self._all_actions() if one.help != argparse.SUPPRESS)
+            known = {name for one in shown for name in one.option_strings}
+        else:
+            unknown = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+            known = set(re.findall(r"[\w.-]+", unknown[2])) if unknown else set()
+        if not unknown:
+            return ""
+        longer = sorted(name for name in known if name.startswith(unknown[1]))
+        close = longer or difflib.get_close_matches(unknown[1], sorted(known), n=1, cutoff=0.6)
+        return f"; did you mean {close[0]}?" if close else ""
+
+    def _all_actions(self) -> Iterator[argparse.Action]:
+        """Those of this parser and of its sub-commands."""
+        for action in self._actions:
+            yield action
+            if isinstance(action.choices, dict):
+                for parser in action.choices.values():
+                    yield from parser._all_actions()

@@ -95,6 +95,9 @@ def _hush_libraries() -> None:
         r"The \.grad attribute of a Tensor that is not a leaf",  # Megatron looks at shards of parameters
         r"`torch\.distributed\.\w+` is deprecated",
         r"`load_state_dict` is deprecated",  # Megatron loads checkpoints with it
+        r"Detected a Jax installation but could not find the shared object file for the Transformer Engine Jax",
+        r"Triton is not supported on current platform",  # flash-linear-attention's, on a CPU
+        r"Warning: Profiler clears events at the end of each cycle",  # there is one cycle
         r"When using sequence parallelism it is recommended to set",  # on the CPU there are no connections to limit
     ):
         warnings.filterwarnings("ignore", message=message)
@@ -126,12 +129,25 @@ def _dispatch(arguments: list[str]) -> int:
         epilog="verbs:\n" + "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items()) + _EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("verb", choices=VERBS, metavar="VERB", help="what to do, see below; `selectron VERB --help`")
+    top.add_argument("--version", action="store_true", help="print the version and stop")
+    top.add_argument("verb", metavar="VERB", help="what to do, see below; `selectron VERB --help`")
+    if arguments[:1] == ["--version"]:
+        from megatron_ext.commands import version
+
+        return version.run()
+    if not arguments:
+        top.error(f"a verb is missing ({', '.join(VERBS)})")
     chosen = top.parse_args(arguments[:1]).verb
-    verb = VERBS[chosen]
+    verb = VERBS.get(chosen) or _no_such_verb(chosen)
     parser = Parser(prog=f"selectron {chosen}", description=verb.help, allow_abbrev=False)
     verb.add_arguments(parser)
     return verb.run(parser.parse_args(arguments[1:]), arguments[1:])
+
+
+def _no_such_verb(name: str) -> NoReturn:
+    from megatron_ext.config.suggest import suggest
+
+    raise UserError(name, "no such verb", f"{suggest(name, VERBS)} (selectron --help)")
 
 
 # --- train -----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,3 +123,7 @@ def _check_length(trained: TrainedRun, prompt_tokens: int, max_tokens: int) -> N
             f"{max_tokens} after a prompt of {prompt_tokens} tokens is more than model.max_position_embeddings {table}",
             "ask for fewer, or shorten the prompt",
         )
+    seen = trained.config.data.seq_length
+    if prompt_tokens + max_tokens > seen:
+        told = f"a prompt of {prompt_tokens} tokens and up to {max_tokens} more, and the model was trained on {seen}"
+        print(f"selectron: warning: {told}: text beyond may be poor", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ import sys
 import time
 import types
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,12 @@ class Training:
     trials_of: list[Any] = field(default_factory=list)
     error: BaseException | None = None
 
-    def train(self, config: Any, resume: bool, from_step: int | None, trial_of: Any) -> None:
+    def train(self, config: Any, resume: bool, from_step: int | None, trial_of: Any) -> bool:
         self.trials_of.append(trial_of)
         self.calls.append((config, resume, from_step))
         if self.error:
             raise self.error
+        return True
 
 
 @pytest.fixture
@@ -143,9 +145,14 @@ def test_print_config_starts_nothing_and_can_be_read_back(
         (["train", QUICKSTART, "--processes", "0"], "--processes: 0 is less than 1; give 1 or more"),
         (["train", "none.yaml"], "none.yaml: no such file; give the path of a configuration, see examples/"),
         (["train", QUICKSTART, "steps=3"], "steps: no such field; did you mean training.steps?"),
-        (["train", QUICKSTART, "--proc", "2"], "unrecognized arguments: --proc 2; see `selectron train --help`"),
-        (["trian"], "argument VERB: invalid choice: 'trian' (choose from"),
-        ([], "the following arguments are required: VERB; see `selectron --help`"),
+        (["train", QUICKSTART, "--proc", "2"], "unrecognized arguments: --proc 2; did you mean --processes?"),
+        (["train", QUICKSTART, "--resum"], "unrecognized arguments: --resum; did you mean --resume?"),
+        (["train", QUICKSTART, "--form-step", "3"], "unrecognized arguments: --form-step 3; did you mean --from-step?"),
+        (["train", "examples"], "examples: is a folder; give the path of a configuration, see examples/"),
+        (["bench", "layer"], "argument SUBJECT: invalid choice: 'layer' (choose from"),
+        (["trian"], "trian: no such verb; did you mean train? (selectron --help)"),
+        (["xyz"], "xyz: no such verb; known: train, launch, sweep"),
+        ([], "a verb is missing (train, launch, sweep"),
         (["report"], "the following arguments are required:"),
         (["train"], "the following arguments are required: CONFIG; see `selectron train --help`"),
     ],
@@ -156,6 +163,25 @@ def test_a_users_mistake_is_one_line(
     assert run(*arguments) == 2
     (shown,) = capsys.readouterr().err.splitlines()
     assert shown.startswith(f"selectron: error: {line}")
+
+
+def test_a_choice_that_is_nearly_right_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("bench", "layer") == 2
+    assert capsys.readouterr().err.endswith("; did you mean layers?; see `selectron bench --help`\n")
+
+
+def test_the_folder_of_a_run_is_no_configuration(
+    training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    assert run("train", str(tmp_path)) == 2
+    said = f"{tmp_path}: is the folder of a run; give its {tmp_path}/config.yaml"
+    assert capsys.readouterr().err == f"selectron: error: {said}\n"
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out.startswith(f"selectron {metadata.version('selectron')}")
 
 
 def test_errors_of_training(training: Training, capsys: pytest.CaptureFixture[str]) -> None:

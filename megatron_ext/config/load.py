@@ -94,6 +94,10 @@ def read_tree(path: Path, what: str = "configuration", first: str = "a section l
         text = read_yaml(Path(path))
     except FileNotFoundError:
         raise UserError(str(path), "no such file", f"give the path of a {what}, see examples/") from None
+    except IsADirectoryError:
+        if (Path(path) / "config.yaml").exists():
+            raise UserError(str(path), "is the folder of a run", f"give its {path}/config.yaml") from None
+        raise UserError(str(path), "is a folder", f"give the path of a {what}, see examples/") from None
     except (OSError, UnicodeDecodeError, TooLargeError) as error:
         raise UserError(str(path), f"cannot be read ({_one_line(error)})", "give a YAML text file") from None
     tree = _parse(text, str(path))

@@ -124,7 +124,7 @@ def _user_error(kind: type, error: ErrorDetails, prefix: str) -> UserError:
     value = show(error["input"])
     match error["type"]:
         case "missing":
-            return UserError(where, "missing", "give it a value; it has no default")
+            return UserError(where, "missing", f"write it in the file, or give {where}=... (it has no default)")
         case "unexpected_keyword_argument" | "extra_forbidden":
             return UserError(where, "no such field", suggest(parts[-1], _siblings(kind, parts[:-1])))
         case "literal_error":

@@ -122,7 +122,9 @@ class DomainEvaluator:
 
     def _evaluate_domain(self, domain: EvaluationDomain) -> dict[str, Any]:
         sums = torch.zeros(3, domain.num_documents, dtype=torch.float64)
-        for batches in progress(self._rounds(domain), domain.name, "round", is_shown=self._shows_progress):
+        for batches in progress(
+            self._rounds(domain), domain.name, "round", total=self._num_rounds(domain), is_shown=self._shows_progress
+        ):
             for batch, losses_bt in zip(batches, self._model.losses(batches), strict=False):
                 _add_by_document(sums, batch, losses_bt)
         loss, count, first = self._model.reduce(sums)
@@ -137,6 +139,11 @@ class DomainEvaluator:
             "document_tokens": count[seen].to(torch.int64).tolist(),
             "first_tokens": int(first.sum()),
         }
+
+    def _num_rounds(self, domain: EvaluationDomain) -> int:
+        groups = self._model.groups
+        micro_batches = -(-len(domain.samples) // (self._micro_batch_size * groups.dp.size()))
+        return -(-micro_batches // groups.pp.size())
 
     def _rounds(self, domain: EvaluationDomain) -> Iterator[list[Batch]]:
         """This rank's micro-batches, a schedule's worth at a time; every rank has as many, padded at the end."""

@@ -38,6 +38,7 @@ from megatron_ext.training.coder import coder_of, keep_coder
 from megatron_ext.training.continuing import Continuing, GoesOn, say_goes_on
 from megatron_ext.training.datasets import RunData, open_data, packing_of
 from megatron_ext.training.decisions import place_in_data
+from megatron_ext.training.header import header
 from megatron_ext.training.holding import holding
 from megatron_ext.training.identity import CHANGED, DATA, identity
 from megatron_ext.training.kept_config import CONFIG, keep_config
@@ -223,6 +224,8 @@ def _loop(
         flops, peak = flops_and_peak(config, shape, trainer)
         size = model_size(trainer)
     suites = _suites(config, folder, data, trainer, progress)
+    layout = layout_of(config, dist.get_world_size())
+    say_on_first_rank(header(config, folder, data, size, layout, platform, progress))
     about = {**asdict(size), DATA: store.identity[DATA], CHANGED: store.identity[CHANGED]}
     records, packing = _records(config, folder, data, progress, about, branch, lock), packing_of(config.data)
     last_evaluation = _sum_over(0 if records is None else records.last_evaluation, platform, None)
@@ -237,7 +240,7 @@ def _loop(
         stragglers=Stragglers(config.resilience, training.precision, platform, dist.get_rank(), records),
         heartbeat=Heartbeat(folder, dist.get_rank(), config.resilience.heartbeat_seconds, token),
         training=training,
-        layout=layout_of(config, dist.get_world_size()),
+        layout=layout,
         records=records,
         flops_per_token=flops,
         peak_flops=peak,

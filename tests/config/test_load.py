@@ -171,7 +171,7 @@ def test_bad_override_values_keep_to_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "data.path: missing; give it a value; it has no default"),
+        ("", "data.path: missing; write it in the file, or give data.path=... (it has no default)"),
         ("data: {pth: x}", "data.pth: no such field; did you mean path? (and 1 more: data.path)"),
         ("dta: {path: x}", "dta: no such field; did you mean data? (and 1 more: data.path)"),
         ("data: 5", "data: 5 is not a section of fields; write its fields below it, indented"),
@@ -203,7 +203,7 @@ def test_several_mistakes_name_them_all(tmp_path: Path) -> None:
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         load_config(tmp_path / "none.yaml", [], MIXERS)
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="is a folder"):
         load_config(tmp_path, [], MIXERS)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="cannot be read"):

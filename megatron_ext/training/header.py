@@ -1,0 +1,82 @@
+"""First lines of a run's log: what is trained, how it is spread, on what, for how long, and where the results go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_ext.checkpoint.folder import Progress
+from megatron_ext.config.layout import Layout, sequence_parallel
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.credentials import redacted
+from megatron_ext.parallel.parameters import ParameterCount
+from megatron_ext.platform import Platform
+from megatron_ext.printable import printable
+from megatron_ext.training.datasets import RunData
+
+
+def header(
+    config: RunConfig,
+    folder: Path,
+    data: RunData,
+    size: ParameterCount,
+    layout: Layout,
+    platform: Platform,
+    progress: Progress,
+) -> str:
+    """Summarise a run that is about to train.
+
+    Args:
+        config: whole.
+        folder: of the run.
+        data: of the run.
+        size: of the whole model.
+        layout: of the run.
+        platform: where this process computes.
+        progress: how far the run is.
+
+    Returns:
+        A line for each subject.
+    """
+    training, length = config.training, config.data.seq_length
+    begins = "from the start" if progress.step == 0 else f"from step {progress.step:,}"
+    embeddings = size.embedding_parameters + size.output_layer_parameters
+    per_step = training.global_batch_size * length
+    there = sum(
+        entry.tokens for entry in data.manifest.domains if entry.split == "train" and entry.domain in data.train_domains
+    )
+    whole = training.steps * per_step
+    rows = [
+        ("run", f"{folder}, {begins} to step {training.steps:,}"),
+        (
+            "model",
+            f"{config.model.pattern}: {size.parameters:,} parameters, {embeddings:,} of them in embedding and output "
+            f"layer; {training.precision}" + ("" if training.fp8 == "none" else f", {training.fp8} fp8"),
+        ),
+        ("layout", f"{_layout(config, layout)}, on {platform.device.type}"),
+        ("data", f"{redacted(config.data.path)}: {there:,} tokens of {_names(data.train_domains)}"),
+        ("tested on", _names(data.test_domains) if data.test_domains else "validation text of the same domains alone"),
+        (
+            "tokens",
+            f"{training.global_batch_size:,} samples of {length:,} a step, {whole:,} in all: {whole / there:.3g} times "
+            "the data",
+        ),
+        ("results", f"metrics.jsonl, evaluation.jsonl, tensorboard/ and checkpoints/ in {folder}"),
+    ]
+    return "\n".join(f"{name:<10}{printable(value)}" for name, value in rows)
+
+
+def _layout(config: RunConfig, layout: Layout) -> str:
+    p = config.parallel
+    sizes = [("tensor", p.tensor), ("context", p.context), ("pipeline", p.pipeline)]
+    parts = [f"{name} {size}" for name, size in sizes if size > 1]
+    if sequence_parallel(config):
+        parts.insert(1, "sequence parallel")
+    parts.append(f"data {layout.data_parallel_size}")
+    processes = f"{layout.world_size} process" + ("es" if layout.world_size > 1 else "")
+    micro = f"{layout.num_micro_batches} x {config.training.micro_batch_size} samples a replica and step"
+    return f"{processes}: {', '.join(parts)}; {micro}"
+
+
+def _names(domains: list[str], most: int = 6) -> str:
+    more = f" and {len(domains) - most} more" if len(domains) > most else ""
+    return ", ".join(domains[:most]) + more

@@ -1,0 +1,35 @@
+"""`selectron generate` beyond the length that a model was trained on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext.errors import UserError
+from megatron_ext.generate import _check_length
+
+
+def _trained(*, learns_positions: bool) -> Any:
+    model = SimpleNamespace(max_position_embeddings=100)
+    shape = SimpleNamespace(model=model, learns_positions=learns_positions)
+    return SimpleNamespace(shape=shape, config=SimpleNamespace(data=SimpleNamespace(seq_length=64)))
+
+
+@pytest.mark.parametrize("learns_positions", [True, False])
+def test_text_beyond_the_trained_length_is_warned_of(
+    capsys: pytest.CaptureFixture[str], learns_positions: bool
+) -> None:
+    trained = _trained(learns_positions=learns_positions)
+    _check_length(trained, 4, 60)
+    assert capsys.readouterr().err == ""
+    _check_length(trained, 5, 60)
+    told = "a prompt of 5 tokens and up to 60 more, and the model was trained on 64: text beyond may be poor"
+    assert capsys.readouterr().err == f"selectron: warning: {told}\n"
+
+
+def test_positions_that_there_are_no_rows_for_are_refused() -> None:
+    _check_length(_trained(learns_positions=False), 5, 96)
+    with pytest.raises(UserError, match="96 after a prompt of 5 tokens is more than"):
+        _check_length(_trained(learns_positions=True), 5, 96)
