@@ -10,7 +10,6 @@ import os
 import select
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_ext import garbage
 from megatron_ext.arguments import Parser
+from megatron_ext.commands import quiet
 from megatron_ext.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from megatron_ext.launch import reporting
 from megatron_ext.launch.resuming import add_resume
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Anything else is an exception of ours.
     """
     garbage.process_is_ours(arguments is None)
-    _hush_libraries()
+    quiet.hush_libraries()
     with escaped_output():
         return _main(arguments)
 
@@ -85,22 +85,6 @@ def _end_at_once() -> NoReturn:
     traceback.print_exc()
     sys.stderr.flush()
     os._exit(1)
-
-
-def _hush_libraries() -> None:
-    """Leave out what libraries say on every run and no user can mend; `selectron doctor` tells what matters."""
-    for message in (
-        r"(Transformer Engine and )?Apex (is|are) not installed",
-        r"full scope is deprecated",  # a default of megatron-core's own
-        r"The \.grad attribute of a Tensor that is not a leaf",  # Megatron looks at shards of parameters
-        r"`torch\.distributed\.\w+` is deprecated",
-        r"`load_state_dict` is deprecated",  # Megatron loads checkpoints with it
-        r"Detected a Jax installation but could not find the shared object file for the Transformer Engine Jax",
-        r"Triton is not supported on current platform",  # flash-linear-attention's, on a CPU
-        r"Warning: Profiler clears events at the end of each cycle",  # there is one cycle
-        r"When using sequence parallelism it is recommended to set",  # on the CPU there are no connections to limit
-    ):
-        warnings.filterwarnings("ignore", message=message)
 
 
 @dataclass(frozen=True, kw_only=True)
