@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -93,5 +92,4 @@ def write_report(run_dirs: Sequence[Path], output: Path, *, fit: bool = False) -
 
 def _fit(runs: Sequence[Run], given: Sequence[Path]) -> Fitting:
     points = points_of(runs)
-    options = Options(progress=sys.stderr.isatty())
-    return fit_all(by_mixer(points), ", ".join(map(str, given)), options, points)
+    return fit_all(by_mixer(points), ", ".join(map(str, given)), Options(), points)

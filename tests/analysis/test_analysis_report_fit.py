@@ -6,7 +6,6 @@ import csv
 import json
 import shutil
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,12 @@ from browser import Browser, browser, missing
 
 from megatron_ext.analysis import report
 from megatron_ext.analysis.scaling import law
-from megatron_ext.analysis.scaling.fitting import Options
 from megatron_ext.cli import main
 
 LAWS = {
     "attention": law.ScalingLaw(1.7, 40.0, 1500.0, 0.5, 0.5),
     "mamba": law.ScalingLaw(1.8, 30.0, 1200.0, 0.5, 0.5),
 }
-DRAWS = 20
 EVERY = 20
 
 
@@ -57,7 +54,6 @@ def sweep(folder: Path, sizes: int = 4) -> Path:
 def _quick() -> Iterator[None]:
     """Few draws, and few starts of the fit: the laws are exact here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "Options", partial(Options, draws=DRAWS))
         patch.setattr(report, "RESAMPLES", 50)
         for name, start in (("alpha", 0.5), ("beta", 0.5)):
             patch.setitem(law.STARTS, name, np.array([start]))
@@ -77,7 +73,7 @@ def written(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_fit_is_that_of_the_command(runs: Path, written: Path, tmp_path: Path) -> None:
-    assert main(["fit", str(runs), "--output", str(tmp_path / "fit"), "--bootstrap", str(DRAWS)]) == 0
+    assert main(["fit", str(runs), "--output", str(tmp_path / "fit")]) == 0
     names = {path.name for path in (tmp_path / "fit").iterdir()}
     assert names == {path.name for path in (written / "scaling").iterdir()}
     pictures = {"scaling_attention", "scaling_mamba", "isoflop_attention", "isoflop_mamba", "test_loss"}

@@ -8,10 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ext.analysis.scaling.fitting import DRAWS, Options, fit_all, numbers_of, text_of, write
+from megatron_ext.analysis.scaling.fitting import Options, fit_all, numbers_of, text_of, write
 from megatron_ext.analysis.scaling.points import Points, read_points
 from megatron_ext.analysis.scaling.run_points import RunPoints, by_mixer, points_of_runs
 from megatron_ext.errors import UserError
+
+FORMER = ("--bootstrap", "--seed")
+"""Options of the bootstrap that once gave the intervals."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--without-embeddings", action="store_true", help=without)
     highest = "leave out the N highest losses of each mixer (default %(default)s)"
     add("--drop-highest", type=int, default=0, metavar="N", help=highest)
-    add("--bootstrap", type=int, default=DRAWS, metavar="N", help="draws behind the intervals (default %(default)s)")
-    add("--seed", type=int, default=0, metavar="N", help="of the draws (default %(default)s)")
+    for option in FORMER:  # scripts have them
+        add(option, type=int, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,13 +44,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: an option is out of its range, the file is at fault, or no law can be fitted to its points.
     """
-    if args.bootstrap < 2:
-        raise UserError("--bootstrap", f"{args.bootstrap} draws make no interval", "give 2 or more; 1000 are usual")
+    for option in FORMER:
+        if getattr(args, option.lstrip("-")) is not None:
+            print(f"warning: {option} has no effect: intervals are computed without random draws", file=sys.stderr)
     if args.drop_highest < 0:
         raise UserError("--drop-highest", f"{args.drop_highest} is below 0", "give 0 to keep all points")
     where, points, runs = _read(args.points, embeddings=not args.without_embeddings)
-    options = Options(args.drop_highest, args.bootstrap, args.seed, progress=sys.stderr.isatty())
-    found = fit_all(points, where, options, runs)
+    found = fit_all(points, where, Options(args.drop_highest), runs)
     write(found, args.output, keep=args.points[0])
     print(json.dumps(numbers_of(found), indent=1) if args.json else text_of(found))
     return 0

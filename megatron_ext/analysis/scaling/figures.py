@@ -17,7 +17,7 @@ from megatron_ext.analysis.runs import FloatArray
 from megatron_ext.analysis.scaling.isoflop import Budget
 from megatron_ext.analysis.scaling.law import Fit, ScalingLaw
 from megatron_ext.analysis.scaling.transfer import Line
-from megatron_ext.analysis.scaling.uncertainty import Sampled
+from megatron_ext.analysis.scaling.uncertainty import Uncertainty
 from megatron_ext.analysis.style import (
     DARK,
     MARKERS,
@@ -54,18 +54,18 @@ TEST_LOSS = ("what", "mixer", "training_loss", "test_loss", "low", "high")
 """Columns of the numbers of test loss over training loss: models, and each mixer's line with its 95 % interval."""
 
 
-def law_picture(name: str, fitted: Fit, sampled: Sampled, title: str) -> Picture:
+def law_picture(name: str, fitted: Fit, sure: Uncertainty, title: str) -> Picture:
     """The law: the loss over parameters and tokens, shaded by how sure it is, and the best loss over compute."""
 
     def draw(theme: Theme, stacked: bool) -> bytes:
         figure, (surface, frontier) = _figure(2, title, theme, stacked)
-        _draw_surface(surface, fitted, sampled, theme)
-        _draw_frontier(frontier, fitted, sampled, theme)
+        _draw_surface(surface, fitted, sure, theme)
+        _draw_frontier(frontier, fitted, sure, theme)
         return png(figure)
 
-    sure = "with its 95 % interval" if _is_known(sampled) else "whose interval is unknown"
-    alt = f"{title}: loss over parameters and tokens, and over compute at the best size, {sure}"
-    return Picture(name, alt, {f"{name}.csv": as_csv(LAW, _law_rows(fitted, sampled))}, draw)
+    interval = "with its 95 % interval" if sure.is_band_known else "whose interval is unknown"
+    alt = f"{title}: loss over parameters and tokens, and over compute at the best size, {interval}"
+    return Picture(name, alt, {f"{name}.csv": as_csv(LAW, _law_rows(fitted, sure))}, draw)
 
 
 def budgets_picture(name: str, budgets: Sequence[Budget], title: str) -> Picture:
@@ -131,11 +131,11 @@ def _figure(panels: int, title: str, theme: Theme, stacked: bool) -> tuple[Figur
     return figure, axes
 
 
-def _draw_surface(ax: Axes, fitted: Fit, sampled: Sampled, theme: Theme) -> None:
+def _draw_surface(ax: Axes, fitted: Fit, sure: Uncertainty, theme: Theme) -> None:
     points, law = fitted.points, fitted.law
     n, d = _reach(fitted, 120)
     ax.set(xscale="log", yscale="log", xlim=(n[0], n[-1]), ylim=(d[0], d[-1]), xlabel="parameters", ylabel="tokens")
-    _shade(ax, fitted, sampled, theme)
+    _shade(ax, fitted, sure, theme)
     loss_dn = law.loss(n[None], d[:, None])
     norm = Normalize(float(points.losses.min()), float(np.percentile(points.losses, 95)))
     levels = np.linspace(norm.vmin, norm.vmax, 12)  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def _draw_surface(ax: Axes, fitted: Fit, sampled: Sampled, theme: Theme) -> None
     if law.falls:
         flops = 6 * np.array([n[0] * d[0], n[-1] * d[-1]])
         best = law.best_params(flops)
-        label = f"best size for a compute{_unsure(sampled)}"
+        label = f"best size for a compute{_unsure(sure)}"
         ax.plot(best, flops / 6 / best, "--", color=theme.ink, linewidth=1.2, label=label)
         legend = ax.legend(fontsize=8.5, loc="lower right", labelcolor=theme.ink, framealpha=0.85)
         legend.get_frame().set(facecolor=theme.paper, edgecolor="none")
@@ -166,11 +166,11 @@ def _label_places(law: ScalingLaw, n: FloatArray, d: FloatArray, levels: FloatAr
     return [(float(x[i]), float(y[i])) for i in np.flatnonzero((above[1:] != above[:-1]).any(axis=1))]
 
 
-def _shade(ax: Axes, fitted: Fit, sampled: Sampled, theme: Theme) -> None:
+def _shade(ax: Axes, fitted: Fit, sure: Uncertainty, theme: Theme) -> None:
     """The width of the loss's 95 % interval, in per cent of the loss: the less sure, the further from the paper."""
-    if not _is_known(sampled):
+    if not sure.is_band_known:
         return
-    params, tokens, losses, low, high = _surface(fitted, sampled)
+    params, tokens, losses, low, high = _surface(fitted, sure)
     width = np.clip(100 * (high - low) / losses, WIDTHS[0], WIDTHS[-1])
     if width.max() <= WIDTHS[0]:
         return
@@ -194,11 +194,6 @@ def _steps(width: FloatArray) -> FloatArray:
     return levels if levels[-1] >= width.max() else np.append(levels, WIDTHS[last])
 
 
-def _is_known(sampled: Sampled) -> bool:
-    """Whether the law's loss has intervals."""
-    return bool(sampled.laws) and not sampled.untold
-
-
 def _reach(fitted: Fit, number: int) -> tuple[FloatArray, FloatArray]:
     """Parameters and tokens over the points and beyond, so many each."""
     points = fitted.points
@@ -206,21 +201,21 @@ def _reach(fitted: Fit, number: int) -> tuple[FloatArray, FloatArray]:
     return n, d
 
 
-def _surface(fitted: Fit, sampled: Sampled) -> tuple[FloatArray, ...]:
+def _surface(fitted: Fit, sure: Uncertainty) -> tuple[FloatArray, ...]:
     """Params, tokens, loss and its interval; [D, N] each."""
     params, tokens = np.meshgrid(*_reach(fitted, SURFACE_POINTS))
-    return (params, tokens, fitted.law.loss(params, tokens), *sampled.band(params, tokens))
+    return (params, tokens, fitted.law.loss(params, tokens), *sure.band(params, tokens))
 
 
-def _draw_frontier(ax: Axes, fitted: Fit, sampled: Sampled, theme: Theme) -> None:
+def _draw_frontier(ax: Axes, fitted: Fit, sure: Uncertainty, theme: Theme) -> None:
     points = fitted.points
     seen = points.losses
     if fitted.law.falls:
-        _params, _tokens, grid, losses, low, high = _frontier(fitted, sampled)
+        _params, _tokens, grid, losses, low, high = _frontier(fitted, sure)
         seen = np.concatenate([seen, losses])
-        if _is_known(sampled):
+        if sure.is_band_known:
             ax.fill_between(grid, low, high, color=theme.palette[0], alpha=0.25, linewidth=0, label="95 % interval")
-        ax.plot(grid, losses, color=theme.palette[0], linewidth=1.6, label=f"law, at the best size{_unsure(sampled)}")
+        ax.plot(grid, losses, color=theme.palette[0], linewidth=1.6, label=f"law, at the best size{_unsure(sure)}")
         ax.legend(frameon=False, fontsize=8.5, labelcolor=theme.ink)
     flops_p = 6 * points.params * points.tokens
     shown = ax.scatter(flops_p, points.losses, c=points.params, cmap=_colours(theme), norm=LogNorm(), s=16)
@@ -235,11 +230,11 @@ def _draw_frontier(ax: Axes, fitted: Fit, sampled: Sampled, theme: Theme) -> Non
     ax.set_title("the points, and the law where it is lowest", loc="left", fontsize=10, color=theme.ink)
 
 
-def _unsure(sampled: Sampled) -> str:
-    return "" if _is_known(sampled) else " (interval unknown)"
+def _unsure(sure: Uncertainty) -> str:
+    return "" if sure.is_band_known else " (interval unknown)"
 
 
-def _frontier(fitted: Fit, sampled: Sampled) -> tuple[FloatArray, ...]:
+def _frontier(fitted: Fit, sure: Uncertainty) -> tuple[FloatArray, ...]:
     """Params, tokens, compute, loss and its interval at the best size, over the points' compute and beyond; [G] each.
 
     The law falls.
@@ -249,17 +244,17 @@ def _frontier(fitted: Fit, sampled: Sampled) -> tuple[FloatArray, ...]:
     grid = np.geomspace(flops_p.min() / BEYOND, flops_p.max() * BEYOND, CURVE_POINTS)
     params = law.best_params(grid)
     tokens = grid / 6 / params
-    return (params, tokens, grid, law.loss(params, tokens), *sampled.band(params, tokens))
+    return (params, tokens, grid, law.loss(params, tokens), *sure.band(params, tokens))
 
 
-def _law_rows(fitted: Fit, sampled: Sampled) -> Iterator[tuple[Any, ...]]:
+def _law_rows(fitted: Fit, sure: Uncertainty) -> Iterator[tuple[Any, ...]]:
     points = fitted.points
     for n, d, loss in zip(points.params, points.tokens, points.losses, strict=True):
         yield "point", float(n), float(d), float(6 * n * d), float(loss), "", ""
     if fitted.law.falls:
-        for numbers in zip(*_frontier(fitted, sampled), strict=True):
+        for numbers in zip(*_frontier(fitted, sure), strict=True):
             yield "law", *_cells(numbers)
-    params, tokens, losses, low, high = (x.ravel() for x in _surface(fitted, sampled))
+    params, tokens, losses, low, high = (x.ravel() for x in _surface(fitted, sure))
     for numbers in zip(params, tokens, 6 * params * tokens, losses, low, high, strict=True):
         yield "surface", *_cells(numbers)
 

@@ -20,16 +20,26 @@ from megatron_ext.analysis.scaling.law import Fit, check_points, fit
 from megatron_ext.analysis.scaling.points import Points
 from megatron_ext.analysis.scaling.run_points import RunPoints, as_csv
 from megatron_ext.analysis.scaling.transfer import Difference, Line, difference, line_of
-from megatron_ext.analysis.scaling.uncertainty import BackTest, Sampled, back_test, bootstrap
+from megatron_ext.analysis.scaling.uncertainty import (
+    NO_FREEDOM,
+    PARAMS_EXPONENT,
+    TOKENS_EXPONENT,
+    BackTest,
+    Uncertainty,
+    back_test,
+    uncertainty_of,
+)
 from megatron_ext.analysis.scaling.untold import CONSTANTS, names_of
 from megatron_ext.analysis.style import Picture
 from megatron_ext.errors import UserError
 from megatron_ext.reports import table, write_both
 
-DRAWS = 1000
-"""Of the bootstrap, where nobody says."""
-
 WHY_NOT_FALLING = "an exponent is not above 0: loss does not fall with it, and the law says nothing of larger models"
+
+INTERVALS = (
+    "95 % profile-likelihood intervals, in which the noise of the models' losses about the law varies (their seeds, "
+    "batches and evaluated text), not the law's form"
+)
 
 WRITTEN = re.compile(r"(scaling|isoflop|test_loss)[A-Za-z0-9_.+-]*\.(png|csv)|points\.csv")
 """Names of the files beside fit.json and fit.md."""
@@ -44,7 +54,7 @@ class Found:
 
     Attributes:
         fitted: the law.
-        sampled: its uncertainty.
+        sure: its uncertainty.
         tested: its back-test.
         budgets: IsoFLOP parabolas.
         best: how the best size grows with compute, by them.
@@ -52,7 +62,7 @@ class Found:
     """
 
     fitted: Fit
-    sampled: Sampled
+    sure: Uncertainty
     tested: BackTest | None
     budgets: list[Budget]
     best: PowerLaw | None
@@ -65,15 +75,9 @@ class Options:
 
     Attributes:
         drop_highest: so many of the highest losses of each mixer are left out.
-        draws: behind the intervals, 2 or more.
-        seed: of the draws.
-        progress: whether to show how far the draws are.
     """
 
     drop_highest: int = 0
-    draws: int = DRAWS
-    seed: int = 0
-    progress: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,9 +115,12 @@ def fit_all(points: Mapping[str, Points], where: str, options: Options, runs: Ru
     kept = {mixer: _kept(some, options.drop_highest) for mixer, some in points.items()}
     for mixer, some in kept.items():
         check_points(some, _named(where, mixer))
-    found = {mixer: _find(some, options) for mixer, some in kept.items()}
+    found = {}
+    for mixer, some in kept.items():
+        print(f"fitting a law to {len(some)} points{f' of {mixer}' if mixer else ''}", file=sys.stderr, flush=True)
+        found[mixer] = _find(some)
     for mixer, one in found.items():
-        for line in one.sampled.untold:
+        for line in unknown_of(one):
             print(f"warning: {_named(where, mixer)}: {line}", file=sys.stderr)
     return Fitting(found, _differences(found), RunPoints() if runs is None else runs)
 
@@ -149,12 +156,11 @@ def _kept(points: Points, dropped: int) -> Points:
     return points.take(np.sort(order[: max(0, len(points) - dropped)]))
 
 
-def _find(points: Points, options: Options) -> Found:
+def _find(points: Points) -> Found:
     fitted = fit(points)
-    sampled = bootstrap(fitted, options.draws, options.seed, progress=options.progress)
     of_compute = budgets(points)
     transfer = None if points.test_losses is None else line_of(points.losses, points.test_losses)
-    return Found(fitted, sampled, back_test(points), of_compute, best_sizes(of_compute), transfer)
+    return Found(fitted, uncertainty_of(fitted), back_test(points), of_compute, best_sizes(of_compute), transfer)
 
 
 def _lines(found: Mapping[str, Found]) -> dict[str, Line]:
@@ -180,7 +186,7 @@ def _pictures(mixers: Mapping[str, Found]) -> list[Picture]:
     for mixer, one in mixers.items():
         taken = {picture.name for picture in made}
         name, title = _free(taken, "scaling", mixer), _title(mixer, "Scaling law")
-        made.append(law_picture(name, one.fitted, one.sampled, title))
+        made.append(law_picture(name, one.fitted, one.sure, title))
         if one.budgets:
             name, title = _free(taken, "isoflop", mixer), _title(mixer, "IsoFLOP")
             made.append(budgets_picture(name, one.budgets, title))
@@ -215,15 +221,27 @@ def _numbers_of(found: Found) -> dict[str, Any]:
     return {
         **asdict(law),
         "objective": found.fitted.objective,
-        "intervals": {name: _known(found.sampled.interval(name)) for name in (*CONSTANTS, "objective")},
-        "untold": names_of(found.sampled.untold),
+        PARAMS_EXPONENT: law.params_exponent if law.falls else None,
+        TOKENS_EXPONENT: 1 - law.params_exponent if law.falls else None,
+        "intervals": {
+            name: _known(found.sure.interval(name)) for name in (*CONSTANTS, PARAMS_EXPONENT, TOKENS_EXPONENT)
+        },
+        "interval_method": INTERVALS,
+        "noise": found.sure.noise,
+        "untold": names_of(found.sure.untold),
         "warnings": warnings_of(found),
-        "draws": len(found.sampled.laws),
         "points": len(found.fitted.points),
         "back_test": _numbers_of_test(found.tested),
         "isoflop": {
             "budgets": [
-                {"flops": one.flops, "points": len(one.points), "params": one.best_params, "tokens": one.best_tokens}
+                {
+                    "flops": one.flops,
+                    "points": len(one.points),
+                    "params": one.best_params,
+                    "params_interval": one.best_interval,
+                    "tokens": one.best_tokens,
+                    "doubt": one.doubt or None,
+                }
                 for one in found.budgets
             ],
             "params_of_flops": None if found.best is None else asdict(found.best),
@@ -244,8 +262,9 @@ def _numbers_of_line(line: Line | None) -> dict[str, Any] | None:
     }
 
 
-def _known(interval: tuple[float, float]) -> list[float] | None:
-    return None if math.isnan(interval[0]) else list(interval)
+def _known(interval: tuple[float, float]) -> list[float | None] | None:
+    """None of what is not known; an end that the points do not bound is None."""
+    return None if math.isnan(interval[0]) else [end if math.isfinite(end) else None for end in interval]
 
 
 def _numbers_of_test(tested: BackTest | None) -> dict[str, Any] | None:
@@ -264,16 +283,17 @@ def _numbers_of_test(tested: BackTest | None) -> dict[str, Any] | None:
 
 def text_of(found: Fitting) -> str:
     """For readers: Markdown."""
-    lines = ["L(N, D) = E + A / N^alpha + B / D^beta, nats a token, with 95 % bootstrap intervals", ""]
+    lines = [f"L(N, D) = E + A / N^alpha + B / D^beta, nats a token, with {INTERVALS}.", ""]
     columns = ["mixer", "points", *CONSTANTS, "objective"]
     rows = []
     for mixer, one in found.mixers.items():
-        cells = [_with_interval(getattr(one.fitted.law, name), one.sampled.interval(name)) for name in CONSTANTS]
+        cells = [_with_interval(getattr(one.fitted.law, name), one.sure.interval(name)) for name in CONSTANTS]
         rows.append([mixer or "all", str(len(one.fitted.points)), *cells, f"{one.fitted.objective:.5g}"])
     lines += [*table(columns, rows), ""]
     for mixer, one in found.mixers.items():
         for warning in warnings_of(one):
             lines += [f"{_title(mixer, 'Warning')}: {warning}.", ""]
+        lines += [f"{_title(mixer, 'Best size')}: {allocation_line(one)}", ""]
         lines += [f"{_title(mixer, 'Back-test')}: {test_line(one.tested)}", ""]
         lines += [f"{_title(mixer, 'IsoFLOP')}: {budget_line(one)}", ""]
         if one.transfer is not None:
@@ -286,14 +306,38 @@ def text_of(found: Fitting) -> str:
 
 def warnings_of(found: Found) -> list[str]:
     """What is not to be believed of a law, a sentence each, without its full stop."""
-    return [*map(str, found.sampled.untold), *([] if found.fitted.law.falls else [WHY_NOT_FALLING])]
+    return [*unknown_of(found), *([] if found.fitted.law.falls else [WHY_NOT_FALLING])]
+
+
+def unknown_of(found: Found) -> list[str]:
+    """Why constants have no interval, a sentence each, without its full stop."""
+    return [*map(str, found.sure.untold), *([NO_FREEDOM] if found.sure.region is None else [])]
 
 
 def _with_interval(value: float, interval: tuple[float, float]) -> str:
+    return f"{value:.5g} ({interval_words(interval, '.3g') or 'unknown'})"
+
+
+def interval_words(interval: tuple[float, float], form: str) -> str:
+    """An interval in words, with the ends that the points bound; empty where it is not known."""
     low, high = interval
-    if math.isnan(low):
-        return f"{value:.5g} (unknown)"
-    return f"{value:.5g} ({low:.3g} to {high:.3g})"
+    if math.isnan(low) or (math.isinf(low) and math.isinf(high)):
+        return "" if math.isnan(low) else "not bounded"
+    if math.isinf(low):
+        return f"at most {high:{form}}"
+    return f"at least {low:{form}}" if math.isinf(high) else f"{low:{form}} to {high:{form}}"
+
+
+def allocation_line(found: Found) -> str:
+    """How the best numbers of parameters and tokens grow with compute by the law, in words."""
+    law = found.fitted.law
+    if not law.falls:
+        return f"{WHY_NOT_FALLING}."
+    ends = [
+        interval_words(found.sure.interval(name), ".3f") or "unknown" for name in (PARAMS_EXPONENT, TOKENS_EXPONENT)
+    ]
+    a = law.params_exponent
+    return f"parameters grow as compute^{a:.3f} ({ends[0]}), tokens as compute^{1 - a:.3f} ({ends[1]})."
 
 
 def test_line(tested: BackTest | None) -> str:
@@ -313,10 +357,13 @@ def budget_line(found: Found) -> str:
     told = [one for one in found.budgets if one.best_params is not None]
     if not found.budgets:
         return "no four sizes have about the same compute."
+    doubts = "".join(f" Budget of {one.flops:.3g} FLOPs: {one.doubt}." for one in found.budgets if one.doubt)
     line = f"{len(told)} of {len(found.budgets)} budgets have a lowest loss among their sizes"
     if found.best is None:
-        return f"{line}."
-    return f"{line}; the best number of parameters grows as compute^{found.best.exponent:.3f}."
+        return f"{line}.{doubts}"
+    interval = found.best.exponent_interval
+    ends = "two budgets: interval unknown" if interval is None else f"{interval_words(interval, '.3f')}, 95 %"
+    return f"{line}; the best number of parameters grows as compute^{found.best.exponent:.3f} ({ends}).{doubts}"
 
 
 def transfer_line(line: Line) -> str:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import stdtrit
 
-from megatron_ext.analysis.runs import FloatArray
+from megatron_ext.analysis.runs import FloatArray, IntArray
+from megatron_ext.analysis.scaling.law import ALIKE
 from megatron_ext.analysis.scaling.points import Points
 
 SAME_COMPUTE = 1.12
 """Points of one budget differ in compute by this factor at most: tokens are rounded to batches, sizes to widths."""
+
+CLEAR_GAP, CLEARER = 1.02, 2.0
+"""Within that factor, budgets are apart where a gap in compute is at least the first, and that many times (in
+logarithms) the largest gap within the budgets on both sides."""
+
+SAME_RUN = 1.01
+"""Models of one size whose compute differs by less are repetitions; by more, they cannot be of one budget."""
 
 FEWEST_SIZES = 4
 """Of a budget: a parabola goes through any three."""
 
 SPREAD = 2.0
 """Of a budget's sizes, at least, as a factor: what lies closer together shows the noise of its losses alone."""
+
+CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -29,12 +41,17 @@ class Budget:
         points: the models.
         curve: coefficients of the parabola of loss over the logarithm of params, the highest power first.
         best_params: where the parabola is lowest; None: it is not, or beyond the sizes that were trained.
+        best_interval: 95 % interval of `best_params` for independent normal noise of the losses about the parabola, of
+            one size; None: they do not bound it on both sides, or `best_params` is None.
+        doubt: why the points may be of several budgets; empty: nothing says so.
     """
 
     flops: float
     points: Points
     curve: FloatArray
     best_params: float | None
+    best_interval: tuple[float, float] | None = None
+    doubt: str = ""
 
     @property
     def best_tokens(self) -> float | None:
@@ -44,15 +61,24 @@ class Budget:
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """y = factor * x^exponent."""
+    """y = factor * x^exponent.
+
+    Attributes:
+        factor: see above.
+        exponent: see above.
+        exponent_interval: 95 % interval by Student's t, from how the points scatter about the line in logarithms;
+            None: there are two, which show no scatter.
+    """
 
     factor: float
     exponent: float
+    exponent_interval: tuple[float, float] | None = None
 
 
 def budgets(points: Points) -> list[Budget]:
     """Budgets of four unlike sizes or more, by rising compute."""
-    return sorted((_budget(points.take(numbers)) for numbers in _groups(points)), key=lambda budget: budget.flops)
+    order = np.argsort(points.params * points.tokens, kind="stable")
+    return [_budget(points.take(numbers)) for numbers in _groups(points, order)]
 
 
 def best_sizes(found: list[Budget]) -> PowerLaw | None:
@@ -62,23 +88,44 @@ def best_sizes(found: list[Budget]) -> PowerLaw | None:
         return None
     log_flops, log_params = np.log(np.array(told, dtype=np.float64)).T
     exponent, log_factor = np.polyfit(log_flops, log_params, 1)
-    return PowerLaw(float(np.exp(log_factor)), float(exponent))
+    interval = None
+    if (freedom := len(told) - 2) > 0:
+        rest = log_params - np.polyval([exponent, log_factor], log_flops)
+        error = math.sqrt(rest @ rest / freedom / np.sum((log_flops - log_flops.mean()) ** 2))
+        half = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * error
+        interval = float(exponent) - half, float(exponent) + half
+    return PowerLaw(float(np.exp(log_factor)), float(exponent), interval)
 
 
-def _groups(points: Points) -> Iterator[np.ndarray]:
-    """Numbers of the points of each budget: again and again the most points that are of about the same compute."""
-    left = np.argsort(points.params * points.tokens)
-    while len(left):
-        log_flops = np.log(points.params[left] * points.tokens[left])
-        ends = np.searchsorted(log_flops, log_flops + np.log(SAME_COMPUTE), side="right")
-        start = int((ends - np.arange(len(left))).argmax())
-        chosen = left[start : ends[start]]
-        sizes = np.unique(points.params[chosen])
-        if len(chosen) < FEWEST_SIZES:
-            return
-        if len(sizes) >= FEWEST_SIZES and sizes[-1] >= SPREAD * sizes[0]:
-            yield chosen
-        left = np.delete(left, np.arange(start, ends[start]))
+def _groups(points: Points, order: IntArray) -> Iterator[IntArray]:
+    """Numbers of the points of each budget, by rising compute; `order` rises in it.
+
+    Points are cut at the largest gap in compute until no group is wider than `SAME_COMPUTE`, and further where a clear
+    gap has a budget on either side.
+    """
+    if not _is_budget(points, order):
+        return
+    log_flops = np.log(points.params[order] * points.tokens[order])
+    gaps = np.diff(log_flops)
+    cut = int(gaps.argmax()) + 1
+    if log_flops[-1] - log_flops[0] > math.log(SAME_COMPUTE) or _is_clear(points, order, gaps, cut):
+        yield from _groups(points, order[:cut])
+        yield from _groups(points, order[cut:])
+    else:
+        yield order
+
+
+def _is_budget(points: Points, numbers: IntArray) -> bool:
+    """Whether points have enough unlike sizes, far enough apart; of any compute."""
+    sizes = np.unique(points.params[numbers])
+    return len(sizes) >= FEWEST_SIZES and bool(sizes[-1] >= SPREAD * sizes[0])
+
+
+def _is_clear(points: Points, order: IntArray, gaps: FloatArray, cut: int) -> bool:
+    """Whether the gap before point `cut` parts two budgets."""
+    others = np.delete(gaps, cut - 1)
+    wide = gaps[cut - 1] >= max(math.log(CLEAR_GAP), CLEARER * float(others.max(initial=0.0)))
+    return bool(wide) and all(_is_budget(points, half) for half in (order[:cut], order[cut:]))
 
 
 def _budget(points: Points) -> Budget:
@@ -87,4 +134,49 @@ def _budget(points: Points) -> Budget:
     lowest = -curve[1] / (2 * curve[0]) if curve[0] > 0 else np.inf
     is_inside = log_n.min() <= lowest <= log_n.max()
     flops = float(np.exp(np.log(6 * points.params * points.tokens).mean()))
-    return Budget(flops, points, curve, float(np.exp(lowest)) if is_inside else None)
+    if not is_inside:
+        return Budget(flops, points, curve, None, doubt=_doubt(points))
+    return Budget(flops, points, curve, float(np.exp(lowest)), _lowest_interval(points), _doubt(points))
+
+
+def _lowest_interval(points: Points) -> tuple[float, float] | None:
+    """Fieller's interval of the place where a parabola is lowest: where its slope may be 0 by a t-test.
+
+    The slope at x is 2 a x + b. It is 0 within t standard errors where (2 a x + b)^2 <= t^2 var(2 a x + b), which is
+    between the roots of a second parabola, or has no bound if that one opens downwards.
+    """
+    freedom = len(points) - 3
+    if freedom < 1:
+        return None
+    log_n = np.log(points.params)
+    middle = log_n.mean()
+    design = np.vander(log_n - middle, 3)
+    (a, b, c), *_ = np.linalg.lstsq(design, points.losses, rcond=None)
+    rest = points.losses - design @ [a, b, c]
+    covariance = float(rest @ rest) / freedom * np.linalg.inv(design.T @ design)
+    t_squared = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) ** 2
+    square = 4 * (a**2 - t_squared * covariance[0, 0])
+    linear = 4 * (a * b - t_squared * covariance[0, 1])
+    constant = b**2 - t_squared * covariance[1, 1]
+    inner = max(linear**2 - 4 * square * constant, 0.0)  # below 0 by rounding alone: the lowest place is between
+    if square <= 0:
+        return None
+    low, high = ((-linear + sign * math.sqrt(inner)) / (2 * square) for sign in (-1, 1))
+    return math.exp(low + middle), math.exp(high + middle)
+
+
+def _doubt(points: Points) -> str:
+    """Whether sizes are there several times at unlike compute, which one budget has no reason for."""
+    order = np.argsort(points.params)
+    log_n = np.log(points.params[order])
+    log_flops = np.log(points.params[order] * points.tokens[order])
+    of_size = np.concatenate([[0], np.cumsum(np.diff(log_n) > ALIKE)])
+    spans = [float(np.ptp(log_flops[of_size == size])) for size in range(of_size[-1] + 1)]
+    several = [span for span in spans if span > math.log(SAME_RUN)]
+    if not several:
+        return ""
+    apart = 100 * math.expm1(max(several))
+    return (
+        f"{len(several)} of its {len(spans)} sizes are there more than once, with compute up to {apart:.2g} % apart: "
+        "these may be several budgets, too close to be told apart"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,10 +13,12 @@ from megatron_ext.analysis.scaling.fitting import (
     apart_cells,
     budget_line,
     files_of,
+    interval_words,
     test_line,
     transfer_line,
     warnings_of,
 )
+from megatron_ext.analysis.scaling.uncertainty import PARAMS_EXPONENT
 from megatron_ext.analysis.scaling.untold import CONSTANTS, names_of
 from megatron_ext.analysis.style import Picture
 
@@ -77,21 +78,21 @@ def _constants(found: Fitting) -> Table:
     for mixer, one in found.mixers.items():
         cells = []
         for name in CONSTANTS:
-            (low, high), value = one.sampled.interval(name), getattr(one.fitted.law, name)
-            interval = "interval unknown" if math.isnan(low) else f"{low:.3g} to {high:.3g}"
+            value = getattr(one.fitted.law, name)
+            interval = interval_words(one.sure.interval(name), ".3g") or "interval unknown"
             cells.append(Cell(f"{value:.5g}", value, interval))
         rows.append([text(mixer), count(len(one.fitted.points)), *cells, _exponent(one)])
-    caption = "L(N, D) = E + A / N^alpha + B / D^beta in nats per token, with 95\u00a0% bootstrap intervals"
+    caption = "L(N, D) = E + A / N^alpha + B / D^beta in nats per token, with 95\u00a0% profile-likelihood intervals"
     return Table(caption, ["mixer", "runs", *CONSTANTS, "best size grows as compute^"], rows, below=True)
 
 
 def _exponent(one: Found) -> Cell:
     """By the law; the parabolas' own is among the remarks."""
-    law, untold = one.fitted.law, names_of(one.sampled.untold)
+    law, untold = one.fitted.law, names_of(one.sure.untold)
     if not law.falls or "alpha" in untold or "beta" in untold:
         return NOTHING
-    exponent = law.beta / (law.alpha + law.beta)
-    return Cell(f"{exponent:.3f}", exponent)
+    interval = interval_words(one.sure.interval(PARAMS_EXPONENT), ".3f") or "interval unknown"
+    return Cell(f"{law.params_exponent:.3f}", law.params_exponent, interval)
 
 
 def _remarks(mixer: str, one: Found) -> Sequence[tuple[str, str]]:

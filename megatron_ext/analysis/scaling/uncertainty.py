@@ -1,4 +1,4 @@
-"""How sure a law is: the points drawn again, and the largest models left out and foretold."""
+"""How sure a law is: intervals of its constants and losses, and the largest models left out and foretold."""
 
 from __future__ import annotations
 
@@ -7,73 +7,97 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from tqdm import tqdm
 
-from megatron_ext.analysis.matched import INTERVAL
 from megatron_ext.analysis.runs import FloatArray
-from megatron_ext.analysis.scaling.law import Fit, ScalingLaw, check_points, fit, objective_of, refit
+from megatron_ext.analysis.scaling.law import FEWEST_POINTS, Fit, ScalingLaw, fit
 from megatron_ext.analysis.scaling.points import Points
-from megatron_ext.analysis.scaling.untold import Untold, names_of, tells_less, untold
+from megatron_ext.analysis.scaling.profile import Region, region_of
+from megatron_ext.analysis.scaling.untold import Untold, names_of, untold
 from megatron_ext.errors import UserError
 
 HELD_OUT = 0.1
 """Share of the points that a back-test leaves out: those of the largest models."""
 
+PARAMS_EXPONENT, TOKENS_EXPONENT = "params_exponent", "tokens_exponent"
+"""Exponents a and b of the best number of parameters and of tokens over compute: N ~ C^a, D ~ C^b, a + b = 1."""
+
+NO_FREEDOM = f"{FEWEST_POINTS} points for {FEWEST_POINTS} constants leave nothing that shows the noise: no intervals"
+
 
 @dataclass(frozen=True)
-class Sampled:
-    """Laws of points that were drawn again.
+class Uncertainty:
+    """95 % intervals of a law, by profile likelihood; see `region_of`.
+
+    What varies in them is the noise of the points about the law: of each model's seed, batches and evaluated text,
+    taken to be independent, normal in the logarithm of the loss and of one size. Whether the law has the right form is
+    not in them.
 
     Attributes:
-        laws: of each draw that a law can be fitted to.
-        objectives: float64 [draws], of each law on its own draw.
-        untold: constants that the points do not tell: the laws of all draws lie at one place of a flat valley, and so
-            say nothing of how far it goes.
+        fitted: the law and its points.
+        region: laws that the points do not contradict; None: there are no more points than constants.
+        untold: constants that the points do not tell whatever the noise: they have no intervals.
     """
 
-    laws: Sequence[ScalingLaw]
-    objectives: FloatArray
+    fitted: Fit
+    region: Region | None
     untold: Sequence[Untold] = ()
 
-    def interval(self, name: str) -> tuple[float, float]:
-        """The 95 % percentile interval of a constant, or of the objective.
+    @property
+    def is_band_known(self) -> bool:
+        """Whether the law's losses have intervals."""
+        return self.region is not None and not self.untold
 
-        Not a number where there are no draws, or where the points do not tell the constant.
+    @property
+    def noise(self) -> float | None:
+        """Estimated relative scatter of losses about the law; None: no more points than constants."""
+        return None if self.region is None else self.region.noise
+
+    def interval(self, name: str) -> tuple[float, float]:
+        """The 95 % interval of a constant, of `PARAMS_EXPONENT` or of `TOKENS_EXPONENT`.
+
+        Not a number where the points do not tell it; infinite on a side on which they do not bound it. The law is
+        fitted with Huber's loss and the interval by least squares; one that leaves the estimate out is extended to it.
         """
-        if not self.laws or name in names_of(self.untold):
+        if name in (PARAMS_EXPONENT, TOKENS_EXPONENT):
+            return self._share_interval(name)
+        if self.region is None or name in names_of(self.untold):
             return math.nan, math.nan
-        values = self.objectives if name == "objective" else [getattr(law, name) for law in self.laws]
-        low, high = np.percentile(values, INTERVAL)
-        return float(low), float(high)
+        region = self.region
+        found = {
+            "E": region.irreducible,
+            "A": lambda: region.factor(0),
+            "B": lambda: region.factor(1),
+            "alpha": lambda: region.exponent(0),
+            "beta": lambda: region.exponent(1),
+        }[name]()
+        return _extended(found, float(getattr(self.fitted.law, name)))
+
+    def _share_interval(self, name: str) -> tuple[float, float]:
+        law = self.fitted.law
+        if self.region is None or not law.falls or {"alpha", "beta"} & set(names_of(self.untold)):
+            return math.nan, math.nan
+        low, high = _extended(self.region.share(), law.params_exponent)
+        return (low, high) if name == PARAMS_EXPONENT else (1 - high, 1 - low)
 
     def band(self, params: FloatArray, tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """The 95 % interval of the law's loss for each model; not a number where a constant has none."""
-        if not self.laws or self.untold:
+        """The 95 % interval of the law's loss for each model, without the noise of a single run about the law.
+
+        Not a number where a constant has no interval.
+        """
+        if self.region is None or self.untold:
             return np.full_like(params, math.nan), np.full_like(params, math.nan)
-        low, high = np.percentile([law.loss(params, tokens) for law in self.laws], INTERVAL, axis=0)
-        return np.asarray(low), np.asarray(high)
+        low, high = self.region.band(params, tokens)
+        loss = self.fitted.law.loss(params, tokens)
+        return np.minimum(low, loss), np.maximum(high, loss)
 
 
-def bootstrap(fitted: Fit, draws: int, seed: int, *, progress: bool = False) -> Sampled:
-    """Fit the law again to as many points as there are, drawn with replacement, `draws` times.
+def _extended(interval: tuple[float, float], value: float) -> tuple[float, float]:
+    return min(interval[0], value), max(interval[1], value)
 
-    Draws that no law can be fitted to, as those of less than five unlike points or of one size, are passed over, and
-    so are draws of two sizes, or two numbers of tokens, where the points have more: they leave a constant where it was.
-    """
-    generator = np.random.default_rng(seed)
-    laws, objectives = [], []
-    for _ in tqdm(range(draws), desc="bootstrap", disable=not progress, leave=False):
-        numbers = generator.integers(len(fitted.points), size=len(fitted.points))
-        drawn = fitted.points.take(numbers)
-        try:
-            check_points(fitted.points.take(np.unique(numbers)))
-        except UserError:
-            continue
-        if tells_less(drawn, fitted.points):
-            continue
-        laws.append(refit(drawn, fitted.law))
-        objectives.append(objective_of(laws[-1], drawn))
-    return Sampled(laws, np.array(objectives), untold(fitted))
+
+def uncertainty_of(fitted: Fit) -> Uncertainty:
+    """Intervals of a law that was fitted to its points."""
+    return Uncertainty(fitted, region_of(fitted), untold(fitted))
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,6 @@ def untold(fitted: Fit) -> list[Untold]:
     return found
 
 
-def tells_less(points: Points, than: Points) -> bool:
-    """Whether points have too few sizes, or numbers of tokens, where the others have enough."""
-    return len(list(_of_few_values(points))) > len(list(_of_few_values(than)))
-
-
 def names_of(found: Sequence[Untold]) -> list[str]:
     """All constants that are untold, each once and in order."""
     return [name for name in CONSTANTS if any(name in one.constants for one in found)]

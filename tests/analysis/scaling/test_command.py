@@ -43,7 +43,7 @@ def size_of_picture(path: Path) -> tuple[int, int]:
 def test_one_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
     output = tmp_path / "new" / "fit"
-    assert main(["fit", str(points), "--output", str(output), "--json", "--bootstrap", "20"]) == 0
+    assert main(["fit", str(points), "--output", str(output), "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
     files = {"files": ["scaling.png", "scaling.csv", "isoflop.png", "isoflop.csv"]}
     assert numbers | files == json.loads((output / "fit.json").read_text())
@@ -53,7 +53,14 @@ def test_one_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         low, high = numbers["intervals"][name]
         assert low <= high == pytest.approx(numbers[name], rel=1e-2)
     assert 0 <= numbers["objective"] < 1e-10
-    assert (numbers["points"], numbers["draws"]) == (20, 20)
+    assert numbers["points"] == 20
+    assert numbers["noise"] < 1e-5
+    assert numbers["params_exponent"] == pytest.approx(law.beta / (law.alpha + law.beta), abs=1e-4)
+    for interval in (
+        numbers["intervals"]["params_exponent"],
+        numbers["isoflop"]["params_of_flops"]["exponent_interval"],
+    ):
+        assert len(interval) == 2
     assert numbers["back_test"]["held_out"] == 2
     assert numbers["back_test"]["largest_error"] < 1e-4
     assert len(numbers["isoflop"]["budgets"]) == 4
@@ -68,15 +75,18 @@ def test_one_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_published_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Besiroglu et al. 2024 find E 1.8169, alpha 0.3478 and beta 0.3659 without the five highest losses."""
     points = Path(__file__).with_name("chinchilla.csv")
-    arguments = ["fit", str(points), "--drop-highest", "5", "--json", "--bootstrap", "2"]
+    arguments = ["fit", str(points), "--drop-highest", "5", "--json"]
     assert main([*arguments, "--output", str(tmp_path / "fit")]) == 0
     printed = capsys.readouterr()
     numbers = json.loads(printed.out)
     assert numbers["points"] == 240
     assert numbers["objective"] <= 0.0010183
     assert [round(numbers[name], 3) for name in ("E", "alpha", "beta")] == [1.817, 0.347, 0.367]
-    assert (numbers["untold"], numbers["warnings"], printed.err) == ([], [], "")
-    assert None not in numbers["intervals"].values()
+    assert (numbers["untold"], numbers["warnings"], printed.err) == ([], [], "fitting a law to 240 points\n")
+    for name, (low, high) in numbers["intervals"].items():
+        assert low < numbers[name] < high, name
+    low, high = numbers["intervals"]["alpha"]
+    assert 0.02 < high - low < 0.06  # 0.05 by the bootstrap of Besiroglu et al.
 
 
 @pytest.mark.usefixtures("few_starts")
@@ -87,7 +97,7 @@ def test_the_surface_has_intervals(tmp_path: Path) -> None:
     for number, (n, d, loss) in enumerate((line.split(",") for line in lines[1:]), start=1):
         lines[number] = f"{n},{d},{float(loss) * np.exp(0.004 * dice.normal())}"
     points.write_text("\n".join(lines) + "\n")
-    assert main(["fit", str(points), "--output", str(tmp_path / "fit"), "--bootstrap", "40"]) == 0
+    assert main(["fit", str(points), "--output", str(tmp_path / "fit")]) == 0
     with (tmp_path / "fit" / "scaling.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["what"] == "surface"]
     columns = ("params", "tokens", "flops", "loss", "low", "high")
@@ -106,7 +116,7 @@ def test_the_surface_has_intervals(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("few_starts")
 def test_a_law_for_each_mixer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = write(tmp_path / "points.csv", LAWS)
-    assert main(["fit", str(points), "--output", str(tmp_path / "fit"), "--bootstrap", "20"]) == 0
+    assert main(["fit", str(points), "--output", str(tmp_path / "fit")]) == 0
     said = capsys.readouterr().out
     assert said == (tmp_path / "fit" / "fit.md").read_text() + "\n"
     assert "| attention | 20 | 1.7 (" in said
@@ -122,13 +132,41 @@ def test_five_points_have_a_law_and_no_intervals(tmp_path: Path, capsys: pytest.
     sizes, tokens = (5e7, 2e8, 4e8, 1e9, 3e9), (4e9, 2e9, 3e10, 1e10, 2e11)
     lines = [f"{n},{d},{float(law.loss(n, d))}" for n, d in zip(sizes, tokens, strict=True)]
     (tmp_path / "points.csv").write_text("\n".join(["params,tokens,loss", *lines]))
-    arguments = ["fit", str(tmp_path / "points.csv"), "--output", str(tmp_path / "fit"), "--bootstrap", "3"]
+    arguments = ["fit", str(tmp_path / "points.csv"), "--output", str(tmp_path / "fit")]
     assert main(arguments) == 0
-    assert "(unknown)" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "(unknown)" in printed.out
+    reason = "5 points for 5 constants leave nothing that shows the noise: no intervals"
+    assert f"warning: {tmp_path / 'points.csv'}: {reason}\n" in printed.err
+    assert f"Warning: {reason}.\n" in printed.out
     numbers = json.loads((tmp_path / "fit" / "fit.json").read_text())
     assert numbers["objective"] < 1e-10
     assert numbers["back_test"] is None
     assert set(numbers["intervals"].values()) == {None}
+
+
+@pytest.mark.usefixtures("few_starts", "unpainted")
+def test_ends_that_points_do_not_bound_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Six points with 2 % of noise: alpha may be anything above a value."""
+    law, dice = LAWS["attention"], np.random.default_rng(1)
+    n, d = np.array([1e8, 1e8, 4e8, 1.6e9, 1.6e9, 6e9]), np.array([2e9, 6e10, 1e10, 4e9, 1.2e11, 3e10])
+    losses = law.loss(n, d) * np.exp(0.02 * dice.normal(size=6))
+    lines = [f"{a},{b},{float(c)}" for a, b, c in zip(n, d, losses, strict=True)]
+    (tmp_path / "points.csv").write_text("\n".join(["params,tokens,loss", *lines]))
+    assert main(["fit", str(tmp_path / "points.csv"), "--output", str(tmp_path / "fit")]) == 0
+    interval = json.loads((tmp_path / "fit" / "fit.json").read_text())["intervals"]["alpha"]
+    assert interval[1] is None
+    assert "(at least " in capsys.readouterr().out or interval[0] is None
+
+
+@pytest.mark.usefixtures("few_starts", "unpainted")
+def test_options_of_the_former_bootstrap_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
+    arguments = ["fit", str(points), "--output", str(tmp_path / "fit"), "--bootstrap", "1000", "--seed", "3"]
+    assert main(arguments) == 0
+    said = capsys.readouterr().err
+    for option in ("--bootstrap", "--seed"):
+        assert f"warning: {option} has no effect: intervals are computed without random draws\n" in said
 
 
 def with_test_loss(path: Path) -> Path:
@@ -146,7 +184,7 @@ def with_test_loss(path: Path) -> Path:
 @pytest.mark.usefixtures("few_starts")
 def test_test_loss_over_training_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = with_test_loss(write(tmp_path / "points.csv", LAWS))
-    assert main(["fit", str(points), "--output", str(tmp_path / "fit"), "--bootstrap", "2"]) == 0
+    assert main(["fit", str(points), "--output", str(tmp_path / "fit")]) == 0
     said = capsys.readouterr().out
     numbers = json.loads((tmp_path / "fit" / "fit.json").read_text())
     for mixer, factor in zip(LAWS, (1.2, 1.3), strict=True):
@@ -168,7 +206,7 @@ def test_losses_that_do_not_fall_are_told_of(tmp_path: Path, capsys: pytest.Capt
     losses = 2 + 0.05 * np.log(n / 1e7) - 0.03 * np.log(d / 1e9)
     lines = ["params,tokens,loss", *(f"{a},{b},{c}" for a, b, c in zip(n, d, losses, strict=True))]
     (tmp_path / "points.csv").write_text("\n".join(lines))
-    assert main(["fit", str(tmp_path / "points.csv"), "--output", str(tmp_path / "fit"), "--bootstrap", "2"]) == 0
+    assert main(["fit", str(tmp_path / "points.csv"), "--output", str(tmp_path / "fit")]) == 0
     assert "Warning: an exponent is not above 0: loss does not fall with it" in capsys.readouterr().out
     assert min(size_of_picture(tmp_path / "fit" / "scaling.png")) > 600
 
@@ -176,7 +214,7 @@ def test_losses_that_do_not_fall_are_told_of(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.usefixtures("few_starts", "unpainted")
 def test_a_folder_of_an_earlier_fit_keeps_none_of_its_pictures(tmp_path: Path) -> None:
     points, output = with_test_loss(write(tmp_path / "points.csv", LAWS)), tmp_path / "fit"
-    assert main(["fit", str(points), "--output", str(output), "--bootstrap", "2"]) == 0
+    assert main(["fit", str(points), "--output", str(output)]) == 0
     assert {path.name for path in output.glob("*.png")} == {
         "scaling_attention.png",
         "scaling_mamba_2_new_.png",
@@ -186,7 +224,7 @@ def test_a_folder_of_an_earlier_fit_keeps_none_of_its_pictures(tmp_path: Path) -
     }
     (output / "scaling_of_mine.png").touch()
     one = without_mixer(write(tmp_path / "one.csv", {"attention": LAWS["attention"]}))
-    assert main(["fit", str(one), "--output", str(output), "--bootstrap", "2"]) == 0
+    assert main(["fit", str(one), "--output", str(output)]) == 0
     assert {path.name for path in output.glob("*.png")} == {"scaling.png", "isoflop.png", "scaling_of_mine.png"}
 
 
@@ -198,7 +236,7 @@ def test_an_earlier_fit_removes_its_own_files_alone(tmp_path: Path, names: objec
     (output / "notes.csv").touch()
     (tmp_path / "mine.png").touch()
     (output / "fit.json").write_text(json.dumps({"files": names}))
-    assert main(["fit", str(points), "--output", str(output), "--bootstrap", "2"]) == 0
+    assert main(["fit", str(points), "--output", str(output)]) == 0
     assert (tmp_path / "mine.png").exists()
     assert (output / "notes.csv").exists()
 
@@ -210,17 +248,17 @@ def test_points_of_an_earlier_fit_of_runs_go_but_not_those_that_are_read(tmp_pat
     (output / "fit.json").write_text(json.dumps({"files": ["points.csv"]}))
     kept = output / "points.csv"
     kept.write_bytes(points.read_bytes())
-    assert main(["fit", str(kept), "--output", str(output), "--bootstrap", "2"]) == 0
+    assert main(["fit", str(kept), "--output", str(output)]) == 0
     assert kept.read_bytes() == points.read_bytes()
     (output / "fit.json").write_text(json.dumps({"files": ["points.csv"]}))
-    assert main(["fit", str(points), "--output", str(output), "--bootstrap", "2"]) == 0
+    assert main(["fit", str(points), "--output", str(output)]) == 0
     assert not kept.exists()
 
 
 @pytest.mark.usefixtures("few_starts", "unpainted")
 def test_mixers_whose_names_differ_in_signs_have_pictures_of_their_own(tmp_path: Path) -> None:
     points = write(tmp_path / "points.csv", {"a/b": LAWS["attention"], "a b": LAWS["attention"]})
-    assert main(["fit", str(points), "--output", str(tmp_path / "fit"), "--bootstrap", "2"]) == 0
+    assert main(["fit", str(points), "--output", str(tmp_path / "fit")]) == 0
     assert {path.name for path in (tmp_path / "fit").glob("scaling*.png")} == {"scaling_a_b.png", "scaling_a_b_2.png"}
 
 
@@ -228,7 +266,7 @@ def test_mixers_whose_names_differ_in_signs_have_pictures_of_their_own(tmp_path:
 def test_the_points_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = without_mixer(write(tmp_path / "scaling.csv", {"attention": LAWS["attention"]}))
     before = points.read_bytes()
-    assert main(["fit", str(points), "--output", str(tmp_path), "--bootstrap", "2"]) == 2
+    assert main(["fit", str(points), "--output", str(tmp_path)]) == 2
     problem = "would be overwritten by a file of the fit; give another folder with --output"
     assert capsys.readouterr().err == f"selectron: error: {points}: {problem}\n"
     assert list(tmp_path.iterdir()) == [points]
@@ -239,7 +277,7 @@ def test_the_points_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFi
 def test_the_highest_losses_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
     points.write_text(points.read_text() + "1e9,2e10,50\n")
-    arguments = ["fit", str(points), "--output", str(tmp_path / "fit"), "--json", "--bootstrap", "2"]
+    arguments = ["fit", str(points), "--output", str(tmp_path / "fit"), "--json"]
     assert main([*arguments, "--drop-highest", "1"]) == 0
     numbers = json.loads(capsys.readouterr().out)
     assert (numbers["points"], numbers["objective"] < 1e-10) == (20, True)
@@ -250,7 +288,6 @@ def test_the_highest_losses_can_be_left_out(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--bootstrap", "1"], "--bootstrap: 1 draws make no interval; give 2 or more"),
         (["--drop-highest", "-1"], "--drop-highest: -1 is below 0; "),
         (
             ["--drop-highest", "17"],
@@ -279,5 +316,5 @@ def test_a_mixer_without_a_law_stops_all(tmp_path: Path, capsys: pytest.CaptureF
 def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = without_mixer(write(tmp_path / "points.csv", {"attention": LAWS["attention"]}))
     (tmp_path / "file").touch()
-    assert main(["fit", str(points), "--output", str(tmp_path / "file" / "fit"), "--bootstrap", "2"]) == 2
+    assert main(["fit", str(points), "--output", str(tmp_path / "file" / "fit")]) == 2
     assert "cannot be written (Not a directory); give another folder" in capsys.readouterr().err

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from megatron_ext.analysis.scaling.isoflop import best_sizes, budgets
+from megatron_ext.analysis.scaling.isoflop import Budget, best_sizes, budgets
 from megatron_ext.analysis.scaling.law import ScalingLaw
 from megatron_ext.analysis.scaling.points import Points
 
@@ -64,3 +65,61 @@ def test_other_points_between_the_budgets_do_not_join_them() -> None:
 
 def test_sizes_that_are_nearly_the_same_are_no_budget() -> None:
     assert budgets(points(width=1.3)) == []
+
+
+@pytest.mark.parametrize("apart", [1.03, 1.06, 1.11])
+def test_budgets_a_little_apart_are_two(apart: float) -> None:
+    """They were one while they lay within 12 % of each other."""
+    compute = np.array([1e19, apart * 1e19])
+    n = np.concatenate([LAW.best_params(c) * np.geomspace(1 / 3, 3, 6) for c in compute])
+    d = np.repeat(compute, 6) / 6 / n
+    found = budgets(Points(n, d, LAW.loss(n, d)))
+    np.testing.assert_allclose([one.flops for one in found], compute)
+    np.testing.assert_allclose([one.best_params for one in found], LAW.best_params(compute), rtol=1e-5)
+    assert [one.doubt for one in found] == ["", ""]
+
+
+def test_budgets_that_overlap_are_one_with_a_doubt() -> None:
+    """Two budgets 4 % apart whose tokens are rounded by up to 3 % either way: the same sizes at unlike compute."""
+    dice, sizes = np.random.default_rng(1), LAW.best_params(1e19) * np.geomspace(1 / 3, 3, 6)
+    n = np.tile(sizes, 2)
+    d = np.repeat([1e19, 1.04e19], 6) / 6 / n * np.exp(dice.uniform(-0.03, 0.03, 12))
+    (one,) = budgets(Points(n, d, LAW.loss(n, d)))
+    assert "of its 6 sizes are there more than once" in one.doubt
+    (single,) = budgets(Points(n[:6], d[:6], LAW.loss(n, d)[:6]))
+    assert single.doubt == ""
+
+
+def test_the_lowest_place_has_the_interval_that_its_slope_says() -> None:
+    """Fieller's interval, against the slope's t-test by another parametrisation of the parabola at each end."""
+    dice, some = np.random.default_rng(3), points(sizes=7)
+    noisy = Points(some.params, some.tokens, some.losses * np.exp(0.002 * dice.normal(size=len(some))))
+    for one in budgets(noisy):
+        assert one.best_interval is not None
+        assert one.best_params is not None
+        assert one.best_interval[0] < one.best_params < one.best_interval[1]
+        for end in one.best_interval:
+            x = np.log(one.points.params / end)  # the coefficient of x is the slope at the end
+            design = np.stack([np.ones_like(x), x, x**2], axis=1)
+            solved, rest, *_ = np.linalg.lstsq(design, one.points.losses, rcond=None)
+            error = np.sqrt(rest[0] / 4 * np.linalg.inv(design.T @ design)[1, 1])
+            assert abs(solved[1] / error) == pytest.approx(stats.t.ppf(0.975, 4), rel=1e-6)
+
+
+def test_losses_that_are_all_noise_bound_no_lowest_place() -> None:
+    dice, some = np.random.default_rng(3), points(sizes=5)
+    noisy = Points(some.params, some.tokens, some.losses * np.exp(0.05 * dice.normal(size=len(some))))
+    assert any(one.best_params is not None for one in budgets(noisy))
+    assert {one.best_interval for one in budgets(noisy)} == {None}
+
+
+def test_the_exponent_has_an_interval_from_three_budgets_on() -> None:
+    found = [Budget(c, points(), np.zeros(3), p) for c, p in ((1e19, 1e8), (1e20, 3.3e8), (1e21, 9.5e8))]
+    two, three = best_sizes(found[:2]), best_sizes(found)
+    assert two is not None
+    assert three is not None
+    assert two.exponent_interval is None
+    line = stats.linregress(np.log([1e19, 1e20, 1e21]), np.log([1e8, 3.3e8, 9.5e8]))
+    half = stats.t.ppf(0.975, 1) * line.stderr
+    assert three.exponent == pytest.approx(line.slope)
+    assert three.exponent_interval == pytest.approx((line.slope - half, line.slope + half))

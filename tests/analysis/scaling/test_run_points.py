@@ -72,7 +72,7 @@ EMBEDDINGS = {"embedding_parameters": 1, "output_layer_parameters": 1}
 @pytest.mark.usefixtures("unpainted")
 def test_a_law_for_each_mixer_of_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, output = sweep(tmp_path / "sweep"), tmp_path / "fit"
-    arguments = ["fit", str(folder), "--output", str(output), "--json", "--bootstrap", "2", "--without-embeddings"]
+    arguments = ["fit", str(folder), "--output", str(output), "--json", "--without-embeddings"]
     assert main(arguments) == 0
     numbers = json.loads(capsys.readouterr().out)
     assert list(numbers["mixers"]) == list(LAWS)
@@ -91,7 +91,7 @@ def test_a_law_for_each_mixer_of_a_folder_of_runs(tmp_path: Path, capsys: pytest
     assert len(rows) == 12
     assert {row["run"] for row in rows} == {str(path) for path in folder.iterdir()}
     # What was written can be fitted again, and is not removed by that.
-    again = ["fit", str(output / "points.csv"), "--output", str(output), "--json", "--bootstrap", "2"]
+    again = ["fit", str(output / "points.csv"), "--output", str(output), "--json"]
     assert main(again) == 0
     assert json.loads(capsys.readouterr().out) == numbers
     assert (output / "points.csv").is_file()
@@ -101,7 +101,7 @@ def test_a_law_for_each_mixer_of_a_folder_of_runs(tmp_path: Path, capsys: pytest
 def test_some_runs_without_a_test_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = sweep(tmp_path / "sweep")
     (folder / "mamba_4_20" / "evaluation.jsonl").unlink()
-    assert main(["fit", str(folder), "--output", str(tmp_path / "fit"), "--bootstrap", "2"]) == 0
+    assert main(["fit", str(folder), "--output", str(tmp_path / "fit")]) == 0
     said = capsys.readouterr()
     few = "two numbers of tokens: E, B and beta cannot be told apart"
     assert said.err.splitlines() == [
@@ -143,7 +143,7 @@ def test_runs_of_a_folder_that_are_not_finished_are_left_out(
         "attention_4_20": "has no step yet",
         "mamba_8_180": "stopped at step 150 of 180",
     }
-    assert main(["fit", str(folder), "--output", str(output), "--json", "--bootstrap", "2"]) == 0
+    assert main(["fit", str(folder), "--output", str(output), "--json"]) == 0
     printed = capsys.readouterr()
     expected = [f"{folder}/{name}: {reason}" for name, reason in left_out.items()]
     assert printed.err.splitlines() == [f"warning: {line}: it is left out of the fit" for line in expected]

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy import stats
+from scipy.optimize import least_squares
 
-from megatron_ext.analysis.scaling.law import Fit, ScalingLaw, fit, objective_of
+from megatron_ext.analysis.scaling import robust
+from megatron_ext.analysis.scaling.law import Fit, ScalingLaw, fit, refit
 from megatron_ext.analysis.scaling.points import Points
-from megatron_ext.analysis.scaling.uncertainty import Sampled, back_test, bootstrap
+from megatron_ext.analysis.scaling.uncertainty import (
+    PARAMS_EXPONENT,
+    TOKENS_EXPONENT,
+    Uncertainty,
+    back_test,
+    uncertainty_of,
+)
 
 LAW = ScalingLaw(1.7, 400.0, 1500.0, 0.34, 0.36)
 
@@ -26,38 +35,98 @@ def fitted(few_starts_in_module: None) -> Fit:
 
 
 @pytest.fixture(scope="module")
-def sampled(fitted: Fit) -> Sampled:
-    return bootstrap(fitted, 120, seed=1)
+def sure(fitted: Fit) -> Uncertainty:
+    return uncertainty_of(fitted)
 
 
-def test_a_seed_draws_the_same_and_draws_differ(fitted: Fit, sampled: Sampled) -> None:
-    again, other = (bootstrap(fitted, 10, seed) for seed in (1, 2))
-    assert list(again.laws) == list(sampled.laws[:10])
-    assert list(other.laws) != list(again.laws)
-    assert len(set(sampled.laws)) == 120
-
-
-def test_intervals_are_about_as_wide_as_other_noise_makes_the_constants(sampled: Sampled) -> None:
-    """Sixteen experiments with noise of their own, against the draws of one."""
-    experiments = [fit(grid(2e-3, seed)).law for seed in range(16)]
+def test_intervals_are_about_as_wide_as_other_noise_makes_the_constants(sure: Uncertainty) -> None:
+    """Sixteen experiments with noise of their own, against the interval of one."""
+    experiments = [refit(grid(2e-3, seed), LAW) for seed in range(16)]
     for name in ("E", "alpha", "beta"):
-        low, high = sampled.interval(name)
+        low, high = sure.interval(name)
         spread = np.std([getattr(law, name) for law in experiments], ddof=1)
         assert 0.5 < (high - low) / (3.92 * spread) < 2.0, name
         assert abs((low + high) / 2 - getattr(LAW, name)) < high - low, name  # twice what one in twenty is beyond
+    assert sure.noise == pytest.approx(2e-3, rel=0.3)
 
 
-def test_the_objective_has_an_interval_of_its_own_draws(fitted: Fit, sampled: Sampled) -> None:
-    low, high = sampled.interval("objective")
-    assert low < objective_of(fitted.law, grid(2e-3)) < high
+def smallest_rest(points: Points, name: str, value: float, near: ScalingLaw) -> float:
+    """Least sum of squares of log losses with one constant held, by an optimiser that knows nothing of grids."""
+    names = ("E", "A", "B", "alpha", "beta")
+    held = names.index(name)
+    start = np.array([np.log(near.E), np.log(near.A), np.log(near.B), near.alpha, near.beta])
+    start[held] = np.log(value) if held < 3 else value
+
+    def rest(free: np.ndarray) -> np.ndarray:
+        at = np.insert(free, held, start[held])
+        law = ScalingLaw(*np.exp(at[:3]), *at[3:])
+        return np.log(points.losses / law.loss(points.params, points.tokens))
+
+    found = least_squares(rest, np.delete(start, held), x_scale="jac", xtol=1e-14, ftol=1e-14, gtol=1e-14)
+    return 2 * float(found.cost)
 
 
-def test_the_band_is_that_of_the_laws(sampled: Sampled) -> None:
-    low, high = sampled.band(np.array([1e9, 1e11]), np.array([2e10, 1e12]))
-    losses = np.array([[law.loss(1e9, 2e10), law.loss(1e11, 1e12)] for law in sampled.laws])
-    np.testing.assert_allclose([low, high], np.percentile(losses, [2.5, 97.5], axis=0))
+@pytest.mark.parametrize("name", ["E", "A", "B", "alpha", "beta"])
+def test_an_interval_ends_where_the_sum_of_squares_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An F-test with the constant held at the end of its interval has p = 0.05, by brute force."""
+    monkeypatch.setattr(robust, "BOUND", 100.0)  # least squares
+    monkeypatch.setattr(robust, "EXPECTED", 1.0)
+    points = grid(2e-3)
+    fitted = Fit(refit(points, LAW), 0.0, points)
+    ends, freedom = uncertainty_of(fitted).interval(name), len(points) - 5
+    law = refit(points, fitted.law, 1.0)
+    least = float((np.log(points.losses / law.loss(points.params, points.tokens)) ** 2).sum())
+    for end in ends:
+        ratio = (smallest_rest(points, name, end, fitted.law) / least - 1) * freedom
+        assert float(stats.f.sf(ratio, 1, freedom)) == pytest.approx(0.05, abs=0.006), end
+
+
+def test_the_exponent_of_tokens_has_the_rest_of_that_of_parameters(sure: Uncertainty) -> None:
+    low, high = sure.interval(PARAMS_EXPONENT)
+    assert low < LAW.params_exponent < high
+    assert sure.interval(TOKENS_EXPONENT) == pytest.approx((1 - high, 1 - low))
+
+
+def test_the_band_widens_beyond_the_points(sure: Uncertainty) -> None:
+    params, tokens = np.array([1e9, 1e11]), np.array([2e10, 1e12])
+    low, high = sure.band(params, tokens)
+    assert (low < LAW.loss(params, tokens)).all()
+    assert (LAW.loss(params, tokens) < high).all()
     relative = (high - low) / low
-    assert relative[1] > 2 * relative[0]  # beyond the points
+    assert relative[1] > 2 * relative[0]
+
+
+def test_points_far_off_the_law_widen_intervals_little(sure: Uncertainty) -> None:
+    points = grid(2e-3)
+    points.losses[[5, 20]] *= 1.05
+    far = uncertainty_of(Fit(refit(points, LAW), 0.0, points))
+    for name in ("E", "alpha", "beta"):
+        (low, high), (low_far, high_far) = sure.interval(name), far.interval(name)
+        assert high_far - low_far < 1.6 * (high - low)  # the scatter is seven times as large
+        assert abs((low_far + high_far) / 2 - getattr(LAW, name)) < high_far - low_far
+
+
+def test_five_points_have_no_intervals() -> None:
+    few = Fit(LAW, 0.0, grid(0.0).take(np.array([0, 8, 16, 24, 32])))
+    sure = uncertainty_of(few)
+    assert sure.region is None
+    assert sure.noise is None
+    assert np.isnan([sure.interval(name) for name in ("E", "A", "B", "alpha", "beta", PARAMS_EXPONENT)]).all()
+    assert np.isnan(sure.band(np.array([1e9]), np.array([2e10]))).all()
+
+
+def test_points_without_noise_have_narrow_intervals() -> None:
+    sure = uncertainty_of(Fit(LAW, 0.0, grid(0.0)))
+    for name in ("E", "alpha", "beta"):
+        assert sure.interval(name) == pytest.approx((getattr(LAW, name),) * 2, rel=1e-4)
+
+
+def test_six_noisy_points_do_not_bound_all_constants() -> None:
+    points = grid(2e-2, 5).take(np.array([0, 9, 16, 23, 33, 41]))
+    sure = uncertainty_of(Fit(refit(points, LAW), 0.0, points))
+    assert sure.interval("alpha")[1] == np.inf
+    assert sure.interval("A")[1] == np.inf
+    assert np.isfinite(sure.interval("E")).all()  # between 0 and the lowest losses
 
 
 def test_the_largest_models_are_foretold_by_the_others() -> None:
@@ -76,13 +145,3 @@ def test_the_largest_models_are_foretold_by_the_others() -> None:
 def test_too_few_models_for_a_back_test() -> None:
     points = grid(0.0)
     assert back_test(points.take(points.params >= np.unique(points.params)[-2])) is None
-
-
-def test_draws_that_no_law_fits_are_passed_over() -> None:
-    """Of five points only draws of all of them say something, and none may be among a few."""
-    few = fit(grid(0.0).take(np.array([0, 8, 16, 24, 32, 40])))
-    assert 0 < len(bootstrap(few, 20, seed=3).laws) < 20
-    sampled = bootstrap(fit(few.points.take(np.arange(5))), 3, seed=3)
-    assert not sampled.laws
-    assert np.isnan(sampled.interval("E")).all()
-    assert np.isnan(sampled.band(np.array([1e9]), np.array([2e10]))).all()

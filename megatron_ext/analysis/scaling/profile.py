@@ -1,0 +1,291 @@
+"""Profile-likelihood confidence intervals of a scaling law (Bates & Watts 1988, chapter 6).
+
+Losses are taken to scatter about the law by a factor exp(sigma * e), e standard normal and independent, sigma unknown.
+A value of a constant, or of any function of the constants, lies in its 95 % interval if the least-squares fit that is
+forced to have it leaves a sum of squares of at most
+
+    S_min * (1 + t^2 / (n - 5)),    t: 97.5 % quantile of Student's t with n - 5 degrees of freedom.
+
+For given exponents the law is linear in E, A and B. All that is needed is therefore a grid of exponents (two
+dimensions), and at each of its nodes a least-squares problem with the constraints E, A, B >= 0, which has a closed form
+on each of the seven sets of terms that do not vanish. No random draws are involved.
+
+Single runs may lie far off the law, and least squares would follow them. The squares are therefore those of Huber's
+pseudo-observations, see `robust`: without such runs they are the losses themselves, or nearly so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+
+import numpy as np
+from scipy.special import stdtrit
+
+from megatron_ext.analysis.runs import FloatArray
+from megatron_ext.analysis.scaling.law import FEWEST_POINTS, Fit
+from megatron_ext.analysis.scaling.points import Points
+from megatron_ext.analysis.scaling.robust import SMALLEST_NOISE, Robust, robust
+
+CONFIDENCE = 0.95
+
+SMALLEST_EXPONENT, LARGEST_EXPONENT = -1.0, 4.0
+"""Exponents that are looked at. An interval that reaches an end of this range is open on that side: at exponents above,
+a term is seen in the smallest models alone, and losses change no more."""
+
+SEARCH_NODES, NODES = 21, 49
+"""Nodes of the grid on each axis, while its place is searched and at last; an end of an interval is found to about a
+hundredth of its length."""
+
+ROUNDS = 24
+"""Changes of the grid's place at most."""
+
+BLOCK_ELEMENTS = 2**21
+"""Functions times nodes evaluated at a time (16 MiB an array)."""
+
+FACES = tuple(face for size in (1, 2, 3) for face in combinations(range(3), size))
+"""Sets of terms of E, A, B that do not vanish."""
+
+
+@dataclass(frozen=True)
+class _Face:
+    """Least squares at K nodes with some of the three terms, of which F are there.
+
+    Attributes:
+        terms: their numbers.
+        terms_kf: [K, F] their factors, without constraints.
+        inverse_kff: [K, F, F] inverse of the triangular factor R of the design matrix.
+        rest_k: [K] sums of squares; infinite: the terms cannot be told apart.
+    """
+
+    terms: tuple[int, ...]
+    terms_kf: FloatArray
+    inverse_kff: FloatArray
+    rest_k: FloatArray
+
+    def take(self, which: np.ndarray) -> _Face:
+        return _Face(self.terms, self.terms_kf[which], self.inverse_kff[which], self.rest_k[which])
+
+
+class _Squares:
+    """Sums of squares of log losses about laws; terms are heights at the points' mean logarithms, over the loss."""
+
+    def __init__(self, centre: Robust, points: Points) -> None:
+        log_n, log_d = np.log(points.params), np.log(points.tokens)
+        self.middles = float(log_n.mean()), float(log_d.mean())
+        self.n, self.d = log_n - self.middles[0], log_d - self.middles[1]
+        self.weights = 1 / centre.law.loss(points.params, points.tokens)
+        # log(m) = log(at) + (m - at) / at to first order about the centre's losses: targets for which m is linear.
+        self.targets = 1 + centre.rest
+
+    def columns(self, alpha: FloatArray, beta: FloatArray) -> FloatArray:
+        """[K, n, 3] what E, A and B have a part in at K pairs of exponents."""
+        ones = np.ones((len(alpha), len(self.n)))
+        return self.weights[:, None] * np.stack(
+            [ones, np.exp(-alpha[:, None] * self.n), np.exp(-beta[:, None] * self.d)], axis=-1
+        )
+
+    def faces(self, alpha: FloatArray, beta: FloatArray) -> list[_Face]:
+        """Least squares on every face."""
+        columns_kn3 = self.columns(alpha, beta)
+        q_kn3, r_k33 = np.linalg.qr(columns_kn3)
+        of_targets_k3 = np.einsum("kni,n->ki", q_kn3, self.targets)
+        rest_kn = self.targets - np.einsum("kni,ki->kn", q_kn3, of_targets_k3)
+        return [_face(face, r_k33[..., list(face)], of_targets_k3, (rest_kn**2).sum(-1)) for face in FACES]
+
+
+def _face(face: tuple[int, ...], columns_k3f: FloatArray, targets_k3: FloatArray, rest_k: FloatArray) -> _Face:
+    """Least squares with columns and targets in the space of all three terms, beside which `rest_k` is left."""
+    lengths_kf = np.linalg.norm(columns_k3f, axis=1)
+    q_k3f, r_kff = np.linalg.qr(columns_k3f / lengths_kf[:, None])
+    is_told_k = np.abs(np.diagonal(r_kff, axis1=-2, axis2=-1)).min(-1) > 1e-10
+    inverse_kff = np.linalg.inv(np.where(is_told_k[:, None, None], r_kff, np.eye(len(face)))) / lengths_kf[..., None]
+    of_targets_kf = np.einsum("kif,ki->kf", q_k3f, targets_k3)
+    rest_k3 = targets_k3 - np.einsum("kif,kf->ki", q_k3f, of_targets_kf)
+    squares_k = np.where(is_told_k, rest_k + (rest_k3**2).sum(-1), np.inf)
+    return _Face(face, np.einsum("kfg,kg->kf", inverse_kff, of_targets_kf), inverse_kff, squares_k)
+
+
+def _least(faces: Sequence[_Face]) -> FloatArray:
+    """[K] least sums of squares with E, A, B >= 0: the least of those faces whose terms are not negative."""
+    every = [np.where((face.terms_kf >= 0).all(-1), face.rest_k, np.inf) for face in faces]
+    return np.asarray(np.min(every, axis=0))
+
+
+@dataclass(frozen=True)
+class Region:
+    """Laws that the points do not contradict, as ellipsoids of (E, A, B) at K pairs of exponents.
+
+    Attributes:
+        alpha: [K].
+        beta: [K].
+        faces: least squares at the nodes.
+        limit: sum of squares at the region's boundary.
+        middles: mean logarithms of parameters and tokens, about which the terms' heights are given.
+        noise: estimate of sigma, the relative scatter of losses about the law.
+        is_open: whether alpha below, alpha above, beta below, beta above may lie outside the range looked at.
+    """
+
+    alpha: FloatArray
+    beta: FloatArray
+    faces: Sequence[_Face]
+    limit: float
+    middles: tuple[float, float]
+    noise: float
+    is_open: tuple[bool, bool, bool, bool]
+
+    def exponent(self, number: int) -> tuple[float, float]:
+        """The interval of alpha (0) or beta (1); infinite where it is open."""
+        values = (self.alpha, self.beta)[number]
+        below, above = self.is_open[2 * number : 2 * number + 2]
+        return -math.inf if below else float(values.min()), math.inf if above else float(values.max())
+
+    def share(self) -> tuple[float, float]:
+        """The interval of beta / (alpha + beta), the exponent of the best size over compute, of laws that fall.
+
+        Not a number where none of the laws falls with both parameters and tokens.
+        """
+        falls = (self.alpha > 0) & (self.beta > 0)
+        if not falls.any():
+            return math.nan, math.nan
+        values = self.beta[falls] / (self.alpha[falls] + self.beta[falls])
+        some = not falls.all()
+        none = self.is_open[1] or (some and bool((self.beta <= 0).any()))
+        one = self.is_open[3] or (some and bool((self.alpha <= 0).any()))
+        return 0.0 if none else float(values.min()), 1.0 if one else float(values.max())
+
+    def irreducible(self) -> tuple[float, float]:
+        """The interval of E."""
+        low, high = self._extremes(np.broadcast_to([1.0, 0.0, 0.0], (1, len(self.alpha), 3)))
+        return float(low[0]), float(high[0])
+
+    def factor(self, number: int) -> tuple[float, float]:
+        """The interval of A (0) or B (1); open above where that of its exponent is."""
+        exponent = (self.alpha, self.beta)[number]
+        row = np.zeros((1, len(exponent), 3))
+        row[..., 1 + number] = np.exp(exponent * self.middles[number])
+        low, high = self._extremes(row)
+        below, above = self.is_open[2 * number : 2 * number + 2]
+        return 0.0 if below else float(low[0]), math.inf if above else float(high[0])
+
+    def band(self, params: FloatArray, tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """The interval of the law's loss for each model, itself without the noise of a run; arguments [...]."""
+        n, d = np.log(params).ravel() - self.middles[0], np.log(tokens).ravel() - self.middles[1]
+        of_params, of_tokens = np.exp(-np.outer(n, self.alpha)), np.exp(-np.outer(d, self.beta))
+        rows = np.stack([np.ones_like(of_params), of_params, of_tokens], axis=-1)
+        low, high = self._extremes(rows)
+        return low.reshape(np.shape(params)), high.reshape(np.shape(params))
+
+    def _extremes(self, rows_pk3: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """[P] least and largest values of linear functions of (E, A, B) over the region, given by rows [P, K, 3]."""
+        number, block = len(rows_pk3), max(1, BLOCK_ELEMENTS // rows_pk3.shape[1])
+        low, high = np.full(number, np.inf), np.full(number, -np.inf)
+        for face in self.faces:
+            some = np.flatnonzero(face.rest_k <= self.limit)
+            if not len(some):
+                continue
+            part = face.take(some)
+            room_k = np.sqrt(self.limit - part.rest_k)
+            for start in range(0, number, block):
+                chosen = slice(start, start + block)
+                rows_pkf = rows_pk3[chosen][:, some][..., list(face.terms)]
+                centre_pk = np.einsum("pkf,kf->pk", rows_pkf, part.terms_kf)
+                ways_pkf = np.einsum("pkf,kfg->pkg", rows_pkf, part.inverse_kff)
+                steep_pk = np.linalg.norm(ways_pkf, axis=-1)
+                unit = ways_pkf / np.maximum(steep_pk, np.finfo(float).tiny)[..., None]
+                aside_pkf = room_k[:, None] * np.einsum("kfg,pkg->pkf", part.inverse_kff, unit)
+                for sign, ends in ((-1.0, low), (1.0, high)):
+                    # An extreme within the orthant counts; one outside lies on another face.
+                    inside = (part.terms_kf + sign * aside_pkf >= 0).all(-1)
+                    values = np.where(inside, centre_pk + sign * room_k * steep_pk, -sign * np.inf)
+                    best = values.min(-1) if sign < 0 else values.max(-1)
+                    ends[chosen] = (np.minimum if sign < 0 else np.maximum)(ends[chosen], best)
+        return low, high
+
+
+def region_of(fitted: Fit) -> Region | None:
+    """The region of laws that the points of a fit do not contradict; None: there are no more points than constants."""
+    freedom = len(fitted.points) - FEWEST_POINTS
+    if freedom < 1:
+        return None
+    centre = robust(fitted)
+    squares = _Squares(centre, fitted.points)
+    threshold = 1 + float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) ** 2 / freedom
+    grid = _Grid(squares, np.array([centre.law.alpha, centre.law.beta]), threshold, freedom)
+    alpha, beta, rest, steps = grid.settled()
+    inside = rest <= grid.limit
+    alpha, beta = alpha[inside], beta[inside]
+    is_open = tuple(
+        bool(x)
+        for values, step in ((alpha, steps[0]), (beta, steps[1]))
+        for x in (values.min() < SMALLEST_EXPONENT + step, values.max() > LARGEST_EXPONENT - step)
+    )
+    noise = math.sqrt(grid.least / freedom)
+    faces = squares.faces(alpha, beta)
+    return Region(alpha, beta, faces, grid.limit, squares.middles, noise, is_open)  # type: ignore[arg-type]
+
+
+class _Grid:
+    """A grid of exponents over the region, along the axes of its ellipse for small noise."""
+
+    def __init__(self, squares: _Squares, start: FloatArray, threshold: float, freedom: int) -> None:
+        self._squares, self._threshold, self._floor = squares, threshold, freedom * SMALLEST_NOISE**2
+        self._centre = np.clip(start, SMALLEST_EXPONENT + 1e-3, LARGEST_EXPONENT)
+        self.least = np.inf
+        self._look(self._centre[:, None])
+        self._axes = self._ellipse()
+        corners = np.array(list(product((SMALLEST_EXPONENT, LARGEST_EXPONENT), repeat=2)))
+        reach = np.linalg.solve(self._axes, (corners - self._centre).T)
+        self._reach = reach.min(1), reach.max(1)
+
+    @property
+    def limit(self) -> float:
+        """Sum of squares at the region's boundary."""
+        return self.least * self._threshold
+
+    def settled(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        """Alpha, beta and least sums of squares at the nodes, and the distance of neighbours along alpha and beta."""
+        low, high = np.full(2, -1.5), np.full(2, 1.5)
+        for _ in range(ROUNDS):
+            nodes = self._nodes(low, high, SEARCH_NODES)
+            rest, step = self._look(self._centre[:, None] + self._axes @ nodes), (high - low) / (SEARCH_NODES - 1)
+            found = nodes[:, rest <= self.limit]
+            if not found.size:  # nodes are further from each other than the region is wide
+                found = nodes[:, [int(rest.argmin())]]
+            first, last = found.min(1), found.max(1)
+            is_cut = first < low + step / 2, last > high - step / 2
+            new_low = np.maximum(np.where(is_cut[0], low - (high - low) / 2, first - 1.5 * step), self._reach[0])
+            new_high = np.minimum(np.where(is_cut[1], high + (high - low) / 2, last + 1.5 * step), self._reach[1])
+            moved = np.abs([new_low - low, new_high - high]).max(0) / (high - low)
+            low, high = new_low, new_high
+            if moved.max() < 0.1:
+                break
+        exponents = self._centre[:, None] + self._axes @ self._nodes(low, high, NODES)
+        rest, steps = self._look(exponents), np.abs(self._axes) @ (high - low) / (NODES - 1)
+        return exponents[0], exponents[1], rest, steps
+
+    @staticmethod
+    def _nodes(low: FloatArray, high: FloatArray, number: int) -> FloatArray:
+        return np.stack(np.meshgrid(*np.linspace(low, high, number).T)).reshape(2, -1)
+
+    def _look(self, exponents: FloatArray) -> FloatArray:
+        """[K] least sums of squares at exponents [2, K], infinite outside their range."""
+        inside = ((exponents >= SMALLEST_EXPONENT - 1e-9) & (exponents <= LARGEST_EXPONENT + 1e-9)).all(0)
+        rest = np.full(exponents.shape[1], np.inf)
+        rest[inside] = _least(self._squares.faces(*exponents[:, inside]))
+        self.least = min(self.least, max(float(rest.min()), self._floor))
+        return rest
+
+    def _ellipse(self) -> FloatArray:
+        """[2, 2] half axes of the region, a column each, to second order of the sum of squares at the centre."""
+        (full,) = (face for face in self._squares.faces(*self._centre[:, None]) if len(face.terms) == 3)
+        columns_n3 = self._squares.columns(*self._centre[:, None])[0]
+        slopes_n2 = -columns_n3[:, 1:] * full.terms_kf[0, 1:] * np.stack([self._squares.n, self._squares.d], axis=-1)
+        q, _ = np.linalg.qr(columns_n3)
+        slopes_n2 -= q @ (q.T @ slopes_n2)
+        values, axes = np.linalg.eigh(slopes_n2.T @ slopes_n2)
+        room = self.limit - self.least
+        widest = LARGEST_EXPONENT - SMALLEST_EXPONENT
+        return np.asarray(axes * np.sqrt(room / np.maximum(values, room / widest**2)))

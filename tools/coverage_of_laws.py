@@ -1,0 +1,139 @@
+"""Coverage of the intervals of scaling laws, IsoFLOP parabolas and the power law of test loss."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from megatron_ext.analysis.scaling.isoflop import best_sizes, budgets
+from megatron_ext.analysis.scaling.law import Fit, ScalingLaw, refit
+from megatron_ext.analysis.scaling.points import Points
+from megatron_ext.analysis.scaling.transfer import Line, difference, line_of
+from megatron_ext.analysis.scaling.uncertainty import PARAMS_EXPONENT, uncertainty_of
+from megatron_ext.analysis.scaling.untold import CONSTANTS
+
+LAW = ScalingLaw(1.7, 400.0, 1500.0, 0.34, 0.36)
+SYMMETRIC = ScalingLaw(1.7, 400.0, 400.0, 0.35, 0.35)
+"""Its loss at equal compute is the same on both sides of the best size, so that a parabola has its minimum there."""
+
+WITHIN, BEYOND = (5e8, 1e10), (6e10, 1.2e12)
+"""Parameters and tokens of predictions: among the points, and at ten times those of the largest model."""
+
+Noise = Callable[[Points, np.random.Generator], np.ndarray]
+"""Standardised errors of log losses, [n]."""
+
+
+def normal(points: Points, dice: np.random.Generator) -> np.ndarray:
+    """Normal errors of one size."""
+    return dice.normal(size=len(points))
+
+
+def heavy(points: Points, dice: np.random.Generator) -> np.ndarray:
+    """Student's t with 3 degrees of freedom: single points far off."""
+    return dice.standard_t(3, size=len(points)) / np.sqrt(3)
+
+
+def uneven(points: Points, dice: np.random.Generator) -> np.ndarray:
+    """Normal errors, three times as large for the smallest model as for the largest."""
+    log_n = np.log(points.params)
+    return dice.normal(size=len(points)) * 3 ** (1 - (log_n - log_n.min()) / np.ptp(log_n))
+
+
+def design(number: int) -> Points:
+    """Models over a factor of 60 in parameters and in tokens; without noise."""
+    if number == 6:
+        n = np.array([1e8, 1e8, 4e8, 1.6e9, 1.6e9, 6e9])
+        d = np.array([2e9, 6e10, 1e10, 4e9, 1.2e11, 3e10])
+    else:
+        sizes, lengths = {9: (3, 3), 16: (4, 4), 50: (10, 5)}[number]
+        grid = np.meshgrid(np.geomspace(1e8, 6e9, sizes), np.geomspace(2e9, 1.2e11, lengths))
+        n, d = (x.ravel() for x in grid)
+    return Points(n, d, LAW.loss(n, d))
+
+
+def law_coverage(number: int, noise: float, experiments: int, seed: int = 0, kind: Noise = normal) -> dict[str, float]:
+    """How often intervals of a law hold the truth.
+
+    Args:
+        number: of points.
+        noise: standard deviation of log losses.
+        experiments: how many.
+        seed: of the noise.
+        kind: of noise.
+
+    Returns:
+        Share of the experiments for each constant, the exponent of the best size, and the law's loss at two models.
+    """
+    dice, exact, hits = np.random.default_rng([seed, number]), design(number), Counter[str]()
+    truth = {name: getattr(LAW, name) for name in (*CONSTANTS, PARAMS_EXPONENT)}
+    params, tokens = (np.array(x) for x in zip(WITHIN, BEYOND, strict=True))
+    for _ in range(experiments):
+        losses = exact.losses * np.exp(noise * kind(exact, dice))
+        points = Points(exact.params, exact.tokens, losses)
+        sure = uncertainty_of(Fit(refit(points, LAW), 0.0, points))
+        for name, value in truth.items():
+            low, high = sure.interval(name)
+            # An experiment in which the fitted law does not fall has no best size, and so no interval to be right.
+            hits[name] += low <= value <= high or bool(np.isnan(low))
+        low_p, high_p = sure.band(params, tokens)
+        inside = (low_p <= LAW.loss(params, tokens)) & (LAW.loss(params, tokens) <= high_p)
+        hits["loss within"] += bool(inside[0])
+        hits["loss beyond"] += bool(inside[1])
+    return {name: count / experiments for name, count in hits.items()}
+
+
+def isoflop_coverage(sizes: int, noise: float, experiments: int, seed: int = 0) -> dict[str, float]:
+    """How often intervals of the lowest place of a parabola, and of the exponent of the best size, hold the truth.
+
+    Five budgets; a lowest place beyond the sizes has no interval and does not count.
+    """
+    dice, hits, tries = np.random.default_rng([seed, sizes]), Counter[str](), Counter[str]()
+    flops = np.geomspace(1e19, 1e21, 5)
+    n = np.concatenate([SYMMETRIC.best_params(c) * np.geomspace(1 / 3, 3, sizes) for c in flops])
+    d = np.repeat(flops, sizes) / 6 / n
+    for _ in range(experiments):
+        found = budgets(Points(n, d, SYMMETRIC.loss(n, d) * np.exp(noise * dice.normal(size=len(n)))))
+        for one in found:
+            if one.best_params is not None:
+                low, high = one.best_interval or (0.0, np.inf)
+                tries["lowest place"] += 1
+                hits["lowest place"] += low <= float(SYMMETRIC.best_params(one.flops)) <= high
+                hits["bounded"] += one.best_interval is not None
+        best = best_sizes(found)
+        if best is not None and best.exponent_interval is not None:
+            tries["exponent"] += 1
+            hits["exponent"] += best.exponent_interval[0] <= 0.5 <= best.exponent_interval[1]
+    tries["bounded"] = tries["lowest place"]
+    return {name: hits[name] / tries[name] for name in ("lowest place", "bounded", "exponent")}
+
+
+def transfer_coverage(
+    number: tuple[int, int], spread: tuple[float, float], error: float, experiments: int, seed: int = 0
+) -> dict[str, float]:
+    """How often intervals of the power law of test loss hold the truth, and how often equal mixers are said to differ.
+
+    Args:
+        number: models of two mixers with one curve.
+        spread: relative scatter of their test losses about it.
+        error: relative error of the training losses, which the regression takes to be exact.
+        experiments: how many.
+        seed: of the noise.
+    """
+    dice, hits = np.random.default_rng([seed, *number]), Counter[str]()
+    for _ in range(experiments):
+        lines: list[Line] = []
+        for models, about in zip(number, spread, strict=True):
+            train = np.linspace(2.2, 3.2, models)
+            test = 1.1 * train**1.05 * np.exp(about * dice.normal(size=models))
+            line = line_of(train * np.exp(error * dice.normal(size=models)), test)
+            assert line is not None
+            lines.append(line)
+        low, high = lines[0].exponent_interval
+        hits["exponent"] += low <= 1.05 <= high
+        apart = difference(*lines)
+        assert apart.interval is not None
+        hits["ratio"] += apart.interval[0] <= 1 <= apart.interval[1]
+        hits["F-test"] += apart.p_value >= 0.05
+    return {name: count / experiments for name, count in hits.items()}
