@@ -3,14 +3,13 @@
 A run is read as a curve: training loss on x, evaluation loss on y, one point an evaluation. Between its points the
 curve is linear; beyond them it is unknown, so a comparison keeps to the training losses that every run has passed.
 
-Because x is held fixed, the loss at a given x is a fixed weighting of the losses at the evaluations. A bootstrap over
-documents (Efron & Tibshirani 1993, chapters 6 and 13) is then two matrix products: resampled document counts times
-document losses, times those weights. All runs see the same resamples, so what makes a document hard for all of them
-cancels in a difference.
+Because x is held fixed, the loss at a given x is a fixed weighting of the losses at the evaluations, and so is a gap,
+for each document: what makes a document hard for all runs cancels in it. Its spread over documents is that of a ratio
+of sums (`spread_of_ratio`).
 
 Documents are not all: the batches of a window are few too, and an error of the training loss moves a point along x,
-which is as good as moving it along y by the slope of the curve. On short runs that is the larger part. So the batches
-of each window are resampled as well, the same ones in all runs of equal seed, which trained on the same batches.
+which is as good as moving it along y by the slope of the curve. On short runs that is the larger part. So the scatter
+of the batches within each window counts as well (`matched_spread`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from typing import get_args
 import numpy as np
 
 from megatron_ext.analysis.architecture import Architecture, group_runs
-from megatron_ext.analysis.runs import FloatArray, IntArray, Run, Split
+from megatron_ext.analysis.matched_spread import Reading, Together, batch_noise, read_domain
+from megatron_ext.analysis.runs import FloatArray, Run, Split
 
 ALL_DOMAINS = "all"
 """Name of the token-weighted mean over a split's domains."""
@@ -34,17 +34,11 @@ LONGEST_WINDOW = 20
 GRID_POINTS = 48
 """Training losses at which the plotted curves are evaluated between the levels."""
 
-SHORTEST_NOISE_WINDOW = 6
-"""Steps: twice what a parabola fits exactly."""
-
-BLOCK_ELEMENTS = 2**22
-"""Resampled document counts held at a time (32 MiB)."""
-
-INTERVAL = (2.5, 97.5)
-"""Percentiles of the reported 95 % interval."""
-
 RESOLUTION = 0.004
 """Nats a token within which the study calls two losses at equal training loss the same."""
+
+CONFIDENCE = 0.95
+"""Of the intervals."""
 
 NORMAL_HALF_WIDTH = 1.96
 """Standard errors on each side of a 95 % interval."""
@@ -55,13 +49,15 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Estimate:
-    """A quantity at G training losses, from a paired bootstrap; all [G].
+    """A quantity at G training losses; all [G], not a number where fewer than three documents say nothing of it.
 
     Attributes:
         value: on the sample as it is.
         error: standard error over documents and training batches.
         document_error: standard error over documents alone.
-        low: lower end of the 95 % percentile interval over documents and batches.
+        low: lower end of the 95 % interval over documents and batches, by Student's t. Evaluated documents vary in it,
+            within each domain, and batches behind the training loss; seeds, training data and what the curve does
+            between evaluations do not.
         high: upper end.
     """
 
@@ -109,7 +105,7 @@ class Measured:
             difference: nats a token, above 0.
         """
         half_width = NORMAL_HALF_WIDTH * float(self.gap.document_error[level])
-        if half_width < ROUNDING:
+        if math.isnan(half_width) or half_width < ROUNDING:
             return None
         return math.ceil(self.documents * (half_width / difference) ** 2)
 
@@ -153,17 +149,13 @@ class Comparison:
         return [one for one in self.measured if one.split == split and one.domain == domain]
 
 
-def compare(
-    runs: Sequence[Run], *, window: int | None = None, levels: int = 5, resamples: int = 1000, seed: int = 0
-) -> Comparison:
+def compare(runs: Sequence[Run], *, window: int | None = None, levels: int = 5) -> Comparison:
     """Compare runs over the same data at matched training loss, as far as they have one in common.
 
     Args:
         runs: from `read_runs`; those that differ in their seed alone are averaged.
         window: steps over which the training loss is averaged; None: `default_window`.
         levels: tabulated training losses, evenly spaced, above the lowest common one.
-        resamples: bootstrap resamples of the documents and of the training batches.
-        seed: of the resamples.
 
     Raises:
         UserError: one setting and seed is there twice.
@@ -175,7 +167,7 @@ def compare(
     grid, indices = _levels(min(x.max() for x in every), max(x.min() for x in every), levels)
     readings = [
         [
-            _Reading(run, x, grid, interpolation_weights(x, grid), training_loss_noise(run, window, resamples, seed))
+            Reading(run, x, grid, interpolation_weights(x, grid), batch_noise(run, window))
             for run, x in zip(one.runs, xs, strict=True)
         ]
         for one, xs in zip(architectures, curves, strict=True)
@@ -183,7 +175,7 @@ def compare(
     labels = [one.label for one in architectures]
     measured: list[Measured] = []
     for split in get_args(Split):
-        measured += _measure_split(labels, readings, split, np.random.default_rng(seed), resamples)
+        measured += _measure_split(labels, readings, split)
     return Comparison(architectures, window, grid, indices, tuple(measured))
 
 
@@ -221,50 +213,6 @@ def interpolation_weights(x: FloatArray, at: FloatArray) -> FloatArray:
     return hats @ mean
 
 
-def bootstrap_counts(documents: int, resamples: int, generator: np.random.Generator) -> IntArray:
-    """[resamples, documents] how often each document is drawn when as many are drawn with replacement as there are."""
-    draws = generator.integers(0, documents, size=(resamples, documents))
-    draws += documents * np.arange(resamples)[:, None]
-    return np.bincount(draws.ravel(), minlength=resamples * documents).reshape(resamples, documents)
-
-
-def estimate(value: FloatArray, over_documents: FloatArray, over_batches: FloatArray) -> Estimate:
-    """`value` [G] with its uncertainty, from bootstrap samples [R, G] and what resampled batches add to them [R, G]."""
-    samples = over_documents + over_batches
-    low, high = np.percentile(samples, INTERVAL, axis=0)
-    return Estimate(value, samples.std(axis=0, ddof=1), over_documents.std(axis=0, ddof=1), low, high)
-
-
-def training_loss_noise(run: Run, window: int, resamples: int, seed: int) -> FloatArray:
-    """[R, E] by how much the training loss at each evaluation departs when the window's batches are drawn again.
-
-    What is drawn are the step losses' departures from a parabola through the window, so that learning within the
-    window does not count as noise. Draws depend on the run's seed and the step alone: runs that trained on the same
-    batches get the same draws. Windows of less than six steps say too little and give zeros.
-    """
-    noise = np.zeros((resamples, len(run.evaluation_steps)))
-    for index, step in enumerate(run.evaluation_steps):
-        inside = (run.steps > step - window) & (run.steps <= step)
-        count = int(inside.sum())
-        if count < SHORTEST_NOISE_WINDOW:
-            continue
-        at = np.linspace(-1.0, 1.0, count)
-        rest = run.losses[inside] - np.polyval(np.polyfit(at, run.losses[inside], 2), at)
-        rest *= np.sqrt(count / (count - 3))  # the parabola has taken three degrees of freedom
-        counts = bootstrap_counts(count, resamples, np.random.default_rng([seed, run.seed, int(step)]))
-        noise[:, index] = counts @ rest / count
-    return noise
-
-
-def curve_slope(x: FloatArray, y: FloatArray, at: FloatArray) -> FloatArray:
-    """[G] slope at `at` [G] of y over x [E], by a parabola through all points: neighbours alone would be all noise."""
-    degree = min(2, len(np.unique(x)) - 1)
-    if degree == 0:
-        return np.zeros_like(at)
-    centre = x.mean()
-    return np.polyval(np.polyder(np.polyfit(x - centre, y, degree)), at - centre)
-
-
 def _levels(high: float, low: float, levels: int) -> tuple[FloatArray, tuple[int, ...]]:
     """Training losses to look at, falling, and which of them are tabulated: `levels` and the lowest one.
 
@@ -282,123 +230,41 @@ def _levels(high: float, low: float, levels: int) -> tuple[FloatArray, tuple[int
     return grid, tuple(int(np.flatnonzero(grid == level)[0]) for level in tabulated)
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """How a run is read at the training losses of the comparison.
-
-    Attributes:
-        run: the run.
-        x: [E] its training losses.
-        grid: [G] the training losses it is read at.
-        weights: [G, E] of its evaluations.
-        noise: [R, E] resampled departures of `x`.
-    """
-
-    run: Run
-    x: FloatArray
-    grid: FloatArray
-    weights: FloatArray
-    noise: FloatArray
-
-    def shift(self, nats: FloatArray) -> FloatArray:
-        """[R, G] what the departures of x do to `nats` [E] when it is read at the grid."""
-        return -curve_slope(self.x, nats, self.grid) * (self.noise @ self.weights.T)
-
-
-@dataclass(frozen=True)
-class _Sums:
-    """Sums over documents, on the sample as it is and on R resamples of it, for A architectures at G losses.
-
-    Attributes:
-        seeds: for each architecture [runs, G]: nats of each seed.
-        tokens: scored.
-        sampled_losses: [R, A, G] nats of each resample of the documents, mean over seeds.
-        sampled_tokens: [R] tokens of each resample of the documents.
-        shifts: [R, A, G] nats that each resample of the batches adds, mean over seeds.
-    """
-
-    seeds: tuple[FloatArray, ...]
-    tokens: float
-    sampled_losses: FloatArray
-    sampled_tokens: FloatArray
-    shifts: FloatArray
-
-    def __add__(self, other: _Sums) -> _Sums:
-        return _Sums(
-            tuple(a + b for a, b in zip(self.seeds, other.seeds, strict=True)),
-            self.tokens + other.tokens,
-            self.sampled_losses + other.sampled_losses,
-            self.sampled_tokens + other.sampled_tokens,
-            self.shifts + other.shifts,
-        )
-
-
-def _measure_split(
-    labels: Sequence[str],
-    readings: Sequence[Sequence[_Reading]],
-    split: Split,
-    generator: np.random.Generator,
-    resamples: int,
-) -> list[Measured]:
-    """All architectures on all domains together, then on each; the resample of a domain is the same for all runs."""
+def _measure_split(labels: Sequence[str], readings: Sequence[Sequence[Reading]], split: Split) -> list[Measured]:
+    """All architectures on all domains together, then on each."""
     domains = readings[0][0].run.split(split)
-    measured: list[Measured] = []
-    total: _Sums | None = None
-    for index, domain in enumerate(domains):
-        losses = [[one.run.split(split)[index].losses for one in runs] for runs in readings]
-        sums = _domain_sums(losses, readings, domain.tokens, generator, resamples)
-        total = sums if total is None else total + sums
-        measured += _measures(labels, split, domain.domain, sums, len(domain.documents))
-    if total is None:
+    if not domains:
         return []
-    documents = sum(len(domain.documents) for domain in domains)
-    return _measures(labels, split, ALL_DOMAINS, total, documents) + measured
+    found = [read_domain(readings, split, number) for number in range(len(domains))]
+    documents = [len(domain.documents) for domain in domains]
+    measured = _measures(labels, split, ALL_DOMAINS, Together(found), sum(documents))
+    for domain, one, number in zip(domains, found, documents, strict=True):
+        measured += _measures(labels, split, domain.domain, Together([one]), number)
+    return measured
 
 
-def _domain_sums(
-    losses: Sequence[Sequence[FloatArray]],
-    readings: Sequence[Sequence[_Reading]],
-    tokens: IntArray,
-    generator: np.random.Generator,
-    resamples: int,
-) -> _Sums:
-    """Sums over one domain's D documents, from the losses [E, D] of every run of every architecture."""
-    pairs = [list(zip(many, runs, strict=True)) for many, runs in zip(losses, readings, strict=True)]
-    seeds = tuple(np.stack([one.weights @ loss.sum(axis=1) for loss, one in runs]) for runs in pairs)
-    shifts = [np.mean([one.shift(loss.sum(axis=1)) for loss, one in runs], axis=0) for runs in pairs]
-    block = max(1, BLOCK_ELEMENTS // len(tokens))
-    sampled_losses, sampled_tokens = [], []
-    for start in range(0, resamples, block):
-        drawn = bootstrap_counts(len(tokens), min(block, resamples - start), generator).astype(np.float64)
-        means = [np.mean([drawn @ loss.T @ one.weights.T for loss, one in runs], axis=0) for runs in pairs]
-        sampled_losses.append(np.stack(means, axis=1))
-        sampled_tokens.append(drawn @ tokens)
-    return _Sums(
-        seeds=seeds,
-        tokens=float(tokens.sum()),
-        sampled_losses=np.concatenate(sampled_losses),
-        sampled_tokens=np.concatenate(sampled_tokens),
-        shifts=np.stack(shifts, axis=1),
-    )
-
-
-def _measures(labels: Sequence[str], split: Split, domain: str, sums: _Sums, documents: int) -> list[Measured]:
-    values = [one.mean(axis=0) / sums.tokens for one in sums.seeds]
-    samples = sums.sampled_losses / sums.sampled_tokens[:, None, None]
-    shifts = sums.shifts / sums.tokens
+def _measures(labels: Sequence[str], split: Split, domain: str, together: Together, documents: int) -> list[Measured]:
     return [
         Measured(
             architecture=label,
             split=split,
             domain=domain,
-            loss=estimate(values[a], samples[:, a], shifts[:, a]),
-            gap=estimate(values[a] - values[0], samples[:, a] - samples[:, 0], shifts[:, a] - shifts[:, 0]),
-            seed_spread=_spread(sums.seeds[a] / sums.tokens),
+            loss=_estimate(together.signs(a), together),
+            gap=_estimate(together.signs(a, beside=0), together),
+            seed_spread=_spread(together.seeds(a)),
             documents=documents,
-            tokens=int(sums.tokens),
+            tokens=together.tokens,
         )
         for a, label in enumerate(labels)
     ]
+
+
+def _estimate(signs: FloatArray, together: Together) -> Estimate:
+    """A combination of the architectures' losses with its uncertainty."""
+    value, documents = together.value(signs), together.over_documents(signs)
+    both = documents + together.over_batches(signs)
+    half = both.half_width(CONFIDENCE)
+    return Estimate(value, np.sqrt(both.variance), np.sqrt(documents.variance), value - half, value + half)
 
 
 def _spread(losses: FloatArray) -> FloatArray:

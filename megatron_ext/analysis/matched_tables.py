@@ -11,10 +11,8 @@ from typing import Any
 from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, number, signed, text
 from megatron_ext.analysis.matched import ALL_DOMAINS, Comparison, Estimate, Measured, training_loss
 from megatron_ext.analysis.runs import SPLITS, FloatArray, Split, column_name
+from megatron_ext.ratio import FEW_DOCUMENTS
 from megatron_ext.reports import csv_row
-
-FEW_DOCUMENTS = 20
-"""Below this a bootstrap interval is known to be too narrow, and the page says so."""
 
 BASELINE = Cell("baseline", 0.0)
 
@@ -60,7 +58,7 @@ def _csv_row(one: Measured, level: int, comparison: Comparison, seeds: int) -> l
     x = comparison.training_losses[level]
     estimates = [e[level] for e in (loss.value, loss.error, loss.low, loss.high)]
     estimates += [e[level] for e in (gap.value, gap.error, gap.document_error, gap.low, gap.high)]
-    numbers = [f"{value:.6f}" for value in estimates]
+    numbers = ["" if math.isnan(value) else f"{value:.6f}" for value in estimates]
     spread = "" if math.isnan(one.seed_spread[level]) else f"{one.seed_spread[level]:.6f}"
     headline = str(level == comparison.headline).lower()
     names = [one.architecture, column_name(one.split), one.domain, f"{x:.6f}", headline]
@@ -103,7 +101,7 @@ def range_table(comparison: Comparison) -> Table:
 
 
 def verdicts(comparison: Comparison) -> list[dict[str, str]]:
-    """Of each architecture but the baseline: out-of-domain loss is `higher`, `lower`, or the `same`."""
+    """Of each architecture but the baseline: out-of-domain loss is `higher`, `lower`, the `same`, or `unknown`."""
     if not comparison.is_matched:
         return []
     at = comparison.headline
@@ -119,13 +117,18 @@ def verdicts(comparison: Comparison) -> list[dict[str, str]]:
 
 
 def _verdict(gap: Estimate, at: int) -> str:
-    """Which way the interval lies; `same` where it holds zero."""
+    """Which way the interval lies; `same` where it holds zero, `unknown` where there is none."""
+    if math.isnan(gap.low[at]):
+        return "unknown"
     if gap.low[at] > 0:
         return "higher"
     return "lower" if gap.high[at] < 0 else "same"
 
 
 def _interval(one: Measured, at: int) -> str:
+    """In words; empty: too few documents."""
+    if math.isnan(one.gap.low[at]):
+        return ""
     return f"{signed(one.gap.low[at]).text} to {signed(one.gap.high[at]).text}"
 
 
@@ -206,6 +209,6 @@ def domain_table(comparison: Comparison) -> Table:
 
 
 def small_domains(comparison: Comparison) -> Sequence[str]:
-    """Those whose intervals are too narrow."""
+    """Those whose intervals are rough, or that have none."""
     few = {one.domain for one in comparison.measured if one.documents < FEW_DOCUMENTS}
     return sorted(few - {ALL_DOMAINS})

@@ -79,7 +79,6 @@ class Contents:
         suites: what other tests found.
         scaling: laws; None: none were asked for.
         decided: what the runs did about steps that went wrong; the baseline's first.
-        resamples: behind the intervals.
         files: names of what lies beside the page.
     """
 
@@ -89,7 +88,6 @@ class Contents:
     suites: Sequence[Suites]
     scaling: Scaling | None
     decided: Sequence[Decided]
-    resamples: int
     files: Sequence[str]
 
     @property
@@ -118,7 +116,6 @@ def render_page(contents: Contents) -> str:
         long=LONG,
         by_mixer=styles(comparison.architectures, LIGHT).many,
         window=comparison.window,
-        resamples=contents.resamples,
         unmatched=unmatched(comparison),
         matched_at=number(comparison.training_losses[comparison.headline]).text if comparison.is_matched else "",
         matched=_shown(contents.matched),

@@ -24,7 +24,6 @@ from megatron_ext.analysis.suites import as_tables, heat_maps, read_suites, to_d
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
 
-RESAMPLES = 1000
 SCALING = "scaling"
 """Folder of the scaling laws in that of the report."""
 
@@ -62,7 +61,7 @@ def write_report(run_dirs: Sequence[Path], output: Path, *, fit: bool = False) -
     for line in text_warnings(runs):
         print(f"warning: {line}", file=sys.stderr)
     laws = _fit(runs, run_dirs) if fit else None
-    comparison = compare(runs, resamples=RESAMPLES)
+    comparison = compare(runs)
     architectures = comparison.architectures
     matched = matched_loss(comparison)
     decided = read_decided(run for one in architectures for run in one.runs)
@@ -77,7 +76,7 @@ def write_report(run_dirs: Sequence[Path], output: Path, *, fit: bool = False) -
     scaling = None if laws is None else section(laws)
     fitted = [f"{SCALING}/{name}" for name in (scaling.files if scaling else ())]
     beside = [*files, *fitted]
-    page = render_page(Contents(comparison, matched, curves, suites, scaling, decided, RESAMPLES, beside))
+    page = render_page(Contents(comparison, matched, curves, suites, scaling, decided, beside))
     try:
         if laws is not None:
             write(laws, output / SCALING)

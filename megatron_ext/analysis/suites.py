@@ -14,10 +14,10 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from megatron_ext.analysis.architecture import Architecture
 from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, number, text
-from megatron_ext.analysis.matched_tables import FEW_DOCUMENTS
 from megatron_ext.analysis.runs import SPLITS, Split, column_name
 from megatron_ext.analysis.style import as_csv
 from megatron_ext.errors import UserError
+from megatron_ext.ratio import FEW_DOCUMENTS
 
 File = TypeVar("File")
 _FILE = ConfigDict(extra="ignore")
@@ -264,7 +264,7 @@ def loss_table(found: Sequence[Suites]) -> Table:
     """A row a domain and run."""
     sure = dict.fromkeys(f"{100 * one.domains.options.confidence:.6g} %" for one in found if one.domains)
     caption = (
-        f"Losses with bootstrap intervals of {' or '.join(sure)} over documents; "
+        f"Losses with intervals of {' or '.join(sure)} over documents; "
         "per byte of UTF-8 where all of a domain was read; "
         "each run at its newest tested step, so not at matched training loss"
     )
@@ -282,7 +282,7 @@ def _loss_cells(one: Suites, step: int, loss: Loss) -> list[Cell]:
 
 
 def few_documents(found: Sequence[Suites]) -> list[str]:
-    """Domains whose intervals are too narrow."""
+    """Domains whose intervals are rough, or that have none."""
     return sorted({loss.domain for *_, loss in _losses(found) if loss.documents < FEW_DOCUMENTS})
 
 

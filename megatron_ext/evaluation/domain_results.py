@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from data_prep.manifest import Manifest
 from megatron_ext.config.schema import STRICT
+from megatron_ext.ratio import FEW_DOCUMENTS, FEWEST_DOCUMENTS, ratio_interval
 from megatron_ext.reports import table, write_both
-
-FloatArray = npt.NDArray[np.float64]
 
 STEM = "domains"
 """Of the names of the files."""
@@ -36,9 +34,9 @@ class DomainOptions:
 
     Attributes:
         sequences: windows a domain, at most, spread over it; 0: all.
-        resamples: bootstrap resamples of the documents.
+        resamples: without effect; of the bootstrap that once gave the intervals, for configurations that have it.
         confidence: of the intervals, between 0 and 1.
-        seed: of the resamples.
+        seed: without effect, as `resamples`.
     """
 
     sequences: NonNegativeInt = 0
@@ -57,7 +55,8 @@ class DomainLoss:
         documents: evaluated, in whole or in part.
         tokens: predicted.
         loss: nats a predicted token.
-        interval: of `loss`, from a bootstrap over documents; None: one document has none.
+        interval: of `loss`, see `spread_of_ratio`; the choice of documents varies in it, not the training run. None:
+            fewer than three documents.
         loss_per_byte: nats a byte of UTF-8; None: not all of the domain was evaluated, whose bytes alone are known. The
             bytes of first tokens that are not predicted (`data.reset_attention`) do not count either.
         bits_per_byte: the same in bits.
@@ -115,41 +114,11 @@ def _domain_loss(
         documents=len(nats),
         tokens=record["num_tokens"],
         loss=record["loss"],
-        interval=ratio_interval(nats, tokens, options) if len(nats) > 1 else None,
+        interval=ratio_interval(nats, tokens, options.confidence),
         loss_per_byte=per_byte,
         bits_per_byte=None if per_byte is None else per_byte / math.log(2),
         first_tokens=first_tokens,
     )
-
-
-def ratio_interval(nats: FloatArray, tokens: FloatArray, options: DomainOptions) -> tuple[float, float]:
-    """Percentile interval of a loss a token, documents being drawn again as a whole (Efron 1979).
-
-    Args:
-        nats: [documents] summed losses.
-        tokens: [documents] tokens they are the losses of.
-        options: resamples, confidence and seed.
-    """
-    from scipy import stats  # half a second, which every rank that trains would wait for
-
-    found = stats.bootstrap(
-        (nats, tokens),
-        _ratio,
-        paired=True,
-        vectorized=True,
-        method="percentile",
-        n_resamples=options.resamples,
-        batch=max(1, 10**7 // len(nats)),
-        confidence_level=options.confidence,
-        rng=np.random.default_rng(options.seed),
-    )
-    low, high = found.confidence_interval
-    return float(low), float(high)
-
-
-def _ratio(nats: FloatArray, tokens: FloatArray, axis: int) -> FloatArray:
-    ratio: FloatArray = nats.sum(axis=axis) / tokens.sum(axis=axis)
-    return ratio
 
 
 def write_domains(losses: Sequence[DomainLoss], options: DomainOptions, about: dict[str, Any], folder: Path) -> str:
@@ -165,9 +134,27 @@ def write_domains(losses: Sequence[DomainLoss], options: DomainOptions, about: d
         The table.
     """
     columns = [name.format(f"{100 * options.confidence:.6g}") for name in COLUMNS]
-    text = "\n".join(table(columns, [_cells(loss) for loss in losses])) + "\n"
+    lines = [*table(columns, [_cells(loss) for loss in losses]), *(f"\n{note}" for note in notes_of(losses))]
+    text = "\n".join(lines) + "\n"
     write_both(folder, STEM, {**about, "options": asdict(options), "domains": [asdict(loss) for loss in losses]}, text)
     return text
+
+
+def notes_of(losses: Sequence[DomainLoss]) -> list[str]:
+    """What a reader must know of intervals that are wide or missing, and of empty columns; a sentence or two each."""
+    notes = ["Intervals: over the choice of documents (t, documents as clusters); another training run is not in them."]
+    if none := [loss for loss in losses if loss.interval is None]:
+        notes.append(f"No interval from fewer than {FEWEST_DOCUMENTS} documents: {_names(none)}.")
+    if few := [loss for loss in losses if loss.interval is not None and loss.documents < FEW_DOCUMENTS]:
+        notes.append(f"Fewer than {FEW_DOCUMENTS} documents, so intervals are rough: {_names(few)}.")
+    if part := [loss for loss in losses if loss.bits_per_byte is None]:
+        reason = "only a part was evaluated, and bytes are known of all of it alone; domains.sequences=0 evaluates all"
+        notes.append(f"Nothing a byte for {_names(part)}: {reason}.")
+    return notes
+
+
+def _names(losses: Sequence[DomainLoss]) -> str:
+    return ", ".join(f"{loss.domain} ({loss.split})" for loss in losses)
 
 
 def _cells(loss: DomainLoss) -> list[str]:

@@ -234,7 +234,7 @@ def test_one_architecture_and_no_in_domain_evaluation(tmp_path):
 def test_more_architectures_than_colours(tmp_path, theme):
     runs = [Synthetic(mixers={"attention": {"window": 8 * (index + 1)}}) for index in range(9)]
     folders = [write_run(tmp_path / str(index), run) for index, run in enumerate(runs)]
-    assert png_size(draw(compare(read_runs(folders), resamples=20), theme))
+    assert png_size(draw(compare(read_runs(folders)), theme))
 
 
 @pytest.mark.usefixtures("painted_once")

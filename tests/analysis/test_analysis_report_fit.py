@@ -14,7 +14,6 @@ import pytest
 from analysis_synthetic import TOKENS_A_STEP, Synthetic, write_run
 from browser import Browser, browser, missing
 
-from megatron_ext.analysis import report
 from megatron_ext.analysis.scaling import law
 from megatron_ext.cli import main
 
@@ -54,7 +53,6 @@ def sweep(folder: Path, sizes: int = 4) -> Path:
 def _quick() -> Iterator[None]:
     """Few draws, and few starts of the fit: the laws are exact here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "RESAMPLES", 50)
         for name, start in (("alpha", 0.5), ("beta", 0.5)):
             patch.setitem(law.STARTS, name, np.array([start]))
         yield

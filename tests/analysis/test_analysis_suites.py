@@ -139,7 +139,7 @@ SPLITS = {"out_of_domain": "test", "in_domain": "validation", "in_domain_test": 
 def test_losses_by_domain_are_those_of_the_file(folders, tested, tmp_path):
     out = tmp_path / "out"
     page = " ".join(write_report(folders, out).read_text().split())
-    assert "Losses with bootstrap intervals of 95 % or 80 % over documents; " in page
+    assert "Losses with intervals of 95 % or 80 % over documents; " in page
     section = page[page.index('<h2 id="losses">') : page.index('<h2 id="runs">')]
     assert "Fewer than 20 documents: code. Intervals there are too narrow." in section
     found = {"<plain>": {}, "chunk": {}}

@@ -18,10 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("megatron_ext", "kernels", "data_prep")
 
 BOTTOM = {"errors", "files", "scratch", "signals", "reports", "source", "config.schema"} | {
-    *("credentials", "json_text", "paths", "printable"),
+    *("credentials", "json_text", "paths", "printable", "ratio"),
 }
 """What every room but the kernels may import: the user's error, whole-file writing, folders and signal handlers for a
-while, tables, the commit, the schema; and what paths, JSON, addresses and other text from others go through."""
+while, tables, the commit, the schema; what paths, JSON, addresses and other text from others go
+through; intervals over documents."""
 
 LOW = {"parallel", "kernels", "platform"}
 LEAVES = {"config", "data", "optim"}
@@ -44,6 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "signals": set(),
     "reports": set(),
     "source": set(),
+    "ratio": set(),
     "heartbeat": set(),
     "run_folder": set(),
     "platform": {"megatron_cpu"},

@@ -1,0 +1,181 @@
+"""How far losses and gaps at matched training loss depend on the documents evaluated and the batches trained on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_ext.analysis.runs import FloatArray, IntArray, Run, Split
+from megatron_ext.ratio import FEWEST_DOCUMENTS, Spread, none_like, spread_of_ratio
+
+SHORTEST_NOISE_WINDOW = 6
+"""Steps: twice what a parabola fits exactly."""
+
+PARABOLA = 3
+"""Degrees of freedom that a parabola through a window takes."""
+
+
+def batch_noise(run: Run, window: int) -> tuple[FloatArray | None, ...]:
+    """Of each evaluation, [S] departures of the step losses behind its training loss from a parabola through them.
+
+    Learning within the window so does not count as noise. None: windows of less than six steps say too little.
+    """
+    return tuple(_departures(run, window, int(step)) for step in run.evaluation_steps)
+
+
+def _departures(run: Run, window: int, step: int) -> FloatArray | None:
+    inside = (run.steps > step - window) & (run.steps <= step)
+    losses = run.losses[inside]
+    if len(losses) < SHORTEST_NOISE_WINDOW:
+        return None
+    at = np.linspace(-1.0, 1.0, len(losses))
+    return np.asarray(losses - np.polyval(np.polyfit(at, losses, 2), at))
+
+
+def curve_slope(x: FloatArray, y: FloatArray, at: FloatArray) -> FloatArray:
+    """[G] slope at `at` [G] of y over x [E], by a parabola through all points: neighbours alone would be all noise."""
+    degree = min(2, len(np.unique(x)) - 1)
+    if degree == 0:
+        return np.zeros_like(at)
+    centre = x.mean()
+    return np.polyval(np.polyder(np.polyfit(x - centre, y, degree)), at - centre)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a run is read at the training losses of the comparison.
+
+    Attributes:
+        run: the run.
+        x: [E] its training losses.
+        grid: [G] the training losses it is read at.
+        weights: [G, E] of its evaluations.
+        noise: of each evaluation, see `batch_noise`.
+    """
+
+    run: Run
+    x: FloatArray
+    grid: FloatArray
+    weights: FloatArray
+    noise: tuple[FloatArray | None, ...]
+
+    def shifts(self, nats: FloatArray) -> FloatArray:
+        """[G, E] change of `nats` [E], read at the grid, with an error of the training loss at each evaluation."""
+        return -curve_slope(self.x, nats, self.grid)[:, None] * self.weights
+
+
+@dataclass(frozen=True)
+class DomainReading:
+    """All runs of A architectures on one domain of D documents, at G training losses.
+
+    Attributes:
+        tokens: [D] of its documents.
+        nats: of each architecture and run, [G, D] losses of the documents.
+        shifts: of each architecture and run, [G, E] see `Reading.shifts`.
+        readings: the runs.
+    """
+
+    tokens: IntArray
+    nats: Sequence[Sequence[FloatArray]]
+    shifts: Sequence[Sequence[FloatArray]]
+    readings: Sequence[Sequence[Reading]]
+
+    def difference(self, signs: FloatArray) -> FloatArray:
+        """[G, D] losses of the documents, summed over architectures with `signs` [A], each the mean over its seeds."""
+        parts = [sign * np.mean(nats, axis=0) for sign, nats in zip(signs, self.nats, strict=True) if sign]
+        return np.asarray(sum(parts)) if parts else np.zeros_like(self.nats[0][0])
+
+
+def read_domain(readings: Sequence[Sequence[Reading]], split: Split, number: int) -> DomainReading:
+    """One domain of a split, by its number."""
+    nats, shifts = [], []
+    for runs in readings:
+        losses = [one.run.split(split)[number].losses for one in runs]  # [E, D] each
+        nats.append([one.weights @ loss for one, loss in zip(runs, losses, strict=True)])
+        shifts.append([one.shifts(loss.sum(axis=1)) for one, loss in zip(runs, losses, strict=True)])
+    return DomainReading(readings[0][0].run.split(split)[number].tokens, nats, shifts, readings)
+
+
+class Together:
+    """Domains taken together: the token-weighted mean of their losses, at G training losses."""
+
+    def __init__(self, domains: Sequence[DomainReading]) -> None:
+        self._domains = domains
+        self.tokens = int(sum(domain.tokens.sum() for domain in domains))
+
+    def signs(self, architecture: int, beside: int | None = None) -> FloatArray:
+        """[A] an architecture's own loss, or what it is above another's."""
+        signs = np.zeros(len(self._domains[0].nats))
+        signs[architecture] += 1
+        if beside is not None:
+            signs[beside] -= 1
+        return signs
+
+    def seeds(self, architecture: int) -> FloatArray:
+        """[seeds, G] losses of an architecture's runs."""
+        sums = [[nats.sum(axis=1) for nats in domain.nats[architecture]] for domain in self._domains]
+        return np.asarray(np.sum(sums, axis=0)) / self.tokens
+
+    def value(self, signs: FloatArray) -> FloatArray:
+        """[G] the sum of losses with signs."""
+        return np.asarray(sum(domain.difference(signs).sum(axis=1) for domain in self._domains)) / self.tokens
+
+    def over_documents(self, signs: FloatArray) -> Spread:
+        """[G] spread if other documents were drawn within each domain; each domain keeps its share of the tokens."""
+        nats = [domain.difference(signs) for domain in self._domains]
+        if not signs.any():
+            return none_like(np.zeros(len(nats[0])))
+        found: Spread | None = None
+        for which in _strata([len(domain.tokens) for domain in self._domains]):
+            tokens = np.concatenate([self._domains[number].tokens for number in which])
+            part = spread_of_ratio(np.concatenate([nats[number] for number in which], axis=1), tokens)
+            part = part.times(float(tokens.sum()) / self.tokens)
+            found = part if found is None else found + part
+        assert found is not None  # there is a domain
+        return found
+
+    def over_batches(self, signs: FloatArray) -> Spread:
+        """[G] spread if other batches had come in the steps behind the training losses.
+
+        Runs of one seed saw the same batches at the same steps: what those do to both cancels in a difference.
+        """
+        readings = self._domains[0].readings
+        found = none_like(np.zeros(len(readings[0][0].grid)))
+        if not signs.any():
+            return found
+        windows: dict[tuple[int, int, int], list[FloatArray]] = defaultdict(list)
+        for architecture, sign in enumerate(signs):
+            for number, one in enumerate(readings[architecture] if sign else ()):
+                shift = sum(domain.shifts[architecture][number] for domain in self._domains) / self.tokens
+                factor = sign / len(readings[architecture])
+                for index, rest in _with_noise(one):
+                    key = one.run.seed, int(one.run.evaluation_steps[index]), len(rest)
+                    windows[key].append(factor * shift[:, index, None] * rest)  # [G, S]
+        for (_seed, _step, steps), parts in windows.items():
+            rest = np.sum(parts, axis=0)
+            freedom = steps - PARABOLA
+            variance = (rest**2).sum(axis=1) / freedom / steps
+            found = found + Spread(variance, np.full_like(variance, freedom))
+        return found
+
+
+def _with_noise(reading: Reading) -> Iterator[tuple[int, FloatArray]]:
+    return ((index, rest) for index, rest in enumerate(reading.noise) if rest is not None)
+
+
+def _strata(documents: Sequence[int]) -> list[list[int]]:
+    """Numbers of domains that are drawn from together, given how many documents each has.
+
+    Those of too few documents to show how these vary are taken as one, with the smallest others until there are enough:
+    domains differ by more than documents of one, so that the spread is rather too large (collapsed strata, Cochran
+    1977, Sampling Techniques, section 5A.12).
+    """
+    order = sorted(range(len(documents)), key=lambda number: documents[number])
+    small = [number for number in order if documents[number] < FEWEST_DOCUMENTS]
+    others = [number for number in order if documents[number] >= FEWEST_DOCUMENTS]
+    while small and others and sum(documents[number] for number in small) < FEWEST_DOCUMENTS:
+        small.append(others.pop(0))
+    return ([small] if small else []) + [[number] for number in others]
