@@ -1,0 +1,99 @@
+"""Measure how often intervals hold the truth, and write the tables of docs/statistics.md.
+
+    python tools/measure_coverage.py [--experiments 100] [laws isoflop transfer documents gaps]
+
+Without names all tables are measured, which takes some minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from coverage_of_documents import gap_coverage, percentile_coverage, ratio_coverage
+from coverage_of_laws import heavy, isoflop_coverage, law_coverage, transfer_coverage, uneven
+
+from megatron_ext.reports import table
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "statistics.md"
+
+Rows = Iterator[tuple[str, Mapping[str, float]]]
+
+
+def laws(experiments: int) -> Rows:
+    """Constants, exponents and losses of a law."""
+    for number in (6, 9, 16, 50):
+        for noise in (0.001, 0.01):
+            yield f"{number} points, noise {100 * noise:g} %", law_coverage(number, noise, experiments)
+    for kind, what in ((heavy, "Student's t with 3 degrees"), (uneven, "three times as much for the smallest")):
+        for number in (9, 50):
+            yield f"{number} points, 0.3 %, {what}", law_coverage(number, 0.003, experiments, kind=kind)
+
+
+def isoflop(experiments: int) -> Rows:
+    """Lowest places of parabolas; `bounded`: share of the intervals with both ends."""
+    for sizes, noise in ((5, 0.001), (9, 0.001), (9, 0.003)):
+        yield f"{sizes} sizes, noise {100 * noise:g} %", isoflop_coverage(sizes, noise, experiments)
+
+
+def transfer(experiments: int) -> Rows:
+    """Test loss over training loss."""
+    for numbers, spread, error in (
+        ((4, 4), (0.01, 0.01), 0.0),
+        ((4, 12), (0.01, 0.01), 0.0),
+        ((4, 12), (0.02, 0.01), 0.0),
+        ((4, 12), (0.01, 0.02), 0.0),
+        ((8, 8), (0.01, 0.01), 0.003),
+    ):
+        models, about = " and ".join(map(str, numbers)), " and ".join(f"{100 * x:g}" for x in spread)
+        exact = f", training loss off by {100 * error:g} %" if error else ""
+        yield f"{models} models, scatter {about} %{exact}", transfer_coverage(numbers, spread, error, 10 * experiments)
+
+
+def documents(experiments: int) -> Rows:
+    """Losses by domain."""
+    for corpus in ("web", "one length", "books and notes"):
+        for number in (3, 5, 10, 20, 50, 200):
+            now = ratio_coverage(number, 20 * experiments, corpus)
+            yield f"{corpus}, {number} documents", {
+                "interval": now,
+                "percentile bootstrap": percentile_coverage(number, 4 * experiments, corpus),
+            }
+
+
+def gaps(experiments: int) -> Rows:
+    """Gaps at matched training loss."""
+    for numbers in ((5,), (10,), (20,), (50,), (200,), (5, 30, 8), (1, 1, 40)):
+        for noise in (0.0, 0.05):
+            what = f"{' and '.join(map(str, numbers))} documents, batch noise {noise:g} nats"
+            found = gap_coverage(numbers, noise, 3 * experiments)
+            yield what, found if numbers[0] > 2 else {"all": found["all"]}
+
+
+TABLES = {"laws": laws, "isoflop": isoflop, "transfer": transfer, "documents": documents, "gaps": gaps}
+
+
+def written(text: str, name: str, lines: list[str]) -> str:
+    """The page with a table in its place."""
+    place = re.compile(rf"(<!-- {name} -->\n)(\|[^\n]*\n)*")
+    return place.sub(lambda found: found.group(1) + "\n".join(lines) + "\n", text)
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experiments", type=int, default=100, help="a row; cheap ones have a multiple")
+    parser.add_argument("tables", nargs="*", choices=[*TABLES, []], help="of which tables (default: all)")
+    args = parser.parse_args()
+    for name in args.tables or TABLES:
+        found = list(TABLES[name](args.experiments))
+        columns = list(found[0][1])
+        rows = [[what, *(f"{held[x]:.3f}" if x in held else "" for x in columns)] for what, held in found]
+        PAGE.write_text(written(PAGE.read_text(), name, table(["experiment", *columns], rows)))
+        print(f"{name}: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    main()
