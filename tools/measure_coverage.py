@@ -57,10 +57,13 @@ def documents(experiments: int) -> Rows:
     for corpus in ("web", "one length", "books and notes"):
         for number in (3, 5, 10, 20, 50, 200):
             now = ratio_coverage(number, 20 * experiments, corpus)
-            yield f"{corpus}, {number} documents", {
-                "interval": now,
-                "percentile bootstrap": percentile_coverage(number, 4 * experiments, corpus),
-            }
+            yield (
+                f"{corpus}, {number} documents",
+                {
+                    "interval": now,
+                    "percentile bootstrap": percentile_coverage(number, 4 * experiments, corpus),
+                },
+            )
 
 
 def gaps(experiments: int) -> Rows:

@@ -238,7 +238,7 @@ def test_the_same_again_gives_the_same_numbers(tmp_path):
     ids=str,
 )
 def test_intervals_of_gaps_hold_the_truth_as_often_as_they_say(documents, batch_noise):
-    """A hundred pairs of runs on documents of unlike lengths; a percentile bootstrap held it in 0.77 at five documents."""
+    """A hundred pairs of runs on documents of unlike lengths; percentiles held it in 0.77 at five."""
     held = coverage_of_documents.gap_coverage(documents, batch_noise, 100)
     assert 0.89 <= held["all"] <= 1.0
     assert documents[0] < 3 or 0.89 <= held["first"] <= 1.0
