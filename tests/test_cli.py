@@ -89,6 +89,29 @@ def test_one_process_trains_in_this_one(training: Training) -> None:
 
 
 @pytest.mark.parametrize(
+    ("how", "resume"),
+    [
+        ([], False),
+        (["--resume"], True),
+        (["--resume", "training.steps=9"], True),  # whose value is not the option's
+        (["--resume=auto"], "auto"),
+        (["training.steps=9", "--resume=auto", "training.seed=3"], "auto"),
+    ],
+)
+def test_resuming_is_asked_for_or_left_to_what_is_there(training: Training, how: list[str], resume: object) -> None:
+    assert run("train", QUICKSTART, "parallel.tensor=1", *how) == 0
+    ((config, asked, _),) = training.calls
+    assert asked == resume
+    assert config.training.steps == (9 if "training.steps=9" in how else config.training.steps)
+
+
+def test_resuming_takes_no_other_word(training: Training, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train", QUICKSTART, "--resume=always") == 2
+    assert "--resume" in capsys.readouterr().err
+    assert not training.calls
+
+
+@pytest.mark.parametrize(
     ("arguments", "steps"),
     [(["--trial"], 5), (["--trial", "7"], 7), (["--trial=7"], 7), (["--trial", "optimizer.lr=1e-3"], 5)],
 )

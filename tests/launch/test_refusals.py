@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from launching import write_config
 
+from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Retention
 from megatron_ext.cli import main
 
 BOTH = pytest.mark.parametrize("verb", ["launch", "sweep"])
@@ -133,6 +134,29 @@ def test_a_dry_run_of_a_sweep_lists_runs_whose_data_is_elsewhere(
 def test_a_run_that_has_begun_needs_no_branch(folder: Path) -> None:
     (folder / "runs" / "run" / "checkpoints").mkdir(parents=True)
     assert called(folder, "launch", "run.branch_from=/nowhere", "--resume", "--dry-run") == 0
+
+
+def test_what_is_to_be_resumed_is_looked_at_before_a_job_is_submitted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is there, and fields that its checkpoint allows; a job that came to no checkpoint begins anew."""
+    for module in ("sinfo", "sbatch"):
+        install(folder, module, "exit 1")
+    line = refusal(folder, capsys, "launch", "--dry-run", "--resume")
+    assert line.startswith(f"--resume: {folder}/runs/run holds no checkpoint to go on from; --resume=auto begins")
+    save_checkpoint(folder / "runs" / "run", hidden_size=64)
+    line = refusal(folder, capsys, "launch", "--dry-run", "--resume")
+    assert line.startswith(f"model.hidden_size: 32, but the checkpoint {folder}/runs/run/checkpoints/step_2 has 64")
+    assert called(folder, "launch", "--dry-run", "--resume", "model.hidden_size=64") == 0
+    assert called(folder, "launch", "--dry-run", "--resume=auto", "run.name=new") == 0
+
+
+def save_checkpoint(run: Path, **model: int) -> None:
+    """What a checkpoint says of a run that has the configuration beside it, but of the model something else."""
+    folder = CheckpointFolder(run / "checkpoints")
+    folder.begin(2)
+    identity = {f"model.{field}": value for field, value in model.items()}
+    folder.finish(2, {"progress": Progress(2), "identity": identity, "generators": []}, {}, Retention())
 
 
 def test_a_branch_of_the_sweep_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
