@@ -22,7 +22,7 @@ from data_prep.manifest_entries import UnusedEntry as UnusedEntry
 from data_prep.manifest_entries import match_domain as match_domain
 from data_prep.storage import sha256_of
 from megatron_ext.errors import UserError
-from megatron_ext.files import write_whole
+from megatron_ext.files import os_reason, write_whole
 from megatron_ext.json_text import parse_json
 
 VERSION = 1
@@ -48,7 +48,7 @@ def load_manifest(root: Path) -> Manifest:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(str(path), f"cannot be read ({error.strerror})", _AGAIN) from None
+        raise UserError(str(path), f"cannot be read ({os_reason(error)})", _AGAIN) from None
     return parse_manifest(content, str(path))
 
 

@@ -40,6 +40,7 @@ from data_prep.tokenization.vocabularies import (
 )
 from megatron_ext.credentials import redacted_tree
 from megatron_ext.errors import UserError
+from megatron_ext.files import os_reason
 from megatron_ext.paths import check_text
 
 EMBEDDED = "embedded"
@@ -133,7 +134,7 @@ def prepare(options: PrepareOptions) -> Manifest | None:
     except OSError as error:
         where = str(error.filename or output)
         mend = "free space or mend the path; the same call then goes on"
-        raise UserError(where, f"cannot be read or written ({error.strerror})", mend) from None
+        raise UserError(where, f"cannot be read or written ({os_reason(error)})", mend) from None
 
 
 def open_corpus(options: PrepareOptions) -> Corpus:

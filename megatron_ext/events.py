@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.errors import UserError
+from megatron_ext.files import os_reason
 
 EVENTS = "events.tsv"
 LAUNCH = "launch"
@@ -53,7 +54,7 @@ def read_events(launch: Path, damaged: list[str] | None = None) -> list[Event]:
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     except OSError as error:
         lines = []
-        _raise_or_note(UserError(str(path), f"cannot be read ({error.strerror})", "restore it or remove it"), damaged)
+        _raise_or_note(UserError(str(path), f"cannot be read ({os_reason(error)})", "restore it or remove it"), damaged)
     for number, line in enumerate(lines, start=1):
         try:
             events.append(_event(f"{path}:{number}", line))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -24,6 +25,17 @@ def force_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def os_reason(error: OSError) -> str:
+    """What the system said, in one line; errors of several files (`shutil.Error`) or of libraries lack `strerror`."""
+    if error.strerror:
+        return error.strerror
+    if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list) and error.args[0]:
+        reasons = [str(one[-1]) for one in error.args[0]]
+        more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+        return f"{' '.join(reasons[0].split())}{more}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 @contextmanager
 def renamed_when_whole(beside: Path, path: Path) -> Iterator[None]:
     """Within it `beside` is written; then it is forced to disk and takes the name `path`. An error removes it."""
@@ -31,8 +43,11 @@ def renamed_when_whole(beside: Path, path: Path) -> Iterator[None]:
         yield
         force_to_disk(beside)
         beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a write does not say of which file
+            error.filename = str(path)
         raise
     force_to_disk(path.parent)
 

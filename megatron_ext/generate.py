@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import UserError
+from megatron_ext.files import os_reason
 from megatron_ext.printable import text_output
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _content(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError("--prompt-file", f"{path} cannot be read ({error.strerror})", "give a text file") from None
+        raise UserError("--prompt-file", f"{path} cannot be read ({os_reason(error)})", "give a text file") from None
     except UnicodeDecodeError:
         raise UserError("--prompt-file", f"{path} is not UTF-8", "give a UTF-8 text file") from None
 

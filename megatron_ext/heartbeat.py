@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from megatron_ext.files import os_reason
 from megatron_ext.json_text import parse_json
 
 FOLDER = "heartbeats"
@@ -131,7 +132,9 @@ def signs(run_folder: Path, damaged: list[str] | None = None) -> list[Sign]:
                 found.append(_sign(content))
         except (OSError, ValueError, TypeError) as error:
             if damaged is not None:
-                problem = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is no sign of a rank"
+                problem = (
+                    f"cannot be read ({os_reason(error)})" if isinstance(error, OSError) else "is no sign of a rank"
+                )
                 damaged.append(f"{path}: {problem}")
     return sorted(found, key=lambda sign: sign.rank)
 

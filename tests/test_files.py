@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import stat
 from pathlib import Path
 
 import pytest
 
-from megatron_ext import files
-from megatron_ext.files import write_whole
+from megatron_ext import cli, files
+from megatron_ext.errors import UserError
+from megatron_ext.files import os_reason, write_private, write_whole
+from megatron_ext.launch.job import copy_code
 
 
 def test_content_is_written_and_replaced(tmp_path: Path) -> None:
@@ -60,3 +64,64 @@ def test_what_an_interrupted_writer_left_is_replaced(tmp_path: Path) -> None:
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         write_whole(tmp_path / "none" / "file", b"content")
+
+
+def fails(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write: without the file's name
+
+
+def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "write_bytes", fails)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_whole(tmp_path / "file", b"x")
+    assert caught.value.filename == str(tmp_path / "file")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.EACCES, "Permission denied", "x"), "Permission denied"),
+        (shutil.Error([("a", "b", "[Errno 28] No space left")]), "[Errno 28] No space left"),
+        (shutil.Error([("a", "b", "one"), ("c", "d", "two")]), "one, and 1 more"),
+        (shutil.SameFileError("a and b are\nthe same file"), "a and b are the same file"),
+        (OSError("a library's words"), "a library's words"),
+        (OSError(), "OSError"),
+    ],
+)
+def test_no_reason_is_none(error: OSError, reason: str) -> None:
+    assert os_reason(error) == reason
+
+
+def test_private_files(tmp_path: Path) -> None:
+    write_private(tmp_path / "file", b"x")
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("file", "link"):
+        with pytest.raises(FileExistsError):
+            write_private(tmp_path / name, b"y")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_full_disk_is_one_line_of_every_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(*_: object) -> int:
+        write_whole(tmp_path / "results.json", b"x")
+        return 0
+
+    monkeypatch.setattr(Path, "write_bytes", fails)
+    verb = cli._Verb(help="", add_arguments=lambda _: None, run=write)
+    monkeypatch.setitem(cli.VERBS, "doctor", verb)
+    assert cli.main(["doctor"]) == 2
+    where = f"selectron: error: {tmp_path}/results.json: cannot be written (No space left on device); "
+    assert capsys.readouterr().err == where + "make room, or choose another place\n"
+
+
+def test_a_full_disk_of_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy(*_: object, **__: object) -> None:
+        raise shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'")])
+
+    monkeypatch.setattr(shutil, "copytree", copy)
+    with pytest.raises(UserError, match=r"cannot be written \(\[Errno 28\] No space left on device: 'b'\)"):
+        copy_code(tmp_path / "code")

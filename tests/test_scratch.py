@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.scratch import scratch_folder
+from megatron_ext.scratch import keep, own_folder, scratch_folder
 
 HOLDS_ONE = """
 import time
@@ -95,3 +97,64 @@ def test_folders_of_another_machine_and_links_stay(disk: Path, monkeypatch: pyte
     monkeypatch.setattr("socket.gethostname", lambda: "another")
     with scratch_folder("kind"):
         assert (folder / "content").exists()
+
+
+def test_what_is_kept_stays_and_no_call_removes_it(disk: Path) -> None:
+    with scratch_folder("kind") as folder:
+        (folder / "log").touch()
+        keep(folder)
+    with scratch_folder("kind"):
+        assert (folder / "log").exists()
+    assert [path.name for path in folder.iterdir()] == ["log"]
+
+
+def test_a_folder_in_another_place_is_this_users_alone(tmp_path: Path) -> None:
+    with scratch_folder("kind", tmp_path / "..") as folder:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert folder.parent.resolve() == tmp_path.parent.resolve()
+    assert not folder.exists()
+
+
+def test_what_others_put_in_the_way_is_neither_followed_nor_removed(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links to folders and files of ours, and a folder of another user's, by names that a left one would have."""
+    start, victim = f"selectron-kind-{socket.gethostname()}-", disk / "victim"
+    victim.mkdir()
+    (victim / ".held").write_text("kept")
+    (disk / f"{start}link").symlink_to(victim)
+    trap = disk / f"{start}trap"
+    trap.mkdir()
+    (trap / ".held").symlink_to(victim / ".held")
+    foreign = disk / f"{start}foreign"
+    foreign.mkdir()
+    (foreign / ".held").touch()
+    whole = Path.lstat
+
+    def of_another(path: Path) -> os.stat_result:
+        found = whole(path)
+        return os.stat_result((*found[:4], 12345, *found[5:])) if path == foreign else found
+
+    monkeypatch.setattr(Path, "lstat", of_another)
+    with scratch_folder("kind"):
+        pass
+    assert (victim / ".held").read_text() == "kept"
+    assert trap.exists()
+    assert foreign.exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "open"])
+def test_a_users_folder_that_is_not_his_alone(disk: Path, kind: str) -> None:
+    assert stat.S_IMODE(own_folder().stat().st_mode) == 0o700
+    assert own_folder() == disk / f"selectron-{os.getuid()}"
+    own_folder().rmdir()
+    if kind == "link":
+        (disk / "elsewhere").mkdir(mode=0o700)
+        (disk / f"selectron-{os.getuid()}").symlink_to(disk / "elsewhere")
+    elif kind == "file":
+        (disk / f"selectron-{os.getuid()}").touch()
+    else:
+        (disk / f"selectron-{os.getuid()}").mkdir()
+        (disk / f"selectron-{os.getuid()}").chmod(0o777)
+    with pytest.raises(PermissionError, match="is not this user's alone"):
+        own_folder()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy.typing as npt
 from datatrove.io import DataFolder
 
 from megatron_ext.files import renamed_when_whole, write_whole
+from megatron_ext.scratch import scratch_folder
 
 Append = Callable[[npt.NDArray[Any]], None]
 
@@ -33,8 +33,8 @@ def appended_array(folder: DataFolder, name: str, dtype: npt.DTypeLike) -> Itera
         with _appended_here(Path(folder.path) / name, np.dtype(dtype)) as append:
             yield append
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        local = Path(scratch) / "array.npy"
+    with scratch_folder("array") as scratch:
+        local = scratch / "array.npy"
         with _appended_here(local, np.dtype(dtype)) as append:
             yield append
         with local.open("rb") as source, folder.open(name, "wb") as target:
@@ -74,11 +74,10 @@ def load(folder: DataFolder, name: str) -> npt.NDArray[Any]:
     """Map an array, so that its pages can be given back and are shared by processes; a remote one is copied first."""
     if folder.is_local():
         return np.load(f"{folder.path}/{name}", mmap_mode="r", allow_pickle=False)
-    with tempfile.NamedTemporaryFile(suffix=".npy") as copy:  # its content stays as long as it is mapped
-        with folder.open(name, "rb") as source:
+    with scratch_folder("copy") as scratch:  # its content stays as long as it is mapped
+        with folder.open(name, "rb") as source, (scratch / "array.npy").open("wb") as copy:
             shutil.copyfileobj(source, copy)
-        copy.flush()
-        return np.load(copy.name, mmap_mode="r", allow_pickle=False)
+        return np.load(scratch / "array.npy", mmap_mode="r", allow_pickle=False)
 
 
 def save_json(folder: DataFolder, name: str, values: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy.typing as npt
 from datatrove.io import DataFolder
 
 from data_prep.contamination.ngrams import Hashes
+from megatron_ext.scratch import scratch_folder
 
 
 class Partitions:
@@ -66,8 +66,8 @@ def scratch_beside(folder: DataFolder) -> Iterator[Path]:
         folder: it is made beside this one; where that lies behind an fsspec URL, on a local disk.
     """
     if not folder.is_local():
-        with tempfile.TemporaryDirectory() as scratch:
-            yield Path(scratch)
+        with scratch_folder("signatures") as scratch:
+            yield scratch
         return
     beside = Path(folder.path).with_name(f"{Path(folder.path).name}.scratch")
     shutil.rmtree(beside, ignore_errors=True)

@@ -6,13 +6,13 @@ import base64
 import hashlib
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import tiktoken
 
 from data_prep.manifest import TokenizerEntry, TokenizerKind
 from megatron_ext.errors import UserError
+from megatron_ext.scratch import scratch_folder
 
 TIKTOKEN_SUFFIX = ".tiktoken"
 END_TOKEN = "<|endoftext|>"
@@ -94,10 +94,10 @@ class TiktokenTokenizer:
 def _published(name: str, file: Path | None = None) -> tiktoken.Encoding:
     """One of tiktoken's encodings; from a local file through its own cache, which checks that the file is the one."""
     before = os.environ.get("TIKTOKEN_CACHE_DIR")
-    with tempfile.TemporaryDirectory() as cache:
+    with scratch_folder("tiktoken") as cache:
         if file is not None:
-            shutil.copyfile(file, Path(cache) / hashlib.sha1(PUBLISHED.format(name).encode()).hexdigest())
-            os.environ["TIKTOKEN_CACHE_DIR"] = cache
+            shutil.copyfile(file, cache / hashlib.sha1(PUBLISHED.format(name).encode()).hexdigest())
+            os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
         try:
             return tiktoken.get_encoding(name)
         except Exception as error:  # whatever its downloading library raises

@@ -23,7 +23,7 @@ from megatron_ext.analysis.scaling.run_points import by_mixer, points_of
 from megatron_ext.analysis.scaling.section import section
 from megatron_ext.analysis.suites import as_tables, heat_maps, read_suites, to_dict
 from megatron_ext.errors import UserError
-from megatron_ext.files import write_whole
+from megatron_ext.files import os_reason, write_whole
 
 SCALING = "scaling"
 """Folder of the scaling laws in that of the report."""
@@ -85,7 +85,7 @@ def write_report(run_dirs: Sequence[Path], output: Path, *, fit: bool = False) -
         write_whole(output / RECORD, (json.dumps({"files": beside}, indent=1) + "\n").encode())
         write_whole(output / "index.html", page.encode())
     except OSError as error:
-        problem = f"the report cannot be written ({error.strerror})"
+        problem = f"the report cannot be written ({os_reason(error)})"
         raise UserError(str(output), problem, "give another folder with --output or make room") from None
     return output / "index.html"
 

@@ -18,6 +18,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from megatron_ext.config.yaml_text import TooLargeError, parse_yaml
 from megatron_ext.credentials import redacted_tree
 from megatron_ext.errors import UserError
+from megatron_ext.files import os_reason
 from megatron_ext.printable import printable
 
 FloatArray = NDArray[np.float64]
@@ -249,7 +250,7 @@ def _read_bytes(path: Path, mend: str) -> bytes:
     except FileNotFoundError:
         raise UserError(str(path), "is missing", mend) from None
     except OSError as error:
-        raise UserError(str(path), f"cannot be read ({error.strerror})", mend) from None
+        raise UserError(str(path), f"cannot be read ({os_reason(error)})", mend) from None
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from kernels.bench.arguments import at_least_one, save_into, split, tell
 from kernels.bench.cases import OptionError
+from megatron_ext.files import os_reason
+from megatron_ext.scratch import scratch_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         for count in counts:
             root = folders.enter_context(_data(args.data, disk, count, shard_tokens))
             shards = roots[root] = len(shard_files(root)) // 2
-            record = Path(folders.enter_context(tempfile.TemporaryDirectory()))
+            record = folders.enter_context(scratch_folder("loader"))
             loader.verify_once(root, record)
             for length, batch in sizes:
                 tell(f"{shards} shards, {length} tokens a sample")
@@ -106,8 +107,8 @@ def _data(given: Path | None, disk: Path, shards: int, shard_tokens: int) -> Ite
 
     try:
         disk.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=disk, prefix=".random-data-") as folder:
-            make_random_data(Path(folder), shards, shard_tokens, seed=0)
-            yield Path(folder)
+        with scratch_folder("random-data", disk) as folder:
+            make_random_data(folder, shards, shard_tokens, seed=0)
+            yield folder
     except OSError as error:
-        raise OptionError("--disk", f"{disk} cannot be written ({error.strerror})", "give one with room") from None
+        raise OptionError("--disk", f"{disk} cannot be written ({os_reason(error)})", "give one with room") from None

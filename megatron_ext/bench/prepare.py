@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -22,6 +21,7 @@ from kernels.bench.arguments import tell
 from megatron_ext.bench.prepare_input import DOMAIN, TEST_DOMAIN, TEST_EVERY, Input, given_texts, write_input
 from megatron_ext.bench.prepare_report import Row
 from megatron_ext.bench.supervise import cost_of
+from megatron_ext.scratch import scratch_folder
 
 THREADS = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 OURS, DATATROVE, MEGATRON = "selectron prepare", "datatrove DocumentTokenizer", "Megatron-LM preprocess_data"
@@ -96,8 +96,7 @@ def compare(
         megatron: a checkout of Megatron-LM; None: it is left out.
     """
     contestants = _contestants(megatron)
-    with tempfile.TemporaryDirectory(dir=disk, prefix=".prepare-") as name:
-        root = Path(name)
+    with scratch_folder("prepare", disk) as root:
         files = workers * FILES_A_WORKER
         whole = write_input(root / "whole", texts, files)
         few = write_input(root / "few", islice(given_texts(whole.lines), files), files)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from megatron_ext.data.random_data import make_random_data
 from megatron_ext.errors import EXIT_USER_ERROR, UserError
 from megatron_ext.launch.local import launch, rank_command
 from megatron_ext.mixers.registry import load_all
+from megatron_ext.scratch import scratch_folder
 
 RANK = "train-rank"
 """The subject of `selectron bench` that a rank is started with."""
@@ -151,8 +151,7 @@ def bench(
     Returns:
         The report, and the exit code: 0; 1 if a variant failed; that of the signal that ended one, and so all.
     """
-    with tempfile.TemporaryDirectory(prefix="selectron-bench-") as scratch:
-        folder = Path(scratch)
+    with scratch_folder("bench") as folder:
         here, ceilings = _machine(folder)
         report = Report(**about, machine=here, ceilings=ceilings, amount=plan.amount, prepared=plan.prepared, rows=[])
         if save is not None:

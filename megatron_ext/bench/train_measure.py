@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import psutil
 import torch
@@ -23,6 +21,7 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.parallel.agreement import from_every_rank
 from megatron_ext.platform import Platform
+from megatron_ext.scratch import scratch_folder
 from megatron_ext.training.run import flops_and_peak, model_size
 from megatron_ext.training.trainer import StepResult
 
@@ -179,8 +178,8 @@ def profile_steps(run: TimedRun, platform: Platform, steps: int) -> list[Breakdo
         None for a GPU whose kernels the profiler does not see, as where CUPTI may not be used.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if platform.is_cuda else [])]
-    with tempfile.TemporaryDirectory(prefix="selectron-") as folder:
-        path = Path(folder) / "trace.json"
+    with scratch_folder("trace") as folder:
+        path = folder / "trace.json"
         with ExitStack() as stack:
             stack.enter_context(named_parts(run.trainer))
             profiler = stack.enter_context(profile(activities=activities))

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_ext.checkpoint.contents import Content, content_of
 from megatron_ext.checkpoint.disk import NotAsWritten
 from megatron_ext.errors import UserError
-from megatron_ext.files import write_whole
+from megatron_ext.files import os_reason, write_whole
 from megatron_ext.json_text import parse_json
 from megatron_ext.paths import relative_name
 
@@ -223,7 +223,7 @@ class CheckpointFolder:
         try:
             found = content_of(path)
         except OSError as error:
-            raise self.damage(step, name, f"cannot be read ({error.strerror})") from error
+            raise self.damage(step, name, f"cannot be read ({os_reason(error)})") from error
         if found != expected:
             problem = f"has the checksum {found.xxh3_128} instead of {expected.xxh3_128}, so the checkpoint is damaged"
             raise self.damage(step, name, problem)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_ext.checkpoint.restricted_pickle import Name, Names, RefusedPickle, load, opaque
 from megatron_ext.errors import UserError
-from megatron_ext.files import read_regular
+from megatron_ext.files import os_reason, read_regular
 
 FILE_NAME: str = _metadata_fn
 MEND = "copy the checkpoint again, whole, or give another one"
@@ -173,7 +173,7 @@ def read_metadata(folder: Path) -> Metadata:
     except FileNotFoundError:
         raise UserError(str(path), "is not there, so the checkpoint is damaged", MEND) from None
     except OSError as error:
-        raise UserError(str(path), f"cannot be read ({error.strerror or error})", MEND) from error
+        raise UserError(str(path), f"cannot be read ({os_reason(error)})", MEND) from error
     except RefusedPickle as error:
         raise UserError(str(path), f"cannot be read: it {error}", MEND) from error
 

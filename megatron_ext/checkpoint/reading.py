@@ -38,7 +38,7 @@ from megatron_ext.checkpoint.metadata_file import FILE_NAME, MEND, read_metadata
 from megatron_ext.checkpoint.restricted_pickle import Names, RefusedPickle
 from megatron_ext.checkpoint.torch_file import NAMES, load_file, load_part
 from megatron_ext.errors import UserError
-from megatron_ext.files import open_regular
+from megatron_ext.files import open_regular, os_reason
 from megatron_ext.parallel.agreement import on_every_rank
 
 
@@ -80,7 +80,7 @@ class RestrictedReader(FileSystemReader):
             try:
                 self._read_file(path, items, planner)
             except OSError as error:
-                raise UserError(str(path), f"cannot be read ({error.strerror or error})", MEND) from error
+                raise UserError(str(path), f"cannot be read ({os_reason(error)})", MEND) from error
             except RefusedPickle as error:
                 raise UserError(str(path), f"cannot be read: it {error}", MEND) from error
         done: Future[None] = Future()
@@ -192,7 +192,7 @@ def read_common(folder: Path, names: Names | None = None) -> Any:
     try:
         return load_file(path, NAMES if names is None else {**NAMES, **names})
     except OSError as error:
-        raise UserError(str(path), f"cannot be read ({error.strerror or error})", MEND) from error
+        raise UserError(str(path), f"cannot be read ({os_reason(error)})", MEND) from error
     except RefusedPickle as error:
         raise UserError(str(path), f"cannot be read: it {error}", MEND) from error
 

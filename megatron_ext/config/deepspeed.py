@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_ext.config.schema import OptimizerConfig, TrainingConfig
 from megatron_ext.errors import UserError
+from megatron_ext.files import os_reason
 from megatron_ext.json_text import parse_json
 
 _AT_STAGE_3_ALONE = {"offload_optimizer": ("nvme",), "offload_param": ("cpu", "nvme")}
@@ -125,7 +126,7 @@ def _read(path: Path) -> dict[str, Any]:
         content = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         mend = "name a file with DeepSpeed's configuration, or leave it out"
-        raise UserError("optimizer.deepspeed", f"{path} cannot be read ({error.strerror})", mend) from error
+        raise UserError("optimizer.deepspeed", f"{path} cannot be read ({os_reason(error)})", mend) from error
     except ValueError as error:
         raise UserError(str(path), f"is not JSON ({error})", "mend it, or leave optimizer.deepspeed out") from error
     if not isinstance(content, dict):

@@ -14,7 +14,7 @@ from ruamel.yaml.representer import SafeRepresenter
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.credentials import redacted, redacted_tree
 from megatron_ext.errors import UserError
-from megatron_ext.files import write_whole
+from megatron_ext.files import os_reason, write_whole
 
 
 class _Representer(SafeRepresenter):
@@ -96,4 +96,6 @@ def save_config(config: RunConfig, path: Path) -> None:
     try:
         write_whole(Path(path), to_yaml(config).encode())
     except OSError as error:
-        raise UserError(str(path), f"cannot be written ({error.strerror})", "check the folder and its space") from None
+        raise UserError(
+            str(path), f"cannot be written ({os_reason(error)})", "check the folder and its space"
+        ) from None

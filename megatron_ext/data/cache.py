@@ -18,7 +18,7 @@ from data_prep.manifest import MANIFEST_NAME, ShardEntry, parse_manifest
 from megatron_ext.credentials import is_redacted, redacted, without_secrets_of
 from megatron_ext.data.failed import DamagedShard
 from megatron_ext.errors import UserError
-from megatron_ext.files import force_to_disk, write_whole
+from megatron_ext.files import force_to_disk, os_reason, write_whole
 from megatron_ext.paths import path_within
 
 BLOCK = 4 << 20
@@ -243,7 +243,7 @@ class ShardCache:
             raise self._unreadable(name, error) from None
 
     def _unreadable(self, name: str, error: OSError) -> Unreachable:
-        reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
+        reason = os_reason(error)
         reason = without_secrets_of(self._url, reason)
         return Unreachable(f"{self._url}/{name}", f"cannot be read ({reason})", _AGAIN)
 
@@ -252,7 +252,7 @@ class ShardCache:
         try:
             yield
         except OSError as error:
-            problem = f"{self.root} cannot be written ({error.strerror})"
+            problem = f"{self.root} cannot be written ({os_reason(error)})"
             mend = "make room, choose another or lower data.cache_gib"
             raise Unreachable("data.cache_dir", problem, mend) from None
 

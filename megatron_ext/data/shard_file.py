@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from data_prep.manifest import ShardEntry
 from megatron_ext.data.failed import DamagedShard
+from megatron_ext.files import os_reason
 
 STRIDE = 64
 """Documents between two that a shard's `Landmarks` know; an index of a kilobyte is read for a range between them."""
@@ -173,7 +174,7 @@ class OpenShard:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _unreadable(self, path: str, error: OSError) -> DamagedShard:
-        return self._damaged(path, f"cannot be read ({error.strerror})")
+        return self._damaged(path, f"cannot be read ({os_reason(error)})")
 
     def _damaged(self, path: str, problem: str) -> DamagedShard:
         return DamagedShard(path, problem, _MEND, self._name)

@@ -13,6 +13,7 @@ from pathlib import Path
 from data_prep.manifest import Manifest, ShardEntry, VerifyMode, verify_shard, verify_tokenizer
 from megatron_ext.data.cache import Unreachable
 from megatron_ext.errors import UserError
+from megatron_ext.files import os_reason
 
 THREADS = min(8, 4 * len(os.sched_getaffinity(0)))
 """Files hashed at once: of four threads to a core one hashes while others wait for the disk, so that neither idles."""
@@ -128,7 +129,7 @@ def check_here(root: Path, mode: VerifyMode, shard: ShardEntry) -> None:
     try:
         verify_shard(root, shard, mode)
     except OSError as error:  # a disk that fails in the middle of a file does not say of which
-        problem = f"or its index cannot be read ({error.strerror})"
+        problem = f"or its index cannot be read ({os_reason(error)})"
         raise UserError(str(root / shard.file), problem, "copy it again or prepare the data again") from None
 
 

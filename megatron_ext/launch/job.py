@@ -19,7 +19,7 @@ from megatron_ext.config.save import private_yaml, to_yaml
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import UserError
 from megatron_ext.events import EVENTS, LAUNCH, launches
-from megatron_ext.files import write_private, write_whole
+from megatron_ext.files import os_reason, write_private, write_whole
 from megatron_ext.launch import slurm
 from megatron_ext.launch.resources import Resources
 from megatron_ext.paths import check_text
@@ -60,7 +60,7 @@ class Job:
         try:
             number = path.read_bytes().decode("ascii", "replace").strip() if path.exists() else None
         except OSError as error:
-            raise UserError(str(path), f"cannot be read ({error.strerror})", _NUMBER_HINT) from error
+            raise UserError(str(path), f"cannot be read ({os_reason(error)})", _NUMBER_HINT) from error
         if number is not None and not _NUMBER.fullmatch(number):
             raise UserError(str(path), f"{number[:40]!r} is no number of a job of Slurm's", _NUMBER_HINT)
         return number  # it becomes an argument, and part of a log's name
@@ -236,7 +236,7 @@ def submitting(*run_folders: Path) -> Iterator[None]:
 
 def unwritable(folder: Path, error: OSError) -> UserError:
     """What is said of a folder in which nothing can be made."""
-    return UserError(str(folder), f"cannot be written ({error.strerror})", "choose another run.dir")
+    return UserError(str(folder), f"cannot be written ({os_reason(error)})", "choose another run.dir")
 
 
 def script(job: Job, resources: Resources, python: str) -> str:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from typing import IO, TYPE_CHECKING
 
 from megatron_ext.errors import EXIT_STOPPED, EXIT_USER_ERROR
 from megatron_ext.launch.reporting import ERROR_FILE, print_user_error
+from megatron_ext.scratch import keep, scratch_folder
 from megatron_ext.signals import handled
 
 if TYPE_CHECKING:
@@ -64,18 +63,15 @@ def launch(command: Sequence[str], processes: int, patience: Patience | None = N
         the user's error, which is then printed, once; else the exit code of the rank that failed first (128 + the
         signal's number for one that a signal ended).
     """
-    folder = Path(tempfile.mkdtemp(prefix="selectron-"))
-    keep_logs = False
-    try:
+    with scratch_folder("ranks") as folder:
         group = _Group(command, processes, folder, patience or Patience())
         group.start()  # a signal before all have started ends all: there is nothing to save yet
         with handled((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), group.forward):
             group.wait()
         code, keep_logs = _conclude(group, folder)
+        if keep_logs:
+            keep(folder)
         return code
-    finally:
-        if not keep_logs:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_ext.errors import UserError
+from megatron_ext.files import os_reason
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ class Readings:
 def problem_of(error: BaseException) -> str:
     """Why a file could not be read, in a few words."""
     if isinstance(error, OSError):
-        return f"cannot be read ({error.strerror})"
+        return f"cannot be read ({os_reason(error)})"
     if isinstance(error, UnicodeDecodeError):
         return "is damaged (not UTF-8)"
     return f"is damaged ({type(error).__name__}: {' '.join(str(error).split())[:100]})"

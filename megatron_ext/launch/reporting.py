@@ -10,16 +10,22 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_ext.errors import EXIT_STOPPED
+from megatron_ext.scratch import own_folder
 
 ERROR_FILE = "SELECTRON_ERROR_FILE"
 """Environment variable: the file in which a rank leaves the user's error for the launcher."""
 
 STOPPED_FILE = "SELECTRON_STOPPED_FILE"
 """Environment variable: the file by which the first rank tells a batch script that its run was stopped."""
+
+
+_FORGOTTEN_SECONDS = 86400
+"""After which nobody looks for the error of a job any more."""
 
 
 def report_user_error(message: str) -> None:
@@ -65,7 +71,10 @@ def reported_by_another() -> bool:
     if not has_peers():
         return False
     given = os.environ.get(ERROR_FILE)
-    return (Path(given) if given else _shared_file()).exists()
+    try:
+        return (Path(given) if given else _shared_file()).exists()
+    except OSError:
+        return False
 
 
 def print_user_error(message: str) -> None:
@@ -102,7 +111,12 @@ def _shared_file() -> Path:
     # again, since nobody can know when the last rank has looked and so nobody removes the file.
     key = [*(os.environ.get(name, "") for name in variables), str(os.getuid()), str(parent), _start_time(parent)]
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:20]
-    return Path(tempfile.gettempdir()) / f"selectron-error-{digest}"
+    folder = own_folder()
+    for old in folder.glob("error-*"):
+        with suppress(OSError):
+            if time.time() - old.stat().st_mtime > _FORGOTTEN_SECONDS:
+                old.unlink()
+    return folder / f"error-{digest}"
 
 
 def _start_time(pid: int) -> str:

@@ -6,13 +6,13 @@ import re
 import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.errors import UserError
 from megatron_ext.paths import check_text
+from megatron_ext.scratch import scratch_folder
 
 UNLIMITED = "infinite"
 
@@ -137,10 +137,10 @@ def check_options(options: Sequence[str]) -> None:
     Raises:
         UserError: Slurm refuses them; its own words say why.
     """
-    with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as script:
-        script.write("\n".join(["#!/bin/sh", *directives(options), ""]))
-        script.flush()
-        ask("sbatch", "--test-only", script.name)
+    with scratch_folder("options") as folder:
+        script = folder / "options.sbatch"
+        script.write_text("\n".join(["#!/bin/sh", *directives(options), ""]))
+        ask("sbatch", "--test-only", str(script))
 
 
 def submit(script: Path) -> str:

@@ -12,6 +12,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
 
 from megatron_ext.errors import UserError
+from megatron_ext.files import os_reason
 
 
 def check_disk(sections: Mapping[str, Mapping[str, Any]], chunk: torch.nn.Module, data_parallel_size: int) -> None:
@@ -41,7 +42,7 @@ def _check_folder(folder: Path, where: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(where, f"{folder} cannot be made ({error.strerror})", mend) from error
+        raise UserError(where, f"{folder} cannot be made ({os_reason(error)})", mend) from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(where, f"{folder} cannot be written to", mend)
 

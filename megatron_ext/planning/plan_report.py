@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.files import os_reason
 from megatron_ext.planning.gpus import GIB, MEASURED
 from megatron_ext.planning.layouts import differences
 from megatron_ext.planning.memory import USABLE, Memory
@@ -92,7 +93,9 @@ class PlanReport:
             folder.mkdir(parents=True, exist_ok=True)
             write_both(folder, "plan", self.numbers(), self.markdown() + "\n")
         except OSError as error:
-            raise UserError("--output", f"{folder} cannot be written ({error.strerror})", "name another one") from error
+            raise UserError(
+                "--output", f"{folder} cannot be written ({os_reason(error)})", "name another one"
+            ) from error
 
     def numbers(self) -> dict[str, Any]:
         """All of it, bytes and seconds."""

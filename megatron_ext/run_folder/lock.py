@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_ext.errors import UserError
+from megatron_ext.files import os_reason
 from megatron_ext.run_folder import lock_file
 from megatron_ext.run_folder.lock_file import DEAD_SECONDS, Holder
 from megatron_ext.run_folder.process_identity import ProcessIdentity, this_process
@@ -176,7 +177,7 @@ def take(
                 return lock
             clock.sleep(_TRY_SECONDS)
     except OSError as error:
-        raise UserError(str(folder), f"cannot be written ({error.strerror})", "choose another run.dir") from error
+        raise UserError(str(folder), f"cannot be written ({os_reason(error)})", "choose another run.dir") from error
     raise UserError(str(folder), f"could not be locked in {_TRIES} tries", "look what its files are, or remove it")
 
 

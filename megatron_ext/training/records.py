@@ -16,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from megatron_ext.errors import UserError
-from megatron_ext.files import write_whole
+from megatron_ext.files import os_reason, write_whole
 from megatron_ext.json_text import parse_json
 
 METRICS = "metrics.jsonl"
@@ -173,7 +173,7 @@ class RunRecords:
         try:
             yield
         except OSError as error:
-            problem = f"cannot be written ({error.strerror})"
+            problem = f"cannot be written ({os_reason(error)})"
             raise UserError(str(self._folder), problem, "make room and start again with --resume=auto") from error
 
     def _keep(self, name: str, record: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from megatron_ext.data.failed import forget_failed, noting, read_failed
 from megatron_ext.data.verified import read_verified, write_verified
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.domains import DomainEvaluator, evaluation_domains
-from megatron_ext.files import write_whole
+from megatron_ext.files import os_reason, write_whole
 from megatron_ext.heartbeat import Heartbeat, forget
 from megatron_ext.model import ModelShape, training_flops_per_token
 from megatron_ext.parallel.agreement import from_every_rank, on_every_rank
@@ -301,7 +301,7 @@ def _records(
         texts = {METRICS: data.record["train"][:DIGITS], EVALUATION: data.record["evaluation"][:DIGITS]}
         return RunRecords(folder, config.run.name, progress.step, config.training.steps, lock.check_soon, texts)
     except OSError as error:
-        raise UserError(str(folder), f"cannot be written ({error.strerror})", "choose another run.dir") from error
+        raise UserError(str(folder), f"cannot be written ({os_reason(error)})", "choose another run.dir") from error
 
 
 def flops_and_peak(config: RunConfig, shape: ModelShape, trainer: Trainer) -> tuple[float, float | None]:

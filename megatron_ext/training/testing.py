@@ -30,6 +30,7 @@ from megatron_ext.evaluation.retrieval import report as retrieval_results
 from megatron_ext.evaluation.retrieval.options import RetrievalOptions
 from megatron_ext.evaluation.retrieval.run import check_retrieval, evaluate_retrieval
 from megatron_ext.evaluation.token_losses import TokenLosses
+from megatron_ext.files import os_reason
 from megatron_ext.mixers.registry import load_all
 from megatron_ext.platform import Platform
 from megatron_ext.training.coder import Coder
@@ -133,7 +134,7 @@ def make_folder(folder: Path) -> None:
             pass
     except OSError as error:
         doing = "written to" if folder.is_dir() else "made"
-        raise UserError(str(folder), f"cannot be {doing} ({error.strerror})", "choose another --output") from error
+        raise UserError(str(folder), f"cannot be {doing} ({os_reason(error)})", "choose another --output") from error
 
 
 def domains(evaluated: Evaluated, options: DomainOptions, output: Path) -> Tested | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_ext.config.schema import RunConfig, TrainingConfig
 from megatron_ext.errors import UserError
-from megatron_ext.files import write_whole
+from megatron_ext.files import os_reason, write_whole
 from megatron_ext.run_folder import lock
 
 MARK = "trial.json"
@@ -84,7 +84,7 @@ def begin(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / MARK, b"{}\n")
     except OSError as error:
-        raise UserError(str(folder), f"cannot be written ({error.strerror})", "choose another run.dir") from error
+        raise UserError(str(folder), f"cannot be written ({os_reason(error)})", "choose another run.dir") from error
 
 
 def conclude(whole: RunConfig, folder: Path, checkpoints: Path, seconds: Mapping[str, Sequence[float]]) -> str:

@@ -32,6 +32,7 @@ from megatron_ext.analysis.scaling.uncertainty import (
 from megatron_ext.analysis.scaling.untold import CONSTANTS, names_of
 from megatron_ext.analysis.style import Picture
 from megatron_ext.errors import UserError
+from megatron_ext.files import os_reason
 from megatron_ext.reports import table, write_both
 
 WHY_NOT_FALLING = "an exponent is not above 0: loss does not fall with it, and the law says nothing of larger models"
@@ -148,7 +149,7 @@ def write(found: Fitting, output: Path, *, keep: Path | None = None) -> None:
         write_both(output, "fit", {**numbers_of(found), "files": list(files)}, text_of(found))
     except OSError as error:
         mend = "give another folder with --output or make room"
-        raise UserError(str(output), f"cannot be written ({error.strerror})", mend) from None
+        raise UserError(str(output), f"cannot be written ({os_reason(error)})", mend) from None
 
 
 def _kept(points: Points, dropped: int) -> Points:

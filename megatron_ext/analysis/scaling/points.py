@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_ext.analysis.runs import FloatArray, IntArray
 from megatron_ext.errors import UserError
+from megatron_ext.files import os_reason
 
 NUMBERS = ("params", "tokens", "loss")
 MIXER, TEST_LOSS = "mixer", "test_loss"
@@ -58,7 +59,7 @@ def read_points(path: Path) -> dict[str, Points]:
             _check_columns(path, columns)
             rows = [(f"{path}:{reader.line_num}", row) for row in reader]
     except OSError as error:
-        raise UserError(str(path), f"cannot be read ({error.strerror})", "give a CSV file") from None
+        raise UserError(str(path), f"cannot be read ({os_reason(error)})", "give a CSV file") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(str(path), f"is not CSV ({error})", "give a CSV file in UTF-8") from None
     if not rows:

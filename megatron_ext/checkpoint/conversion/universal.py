@@ -35,6 +35,7 @@ from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.checkpoint.restricted_pickle import RefusedPickle
 from megatron_ext.checkpoint.torch_file import load_file
 from megatron_ext.errors import UserError
+from megatron_ext.files import os_reason
 from megatron_ext.optim.state import MOMENTS
 from megatron_ext.paths import path_within
 
@@ -194,7 +195,7 @@ def _tensor(file: Path) -> Tensor:
     except RefusedPickle as error:
         raise UserError(str(file), f"cannot be read: it {error}", _MEND) from error
     except OSError as error:
-        raise UserError(str(file), f"cannot be read ({error.strerror or error})", _MEND) from error
+        raise UserError(str(file), f"cannot be read ({os_reason(error)})", _MEND) from error
     tensor = content.get("param") if isinstance(content, dict) else content
     if not isinstance(tensor, Tensor):
         raise UserError(str(file), "holds no tensor", _MEND)
