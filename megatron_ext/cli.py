@@ -6,7 +6,6 @@ Each verb imports its room only when it runs, so that help is there at once.
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import select
 import sys
@@ -20,7 +19,6 @@ from megatron_ext import garbage
 from megatron_ext.arguments import Parser
 from megatron_ext.commands import quiet
 from megatron_ext.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError
-from megatron_ext.files import os_reason
 from megatron_ext.launch import reporting
 from megatron_ext.launch.resuming import add_resume
 from megatron_ext.printable import escaped_output
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from megatron_ext.config.schema import RunConfig
     from megatron_ext.config.traits import Mixers
 
-_DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 EXIT_INTERRUPTED = 130
 TRIAL_STEPS = 5  # unless another number is asked for: compilation and allocation end with the first two
 EXIT_NO_READER = 141  # as a shell says of a program that SIGPIPE ended
@@ -65,10 +62,8 @@ def _main(arguments: Sequence[str] | None) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _has_lost_its_reader():
             return EXIT_NO_READER
-        if isinstance(error, OSError) and error.errno in _DISK_REFUSES:
-            where = str(error.filename or "a file")
-            line = UserError(where, f"cannot be written ({os_reason(error)})", "make room, or choose another place")
-            reporting.report_user_error(str(line))
+        if refusal := reporting.disk_refusal(error):
+            reporting.report_user_error(str(refusal))
             return EXIT_USER_ERROR
         # A rank that ends by the user's error closes its connections; what its peers then raise is no news.
         if reporting.reported_by_another():

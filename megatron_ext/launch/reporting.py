@@ -7,6 +7,7 @@ parent of ours listens, the creator prints.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import sys
@@ -14,7 +15,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_ext.errors import EXIT_STOPPED
+from megatron_ext.errors import EXIT_STOPPED, UserError
+from megatron_ext.files import os_reason
 from megatron_ext.scratch import own_folder
 
 ERROR_FILE = "SELECTRON_ERROR_FILE"
@@ -59,6 +61,14 @@ def stopped_code() -> int:
         except OSError:  # then better ended early than taken for finished
             return EXIT_STOPPED
     return 0
+
+
+def disk_refusal(error: Exception) -> UserError | None:
+    """What is said of a disk that is full or may not be written; None: it is another error."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return None
+    problem = f"cannot be written ({os_reason(error)})"
+    return UserError(str(error.filename or "a file"), problem, "make room, or choose another place")
 
 
 def has_peers() -> bool:
