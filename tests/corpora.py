@@ -10,9 +10,14 @@ from data_prep.prepare import PrepareOptions, prepare
 
 
 def prepared(
-    folder: Path, *, documents: int = 180, words: tuple[int, int] = (10, 80), test_folder: bool = False
+    folder: Path,
+    *,
+    documents: int = 180,
+    words: tuple[int, int] = (10, 80),
+    test_folder: bool = False,
+    tokenizer: str = "train",
 ) -> Path:
-    """A data folder in `folder`: two training domains, one test domain, a tokenizer of its own.
+    """A data folder in `folder`: two training domains, one test domain, a tokenizer of its own or a given one.
 
     `documents` are those of all three domains together; each has from the first to the second number of `words`. With
     `test_folder` every fifth document is in a folder for the test, and so are all of the test domain.
@@ -34,7 +39,7 @@ def prepared(
             output=str(folder / "data"),
             train_domains=["First", "Second"],
             test_domains=["Other"],
-            tokenizer="train",
+            tokenizer=tokenizer,
             vocab_size=300,
             validation_fraction=0.2,
             shard_tokens=1500,

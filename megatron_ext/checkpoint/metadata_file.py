@@ -74,7 +74,7 @@ def _data_class(kind: type, fields: Mapping[str, Callable[[Any], bool]]) -> Name
                 raise RefusedPickle(f"has a {kind.__name__} whose {field} is a {type(value).__name__}")
             object.__setattr__(instance, field, value)
 
-    return Name(None, lambda: kind.__new__(kind), kind, fill)
+    return Name(None, lambda: object.__new__(kind), kind, fill)
 
 
 def _fill_properties(instance: Any, state: Any) -> None:
@@ -122,7 +122,7 @@ _NAMES: Names = {
     },
     (_METADATA, "_MEM_FORMAT_ENCODING"): Name(_encoding),
     (_METADATA, "TensorProperties"): Name(
-        None, lambda: TensorProperties.__new__(TensorProperties), TensorProperties, _fill_properties
+        None, lambda: object.__new__(TensorProperties), TensorProperties, _fill_properties
     ),
     (_METADATA, "ChunkStorageMetadata"): _data_class(
         ChunkStorageMetadata, {"offsets": _is(_SIZE), "sizes": _is(_SIZE)}

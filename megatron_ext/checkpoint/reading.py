@@ -26,12 +26,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch import Tensor
-from torch.distributed import checkpoint
 from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 from torch.futures import Future
 
 from megatron_ext.checkpoint.metadata_file import FILE_NAME, MEND, read_metadata
@@ -125,7 +126,7 @@ class _Planner(MCoreLoadPlanner):
 
     def take_object(self, item: ReadItem, value: Any) -> None:
         if self.flatten_state_dict:
-            checkpoint.default_planner.set_element(self.original_state_dict, self.mappings[item.dest_index.fqn], value)
+            set_element(self.original_state_dict, self.mappings[item.dest_index.fqn], value)
         else:
             self.state_dict[item.dest_index.fqn] = value
 
@@ -149,7 +150,7 @@ class _Tensors(TorchDistLoadShardedStrategy):
             shapes_validation_sharded_tensors=[one for one in tensors if not one.allow_shape_mismatch],
             allow_shape_mismatch_sharded_tensors={one.key: one for one in tensors if one.allow_shape_mismatch},
         )
-        checkpoint.load_state_dict(state, self._reader, planner=planner)
+        load_state_dict(state, self._reader, planner=planner)
         loaded = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
         loaded = _replace_sharded_keys_with_state_dict_keys(loaded, flat_mapping, rename_mapping)
         _restore_dict_types(loaded, sharded_state_dict)

@@ -8,7 +8,6 @@ caller's.
 from __future__ import annotations
 
 import io
-import math
 import mmap
 import os
 import struct
@@ -70,10 +69,10 @@ def _tensor(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> Te
     held = storage.bytes_x.numel() // dtype.itemsize
     last = start + sum((length - 1) * step for length, step in zip(sizes, strides, strict=True))
     # One element that stands for many would take their memory at the first copy.
-    if math.prod(sizes) > held or (math.prod(sizes) and last >= held):
+    if sizes.numel() > held or (sizes.numel() and last >= held):
         raise RefusedPickle("has a tensor that is larger than its storage")
     whole = storage.bytes_x[: held * dtype.itemsize].view(dtype)
-    return whole.as_strided(sizes, strides, start if math.prod(sizes) else 0)
+    return whole.as_strided(sizes, strides, start if sizes.numel() else 0)
 
 
 def _text_to_bytes(text: Any, coding: Any) -> bytes:
@@ -165,7 +164,7 @@ class _Records:
     def __init__(self, part: _Part) -> None:
         self._part = part
         try:
-            with zipfile.ZipFile(part) as archive:  # type: ignore[arg-type]
+            with zipfile.ZipFile(part) as archive:
                 found = {info.filename: info for info in archive.infolist()}
         except (zipfile.BadZipFile, OSError, ValueError, struct.error, NotImplementedError) as error:
             raise RefusedPickle("is no file of torch.save's, or cut off") from error
@@ -222,7 +221,7 @@ def load_part(descriptor: int, start: int, length: int, names: Names = NAMES) ->
 
     def copied(offset: int, size: int) -> Tensor:
         bytes_x = torch.empty(size, dtype=torch.uint8)
-        part.fill(memoryview(bytes_x.numpy()), offset)
+        part.fill(bytes_x.numpy().data, offset)
         return bytes_x
 
     return _load(part, names, copied)

@@ -116,7 +116,7 @@ def _bytes(content: bytes, length: int, device: torch.device) -> Tensor:
 
 
 def _content(bytes_x: Tensor) -> bytes:
-    return cast(bytes, bytes_x.cpu().numpy().tobytes())
+    return bytes_x.cpu().numpy().tobytes()
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

@@ -126,6 +126,7 @@ def torch_file(program: bytes) -> bytes:
     with zipfile.ZipFile(content, "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02" + program + STOP)
         archive.writestr("archive/byteorder", b"little")
+        archive.writestr("archive/version", b"3\n")
     return content.getvalue()
 
 

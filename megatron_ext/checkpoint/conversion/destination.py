@@ -9,9 +9,10 @@ from typing import Protocol
 
 import torch
 
-from megatron_ext.checkpoint.conversion import hugging_face, selectron_run, universal_writing
+from megatron_ext.checkpoint.conversion import hugging_face, model_card, selectron_run, universal_writing
 from megatron_ext.checkpoint.conversion.families import family_for
 from megatron_ext.checkpoint.conversion.family import SavedModel
+from megatron_ext.checkpoint.conversion.placing import README
 from megatron_ext.checkpoint.conversion.safetensors_files import shards_of
 from megatron_ext.checkpoint.conversion.source import Source
 from megatron_ext.checkpoint.conversion.tensors import in_dtype
@@ -78,7 +79,7 @@ class HuggingFace:
 
     def remark(self, source: Source, wish: Wish) -> str | None:
         """See `Destination.remark`."""
-        return None
+        return model_card.needs(family_for(source.saved, wish.architecture))
 
     def check(self, source: Source, wish: Wish) -> None:
         """See `Destination.check`."""
@@ -96,6 +97,9 @@ class HuggingFace:
         tensors = hugging_face.theirs(family, source.saved, in_dtype(source.tensors, wish.dtype), str(source.path))
         hugging_face.write_folder(family, source.saved, tensors, source.tokenizer, folder, wish.shard_bytes)
         _copy_tokenizer(source, folder)
+        is_there, plain = source.tokenizer is not None, source.training is not None
+        text = model_card.card(family, with_tokenizer=is_there, plain=plain)
+        (folder / README).write_text(text, encoding="utf-8")
 
 
 class Megatron:
@@ -192,7 +196,7 @@ def _precisions(dtype: torch.dtype) -> list[str]:
 
 def _copy_tokenizer(source: Source, folder: Path) -> None:
     if source.tokenizer is not None:
-        copy_tokenizer(source.tokenizer, folder)
+        copy_tokenizer(source.tokenizer, folder, plain=source.training is not None)
 
 
 def _without_padding(saved: SavedModel) -> SavedModel:

@@ -26,6 +26,10 @@ _WRITTEN = (
 )
 """And nothing else, but for what transformers leaves there."""
 
+README = "README.md"
+README_MARK = "<!-- written by selectron convert -->"
+"""First line of the README of an export: one that has it is nobody's work."""
+
 
 def check_destination(source: Path, destination: Path, *, overwrite: bool) -> None:
     """Refuse a destination that is there, is part of the source, or holds what is no model.
@@ -43,12 +47,20 @@ def check_destination(source: Path, destination: Path, *, overwrite: bool) -> No
     if not theirs.is_dir():
         raise UserError("DESTINATION", f"{destination} is a file, and no model to overwrite", "give another folder")
     names = sorted(path.name for path in theirs.iterdir())
-    foreign = [name for name in names if not any(fnmatch(name, pattern) for pattern in _WRITTEN)]
+    foreign = [name for name in names if not _is_ours(theirs / name)]
     if foreign:
         problem = f"{destination} holds {foreign[0]}, which no conversion writes, and overwriting would remove it"
         raise UserError("DESTINATION", problem, "move it away, or give another folder")
     if names and not set(names) & set(_MODELS):
         raise UserError("DESTINATION", f"{destination} holds no model to overwrite", "give another folder")
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a conversion, or transformers, writes such a file."""
+    if path.name == README:
+        with suppress(OSError):
+            return path.read_bytes().startswith(README_MARK.encode())
+    return any(fnmatch(path.name, pattern) for pattern in _WRITTEN)
 
 
 def check_space(destination: Path, needed: int) -> None:

@@ -12,6 +12,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from megatron_ext.checkpoint.conversion.exported_tokenizer import (
+    TOKENIZER_CLASS,
+    exported_config,
+    exported_tokens,
+    without_template,
+)
 from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
 from megatron_ext.json_text import parse_json
@@ -45,33 +51,54 @@ class KeptTokenizer:
     begin_id: int | None = None
 
 
-def keep_tokenizer(source: Path, folder: Path, end: str | None) -> None:
+def keep_tokenizer(source: Path, folder: Path, end: str | None, *, plain: bool = False) -> None:
     """Write a tokenizer's files into a folder, each whole or not at all.
 
     Args:
         source: a tokenizer.json.
         folder: exists.
         end: token that ends a document; None: not known.
+        plain: whether it is to add no token to a text, as training has it.
 
     Raises:
         OSError: a file cannot be read or written.
     """
-    write_whole(folder / TOKENIZER, source.read_bytes())
+    content = source.read_bytes()
+    write_whole(folder / TOKENIZER, without_template(content) if plain else content)
     known = {} if end is None else {"eos_token": end}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **known}
-    write_whole(folder / TOKENIZER_CONFIG, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+    config = {"tokenizer_class": TOKENIZER_CLASS, "clean_up_tokenization_spaces": False, **known}
+    _write_json(folder / TOKENIZER_CONFIG, config)
 
 
-def copy_tokenizer(tokenizer: KeptTokenizer, folder: Path) -> None:
+def copy_tokenizer(tokenizer: KeptTokenizer, folder: Path, *, plain: bool = False) -> None:
     """Copy a tokenizer into a folder with what transformers keeps beside it; what it must know is written at least.
 
+    Of tokenizer_config.json and special_tokens_map.json what `exported_tokenizer` knows is kept: others name code.
+
+    Args:
+        tokenizer: that is copied.
+        folder: exists.
+        plain: whether it is to add no token to a text: a model that was trained here has seen none.
+
     Raises:
         OSError: a file cannot be read or written.
+        UserError: a file is no JSON.
     """
-    keep_tokenizer(tokenizer.file, folder, tokenizer.end)
+    keep_tokenizer(tokenizer.file, folder, tokenizer.end, plain=plain)
     for name in COMPANIONS:
-        if (companion := tokenizer.file.parent / name).is_file():
+        companion = tokenizer.file.parent / name
+        if not companion.is_file():
+            continue
+        if name == TOKENIZER_CONFIG:
+            _write_json(folder / name, exported_config(read_json(companion), plain=plain))
+        elif name == SPECIAL_TOKENS:
+            _write_json(folder / name, exported_tokens(read_json(companion)))
+        else:
             write_whole(folder / name, companion.read_bytes())
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    write_whole(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def kept_tokenizer(folder: Path, given: Path | None = None) -> KeptTokenizer | None:

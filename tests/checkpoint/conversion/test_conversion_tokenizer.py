@@ -8,8 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer
 
+from data_prep.tokenization.tokenizer import JsonTokenizer
+from megatron_ext.checkpoint.conversion import model_card
+from megatron_ext.checkpoint.conversion.families import FAMILIES
+from megatron_ext.checkpoint.conversion.families.selectron import AUTO_MAP
+from megatron_ext.checkpoint.conversion.model_card import card
+from megatron_ext.checkpoint.conversion.placing import README_MARK
 from megatron_ext.checkpoint.conversion.tokenizer_files import COMPANIONS, copy_tokenizer, kept_tokenizer
 
 FILES = {
@@ -27,6 +35,10 @@ def tokenizer_in(folder: Path) -> Path:
     return folder
 
 
+def content_of(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.suffix == ".json" else path.read_bytes()
+
+
 def test_what_lies_beside_it_is_copied(tmp_path: Path) -> None:
     source, copy = tokenizer_in(tmp_path / "source"), tmp_path / "copy"
     copy.mkdir()
@@ -38,8 +50,9 @@ def test_what_lies_beside_it_is_copied(tmp_path: Path) -> None:
     assert (kept.begin_id, kept.end, kept.end_id, kept.size) == (0, "</s>", 1, 3)
     copy_tokenizer(kept, copy)
     assert set(FILES) <= set(COMPANIONS)
-    found = {path.name: path.read_bytes() for path in copy.iterdir()}
-    assert found == {name: (source / name).read_bytes() for name in ["tokenizer.json", *FILES]}
+    assert {path.name for path in copy.iterdir()} == {"tokenizer.json", *FILES}
+    for name in ["tokenizer.json", *FILES]:
+        assert content_of(copy / name) == content_of(source / name)
 
 
 def test_alone_it_gets_what_transformers_must_know(tmp_path: Path) -> None:
@@ -69,4 +82,87 @@ def test_a_foreign_models_tokens_come_back(
     config = json.loads((back / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (0, 1)
     for name in ["tokenizer.json", *FILES]:
-        assert (back / name).read_bytes() == (hf / name).read_bytes()
+        assert content_of(back / name) == content_of(hf / name)
+
+
+TEMPLATE = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+BYTES = processors.ByteLevel(trim_offsets=False)
+POST_PROCESSORS: dict[str, Any] = {
+    "none": None,
+    "template": TEMPLATE,
+    "bert": processors.BertProcessing(("</s>", 1), ("<s>", 0)),
+    "roberta": processors.RobertaProcessing(("</s>", 1), ("<s>", 0)),
+    "sequence": processors.Sequence([BYTES, TEMPLATE]),
+    "bytes": BYTES,
+}
+
+
+@pytest.mark.parametrize("kind", POST_PROCESSORS)
+def test_a_trained_models_tokenizer_encodes_as_training_did(tmp_path: Path, kind: str) -> None:
+    """To transformers, too, whoever wrote the configuration beside it."""
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.mkdir(), copy.mkdir()
+    tokenizer = Tokenizer(models.BPE({"<s>": 0, "</s>": 1, "a": 2, "b": 3, "Ġ": 4}, [], byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    if POST_PROCESSORS[kind] is not None:
+        tokenizer.post_processor = POST_PROCESSORS[kind]
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(source / "tokenizer.json"))
+    flags = {"add_bos_token": True, "add_eos_token": True, "bos_token": "<s>", "tokenizer_class": "LlamaTokenizerFast"}
+    (source / "tokenizer_config.json").write_text(json.dumps(flags))
+    kept = kept_tokenizer(source)
+    assert kept is not None
+    copy_tokenizer(kept, copy, plain=True)
+    (copy / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (trained,) = JsonTokenizer(tokenizer, source / "tokenizer.json").encode_batch(["ab ba ab"])
+    assert trained == [2, 3, 4, 3, 2, 4, 2, 3]
+    exported = AutoTokenizer.from_pretrained(str(copy))
+    assert exported("ab ba ab")["input_ids"] == exported.encode("ab ba ab") == trained
+    offsets = Tokenizer.from_file(str(copy / "tokenizer.json")).encode("ab ba ab").offsets
+    tokenizer.no_truncation(), tokenizer.no_padding()
+    assert offsets == tokenizer.encode("ab ba ab", add_special_tokens=False).offsets
+
+
+def test_no_code_is_named(tmp_path: Path) -> None:
+    """Of a foreign model, whose template stays."""
+    source, copy = tokenizer_in(tmp_path / "source"), tmp_path / "copy"
+    copy.mkdir()
+    content = {
+        "auto_map": {"AutoTokenizer": ["tokenization_x.X", None]},
+        "tokenizer_class": "X",
+        "custom": {"path": "x.py"},
+        "eos_token": "</s>",
+        "add_bos_token": True,
+    }
+    (source / "tokenizer_config.json").write_text(json.dumps(content))
+    (source / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>", "auto_map": {}}))
+    kept = kept_tokenizer(source)
+    assert kept is not None
+    copy_tokenizer(kept, copy)
+    expected = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "add_bos_token": True}
+    assert json.loads((copy / "tokenizer_config.json").read_text()) == expected
+    assert json.loads((copy / "special_tokens_map.json").read_text()) == {"eos_token": "</s>"}
+    assert (copy / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_what_loading_takes_is_said(architecture: str) -> None:
+    family = FAMILIES[architecture]
+    text, needs = card(family, with_tokenizer=True, plain=True), model_card.needs(family)
+    assert text.startswith(README_MARK)
+    is_fla = not hasattr(transformers, architecture) and architecture != "SelectronForCausalLM"
+    assert ("import fla" in text) == is_fla == ("import fla" in (needs or ""))
+    assert ("trust_remote_code=True" in text) == (architecture == "SelectronForCausalLM")
+    assert 'AutoTokenizer.from_pretrained(".", trust_remote_code=False)' in text
+    assert "AutoTokenizer" not in card(family, with_tokenizer=False, plain=True)
+
+
+def test_a_tokenizer_beside_our_code_asks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the README says it: a question would be an error without a terminal, and wait for an answer with one."""
+    copy_tokenizer(kept_tokenizer(tokenizer_in(tmp_path)) or pytest.fail("no tokenizer"), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "selectron", "auto_map": AUTO_MAP}))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asks"))
+    tokenizer = AutoTokenizer.from_pretrained(str(tmp_path), trust_remote_code=False)
+    assert tokenizer("a")["input_ids"] == [2]

@@ -17,6 +17,8 @@ from launching import ROOT, TP2, environment, write_config
 from lm_eval.models.huggingface import HFLM
 from lm_evals import DEFINITIONS, definitions, lm_evals_numbers, same
 from questions import write_questions
+from small_model import END, small_tokenizer
+from tokenizers import Tokenizer, processors
 
 from megatron_ext.cli import main
 from megatron_ext.evaluation.fewshot.options import FewshotOptions
@@ -45,7 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path, pool: Any) -> Path:
-    pool.run(of_a_run.learn, 1, write_config(folder, prepared(folder, documents=60), folder), RUN)
+    """Its tokenizer has a template: where it is let, it puts a token in front of every text."""
+    tokenizer = small_tokenizer(["karalo mitin pera nusto lovel"] * 20)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    data = prepared(folder, documents=60, tokenizer=str(folder / "tokenizer.json"))
+    pool.run(of_a_run.learn, 1, write_config(folder, data, folder), RUN)
     return folder / "run"
 
 
@@ -58,6 +65,8 @@ def theirs(folder: Path, run: Path) -> Numbers:
     with patch.dict(os.environ, environment(), clear=True):
         own = HFLM(pretrained=str(folder / "hf"), device="cpu", batch_size=1)
     assert type(own.model).__name__ == "LlamaForCausalLM"
+    assert Tokenizer.from_file(str(run / "tokenizer.json")).encode("a").ids[0] == 0  # there was something to leave out
+    assert own.tokenizer("a")["input_ids"] == own.tokenizer("a", add_special_tokens=False)["input_ids"]
     return lm_evals_numbers(own, list(DEFINITIONS), definitions(folder), limit=LIMIT)
 
 
