@@ -344,7 +344,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from megatron_ext.analysis.report import write_report
 
-    write_report(args.runs, args.output, fit=args.fit)
+    write_report(args.runs, args.output, fit=args.fit, say=print)
     return 0
 
 

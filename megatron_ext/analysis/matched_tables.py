@@ -116,6 +116,23 @@ def verdicts(comparison: Comparison) -> list[dict[str, str]]:
     ]
 
 
+def answer_lines(comparison: Comparison) -> list[str]:
+    """What was compared and what came out, for the screen."""
+    runs = sum(len(one.runs) for one in comparison.architectures)
+    architectures = f"{runs} runs of {len(comparison.architectures)} architectures"
+    lines = [f"compared: {architectures}, with {comparison.baseline.label}"]
+    if len(comparison.architectures) == 1:
+        return [*lines, "one architecture: there is nothing to compare it with"]
+    if not comparison.is_matched:
+        return [*lines, unmatched(comparison)]
+    lines.append(f"out of domain at a training loss of {number(comparison.training_losses[comparison.headline]).text}:")
+    for one in verdicts(comparison):
+        interval = f"95 % interval {one['interval']}" if one["interval"] else "no interval: fewer than 3 documents"
+        what = {"same": "cannot be told apart", "unknown": "not known"}.get(one["verdict"], f"{one['verdict']} loss")
+        lines.append(f"  {one['label']}: {what} ({one['gap']} nats per token, {interval})")
+    return lines
+
+
 def _verdict(gap: Estimate, at: int) -> str:
     """Which way the interval lies; `same` where it holds zero, `unknown` where there is none."""
     if math.isnan(gap.low[at]):

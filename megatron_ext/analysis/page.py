@@ -80,6 +80,7 @@ class Contents:
         scaling: laws; None: none were asked for.
         decided: what the runs did about steps that went wrong; the baseline's first.
         files: names of what lies beside the page.
+        left_out: runs that are not compared, and why, a sentence each.
     """
 
     comparison: Comparison
@@ -89,6 +90,7 @@ class Contents:
     scaling: Scaling | None
     decided: Sequence[Decided]
     files: Sequence[str]
+    left_out: Sequence[str] = ()
 
     @property
     def runs(self) -> list[tuple[Architecture, Run]]:
@@ -110,6 +112,7 @@ def render_page(contents: Contents) -> str:
         baseline=comparison.baseline.label,
         single=len(comparison.architectures) == 1,
         other_text=text_warnings([run for _, run in contents.runs]),
+        left_out=contents.left_out,
         unlike_data=unlike_data(contents.decided),
         verdicts=verdicts(comparison),
         many=MANY,

@@ -5,22 +5,23 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ext.analysis.curves import domain_curves, training_curves
 from megatron_ext.analysis.decisions import read_decided
 from megatron_ext.analysis.figure import matched_loss
 from megatron_ext.analysis.matched import compare
-from megatron_ext.analysis.matched_tables import render_table
+from megatron_ext.analysis.matched_tables import answer_lines, render_table
 from megatron_ext.analysis.output import replace_files
 from megatron_ext.analysis.page import Contents, render_page
 from megatron_ext.analysis.run_texts import text_warnings
-from megatron_ext.analysis.runs import Run, read_runs
+from megatron_ext.analysis.runs import Run
 from megatron_ext.analysis.scaling import fitting
 from megatron_ext.analysis.scaling.fitting import Fitting, Options, fit_all, write
 from megatron_ext.analysis.scaling.run_points import by_mixer, points_of
 from megatron_ext.analysis.scaling.section import section
+from megatron_ext.analysis.selection import select_runs, with_unevaluated
 from megatron_ext.analysis.suites import as_tables, heat_maps, read_suites, to_dict
 from megatron_ext.errors import UserError
 from megatron_ext.files import os_reason, write_whole
@@ -36,7 +37,13 @@ WRITTEN = re.compile(
 """Names of the files beside index.html and report.json, those of a fit among them."""
 
 
-def write_report(run_dirs: Sequence[Path], output: Path, *, fit: bool = False) -> Path:
+def _nothing(_line: str) -> None:
+    """Say nothing."""
+
+
+def write_report(
+    run_dirs: Sequence[Path], output: Path, *, fit: bool = False, say: Callable[[str], object] = _nothing
+) -> Path:
     """Compare runs and write index.html, its pictures as PNG, and what they and the tables show as CSV.
 
     The page shows loss over tokens, the comparison at matched training loss, what happened to the runs, and what the
@@ -50,6 +57,7 @@ def write_report(run_dirs: Sequence[Path], output: Path, *, fit: bool = False) -
         run_dirs: run folders, or folders of them; runs that differ in training.seed alone count as one architecture.
         output: folder of the report; made if it is not there.
         fit: fit scaling laws to the same runs, too, as `selectron fit` does; its files go to output/scaling.
+        say: takes a few lines on what was compared and found, at the end.
 
     Returns:
         The path of index.html.
@@ -58,15 +66,19 @@ def write_report(run_dirs: Sequence[Path], output: Path, *, fit: bool = False) -
         UserError: a run folder is missing or damaged, the runs do not compare, no law can be fitted to them, or the
             output cannot be written.
     """
-    runs = read_runs(run_dirs)
-    for line in text_warnings(runs):
+    selected = select_runs(run_dirs)
+    runs = selected.compared
+    for line in (*text_warnings(runs), *selected.left_out):
         print(f"warning: {line}", file=sys.stderr)
     laws = _fit(runs, run_dirs) if fit else None
     comparison = compare(runs)
     architectures = comparison.architectures
     matched = matched_loss(comparison)
     decided = read_decided(run for one in architectures for run in one.runs)
-    curves = [training_curves(architectures, decided), domain_curves(architectures)]
+    curves = [
+        training_curves(with_unevaluated(architectures, selected.unevaluated), decided),
+        domain_curves(architectures),
+    ]
     suites = read_suites(architectures)
     files = {name: content for picture in (*curves, matched) for name, content in picture.files().items()}
     files["matched_loss.csv"] = render_table(comparison).encode()
@@ -77,7 +89,7 @@ def write_report(run_dirs: Sequence[Path], output: Path, *, fit: bool = False) -
     scaling = None if laws is None else section(laws)
     fitted = [f"{SCALING}/{name}" for name in (scaling.files if scaling else ())]
     beside = [*files, *fitted]
-    page = render_page(Contents(comparison, matched, curves, suites, scaling, decided, beside))
+    page = render_page(Contents(comparison, matched, curves, suites, scaling, decided, beside, selected.left_out))
     try:
         if laws is not None:
             write(laws, output / SCALING)
@@ -87,6 +99,8 @@ def write_report(run_dirs: Sequence[Path], output: Path, *, fit: bool = False) -
     except OSError as error:
         problem = f"the report cannot be written ({os_reason(error)})"
         raise UserError(str(output), problem, "give another folder with --output or make room") from None
+    for line in (f"report: {output / 'index.html'}", *answer_lines(comparison)):
+        say(line)
     return output / "index.html"
 
 

@@ -181,7 +181,7 @@ def read_runs(paths: Sequence[Path], *, evaluated: bool = True) -> list[Run]:
     """
     if not paths:
         raise UserError("RUN", "no run folder given", "name at least one")
-    folders = [folder for path in paths for folder in _run_folders(path)]
+    folders = [folder for path in paths for folder in run_folders(path)]
     resolved = [path.resolve() for path in folders]
     for index, path in enumerate(resolved):
         if path in resolved[:index]:
@@ -189,14 +189,14 @@ def read_runs(paths: Sequence[Path], *, evaluated: bool = True) -> list[Run]:
     runs = [read_run(path, evaluated=evaluated) for path in folders]
     first = next((run for run in runs if run.domains), runs[0])
     for run in runs:
-        _check_same_data(run, first)
+        check_same_data(run, first)
     if evaluated and not runs[0].split("test"):
         where = str(runs[0].path / "evaluation.jsonl")
         raise UserError(where, "has no out-of-domain (split test) evaluation", "train with data.test_domains")
     return runs
 
 
-def _run_folders(path: Path) -> list[Path]:
+def run_folders(path: Path) -> list[Path]:
     """The folder itself, or the run folders in it, by name, where it is none."""
     if (path / CONFIG).exists() or not path.is_dir():
         return [path]
@@ -397,7 +397,7 @@ def _same_documents(documents: IntArray, tokens: IntArray, other_documents: IntA
     return np.array_equal(documents, other_documents) and np.array_equal(tokens, other_tokens)
 
 
-def _check_same_data(run: Run, first: Run) -> None:
+def check_same_data(run: Run, first: Run) -> None:
     """Losses compare only over the same documents, and training losses only over the same training domains."""
     where, mend = str(run.path), f"compare runs over the same data; the first run is {first.path}"
     train, first_train = (one.config.get("data", {}).get("train_domains") for one in (run, first))
