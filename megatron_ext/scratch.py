@@ -47,7 +47,9 @@ def ended_by_exceptions() -> Iterator[list[BaseException]]:
 
 @contextmanager
 def scratch_folder(kind: str, parent: Path | None = None) -> Iterator[Path]:
-    """An empty folder that only this user can read, removed when the block ends, be it by a signal; see `keep`.
+    """A folder that only this user can read, removed when the block ends, be it by a signal; see `keep`.
+
+    It is empty but for a hidden file of its own.
 
     SIGKILL, or a lost machine, leaves it there: the next call of this kind on the machine removes it.
 
