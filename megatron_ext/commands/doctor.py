@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -12,14 +13,15 @@ def run() -> int:
     Returns:
         0.
     """
-    from megatron_ext.platform import choose_backend, select_platform
-
     ours = ("selectron", "torch", "megatron-core", "transformer-engine", "apex", "triton", "flash-linear-attention")
     for name in ours:
         try:
             print(f"{name:<24}{metadata.version(name)}")
         except metadata.PackageNotFoundError:
             print(f"{name:<24}not installed")
+    sys.stdout.flush()  # what follows imports torch and Megatron for some seconds
+    from megatron_ext.platform import choose_backend, select_platform
+
     platform = select_platform()
     print(f"{'device':<24}{platform.device} ({platform.communication})")
     print(f"{'back-end':<24}{choose_backend('auto', platform)}")

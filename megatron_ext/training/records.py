@@ -60,13 +60,15 @@ class RunRecords:
         threading.excepthook = _left_to_the_writer
         self._open(first_step)
         self.last_evaluation, self.last_suites = (_last_step(folder / name) for name in (EVALUATION, SUITES))
+        interval = 0.5 if sys.stderr.isatty() else 20.0  # a log file gets a line now and then
         self._bar = tqdm(
             total=steps,
             initial=first_step,
             desc=name,
             unit="step",
             dynamic_ncols=True,
-            mininterval=0.5 if sys.stderr.isatty() else 20.0,  # a log file gets a line now and then
+            mininterval=interval,
+            delay=interval,  # else a line of zeros comes first
             file=sys.stderr,
         )
 
