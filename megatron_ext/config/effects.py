@@ -169,7 +169,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     """A field's default; None for one that must be given."""
     default = field.default
     if isinstance(default, FieldInfo):
-        default = default.get_default(call_default_factory=True)  # type: ignore[call-arg]
+        default = default.get_default(call_default_factory=True)
     elif default is dataclasses.MISSING:
         default = None if field.default_factory is dataclasses.MISSING else field.default_factory()
     return default

@@ -296,7 +296,7 @@ def _meaning(field: str, value: Any, identity: Mapping[str, Any]) -> Any:
 def _defaults_of_mixers(used: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of the fields of the mixers that a configuration uses, by dotted name."""
     known = load_all()
-    found = {}
+    found: dict[str, Any] = {}
     for name in {field.split(".")[1] for field in used if field.startswith("mixers.")}:
         kind = known[name].config_type
         values = TypeAdapter(kind).dump_python(validate(kind, {}), mode="json")

@@ -171,10 +171,11 @@ def _start_of(
     lock: RunLock | None,
 ) -> tuple[CheckpointStore, CheckpointStore, Record | None, GoesOn]:
     """The run's store, that of the checkpoint it starts from, its record (None: there is none), and what differs."""
-    continuing = Continuing(config, identity(config, data), is_branch=branch is not None)
+    own = identity(config, data)
+    continuing = Continuing(config, own, is_branch=branch is not None)
     store = CheckpointStore(
         folder / CHECKPOINTS,
-        dict(continuing.identity),
+        own,
         groups,
         platform,
         Retention(config.training.keep_checkpoints, config.training.keep_every),
@@ -193,7 +194,7 @@ def _start_of(
     goes_on = GoesOn()
     if record is not None:
         goes_on = continuing.compare(record, begins_at.folder.path(record.progress.step))
-    store.identity[CHANGED] = [*goes_on.changed]
+    store.identity = {**own, CHANGED: [*goes_on.changed]}
     return store, begins_at, record, goes_on
 
 

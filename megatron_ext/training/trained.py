@@ -25,7 +25,8 @@ from megatron_ext.parallel.groups import groups_of_one_process
 from megatron_ext.platform import Platform, platform_of
 from megatron_ext.training.build import model_shape
 from megatron_ext.training.coder import Coder, coder_in, coder_of
-from megatron_ext.training.run import CHECKPOINTS, CONFIG
+from megatron_ext.training.kept_config import CONFIG
+from megatron_ext.training.starting import CHECKPOINTS
 
 AS_NEW = {
     **{f"parallel.{field.name}": field.default for field in fields(ParallelConfig)},

@@ -140,6 +140,7 @@ def test_data_of_another_tokenizer_is_refused(
 
 # A rate that does not depend on the length of the run.
 SIX = ["training.steps=6", "optimizer.schedule=constant"]
+SEVEN = ["training.steps=7", "optimizer.schedule=constant"]
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +178,7 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_named_and_the_others_with_it(
 ) -> None:
     damage(run_folder / "checkpoints" / "step_6" / name)
     before = snapshot(tmp_path)
-    assert call(config, "--from-step", "6") == 2
+    assert call(config, *SEVEN, "--from-step", "6") == 2
     line = only_line(capsys.readouterr().err)
     assert str(run_folder / "checkpoints" / "step_6" / name) in line
     assert "name another step with --from-step (there are: 3)" in line
@@ -191,7 +192,7 @@ def test_if_all_checkpoints_are_damaged_one_line_says_so(
     flip_a_byte(run_folder / "checkpoints" / "step_6" / "__0_0.distcp")
     truncate(run_folder / "checkpoints" / "step_3" / "common.pt")
     before = snapshot(tmp_path)
-    assert call(config, "--resume") == 2
+    assert call(config, *SEVEN, "--resume") == 2
     line = only_line(capsys.readouterr().err)
     assert "holds no checkpoint that is whole" in line
     for name in ("step_6/__0_0.distcp", "step_3/common.pt"):
@@ -206,7 +207,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_continues_from_the_one_before(
     damaged = run_folder / "checkpoints" / "step_6" / "__0_0.distcp"
     flip_a_byte(damaged)
     content = damaged.read_bytes()
-    errors = must_run(config, [*SIX, "training.steps=7", "--resume"], processes=2)
+    errors = must_run(config, [*SEVEN, "--resume"], processes=2)
     (warning,) = [line for line in errors.splitlines() if line.startswith("selectron: warning:")]
     assert str(damaged) in warning
     assert "has the checksum" in warning
@@ -246,7 +247,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_field(
 ) -> None:
     before = snapshot(tmp_path)
     given = [override, "model.head_dim=8", "model.ffn_hidden_size=128", "model.max_position_embeddings=64"]
-    assert call(config, *given, "--resume") == 2
+    assert call(config, *SEVEN, *given, "--resume") == 2
     line = only_line(capsys.readouterr().err)
     assert line.startswith(f"selectron: error: {field}: ")
     assert str(run_folder / "checkpoints" / "step_6") in line
