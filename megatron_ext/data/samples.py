@@ -130,14 +130,14 @@ class EvaluationSamples:
         return self._length
 
     def document_starts(self, index: int) -> npt.NDArray[np.int64]:
-        """Which of the T + 1 tokens of sample `index` are the first of a document: int64, ascending; padding is none."""
+        """Which of the T + 1 tokens of sample `index` are the first of a document: int64, ascending; no padding."""
         if index >= self._length:
             return np.empty(0, dtype=np.int64)
         start = self._start(index)
         return self._store.document_starts(start, min(self.seq_length + 1, self._store.num_tokens - start))
 
     def first_tokens(self) -> npt.NDArray[np.int64]:
-        """The first token of each document that begins in a window, once each: the stream's first, else among labels."""
+        """First tokens of the documents that begin in a window: the stream's own, and those among labels."""
         found = []
         for index in range(self._length):
             starts = self.document_starts(index)
