@@ -31,6 +31,7 @@ from megatron_ext.mixers.memory import LooksBack
 from megatron_ext.mixers.past import BEGINNING, Past
 from megatron_ext.parallel.aligned_linear import AlignedColumnParallelLinear
 from megatron_ext.parallel.exchange import gather_sequence, same_on_ranks
+from megatron_ext.parallel.fp32_values import fp32_values, in_fp32, stored
 from megatron_ext.parallel.heads import all_heads, heads_to_sequence, sequence_to_heads
 from megatron_ext.parallel.parameters import Initializer, new_parameter
 from megatron_ext.parallel.transport import transport_of
@@ -339,23 +340,33 @@ class Mixer(LooksBack, ABC):
         _, key_dim, value_dim = self.state_shape()
         return key_dim / value_dim
 
-    def new_parameter_of_units(self, initializer: Initializer, *shape: int) -> torch.nn.Parameter:
+    def new_parameter_of_units(
+        self, initializer: Initializer, *shape: int, in_fp32: bool = False
+    ) -> torch.nn.Parameter:
         """A parameter [units of this tensor-parallel rank, *shape]; see `own_units`.
 
         Weight decay is for what is a matrix in each unit.
+
+        Args:
+            initializer: of the whole parameter.
+            shape: of a unit.
+            in_fp32: whether `own_units` gives it in fp32 also in a run of 16 bits: what decays and steps are made of.
         """
         whole, matrix = (self.num_units_per_rank, *shape), len(shape) > 1
-        dtype = self.config.params_dtype
-        return new_parameter(whole, initializer, dtype=dtype, split_over=self.tp_group, weight_decay=matrix)
+        options = {"dtype": self.config.params_dtype, "split_over": self.tp_group, "in_fp32": in_fp32}
+        return new_parameter(whole, initializer, weight_decay=matrix, **options)
 
     def replicated(self, parameter: Tensor) -> Tensor:
         """A parameter that all tensor-parallel ranks hold whole but use for their own heads: its gradient is summed."""
         return parameter if self.tp_size == 1 else same_on_ranks(parameter, self.tp_group)
 
     def own_units(self, parameter: Tensor, part: Part) -> Tensor:
-        """The rows of a parameter that belong to the units of `part`; dim 0 is this tensor-parallel rank's units."""
+        """The rows of a parameter that belong to the units of `part`; dim 0 is this tensor-parallel rank's units.
+
+        In fp32 where the parameter is one that the forward pass takes so (`new_parameter_of_units`).
+        """
         start = part.first_unit - self.tp_rank * self.num_units_per_rank
-        return parameter.narrow(0, start, part.num_units)
+        return in_fp32(parameter).narrow(0, start, part.num_units)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -366,12 +377,21 @@ class Mixer(LooksBack, ABC):
         self._save_to_state_dict(own, "", keep_vars=True)
         axes = {n: p.partition_dim for n, p in own.items() if getattr(p, "tensor_model_parallel", False)}  # type: ignore[attr-defined]
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        own = {name: stored(parameter) for name, parameter in own.items()}
         result = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
         for name, child in self.named_children():
             result.update(
                 sharded_state_dict_default(child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group)
             )
         return result
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        """As torch's, and into the fp32 values that parameters have beside them."""
+        super()._load_from_state_dict(state_dict, prefix, *more)
+        for name, parameter in self._parameters.items():
+            values = None if parameter is None else fp32_values(parameter)
+            if values is not None and prefix + name in state_dict:
+                values.copy_(state_dict[prefix + name])
 
     def num_parameters(self) -> int:
         """Parameters of the whole layer's mixer, over all tensor-parallel ranks."""

@@ -17,7 +17,7 @@ from kernels.short_convolution import short_convolution
 from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Part, batch_first
 from megatron_ext.mixers.convolution import rows_before
-from megatron_ext.mixers.decay import inverse_softplus_step, log_uniform_decay
+from megatron_ext.mixers.decay import inverse_softplus_step, log_uniform_decay_from_zero
 from megatron_ext.mixers.registry import register
 from megatron_ext.mixers.stateful import StatefulMixer, walk
 from megatron_ext.parallel.parameters import uniform_within
@@ -94,8 +94,8 @@ class GatedDeltaNet(DeltaNet):
     def add_parameters(self) -> None:
         """Convolution, decay and step of each head."""
         super().add_parameters()
-        self.log_decay = self.new_parameter_of_units(log_uniform_decay)
-        self.step_bias = self.new_parameter_of_units(inverse_softplus_step)
+        self.log_decay = self.new_parameter_of_units(log_uniform_decay_from_zero, in_fp32=True)
+        self.step_bias = self.new_parameter_of_units(inverse_softplus_step, in_fp32=True)
 
     def unit_width(self) -> int:
         """Query, key, value, output gate, beta and alpha of a head."""

@@ -50,7 +50,7 @@ class GLA(StatefulMixer):
         rank, start = self.mixer_config.decay_rank, normal(self.config.init_method_std)
         self.decay_down = new_parameter((rank, self.config.hidden_size), start, dtype=self.config.params_dtype)
         self.decay_up = self.new_parameter_of_units(start, self.head_dim, rank)
-        self.decay_bias = self.new_parameter_of_units(zeros, self.head_dim)
+        self.decay_bias = self.new_parameter_of_units(zeros, self.head_dim, in_fp32=True)
 
     def shared_features(self, hidden_states: Tensor) -> Tensor:
         """See `Mixer.shared_features`: what decays are made from."""

@@ -66,10 +66,10 @@ class Mamba(Mixer):
         start = normal(self.config.init_method_std)
         self.x_proj = self.new_parameter_of_units(start, self.dt_rank + 2 * size, width)
         self.dt_proj = self.new_parameter_of_units(uniform_within(self.dt_rank**-0.5), width, self.dt_rank)
-        self.dt_bias = self.new_parameter_of_units(inverse_softplus_step, width)
-        self.A_log = self.new_parameter_of_units(log_of_one_to_size, width, size)
+        self.dt_bias = self.new_parameter_of_units(inverse_softplus_step, width, in_fp32=True)
+        self.A_log = self.new_parameter_of_units(log_of_one_to_size, width, size, in_fp32=True)
         self.A_log.no_weight_decay = True  # type: ignore[attr-defined]  # as in the authors' code
-        self.D = self.new_parameter_of_units(ones, width)
+        self.D = self.new_parameter_of_units(ones, width, in_fp32=True)
 
     @property
     def dt_rank(self) -> int:

@@ -65,9 +65,9 @@ class Mamba2(Mixer):
             self.conv_weight = self.new_parameter_of_units(uniform_within(kernel**-0.5), self.conv_width, kernel)
             self.conv_bias = self.new_parameter_of_units(uniform_within(kernel**-0.5), self.conv_width)
         if self.mixer_config.decay != "none":
-            self.log_decay = self.new_parameter_of_units(log_uniform_decay, heads)
-            self.step_bias = self.new_parameter_of_units(inverse_softplus_step, heads)
-        self.skip = self.new_parameter_of_units(ones, heads)
+            self.log_decay = self.new_parameter_of_units(log_uniform_decay, heads, in_fp32=True)
+            self.step_bias = self.new_parameter_of_units(inverse_softplus_step, heads, in_fp32=True)
+        self.skip = self.new_parameter_of_units(ones, heads, in_fp32=True)
         if self.mixer_config.group_norm:
             self.group_norm_weight = self.new_parameter_of_units(ones, self.output_width())
 

@@ -36,9 +36,17 @@ def rotation(first_position: int, num_positions: int, width: int, base: float, d
         device: of the numbers.
     """
     positions = torch.arange(first_position, first_position + num_positions, device=device, dtype=torch.float32)
-    frequencies = base ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
-    angles = torch.outer(positions, frequencies)
+    angles = torch.outer(positions, frequencies(width, base).to(device))
     return Rotation(angles.cos(), angles.sin())
+
+
+def frequencies(width: int, base: float) -> Tensor:
+    """Angle a position of each pair of channels, [width / 2], fp32, rounded as transformers and megatron-core round it.
+
+    They compute 1 / base^(i / width) on the CPU. base^(-i / width) is the same number, and in fp32 often another last
+    bit, which thousands of positions make an angle that is off by 1e-3.
+    """
+    return 1.0 / (base ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
 
 
 def rotate(x_tbnd: Tensor, by: Rotation) -> Tensor:

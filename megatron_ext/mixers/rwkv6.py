@@ -59,7 +59,7 @@ class RWKV6(RWKVMixer):
         self.g_proj = self.new_projection()
         self.decay_down = self.new_of_all_ranks(zeros, decay_rank, hidden)
         self.decay_up = self.new_parameter_of_units(uniform_within(0.01), self.head_dim, decay_rank)
-        self.decay_base = self.new_parameter_of_units(_initial_decay(self.depth), self.head_dim)
+        self.decay_base = self.new_parameter_of_units(_initial_decay(self.depth), self.head_dim, in_fp32=True)
         self.bonus = self.new_parameter_of_units(_initial_bonus(self.depth), self.head_dim)
 
     def project(self, x_tbh: Tensor, before_1bh: Tensor) -> tuple[Tensor, ...]:

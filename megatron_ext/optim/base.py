@@ -8,11 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from megatron_ext.optim.fp32_values import Master, spread, values_at
 from megatron_ext.optim.schedule import go_on_from
 from megatron_ext.optim.state import Stretch, set_steps
+from megatron_ext.parallel.fp32_values import stored, with_fp32_values
 
 
 class RunOptimizer(ABC):
@@ -23,6 +26,7 @@ class RunOptimizer(ABC):
         adams: what updates them.
         schedule: of their learning rate.
         shares_state: whether data-parallel ranks hold different parts of the optimizer's state.
+        group: of those ranks, which hold the same part of the model.
     """
 
     def __init__(
@@ -32,11 +36,17 @@ class RunOptimizer(ABC):
         schedule: OptimizerParamScheduler,
         *,
         shares_state: bool,
+        group: dist.ProcessGroup,
     ) -> None:
         self.chunks = chunks
         self._modules = [module for chunk in chunks for module in chunk.modules()]
         self._adams, self._scheduler, self.shares_state = adams, schedule, shares_state
         self._skipped = 0
+        self._group = group if shares_state else None
+        self._in_fp32 = with_fp32_values(
+            p for module in self._modules for p in module._parameters.values() if p is not None
+        )
+        self._begin_with_fp32_values()
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -51,14 +61,18 @@ class RunOptimizer(ABC):
             goes_on: which of them, by the gradient's norm over all ranks, before clipping; inf or nan if it is not
                 finite. On every rank alike.
         """
+        updated = False
 
         def at_next_rate(grad_norm: float) -> bool:
-            goes = goes_on(grad_norm)
-            if goes:
+            nonlocal updated
+            updated = goes_on(grad_norm)
+            if updated:
                 self._scheduler.step(increment=1)  # before the update: step 1 already has a rate above zero
-            return goes
+            return updated
 
         self._finish_step(at_next_rate)
+        if updated:
+            self._spread_fp32_values()
 
     @abstractmethod
     def _finish_step(self, goes_on: Callable[[float], bool]) -> None:
@@ -93,10 +107,13 @@ class RunOptimizer(ABC):
         return nullcontext()
 
     def held_by_model(self) -> list[Tensor]:
-        """Parameters and buffers as they lie in memory, in an order that stays; one that is shared, more than once."""
+        """What is `stored` of parameters and buffers, as it lies in memory, in an order that stays.
+
+        One that is shared comes more than once.
+        """
         # Not by parameters() and buffers(), which look for what is shared: a save has training wait for this.
         return [
-            tensor.detach()
+            stored(tensor).detach()
             for module in self._modules
             for tensor in (*module._parameters.values(), *module._buffers.values())
             if tensor is not None
@@ -125,3 +142,23 @@ class RunOptimizer(ABC):
         self._skipped = int(plain["schedule"].get("skipped", 0))  # older checkpoints do not say: there was no skipping
         for adam in self._adams:
             set_steps(adam, done - self._skipped)
+        self._spread_fp32_values()
+
+    # --- fp32 values beside parameters -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def masters(self, parameters: Sequence[Tensor]) -> Iterator[Master]:
+        """The fp32 copies of some parameters as this rank holds them; views where the optimizer has them."""
+
+    def _write_master(self, master: Master, values: Tensor) -> None:
+        """Give an optimizer's copy its values."""
+        master.values.copy_(values)
+
+    def _begin_with_fp32_values(self) -> None:
+        """Let the optimizer's copies begin with the initial values themselves; they were made from rounded ones."""
+        for master in self.masters(self._in_fp32):
+            self._write_master(master, values_at(master))
+
+    def _spread_fp32_values(self) -> None:
+        """Let the forward pass have what the optimizer holds; a collective call."""
+        spread(self._in_fp32, self.masters(self._in_fp32), self._group)

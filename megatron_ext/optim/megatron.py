@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.optim.base import RunOptimizer
+from megatron_ext.optim.fp32_values import Master
 from megatron_ext.optim.schedule import make_schedule
 from megatron_ext.optim.state import MOMENTS, Stretch, make_moments
 from megatron_ext.platform import DTYPES, Platform
@@ -73,7 +74,8 @@ class MegatronRunOptimizer(RunOptimizer):
         self._platform, self._clip_grad = platform, config.clip_grad
         self._parts: list[Any] = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         schedule = make_schedule(self._optimizer, config, steps)
-        super().__init__(wrapped, [part.optimizer for part in self._parts], schedule, shares_state=sharded)
+        adams = [part.optimizer for part in self._parts]
+        super().__init__(wrapped, adams, schedule, shares_state=sharded, group=groups.dp_cp)
 
     def begin_step(self) -> None:
         """Set gradients to zero."""
@@ -98,10 +100,17 @@ class MegatronRunOptimizer(RunOptimizer):
     def stretches(self) -> Iterator[Stretch]:
         """Optimizer state as this rank holds it."""
         for part in self._parts:
-            sharded = isinstance(part, DistributedOptimizer)
-            for parameter, start, main in _of_distributed(part) if sharded else _of_whole(part):
+            for parameter, start, main in _held(part):
                 moments = {moment: part.optimizer.state[main][moment].view(-1) for moment in MOMENTS}
                 yield Stretch(parameter, start, {"param": main.detach().view(-1), **moments})
+
+    def masters(self, parameters: Sequence[Tensor]) -> Iterator[Master]:
+        """See `RunOptimizer.masters`."""
+        wanted = {id(parameter) for parameter in parameters}
+        for part in self._parts if wanted else ():
+            for parameter, start, main in _held(part):
+                if id(parameter) in wanted:
+                    yield Master(parameter, start, main.detach().view(-1))
 
     def make_moments(self) -> None:
         """Make Adam's moments, if there are none."""
@@ -120,6 +129,11 @@ def _wrap(chunk: MegatronModule, sharded: bool, overlapped: bool) -> Distributed
         grad_reduce_in_fp32=True, use_distributed_optimizer=sharded, overlap_grad_reduce=overlapped
     )
     return DistributedDataParallel(get_model_config(chunk), wrapping, chunk)
+
+
+def _held(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
+    """Each parameter that this rank updates elements of, where they begin, and their precise values."""
+    return _of_distributed(part) if isinstance(part, DistributedOptimizer) else _of_whole(part)
 
 
 def _of_distributed(part: DistributedOptimizer) -> Iterator[tuple[Tensor, int, Tensor]]:

@@ -18,6 +18,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
+from megatron_ext.parallel.fp32_values import stored
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -43,7 +45,7 @@ def placed_state(model_state: dict[str, Any], stretches: Iterable[Stretch], *, s
     """Optimizer state placed in the whole model, for dist_checkpointing.
 
     Args:
-        model_state: the model's sharded state dictionary, with its parameters themselves as data.
+        model_state: the model's sharded state dictionary, with what is `stored` of its parameters itself as data.
         stretches: what this rank holds.
         sharded: whether data-parallel ranks hold different stretches, or all the same.
 
@@ -58,7 +60,7 @@ def placed_state(model_state: dict[str, Any], stretches: Iterable[Stretch], *, s
             places[id(base.data)] = list(nested_values(parts))
     placed: dict[str, Any] = {}
     for stretch in stretches:
-        for place in places[id(stretch.parameter)]:
+        for place in places[id(stored(stretch.parameter))]:
             for part in _parts_within(stretch, place, sharded):
                 placed[f"{len(placed)}"] = part
     return placed
@@ -69,7 +71,7 @@ def _parts_within(stretch: Stretch, place: ShardedTensor, sharded: bool) -> Iter
     assert place.data is not None
     assert place.prepend_axis_num == 0, "layers are stored one by one"
     assert place.data.is_contiguous(), f"{place.key} is cut along its rows alone"
-    begin = place.data.storage_offset() - stretch.parameter.storage_offset()
+    begin = place.data.storage_offset() - stored(stretch.parameter).storage_offset()
     length = len(next(iter(stretch.tensors.values())))
     first, last = max(stretch.start, begin), min(stretch.start + length, begin + place.data.numel())
     for offset, shape in boxes(tuple(place.data.shape), first - begin, last - begin):

@@ -26,6 +26,7 @@ from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.optim.deepspeed_groups import GroupsForDeepSpeed, join_process_group
 from megatron_ext.optim.deepspeed_steps import step_if
+from megatron_ext.optim.fp32_values import Master
 from megatron_ext.optim.parameter_groups import adamw
 from megatron_ext.optim.schedule import make_schedule
 from megatron_ext.optim.state import MOMENTS, Stretch, make_moments
@@ -76,7 +77,7 @@ class Zero1RunOptimizer(RunOptimizer):
         )
         get_model_config(chunks[0]).finalize_model_grads_func = self._reduce
         wrapped = [ZeroChunk(chunk, self._zero) for chunk in chunks]
-        super().__init__(wrapped, [base], make_schedule(base, config, steps), shares_state=True)
+        super().__init__(wrapped, [base], make_schedule(base, config, steps), shares_state=True, group=groups.dp_cp)
 
     def begin_step(self) -> None:
         """Set gradients to zero."""
@@ -104,6 +105,10 @@ class Zero1RunOptimizer(RunOptimizer):
     def stretches(self) -> Iterator[Stretch]:
         """Optimizer state as this rank holds it."""
         return linked_stretches(self._zero)
+
+    def masters(self, parameters: Sequence[Tensor]) -> Iterator[Master]:
+        """See `RunOptimizer.masters`."""
+        return linked_masters(parameters)
 
 
 class ZeroChunk(torch.nn.Module):
@@ -229,6 +234,14 @@ def linked_stretches(zero: DeepSpeedZeroOptimizer) -> Iterator[Stretch]:
                 moments = {moment: held.get_optim_state_fragment(moment) for moment in MOMENTS}
                 tensors = {"param": held.hp_fragment.detach(), **moments}
                 yield Stretch(parameter, held.lp_fragment_address.start, tensors)
+
+
+def linked_masters(parameters: Iterable[Any]) -> Iterator[Master]:
+    """The fp32 copies that DeepSpeed has tied to parameters, at stage 1 or 2."""
+    for parameter in parameters:
+        held = parameter._hp_mapping
+        if held is not None:
+            yield Master(parameter, held.lp_fragment_address.start, held.hp_fragment.detach())
 
 
 def _count_tied_weights_once(chunks: Sequence[torch.nn.Module]) -> None:

@@ -23,10 +23,11 @@ from megatron_ext.config.schema import OptimizerConfig
 from megatron_ext.optim.base import RunOptimizer
 from megatron_ext.optim.deepspeed_groups import GroupsForDeepSpeed, join_process_group
 from megatron_ext.optim.deepspeed_steps import step_if
+from megatron_ext.optim.fp32_values import Master
 from megatron_ext.optim.parameter_groups import adamw
 from megatron_ext.optim.schedule import make_schedule
 from megatron_ext.optim.state import MOMENTS, Stretch, make_moments
-from megatron_ext.optim.zero1 import linked_stretches, make_linked_moments
+from megatron_ext.optim.zero1 import linked_masters, linked_stretches, make_linked_moments
 from megatron_ext.platform import Platform
 
 
@@ -72,7 +73,8 @@ class EngineRunOptimizer(RunOptimizer):
         get_model_config(chunk).finalize_model_grads_func = self._count_tokens
         if self._shares_parameters:
             self._make_moments_of_shares()
-        super().__init__([EngineChunk(self._engine)], [base], make_schedule(base, config, steps), shares_state=True)
+        schedule = make_schedule(base, config, steps)
+        super().__init__([EngineChunk(self._engine)], [base], schedule, shares_state=True, group=groups.dp_cp)
 
     def whole(self) -> AbstractContextManager[None]:
         """Within it every rank holds its model-parallel part of the parameters whole; a collective call."""
@@ -153,7 +155,23 @@ class EngineRunOptimizer(RunOptimizer):
             if share is not None:
                 yield share
 
-    def _share(self, parameter: Any) -> Stretch | None:
+    def masters(self, parameters: Sequence[Tensor]) -> Iterator[Master]:
+        """See `RunOptimizer.masters`."""
+        if not self._shares_parameters:
+            yield from linked_masters(parameters)
+            return
+        for parameter in parameters:
+            share = self._share(parameter, ("param",))
+            if share is not None:
+                yield Master(parameter, share.start, share.tensors["param"])
+
+    def _write_master(self, master: Master, values: Tensor) -> None:
+        """See `RunOptimizer._write_master`."""
+        super()._write_master(master, values)
+        if self._on_disk(master.parameter):
+            self._bring_to_disk(Stretch(master.parameter, master.start, {"param": master.values}))
+
+    def _share(self, parameter: Any, kinds: Sequence[str] = ("param", *MOMENTS)) -> Stretch | None:
         """The share of a parameter that ZeRO-3 gave this rank; None where others have all of it.
 
         Shares are of one size, so the last ones are padded.
@@ -164,7 +182,7 @@ class EngineRunOptimizer(RunOptimizer):
             return None
         length, tensors = min(size, numel - start), {}
         on_disk = self._on_disk(parameter)
-        for kind in ("param", *MOMENTS):
+        for kind in kinds:
             # DeepSpeed's public functions for this would copy what is offloaded onto the GPU.
             state = None if kind == "param" else kind
             held, _ = self._zero._get_fp32_opt_state_partition(parameter, True, state)

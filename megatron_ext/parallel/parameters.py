@@ -20,6 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.parallel.fp32_values import keep_fp32_values, set_values
+
 Initializer = Callable[[Tensor, torch.Generator], None]
 """Fills a whole, unsplit fp32 CPU tensor in place.
 
@@ -36,6 +38,7 @@ def new_parameter(
     dtype: torch.dtype,
     split_over: ProcessGroup | None = None,
     weight_decay: bool = True,
+    in_fp32: bool = False,
 ) -> torch.nn.Parameter:
     """An uninitialised parameter of a mixer, on the current device.
 
@@ -46,11 +49,14 @@ def new_parameter(
         split_over: tensor-parallel group over which dim 0 is split; None: every rank has the whole parameter, and its
             gradient must be summed over tensor-parallel ranks where they see different heads (see `Mixer.replicated`).
         weight_decay: False: the optimizer leaves it out, as it does every vector.
+        in_fp32: whether the forward pass takes it in fp32 whatever its dtype; see `fp32_values`.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
     parameter.initializer = initializer  # type: ignore[attr-defined]
     parameter.no_weight_decay = not weight_decay  # type: ignore[attr-defined]
+    if in_fp32:
+        keep_fp32_values(parameter)
     if split_over is not None:
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     return parameter
@@ -142,8 +148,7 @@ def _initialize(name: str, parameter: Tensor, config: TransformerConfig, seed: i
         part = _own_part_of_halves(whole, tp_group)
     else:
         part = whole.chunk(tp_group.size(), parameter.partition_dim)[tp_group.rank()]  # type: ignore[attr-defined]
-    with torch.no_grad():
-        parameter.copy_(part)
+    set_values(parameter, part)
 
 
 def generator_for(*identity: int | str) -> torch.Generator:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.mixers.rotary import rotate, rotated_heads, rotation
+from megatron_ext.mixers.rotary import frequencies, rotate, rotated_heads, rotation
 
 
 def turned_from(x_tbnd: Tensor, base: float, first_position: int) -> Tensor:
@@ -48,3 +49,21 @@ def test_heads_of_a_unit_are_cut_and_rotated() -> None:
         for query in range(g):
             own = turned_from(x[:, :, unit : unit + 1, query * d : (query + 1) * d], 100.0, 7)
             torch.testing.assert_close(q[:, :, unit * g + query], own[:, :, 0].transpose(0, 1), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("width", "base"), [(128, 10000.0), (128, 500000.0), (64, 10000.0), (80, 1e6)])
+def test_frequencies_are_those_of_transformers_to_the_last_bit(width: int, base: float) -> None:
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama", reason="transformers is not installed")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=width,
+        num_attention_heads=1,
+        head_dim=width,
+        rope_parameters={"rope_type": "default", "rope_theta": base},
+    )
+    theirs = llama.LlamaRotaryEmbedding(config)
+    assert torch.equal(frequencies(width, base), theirs.inv_freq)
+    cos, sin = theirs(torch.zeros(1, 1), torch.arange(8192)[None])
+    by = rotation(0, 8192, width, base, torch.device("cpu"))
+    for found, expected in zip(by, (cos, sin), strict=True):
+        torch.testing.assert_close(found, expected[0, :, : width // 2], rtol=0, atol=1e-6)

@@ -61,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     # Leaves: they serve the rooms above and know none of them.
     "config": set(),
     "data": {"data_prep.manifest", "data_prep.digest"},
-    "optim": {"platform"},
+    "optim": {"platform", "parallel"},
     "data_prep": set(),
     # What works on a model.
     "checkpoint": MODEL,

@@ -8,8 +8,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from megatron_ext.checkpoint.conversion.asked import KEPT
 from megatron_ext.checkpoint.conversion.family import Family, ShipsCode
-from megatron_ext.checkpoint.conversion.staged import on_meta, staged
+from megatron_ext.checkpoint.conversion.float64 import in_float64
+from megatron_ext.checkpoint.conversion.staged import of_last_positions, on_meta, staged
 from megatron_ext.checkpoint.conversion.tensors import Tensors, check_keys
 from megatron_ext.checkpoint.conversion.tokenizer_files import read_json
 from megatron_ext.errors import UserError
@@ -21,7 +23,7 @@ def can_answer(family: Family) -> bool:
 
 
 def logits(folder: Path, family: Family, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
-    """What the model answers, computed in fp32.
+    """What the model answers, computed in float64.
 
     Args:
         folder: with its config.json.
@@ -30,7 +32,7 @@ def logits(folder: Path, family: Family, tensors: Tensors, tokens_bt: Tensor) ->
         tokens_bt: int64 [b, t].
 
     Returns:
-        fp32 logits [b, t, v].
+        float64 logits [b, k, v] of the last k tokens, at most `KEPT`.
 
     Raises:
         UserError: transformers is not installed, or its model has other weights.
@@ -39,9 +41,20 @@ def logits(folder: Path, family: Family, tensors: Tensors, tokens_bt: Tensor) ->
         model = _model(folder, family).eval()
     names = _keys(model)
     check_keys(set(names.values()), tensors.infos(), str(folder))
-    with torch.no_grad(), staged(model, lambda name: tensors.read(names[name])):
+    kept = of_last_positions(model.get_output_embeddings(), KEPT, 1)  # type: ignore[operator]
+    weights = staged(model, lambda name: tensors.read(names[name]))
+    with torch.no_grad(), weights, in_float64(_rotating(family)), kept:
         answer: Tensor = model(input_ids=tokens_bt, use_cache=False).logits
-    return answer.float()
+    return answer
+
+
+def _rotating(family: Family) -> list[ModuleType]:
+    """The module of a model of ours that has its rotary frequencies; transformers' keep theirs as fp32 numbers."""
+    if not isinstance(family, ShipsCode):
+        return []
+    from megatron_ext.checkpoint.conversion.selectron_hf import mixer_selectron
+
+    return [mixer_selectron]
 
 
 def _transformers() -> ModuleType:

@@ -11,9 +11,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_ext.checkpoint.conversion.asked import KEPT
 from megatron_ext.checkpoint.conversion.family import SavedModel
+from megatron_ext.checkpoint.conversion.float64 import in_float64
 from megatron_ext.checkpoint.conversion.saved import shape_of
-from megatron_ext.checkpoint.conversion.staged import on_meta, staged
+from megatron_ext.checkpoint.conversion.staged import of_last_positions, on_meta, staged
 from megatron_ext.checkpoint.conversion.tensors import TensorInfo, Tensors
 from megatron_ext.model import build_model
 from megatron_ext.parallel.groups import groups_of_one_process
@@ -69,7 +71,7 @@ def splits(saved: SavedModel) -> dict[str, Split]:
 
 
 def logits_of(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
-    """What our model answers, computed in fp32.
+    """What our model answers, computed in float64.
 
     Args:
         saved: the model.
@@ -77,7 +79,7 @@ def logits_of(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
         tokens_bt: int64 [b, t].
 
     Returns:
-        fp32 logits [b, t, v] of the tokenizer's v tokens.
+        float64 logits [b, k, v] of the last k tokens, at most `KEPT`, over the tokenizer's v tokens.
     """
 
     def read(name: str) -> Tensor:
@@ -86,9 +88,9 @@ def logits_of(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
     with _model(saved) as model, torch.no_grad():
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         positions_bt = torch.arange(tokens_bt.shape[1]).expand_as(tokens_bt)
-        with staged(model.eval(), read):
+        with staged(model.eval(), read), in_float64(), of_last_positions(model.output_layer, KEPT, 0):
             logits_btv: Tensor = model(tokens_bt, positions_bt, attention_mask=None)
-        return logits_btv[..., : saved.vocab_size].float()
+        return logits_btv[..., : saved.vocab_size]
 
 
 def _padded(tensor: Tensor, shape: torch.Size) -> Tensor:

@@ -7,9 +7,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch import Tensor
 
+from megatron_ext.checkpoint.conversion.asked import KEPT
 from megatron_ext.checkpoint.conversion.family import SavedModel
+from megatron_ext.checkpoint.conversion.float64 import in_float64
 from megatron_ext.checkpoint.conversion.saved import shape_of
-from megatron_ext.checkpoint.conversion.staged import on_meta, staged
+from megatron_ext.checkpoint.conversion.staged import of_last_positions, on_meta, staged
 from megatron_ext.checkpoint.conversion.tensors import Tensors
 from megatron_ext.model import transformer_config
 from megatron_ext.parallel.groups import groups_of_one_process
@@ -20,7 +22,7 @@ _OUR_NAMES = {"linear_qkv": "in_proj", "linear_proj": "out_proj"}
 
 
 def logits(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
-    """What the model answers, computed in fp32.
+    """What the model answers, computed in float64.
 
     Args:
         saved: the model, of attention alone.
@@ -28,7 +30,7 @@ def logits(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
         tokens_bt: int64 [b, t].
 
     Returns:
-        fp32 logits [b, t, v].
+        float64 logits [b, k, v] of the last k tokens, at most `KEPT`.
     """
 
     def read(name: str) -> Tensor:
@@ -51,7 +53,7 @@ def logits(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
                 rotary_base=saved.model.rotary_base,
                 pg_collection=groups,
             )
-        with staged(model.eval(), read):
+        with staged(model.eval(), read), in_float64(), of_last_positions(model.output_layer, KEPT, 0):
             positions_bt = torch.arange(t).expand_as(tokens_bt)
             answer: Tensor = model(tokens_bt, positions_bt, attention_mask=hidden_tt)
-    return answer.float()
+    return answer

@@ -57,10 +57,33 @@ def staged(model: Module, read: Callable[[str], Tensor]) -> Iterator[None]:
             module._parameters[last] = parameter
 
 
+@contextmanager
+def of_last_positions(output_layer: Module, kept: int, dim: int) -> Iterator[None]:
+    """Within it, an output layer computes logits of the last positions alone.
+
+    Args:
+        output_layer: its first input are hidden states.
+        kept: positions, at most.
+        dim: of the positions.
+    """
+
+    def cut(_: Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, *more = inputs
+        count = min(kept, hidden.shape[dim])
+        return hidden.narrow(dim, hidden.shape[dim] - count, count), *more
+
+    handle = output_layer.register_forward_pre_hook(cut)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 class Unread(Tensor):
     """A weight on the disk. It has its shape; what is computed with it reads it.
 
-    A product with a matrix, and rows that are looked up in one, are made of it as it is stored; all else gets fp32.
+    A product with a matrix, and rows that are looked up in one, are made of it as it is stored; all else gets fp32, or
+    float64 within `in_float64`.
     """
 
     _is_param = True  # as torch asks whether something is a Parameter
@@ -99,12 +122,17 @@ class Unread(Tensor):
                 product = _product(_numbers(args[0]), args[1])
                 return product if bias is None else product + _numbers(bias)
             if func is F.embedding and _is_matrix(args[1], turned=False):
-                return func(args[0], args[1]._read(), *args[2:], **kwargs).float()
+                return func(args[0], args[1]._read(), *args[2:], **kwargs).to(_wide())
             return func(*tree_map(_numbers, tuple(args)), **tree_map(_numbers, kwargs))
 
 
 _OF_SHAPE = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__, Tensor.is_floating_point}
 _PRODUCTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
+
+
+def _wide() -> torch.dtype:
+    """What weights are made: torch's own type of numbers, which `in_float64` changes."""
+    return torch.get_default_dtype()
 
 
 def _is_matrix(weight: Any, *, turned: bool) -> bool:
@@ -114,7 +142,7 @@ def _is_matrix(weight: Any, *, turned: bool) -> bool:
 def _numbers(value: Any) -> Any:
     if not isinstance(value, Unread):
         return value
-    numbers = value._read().float()
+    numbers = value._read().to(_wide())
     return numbers.t() if value._is_turned else numbers
 
 
@@ -124,5 +152,5 @@ def _product(x: Tensor, weight: Unread) -> Tensor:
     product = x.new_empty(*x.shape[:-1], len(stored))
     rows = max(1, PIECE // max(1, stored.shape[1]))
     for made, piece in zip(product.split(rows, -1), stored.split(rows), strict=True):
-        made.copy_(F.linear(x, piece.float()))
+        made.copy_(F.linear(x, piece.to(_wide())))
     return product

@@ -147,11 +147,25 @@ class Changed(Tensors):
             yield key, self._change(key, tensor)
 
 
+IN_FP32 = frozenset({"A_log", "D", "dt_bias", "log_decay", "step_bias", "skip", "decay_bias", "decay_base"})
+"""Last names of the tensors that a run in 16 bits has in fp32: what decays and steps are made of."""
+
+
 def in_dtype(source: Tensors, dtype: torch.dtype | None) -> Tensors:
-    """The same tensors with their floating-point numbers in another type; None: as they are."""
+    """The same tensors with their floating-point numbers in another type; None: as they are.
+
+    Those of `IN_FP32` are never made 16 bits wide where they are wider.
+    """
     if dtype is None:
         return source
-    return Changed(source, lambda _, tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+    def changed(key: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        kept = key.rpartition(".")[-1] in IN_FP32 and tensor.dtype.itemsize > dtype.itemsize
+        return tensor if kept else tensor.to(dtype)
+
+    return Changed(source, changed)
 
 
 def check_keys(expected: Iterable[str], found: Iterable[str], where: str) -> None:

@@ -8,19 +8,14 @@ import torch
 from torch import Tensor
 
 from megatron_ext.checkpoint.conversion import hf_model, hugging_face, plain_model
+from megatron_ext.checkpoint.conversion.asked import LIMIT, SHORT, lengths
 from megatron_ext.checkpoint.conversion.our_model import logits_of
 from megatron_ext.checkpoint.conversion.source import Source
 from megatron_ext.checkpoint.conversion.tensors import Tensors, check_shapes, in_dtype
 from megatron_ext.errors import UserError
 
-LIMIT = 1e-5
-"""Largest difference of two logits, relative to the largest logit or to 1.
-
-The models are computed in fp32 from the numbers that were written, so it is that of fp32's rounding, whatever --dtype.
-"""
-
-SEQUENCES, LENGTH = 2, 160
-"""Tokens that both are given: more than a chunk of Top-1 Chunk, where the model takes as many."""
+SEQUENCES = 2
+"""Of tokens that both are given; of the longer length one."""
 
 MOST_LOGITS = 1 << 25
 """Numbers that a model answers with; where it would be more, there is one sequence. Both models' are held."""
@@ -55,19 +50,26 @@ def verify(source: Source, written: Source, dtype: torch.dtype | None, *, with_t
         (family,) = (one.family for one in silent[:1])
         assert family is not None
         return f"verified: {compared}; {family.architecture} runs on a GPU alone, so logits were not compared"
-    difference = _difference(source, written, expected)
-    if not difference <= LIMIT:
-        problem = f"logits differ from those of {source.path} by {difference:.1e}, more than {LIMIT:.0e}"
-        raise UserError(str(written.path), problem, _MEND)
-    return f"verified: {compared}; logits differ by {difference:.1e} of the largest, at most {LIMIT:.0e}"
+    parameters = sum(info.num_elements for info in expected.infos().values())
+    found = [_compare_answers(source, written, expected, t) for t in lengths(source.saved, parameters)]
+    return f"verified: {compared}; logits differ by {', '.join(found)}; at most {LIMIT:.0e}"
 
 
-def _difference(source: Source, written: Source, expected: Tensors) -> float:
-    tokens_bt = fixed_tokens(source)
+def _compare_answers(source: Source, written: Source, expected: Tensors, length: int) -> str:
+    """Compare what both models answer; how far they differ, in words.
+
+    Raises:
+        UserError: they differ.
+    """
+    tokens_bt = fixed_tokens(source, length)
     theirs_btv = logits(written, written.tensors, tokens_bt)
     ours_btv = logits(source, expected, tokens_bt)
     largest = max(1.0, _largest(ours_btv))
-    return _largest(theirs_btv.sub_(ours_btv)) / largest
+    difference = _largest(theirs_btv.sub_(ours_btv)) / largest
+    if not difference <= LIMIT:
+        problem = f"logits differ from those of {source.path} by {difference:.1e} at {length} tokens"
+        raise UserError(str(written.path), f"{problem}, more than {LIMIT:.0e}", _MEND)
+    return f"{difference:.1e} of the largest at {length} tokens"
 
 
 def _largest(x: Tensor) -> float:
@@ -105,17 +107,16 @@ def _digest(tensor: Tensor) -> bytes:
     return hashlib.blake2b(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
 
 
-def fixed_tokens(source: Source) -> Tensor:
+def fixed_tokens(source: Source, length: int) -> Tensor:
     """The tokens that a model is asked about, int64 [b, t]: always the same ones."""
-    saved = source.saved
-    length = min(LENGTH, saved.model.max_position_embeddings or LENGTH)
+    vocabulary = source.saved.vocab_size
     generator = torch.Generator().manual_seed(1)
-    sequences = SEQUENCES if SEQUENCES * length * saved.vocab_size <= MOST_LOGITS else 1
-    return torch.randint(saved.vocab_size, (sequences, length), generator=generator)
+    is_small = length <= SHORT and SEQUENCES * length * vocabulary <= MOST_LOGITS
+    return torch.randint(vocabulary, (SEQUENCES if is_small else 1, length), generator=generator)
 
 
 def logits(source: Source, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
-    """What a checkpoint's own library answers in fp32, [b, t, v].
+    """What a checkpoint's own library answers in float64 to the last `KEPT` tokens, [b, k, v].
 
     Args:
         source: the checkpoint.

@@ -49,10 +49,17 @@ class Positions:
     def _rotation(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._rotations:
             positions = torch.arange(self.first, self.first + self.count, device=device, dtype=torch.float32)
-            channels = torch.arange(0, self._width, 2, device=device, dtype=torch.float32)
-            angles = torch.outer(positions, self._base ** (-channels / self._width))[:, None]
+            angles = torch.outer(positions, frequencies(self._width, self._base).to(device))[:, None]
             self._rotations[device] = (angles.cos(), angles.sin())
         return self._rotations[device]
+
+
+def frequencies(width: int, base: float) -> Tensor:
+    """Angle a position of each pair of channels, [width / 2], fp32: on the CPU and in the order of transformers.
+
+    Another order of the operations rounds otherwise, which thousands of positions make an angle that is off by 1e-3.
+    """
+    return 1.0 / (base ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
 
 
 class Mixer(nn.Module, ABC):

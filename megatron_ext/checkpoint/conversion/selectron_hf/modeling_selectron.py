@@ -154,6 +154,17 @@ class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     _no_split_modules = ["SelectronLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past", "past_key_values"]  # noqa: RUF012
+    # What decays and steps are made of: in 16 bits they would be some per cent off.
+    _keep_in_fp32_modules_strict = [  # noqa: RUF012
+        "A_log",
+        "D",
+        "dt_bias",
+        "log_decay",
+        "step_bias",
+        "skip",
+        "decay_bias",
+        "decay_base",
+    ]
     _tied_weights_keys = {"output_layer.weight": "embedding.word_embeddings.weight"}  # noqa: RUF012
     # A state cannot give tokens back: transformers refuses assisted generation by this.
     _is_stateful = True

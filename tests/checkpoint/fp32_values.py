@@ -1,0 +1,68 @@
+"""What one rank does in a case of `test_checkpoint_fp32_values.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import parity
+import resharded
+import torch
+from resharded import Run, begun, loaded
+from torch import Tensor
+
+from megatron_ext.checkpoint.folder import Progress
+from megatron_ext.checkpoint.store import CheckpointStore
+from megatron_ext.mixers import base
+from megatron_ext.model import build_model
+from megatron_ext.optim import state
+from megatron_ext.parallel.fp32_values import fp32_values
+from megatron_ext.training.build import model_shape
+from megatron_ext.training.trainer import Trainer
+
+Values = dict[str, dict[str, Tensor]]
+
+
+def _values(chunks: Any, trainer: Trainer) -> dict[str, Tensor]:
+    """fp32 values of the whole model's parameters that have any; on rank 0."""
+    nothing = torch.full((2, 2), torch.inf)
+    held = {id(p): nothing if fp32_values(p) is None else fp32_values(p) for c in chunks for p in c.parameters()}
+    found = parity.whole_parameters(chunks, trainer.groups.tp.rank(), held)  # type: ignore[arg-type]
+    return {name: tensor for name, tensor in found.items() if not tensor.isinf().any()}
+
+
+def _state(trainer: Trainer) -> Values:
+    """What the forward pass takes, the optimizer's copy, and the parameters themselves; on rank 0."""
+    trainer.optimizer.make_moments()
+    found = resharded.whole(trainer)
+    values = _values(trainer.optimizer.chunks, trainer)
+    return {
+        "taken": values,
+        "held": {name: found["param"][name] for name in values},
+        "rounded": {name: found["parameters"][name] for name in values},
+    }
+
+
+def train(rank: int, world_size: int, run: Run, as_before: bool) -> tuple[Values, Values]:
+    """State of a run before its first step, and after two; saved, maybe as older versions did: rounded."""
+    config, trainer, store = begun(run, seed=1)
+    first = _state(trainer)
+    for step in range(resharded.STEPS):
+        trainer.train_step(parity.step_batches(config, trainer.groups, step))
+    progress = Progress(step=resharded.STEPS, samples=8 * resharded.STEPS, tokens=1)
+    if as_before:
+        with patch.object(base, "stored", lambda x: x), patch.object(state, "stored", lambda x: x):
+            store.save(trainer.optimizer, progress)
+    else:
+        store.save(trainer.optimizer, progress)
+    return first, _state(trainer)
+
+
+def load(rank: int, world_size: int, run: Run) -> tuple[Values, dict[str, Tensor]]:
+    """State of a run that goes on from the checkpoint, and what its model alone has of it."""
+    config, trainer = loaded(run)
+    store = CheckpointStore(run.root, {}, trainer.groups, trainer.platform)
+    shape = model_shape(config, trainer.platform, parity.VOCABULARY)
+    chunks = build_model(shape, trainer.platform, trainer.groups, seed=4)
+    store.load_model(chunks, store.check(resharded.STEPS))
+    return _state(trainer), _values(chunks, trainer)

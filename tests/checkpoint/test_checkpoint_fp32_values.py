@@ -1,0 +1,70 @@
+"""In a run in bf16 decays and steps are taken in fp32: as the optimizer has them, whoever shares it out or saved it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fp32_values
+import pytest
+import torch
+from resharded import Run
+
+PATTERN = "mamba,mamba2,gated_deltanet,gla"
+NAMES = {
+    1: ("A_log", "D", "dt_bias"),
+    2: ("log_decay", "step_bias", "skip"),
+    3: ("log_decay", "step_bias"),
+    4: ("decay_bias",),
+}
+TP2 = {"tensor": 2}
+
+
+def _check(state: fp32_values.Values) -> None:
+    """The forward pass takes the optimizer's values, whose parameters are their roundings."""
+    assert state["taken"].keys() == {f"layer {n} self_attention.{name}" for n, names in NAMES.items() for name in names}
+    for name, taken in state["taken"].items():
+        assert torch.equal(taken, state["held"][name]), name
+        assert torch.equal(taken.bfloat16().float(), state["rounded"][name]), name
+
+
+@pytest.mark.parametrize(
+    ("size", "parallel", "sharding", "target"),
+    [
+        (2, {}, "megatron", "zero3"),
+        pytest.param(2, TP2, "none", "megatron", marks=pytest.mark.slow),
+        pytest.param(2, {}, "zero1", "zero2", marks=pytest.mark.slow),
+        pytest.param(2, {}, "zero2", "none", marks=pytest.mark.slow),
+        (2, {}, "zero3", "zero1"),
+        pytest.param(4, {"pipeline": 2}, "zero1", "megatron", marks=pytest.mark.slow),
+    ],
+)
+def test_the_forward_pass_takes_what_the_optimizer_holds(
+    pool: Any, tmp_path: Path, size: int, parallel: dict[str, Any], sharding: str, target: str
+) -> None:
+    fields = {"precision": "bf16", "sharding": sharding}
+    run = Run(tmp_path / "new", PATTERN, parallel, {}, fields)
+    first, last = pool.run(fp32_values.train, size, run, False)[0]
+    for one in (first, last):
+        _check(one)
+    changed = [name for name, values in last["taken"].items() if not torch.equal(values, first["taken"][name])]
+    assert changed == list(last["taken"])
+    unrounded = [name for name, values in first["taken"].items() if not torch.equal(values, first["rounded"][name])]
+    assert {name.rsplit(".", 1)[-1] for name in unrounded} == {"A_log", "dt_bias", "log_decay", "step_bias"}
+    other = Run(tmp_path / "new", PATTERN, {}, {}, {"precision": "bf16", "sharding": target})
+    loaded, of_model = pool.run(fp32_values.load, 2, other)[0]
+    _check(loaded)
+    for name, values in last["taken"].items():
+        assert torch.equal(values, loaded["taken"][name])
+        assert torch.equal(values, of_model[name])
+
+
+def test_checkpoints_that_hold_rounded_parameters_are_taken(pool: Any, tmp_path: Path) -> None:
+    """As versions before wrote them: training goes on from the optimizer's values, a model alone from rounded ones."""
+    run = Run(tmp_path / "old", PATTERN, {}, {}, {"precision": "bf16"})
+    _, last = pool.run(fp32_values.train, 1, run, True)[0]
+    loaded, of_model = pool.run(fp32_values.load, 1, run)[0]
+    _check(loaded)
+    for name, values in last["taken"].items():
+        assert torch.equal(values, loaded["taken"][name])
+        assert torch.equal(values.bfloat16().float(), of_model[name])
