@@ -249,6 +249,19 @@ def _build_chunk(
     return chunk
 
 
+def packed_flops_per_token(shape: ModelShape, chunks: Sequence[torch.nn.Module], lengths: Mapping[int, int]) -> float:
+    """As `training_flops_per_token`, of documents that are kept apart.
+
+    Args:
+        shape: of the model.
+        chunks: of it.
+        lengths: how many documents, or pieces of them, of each length there are.
+    """
+    tokens = sum(length * count for length, count in lengths.items())
+    costs = (count * length * training_flops_per_token(shape, chunks, length) for length, count in lengths.items())
+    return sum(costs) / tokens
+
+
 def training_flops_per_token(shape: ModelShape, chunks: Sequence[torch.nn.Module], seq_length: int) -> float:
     """Model FLOPs a token of forward and backward pass, of the layers in these chunks and the output layer.
 

@@ -11,7 +11,13 @@ from megatron_ext.config.derive import derive
 from megatron_ext.config.schema import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_ext.errors import UserError
 from megatron_ext.mixers.base import Mixer
-from megatron_ext.model import ModelShape, build_model, training_flops_per_token, transformer_config
+from megatron_ext.model import (
+    ModelShape,
+    build_model,
+    packed_flops_per_token,
+    training_flops_per_token,
+    transformer_config,
+)
 from megatron_ext.parallel.schedule import evaluating
 from megatron_ext.platform import Platform
 from megatron_ext.training.build import model_shape
@@ -231,6 +237,19 @@ def test_flops_of_a_channel_mix_are_those_of_two_matrices(one_process: Any) -> N
         training_flops_per_token(one, build_model(one, CPU, one_process, seed=1), LENGTH) for one in (plain, shape)
     )
     assert of_plain - of_block == pytest.approx(2 * 6 * HIDDEN * FFN, rel=1e-12)
+
+
+def test_flops_of_documents_that_are_kept_apart_by_hand(one_process: Any) -> None:
+    """Attention costs pairs within documents alone; what is a token's own costs the same."""
+    shape = replace(_shape("attention"), precision="fp32")
+    chunks = build_model(shape, CPU, one_process, seed=1)
+    lengths = [16, 5, 5, 6, 1, 15]
+    pairs = sum(n * (n + 1) // 2 for n in lengths)
+    whole = sum(LENGTH * (LENGTH + 1) // 2 for _ in range(3))
+    found = packed_flops_per_token(shape, chunks, Counter(lengths))
+    fewer = 3 * 4 * HIDDEN * (whole - pairs) / sum(lengths)
+    assert found == pytest.approx(training_flops_per_token(shape, chunks, LENGTH) - fewer, rel=1e-12)
+    assert packed_flops_per_token(shape, chunks, {LENGTH: 3}) == training_flops_per_token(shape, chunks, LENGTH)
 
 
 def test_flops_of_a_mixer_alone_have_no_feed_forward(one_process: Any) -> None:

@@ -56,6 +56,7 @@ class TimedRun:
     Attributes:
         shape: what the model was built from.
         trainer: makes the steps.
+        samples: what it trains on.
         step: how many have been made.
     """
 
@@ -73,7 +74,7 @@ class TimedRun:
         self.shape = model_shape(config, platform, vocabulary)
         self.trainer: Trainer = (build_plain if plain else build_trainer)(config, self.shape, groups, platform)
         random = cast(TrainingSamples, RandomSamples(config.data.seq_length, vocabulary))
-        self._samples = random if samples is None else samples
+        self.samples = random if samples is None else samples
         self.step = 0
 
     def train(self) -> StepResult:
@@ -81,7 +82,7 @@ class TimedRun:
         training, groups = self._config.training, self._groups
         with part(DATA):
             batches = step_batches(
-                self._samples,
+                self.samples,
                 self.step * training.global_batch_size,
                 training,
                 layout_of(self._config, dist.get_world_size()),

@@ -127,7 +127,7 @@ def measure(
     memory = [Memory(**one) for one in from_every_rank(asdict(_memory(platform, before)))]
     by_rank = _breakdowns(run, platform, amount.profiled)
     with run.trainer.optimizer.whole():  # weights are counted
-        flops, peak = flops_and_peak(config, run.shape, run.trainer)
+        flops, peak = flops_and_peak(config, run.shape, run.trainer, run.samples)
         if plain:
             flops = plain_flops_per_token(run.shape, run.trainer, config.data.seq_length)
         parameters = asdict(model_size(run.trainer))

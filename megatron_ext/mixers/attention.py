@@ -23,7 +23,9 @@ class AttentionConfig:
 
     Attributes:
         window: keys a query sees, itself included; None: all before it.
-        temperature: divides the scores; below 1 the softmax is sharper.
+        temperature: divides the products of queries and keys; below 1 the softmax is sharper. ALiBi's bias is not
+            divided: a slope is what a token of distance costs, whatever the temperature, so that the study's two
+            factors can be varied one by one. (Divided with the products, it would be a sharper ALiBi, too.)
         random_keys: keys are frozen random vectors, one a position and key head, so that scores carry no relation
             between tokens. Nothing is projected or rotated for them, and queries are not rotated either.
         random_keys_seed: of those vectors.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -18,12 +19,13 @@ from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.failed import forget_failed, noting, read_failed
+from megatron_ext.data.lengths import PackedSamples, document_lengths
 from megatron_ext.data.verified import read_verified, write_verified
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.domains import DomainEvaluator, evaluation_domains
 from megatron_ext.files import os_reason, write_whole
 from megatron_ext.heartbeat import Heartbeat, forget
-from megatron_ext.model import ModelShape, training_flops_per_token
+from megatron_ext.model import ModelShape, packed_flops_per_token
 from megatron_ext.parallel.agreement import from_every_rank, on_every_rank
 from megatron_ext.parallel.groups import make_process_groups
 from megatron_ext.parallel.parameters import ParameterCount, count_parameters
@@ -222,7 +224,7 @@ def _loop(
         training.evaluation_sequences,
     )
     with trainer.optimizer.whole():  # weights are counted
-        flops, peak = flops_and_peak(config, shape, trainer)
+        flops, peak = flops_and_peak(config, shape, trainer, data.samples)
         size = model_size(trainer)
     suites = _suites(config, folder, data, trainer, progress)
     layout = layout_of(config, dist.get_world_size())
@@ -305,15 +307,27 @@ def _records(
         raise UserError(str(folder), f"cannot be written ({os_reason(error)})", "choose another run.dir") from error
 
 
-def flops_and_peak(config: RunConfig, shape: ModelShape, trainer: Trainer) -> tuple[float, float | None]:
+def flops_and_peak(
+    config: RunConfig, shape: ModelShape, trainer: Trainer, samples: PackedSamples | None
+) -> tuple[float, float | None]:
     """What utilisation (MFU) is counted by, on every rank; to be called where the optimizer's parameters are `whole`.
+
+    Args:
+        config: of the run.
+        shape: of its model.
+        trainer: has the model.
+        samples: what it trains on: with `data.reset_attention` the documents of the first of them say how many tokens
+            one attends to. None: samples are whole.
 
     Returns:
         Model FLOPs a token of forward and backward pass, of the whole model, and the peak in FLOP/s of all devices
         together; None where that is not known.
     """
     platform = trainer.platform
-    flops = training_flops_per_token(shape, trainer.optimizer.chunks, config.data.seq_length)
+    lengths = Counter({config.data.seq_length: 1})
+    if config.data.reset_attention and samples is not None:
+        lengths = document_lengths(samples)
+    flops = packed_flops_per_token(shape, trainer.optimizer.chunks, lengths)
     peak = platform.peak_flops(DTYPES[config.training.precision])
     return _sum_over(flops, platform, trainer.groups.pp), None if peak is None else _sum_over(peak, platform, None)
 

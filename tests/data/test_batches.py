@@ -1,8 +1,11 @@
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_ext.data.batches import Packing, evaluation_batch, micro_batch_indices, training_batch
+from megatron_ext.data.lengths import document_lengths
 from megatron_ext.data.samples import EvaluationSamples, TrainingSamples
 
 T = 24
@@ -80,6 +83,18 @@ def test_documents_of_packed_samples(store, documents, cp_size):
     assert len(begins) > 4
     alone = training_batch(samples, indices, packing=Packing(boundaries=True))
     assert torch.equal(alone.position_ids[0], torch.arange(length))
+
+
+def test_lengths_of_documents_in_samples(store, documents):
+    length, indices = 48, [0, 7, 3]
+    samples = TrainingSamples(store, length, 1)
+    numbers = np.repeat(np.arange(len(documents["train"])), [len(document) for document in documents["train"]])
+    expected = Counter()
+    for index in indices:
+        place = samples.place(index)
+        expected.update(np.unique(numbers[place : place + length], return_counts=True)[1].tolist())
+    assert document_lengths(samples, indices) == expected
+    assert sum(n * count for n, count in expected.items()) == 3 * length
 
 
 @pytest.mark.parametrize("cp_size", [1, 3])

@@ -18,6 +18,7 @@ from data_prep.manifest import Manifest, load_manifest
 from megatron_ext.config.derive import derive
 from megatron_ext.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from megatron_ext.data.batches import training_batch
+from megatron_ext.data.lengths import SAMPLES
 from megatron_ext.data.samples import EvaluationSamples, TrainingSamples
 from megatron_ext.data.shards import TokenStore
 from megatron_ext.evaluation.domain_results import DomainOptions, domain_losses
@@ -26,9 +27,11 @@ from megatron_ext.platform import select_platform
 from megatron_ext.training.build import build_trainer, model_shape
 from megatron_ext.training.coder import coder_of
 from megatron_ext.training.datasets import packing_of
+from megatron_ext.training.run import flops_and_peak
 from megatron_ext.training.trainer import Trainer
 
 LENGTH = 32
+MODEL = ModelConfig(pattern="attention,gated_deltanet", hidden_size=32, num_attention_heads=4, init_std=0.3)
 DATA = DataConfig(path="prepared", seq_length=LENGTH, reset_attention=True)
 
 
@@ -50,7 +53,7 @@ def trainer(manifest: Manifest, one_process: Any) -> Trainer:
     config = derive(
         RunConfig(
             data=DATA,
-            model=ModelConfig(pattern="attention,gated_deltanet", hidden_size=32, num_attention_heads=4, init_std=0.3),
+            model=MODEL,
             training=TrainingConfig(precision="fp32", global_batch_size=4, micro_batch_size=2),
         )
     )
@@ -112,6 +115,20 @@ def test_training_steps(trainer: Trainer, root: Path, manifest: Manifest) -> Non
     assert (result.tokens, result.predicted) == (4 * LENGTH, len(expected))
     assert len(expected) < 4 * LENGTH - 4
     assert result.loss == pytest.approx(float(expected.mean()), abs=1e-5)
+
+
+def test_utilisation_counts_pairs_within_documents(trainer: Trainer, root: Path, manifest: Manifest) -> None:
+    samples = TrainingSamples(TokenStore(root, manifest, "train"), LENGTH, seed=1)
+    config = derive(RunConfig(data=DATA, model=MODEL))
+    shape = model_shape(config, trainer.platform, manifest.tokenizer.vocab_size)
+    found, _ = flops_and_peak(config, shape, trainer, samples)
+    without, _ = flops_and_peak(replace(config, data=replace(DATA, reset_attention=False)), shape, trainer, samples)
+    bounds = [np.union1d(s[s < LENGTH], [0, LENGTH]) for s in map(samples.document_starts, range(SAMPLES))]
+    lengths = np.concatenate([np.diff(one) for one in bounds])
+    pairs = (lengths * (lengths + 1) / 2).sum() / lengths.sum()
+    # A pair of query and key is 4 operations a channel forward, three times that with the backward pass.
+    assert without - found == pytest.approx(3 * 4 * 32 * ((LENGTH + 1) / 2 - pairs), rel=1e-9)
+    assert pairs < LENGTH / 4
 
 
 def test_bytes_that_are_not_predicted_do_not_count(root: Path, manifest: Manifest) -> None:

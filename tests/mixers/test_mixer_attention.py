@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -92,6 +93,22 @@ def test_without_positions_of_its_own(make_mixer: MakeMixer, hidden_states: Tens
     """A learned table is added at the model's input; the mixer itself knows no positions then."""
     mixer = make_mixer("attention", position_encoding=encoding)
     _check(mixer, hidden_states, _attention(mixer, hidden_states, rotary=False))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "sdpa"])
+def test_the_temperature_does_not_divide_the_bias_of_alibi(
+    make_mixer: MakeMixer, hidden_states: Tensor, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_ext.mixers import attention
+
+    chosen = partial(attention.softmax_attention, implementation=implementation)
+    monkeypatch.setattr(attention, "softmax_attention", chosen)
+    mixer = make_mixer("attention", heads=4, groups=2, position_encoding="alibi", temperature=0.25)
+    slopes = [2.0 ** (-2 * i) for i in range(1, 5)]
+    expected = _attention(mixer, hidden_states, rotary=False, temperature=0.25, slopes=slopes)
+    _check(mixer, hidden_states, expected)
+    divided = _attention(mixer, hidden_states, rotary=False, temperature=0.25, slopes=[4 * x for x in slopes])
+    assert float((expected - divided).abs().max()) > 1e-2
 
 
 @pytest.mark.parametrize(

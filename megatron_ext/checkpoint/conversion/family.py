@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -81,3 +82,6 @@ class ShipsCode(Protocol):
 
     def model(self, config: dict[str, Any]) -> Module:
         """The model of a config.json, fp32, made by the files here: those of a folder may be anybody's."""
+
+    def rotating(self) -> Sequence[ModuleType]:
+        """Modules of that model with a function `frequencies`, see `in_float64`."""

@@ -43,18 +43,9 @@ def logits(folder: Path, family: Family, tensors: Tensors, tokens_bt: Tensor) ->
     check_keys(set(names.values()), tensors.infos(), str(folder))
     kept = of_last_positions(model.get_output_embeddings(), KEPT, 1)  # type: ignore[operator]
     weights = staged(model, lambda name: tensors.read(names[name]))
-    with torch.no_grad(), weights, in_float64(_rotating(family)), kept:
+    with torch.no_grad(), weights, in_float64(family.rotating() if isinstance(family, ShipsCode) else []), kept:
         answer: Tensor = model(input_ids=tokens_bt, use_cache=False).logits
     return answer
-
-
-def _rotating(family: Family) -> list[ModuleType]:
-    """The module of a model of ours that has its rotary frequencies; transformers' keep theirs as fp32 numbers."""
-    if not isinstance(family, ShipsCode):
-        return []
-    from megatron_ext.checkpoint.conversion.selectron_hf import mixer_selectron
-
-    return [mixer_selectron]
 
 
 def _transformers() -> ModuleType:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch.nn import Module
@@ -121,6 +122,12 @@ class Selectron:
 
         model: Module = SelectronForCausalLM(SelectronConfig(**config))
         return model
+
+    def rotating(self) -> list[ModuleType]:
+        """See `ShipsCode.rotating`."""
+        from megatron_ext.checkpoint.conversion.selectron_hf import mixer_selectron
+
+        return [mixer_selectron]
 
     def rules(self, saved: SavedModel) -> Iterator[Rule]:
         """See `Family.rules`."""

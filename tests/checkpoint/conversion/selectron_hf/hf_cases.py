@@ -11,7 +11,7 @@ MIXERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("attention", {}, {}),
     ("attention", {"window": 3}, {}),
     ("attention", {"window": 1, "temperature": 0.5}, {}),
-    ("attention", {"position_encoding": "alibi"}, {"num_attention_heads": 6, "head_dim": 4}),
+    ("attention", {"position_encoding": "alibi", "temperature": 0.5}, {"num_attention_heads": 6, "head_dim": 4}),
     ("attention", {"position_encoding": "alibi", "window": 7}, {}),
     ("attention", {"random_keys": True}, {}),
     ("attention", {"random_keys": True, "random_keys_seed": 5, "window": 3}, {}),
