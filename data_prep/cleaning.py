@@ -9,7 +9,6 @@ reason, so that nothing is lost silently: `changed_*` counts documents, `removed
 from __future__ import annotations
 
 import re
-import unicodedata
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +16,7 @@ from datatrove.data import Document
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from data_prep.combining_marks import normalized
 from data_prep.ledger import CountLeftOut, Ledger
 from megatron_ext.errors import UserError
 
@@ -83,7 +83,7 @@ class Clean(BaseFilter):
             text, removed = _CONTROLS.subn("", doc.text)
             self._change(doc, text, "controls", removed)
         if self.options.unicode_form is not None:
-            self._change(doc, unicodedata.normalize(self.options.unicode_form, doc.text), "unicode")
+            self._change(doc, normalized(doc.text, self.options.unicode_form), "unicode")
         if doc.text != before:
             self.stat_update("changed")
         return True if doc.text.strip() else (False, "empty")

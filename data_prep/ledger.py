@@ -8,6 +8,18 @@ from types import TracebackType
 
 from datatrove.data import Document
 
+MOST_UNUSED = 500
+"""Domains that are counted by name: records may name any number of them, such as one each."""
+
+FURTHER = "(further domains)"
+
+
+def count_unused(counts: Counter[tuple[str, str]], domain: str, reason: str, documents: int = 1) -> None:
+    """Count documents that no split takes, by domain and reason; domains beyond `MOST_UNUSED` together."""
+    room = MOST_UNUSED + ((FURTHER, reason) in counts)
+    is_named = (domain, reason) in counts or len(counts) < room
+    counts[domain if is_named else FURTHER, reason] += documents
+
 
 @dataclass
 class Ledger:
@@ -16,7 +28,7 @@ class Ledger:
     Attributes:
         left_out: those that were dropped, by split and reason.
         changed: those that cleaning changed, by split and reason; one with several reasons is counted under each.
-        unused: those that no split takes, by domain and reason.
+        unused: those that no split takes, by domain and reason; see `count_unused`.
     """
 
     left_out: Counter[tuple[str, str]] = field(default_factory=Counter)

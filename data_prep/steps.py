@@ -13,7 +13,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from data_prep.cleaning import Clean, CleaningOptions
 from data_prep.documents import Corpus, Problems
-from data_prep.ledger import CountLeftOut, Ledger
+from data_prep.ledger import CountLeftOut, Ledger, count_unused
 from data_prep.running.progress import Board
 from data_prep.splits import SplitPlan
 
@@ -74,7 +74,8 @@ class ChooseDomains(PipelineStep):
             facts["domain"] = self.plan.own_name(facts["domain"])
             side = self.plan.side_of(facts["domain"], facts["folder"])
             if side is None:
-                self.ledger.unused[facts["domain"], self.plan.why_unused(facts["domain"], facts["folder"])] += 1
+                reason = self.plan.why_unused(facts["domain"], facts["folder"])
+                count_unused(self.ledger.unused, facts["domain"], reason)
                 continue
             facts["split"] = side
             for reason in facts.pop("changes", ()):

@@ -70,7 +70,7 @@ def _unused(manifest: Manifest) -> list[str]:
     lines = [f"not used: {one.documents} of {one.domain} ({one.reason})" for one in entries[:MOST_LINES]]
     rest = entries[MOST_LINES:]
     if rest:
-        lines.append(f"not used: {sum(one.documents for one in rest)} of {len(rest)} more; the manifest lists them all")
+        lines.append(f"not used: {sum(one.documents for one in rest)} of {len(rest)} more; the manifest lists them")
     return lines
 
 

@@ -13,6 +13,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from data_prep.contamination.report import REPORT, TABLE
+from data_prep.ledger import count_unused
 from data_prep.manifest import (
     VERSION,
     CountEntry,
@@ -70,7 +71,7 @@ class Merge:
             skipped[entry.file, entry.reason] += entry.records
         unused: Counter[tuple[str, str]] = Counter()
         for one in (one for result in results for one in result.unused):
-            unused[one.domain, one.reason] += one.documents
+            count_unused(unused, one.domain, one.reason, one.documents)
         left_out = _total(entry for result in results for entry in result.left_out)
         if self.report is not None:
             shutil.copyfile(self.report / REPORT, self.root / CONTAMINATION)

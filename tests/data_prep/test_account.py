@@ -108,5 +108,5 @@ def test_of_many_domains_the_largest_have_a_line(records, tmp_path, tokenizer_fi
     manifest = prepare(options(records, tmp_path / "out", tokenizer_file))
     printed = [line for line in summary(manifest, "").splitlines() if line.startswith("not used: ")]
     assert printed[0] == f"not used: 30 of D29 ({NO_SIDE})"
-    assert printed[-1] == "not used: 66 of 11 more; the manifest lists them all"
+    assert printed[-1] == "not used: 66 of 11 more; the manifest lists them"
     assert (len(printed), len(manifest.unused)) == (21, 31)

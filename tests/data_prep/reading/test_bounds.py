@@ -1,0 +1,89 @@
+"""Small files that stand for much: memory is bounded while they are read."""
+
+import tarfile
+import tracemalloc
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from prep_fakes import options, record, text, write_jsonl
+
+from data_prep import ledger
+from data_prep.documents import Document, Problems
+from data_prep.domains import MOST_SHOWN, find_domains
+from data_prep.prepare import prepare
+from data_prep.reading.corpus import open_files
+from data_prep.reading.fields import Fields
+from megatron_ext.errors import UserError
+
+MIB = 1 << 20
+
+
+def peak_of(path):
+    """Bytes that Python holds at most while a file is read, and the number of documents."""
+    tracemalloc.start()
+    number = sum(1 for _ in open_files(path, Fields(default="Web")).documents(Problems("skip")))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak, number
+
+
+def test_a_zstd_file_that_grows_ten_thousandfold(tmp_path):
+    content = zstandard.compress((b'{"text": "' + b"a" * MIB + b'"}\n') * 100)
+    assert len(content) < 32 << 10
+    (tmp_path / "a.jsonl.zst").write_bytes(content)
+    peak, number = peak_of(tmp_path)
+    assert (number, peak < 90 * MIB) == (100, True), peak
+
+
+def test_members_of_a_tar_that_make_no_document(tmp_path):
+    with (tmp_path / "a.tar").open("wb") as file:
+        for number in range(8):
+            info = tarfile.TarInfo(f"a.m{number}")
+            info.size = 16 * MIB
+            file.write(info.tobuf())
+            file.seek(info.size, 1)  # a hole: zeros
+        file.truncate(file.tell() + 1024)
+    peak, number = peak_of(tmp_path)
+    assert (number, peak < 24 * MIB) == (0, True), peak
+
+
+def test_one_text_in_many_rows_of_a_table(tmp_path):
+    """The file holds it once, in a dictionary; a batch of rows must, too."""
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a" * MIB] * 100}), tmp_path / "a.parquet")
+    assert (tmp_path / "a.parquet").stat().st_size < MIB
+    before, most, number = pyarrow.total_allocated_bytes(), 0, 0
+    for document in open_files(tmp_path, Fields(default="Web")).documents(Problems()):
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+        number += document.text == "a" * MIB
+    assert (number, most < 50 * MIB) == (100, True), most
+
+
+class ManyDomains:
+    """A corpus with a domain a document; counts how often a domain's name is compared."""
+
+    def documents(self, problems):
+        return (Document(f"{number}", "x", f"site{number}", "a.jsonl") for number in range(20_000))
+
+
+def test_many_domains_are_looked_through_once_and_not_all_listed(monkeypatch):
+    calls = []
+    key = find_domains.__globals__["domain_key"]
+    monkeypatch.setitem(find_domains.__globals__, "domain_key", lambda name: calls.append(name) or key(name))
+    with pytest.raises(
+        UserError, match=r"^--train-domains: unknown domain C4; choose from .*site\d+, \.\.\.$"
+    ) as caught:
+        find_domains(ManyDomains(), ["C4"], "--train-domains")
+    assert caught.value.mend.count("site") == MOST_SHOWN
+    assert len(calls) < 20_010
+
+
+def test_domains_beyond_some_are_counted_together(tmp_path, monkeypatch, tokenizer_file):
+    monkeypatch.setattr(ledger, "MOST_UNUSED", 5)
+    rows = [record(f"D{number}", text(number)) for number in range(20)] + [record("C4", text("c"))]
+    write_jsonl(tmp_path / "raw/a.jsonl", rows)
+    given = {"train_domains": ["C4"], "test_domains": [], "validation_fraction": 0.0}
+    manifest = prepare(options(tmp_path / "raw", tmp_path / "out", tokenizer_file, **given))
+    counted = {one.domain: one.documents for one in manifest.unused}
+    assert counted == {**{f"D{number}": 1 for number in range(5)}, ledger.FURTHER: 15}
