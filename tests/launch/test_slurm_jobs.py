@@ -118,10 +118,11 @@ def test_the_template_by_hand(
 
 def test_a_job_that_is_cancelled_does_not_start_anew(cluster: SlurmCluster, config: Path) -> None:
     folder = config.parent / "runs" / "cancelled"
-    cluster.run(*LAUNCH, str(config), *FIELDS, "training.steps=100000", "run.name=cancelled")
+    fields = [*FIELDS, "training.steps=100000", "run.name=cancelled"]
+    cluster.run(*LAUNCH, str(config), *fields)
     wait_for_step(folder, 3)
     with pytest.raises(RuntimeError, match=r"run.name: \S*cancelled has job \d+ \(running\); `selectron cancel"):
-        cluster.run(*LAUNCH, str(config), *FIELDS, "run.name=cancelled", "--resume")
+        cluster.run(*LAUNCH, str(config), *fields, "--resume")
     assert cluster.run(*CLI, "cancel", str(folder)) == f"cancelled: job {number(folder)} is cancelled\n"
     wait_for(folder, lambda: state(cluster, folder) == "CANCELLED")
     assert "starts anew" not in happened(folder)
