@@ -46,8 +46,8 @@ def hand_start(run: Path, last_event: str | None) -> HandStart | None:
     holder = None if state is None else state.holder
     if state is None or holder is None:
         return HandStart(False, True, "no process is known") if last_event is None and has_begun(run) else None
-    if holder.launch or (last_event is not None and holder.since <= last_event):
-        return None
+    if last_event is not None and (holder.launch or holder.since <= last_event):
+        return None  # the job's own
     return HandStart(state.is_held, holder.released, _said(state, holder), holder.output)
 
 

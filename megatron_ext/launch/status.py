@@ -96,8 +96,11 @@ def run_folders(given: Sequence[Path]) -> Iterator[Path]:
 
 def _inside(folder: Path) -> list[Path]:
     sweep, readings = folder / SWEEP, Readings()
+    none: list[str] = []
     names = (
-        readings.get(sweep, lambda: list(parse_json(sweep.read_text())["runs"]), []) if os.path.lexists(sweep) else []
+        readings.get(sweep, lambda: list(parse_json(sweep.read_text())["runs"]), none)
+        if os.path.lexists(sweep)
+        else none
     )
     for problem in readings.problems:
         print(f"selectron: warning: {problem}; the runs whose folders are there are taken instead", file=sys.stderr)
@@ -252,7 +255,8 @@ def last_metrics(folder: Path, readings: Readings | None = None) -> dict[str, An
         readings: gets what is damaged; None: it is passed over.
     """
     path, readings = folder / METRICS, readings or Readings()
-    lines = readings.get(path, lambda: _last_lines(path), []) if os.path.lexists(path) else []
+    none: list[bytes] = []
+    lines = readings.get(path, lambda: _last_lines(path), none) if os.path.lexists(path) else none
     found = None
     for line in reversed(lines):
         found = readings.get(path, lambda line=line: _record(line), None)  # type: ignore[misc]

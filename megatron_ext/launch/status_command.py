@@ -128,8 +128,8 @@ def cancel(args: argparse.Namespace) -> int:
             errors.append(error)
     if others:
         errors.append(UserError(", ".join(others), "no job of Slurm's", "end it where it was started (Ctrl-C)"))
-    for error in errors[:-1]:
-        print(f"selectron: error: {error}", file=sys.stderr)
+    for found in errors[:-1]:
+        print(f"selectron: error: {found}", file=sys.stderr)
     if errors:
         raise errors[-1]
     if not cancelled:

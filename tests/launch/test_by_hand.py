@@ -101,6 +101,13 @@ def test_a_launched_run_that_goes_on_by_hand_has_one_story(tmp_path: Path, monke
     assert (status_of(run).standing, status_of(run).state) == ("running", "running")
 
 
+def test_the_template_by_hand_is_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that was submitted without `launch` has no folder of its job beside the run."""
+    monkeypatch.setenv(lock_file.LAUNCH_VARIABLE, "work")
+    held(trained(tmp_path / "a"))
+    assert (status_of(tmp_path / "a").standing, status_of(tmp_path / "a").job) == ("running", "by hand")
+
+
 def test_a_job_that_was_begun_after_it_is_the_newer_story(tmp_path: Path) -> None:
     run = trained(tmp_path / "a", 50)
     held(run).release()
