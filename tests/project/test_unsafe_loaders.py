@@ -54,6 +54,7 @@ REASONS: dict[tuple[str, str], str] = {
     ("megatron_ext/bench/prepare_work.py", "from_file"): _TOKENIZER,
     (f"{_CHECKPOINT}/conversion/tokenizer_files.py", "from_file"): _TOKENIZER,
     ("data_prep/tokenization/tokenizer.py", "from_file"): _TOKENIZER,
+    ("data_prep/tokenization/folders.py", "from_file"): _TOKENIZER,
     (f"{_CHECKPOINT}/conversion/hf_model.py", "from_pretrained"): "of a configuration's class, which the family names; "
     "config.json is plain values, and its auto_map is followed by the Auto classes alone",
     (f"{_CHECKPOINT}/conversion/torch_dist.py", "read_metadata"): _RESTRICTED,
