@@ -158,7 +158,7 @@ def png(figure: Figure) -> bytes:
     """The same figure gives the same bytes."""
     # Names of domains and architectures may hold a $, which would begin a formula.
     titles = {ax.get_title("left") for ax in figure.axes}
-    in_legends = {id(text) for legend in figure.findobj(Legend) for text in cast("Legend", legend).get_texts()}
+    in_legends = {id(text) for legend in figure.findobj(Legend) for text in legend.get_texts()}
     for text in cast("list[Text]", figure.findobj(Text)):
         if id(text) in in_legends or text.get_text() in titles:
             text.set_parse_math(False)

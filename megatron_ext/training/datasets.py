@@ -85,7 +85,8 @@ def open_data(
     """
     root, manifest, cache = _opened(data)
     tokenizer_file = check_tokenizer(root, manifest, Path(data.tokenizer) if data.tokenizer else None)
-    on_every_rank(lambda: dist.get_rank() or check_vocabulary(tokenizer_file, manifest.tokenizer))
+    first_rank = partial(check_vocabulary, tokenizer_file, manifest.tokenizer) if dist.get_rank() == 0 else partial(int)
+    on_every_rank(first_rank)
     train, test = chosen_domains(data, manifest)
     weights = None if data.weights is None else domain_weights(data.weights, train, manifest)
     doubted = frozenset(chain.from_iterable(from_every_rank(sorted(failed))))
