@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from data_prep.prepare import EMBEDDED, TRAIN_TOKENIZER, PrepareOptions, prepare
 from data_prep.reading.embedded import CODE, DOCS
 from data_prep.running.execution import Execution
 from data_prep.stages import Filtering
+from data_prep.storage import BEGUN_NAME, PARTIAL_SUFFIX
 from data_prep.summary import summary
-from megatron_ext.errors import UserError
+from megatron_ext.errors import EXIT_STOPPED, UserError
 
 Group = argparse._ArgumentGroup
 MAX_DEFAULT_WORKERS = 8
@@ -134,16 +136,24 @@ def run(arguments: argparse.Namespace) -> int:
     """Prepare the data and print what was made.
 
     Returns:
-        The exit code 0.
+        The exit code: 0, or 75 where it was interrupted and the same call goes on.
 
     Raises:
         UserError: see `data_prep.prepare.prepare`.
+        KeyboardInterrupt: it was interrupted before there was anything to go on with.
     """
     _check_export(arguments)
     output = Path(arguments.output)
     if arguments.input is None:
         return _export(arguments, load_manifest(output))
-    manifest = prepare(_options(arguments))
+    try:
+        manifest = prepare(_options(arguments))
+    except KeyboardInterrupt:
+        partial = output.with_name(output.name + PARTIAL_SUFFIX)
+        if not (partial / BEGUN_NAME).is_file():
+            raise
+        print(f"selectron: stopped; the same call goes on with {partial}", file=sys.stderr)
+        return EXIT_STOPPED
     if manifest is None:
         print(f"submitted to Slurm: {output} appears when the jobs are done; what they print is in {output}.slurm")
         return 0

@@ -41,6 +41,23 @@ def test_a_tokenizer_must_be_chosen(records, tmp_path):
         cli.run(arguments)
 
 
+def test_interrupted_it_says_how_to_go_on(records, tmp_path, tokenizer_file, capsys, monkeypatch):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    given = ["--input", str(records), "--output", str(out), "--tokenizer", str(tokenizer_file), "--train-domains", "C4"]
+    with monkeypatch.context() as patch:
+        patch.setattr("data_prep.prepare.run_stages", interrupt)
+        assert cli.run(parse(*given)) == 75
+    assert capsys.readouterr().err == f"selectron: stopped; the same call goes on with {out}.partial\n"
+    with monkeypatch.context() as patch:
+        patch.setattr("data_prep.prepare.open_corpus", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cli.run(parse(*given[:3], f"{out}2", *given[4:]))
+    assert cli.run(parse(*given, "--workers", "1")) == 0
+
+
 def test_defaults_of_the_embedded_corpus():
     options = cli._options(parse("--input", "embedded", "--output", "x"))
     assert (options.train_domains, options.test_domains) == (["PythonDocs"], ["PythonCode"])
