@@ -39,6 +39,9 @@ ROUNDS = 20
 STEPS, FIRST_STEPS = 5000, 500
 """Of a round at most; and from the starts, which have only to show where it is worth to go on."""
 
+EXACT = 1e-16
+"""Of the scaled objective: residuals of 1e-11, which are rounding."""
+
 NEAR_STEPS = 200
 """Of a fit that begins near its end."""
 
@@ -191,7 +194,9 @@ def fit(points: Points) -> Fit:
     check_points(points)
     objective = _Objective(points)
     ends = [_descend(objective, start, rounds=1, steps=FIRST_STEPS) for start in _starts(objective)]
-    best = _descend(objective, min(ends, key=lambda end: float(objective(end)[0])), ROUNDS)
+    nearest = min(ends, key=lambda end: float(objective(end)[0]))
+    # Points as few as constants have a long valley of laws through all of them, in which L-BFGS goes on for minutes.
+    best = _descend(objective, min(nearest, objective.near(nearest), key=lambda end: float(objective(end)[0])), ROUNDS)
     return Fit(objective.law(best), float(objective(best)[0]), points)
 
 
@@ -260,6 +265,8 @@ def _descend(objective: _Objective, start: FloatArray, rounds: int, steps: int =
     """Go down from a start until a round gains nothing."""
     at, value = start, np.inf
     for _ in range(rounds):
+        if float(objective.scaled(at)[0]) < EXACT:
+            break
         options = {"maxiter": steps, "maxfun": 4 * steps, "maxcor": 20, "ftol": 1e-15, "gtol": 1e-12}
         found = minimize(objective.scaled, at, jac=True, method="L-BFGS-B", options=options)
         if not found.fun < value:
