@@ -86,7 +86,7 @@ class IndexedReader:
         parts = [(place, text) for place, text in enumerate(texts, start=1) if text.strip()]
         if not parts:
             raise MalformedError("no text")
-        changes = (SPECIAL_TOKENS,) if is_special.any() else ()
+        changes: tuple[str, ...] = (SPECIAL_TOKENS,) if is_special.any() else ()
         changes += (PARTED,) if len(parts) > 1 else ()
         for place, text in parts:
             check_length(len(text))
