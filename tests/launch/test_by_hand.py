@@ -61,6 +61,7 @@ def test_a_run_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (20, GONE, False, "failed", f"gone ({GONE})"),
         (50, GONE, False, "finished", "finished"),
     ],
+    ids=["finished", "stopped", "killed", "killed at its end"],  # not by pids, which differ between processes
 )
 def test_a_run_that_has_ended(
     tmp_path: Path, step: int, process: object, released: bool, standing: str, said: str
