@@ -133,6 +133,22 @@ class CheckpointFolder:
             raise UserError(str(pointer), f"{name!r} names no checkpoint", mend)
         return int(name.removeprefix("step_"))
 
+    def go_back(self, step: int) -> None:
+        """Let `latest` name an earlier checkpoint, from which the run is trained anew.
+
+        The records of later steps are dropped then. A run that is killed before its next checkpoint must not go on from
+        a later one, which would leave a hole in them.
+
+        Args:
+            step: of a whole checkpoint.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        pointer, content = self.root / LATEST, f"step_{step}\n".encode()
+        if not pointer.exists() or pointer.read_bytes() != content:
+            write_whole(pointer, content)
+
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint of a step into; what runs that were killed left is removed."""
         for left in self.root.glob(".step_*"):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_ext.checkpoint.folder import Progress, Record, Retention
+from megatron_ext.checkpoint.folder import CheckpointFolder, Progress, Record, Retention
 from megatron_ext.checkpoint.store import CheckpointStore
 from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import RunConfig
@@ -301,6 +301,8 @@ def _records(
         if branch is not None:
             copy_records(branch.run, folder)
         forget(folder)
+        if progress.step and branch is None:
+            CheckpointFolder(folder / CHECKPOINTS).go_back(progress.step)  # before the records of later steps go
         texts = {METRICS: data.record["train"][:DIGITS], EVALUATION: data.record["evaluation"][:DIGITS]}
         return RunRecords(folder, config.run.name, progress.step, config.training.steps, lock.check_soon, texts)
     except OSError as error:

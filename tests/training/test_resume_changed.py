@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from launching import call, records, snapshot
 
 from data_prep.prepare import PrepareOptions, prepare
+from megatron_ext.training.loop import TrainingLoop
 
 CONFIG = """
 data: {{path: {data}, seq_length: 64}}
@@ -116,6 +118,22 @@ def test_a_longer_cosine_goes_on_by_name_alone_and_is_noted(run: Path, capsys: p
     assert resumed(run, "training.steps=6") == 0  # it is another run now, and needs no leave to be that
     record = json.loads((run / "checkpoints" / "step_6" / "checkpoint.json").read_text())
     assert record["identity"]["changed"] == changed
+
+
+def test_a_run_that_was_taken_back_and_killed_goes_on_from_there(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint of step 4 is there still, and its records of steps 3 and 4 are those that it was making."""
+    with monkeypatch.context() as killed:
+        killed.setattr(TrainingLoop, "_save", Mock(side_effect=KeyboardInterrupt))
+        assert call(run.parent / "config.yaml", "--from-step", "2") == 130
+    assert (run / "checkpoints" / "step_4").is_dir()
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:3]))
+    capsys.readouterr()
+    assert resumed(run) == 0
+    assert "from step 2 to step 4" in said(capsys)
+    assert [line["step"] for line in records(run)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("change", ["one more", "others"])
