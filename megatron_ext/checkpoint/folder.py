@@ -214,7 +214,10 @@ class CheckpointFolder:
         try:
             raw = parse_json(path.read_text())
             files = {relative_name(name, str(path)): Content(**content) for name, content in raw["files"].items()}
-            return Record(**{**raw, "progress": Progress(**raw["progress"]), "files": files})
+            record = Record(**{**raw, "progress": Progress(**raw["progress"]), "files": files})
+            if not isinstance(record.identity, dict):
+                raise TypeError(f"identity {record.identity!r}")
+            return record
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise self.damage(step, RECORD, "cannot be read as a checkpoint's record") from error
 

@@ -126,6 +126,11 @@ def effect_of(field: str) -> Effect:
     return Effect.MEASURED if section in OF_SUITES else EFFECTS[field]
 
 
+def is_field(name: str) -> bool:
+    """Whether this version knows a field of this dotted name, as far as mixers and suites need not be loaded for it."""
+    return name in EFFECTS or name.partition(".")[0] in ("mixers", *OF_SUITES)
+
+
 def makes_a_recipe(field: str) -> bool:
     """Whether runs that differ in this field are of different recipes, and not seeds of one."""
     return field != SEED and effect_of(field) not in (Effect.NOTHING, Effect.MEASURED)
@@ -154,8 +159,11 @@ def flat(config: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields as `flat` gave them, with the defaults of those that the schema did not have then."""
-    return {**dict(_schema_fields({})), **fields}
+    """Fields as `flat` gave them, with the defaults of those that the schema did not have then.
+
+    As in `flat`, fields that today's schema does not know are left out.
+    """
+    return {**dict(_schema_fields({})), **{name: value for name, value in fields.items() if is_field(name)}}
 
 
 def _schema_fields(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

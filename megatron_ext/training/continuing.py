@@ -13,27 +13,24 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from megatron_ext.checkpoint.folder import Record
-from megatron_ext.config.effects import EFFECTS, Change, Effect, changes, flat, with_defaults
+from megatron_ext.checkpoint.folder import RECORD, Record
+from megatron_ext.config.effects import Change, Effect, changes, flat, is_field, with_defaults
 from megatron_ext.config.load import read_tree
 from megatron_ext.config.schema import OptimizerConfig, RunConfig
 from megatron_ext.config.validate import show, validate
-from megatron_ext.data.blend import shares
 from megatron_ext.data.identity import differences
 from megatron_ext.errors import UserError
 from megatron_ext.mixers.registry import load_all
 from megatron_ext.optim.schedule import first_other_rate
 from megatron_ext.training.decisions import WENT_ON, note
-from megatron_ext.training.identity import CHANGED, DATA, FIELDS
+from megatron_ext.training.domain_synonyms import DOMAIN_FIELDS, TRAIN_DOMAINS, known_domains, without_synonyms
+from megatron_ext.training.identity import CHANGED, DATA, FIELDS, check_identity
 from megatron_ext.training.kept_config import config_file_at
 from megatron_ext.training.records import RunRecords
 
 ALLOW, ALLOW_DATA = "run.allow_changed", "run.allow_other_data"
 TEXT = "data"
 """What a change of the training text is noted as."""
-
-_DOMAINS = ("data.train_domains", "data.weights")
-"""Fields that say the same in several ways; checkpoints keep what they mean for the data, too."""
 
 _PLACES = {"run.dir", "run.name", ALLOW, ALLOW_DATA}
 """Changed as a matter of course."""
@@ -83,15 +80,18 @@ class Continuing:
             checkpoint: its folder.
 
         Raises:
+            DamagedCheckpoint: its record does not say in a known form what it was made with.
             UserError: it differs in what the steps before were made with, or in its training text, and nobody has
                 allowed that by name.
         """
+        check_identity(record.identity, checkpoint / RECORD)
         step = record.progress.step
         after = flat(self.config)
         before, is_whole = _fields_of(record.identity, checkpoint, step)
         if not is_whole:  # nothing is known of the others
             before = {**after, **before}
-        found = self._without_synonyms(changes(before, after, _defaults_of_mixers(after)), record.identity)
+        found = changes(before, after, _defaults_of_mixers(after))
+        found = without_synonyms(found, record.identity, self.identity or known_domains(self.config, record.identity))
         rate = _other_rate(found, before, after, step)
         self._refuse(found, rate, checkpoint)
         if self.is_branch:
@@ -105,18 +105,6 @@ class Continuing:
         ]
         noted += [{"step": step, "field": TEXT, "before": None, "after": text} for text in other_text]
         return GoesOn(said, noted, [*record.identity.get(CHANGED, ()), *noted])
-
-    def _without_synonyms(self, found: list[Change], before: Mapping[str, Any]) -> list[Change]:
-        """Without domains and weights that are written otherwise and mean the same."""
-        if self.identity is None:
-            return found
-        after = self.identity
-        same = {
-            field
-            for field in _DOMAINS
-            if _meaning(field, before.get(field), before) == _meaning(field, after[field], after)
-        }
-        return [one for one in found if one.field not in same]
 
     def _refuse(self, found: Sequence[Change], rate: str | None, checkpoint: Path) -> None:
         """Refuse changes of the model, and those of the steps before that are not allowed by name."""
@@ -176,11 +164,11 @@ class Continuing:
         assert self.identity is not None
         names = before.get("data.train_domains"), self.identity["data.train_domains"]
         if not before.get(DATA):
-            if names[0] is None or names[0] == names[1] or any(one.field == _DOMAINS[0] for one in found):
+            if names[0] is None or names[0] == names[1] or any(one.field == TRAIN_DOMAINS for one in found):
                 return []
             return [f"it has {', '.join(names[1])}, and had {', '.join(names[0])}"]
         old, new = before[DATA], self.identity[DATA]
-        if any(one.field == _DOMAINS[0] for one in found):  # allowed by that name: text that both have must be equal
+        if any(one.field == TRAIN_DOMAINS for one in found):  # allowed by that name: text that both have must be equal
             both = set(names[0] or ()) & set(names[1])
             old, new = ({"texts": [text for text in one["texts"] if text["domain"] in both]} for one in (old, new))
             return differences(old, new, "train")
@@ -193,6 +181,12 @@ class Continuing:
     ) -> list[str]:
         quiet = {*_PLACES, "run.branch_from"} if self.is_branch else _PLACES
         lines = []
+        unknown = [name for name in record.identity.get(FIELDS, ()) if not is_field(name)]
+        if unknown:
+            lines.append(
+                f"selectron: warning: the checkpoint is of another version, which had {', '.join(unknown)}: this one "
+                "does not know it, and it was not compared"
+            )
         for effect, meaning in _SAID.items():
             if effect is Effect.SCHEDULE and changes_the_past:
                 continue
@@ -269,28 +263,16 @@ def _fields_of(identity: Mapping[str, Any], checkpoint: Path, step: int) -> tupl
     """
     if FIELDS in identity:
         return with_defaults(identity[FIELDS]), True
-    known = {field: value for field, value in identity.items() if _is_field(field)}
+    known = {field: value for field, value in identity.items() if is_field(field)}
     for field in ("data.reset_positions", "data.reset_attention"):
         if field in known:
             known[field] = bool(known[field])
-    for field in (*_DOMAINS, "data.tokenizer"):  # what they mean; how they were written, the file says
+    for field in (*DOMAIN_FIELDS, "data.tokenizer"):  # what they mean; how they were written, the file says
         known.pop(field, None)
     path = config_file_at(checkpoint.parents[1], step)
     if path is None:
         return known, False
     return {**flat(read_tree(path)), **known}, True
-
-
-def _is_field(name: str) -> bool:
-    return name in EFFECTS or name.startswith("mixers.")
-
-
-def _meaning(field: str, value: Any, identity: Mapping[str, Any]) -> Any:
-    """What a value of `_DOMAINS`, as an identity has it, makes of the data."""
-    if field == "data.train_domains" or value is None:
-        return value
-    names = identity.get("data.train_domains") or sorted(value)
-    return dict(zip(names, shares([value[name] for name in names]), strict=True))
 
 
 def _defaults_of_mixers(used: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from megatron_ext.checkpoint.folder import DamagedCheckpoint
 from megatron_ext.config.effects import flat
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import RunConfig
@@ -13,6 +20,64 @@ from megatron_ext.training.datasets import RunData
 FIELDS, DATA, CHANGED = "config", "data", "changed"
 """Entries of an identity: all fields of the configuration by dotted name; the record of the data, see
 `data.identity.data_record`; changes of the steps before that were allowed by name, see `training.continuing`."""
+
+_ENTRY = ConfigDict(extra="ignore", strict=True)
+
+
+@checked_dataclass(frozen=True, config=_ENTRY)
+class _Text:
+    split: str
+    domain: str
+    documents: int
+    tokens: int
+    sha256: str
+
+
+@checked_dataclass(frozen=True, config=_ENTRY)
+class _Data:
+    train: str
+    evaluation: str
+    texts: list[_Text]
+
+
+@checked_dataclass(frozen=True, config=_ENTRY)
+class _Changed:
+    step: int
+    field: str
+    before: Any
+    after: Any
+
+
+_ENTRIES: dict[str, TypeAdapter[Any]] = {
+    FIELDS: TypeAdapter(dict[str, Any]),
+    DATA: TypeAdapter(_Data),
+    CHANGED: TypeAdapter(list[_Changed]),
+    "data.train_domains": TypeAdapter(list[str] | None),
+    "data.weights": TypeAdapter(dict[str, float] | None),
+    "data.tokenizer": TypeAdapter(str | None),
+}
+"""Entries that a run is compared with, which a checkpoint of an earlier version may lack."""
+
+
+def check_identity(identity: Mapping[str, Any], file: Path) -> None:
+    """Refuse an identity whose entries are not of the kind that `identity` writes.
+
+    Args:
+        identity: of a checkpoint's record.
+        file: that holds the record.
+
+    Raises:
+        DamagedCheckpoint: an entry is of another kind.
+    """
+    for name, kind in _ENTRIES.items():
+        try:
+            if name in identity:
+                kind.validate_json(json.dumps(identity[name]))
+        except ValidationError:
+            problem = f"{name} of its identity is not what training writes there"
+            raise DamagedCheckpoint(
+                str(file), problem, "bring it back from a copy, or name another checkpoint"
+            ) from None
 
 
 def identity(config: RunConfig, data: RunData) -> dict[str, Any]:

@@ -222,6 +222,11 @@ def _plain_sizes(path: Path) -> str:
     return "checkpoint.json: cannot be read"
 
 
+def _listed_identity(path: Path) -> str:
+    (path / RECORD).write_text(json.dumps({**json.loads((path / RECORD).read_text()), "identity": []}))
+    return "checkpoint.json: cannot be read"
+
+
 def _unknown_field(path: Path) -> str:
     (path / RECORD).write_text(json.dumps({**json.loads((path / RECORD).read_text()), "colour": "red"}))
     return "checkpoint.json: cannot be read"
@@ -241,6 +246,7 @@ DAMAGES = [
     _empty_record,
     _another_record,
     _plain_sizes,
+    _listed_identity,
     _unknown_field,
     _no_text,
 ]

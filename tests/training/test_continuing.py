@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from continuing_runs import DATA_RECORD, a_run, identity_of, record_of, text
 
+from megatron_ext.checkpoint.folder import DamagedCheckpoint
 from megatron_ext.config.save import save_config
 from megatron_ext.errors import UserError
 from megatron_ext.training.continuing import Continuing
@@ -244,3 +245,47 @@ def test_a_finished_run_is_compared_without_its_data() -> None:
     config = replace(a_run({"optimizer.weight_decay": 0.5}))
     with pytest.raises(UserError, match=r"^optimizer.weight_decay"):
         Continuing(config, None).compare(record_of(identity_of(a_run({}))), CHECKPOINT)
+
+
+@pytest.mark.parametrize("fields", [{"data.train_domains": ["b", "A"]}, {"data.weights": {"b": 0.2, "A": 0.1}}])
+def test_without_its_data_domains_are_known_by_the_checkpoints_names(fields: dict[str, Any]) -> None:
+    before = {key: {"A": 1.0, "B": 2.0} if key == "data.weights" else None for key in fields}
+    record = record_of(identity_of(a_run(before)))
+    assert Continuing(a_run(fields), None).compare(record, CHECKPOINT).said == []
+
+
+@pytest.mark.parametrize(
+    "fields", [{"data.train_domains": ["A"]}, {"data.train_domains": ["A", "C"]}, {"data.weights": {"A": 1, "B": 3}}]
+)
+def test_without_its_data_other_domains_are_refused(fields: dict[str, Any]) -> None:
+    before = {key: {"A": 1.0, "B": 2.0} if key == "data.weights" else None for key in fields}
+    with pytest.raises(UserError, match=rf"^{next(iter(fields))}: "):
+        Continuing(a_run(fields), None).compare(record_of(identity_of(a_run(before))), CHECKPOINT)
+
+
+def test_a_field_that_only_another_version_has_is_said() -> None:
+    identity = identity_of(a_run({}))
+    record = record_of(identity | {"config": identity["config"] | {"optimizer.new": 3}})
+    (line,) = Continuing(a_run({}), identity).compare(record, CHECKPOINT).said
+    assert "is of another version, which had optimizer.new: this one does not know it" in line
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"config": 3},
+        {"data": {"train": "text"}},
+        {"data": DATA_RECORD | {"texts": 5}},
+        {"changed": None},
+        {"changed": [1]},
+        {"data.tokenizer": 3},
+        {"data.train_domains": "A"},
+        {"data.weights": [1]},
+    ],
+    ids=json.dumps,
+)
+@pytest.mark.parametrize("is_branch", [False, True], ids=["resume", "branch"])
+def test_what_no_training_writes_is_a_damaged_checkpoint(entries: dict[str, Any], is_branch: bool) -> None:
+    identity = identity_of(a_run({}))
+    with pytest.raises(DamagedCheckpoint, match=rf"checkpoint.json: {next(iter(entries))} of its identity is not what"):
+        Continuing(a_run({}), identity, is_branch).compare(record_of(identity | entries), CHECKPOINT)
