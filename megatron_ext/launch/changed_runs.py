@@ -10,12 +10,13 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from data_prep.digest import digest, text_digest, texts_of
-from data_prep.manifest import load_manifest
+from data_prep.manifest import load_manifest, match_domain
 from megatron_ext.config.effects import Change, Effect, changes, flat
 from megatron_ext.config.load import read_tree
 from megatron_ext.config.schema import DataConfig, RunConfig
@@ -31,6 +32,7 @@ DATA = "data.json"
 REPLACED = Path(LAUNCH) / "replaced"
 """In a sweep's folder: runs that were begun anew, as they were."""
 
+TRAINING_TEXT = "training text"
 CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
 _ENDED = ("refused", "given up", "ended with", "stopped")
 _MOST_RUNS, _MOST_FIELDS, _MOST_CHARACTERS = 3, 4, 60
@@ -84,7 +86,7 @@ def _digests(path: str, domains: tuple[str, ...] | None) -> dict[str, str] | Non
         manifest = load_manifest(Path(path))
         others = [text for split in ("validation", "test") for text in texts_of(manifest, split)]
         return {
-            "training text": text_digest(texts_of(manifest, "train", domains)),
+            TRAINING_TEXT: text_digest(texts_of(manifest, "train", domains)),
             "text to evaluate on": text_digest(others),
             "tokenizer": digest(manifest.tokenizer.sha256),
         }
@@ -117,17 +119,41 @@ def _differences(run: Path, config: RunConfig, finished: bool) -> list[str]:
     ended = [event.what for event in read_events(job.folder, [])[-1:] if event.what.startswith(_ENDED)]
     if ended and not trained:
         return []  # a mistake may have been mended
-    before = run / CONFIG if trained and (ended or finished) and (run / CONFIG).exists() else job.folder / CONFIG
-    try:
-        fields = flat(read_tree(before))
-    except (UserError, *UNREADABLE):
-        fields = None  # of a damaged file nothing is known; status says so
-    what = (
-        []
-        if fields is None
-        else [_phrase(one) for one in changes(fields, flat(config)) if _counts(one, fields, finished)]
-    )
-    return [*what, *_changed_data(job, config)]
+    data = _changed_data(job, config)
+    own = [run / CONFIG] if trained and (ended or finished) else []
+    fields = _first_readable([*own, job.folder / CONFIG])
+    if fields is None:
+        return data  # of damaged files nothing is known; status says so
+    found = [one for one in changes(fields, flat(config)) if _counts(one, fields, finished)]
+    return [*(_phrase(one) for one in found if not _means_the_same(one, job, config)), *data]
+
+
+def _first_readable(paths: Sequence[Path]) -> dict[str, Any] | None:
+    """Fields of the first of some configurations that can be read; None: none can."""
+    for path in paths:
+        try:
+            return flat(read_tree(path))
+        except (UserError, *UNREADABLE):
+            continue
+    return None
+
+
+def _means_the_same(change: Change, job: Job, config: RunConfig) -> bool:
+    """Whether domains or weights are written otherwise and make the same run."""
+    if change.field == "data.train_domains":
+        before, now = _digests_of(job), data_digests(config.data)
+        return now is not None and before.get(TRAINING_TEXT) == now[TRAINING_TEXT]
+    if change.field != "data.weights" or not change.before or not change.after:
+        return False
+    after = {match_domain(name, change.before) or name: weight for name, weight in change.after.items()}
+    return _parts(change.before) == _parts(after)
+
+
+def _parts(weights: Mapping[str, float]) -> dict[str, Fraction]:
+    """Weights as parts of the whole."""
+    exact = {name: Fraction(repr(float(weight))) for name, weight in weights.items()}  # 0.1 is meant as a tenth
+    whole = sum(exact.values())
+    return {name: weight / whole for name, weight in exact.items()} if whole else exact
 
 
 def _counts(change: Change, before: Mapping[str, Any], finished: bool) -> bool:
@@ -149,12 +175,17 @@ def _short(value: Any) -> str:
 
 
 def _changed_data(job: Job, config: RunConfig) -> list[str]:
+    before, now = _digests_of(job), data_digests(config.data)
+    return [] if now is None else [f"other {kind}" for kind in now if before.get(kind) not in (None, now[kind])]
+
+
+def _digests_of(job: Job) -> dict[str, Any]:
+    """Digests that a job's folder keeps; none of one that older code began, or whose data could not be read there."""
     try:
-        before = json.loads((job.folder / DATA).read_text())
-        now = data_digests(config.data)
-        return [] if now is None else [f"other {kind}" for kind in now if before.get(kind) not in (None, now[kind])]
+        found = json.loads((job.folder / DATA).read_text())
     except UNREADABLE:
-        return []  # begun by older code, or with data that could not be read here
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def without_digests(folder: Path, configs: Mapping[str, RunConfig]) -> list[str]:

@@ -218,8 +218,7 @@ def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: S
     if args.dry_run:
         print("\n".join(listing))
         return 0
-    for name in args.restart:
-        runs.restart(name, _refuse_under_way)
+    runs.restart(args.restart, _refuse_under_way)
     runs.note()
     if not runs.unfinished:
         print(f"all {len(configs)} runs are finished: selectron report {folder} --output DIR compares them")

@@ -95,26 +95,26 @@ class Sweep:
         """Refuse to begin runs anew; see `changed_runs.check_restarts`."""
         check_restarts(restarts, self._configs, self._trunks)
 
-    def restart(self, name: str, refuse_alive: Callable[[Path], object]) -> None:
-        """Set a run aside, so that it begins anew; says where it is now.
+    def restart(self, names: Sequence[str], refuse_alive: Callable[[Path], object]) -> None:
+        """Set runs aside, so that they begin anew, all or none; says where they are now.
 
         Args:
-            name: of the run.
+            names: of the runs.
             refuse_alive: raises where the run of a folder has a job, or a process trains it.
 
         Raises:
-            UserError: it does, or the run cannot be moved.
+            UserError: one does, or a run cannot be moved.
         """
-        run = self._folder / name
-        if not run.exists():
-            return
-        with submitting(run):
-            refuse_alive(run)
-            try:
-                there = set_aside(self._folder, name)
-            except OSError as error:
-                raise unwritable(run, error) from error
-        print(f"{name}: begins anew; what it was is in {there}", flush=True)
+        there = {name: self._folder / name for name in names if (self._folder / name).exists()}
+        with submitting(*there.values()):
+            for run in there.values():
+                refuse_alive(run)
+            for name, run in there.items():
+                try:
+                    kept = set_aside(self._folder, name)
+                except OSError as error:
+                    raise unwritable(run, error) from error
+                print(f"{name}: begins anew; what it was is in {kept}", flush=True)
 
     def note(self) -> None:
         """Write down which runs there are, for `selectron status`.

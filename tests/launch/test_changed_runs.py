@@ -162,6 +162,41 @@ def test_a_run_that_is_not_of_the_sweep(
     assert "--restart: there is no run seed3; choose from: seed1, seed2" in capsys.readouterr().err
 
 
+def test_of_several_runs_to_begin_anew_all_are_set_aside_or_none(
+    runs: Path, sweep: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    take(runs / "seed2" / FOLDER, "run")
+    assert sweep("--restart", "seed1", "--restart", "seed2") == 2
+    assert f"{runs}/seed2 is trained by process" in capsys.readouterr().err
+    assert (runs / "seed1" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("data.train_domains=null", "data.train_domains=[SECOND, first]"),
+        ("data.weights={First: 1, Second: 2}", "data.weights={second: 0.2, First: 0.1}"),
+    ],
+    ids=["names", "unit"],
+)
+def test_domains_that_are_written_otherwise_are_the_same(
+    runs: Path, sweep: Callable[..., int], before: str, after: str
+) -> None:
+    shutil.rmtree(runs)
+    assert sweep(before) == 0
+    assert sweep(after) == 0
+    assert number_of_jobs(runs) == [1, 1]
+    assert sweep(after.replace("first", "First").replace("SECOND, ", "").replace("0.2", "0.4")) == 2
+
+
+def test_a_damaged_configuration_does_not_hide_that_the_sweep_was_edited(
+    runs: Path, sweep: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "seed1" / "config.yaml").write_text("\0")
+    assert sweep(steps=20) == 2
+    assert "seed1 (training.steps is 20, was 10); seed2 (" in capsys.readouterr().err
+
+
 def events(runs: Path, what: str) -> None:
     for name in ("seed1", "seed2"):
         (runs / name / "launch" / "1" / "events.tsv").write_text(f"2026-01-01T00:00:00Z\t-\t0\t{what}\n")
