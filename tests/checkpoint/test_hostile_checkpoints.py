@@ -25,7 +25,7 @@ CONFIG = """
 data: {{path: {data}, seq_length: 32}}
 model: {{pattern: attention, hidden_size: 16, num_attention_heads: 2, max_position_embeddings: 32}}
 training: {{steps: 1, global_batch_size: 1, micro_batch_size: 1, precision: fp32}}
-optimizer: {{lr: 1e-3, min_lr: 1e-4, warmup_steps: 0}}
+optimizer: {{lr: 1e-3, schedule: constant, warmup_steps: 0}}
 run: {{dir: {runs}, name: run, device: cpu}}
 """
 

@@ -27,7 +27,8 @@ from typing import Any
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
-    "PYTHONPATH": str(Path(__file__).parents[2]),
+    # Before whatever the tests themselves are run with: there may be no installed environment besides.
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
     # Megatron hands functions of a line to torch.compile. On the CPU importing it takes as long as torch itself, and
     # compiling one, in every process, longer than most cases.
     "TORCHDYNAMO_DISABLE": "1",

@@ -91,7 +91,7 @@ def test_budgets_are_short_in_names(tmp_path: Path) -> None:
             "runs.launch: a run called launch, as the folder of the sweep's own jobs is; choose another name",
         ),
         ("config: a.yaml\naxes: {training.seed: [1, 1]}", "axes: there are two runs called seed1; give each run "),
-        ("axes: {}", "config: missing; give it a value"),
+        ("axes: {}", "config: missing; write it in the file, or give config=... (it has no default)"),
         (
             "config: a.yaml\nmatch_parameters: {axis: size, to: a}",
             "match_parameters.axis: there is no axis size; give axes, or leave match_parameters out",

@@ -44,7 +44,7 @@ def test_the_first_rank_holds_the_lock(tmp_path: Path, monkeypatch: pytest.Monke
     assert not lock_state(tmp_path / "run" / FOLDER).is_held  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["begun", "resumed"])
+@pytest.mark.parametrize("resume", [[], ["--resume=auto"]], ids=["begun", "resumed"])
 def test_a_second_process_is_refused_by_name(
     config: Path, tmp_path: Path, resume: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
