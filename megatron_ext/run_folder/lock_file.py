@@ -175,7 +175,7 @@ def lock_state(folder: Path) -> LockState | None:
     """How a lock stands; None: there is none.
 
     Nothing is waited for: a holder on another machine counts as holding it if its file changed in the last
-    `DEAD_SECONDS`.
+    `DEAD_SECONDS`. One from further in the future has not changed since the server's clock was set back.
     """
     try:
         newest = max(numbers(folder), default=0)
@@ -186,7 +186,7 @@ def lock_state(folder: Path) -> LockState | None:
     except OSError:
         return None
     exists = None if holder is None else holder.process.exists()
-    is_held = not (holder and holder.released) and (quiet < DEAD_SECONDS if exists is None else exists)
+    is_held = not (holder and holder.released) and (abs(quiet) < DEAD_SECONDS if exists is None else exists)
     return LockState(holder, is_held, quiet)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.checkpoint.folder import Progress
+from megatron_ext.files import write_whole
 from megatron_ext.json_text import parse_json
 from megatron_ext.training.records import RunRecords
 
@@ -39,6 +42,26 @@ def read_decisions(folder: Path) -> list[dict[str, Any]]:
     path = folder / DECISIONS
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [parse_json(line) for line in lines]
+
+
+def copy_decisions(source: Path, folder: Path, step: int) -> None:
+    """Let the decisions of a run begin with those that a checkpoint of another run came about by.
+
+    Args:
+        source: folder of the other run.
+        folder: of the run; what it decided before is of a start that did not come to a checkpoint.
+        step: of the checkpoint. Of a roll-back to it or to a later one it holds nothing, and nothing of what was
+            changed when the other run went on from it.
+    """
+    lines = [json.dumps(record) for record in read_decisions(source) if _is_before(record, step)]
+    if lines or (folder / DECISIONS).exists():
+        write_whole(folder / DECISIONS, "".join(f"{line}\n" for line in lines).encode())
+
+
+def _is_before(record: Mapping[str, Any], step: int) -> bool:
+    if record["decision"] == ROLL_BACK:
+        return bool(record["to_step"] < step)
+    return bool(record["step"] < step or (record["step"] == step and record["decision"] in (AGAIN, SKIP)))
 
 
 def interventions(folder: Path) -> int:

@@ -39,7 +39,7 @@ from megatron_ext.training.build import build_trainer, model_shape
 from megatron_ext.training.coder import coder_of, keep_coder
 from megatron_ext.training.continuing import Continuing, GoesOn, say_goes_on
 from megatron_ext.training.datasets import RunData, open_data, packing_of
-from megatron_ext.training.decisions import place_in_data
+from megatron_ext.training.decisions import copy_decisions, place_in_data
 from megatron_ext.training.header import header
 from megatron_ext.training.holding import holding
 from megatron_ext.training.identity import CHANGED, DATA, identity
@@ -293,13 +293,15 @@ def _records(
         folder.mkdir(parents=True, exist_ok=True)
         keep_config(config, folder, progress.step)
         write_whole(folder / MODEL, (json.dumps(about, indent=1) + "\n").encode())
+        if branch is not None:
+            copy_records(branch.run, folder)
+            copy_decisions(branch.run, folder, branch.step)
+            skipped.copy_skipped(branch.run, folder, branch.step)
         skipped.keep(folder, data.damages, data.samples, progress.step)
         forget_failed(folder, {damage.shard for damage in data.damages})
         if data.verified:
             write_verified(folder, data.verified)
         keep_coder(data.tokenizer_file, data.manifest.tokenizer, folder)
-        if branch is not None:
-            copy_records(branch.run, folder)
         forget(folder)
         if progress.step and branch is None:
             CheckpointFolder(folder / CHECKPOINTS).go_back(progress.step)  # before the records of later steps go

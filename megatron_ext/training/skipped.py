@@ -54,5 +54,19 @@ def keep(folder: Path, damages: Sequence[Damage], samples: TrainingSamples, step
         write_whole(path, "".join(f"{line}\n" for line in kept).encode())
 
 
+def copy_skipped(source: Path, folder: Path, step: int) -> None:
+    """Let what a run does without begin with what another run did without until a checkpoint.
+
+    Args:
+        source: folder of the other run.
+        folder: of the run.
+        step: of the checkpoint.
+    """
+    lines = (source / SKIPPED).read_text().splitlines() if (source / SKIPPED).exists() else []
+    kept = [line for line in lines if parse_json(line)["step"] < step]
+    if kept:
+        write_whole(folder / SKIPPED, "".join(f"{line}\n" for line in kept).encode())
+
+
 def _tokens(damages: Sequence[Damage]) -> int:
     return sum(damage.tokens for damage in damages)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -135,6 +136,15 @@ def test_a_file_from_the_future_is_watched_for_the_whole_time(folder: Path) -> N
     clock = FakeClock()
     taken(folder, clock=clock)
     assert clock.time - 1000.0 >= DEAD_SECONDS
+
+
+@pytest.mark.parametrize(("ahead", "is_held"), [(-70.0, False), (-50.0, True), (50.0, True), (3600.0, False)])
+def test_a_look_takes_no_file_from_the_far_future_for_a_living_one(folder: Path, ahead: float, is_held: bool) -> None:
+    taken(folder, ELSEWHERE)
+    os.utime(folder / "1", (time.time() + ahead,) * 2)
+    state = lock_state(folder)
+    assert state is not None
+    assert state.is_held == is_held
 
 
 def test_a_requeued_job_fences_off_its_predecessor_at_once(folder: Path) -> None:

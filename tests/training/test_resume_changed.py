@@ -136,6 +136,26 @@ def test_a_run_that_was_taken_back_and_killed_goes_on_from_there(
     assert [line["step"] for line in records(run)] == [1, 2, 3, 4]
 
 
+def test_a_branch_has_the_decisions_that_its_checkpoint_came_about_by(run: Path) -> None:
+    decided = [
+        {"time": "t", "step": 2, "decision": "roll_back", "line": "before it", "to_step": 1, "samples": 4},
+        {"time": "t", "step": 2, "decision": "skip", "line": "before it"},
+        {"time": "t", "step": 2, "decision": "changed", "line": "after it", "field": "optimizer.lr"},
+        {"time": "t", "step": 3, "decision": "again", "line": "after it"},
+        {"time": "t", "step": 4, "decision": "roll_back", "line": "after it", "to_step": 2, "samples": 8},
+    ]
+    (run / "decisions.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in decided))
+    skipped = {"step": 0, "tokens": 9, "samples_an_epoch": 1, "of_samples": 2, "shards": [{"shard": "a"}]}
+    later = skipped | {"step": 3, "shards": []}
+    (run / "skipped_shards.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in (skipped, later)))
+    step = f"run.branch_from={run}/checkpoints/step_2"
+    assert call(run.parent / "config.yaml", "run.name=branch", step) == 0
+    assert records(run.parent / "branch", "decisions.jsonl") == decided[:2]
+    first, whole = records(run.parent / "branch", "skipped_shards.jsonl")
+    assert first == skipped
+    assert (whole["step"], whole["shards"]) == (2, [])
+
+
 @pytest.mark.parametrize("change", ["one more", "others"])
 def test_other_documents_under_the_same_names(
     run: Path, data: Path, tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
