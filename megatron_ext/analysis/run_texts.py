@@ -29,6 +29,12 @@ def text_warnings(runs: Sequence[Run]) -> list[str]:
             f"{_some(without)} of an earlier version and did not keep which text it was trained on: it is taken to be "
             "the others'"
         )
+    said += [
+        f"{run.name} is evaluated on other text after step {run.other_text_until} than until then: its losses by "
+        "domain before and after do not compare"
+        for run in runs
+        if run.other_text_until
+    ]
     changed = [run for run in runs if run.size is not None and run.size.changed]
     for run in changed:
         assert run.size is not None

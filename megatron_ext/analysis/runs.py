@@ -51,7 +51,10 @@ class StepRecord:
 
 @checked_dataclass(frozen=True, config=_LINE)
 class EvaluationRecord:
-    """A line of evaluation.jsonl: one domain at one step; losses in nats (`loss` a token, `document_loss` summed)."""
+    """A line of evaluation.jsonl: one domain at one step; losses in nats (`loss` a token, `document_loss` summed).
+
+    `data` is the beginning of a digest of all text that was evaluated on; None: it is from before that was kept.
+    """
 
     step: NonNegativeInt
     domain: Annotated[str, Field(min_length=1)]
@@ -61,6 +64,7 @@ class EvaluationRecord:
     documents: Annotated[list[int], Field(min_length=1)]
     document_loss: list[FiniteFloat]
     document_tokens: list[NonNegativeInt]
+    data: str | None = None
 
 
 @checked_dataclass(frozen=True, config=_LINE)
@@ -132,6 +136,7 @@ class Run:
         size: parameters of the model; None: the run is from before they were kept.
         peak_memory: bytes, the largest of any step's; None: not recorded.
         mfu: median share of the device's peak that was used; None: not recorded.
+        other_text_until: last step that was evaluated on other text than the newest evaluation; 0: none.
     """
 
     path: Path
@@ -147,6 +152,7 @@ class Run:
     size: ModelSize | None = None
     peak_memory: int | None = None
     mfu: float | None = None
+    other_text_until: int = 0
 
     @property
     def seconds(self) -> float:
@@ -219,7 +225,7 @@ def read_run(path: Path, *, evaluated: bool = True) -> Run:
     config = _read_config(path)
     metrics = _read_metrics(path / "metrics.jsonl")
     steps = np.array([record.step for record in metrics], dtype=np.int64)
-    evaluation_steps, domains = _read_evaluations(path / "evaluation.jsonl", steps, needed=evaluated)
+    evaluation_steps, domains, other_text = _read_evaluations(path / "evaluation.jsonl", steps, needed=evaluated)
     rates = [record.tokens_per_second for record in metrics]
     shares = [record.mfu for record in metrics if record.mfu is not None]
     peaks = [record.peak_memory for record in metrics if record.peak_memory is not None]
@@ -237,6 +243,7 @@ def read_run(path: Path, *, evaluated: bool = True) -> Run:
         size=_read_size(path / "model.json"),
         peak_memory=max(peaks, default=None),
         mfu=float(np.median(shares)) if shares else None,
+        other_text_until=other_text,
     )
 
 
@@ -346,15 +353,21 @@ def _scores(line: Line[EvaluationRecord]) -> _Scores:
     return _Scores(line.where, documents, tokens, losses)
 
 
-def _read_evaluations(path: Path, steps: IntArray, *, needed: bool) -> tuple[IntArray, tuple[DomainEvaluations, ...]]:
-    """Evaluations that have a training loss beside them: their steps [E], and what was measured of each domain."""
+def _read_evaluations(
+    path: Path, steps: IntArray, *, needed: bool
+) -> tuple[IntArray, tuple[DomainEvaluations, ...], int]:
+    """Evaluations that have a training loss beside them: their steps [E], what was measured of each domain, and
+    `Run.other_text_until`.
+    """
     if not needed and not path.exists():
-        return np.empty(0, dtype=np.int64), ()
+        return np.empty(0, dtype=np.int64), (), 0
     mend = "train with training.evaluate_every above 0"
     by_step: dict[int, dict[tuple[Split, str], _Scores]] = {}
+    texts: dict[int, str | None] = {}
     for line in parse_lines(path, EvaluationRecord, mend):
         key = (line.record.split, line.record.domain)
         by_step.setdefault(line.record.step, {})[key] = _scores(line)
+        texts[line.record.step] = line.record.data
     by_step.pop(0, None)  # before the first step there is no training loss to compare at
     keys = sorted({key for scores in by_step.values() for key in scores})
     _drop_incomplete(path, by_step, keys)
@@ -364,10 +377,12 @@ def _read_evaluations(path: Path, steps: IntArray, *, needed: bool) -> tuple[Int
     if not by_step:
         if needed:
             raise UserError(str(path), "holds no evaluation after a training step", mend)
-        return np.empty(0, dtype=np.int64), ()
+        return np.empty(0, dtype=np.int64), (), 0
     order = sorted(by_step)
     domains = tuple(_stack(key, [by_step[step][key] for step in order]) for key in keys)
-    return np.array(order, dtype=np.int64), domains
+    newest = texts[order[-1]]
+    other = [step for step in order if texts[step] not in (None, newest)] if newest is not None else []
+    return np.array(order, dtype=np.int64), domains, max(other, default=0)
 
 
 def _drop_incomplete(path: Path, by_step: dict[int, Any], keys: Sequence[tuple[Split, str]]) -> None:
@@ -401,7 +416,7 @@ def check_same_data(run: Run, first: Run) -> None:
     """Losses compare only over the same documents, and training losses only over the same training domains."""
     where, mend = str(run.path), f"compare runs over the same data; the first run is {first.path}"
     train, first_train = (one.config.get("data", {}).get("train_domains") for one in (run, first))
-    if train and first_train and sorted(train) != sorted(first_train):
+    if train and first_train and sorted(train) != sorted(first_train) and not _same_domains(run, first):
         raise UserError(where, f"trained on {', '.join(train)}, the first run on {', '.join(first_train)}", mend)
     if not run.domains:
         return
@@ -411,3 +426,13 @@ def check_same_data(run: Run, first: Run) -> None:
     for one, other in zip(run.domains, first.domains, strict=True):
         if not _same_documents(one.documents, one.tokens, other.documents, other.tokens):
             raise UserError(where, f"domain {one.domain} ({one.split}) has other documents than the first run's", mend)
+
+
+def _same_domains(run: Run, first: Run) -> bool:
+    """Whether two runs are known to be trained on domains of the same names, which users may spell in several ways."""
+    names = [
+        {text["domain"] for text in one.size.data.texts if text["split"] == "train"}
+        for one in (run, first)
+        if one.size is not None and one.size.data is not None
+    ]
+    return len(names) == 2 and names[0] == names[1]

@@ -12,7 +12,8 @@ from analysis_synthetic import Synthetic, write_run
 
 from megatron_ext.analysis.report import write_report
 from megatron_ext.analysis.run_texts import text_warnings
-from megatron_ext.analysis.runs import ModelSize, Run, Texts
+from megatron_ext.analysis.runs import ModelSize, Run, Texts, read_run, read_runs
+from megatron_ext.errors import UserError
 
 
 def entry(split: str, domain: str, documents: int = 5) -> dict[str, Any]:
@@ -64,3 +65,27 @@ def test_a_report_begins_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert f"warning: {line}" in capsys.readouterr().err
     assert "attention (text train 5)" in page  # and they are not averaged as seeds
     assert json.loads((tmp_path / "report" / "report.json").read_text())["files"]
+
+
+def test_a_run_whose_text_to_evaluate_on_was_changed_is_named(tmp_path: Path) -> None:
+    """Its documents are as many and as long as before, and others."""
+    path = write_run(tmp_path / "a", Synthetic(name="a")) / "evaluation.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert read_run(tmp_path / "a").other_text_until == 0  # of an earlier version
+    steps = sorted({record["step"] for record in records})
+    for record in records:
+        record["data"] = "old" if record["step"] <= steps[2] else "new"
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    (line,) = text_warnings([read_run(tmp_path / "a")])
+    assert line.startswith(f"a is evaluated on other text after step {steps[2]} than until then")
+
+
+def test_domains_that_are_spelled_otherwise_are_the_same(tmp_path: Path) -> None:
+    size = {"parameters": 9, "embedding_parameters": 1, "output_layer_parameters": 1, "changed": []}
+    runs = []
+    for name, domain, data in (("a", "web", texts()), ("b", "WEB", texts()), ("c", "code", None)):
+        config = {"data": {"train_domains": [domain]}}
+        runs.append(write_run(tmp_path / name, Synthetic(name=name, config=config, size=size | {"data": data})))
+    assert [run.name for run in read_runs(runs[:2])] == ["a", "b"]
+    with pytest.raises(UserError, match="trained on code, the first run on web"):
+        read_runs(runs)
