@@ -89,7 +89,7 @@ class Parser(argparse.ArgumentParser):
         else:
             unknown = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
             known = set(re.findall(r"[\w.-]+", unknown[2])) if unknown else set()
-        if not unknown:
+        if not unknown or unknown[1] in known:  # an option of another sub-command, or one with a value too many
             return ""
         longer = sorted(name for name in known if name.startswith(unknown[1]))
         close = longer or difflib.get_close_matches(unknown[1], sorted(known), n=1, cutoff=0.6)

@@ -149,7 +149,7 @@ class Together:
         windows: dict[tuple[int, int, int], list[FloatArray]] = defaultdict(list)
         for architecture, sign in enumerate(signs):
             for number, one in enumerate(readings[architecture] if sign else ()):
-                shift = sum(domain.shifts[architecture][number] for domain in self._domains) / self.tokens
+                shift = np.sum([domain.shifts[architecture][number] for domain in self._domains], axis=0) / self.tokens
                 factor = sign / len(readings[architecture])
                 for index, rest in _with_noise(one):
                     key = one.run.seed, int(one.run.evaluation_steps[index]), len(rest)

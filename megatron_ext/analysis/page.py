@@ -18,7 +18,6 @@ from megatron_ext.analysis.figure import split_loss
 from megatron_ext.analysis.history import differences, happened, skipped
 from megatron_ext.analysis.matched import RESOLUTION, Comparison, training_loss
 from megatron_ext.analysis.matched_tables import (
-    FEW_DOCUMENTS,
     domain_table,
     headline_table,
     level_table,
@@ -42,6 +41,7 @@ from megatron_ext.analysis.suites import (
     loss_table,
     retrieval_table,
 )
+from megatron_ext.ratio import FEW_DOCUMENTS
 
 SECTIONS = {
     "curves": "Loss over tokens",

@@ -57,6 +57,7 @@ def test_steps_are_counted_once(tmp_path: Path) -> None:
         "steps skipped": 1,
         "steps rolled back": 1,
         "times stopped at a step": None,
+        "times changed on the way": None,
     }
 
 

@@ -106,6 +106,8 @@ def test_some_runs_without_a_test_loss(tmp_path: Path, capsys: pytest.CaptureFix
     few = "two numbers of tokens: E, B and beta cannot be told apart"
     assert said.err.splitlines() == [
         f"warning: {folder}/mamba_4_20: no test loss after the last step: none is fitted",
+        "fitting a law to 6 points of attention",
+        "fitting a law to 6 points of mamba",
         f"warning: {folder} (attention): {few}",
         f"warning: {folder} (mamba): {few}",
     ]
@@ -146,7 +148,10 @@ def test_runs_of_a_folder_that_are_not_finished_are_left_out(
     assert main(["fit", str(folder), "--output", str(output), "--json"]) == 0
     printed = capsys.readouterr()
     expected = [f"{folder}/{name}: {reason}" for name, reason in left_out.items()]
-    assert printed.err.splitlines() == [f"warning: {line}: it is left out of the fit" for line in expected]
+    assert printed.err.splitlines() == [
+        *(f"warning: {line}: it is left out of the fit" for line in expected),
+        *("fitting a law to 7 points of attention", "fitting a law to 8 points of mamba"),
+    ]
     numbers = json.loads(printed.out)
     assert [mixer["points"] for mixer in numbers["mixers"].values()] == [7, 8]
     assert numbers["left_out"] == [{"run": f"{folder}/{name}", "reason": why} for name, why in left_out.items()]
