@@ -22,7 +22,7 @@ from data_prep.manifest_entries import UnusedEntry as UnusedEntry
 from data_prep.manifest_entries import match_domain as match_domain
 from data_prep.storage import sha256_of
 from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason, write_whole
+from megatron_ext.files import os_reason, read_regular, write_whole
 from megatron_ext.json_text import parse_json
 
 VERSION = 1
@@ -46,7 +46,7 @@ def load_manifest(root: Path) -> Manifest:
     """
     path = root / MANIFEST_NAME
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise UserError(str(path), f"cannot be read ({os_reason(error)})", _AGAIN) from None
     return parse_manifest(content, str(path))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason
+from megatron_ext.files import os_reason, read_regular
 
 EVENTS = "events.tsv"
 LAUNCH = "launch"
@@ -51,7 +51,7 @@ def read_events(launch: Path, damaged: list[str] | None = None) -> list[Event]:
     """
     path, events = launch / EVENTS, []
     try:
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        lines = read_regular(path).split(b"\n")[:-1] if path.exists() else []
     except OSError as error:
         lines = []
         _raise_or_note(UserError(str(path), f"cannot be read ({os_reason(error)})", "restore it or remove it"), damaged)

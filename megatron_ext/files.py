@@ -9,6 +9,10 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
+
+LARGEST_READ = 1 << 30
+"""Bytes of a file that is read whole; the records of a million steps have a third of it."""
 
 
 def is_url(path: str) -> bool:
@@ -66,8 +70,38 @@ def write_private(path: Path, content: bytes) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that a reader sees either what was there before or all of `content`."""
     beside = path.with_name(f".{path.name}.partial")
-    with renamed_when_whole(beside, path):
-        beside.write_bytes(content)
+    if beside.is_symlink():  # none of ours
+        beside.unlink()
+    with renamed_when_whole(beside, path), os.fdopen(open_to_write(beside, os.O_TRUNC), "wb") as file:
+        file.write(content)
+
+
+def open_to_write(path: Path, flags: int = 0) -> int:
+    """Open a file for writing, made if it is not there; a link, which may lead anywhere, is not followed.
+
+    Args:
+        path: of the file.
+        flags: besides those for writing: os.O_TRUNC, os.O_APPEND.
+
+    Returns:
+        Its descriptor, which the caller closes.
+
+    Raises:
+        OSError: it cannot be opened, is a link, or is no regular file.
+    """
+    always = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, always | flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):
+            raise OSError(error.errno, "is a link, which is not followed to write", str(path)) from None
+        raise
+    return _checked_regular(descriptor, path)
+
+
+def open_to_append(path: Path) -> IO[str]:
+    """Open a text file for appending; see `open_to_write`."""
+    return os.fdopen(open_to_write(path, os.O_APPEND), "a")
 
 
 def open_regular(path: Path) -> int:
@@ -79,14 +113,20 @@ def open_regular(path: Path) -> int:
     Raises:
         OSError: it cannot be opened, or is no regular file.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    return _checked_regular(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), path)
+
+
+def _checked_regular(descriptor: int, path: Path) -> int:
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "is no regular file")
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
     return descriptor
 
 
-def read_regular(path: Path, limit: int) -> bytes:
+def read_regular(path: Path, limit: int = LARGEST_READ) -> bytes:
     """The content of a regular file.
 
     Args:

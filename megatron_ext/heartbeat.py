@@ -7,7 +7,6 @@ no more, as its process or its machine is gone or stopped.
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import threading
@@ -17,10 +16,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from megatron_ext.files import os_reason
+from megatron_ext.files import open_to_write, os_reason, read_regular
 from megatron_ext.json_text import parse_json
 
 FOLDER = "heartbeats"
+_MOST = 1 << 53
+"""Above any number of a sign; Python's whole numbers may be too large for its own floats."""
+
 _WIDTH = 320
 """Bytes of a file: it is written over in one call, so that a reader sees one line or the other."""
 
@@ -110,7 +112,7 @@ class Heartbeat:
             self._start,
         )
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self._path, os.O_CREAT | os.O_WRONLY, 0o644)
+        file = open_to_write(self._path)
         try:
             os.pwrite(file, (json.dumps(asdict(sign)).ljust(_WIDTH - 1) + "\n").encode(), 0)
         finally:
@@ -127,7 +129,7 @@ def signs(run_folder: Path, damaged: list[str] | None = None) -> list[Sign]:
     found = []
     for path in sorted((run_folder / FOLDER).glob("rank_*")):
         try:
-            content = path.read_bytes()
+            content = read_regular(path, 1 << 16)
             if content:
                 found.append(_sign(content))
         except (OSError, ValueError, TypeError) as error:
@@ -147,8 +149,9 @@ def _sign(content: bytes) -> Sign:
     """
     sign = Sign(**parse_json(content))
     numbers = (sign.seconds, sign.further, sign.written)
-    is_sound = all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
-    if not is_sound or any(type(number) is not int for number in (sign.rank, sign.pid, sign.step, sign.passes)):
+    is_sound = all(type(number) in (int, float) and abs(number) < _MOST for number in numbers)  # NaN is not
+    counts = (sign.rank, sign.pid, sign.step, sign.passes)
+    if not is_sound or any(type(number) is not int or abs(number) >= _MOST for number in counts):
         raise ValueError("no numbers")
     return replace(sign, host=str(sign.host), ended=bool(sign.ended), start=str(sign.start))
 

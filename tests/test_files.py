@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext import cli, files
 from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason, write_private, write_whole
+from megatron_ext.files import open_to_append, open_to_write, os_reason, read_regular, write_private, write_whole
 from megatron_ext.launch.job import copy_code
 
 
@@ -71,7 +71,7 @@ def fails(*_: object) -> None:
 
 
 def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "write_bytes", fails)
+    monkeypatch.setattr(files, "open_to_write", fails)
     with pytest.raises(OSError, match="No space left") as caught:
         write_whole(tmp_path / "file", b"x")
     assert caught.value.filename == str(tmp_path / "file")
@@ -110,7 +110,7 @@ def test_a_full_disk_is_one_line_of_every_command(
         write_whole(tmp_path / "results.json", b"x")
         return 0
 
-    monkeypatch.setattr(Path, "write_bytes", fails)
+    monkeypatch.setattr(files, "open_to_write", fails)
     verb = cli._Verb(help="", add_arguments=lambda _: None, run=write)
     monkeypatch.setitem(cli.VERBS, "doctor", verb)
     assert cli.main(["doctor"]) == 2
@@ -125,3 +125,45 @@ def test_a_full_disk_of_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(shutil, "copytree", copy)
     with pytest.raises(UserError, match=r"cannot be written \(\[Errno 28\] No space left on device: 'b'\)"):
         copy_code(tmp_path / "code")
+
+
+def test_a_link_of_a_stranger_leads_no_content_elsewhere(tmp_path: Path) -> None:
+    """As the folder of somebody else's run may have one, with the name that is written beside."""
+    outside, folder = tmp_path / "outside", tmp_path / "run"
+    outside.write_bytes(b"precious")
+    folder.mkdir()
+    (folder / ".file.partial").symlink_to(outside)
+    write_whole(folder / "file", b"whole")
+    assert outside.read_bytes() == b"precious"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {"file": b"whole"}
+    assert not (folder / "file").is_symlink()
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["file", "dangling"])
+def test_a_link_is_not_followed_to_append(tmp_path: Path, there: bool) -> None:
+    outside, link = tmp_path / "outside", tmp_path / "metrics.jsonl"
+    if there:
+        outside.write_bytes(b"precious")
+    link.symlink_to(outside)
+    with pytest.raises(OSError, match="is a link, which is not followed to write"):
+        open_to_append(link)
+    assert outside.exists() == there
+    assert not there or outside.read_bytes() == b"precious"
+
+
+def test_a_pipe_is_neither_read_nor_written(tmp_path: Path) -> None:
+    """Each would wait for the other end for ever."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with pytest.raises(OSError, match="is no regular file"):
+        read_regular(pipe)
+    with pytest.raises(OSError, match="No such device"):
+        open_to_write(pipe)
+    with pytest.raises(IsADirectoryError):
+        read_regular(tmp_path)
+
+
+def test_lines_are_appended(tmp_path: Path) -> None:
+    for line in ("a\n", "b\n"):
+        with open_to_append(tmp_path / "lines") as file:
+            file.write(line)
+    assert (tmp_path / "lines").read_text() == "a\nb\n"

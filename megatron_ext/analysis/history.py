@@ -16,6 +16,7 @@ from megatron_ext.analysis.cells import NOTHING, Cell, count, text
 from megatron_ext.analysis.runs import Run
 from megatron_ext.errors import UserError
 from megatron_ext.events import launches, read_events
+from megatron_ext.files import read_regular
 
 SKIPPED = "skipped_shards.jsonl"
 """Of a run that did without some of its data: a line whenever that changed."""
@@ -141,7 +142,7 @@ def skipped(run: Run) -> Skipped | None:
     """
     path = run.path / SKIPPED
     try:
-        lines = path.read_bytes().splitlines() if path.exists() else []
+        lines = read_regular(path).splitlines() if path.exists() else []
         if not lines:
             return None
         last = TypeAdapter(Skipped).validate_json(lines[-1])

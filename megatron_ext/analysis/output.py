@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from megatron_ext.files import write_whole
+from megatron_ext.files import read_regular, write_whole
 from megatron_ext.json_text import parse_json
 from megatron_ext.paths import path_within
 
@@ -53,7 +53,7 @@ def _remove(output: Path, path: Path) -> None:
 
 def _earlier(record: Path, ours: re.Pattern[str]) -> set[str]:
     try:
-        names = parse_json(record.read_bytes())["files"]
+        names = parse_json(read_regular(record))["files"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return set()
     listed = names if isinstance(names, list) else []

@@ -18,7 +18,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from megatron_ext.config.yaml_text import TooLargeError, parse_yaml
 from megatron_ext.credentials import redacted_tree
 from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason
+from megatron_ext.files import os_reason, read_regular
 from megatron_ext.printable import printable
 
 FloatArray = NDArray[np.float64]
@@ -36,17 +36,20 @@ LOSS_TOLERANCE = 1e-3
 
 _LINE = ConfigDict(extra="ignore", strict=True)
 
+_INT64 = Field(lt=1 << 63, ge=-(1 << 63))
+"""What arrays of whole numbers hold."""
+
 
 @checked_dataclass(frozen=True, config=_LINE)
 class StepRecord:
     """A line of metrics.jsonl, as far as it is used here: loss in nats a token, tokens since the run began."""
 
-    step: PositiveInt
-    tokens: NonNegativeInt
+    step: Annotated[PositiveInt, _INT64]
+    tokens: Annotated[NonNegativeInt, _INT64]
     loss: FiniteFloat
     tokens_per_second: float | None = None
     mfu: float | None = None
-    peak_memory: NonNegativeInt | None = None
+    peak_memory: Annotated[NonNegativeInt, _INT64] | None = None
 
 
 @checked_dataclass(frozen=True, config=_LINE)
@@ -56,14 +59,14 @@ class EvaluationRecord:
     `data` is the beginning of a digest of all text that was evaluated on; None: it is from before that was kept.
     """
 
-    step: NonNegativeInt
+    step: Annotated[NonNegativeInt, _INT64]
     domain: Annotated[str, Field(min_length=1)]
     split: Split
     loss: FiniteFloat
-    num_tokens: PositiveInt
-    documents: Annotated[list[int], Field(min_length=1)]
+    num_tokens: Annotated[PositiveInt, _INT64]
+    documents: Annotated[list[Annotated[int, _INT64]], Field(min_length=1)]
     document_loss: list[FiniteFloat]
-    document_tokens: list[NonNegativeInt]
+    document_tokens: list[Annotated[NonNegativeInt, _INT64]]
     data: str | None = None
 
 
@@ -253,7 +256,7 @@ def _warn(where: str, message: str) -> None:
 
 def _read_bytes(path: Path, mend: str) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except FileNotFoundError:
         raise UserError(str(path), "is missing", mend) from None
     except OSError as error:

@@ -17,6 +17,7 @@ from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, number, tex
 from megatron_ext.analysis.runs import SPLITS, Split, column_name
 from megatron_ext.analysis.style import as_csv
 from megatron_ext.errors import UserError
+from megatron_ext.files import read_regular
 from megatron_ext.ratio import FEW_DOCUMENTS
 
 File = TypeVar("File")
@@ -185,7 +186,7 @@ def _parsed(path: Path | None, kind: type[File]) -> File | None:
     if path is None:
         return None
     try:
-        return TypeAdapter(kind).validate_json(path.read_bytes())
+        return TypeAdapter(kind).validate_json(read_regular(path))
     except (OSError, ValidationError):
         raise UserError(str(path), "is not what a suite has written", "run `selectron evaluate` again") from None
 

@@ -16,12 +16,15 @@ from typing import Any
 from megatron_ext.checkpoint.contents import Content, content_of
 from megatron_ext.checkpoint.disk import NotAsWritten
 from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason, write_whole
+from megatron_ext.files import os_reason, read_regular, write_whole
 from megatron_ext.json_text import parse_json
 from megatron_ext.paths import relative_name
 
 RECORD = "checkpoint.json"
 LATEST = "latest"
+
+_MOST = 1 << 62
+"""Above any number of steps, samples or tokens; fits int64."""
 
 _STEP = re.compile(r"step_[0-9]{1,18}")
 
@@ -126,7 +129,10 @@ class CheckpointFolder:
         pointer = self.root / LATEST
         if not pointer.exists():
             return None
-        name = pointer.read_text(errors="replace").strip()
+        try:
+            name = read_regular(pointer, 1 << 16).decode(errors="replace").strip()
+        except OSError as error:
+            raise UserError(str(pointer), f"cannot be read ({os_reason(error)})", "restore or remove it") from error
         if _STEP.fullmatch(name) is None:
             there = ", ".join(f"step_{step}" for step in self.steps())
             mend = f"write one of them into it: {there}" if there else "no checkpoint is there: remove the file"
@@ -212,19 +218,18 @@ class CheckpointFolder:
         if not path.is_file():
             raise self.damage(step, RECORD, "is not there, so the checkpoint is not whole")
         try:
-            raw = parse_json(path.read_text())
+            raw = parse_json(read_regular(path))
             files = {relative_name(name, str(path)): Content(**content) for name, content in raw["files"].items()}
             record = Record(**{**raw, "progress": Progress(**raw["progress"]), "files": files})
-            if not isinstance(record.identity, dict):
-                raise TypeError(f"identity {record.identity!r}")
+            _check_types(record)
             return record
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise self.damage(step, RECORD, "cannot be read as a checkpoint's record") from error
 
     def is_model_only(self, step: int) -> bool:
         """Whether a checkpoint says of itself that it holds a model alone, be it whole or not."""
         try:
-            return bool(parse_json((self.path(step) / RECORD).read_text()).get("model_only"))
+            return bool(parse_json(read_regular(self.path(step) / RECORD)).get("model_only"))
         except (OSError, ValueError, AttributeError):
             return False
 
@@ -256,3 +261,17 @@ class CheckpointFolder:
         if not others:
             return "there is no other: bring it back from a copy, or train the run until it has written one"
         return f"{self._another} (there are: {', '.join(others)})"
+
+
+def _check_types(record: Record) -> None:
+    """Refuse what a record that was not written here may hold.
+
+    Raises:
+        TypeError: a field is of another type, or a number none of a run's.
+    """
+    if not all(type(number) is int and 0 <= number < _MOST for number in vars(record.progress).values()):
+        raise TypeError("progress")
+    if type(record.identity) is not dict or type(record.generators) is not list:
+        raise TypeError("identity or generators")
+    if not all(type(one.size) is int and type(one.xxh3_128) is str for one in record.files.values()):
+        raise TypeError("files")

@@ -7,7 +7,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
@@ -18,7 +18,7 @@ from data_prep.manifest import MANIFEST_NAME, ShardEntry, parse_manifest
 from megatron_ext.credentials import is_redacted, redacted, without_secrets_of
 from megatron_ext.data.failed import DamagedShard
 from megatron_ext.errors import UserError
-from megatron_ext.files import force_to_disk, os_reason, write_whole
+from megatron_ext.files import force_to_disk, open_to_write, os_reason, write_whole
 from megatron_ext.paths import path_within
 
 BLOCK = 4 << 20
@@ -28,6 +28,9 @@ LONGEST_MANIFEST = 512 << 20
 
 LONGEST_TOKENIZER = 512 << 20
 """Bytes of a tokenizer's file that are copied: its manifest does not tell its size."""
+
+_LONGEST_LOCK = 80
+"""Characters of a name that a lock's file is called by: each may become three, or more where it is not ASCII."""
 
 _AGAIN = "copy it there again or prepare the data again"
 
@@ -181,7 +184,8 @@ class ShardCache:
         try:
             with self._writing():
                 path.parent.mkdir(parents=True, exist_ok=True)
-            with self._reading(name) as source, beside.open("wb") as target:
+                file = os.fdopen(open_to_write(beside, os.O_TRUNC), "wb")
+            with file as target, self._reading(name) as source:
                 while block := self._block(source, name):
                     digest.update(block)
                     copied += len(block)
@@ -196,13 +200,14 @@ class ShardCache:
                 force_to_disk(beside)
                 beside.replace(path)
         finally:
-            beside.unlink(missing_ok=True)
+            with suppress(OSError):  # its name may be too long for it to be there
+                beside.unlink(missing_ok=True)
         with self._counting:
             self.copied += 1
 
     def _evict(self, limit: int) -> None:
         """Remove the shards that were not opened for longest, but those that a process is just opening."""
-        with self._locked("evict"):
+        with self._locked(".locks"):  # no shard may be called so
             there = [shard for shard in self._evictable if self._here(shard.file).exists()]
             used = sum(shard.bytes + shard.index_bytes for shard in there)
             for shard in sorted(there, key=lambda one: (self.root / one.file).stat().st_mtime_ns):
@@ -218,8 +223,15 @@ class ShardCache:
     def _locked(self, name: str, *, wait: bool = True) -> Iterator[bool]:
         """Hold a name's lock among the processes of this machine; without waiting, say whether it was free."""
         locks = self.root / ".locks"
-        locks.mkdir(exist_ok=True)
-        with (locks / quote(name, safe="")).open("w") as file:
+        short = (
+            quote(name, safe="")
+            if name.isascii() and len(name) <= _LONGEST_LOCK
+            else hashlib.sha256(name.encode()).hexdigest()
+        )
+        with self._writing():
+            locks.mkdir(exist_ok=True)
+            file = os.fdopen(open_to_write(locks / short), "w")
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:

@@ -120,7 +120,7 @@ class OpenShard:
 
     def _opened(self, path: str) -> int:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise self._unreadable(path, error) from None
         weakref.finalize(self, os.close, descriptor)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data_prep.manifest import ShardEntry
 from megatron_ext.data.verify import check_here
-from megatron_ext.files import write_whole
+from megatron_ext.files import read_regular, write_whole
 from megatron_ext.json_text import parse_json
 
 NAME = "verified_shards.json"
@@ -72,7 +72,7 @@ class Verified:
 def read_verified(folder: Path) -> dict[str, Stamp]:
     """What a run's folder says was compared; nothing where it says nothing that can be read."""
     try:
-        known = parse_json((folder / NAME).read_bytes())
+        known = parse_json(read_regular(folder / NAME))
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_ext.errors import UserError
 from megatron_ext.events import LAUNCH
-from megatron_ext.files import write_whole
+from megatron_ext.files import read_regular, write_whole
 from megatron_ext.json_text import parse_json
 from megatron_ext.launch import slurm
 from megatron_ext.launch.job import NUMBER, SCRIPT, Job, next_folder, sbatch_options, unwritable
@@ -53,7 +53,7 @@ class Array:
         """
         runs, path = self.folder.parents[len(FOLDER.parts)], self.folder / _JOBS
         try:
-            return [Job(_inside(runs, name, str(path))) for name in parse_json(path.read_text())]
+            return [Job(_inside(runs, name, str(path))) for name in parse_json(read_regular(path))]
         except UNREADABLE as error:
             raise UserError(str(path), problem_of(error), f"remove {self.folder} if its jobs have ended") from error
 

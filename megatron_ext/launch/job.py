@@ -19,7 +19,7 @@ from megatron_ext.config.save import private_yaml, to_yaml
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import UserError
 from megatron_ext.events import EVENTS, LAUNCH, launches
-from megatron_ext.files import os_reason, write_private, write_whole
+from megatron_ext.files import open_regular, os_reason, read_regular, write_private, write_whole
 from megatron_ext.launch import slurm
 from megatron_ext.launch.resources import Resources
 from megatron_ext.paths import check_text
@@ -58,7 +58,7 @@ class Job:
         """
         path = self.folder / NUMBER
         try:
-            number = path.read_bytes().decode("ascii", "replace").strip() if path.exists() else None
+            number = read_regular(path, 1 << 16).decode("ascii", "replace").strip() if path.exists() else None
         except OSError as error:
             raise UserError(str(path), f"cannot be read ({os_reason(error)})", _NUMBER_HINT) from error
         if number is not None and not _NUMBER.fullmatch(number):
@@ -133,7 +133,7 @@ def is_claimed(run_folder: Path) -> bool:
     path = run_folder / LAUNCH / "lock"
     if not path.exists():
         return False
-    with path.open("rb") as lock:
+    with os.fdopen(open_regular(path), "rb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_ext.config.load import read_tree
 from megatron_ext.errors import UserError
 from megatron_ext.events import LAUNCH, Event, read_events
+from megatron_ext.files import open_regular, read_regular
 from megatron_ext.json_text import parse_json
 from megatron_ext.launch.by_hand import BY_HAND, HandStart, hand_start, has_begun
 from megatron_ext.launch.job import NUMBER, Job, is_claimed, jobs_of, newest_job
@@ -98,7 +99,7 @@ def _inside(folder: Path) -> list[Path]:
     sweep, readings = folder / SWEEP, Readings()
     none: list[str] = []
     names = (
-        readings.get(sweep, lambda: list(parse_json(sweep.read_text())["runs"]), none)
+        readings.get(sweep, lambda: list(parse_json(read_regular(sweep))["runs"]), none)
         if os.path.lexists(sweep)
         else none
     )
@@ -185,6 +186,7 @@ def _by_hand(folder: Path, hand: HandStart, readings: Readings) -> RunStatus:
 
 
 def _steps(config: Path) -> int:
+    os.close(open_regular(config))
     steps = read_tree(config)["training"]["steps"]
     if type(steps) is not int:
         raise ValueError(f"training.steps is {str(steps)[:40]!r}")
@@ -266,7 +268,7 @@ def last_metrics(folder: Path, readings: Readings | None = None) -> dict[str, An
 
 
 def _last_lines(path: Path) -> list[bytes]:
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - _TAIL_BYTES))
         whole = file.read().split(b"\n")[:-1]

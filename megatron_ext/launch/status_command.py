@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -100,8 +102,17 @@ def _show_hands_output(args: argparse.Namespace, hand: HandStart) -> int:
 
 def _tail(args: argparse.Namespace, log: Path) -> int:
     follow = ["--follow"] if args.follow else []
+    command = ["tail", f"--lines={args.lines}", *follow, "--", str(log)]
     sys.stdout.flush()
-    os.execvp("tail", ["tail", f"--lines={args.lines}", *follow, "--", str(log)])
+    if not sys.stdout.isatty():
+        os.execvp("tail", command)
+    # On a screen what others have printed goes through `EscapedOutput`, as everything does.
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as tail:
+        assert tail.stdout is not None
+        for line in io.TextIOWrapper(tail.stdout, "utf-8", errors="replace", newline=""):  # progress lines end by \r
+            sys.stdout.write(line)
+            sys.stdout.flush()
+    return tail.returncode
 
 
 def cancel(args: argparse.Namespace) -> int:

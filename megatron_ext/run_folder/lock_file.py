@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.files import open_regular
 from megatron_ext.run_folder.process_identity import ProcessIdentity
 
 DEAD_SECONDS = 60.0
@@ -120,7 +121,7 @@ def numbers(folder: Path) -> list[int]:
 
 def raw(path: Path) -> bytes:
     """Content of a file; to open it makes NFS ask the server whether it has changed."""
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         return file.read(2 * WIDTH)
 
 

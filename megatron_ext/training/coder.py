@@ -17,7 +17,7 @@ from data_prep.tokenization.tokenizer import NoTokenError
 from data_prep.tokenization.vocabularies import TextTokenizer, kept_tokenizer, lost_part
 from megatron_ext.checkpoint.conversion import tokenizer_files
 from megatron_ext.errors import UserError
-from megatron_ext.files import write_whole
+from megatron_ext.files import read_regular, write_whole
 from megatron_ext.paths import path_within
 
 ENTRY = "tokenizer_entry.json"
@@ -133,6 +133,6 @@ def coder_of(file: Path, entry: TokenizerEntry) -> Coder:
 
 def _entry(path: Path) -> TokenizerEntry:
     try:
-        return TypeAdapter(TokenizerEntry).validate_json(path.read_bytes())
+        return TypeAdapter(TokenizerEntry).validate_json(read_regular(path))
     except (OSError, ValidationError):
         raise UserError(str(path), "cannot be read", "copy it again") from None

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.checkpoint.folder import Progress
-from megatron_ext.files import write_whole
+from megatron_ext.errors import UserError
+from megatron_ext.files import read_regular, write_whole
 from megatron_ext.json_text import parse_json
 from megatron_ext.training.records import RunRecords
 
@@ -40,8 +41,19 @@ def note(records: RunRecords, decision: str, step: int, line: str, **details: An
 def read_decisions(folder: Path) -> list[dict[str, Any]]:
     """Decisions of a run, in order; a line that a killed run was writing is left out."""
     path = folder / DECISIONS
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [parse_json(line) for line in lines]
+    lines = read_regular(path).decode().split("\n")[:-1] if path.exists() else []
+    return [_decision(f"{path}:{number}", line) for number, line in enumerate(lines, start=1)]
+
+
+def _decision(where: str, line: str) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = parse_json(line)
+        numbers = ("step", "to_step", "samples") if record["decision"] == ROLL_BACK else ("step",)
+        if all(type(record[name]) is int for name in numbers):
+            return dict(record)
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise UserError(where, f"is no record of a decision: {line[:60]!r}", "mend the line or remove it")
 
 
 def copy_decisions(source: Path, folder: Path, step: int) -> None:

@@ -9,8 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_ext.data.failed import NOTES
 from megatron_ext.errors import EXIT_USER_ERROR
+from megatron_ext.heartbeat import FOLDER as HEARTBEATS
+from megatron_ext.paths import path_within
 from megatron_ext.run_folder.lock import FOLDER, LockLost, RunLock, held, take
+from megatron_ext.training.records import TENSORBOARD
+
+WRITTEN = (FOLDER, HEARTBEATS, TENSORBOARD, NOTES, "launch", "evaluation")
+"""Folders of a run in which files are replaced and removed. Checkpoints may lie on another disk, by a link."""
 
 
 @contextmanager
@@ -24,11 +31,13 @@ def holding(folder: Path) -> Iterator[RunLock | None]:
         The lock; None: this is not the first rank.
 
     Raises:
-        UserError: another process trains the run, or the folder cannot be written.
+        UserError: another process trains the run, a link leads out of its folder, or the folder cannot be written.
     """
     if int(os.environ.get("RANK", "0")) != 0:
         yield None
         return
+    for name in WRITTEN:
+        path_within(folder, name, str(folder))
     hint = "wait until it ends, or end it there; or choose another run.name"
     lock = take(folder / FOLDER, str(folder), hint=hint)
     with held(lock, on_stuck=_end_at_once):

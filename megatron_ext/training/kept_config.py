@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_ext.config.save import save_config, to_yaml
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.files import read_regular
 
 CONFIG = "config.yaml"
 _UNTIL = "config.until_step_"
@@ -19,7 +20,7 @@ def keep_config(config: RunConfig, folder: Path, step: int) -> None:
     """
     config = replace(config, run=replace(config.run, allow_changed=[], allow_other_data=False))
     current = folder / CONFIG
-    if current.exists() and current.read_text() != to_yaml(config):
+    if current.exists() and read_regular(current) != to_yaml(config).encode():
         current.replace(folder / f"{_UNTIL}{step}.yaml")
     save_config(config, current)
 

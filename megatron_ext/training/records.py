@@ -16,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason, write_whole
+from megatron_ext.files import open_to_append, os_reason, read_regular, write_whole
 from megatron_ext.json_text import parse_json
 
 METRICS = "metrics.jsonl"
@@ -97,7 +97,7 @@ class RunRecords:
 
     def history(self, steps: int) -> list[tuple[float, float]]:
         """Loss and gradient norm of the newest steps that the records hold, as many as there are."""
-        lines = (self._folder / METRICS).read_text().splitlines()[-steps:] if steps else []
+        lines = read_regular(self._folder / METRICS).decode().splitlines()[-steps:] if steps else []
         return [(record["loss"], record["grad_norm"]) for record in map(parse_json, lines)]
 
     def flush(self) -> None:
@@ -161,7 +161,7 @@ class RunRecords:
         Raises:
             UserError: as from `step`.
         """
-        with self._writing(), (self._folder / name).open("a") as file:
+        with self._writing(), open_to_append(self._folder / name) as file:
             file.write(json.dumps(record) + "\n")
 
     def left_out(self) -> None:
@@ -223,9 +223,11 @@ def _left_to_the_writer(failed: threading.ExceptHookArgs) -> None:
 def _reopened(path: Path, first_step: int) -> IO[str]:
     """The file, open for appending, without lines of steps that will be done again and without a half-written one."""
     if path.exists():
-        kept = [line for line in path.read_text().splitlines(keepends=True) if _step_of(line, path) <= first_step]
+        kept = [
+            line for line in read_regular(path).decode().splitlines(keepends=True) if _step_of(line, path) <= first_step
+        ]
         write_whole(path, "".join(f"{line.rstrip()}\n" for line in kept).encode())
-    return path.open("a")
+    return open_to_append(path)
 
 
 def lr_at(folder: Path, step: int) -> float | None:
@@ -235,7 +237,7 @@ def lr_at(folder: Path, step: int) -> float | None:
         UserError: a line is no record.
     """
     path = folder / METRICS
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    lines = read_regular(path).decode().splitlines(keepends=True) if path.exists() else []
     found = [parse_json(line)["lr"] for line in lines if _step_of(line, path) == step]
     return found[-1] if found else None
 
@@ -249,11 +251,11 @@ def copy_records(source: Path, folder: Path) -> None:
         shutil.rmtree(folder / TENSORBOARD)
     for name in _KEPT:
         if (source / name).exists():
-            shutil.copyfile(source / name, folder / name)
+            write_whole(folder / name, read_regular(source / name))
 
 
 def _last_step(path: Path) -> int:
-    lines = path.read_text().splitlines(keepends=True)
+    lines = read_regular(path).decode().splitlines(keepends=True)
     return int(max((_step_of(line, path) for line in lines), default=0))
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.data.verify import Damage
-from megatron_ext.files import write_whole
+from megatron_ext.errors import UserError
+from megatron_ext.files import read_regular, write_whole
 from megatron_ext.json_text import parse_json
 
 SKIPPED = "skipped_shards.jsonl"
@@ -38,8 +39,13 @@ def keep(folder: Path, damages: Sequence[Damage], samples: TrainingSamples, step
         step: steps done before.
     """
     path = folder / SKIPPED
-    lines = path.read_text().splitlines() if path.exists() else []
-    kept = [line for line in lines if parse_json(line)["step"] < step]
+    lines = read_regular(path).decode().splitlines() if path.exists() else []
+    try:
+        kept = [line for line in lines if parse_json(line)["step"] < step]
+        before = parse_json(kept[-1])["shards"] if kept else []
+    except (ValueError, TypeError, KeyError):
+        problem = "has a line that is no record of skipped shards"
+        raise UserError(str(path), problem, "mend the line or remove the file") from None
     record: dict[str, Any] = {
         "step": step,
         "tokens": _tokens(damages),
@@ -47,7 +53,6 @@ def keep(folder: Path, damages: Sequence[Damage], samples: TrainingSamples, step
         "of_samples": samples.num_windows,
         "shards": [asdict(damage) for damage in damages],
     }
-    before = parse_json(kept[-1])["shards"] if kept else []
     if record["shards"] != before:
         kept.append(json.dumps(record))
     if kept != lines:

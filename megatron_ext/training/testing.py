@@ -32,6 +32,7 @@ from megatron_ext.evaluation.retrieval.run import check_retrieval, evaluate_retr
 from megatron_ext.evaluation.token_losses import TokenLosses
 from megatron_ext.files import os_reason
 from megatron_ext.mixers.registry import load_all
+from megatron_ext.paths import path_within
 from megatron_ext.platform import Platform
 from megatron_ext.training.coder import Coder
 from megatron_ext.training.datasets import open_tests, packing_of
@@ -123,7 +124,7 @@ computes nothing: the model's chunks may be missing."""
 
 def results_folder(run: Path, step: int) -> Path:
     """Where results of a run's step are, unless told otherwise."""
-    return run / "evaluation" / f"step_{step}"
+    return path_within(run, f"evaluation/step_{step}", str(run))
 
 
 def make_folder(folder: Path) -> None:

@@ -126,6 +126,8 @@ REPEAT = "restore the file or repeat the run"
         ("metrics.jsonl", 7, lambda r: "[1, 2]", "is not a JSON object"),
         ("metrics.jsonl", 7, lambda r: r | {"loss": float("nan")}, "loss: input should be a finite number"),
         ("metrics.jsonl", 7, lambda r: r | {"step": "7"}, "step: input should be a valid integer"),
+        ("metrics.jsonl", 7, lambda r: r | {"step": 10**30}, f"step: input should be less than {1 << 63}"),
+        ("metrics.jsonl", 7, lambda r: r | {"tokens": 10**30}, f"tokens: input should be less than {1 << 63}"),
         ("evaluation.jsonl", 2, lambda r: {"step": 20}, "domain: field required"),
         (
             "evaluation.jsonl",
@@ -282,3 +284,10 @@ def test_a_damaged_size(folder, text, problem):
     (folder / "model.json").write_text(text)
     mend = "restore the file or continue the run, which writes it anew"
     assert message_of(read_run, folder) == f"{folder}/model.json: {problem}; {mend}"
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "evaluation.jsonl"])
+def test_what_has_no_end_is_not_read(folder, name):
+    (folder / name).unlink()
+    (folder / name).symlink_to("/dev/zero")
+    assert f"{folder}/{name}: cannot be read (is no regular file)" in message_of(read_run, folder)

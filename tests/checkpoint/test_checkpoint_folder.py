@@ -287,3 +287,33 @@ def test_a_folder_of_another_name_is_no_checkpoint(folder: CheckpointFolder) -> 
     (folder.root / "step_old").mkdir()
     (folder.root / "step_old" / RECORD).write_text("{}")
     assert folder.steps() == [3]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"progress": {"step": "1", "samples": 4, "tokens": 256}},
+        {"progress": {"step": 1, "samples": -4, "tokens": 256}},
+        {"progress": {"step": 10**400, "samples": 4, "tokens": 256}},
+        {"progress": {"step": 1, "samples": 4, "tokens": float("inf")}},
+        {"identity": ["model.hidden_size"]},
+        {"generators": "x"},
+        {"files": {"data.bin": {"size": "5", "xxh3_128": "00"}}},
+    ],
+    ids=["text", "negative", "huge", "infinite", "identity", "generators", "files"],
+)
+def test_a_record_of_other_types_is_damaged(tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = CheckpointFolder(tmp_path)
+    record = save(folder, 1) / RECORD
+    record.write_text(json.dumps(json.loads(record.read_bytes()) | change))
+    with pytest.raises(DamagedCheckpoint, match="cannot be read as a checkpoint's record"):
+        folder.read_record(1)
+
+
+def test_a_pointer_without_end_is_named(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 1)
+    (tmp_path / LATEST).unlink()
+    (tmp_path / LATEST).symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="cannot be read"):
+        folder.latest()

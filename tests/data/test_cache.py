@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,39 @@ def test_a_link_in_the_cache_that_leads_out_is_neither_followed_nor_removed(cach
     with pytest.raises(UserError, match="where a link leads out of"), cache.holding(shard):
         pass
     assert not list(outside.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("evict", None),
+        ("\u00e9" * 60 + "/" + "\u00e9" * 60, None),
+        ("a" * 250, "(File name too long)"),
+    ],
+    ids=["evict", "quoted", "long"],
+)
+def test_names_of_shards_meet_no_names_of_the_cache(memory, tmp_path, name, said):
+    """A lock that is called like a shard is waited for by its own holder; quoted and lengthened names are too long."""
+    content = json.loads(memory.cat("/prepared/manifest.json"))
+    shard = next(one for one in content["domains"] if one["split"] == "train")["shards"][0]
+    memory.pipe(f"/prepared/{name}", memory.cat(f"/prepared/{shard['file']}"))
+    shard["file"] = name
+    memory.pipe("/prepared/manifest.json", json.dumps(content).encode())
+    cache = ShardCache("memory://prepared", tmp_path / "cache", 1e-9)  # evicts after each copy
+    first = next(one for one in train_shards(cache.manifest) if one.file == name)
+    taken: list[str | None] = []
+
+    def take() -> None:
+        try:
+            with cache.holding(first):
+                taken.append(None)
+        except UserError as error:
+            taken.append(error.problem)
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert [problem and problem[problem.index("(") :] for problem in taken] == [said]
 
 
 def test_an_address_that_gives_bytes_without_end(memory, tmp_path, monkeypatch):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -51,6 +55,11 @@ def dangling(path: Path) -> None:
     path.symlink_to("nowhere")
 
 
+def pipe_instead(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "empty": lambda path: path.write_bytes(b""),
     "NUL tail": lambda path: path.write_bytes(path.read_bytes() + b"\0" * 100 + b"\n"),
@@ -62,6 +71,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "huge number": huge,
     "folder": folder_instead,
     "dangling link": dangling,
+    "pipe": pipe_instead,
+    "without end": lambda path: (path.unlink(missing_ok=True), path.symlink_to("/dev/zero")),
     "unreadable": lambda path: None,  # see the fixture
 }
 
@@ -74,6 +85,20 @@ SILENT = {
     *((file, "dangling link") for file in ("events.tsv", "job_id")),
     ("sweep.json", "huge number"),  # it has none
 }
+
+
+@pytest.fixture(autouse=True)
+def _in_time() -> Iterator[None]:
+    """A read that waits for ever, as of a pipe, fails instead."""
+
+    def late(*_: object) -> None:
+        raise AssertionError("waits for ever")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 20)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture
@@ -102,14 +127,14 @@ def damaged(sweep: Path, file: str, damage: str, monkeypatch: pytest.MonkeyPatch
     path = sweep / FILES[file]
     DAMAGES[damage](path)
     if damage == "unreadable":  # for root, too
-        opened = Path.open
+        opened = os.open
 
-        def refuse(self: Path, *args: Any, **options: Any) -> Any:
-            if self == path:
-                raise PermissionError(13, "Permission denied", str(self))
-            return opened(self, *args, **options)
+        def refuse(name: Any, *args: Any, **options: Any) -> int:
+            if name == path:
+                raise PermissionError(13, "Permission denied", str(name))
+            return opened(name, *args, **options)
 
-        monkeypatch.setattr(Path, "open", refuse)
+        monkeypatch.setattr(os, "open", refuse)
     return path
 
 
@@ -188,3 +213,33 @@ def test_of_many_problems_the_first_are_named(sweep: Path) -> None:
     lines = status.status_table([status.status_of(sweep / "b")])
     assert len(lines) == 3 + 4
     assert lines[-1] == "b: 97 more of its lines or files are damaged"
+
+
+HUGE_NUMBERS = [{"further": 10**400}, {"passes": 10**400}, {"pid": -(10**400)}, {"written": float("nan")}]
+
+
+@pytest.mark.parametrize("numbers", HUGE_NUMBERS, ids=lambda numbers: next(iter(numbers)))
+def test_a_sign_of_no_sane_number_is_named(
+    sweep: Path, numbers: dict[str, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = sweep / "b" / HEARTBEATS / "rank_0"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"further": 0, "ended": False} | numbers))
+    assert main(["status", str(sweep / "b"), "--ranks"]) == 0
+    assert f"{path}: is no sign of a rank" in capsys.readouterr().out
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_log_moves_no_cursor_of_a_screen(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sweep / "b/launch/1/job-7.log").write_text("first\n50%\r100%\n\x1b]0;title\x07\x1b[2Jlast\n", newline="")
+
+    def replace(*_: object) -> None:
+        raise AssertionError("what tail prints is not escaped")
+
+    monkeypatch.setattr(os, "execvp", replace)
+    monkeypatch.setattr(sys, "stdout", screen := Screen(newline=""))
+    assert main(["logs", str(sweep / "b"), "--lines", "2"]) == 0
+    assert screen.getvalue() == "50%\r100%\n\\x1b]0;title\\x07\\x1b[2Jlast\n"

@@ -12,11 +12,12 @@ import pytest
 from corpora import prepared
 from launching import call, records, snapshot, write_config
 
+from megatron_ext.errors import UserError
 from megatron_ext.run_folder import lock as lock_module
 from megatron_ext.run_folder.lock import FOLDER, take
 from megatron_ext.run_folder.lock_file import lock_state
 from megatron_ext.run_folder.process_identity import this_process
-from megatron_ext.training.holding import holding
+from megatron_ext.training.holding import WRITTEN, holding
 from megatron_ext.training.records import RunRecords
 
 
@@ -42,6 +43,19 @@ def test_the_first_rank_holds_the_lock(tmp_path: Path, monkeypatch: pytest.Monke
         assert lock is not None
         assert lock_state(tmp_path / "run" / FOLDER).is_held  # type: ignore[union-attr]
     assert not lock_state(tmp_path / "run" / FOLDER).is_held  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_folder_of_a_run_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    """A stranger's run folder may have it: files there would be replaced and removed."""
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    outside.mkdir()
+    (outside / "1").write_text("a letter")
+    (run / name).symlink_to(outside)
+    with pytest.raises(UserError, match="where a link leads out of"), holding(run):
+        pass
+    assert [path.name for path in outside.iterdir()] == ["1"]
 
 
 @pytest.mark.parametrize("resume", [[], ["--resume=auto"]], ids=["begun", "resumed"])

@@ -82,19 +82,35 @@ def copy_tokenizer(tokenizer: KeptTokenizer, folder: Path, *, plain: bool = Fals
 
     Raises:
         OSError: a file cannot be read or written.
-        UserError: a file is no JSON.
+        UserError: a file is no JSON, or a link out of the folder.
     """
     keep_tokenizer(tokenizer.file, folder, tokenizer.end, plain=plain)
     for name in COMPANIONS:
         companion = tokenizer.file.parent / name
         if not companion.is_file():
             continue
+        _refuse_link(companion)
         if name == TOKENIZER_CONFIG:
             _write_json(folder / name, exported_config(read_json(companion), plain=plain))
         elif name == SPECIAL_TOKENS:
             _write_json(folder / name, exported_tokens(read_json(companion)))
         else:
             write_whole(folder / name, companion.read_bytes())
+
+
+def _refuse_link(companion: Path) -> None:
+    """Refuse a link out of a tokenizer's folder: what it leads to would be copied unread, and given to others.
+
+    Caches of downloaded models are folders of links: models--A--B/snapshots/REVISION/NAME to models--A--B/blobs/HASH.
+
+    Raises:
+        UserError: it is one.
+    """
+    folder = companion.parent.resolve()
+    known = [folder, *([folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else [])]
+    if not any(companion.resolve().is_relative_to(one) for one in known):
+        problem = f"is a link to {companion.resolve()}, and would be copied"
+        raise UserError(str(companion), problem, "put the file itself there, or remove the link")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from megatron_ext.checkpoint.conversion.families.selectron import AUTO_MAP
 from megatron_ext.checkpoint.conversion.model_card import card
 from megatron_ext.checkpoint.conversion.placing import README_MARK
 from megatron_ext.checkpoint.conversion.tokenizer_files import COMPANIONS, copy_tokenizer, kept_tokenizer
+from megatron_ext.errors import UserError
 
 FILES = {
     "tokenizer_config.json": json.dumps(
@@ -53,6 +54,33 @@ def test_what_lies_beside_it_is_copied(tmp_path: Path) -> None:
     assert {path.name for path in copy.iterdir()} == {"tokenizer.json", *FILES}
     for name in ["tokenizer.json", *FILES]:
         assert content_of(copy / name) == content_of(source / name)
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "chat_template.jinja", "tokenizer_config.json"])
+def test_a_link_out_of_its_folder_is_not_copied(tmp_path: Path, name: str) -> None:
+    """What it leads to, a key perhaps, would be published with the export."""
+    source, copy = tokenizer_in(tmp_path / "source"), tmp_path / "copy"
+    copy.mkdir()
+    (tmp_path / "key").write_text("{}")
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to(tmp_path / "key")
+    kept = kept_tokenizer(source)
+    assert kept is not None
+    with pytest.raises(UserError, match=f"{name}: is a link to .*key, and would be copied"):
+        copy_tokenizer(kept, copy)
+    assert not (copy / name).exists() or content_of(copy / name) != {}
+
+
+def test_a_cache_of_links_is_copied(tmp_path: Path) -> None:
+    for folder in ("model/snapshots", "model/blobs", "copy"):
+        (tmp_path / folder).mkdir(parents=True)
+    source, copy = tokenizer_in(tmp_path / "model" / "snapshots" / "0123"), tmp_path / "copy"
+    (tmp_path / "model" / "blobs" / "cafe").write_text("a\n")
+    (source / "vocab.txt").symlink_to("../../blobs/cafe")
+    kept = kept_tokenizer(source)
+    assert kept is not None
+    copy_tokenizer(kept, copy)
+    assert (copy / "vocab.txt").read_text() == "a\n"
 
 
 def test_alone_it_gets_what_transformers_must_know(tmp_path: Path) -> None:
