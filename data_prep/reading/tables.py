@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pyarrow
+import pyarrow.compute
 import pyarrow.parquet
 
 from data_prep.documents import Advance, MalformedError, Problems
@@ -57,19 +58,19 @@ def _rows(stream: Any, size: int, fields: Fields) -> Iterator[tuple[dict[str, py
     """Rows as columns' unread values, each with its share of the file's bytes."""
     facts = pyarrow.parquet.read_metadata(stream)
     columns = _columns(facts.schema.to_arrow_schema(), fields)
-    # So a column of a row group is read as it is used; the default reads it whole. Texts that repeat stay references
-    # to one copy: else a batch of them may be a thousand times as large as what is read.
-    leaves = {facts.schema.column(number).path for number in range(facts.num_columns)}
-    table = pyarrow.parquet.ParquetFile(
-        stream,
-        metadata=facts,
-        buffer_size=BUFFER_BYTES,
-        pre_buffer=False,
-        read_dictionary=[name for name in (fields.text,) if name in leaves],
-    )
+    # So a column of a row group is read as it is used; the default reads it whole.
+    piecewise: dict[str, Any] = {"metadata": facts, "buffer_size": BUFFER_BYTES, "pre_buffer": False}
+    table = pyarrow.parquet.ParquetFile(stream, **piecewise)
+    leaves = [facts.schema.column(number).path for number in range(facts.num_columns)]
+    encoded = pyarrow.parquet.ParquetFile(stream, **piecewise, read_dictionary=leaves)
     total, done, rows = max(facts.num_rows, 1), 0, _batch_rows(facts)
     for group in range(table.num_row_groups):  # one by one: a batch over several is lost where the last of them is
-        for batch in table.iter_batches(rows, row_groups=[group], columns=columns):
+        # A value that the file holds once, in a dictionary, is copied for every row of a batch. Rows are not read as
+        # references to it: what collects these keeps all values of a row group.
+        first = next(encoded.iter_batches(1, row_groups=[group], columns=columns), None)
+        longest = sum(map(_longest, first.columns)) if first else 0
+        size_of_batch = max(1, min(rows, BATCH_BYTES // max(longest, 1)))
+        for batch in table.iter_batches(size_of_batch, row_groups=[group], columns=columns):
             for row in range(batch.num_rows):
                 share = size * (done + 1) // total - size * done // total
                 done += 1
@@ -101,6 +102,15 @@ def _batch_rows(facts: pyarrow.parquet.FileMetaData) -> int:
     groups = [facts.row_group(number) for number in range(facts.num_row_groups)]
     row = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
     return max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(row, 1.0))))
+
+
+def _longest(column: pyarrow.Array) -> int:
+    """Bytes of the longest value in the dictionaries of a column; 0 where it has none."""
+    if isinstance(column, pyarrow.StructArray):
+        return sum(_longest(column.field(number)) for number in range(column.type.num_fields))
+    if not isinstance(column, pyarrow.DictionaryArray):
+        return 0
+    return pyarrow.compute.max(pyarrow.compute.binary_length(column.dictionary)).as_py() or 0
 
 
 def _values(record: dict[str, pyarrow.Scalar]) -> dict[str, Any]:

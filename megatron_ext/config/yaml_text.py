@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from itertools import accumulate
 from pathlib import Path
@@ -83,17 +84,19 @@ def _check_text(text: str) -> None:
 
 def _check_size(root: Node) -> None:
     """Refuse a document whose aliases, written out, would be too large; in a time that they do not lengthen."""
-    sizes: dict[int, int] = {}
+    sizes: dict[int, float] = {}
     waiting = [(root, False)]
     while waiting:
         node, is_counted = waiting.pop()
         inner = _inner(node)
         if is_counted:
             sizes[id(node)] = total = 1 + sum(sizes[id(one)] for one in inner)
+            if total == math.inf:
+                raise TooLargeError("an alias stands inside what it is an alias of")
             if total > MAX_NODES:
                 raise TooLargeError(f"more than {MAX_NODES} values, aliases written out")
         elif id(node) not in sizes:
-            sizes[id(node)] = MAX_NODES  # of one that is inside itself
+            sizes[id(node)] = math.inf  # of one that is inside itself
             waiting.append((node, True))
             waiting += [(one, False) for one in inner]
 

@@ -193,6 +193,25 @@ def test_bad_file(tmp_path: Path, text: str, expected: str) -> None:
     assert message(text, tmp_path) == expected
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (">\n    attention*12\n", "attention*12"),
+        ("|\n    (attention,\n     rwkv6)*2,\n    attention\n", "(attention, rwkv6)*2, attention"),
+        (">-\r\n    attention,\r\n    rwkv6\r\n", "attention, rwkv6"),
+        ('"attention,\\n\\trwkv6"', "attention, rwkv6"),
+    ],
+)
+def test_a_pattern_may_have_lines(tmp_path: Path, written: str, read: str) -> None:
+    assert load(f"{BASE}model:\n  pattern: {written}", tmp_path).model.pattern == read
+
+
+@pytest.mark.parametrize("text", ['"attention\\e[2J"', '"attention,\\u2028other"', '"attention\\0"'])
+def test_a_pattern_has_no_other_control_characters(tmp_path: Path, text: str) -> None:
+    assert "model.pattern: " in message(f"{BASE}model:\n  pattern: {text}", tmp_path)
+    assert "holds the control character" in message(f"{BASE}model:\n  pattern: {text}", tmp_path)
+
+
 def test_several_mistakes_name_them_all(tmp_path: Path) -> None:
     text = BASE + "training: {steps: 0, micro_batch_size: a}\noptimizer: {lrr: 1}\n"
     assert message(text, tmp_path) == (
@@ -208,7 +227,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="cannot be read"):
         load_config(tmp_path / "binary.yaml", [], MIXERS)
-    with pytest.raises(UserError, match="no text, number, list or section"):
+    with pytest.raises(UserError, match="an alias stands inside what it is an alias of"):
         load("data: &a {path: *a}", tmp_path)
     with pytest.raises(UserError, match="not valid YAML"):
         load("data: !!python/object:os.system {}", tmp_path)

@@ -18,15 +18,18 @@ import zstandard
 
 from data_prep.documents import Problems
 from data_prep.reading.corpus import open_files
+from data_prep.reading.fields import Fields
 from megatron_ext.bench.supervise import cost_of
 from megatron_ext.errors import UserError
 
 READ = """
 import sys
-from data_prep.reading.corpus import open_files
 from data_prep.documents import Problems
+from data_prep.reading.corpus import open_files
+from data_prep.reading.fields import Fields
 problems = Problems("skip")
-letters = sum(len(document.text) for document in open_files(sys.argv[1], "Text").documents(problems))
+corpus = open_files(sys.argv[1], Fields(default="Text"))
+letters = sum(len(document.text) for document in corpus.documents(problems))
 print(letters, dict(problems.counts))
 """
 CHOOSE = """
@@ -37,6 +40,7 @@ step.run()
 print(int(step.stats.stats["removed"].total))
 """
 MEBIBYTE = 1 << 20
+FIELDS = Fields(default="Text")
 pytestmark = pytest.mark.slow
 
 
@@ -156,18 +160,19 @@ def test_too_long_a_text_stops_or_is_counted(tmp_path, monkeypatch, suffix):
     else:
         path.write_bytes(zstandard.compress(lines) if suffix.endswith("zst") else lines)
     problems = Problems("skip")
-    assert [document.text for document in open_files(tmp_path, "Text").documents(problems)] == [good]
+    assert [document.text for document in open_files(tmp_path, FIELDS).documents(problems)] == [good]
     assert [reason for _, reason in problems.counts] == ["too long"]
     with pytest.raises(UserError, match=r"too long \(.*1,001 characters, at most 1,000 are taken\)"):
-        list(open_files(tmp_path, "Text").documents(Problems("stop")))
+        list(open_files(tmp_path, FIELDS).documents(Problems("stop")))
 
 
 def test_too_long_a_line_is_counted_and_the_next_ones_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr("data_prep.reading.records.LONGEST_RECORD", 100)
-    monkeypatch.setattr("data_prep.reading.records.BLOCK_BYTES", 7)
+    monkeypatch.setattr("data_prep.reading.lines.LONGEST_RECORD", 100)
+    monkeypatch.setattr("data_prep.reading.lines.BLOCK_BYTES", 7)
     rows = ["x" * 10, "y" * 89, "z" * 88, "", "w" * 5000, "v"]  # with 12 more letters a line
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows[:3] + rows[4:]))
     problems = Problems("skip")
-    found = [(document.id, document.text) for document in open_files(tmp_path, "Text").documents(problems)]
+    found = [(document.id, document.text) for document in open_files(tmp_path, FIELDS).documents(problems)]
     assert found == [("x.jsonl:1", rows[0]), ("x.jsonl:3", rows[2]), ("x.jsonl:5", "v")]
     assert sum(problems.counts.values()) == 2

@@ -172,7 +172,7 @@ def test_tokenizer_is_trained_on_the_train_split_alone(records, tmp_path):
 
 def test_malformed_records_stop_or_are_reported(records, tmp_path, tokenizer_file):
     bad = write_jsonl(records / "bad.jsonl", ['{"text": 1}', "{", "{"])
-    with pytest.raises(UserError, match=rf"^{re.escape(str(bad))}:1: no text; "):
+    with pytest.raises(UserError, match=rf"^{re.escape(str(bad))}:1: no text \(`text` is a number\); "):
         prepare(options(records, tmp_path / "out", tokenizer_file))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["raw"]
     manifest = prepare(options(records, tmp_path / "out", tokenizer_file, on_error="skip"))

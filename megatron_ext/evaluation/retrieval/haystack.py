@@ -19,6 +19,7 @@ LONGEST_SENTENCE = 60
 """Words: what has no full stop, a table for example, is cut after as many."""
 
 WHERE = "retrieval.haystack"
+MEND = "repair it or name another"
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,11 @@ def _texts(source: str) -> Iterator[str]:
         problem = f"{source} holds tokens, no text" if holds_tokens else error.problem
         raise UserError(WHERE, problem, "name a file or folder with text in it") from error
     # It is a text that the user chose: what is malformed is not passed over.
-    problems = Problems("stop", otherwise="name another")
     try:
-        for document in corpus.documents(problems):
+        for document in corpus.documents(Problems("stop")):
             yield document.text
     except UserError as error:
-        raise UserError(WHERE, f"{error.where}: {error.problem}", error.mend) from None
+        # Not the error's own mend: it names options of `selectron prepare`.
+        raise UserError(WHERE, f"{error.where}: {error.problem}", MEND) from None
     except OSError as error:
-        raise UserError(WHERE, f"{source} cannot be read ({error})", "repair it or name another") from error
+        raise UserError(WHERE, f"{source} cannot be read ({error})", MEND) from error

@@ -49,15 +49,43 @@ def test_members_of_a_tar_that_make_no_document(tmp_path):
     assert (number, peak < 24 * MIB) == (0, True), peak
 
 
+def arrow_peak(folder):
+    """Bytes that Arrow holds at most while a folder is read, and the texts."""
+    before, most, texts = pyarrow.total_allocated_bytes(), 0, []
+    for document in open_files(folder, Fields(default="Web")).documents(Problems("skip")):
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+        texts.append(hash(document.text))
+    return most, texts
+
+
 def test_one_text_in_many_rows_of_a_table(tmp_path):
-    """The file holds it once, in a dictionary; a batch of rows must, too."""
+    """The file holds it once, in a dictionary; a batch of rows has few copies."""
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a" * MIB] * 100}), tmp_path / "a.parquet")
     assert (tmp_path / "a.parquet").stat().st_size < MIB
-    before, most, number = pyarrow.total_allocated_bytes(), 0, 0
-    for document in open_files(tmp_path, Fields(default="Web")).documents(Problems()):
-        most = max(most, pyarrow.total_allocated_bytes() - before)
-        number += document.text == "a" * MIB
-    assert (number, most < 50 * MIB) == (100, True), most
+    most, texts = arrow_peak(tmp_path)
+    assert (texts, most < 50 * MIB) == ([hash("a" * MIB)] * 100, True), most
+
+
+@pytest.mark.parametrize("column", ["domain", "meta"])
+def test_one_domain_in_many_rows_of_a_table(tmp_path, column):
+    value = {"redpajama_set_name": "d" * MIB} if column == "meta" else "d" * MIB
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"] * 99, column: [value] * 99}), tmp_path / "a.parquet")
+    before = pyarrow.total_allocated_bytes()
+    problems, peaks = Problems("skip"), []
+    list(open_files(tmp_path).documents(problems, lambda _: peaks.append(pyarrow.total_allocated_bytes() - before)))
+    assert list(problems.counts.values()) == [99]
+    assert max(peaks) < 50 * MIB
+
+
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_different_texts_of_a_row_group_are_not_kept(tmp_path, dictionary):
+    """A dictionary is left off where it grows too large, and the rest of the row group is plain."""
+    texts = [f"{number:07} " * 16_000 for number in range(800)]
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=dictionary, write_batch_size=8)
+    del table
+    most, found = arrow_peak(tmp_path)
+    assert (found == [hash(one) for one in texts], most < 50 * MIB) == (True, True), most
 
 
 class ManyDomains:
