@@ -19,6 +19,11 @@ _TOKEN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+|[(),*]")
 _EXAMPLE = 'write it like "attention*12" or "(top1_chunk*3,attention)*4"'
 
 
+def on_one_line(pattern: str) -> str:
+    """The same layer pattern with each run of spaces, tabs and line breaks as one space, and none at its ends."""
+    return re.sub(r"[ \t\r\n]+", " ", pattern).strip(" ")
+
+
 def parse_pattern(pattern: str) -> list[str]:
     """Expand a layer pattern.
 

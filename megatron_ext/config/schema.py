@@ -21,6 +21,8 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
+from megatron_ext.config.pattern import on_one_line
+
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 """Unknown keys, values of another type, infinities and NaN are refused, never converted."""
 
@@ -76,7 +78,7 @@ class ModelConfig:
         vocab_size_multiple: the vocabulary is padded up to a multiple of this, whatever the layout.
     """
 
-    pattern: str = "attention*12"
+    pattern: Annotated[str, AfterValidator(on_one_line)] = "attention*12"
     block: Literal["transformer", "rwkv7", "mixer"] = "transformer"
     normalization: Literal["rms_norm", "layer_norm"] = "rms_norm"
     hidden_size: PositiveInt = 768

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from megatron_ext.config.pattern import on_one_line
 from megatron_ext.config.suggest import suggest
 from megatron_ext.errors import UserError
 from megatron_ext.paths import check_text
@@ -83,9 +84,12 @@ def show(value: object) -> str:
 
 
 def _check_text(value: object, where: str) -> None:
-    """Refuse control characters in all text of a tree: it goes to file names, batch scripts and screens."""
+    """Refuse control characters in all text of a tree: it goes to file names, batch scripts and screens.
+
+    A layer pattern may have line breaks, as a YAML block has; its field takes them out.
+    """
     if isinstance(value, str):
-        check_text(where, value)
+        check_text(where, on_one_line(value) if where == "model.pattern" else value)
     elif isinstance(value, dict):
         for name, field in value.items():
             inner = f"{where.removesuffix('.')}.{name}" if where else str(name)
