@@ -201,9 +201,8 @@ def refusal(sweep: Path, changed: Sequence[Changed]) -> UserError:
     named = "; ".join(map(str, changed[:_MOST_RUNS]))
     problem = f"{len(changed)} of its runs were begun otherwise than it says now: {named}{more}"
     options = " ".join(f"--restart {one.name}" for one in changed)
-    return UserError(
-        str(sweep), problem, f"give them new names, or begin them anew with {options} (what they are stays)"
-    )
+    hint = f"give them new names, or begin them anew with {options} (their folders of today are kept aside)"
+    return UserError(str(sweep), problem, hint)
 
 
 def check_restarts(restarts: Sequence[str], configs: Mapping[str, RunConfig], trunks: Mapping[str, str]) -> None:
