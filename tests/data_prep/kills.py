@@ -1,9 +1,19 @@
 """A process that is killed right before one of its changes to a folder, chosen by number."""
 
+import ctypes
 import os
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+import multiprocess
+from multiprocess.connection import Connection
+
+from data_prep.running.execution import PR_SET_PDEATHSIG
 
 CHANGES = {
     "os.rename": 2,
@@ -23,21 +33,53 @@ KILLED, DONE = 9, 0
 def changes(root: Path, number: int | None, work: Callable[[], object]) -> tuple[int, int]:
     """Run `work` in a process of its own, which ends without a word before the change of that number below `root`.
 
+    The process is forked from a server that has no threads. A fork of the tests' own process would lack the threads of
+    libraries that earlier tests have used (the pool of `tokenizers`, say), and wait for them for ever.
+
     Args:
         root: changes elsewhere do not count.
         number: of the change, from 0; None: the process is left alone.
         work: what it does.
 
     Returns:
-        How the process ended, KILLED or DONE, and the number of changes that it came to.
+        How the process ended, KILLED or DONE (1 after an exception), and the number of changes that it came to.
     """
+    server, connection = _server()
+    try:
+        connection.send((str(root), number, work))
+        return connection.recv()
+    except BaseException:  # the time limit of a test, say: nobody is left behind
+        server.kill()
+        server.join()
+        _server.cache_clear()
+        raise
+
+
+@cache
+def _server() -> tuple[Any, Connection]:
+    context = multiprocess.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    server = context.Process(target=_serve, args=(theirs,), daemon=True)
+    server.start()
+    theirs.close()
+    return server, ours
+
+
+def _serve(connection: Connection) -> None:
+    with suppress(EOFError):  # the tests' process has ended
+        while True:
+            connection.send(_fork(*connection.recv()))
+
+
+def _fork(root: str, number: int | None, work: Callable[[], object]) -> tuple[int, int]:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        os.close(reading)
         code = 1
         try:
-            watch = _Watch(str(root), number, writing)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            os.close(reading)
+            watch = _Watch(root, number, writing)
             sys.addaudithook(watch)
             work()
             watch.end(DONE)

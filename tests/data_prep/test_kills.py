@@ -7,7 +7,7 @@ suite kills before a few, spread over all; SELECTRON_EVERY_KILL=1 before each on
 import os
 import queue
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import patch
 
 import multiprocess
 import pytest
@@ -46,18 +46,14 @@ def everything(root: Path) -> dict[str, bytes]:
     ],
     ids=["one pass", "all stages"],
 )
-def test_a_kill_before_a_change_is_gone_on_from(tmp_path, monkeypatch, filtering):
-    monkeypatch.setattr(multiprocess, "Manager", NoManager)
-    # Where an earlier test has trained a tokenizer, its library's threads are not in a forked process, which would wait
-    # for them for ever: the library is to do without, and `prepare` not to ask for them.
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.setattr("data_prep.prepare.os", SimpleNamespace(environ={}))
+def test_a_kill_before_a_change_is_gone_on_from(tmp_path, filtering):
     for name in ("a", "b"):
         write_jsonl(tmp_path / f"raw/{name}.jsonl", lines(["C4", "CommonCrawl", "ArXiv"], 6, name))
     given = {"vocab_size": 260, "tasks": 2, "filtering": filtering}
 
     def call(root: Path) -> None:
-        prepare(options(tmp_path / "raw", root / "out", "train", **given))
+        with patch.object(multiprocess, "Manager", NoManager):
+            prepare(options(tmp_path / "raw", root / "out", "train", **given))
 
     root = tmp_path / "whole"
     root.mkdir()
