@@ -80,7 +80,7 @@ def test_a_run_killed_at_a_random_step_continues_to_the_last_bit(
     process.communicate()
     done = len(records(folder))
     assert step <= done < STEPS
-    must_run(config, [*TP2, "--resume"], processes=2)
+    must_run(config, [*TP2, "--resume=auto"], processes=2)
     assert curve(folder) == curve(reference("tp2"))
     assert records(folder, "evaluation.jsonl") == records(reference("tp2"), "evaluation.jsonl")
     assert not list((folder / "checkpoints").glob(".*"))
@@ -149,7 +149,7 @@ def test_a_rank_that_hangs_ends_the_run_with_stacks_and_it_continues_to_the_last
     assert "selectron: rank 0 of 2 ended with exit code 1" in errors
     assert not [rank for rank in ranks if rank.is_running()]
     assert len(records(folder)) < STEPS
-    must_run(config, [*TP2, "--resume"], processes=2)
+    must_run(config, [*TP2, "--resume=auto"], processes=2)
     assert curve(folder) == curve(reference("tp2"))
 
 
