@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ from launching import TP2, call, must_run, records, run, snapshot, write_config
 def one_line(errors: str) -> str:
     """The error in what a failed command said; there must be exactly one, and no traceback beside it."""
     assert "Traceback" not in errors
-    lines = [line for line in errors.replace("\r", "\n").splitlines() if line.startswith("selectron:")]
+    # The error of another rank may stand behind the first rank's progress bar, on the same line.
+    lines = re.findall(r"selectron: .*", errors.replace("\r", "\n"))
     assert len(lines) == 1, errors
     assert lines[0].startswith("selectron: error: "), errors
     return lines[0]
