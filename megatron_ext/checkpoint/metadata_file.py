@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_ext.checkpoint.restricted_pickle import Name, Names, RefusedPickle, load, opaque
+from megatron_ext.checkpoint.extent import RefusedPickle
+from megatron_ext.checkpoint.restricted_pickle import Name, Names, load, opaque, ordered
 from megatron_ext.errors import UserError
 from megatron_ext.files import os_reason, read_regular
 
@@ -35,6 +36,7 @@ MAX_BYTES = 1 << 30
 
 _MAX_DIMENSIONS = 64
 _MAX_SIZE = 1 << 62
+_MAX_PATH = 4096
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -85,14 +87,15 @@ def _fill_properties(instance: Any, state: Any) -> None:
 
 
 def _layout(name: Any) -> torch.layout:
-    found = {str(one): one for one in vars(torch).values() if isinstance(one, torch.layout)}.get(str(name))
+    found = {str(one): one for one in vars(torch).values() if isinstance(one, torch.layout)}.get(name)
     if found is None:
         raise RefusedPickle("has a layout that is none")
     return found
 
 
 def _path(*parts: Any) -> PurePath:
-    if not all(type(part) is str for part in parts):
+    # A text that is shared would be copied into every path made of it.
+    if not all(type(part) is str for part in parts) or sum(map(len, parts)) > _MAX_PATH:
         raise RefusedPickle("has a path that is none")
     return PurePath(*parts)
 
@@ -114,7 +117,7 @@ _SIZE, _NONE = torch.Size, type(None)
 
 _NAMES: Names = {
     **TYPES,
-    ("collections", "OrderedDict"): Name(OrderedDict),
+    ("collections", "OrderedDict"): ordered(),
     **{
         (module, name): Name(_path)
         for module in ("pathlib", "pathlib._local")

@@ -14,15 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MAX_DEPTH = 100
-"""Containers within containers; Python's own walks over deeper ones recurse."""
+from megatron_ext.checkpoint.extent import RefusedPickle, check_extent
 
 _MAX_NAME = 200
+_MAX_KEY = 64
+"""Parts of a tuple that is a key: its hash is computed anew whenever it is used."""
 _SCALARS = (str, int, float, bool, bytes, type(None))
-
-
-class RefusedPickle(ValueError):
-    """A pickle is damaged, or holds what this reader does not read; the text is one line."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +52,15 @@ def opaque() -> Name:
     return Name(lambda *_: Opaque(), Opaque, Opaque, lambda instance, state: None)
 
 
+def ordered() -> Name:
+    """`OrderedDict`, whose items are set one by one: its constructor would hash keys that nobody has checked."""
+
+    def empty() -> OrderedDict[Any, Any]:
+        return OrderedDict()
+
+    return Name(empty, None, OrderedDict, lambda instance, state: None)
+
+
 def namespace() -> Name:
     """`argparse.Namespace`, whose attributes are plain names."""
 
@@ -75,36 +81,17 @@ def load(data: bytes, names: Names, persistent: Callable[[Any], Any] | None = No
         persistent: gives the object of a persistent id; None: there may be none.
 
     Raises:
-        RefusedPickle: it is damaged, or holds anything else.
+        RefusedPickle: it is damaged, holds anything else, or its value is too deep or too large; see `check_extent`.
     """
     try:
-        return _Machine(data, names, persistent).run()
+        value = _Machine(data, names, persistent).run()
+        check_extent(value, {name.kind for name in names.values() if isinstance(name, Name) and name.kind is not None})
+        return value
     except RefusedPickle:
         raise
     except Exception as error:
         text = "".join(c if c.isprintable() else "?" for c in str(error))[:_MAX_NAME]
         raise RefusedPickle(f"is no pickle that can be read ({type(error).__name__}: {text})") from error
-
-
-def check_depth(value: Any) -> None:
-    """Refuse containers nested deeper than `MAX_DEPTH`; each is looked at once, however often it is held.
-
-    Raises:
-        RefusedPickle: they are.
-    """
-    seen: set[int] = set()
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        inner: list[Any] = []
-        for one in level:
-            one = vars(one) if isinstance(one, Namespace) else one
-            if isinstance(one, dict | list | tuple) and id(one) not in seen:
-                seen.add(id(one))
-                inner += one.values() if isinstance(one, dict) else one
-        if not inner:
-            return
-        level = inner
-    raise RefusedPickle(f"nests containers deeper than {MAX_DEPTH}")
 
 
 class _Machine:
@@ -115,6 +102,7 @@ class _Machine:
         self._stack: list[Any] = []
         self._outer: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
+        self._bytes_of_calls = 0
 
     def run(self) -> Any:
         data, stop = self._data, ord(".")
@@ -271,7 +259,9 @@ class _Machine:
         for number in range(0, len(pairs), 2):
             key = pairs[number]
             # The hash of nested tuples recurses in C, without a bound.
-            if isinstance(key, tuple) and not all(isinstance(part, _SCALARS) for part in key):
+            if isinstance(key, tuple) and not (
+                len(key) <= _MAX_KEY and all(isinstance(part, _SCALARS) for part in key)
+            ):
                 raise RefusedPickle("has a key that is no plain value")
             into[key] = pairs[number + 1]
 
@@ -319,7 +309,13 @@ class _Machine:
         arguments, called = self._stack.pop(), self._stack.pop()
         if type(called) is not Name or called.call is None or type(arguments) is not tuple:
             raise RefusedPickle("calls what may not be called")
-        self._stack.append(called.call(*arguments))
+        value = called.call(*arguments)
+        if type(value) is bytes:
+            # A text that is shared could be made bytes again and again, until the memory is full.
+            self._bytes_of_calls += len(value)
+            if self._bytes_of_calls > len(self._data):
+                raise RefusedPickle("makes more bytes than it holds")
+        self._stack.append(value)
 
     def new(self) -> None:
         arguments, made = self._stack.pop(), self._stack.pop()

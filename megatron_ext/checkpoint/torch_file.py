@@ -12,7 +12,6 @@ import mmap
 import os
 import struct
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.checkpoint.extent import RefusedPickle
 from megatron_ext.checkpoint.metadata_file import TYPES, size_of
-from megatron_ext.checkpoint.restricted_pickle import Name, Names, RefusedPickle, check_depth, load, opaque
+from megatron_ext.checkpoint.restricted_pickle import Name, Names, load, opaque, ordered
 from megatron_ext.files import open_regular
 
 _PICKLE = "data.pkl"
@@ -108,7 +108,7 @@ NAMES: Names = {
     ("torch._utils", "_rebuild_tensor_v2"): Name(_rebuild),
     ("torch._utils", "_rebuild_tensor_v3"): Name(_rebuild_with_dtype),
     ("torch._utils", "_rebuild_parameter"): Name(_rebuild_parameter),
-    ("collections", "OrderedDict"): Name(OrderedDict, None, OrderedDict, lambda instance, state: None),
+    ("collections", "OrderedDict"): ordered(),
     ("_codecs", "encode"): Name(_text_to_bytes),
     # DeepSpeed's, which says how a tensor was split.
     ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"): opaque(),
@@ -275,6 +275,4 @@ def _load(part: _Part, names: Names, bytes_at: Callable[[int, int], Tensor]) -> 
 
     with closing(part):
         records = _Records(part)
-        value = load(records.read(_PICKLE), names, storage)
-    check_depth(value)
-    return value
+        return load(records.read(_PICKLE), names, storage)

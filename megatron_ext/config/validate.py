@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from datetime import date
+from pathlib import PurePath
 from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -78,9 +80,30 @@ def sections(kind: type) -> dict[str, type]:
 
 
 def show(value: object) -> str:
-    """Write a value as YAML's flow style nearly would, on one line and not too long."""
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= 60 else text[:57] + "..."
+    """Write a value as YAML's flow style nearly would, on one line of at most 60 characters.
+
+    No more of the value is written out than is shown: one from a file may be large, or share its parts.
+    """
+    text = ""
+    for piece in _WRITER.iterencode(_cut(value)):
+        text += piece
+        if len(text) > _SHOWN:
+            return text[: _SHOWN - 3] + "..."
+    return text
+
+
+def _cut(value: Any) -> Any:
+    return value[: _SHOWN + 1] if isinstance(value, str | bytes | list | tuple) else value
+
+
+def _show_other(value: Any) -> Any:
+    """What stands for a value that JSON has not; the attributes of an instance are not shown."""
+    plain = isinstance(value, bytes | date | set | complex | PurePath)
+    return repr(_cut(value)) if plain else f"<{type(value).__name__}>"
+
+
+_SHOWN = 60
+_WRITER = json.JSONEncoder(ensure_ascii=False, skipkeys=True, default=_show_other)
 
 
 def _check_text(value: object, where: str) -> None:

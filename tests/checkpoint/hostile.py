@@ -95,10 +95,23 @@ HARMFUL: dict[str, Callable[[Path], bytes]] = {
 """By what they do it with: a program that changes what lies at a path."""
 
 DEEP = 100_000
+DOUBLED = b"(](NNe" + b"q\x00](h\x00h\x00e" * 60 + b"t"
+"""Lists, each of which holds the one before twice: 2^61 items."""
+ENCODED = call(name("_codecs", "encode"), b"h\x00" + text("latin1"))
 
 BURDENSOME: dict[str, bytes] = {
     "deep key": b"}N" + b"\x85" * DEEP + b"Ns",
     "deep list": b"]" * DEEP + b"a" * (DEEP - 1),
+    "doubled lists": DOUBLED,
+    "doubled dictionaries": b"(}" + b"q\x00}(Nh\x00\x88h\x00u" * 60 + b"t",
+    "doubled namespace": name("argparse", "Namespace") + b")\x81}" + text("a") + DOUBLED + b"sb",
+    "doubled tuple as a key": call(
+        name("collections", "OrderedDict"), b"]((N\x85" + b"q\x00h\x00\x86" * 60 + b"tN\x86e"
+    ),
+    "layout of doubled lists": call(name("torch.serialization", "_get_layout"), DOUBLED),
+    "long key": b"(" + b"N" * 100 + b"tq\x00}(" + b"h\x00N" * 100 + b"u",
+    "list that holds itself": b"]q\x00h\x00a",
+    "bytes made again and again": b"(" + text("a" * 1000) + b"q\x00" + ENCODED * 100 + b"t",
     "huge bytes": b"\x8e" + struct.pack("<Q", 1 << 62),
     "huge text": b"\x8d" + struct.pack("<Q", 1 << 62),
     "huge number": b"\x8b" + struct.pack("<i", (1 << 31) - 1),

@@ -12,12 +12,20 @@ from typing import Any
 import hostile
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from megatron_ext.checkpoint.extent import MAX_DEPTH, MAX_ITEMS, RefusedPickle, check_extent
+from megatron_ext.checkpoint.metadata_file import _NAMES as METADATA_NAMES
 from megatron_ext.checkpoint.metadata_file import FILE_NAME, read_metadata
 from megatron_ext.checkpoint.reading import read_common
-from megatron_ext.checkpoint.restricted_pickle import MAX_DEPTH, RefusedPickle, check_depth, load, namespace
-from megatron_ext.checkpoint.torch_file import load_file
+from megatron_ext.checkpoint.restricted_pickle import load, namespace
+from megatron_ext.checkpoint.torch_file import NAMES, load_file
 from megatron_ext.errors import UserError
 
 
@@ -48,6 +56,41 @@ def test_burdens_are_refused(kind: str, tmp_path: Path) -> None:
     for read in (read_metadata, read_common):
         with pytest.raises(UserError, match="cannot be read: it "):
             read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("doubled lists", "shares its parts so often"),
+        ("doubled dictionaries", "shares its parts so often"),
+        ("doubled namespace", "shares its parts so often"),
+        ("doubled tuple as a key", "is no pickle that can be read"),
+        ("layout of doubled lists", "is no pickle that can be read"),
+        ("long key", "has a key that is no plain value"),
+        ("list that holds itself", "has a container that holds itself"),
+        ("bytes made again and again", "makes more bytes than it holds"),
+    ],
+)
+def test_what_stands_for_more_than_it_is(kind: str, problem: str) -> None:
+    names = {**METADATA_NAMES, **NAMES, ("argparse", "Namespace"): namespace()}
+    with pytest.raises(RefusedPickle, match=problem):
+        load(hostile.whole(hostile.BURDENSOME[kind]), names)
+    names[("collections", "OrderedDict")] = METADATA_NAMES[("collections", "OrderedDict")]
+    with pytest.raises(RefusedPickle, match=problem):
+        load(hostile.whole(hostile.BURDENSOME[kind]), names)
+
+
+def test_an_index_that_shares_its_parts(tmp_path: Path) -> None:
+    chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))] * 4000
+    entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([1]), chunks)
+    for number, problem in ((4000, "shares its parts so often"), (2, None)):
+        entries = {f"a{key}": TensorStorageMetadata(entry.properties, entry.size, chunks) for key in range(number)}
+        (tmp_path / FILE_NAME).write_bytes(hostile.index(state_dict_metadata=entries))
+        if problem is None:
+            assert len(read_metadata(tmp_path).state_dict_metadata["a1"].chunks) == 4000
+            continue
+        with pytest.raises(UserError, match=problem):
+            read_metadata(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -103,13 +146,31 @@ def test_pickles_of_plain_values() -> None:
             load(pickle.dumps(value, protocol), names)
 
 
-def test_depth_has_a_bound_and_shared_parts_count_once() -> None:
-    value: list[Any] = []
-    for _ in range(MAX_DEPTH - 2):
-        value = [value, value]
-    check_depth(value)
+def test_depth_has_a_bound() -> None:
+    value: Any = ()
+    for level in range(MAX_DEPTH - 1):
+        value = [[value], (value,), {0: value}, Namespace(a=value)][level % 4]
+    check_extent(value)
     with pytest.raises(RefusedPickle, match="nests containers deeper than"):
-        check_depth([[value]])
+        check_extent([value])
+    # Held in a short chain, too, and visited there first.
+    with pytest.raises(RefusedPickle, match="nests containers deeper than"):
+        check_extent([value, value])
+    value = []
+    value.append((value,))
+    with pytest.raises(RefusedPickle, match="holds itself"):
+        check_extent(value)
+
+
+def test_shared_parts_count_each_time() -> None:
+    part = list(range(1000))
+    check_extent([part] * (MAX_ITEMS // 1001))
+    with pytest.raises(RefusedPickle, match="shares its parts so often"):
+        check_extent([part] * (MAX_ITEMS // 1000))
+    place = _StorageInfo("a", 0, 1, list(range(1000)))
+    check_extent([place] * (MAX_ITEMS // 1000))
+    with pytest.raises(RefusedPickle, match="shares its parts so often"):
+        check_extent([place] * (MAX_ITEMS // 1000), {_StorageInfo})
 
 
 DTYPES = [

@@ -14,6 +14,7 @@ from megatron_ext.checkpoint.conversion.safetensors_files import SafetensorsTens
 from megatron_ext.checkpoint.conversion.source import Source, SourceOptions, main_dtype
 from megatron_ext.checkpoint.conversion.tensors import Tensors
 from megatron_ext.checkpoint.conversion.tokenizer_files import KeptTokenizer, kept_tokenizer, read_json
+from megatron_ext.config.validate import show
 from megatron_ext.errors import UserError
 
 CONFIG = "config.json"
@@ -46,7 +47,7 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
 def _architecture(config: dict[str, Any], where: str) -> str:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
-        problem = f"architectures is {architectures!r}, and names no model"
+        problem = f"architectures is {show(architectures)}, and names no model"
         raise UserError(where, problem, "give a folder that save_pretrained wrote")
     return str(architectures[0])
 

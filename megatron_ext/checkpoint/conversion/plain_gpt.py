@@ -196,6 +196,8 @@ def _steps(stored: Tensors) -> Iterator[Step]:
 
 
 def _progress(args: Namespace) -> Progress:
-    samples = getattr(args, "consumed_train_samples", 0) or 0
-    step = getattr(args, "iteration", 0) or 0
+    counted = Fields(vars(args), {"consumed_train_samples": None, "iteration": None}, prefix="args.")
+    samples, step = (
+        0 if not counted[name] else counted.whole(name) for name in ("consumed_train_samples", "iteration")
+    )
     return Progress(step=step, samples=samples, tokens=samples * args.seq_length)

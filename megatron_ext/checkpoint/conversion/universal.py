@@ -31,8 +31,8 @@ from megatron_ext.checkpoint.conversion.tensors import (
 )
 from megatron_ext.checkpoint.conversion.tokenizer_files import kept_tokenizer, read_json
 from megatron_ext.checkpoint.conversion.torch_dist import OptimizerState
+from megatron_ext.checkpoint.extent import RefusedPickle
 from megatron_ext.checkpoint.folder import Progress
-from megatron_ext.checkpoint.restricted_pickle import RefusedPickle
 from megatron_ext.checkpoint.torch_file import load_file
 from megatron_ext.errors import UserError
 from megatron_ext.files import os_reason

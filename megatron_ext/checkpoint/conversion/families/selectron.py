@@ -17,7 +17,7 @@ from megatron_ext.checkpoint.conversion.family import Rule, SavedModel
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.config.suggest import unknown_mixer
-from megatron_ext.config.validate import validate
+from megatron_ext.config.validate import show, validate
 from megatron_ext.errors import UserError
 from megatron_ext.mixers.registry import load_all
 
@@ -144,7 +144,7 @@ def _field(config: Mapping[str, Any], name: str) -> Any:
 def _whole(config: Mapping[str, Any], name: str) -> int:
     value = _field(config, name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"config.json: {name}", f"{value!r} is not a whole number above 0", "give one")
+        raise UserError(f"config.json: {name}", f"{show(value)} is not a whole number above 0", "give one")
     return value
 
 
