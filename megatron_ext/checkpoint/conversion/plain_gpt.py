@@ -162,7 +162,11 @@ def _model_of_arguments(fields: Fields, vocab_size: int) -> SavedModel:
     for name, value in _FIXED.items():
         fields.require(name, value)
     fields.require("position_embedding_type", *_POSITIONS)
-    position, layers, length = fields["position_embedding_type"], fields.whole("num_layers"), fields.whole("seq_length")
+    position, layers, length = (
+        fields["position_embedding_type"],
+        fields.layers("num_layers"),
+        fields.whole("seq_length"),
+    )
     model = {
         "pattern": f"attention*{layers}",
         "hidden_size": fields.whole("hidden_size"),

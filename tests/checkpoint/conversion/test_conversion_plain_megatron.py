@@ -104,6 +104,7 @@ def test_sizes_that_nobody_knows(
         ),
         ({"ffn_hidden_size": 128}, "decoder.layers.0.mlp.linear_fc1.weight is [192, 64], its configuration makes it"),
         ({"num_layers": "4"}, 'args.num_layers: "4" is not a whole number above 0; '),
+        ({"num_layers": 10**9}, "args.num_layers: 1000000000 is more than 10000 layers; "),
         ({"num_query_groups": 3}, "args.num_attention_heads: 4 does not divide by num_query_groups 3; "),
         ({"consumed_train_samples": [0]}, "args.consumed_train_samples: [0] is not a whole number above 0; "),
         ({"num_layers": 3}, "has besides decoder.layers.3.input_layernorm.weight"),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.config.pattern import MAX_LAYERS
 from megatron_ext.config.validate import show
 from megatron_ext.errors import UserError
 
@@ -53,6 +54,19 @@ class Fields:
         value = self[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(self.where(name), f"{show(value)} is not a whole number above 0", "give one")
+        return value
+
+    def layers(self, name: str) -> int:
+        """A number of layers, which a layer pattern may have.
+
+        Raises:
+            UserError: it is no whole number above 0, or more than `MAX_LAYERS`.
+        """
+        value = self.whole(name)
+        if value > MAX_LAYERS:
+            raise UserError(
+                self.where(name), f"{show(value)} is more than {MAX_LAYERS} layers", "give that many at most"
+            )
         return value
 
     def whole_or(self, name: str, other: int) -> int:

@@ -90,7 +90,7 @@ class Llama:
         fields = Fields(config, _DEFAULTS)
         for field, value in _FIXED.items():
             fields.require(field, value)
-        layers, length = fields.whole("num_hidden_layers"), fields.whole("max_position_embeddings")
+        layers, length = fields.layers("num_hidden_layers"), fields.whole("max_position_embeddings")
         model = {
             "pattern": f"attention*{layers}",
             "hidden_size": fields.whole("hidden_size"),

@@ -119,7 +119,7 @@ class OneMixerFamily(ABC):
     def _read(self, config: dict[str, Any]) -> SavedModel:
         fields = Fields(config, {"initializer_range": 0.02, "max_position_embeddings": LENGTH} | dict(self.defaults))
         model, mixer = self.read(fields)
-        pattern = f"{self.mixer}*{fields.whole('num_hidden_layers')}"
+        pattern = f"{self.mixer}*{fields.layers('num_hidden_layers')}"
         model = {
             "pattern": pattern,
             "block": self.block,

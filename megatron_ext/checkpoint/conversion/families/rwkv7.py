@@ -98,7 +98,7 @@ class RWKV7Family(OneMixerFamily):
         fields.require("norm_first", False)
         fields.require("norm_bias", True)
         fields.require("v_low_rank_dim", VALUE_RANK)
-        fields.require("value_dim", None, hidden, [hidden] * fields.whole("num_hidden_layers"))
+        fields.require("value_dim", None, hidden, [hidden] * fields.layers("num_hidden_layers"))
         by = "num_heads" if fields["head_dim"] is None else "head_dim"
         size = fields.whole(by)
         other = fields.per("hidden_size", hidden, by, size)

@@ -10,6 +10,7 @@ import torch
 from family_cases import OF_ONE_MIXER, Case, family_of, saved
 
 from megatron_ext.checkpoint.conversion.families import FAMILIES
+from megatron_ext.config.pattern import MAX_LAYERS
 from megatron_ext.errors import UserError
 from megatron_ext.platform import Platform
 
@@ -88,6 +89,8 @@ FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     ("nsa", {"block_counts": None}, "block_counts"),
     ("nsa", {"num_kv_heads": 5}, "num_heads"),
     ("nsa", {"num_hidden_layers": 0}, "num_hidden_layers"),
+    ("nsa", {"num_hidden_layers": MAX_LAYERS + 1}, "num_hidden_layers"),
+    ("rwkv7", {"num_hidden_layers": 10**18}, "num_hidden_layers"),
     ("rwkv7", {"norm_first": True}, "norm_first"),
     ("rwkv7", {"norm_bias": False}, "norm_bias"),
     ("rwkv7", {"v_low_rank_dim": 32}, "v_low_rank_dim"),
@@ -110,6 +113,14 @@ def test_what_ours_cannot_be_is_refused_by_its_field(mixer: str, changed: dict[s
         family.saved_model(family.config(saved(case.shape(CPU))) | changed)
     assert caught.value.where == f"config.json: {blamed}"
     assert "\n" not in str(caught.value)
+
+
+def test_a_llama_has_no_more_layers_than_a_pattern() -> None:
+    sizes = {"hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 8}
+    read = FAMILIES["LlamaForCausalLM"].saved_model
+    assert len(read({**sizes, "num_hidden_layers": MAX_LAYERS}).layers) == MAX_LAYERS
+    with pytest.raises(UserError, match=r"^config\.json: num_hidden_layers: 1000000000 is more than 10000 layers; "):
+        read({**sizes, "num_hidden_layers": 10**9})
 
 
 def test_a_config_json_that_says_little_is_read_as_its_library_reads_it() -> None:
