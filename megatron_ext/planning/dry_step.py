@@ -24,6 +24,7 @@ from megatron_ext.config.layout import layout_of
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.batches import Batch
 from megatron_ext.evaluation.token_losses import TokenLosses
+from megatron_ext.meta_device import on_meta
 from megatron_ext.mixers.base import Mixer, Rounds
 from megatron_ext.model import ModelShape, build_model, check_tiles
 from megatron_ext.model_parts import members, within
@@ -33,7 +34,6 @@ from megatron_ext.planning.ledger import Ledger, Purpose, Watched
 from megatron_ext.planning.rates import part_of_mixer
 from megatron_ext.planning.te_linears import as_transformer_engines, linears, weights_of_linears
 from megatron_ext.planning.virtual_gpu import VirtualGpu, groups_of_rank, on_stand_ins, virtual_gpu
-from megatron_ext.planning.weightless import on_meta
 from megatron_ext.training.build import model_shape
 from megatron_ext.training.trainer import summed_loss
 

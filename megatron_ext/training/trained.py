@@ -19,8 +19,10 @@ from megatron_ext.config.load import load_config
 from megatron_ext.config.schema import ParallelConfig, RunConfig
 from megatron_ext.data.verify import check_tokenizer
 from megatron_ext.errors import UserError
+from megatron_ext.meta_device import on_meta, sizes_of
 from megatron_ext.mixers.registry import load_all
 from megatron_ext.model import ModelShape, build_model
+from megatron_ext.parallel.agreement import on_every_rank
 from megatron_ext.parallel.groups import groups_of_one_process
 from megatron_ext.platform import Platform, platform_of
 from megatron_ext.training.build import model_shape
@@ -35,6 +37,10 @@ AS_NEW = {
     "training.fp8": "none",
 }
 """Fields that belong to the machines a run was trained on, and what they are elsewhere."""
+
+
+_PADDING = 1 << 27
+"""Numbers that a model may have beyond the bytes of its checkpoint: a converted one lacks the vocabulary's padding."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +124,33 @@ def trained_chunks(run: TrainedRun, groups: ProcessGroupCollection) -> list[Mega
         groups: arranged as `run.config.parallel` says.
 
     Raises:
-        UserError: the checkpoint is damaged.
+        UserError: the checkpoint is damaged, or the configuration's model is larger.
     """
     store = CheckpointStore(run.folder / CHECKPOINTS, {}, groups, run.platform, another=_another(run.folder))
-    chunks = build_model(run.shape, run.platform, groups, run.seed)
-    store.load_model(chunks, store.check(run.record.progress.step))
+    record = store.check(run.record.progress.step)
+    where = str(run.folder / CONFIG)
+
+    def check_numbers() -> None:
+        with sizes_of(where), on_meta():
+            described = build_model(run.shape, run.platform, groups, seed=None)
+        _check_numbers(described, sum(content.size for content in record.files.values()), where)
+
+    if not run.platform.is_cuda:  # a GPU refuses at once what it has no memory for
+        on_every_rank(check_numbers)
+    with sizes_of(where):
+        chunks = build_model(run.shape, run.platform, groups, run.seed)
+    store.load_model(chunks, record)
     return chunks
+
+
+def _check_numbers(chunks: Sequence[torch.nn.Module], num_bytes: int, where: str) -> None:
+    """Refuse a model that a checkpoint cannot hold, before there is memory for it; loading compares each shape."""
+    named = [one for chunk in chunks for one in chunk.named_parameters()]
+    if sum(parameter.numel() for _, parameter in named) <= num_bytes + _PADDING:
+        return
+    name, largest = max(named, key=lambda one: one[1].numel())
+    problem = f"makes {name} {list(largest.shape)}, and the checkpoint holds {num_bytes} bytes in all"
+    raise UserError(where, problem, "give the configuration that the model was made with")
 
 
 def _another(folder: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -131,3 +132,36 @@ def test_every_door(door: str, trained: tuple[Path, Path], tmp_path: Path, capsy
             assert mark.read_text() == "precious", kind
             shutil.rmtree(step)
             shutil.copytree(kept, step)
+
+
+SIZES = [
+    ("hidden_size", 1 << 40),
+    ("hidden_size", 1 << 20),
+    ("vocab_size_multiple", 10**15),
+    ("ffn_hidden_size", 10**13),
+    ("ffn_hidden_size", 10**30),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), SIZES)
+@pytest.mark.parametrize("door", ["convert", "generate", "evaluate"])
+def test_sizes_that_the_tensors_do_not_bear_out(
+    door: str, field: str, value: int, trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(trained[0], tmp_path / "run")
+    if door == "convert":
+        file = run / "checkpoints" / "step_1" / "checkpoint.json"
+        record = json.loads(file.read_text())
+        record["identity"][f"model.{field}"] = value
+        file.write_text(json.dumps(record))
+    else:
+        file = run / "config.yaml"
+        text, number = re.subn(rf"(?m)^  {field}: .*$", f"  {field}: {value}", file.read_text())
+        assert number == 1
+        file.write_text(text)
+    capsys.readouterr()
+    found = _main(DOORS[door](run, trained[1]))
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "error: " in line)
+    assert found == 2
+    assert not (tmp_path / "out").exists()
+    assert re.search(r" makes (it )?|describes a tensor that is too large", line), line

@@ -59,11 +59,11 @@ def layer_bytes(mixer: str, hidden_size: int, heads: int, head_dim: int, length:
     from kernels.unlaunched import unlaunched
     from megatron_ext.config.schema import ParallelConfig
     from megatron_ext.lone_mixer import lone_mixer_shape
+    from megatron_ext.meta_device import on_meta
     from megatron_ext.model import transformer_config
     from megatron_ext.planning.dry_step import fused_as_on_a_gpu
     from megatron_ext.planning.ledger import Ledger, Purpose, Watched
     from megatron_ext.planning.virtual_gpu import groups_of_rank, virtual_gpu
-    from megatron_ext.planning.weightless import on_meta
     from megatron_ext.specs import mixer_spec
 
     gpu, ledger = virtual_gpu(), Ledger()

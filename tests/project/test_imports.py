@@ -26,7 +26,7 @@ through; intervals over documents."""
 
 LOW = {"parallel", "kernels", "platform"}
 LEAVES = {"config", "data", "optim"}
-MODEL = LOW | LEAVES | {"mixers", "specs", "model"}
+MODEL = LOW | LEAVES | {"mixers", "specs", "model", "meta_device"}
 
 # A room above another may import it, and what lies below that. Neighbours do not know each other.
 ALLOWED: dict[str, set[str]] = {
@@ -39,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "files": set(),
     "garbage": set(),
     "json_text": set(),
+    "meta_device": set(),
     "paths": set(),
     "printable": set(),
     "scratch": {"signals"},

@@ -11,6 +11,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_ext import meta_device
 from megatron_ext.checkpoint.conversion.asked import KEPT
 from megatron_ext.checkpoint.conversion.family import SavedModel
 from megatron_ext.checkpoint.conversion.float64 import in_float64
@@ -26,11 +27,17 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 @contextmanager
-def _model(saved: SavedModel) -> Iterator[MegatronModule]:
-    """The model in fp32, without numbers, within a process group of this process alone."""
+def _model(saved: SavedModel, *, with_buffers: bool = False) -> Iterator[MegatronModule]:
+    """The model in fp32, without numbers, within a process group of this process alone.
+
+    Args:
+        saved: the model.
+        with_buffers: whether it is to be computed with. Parameters have numbers for a moment, so its sizes must be
+            those of tensors that are there.
+    """
     platform = select_platform("cpu")
     with groups_of_one_process(platform.communication) as groups:
-        with on_meta():
+        with on_meta() if with_buffers else meta_device.on_meta(), meta_device.sizes_of("the model's configuration"):
             (model,) = build_model(shape_of(saved), platform, groups, seed=None)
         yield model
 
@@ -85,7 +92,7 @@ def logits_of(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
     def read(name: str) -> Tensor:
         return _padded(tensors.read(name), shapes[name])
 
-    with _model(saved) as model, torch.no_grad():
+    with _model(saved, with_buffers=True) as model, torch.no_grad():
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         positions_bt = torch.arange(tokens_bt.shape[1]).expand_as(tokens_bt)
         with staged(model.eval(), read), in_float64(), of_last_positions(model.output_layer, KEPT, 0):
