@@ -33,6 +33,9 @@ STARTS = {
 FEWEST_POINTS = 5
 """As many as there are constants."""
 
+LARGEST_LOG = 700.0
+"""Of a constant: the exponential of 710 is beyond double precision."""
+
 ROUNDS = 20
 """Of the optimiser, each from where the one before ended: it begins a new picture of the curvature, and may go on."""
 
@@ -178,6 +181,16 @@ class _Objective:
         terms = np.maximum([law.A, law.B, law.E], np.finfo(np.float64).tiny)  # one that has vanished may be 0
         return self.arguments(np.array([*np.log(terms), law.alpha, law.beta]))
 
+    def has_constants(self, at: FloatArray) -> bool:
+        """Whether arguments [5] are those of a law whose constants are numbers.
+
+        Few points with much noise may have no best law: the fit then lowers the objective for ever by a steeper term,
+        until its constant is beyond all numbers.
+        """
+        u, v, e, alpha, beta = at
+        logs = (u + alpha * self.middle_n, v + beta * self.middle_d, e)
+        return bool(np.isfinite(at).all()) and max(logs) < LARGEST_LOG
+
     def law(self, at: FloatArray) -> ScalingLaw:
         """Of arguments."""
         u, v, e, alpha, beta = (float(x) for x in at)
@@ -196,7 +209,8 @@ def fit(points: Points) -> Fit:
     ends = [_descend(objective, start, rounds=1, steps=FIRST_STEPS) for start in _starts(objective)]
     nearest = min(ends, key=lambda end: float(objective(end)[0]))
     # Points as few as constants have a long valley of laws through all of them, in which L-BFGS goes on for minutes.
-    best = _descend(objective, min(nearest, objective.near(nearest), key=lambda end: float(objective(end)[0])), ROUNDS)
+    nearest = _best(objective, [nearest, objective.near(nearest)])
+    best = _best(objective, [nearest, _descend(objective, nearest, ROUNDS)])
     return Fit(objective.law(best), float(objective(best)[0]), points)
 
 
@@ -212,7 +226,13 @@ def refit(points: Points, law: ScalingLaw, delta: float = DELTA) -> ScalingLaw:
     if terms.min() < lowest + np.log(FAINT):
         starts.append(np.concatenate([np.maximum(terms, lowest + np.log(RAISED)), starts[0][3:]]))
     ends = [objective.near(start) for start in starts]
-    return objective.law(min(ends, key=lambda end: float(objective(end)[0])))
+    return objective.law(_best(objective, [starts[0], *ends]))
+
+
+def _best(objective: _Objective, ends: list[FloatArray]) -> FloatArray:
+    """Arguments of the smallest value, of those whose constants are numbers; the first where there are none."""
+    usable = [end for end in ends if objective.has_constants(end)] or ends[:1]
+    return min(usable, key=lambda end: float(objective(end)[0]))
 
 
 def objective_of(law: ScalingLaw, points: Points) -> float:

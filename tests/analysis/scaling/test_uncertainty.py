@@ -145,3 +145,15 @@ def test_the_largest_models_are_foretold_by_the_others() -> None:
 def test_too_few_models_for_a_back_test() -> None:
     points = grid(0.0)
     assert back_test(points.take(points.params >= np.unique(points.params)[-2])) is None
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(2.0, 60.0), (20.0, 2.0), (60.0, 2.0)])
+def test_a_fit_that_runs_away_leaves_a_law_of_numbers(alpha: float, beta: float) -> None:
+    """Six tiny models that no law fits: from here a fit makes an exponent so steep that its constant is infinite."""
+    params = np.array([155968.0, 155968.0, 57504.0, 57504.0, 20560.0, 20560.0])
+    losses = np.array([3.1424628496, 3.4766229391, 3.3771691912, 3.9906828403, 3.5197301507, 4.7476477623])
+    points = Points(params, np.array([23040.0, 7680.0] * 3), losses)
+    middle_n, middle_d = (np.exp(np.log(x).mean()) for x in (points.params, points.tokens))
+    law = refit(points, ScalingLaw(2.5, 0.5 * middle_n**alpha, 0.5 * middle_d**beta, alpha, beta))
+    assert np.isfinite([law.E, law.A, law.B, law.alpha, law.beta]).all()
+    assert np.isfinite(law.loss(points.params, points.tokens)).all()
