@@ -23,6 +23,7 @@ from megatron_ext.config.schema import DataConfig, RunConfig
 from megatron_ext.errors import UserError
 from megatron_ext.events import LAUNCH, read_events
 from megatron_ext.files import is_url, read_regular, write_whole
+from megatron_ext.json_text import parse_json
 from megatron_ext.launch.job import Job, newest_job, next_folder
 from megatron_ext.launch.readings import UNREADABLE
 
@@ -182,7 +183,7 @@ def _changed_data(job: Job, config: RunConfig) -> list[str]:
 def _digests_of(job: Job) -> dict[str, Any]:
     """Digests that a job's folder keeps; none of one that older code began, or whose data could not be read there."""
     try:
-        found = json.loads(read_regular(job.folder / DATA))
+        found = parse_json(read_regular(job.folder / DATA))
     except UNREADABLE:
         return {}
     return found if isinstance(found, dict) else {}

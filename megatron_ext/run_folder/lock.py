@@ -99,7 +99,7 @@ class RunLock:
             raise LockLost(
                 self._what, "its folder was removed or replaced while it was held", "nothing more is written"
             )
-        raise LockLost(self._what, f"was taken over by {other}", "this process writes nothing more to it and ends")
+        raise LockLost(self._what, f"was taken over by {other}", _ENDS)
 
     def check_soon(self) -> None:
         """`check`, if the last one is more than a second ago: for what is written very often."""
