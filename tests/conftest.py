@@ -58,6 +58,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 SET_IN_NAME = re.compile(r"(?<!\w)(frozenset\(|set\(\)|\{'[^:{}]*\})")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """Release what a module's trainings in this process hold, and their threads, after its last test."""
+    from left_behind import has_many_threads, release_models
+
+    yield
+    if has_many_threads():
+        release_models()
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small prepared folder, not to be written to."""

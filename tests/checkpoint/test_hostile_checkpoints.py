@@ -15,6 +15,7 @@ from unittest.mock import patch
 import hostile
 import pytest
 from corpora import prepared
+from left_behind import release_models
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -51,6 +52,7 @@ def _main(arguments: list[str]) -> int:
             return int(stop.code or 0)
         finally:
             destroy_process_groups()  # a command ends with its process
+            release_models()
 
 
 @pytest.fixture(scope="module")

@@ -54,12 +54,16 @@ def test_a_jobs_and_an_arrays_script_are_accepted(cluster: SlurmCluster, tmp_pat
         cluster.run("sbatch", "--test-only", str(script))
 
 
-@pytest.mark.parametrize("more", ["--exclude=n1", "--array=0-5000", "--no-such-option", "--comment=two words"])
+@pytest.mark.parametrize("more", ["--exclude=n1", "--array=0-5000", "--no-such-option"])
 def test_what_only_slurm_knows_is_refused_without_a_script(more: str) -> None:
     whole = Resources(nodes=64, gpus_per_node=8, job_name="whole", more=[more])
     whole.check_cluster(slurm.partitions())
     with pytest.raises(RuntimeError, match=r"not available|Invalid job array|unrecognized option|Invalid directive"):
         slurm.check_options(whole.sbatch_options())
+
+
+def test_a_value_of_two_words_is_one_option(cluster: SlurmCluster) -> None:
+    slurm.check_options(Resources(nodes=64, gpus_per_node=8, more=["--comment=two words"]).sbatch_options())
 
 
 def test_the_template_is_accepted_as_it_is(cluster: SlurmCluster) -> None:

@@ -13,8 +13,8 @@ from torch.nn import Module, Parameter
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-PIECE = 1 << 22
-"""Numbers of a matrix that are made fp32 at a time."""
+PIECE = 1 << 21
+"""Numbers of a matrix that are converted to float64 (or fp32) at a time: 16 MiB."""
 
 
 @contextmanager
