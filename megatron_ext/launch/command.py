@@ -29,6 +29,7 @@ from megatron_ext.launch.job import (
     submitting,
     write_job,
 )
+from megatron_ext.launch.ownership import own_state
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.resuming import add_resume
 from megatron_ext.launch.sbatch_options import check_variables
@@ -338,7 +339,7 @@ def _refuse_alive(folder: Path) -> None:
         if job.number is None and str(job.script) in numbers:
             job.keep_number(numbers[str(job.script)])
     newest = newest_job(folder)
-    state = slurm.job_state(newest.number) if newest and newest.number else None
+    state = own_state(newest)
     if newest is not None and state is not None and state.is_alive:
         problem = f"{folder} has job {newest.number} ({state.state.lower()})"
         raise UserError("run.name", problem, f"`selectron cancel {folder}` ends it; or choose another run.name")

@@ -85,11 +85,13 @@ class JobState:
         state: PENDING, RUNNING, COMPLETED, ...
         reason: why it waits; empty where it does not.
         nodes: where it runs.
+        script: path of its batch script, or what Slurm says in its place; None: not known.
     """
 
     state: str
     reason: str
     nodes: str
+    script: str | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -103,7 +105,7 @@ def job_state(job: str) -> JobState | None:
     Raises:
         UserError: Slurm does not answer.
     """
-    command = ("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r|%N")
+    command = ("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r|%N|%o")
     done = _called(command)
     if done.returncode and "Invalid job id" in done.stderr:
         return None
@@ -111,8 +113,8 @@ def job_state(job: str) -> JobState | None:
         raise _refusal(command, done.stderr)
     if not done.stdout.strip():
         return None
-    state, reason, nodes = done.stdout.splitlines()[0].split("|")
-    return JobState(state, "" if reason == "None" else reason, nodes)
+    state, reason, nodes, script = done.stdout.splitlines()[0].split("|", 3)
+    return JobState(state, "" if reason == "None" else reason, nodes, script)
 
 
 def directives(options: Sequence[str]) -> list[str]:

@@ -19,6 +19,7 @@ from megatron_ext.files import open_regular, read_regular
 from megatron_ext.json_text import parse_json
 from megatron_ext.launch.by_hand import BY_HAND, HandStart, hand_start, has_begun
 from megatron_ext.launch.job import NUMBER, Job, is_claimed, jobs_of, newest_job
+from megatron_ext.launch.ownership import is_of_another
 from megatron_ext.launch.readings import Readings
 from megatron_ext.launch.slurm import JobState, job_state
 from megatron_ext.paths import path_within
@@ -32,6 +33,8 @@ COLUMNS = ("run", "job", "state", "starts", "step", "loss", "tokens/s", "last st
 FINISHED, RUNNING, WAITING = "finished", "running", "waiting"
 STOPPED, FAILED, NOT_BEGUN = "stopped", "failed", "not begun"
 DAMAGED = "damaged"
+COPIED = "copied"
+"""State of a run whose newest job is that of another folder."""
 STANDINGS = (FINISHED, RUNNING, WAITING, STOPPED, FAILED, DAMAGED, NOT_BEGUN)
 _MOST_PROBLEMS = 3
 _TAIL_BYTES = 64 * 1024
@@ -56,7 +59,7 @@ class RunStatus:
         seconds_ago: since the newest step.
         event: what happened last to the job.
         event_time: UTC, ISO 8601.
-        problems: a line for each of its files that is damaged.
+        problems: a line for each of its files that is damaged, or that is of another run, whose folder was copied.
     """
 
     run: str
@@ -130,6 +133,11 @@ def status_of(folder: Path) -> RunStatus:
     number, events = readings.get(job.folder, lambda: job.number, None), read_events(job.folder, readings.problems)
     is_damaged = bool(readings.problems)
     state = None if number is None else job_state(number)  # Slurm forgets a job some minutes after its end
+    is_copy = state is not None and is_of_another(job, state)
+    if state is not None and is_copy:
+        problem = f"{job.folder / NUMBER}: job {number} is that of {printable(str(state.script))}"
+        readings.problems.append(f"{problem}: this folder was copied or moved")
+        state = None
     hand = hand_start(folder, events[-1].time if events else "")
     if hand is not None and (state is None or not state.is_alive):  # a newer story than the job's
         return _by_hand(folder, hand, readings)
@@ -137,12 +145,14 @@ def status_of(folder: Path) -> RunStatus:
     standing = _standing(job, number, events, state, readings)
     if is_damaged and standing != FINISHED and (state is None or not state.is_alive):
         standing = DAMAGED
+    if is_copy and standing == FAILED:  # where the copy's notes end, the original went on
+        standing = STOPPED
     config = job.folder / "config.yaml"
     return RunStatus(
         folder.name,
         str(folder),
         standing=standing,
-        state=DAMAGED if standing == DAMAGED else _said(state, events),
+        state=DAMAGED if standing == DAMAGED else COPIED if is_copy else _said(state, events),
         job=number or ("?" if (job.folder / NUMBER).exists() else "local"),
         log=str(job.folder / f"job-{number or 'local'}.log"),
         starts=sum(event.is_start for event in events),

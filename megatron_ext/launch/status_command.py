@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from megatron_ext.heartbeat import signs
 from megatron_ext.launch import slurm
 from megatron_ext.launch.by_hand import METRICS, HandStart, hand_start
 from megatron_ext.launch.job import Job, is_claimed, newest_job
+from megatron_ext.launch.ownership import check_own, is_of_another
 from megatron_ext.launch.ranks import ranks_table
 from megatron_ext.launch.status import run_folders, status_of, status_table
 from megatron_ext.printable import printable
@@ -80,7 +82,21 @@ def logs(args: argparse.Namespace) -> int:
             f"job {job.number} has printed nothing yet" if job.number else "its output went to where it was started"
         )
         raise UserError(str(args.run), problem, f"see `selectron status {args.run}`")
+    _warn_of_copy(job)
     return _tail(args, job.log)
+
+
+def _warn_of_copy(job: Job) -> None:
+    """Say so if the job that writes a log writes another folder's: nothing will be added to this one."""
+    if job.number is None or shutil.which("squeue") is None:
+        return
+    try:
+        state = slurm.job_state(job.number)
+    except UserError:  # the log can be shown all the same
+        return
+    if state is not None and state.is_alive and is_of_another(job, state):
+        said = f"job {job.number} runs {printable(str(state.script))}; this log is a copy and ends where it was copied"
+        print(f"selectron: {job.run}: {said}", file=sys.stderr, flush=True)
 
 
 def _show_hands_output(args: argparse.Namespace, hand: HandStart) -> int:
@@ -134,7 +150,7 @@ def cancel(args: argparse.Namespace) -> int:
             if job.number is None:
                 others.append(str(folder))
             else:
-                cancelled += _is_cancelled(folder.name, job.number)
+                cancelled += _is_cancelled(job, job.number)
         except UserError as error:  # the others are to end all the same
             errors.append(error)
     if others:
@@ -149,13 +165,18 @@ def cancel(args: argparse.Namespace) -> int:
     return 0
 
 
-def _is_cancelled(run: str, number: str) -> bool:
-    """Cancel a job if it waits or runs, and say so; whether it did."""
+def _is_cancelled(job: Job, number: str) -> bool:
+    """Cancel a job if it waits or runs, and say so; whether it did.
+
+    Raises:
+        UserError: the job is another folder's, or Slurm refuses.
+    """
     state = slurm.job_state(number)
     if state is None or not state.is_alive:
         return False
+    check_own(job, state)
     slurm.cancel(number)
-    print(f"{run}: job {number} is cancelled", flush=True)
+    print(f"{job.run.name}: job {number} is cancelled", flush=True)
     return True
 
 

@@ -19,7 +19,6 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import EXIT_STOPPED
 from megatron_ext.events import LAUNCH
 from megatron_ext.files import write_whole
-from megatron_ext.launch import slurm
 from megatron_ext.launch.array import find_lost, write_array
 from megatron_ext.launch.branches import in_order, trunks_of
 from megatron_ext.launch.changed_runs import (
@@ -42,6 +41,7 @@ from megatron_ext.launch.job import (
     unwritable,
     write_job,
 )
+from megatron_ext.launch.ownership import own_state
 from megatron_ext.launch.resources import Resources
 from megatron_ext.launch.status import SWEEP, events_of, is_finished
 from megatron_ext.signals import handled
@@ -155,7 +155,7 @@ class Sweep:
     def _is_alive(self, name: str) -> bool:
         """Whether a run has a job that waits or runs; says so."""
         job = newest_job(self._folder / name)
-        state = slurm.job_state(job.number) if job and job.number else None
+        state = own_state(job)
         if job is None or state is None or not state.is_alive:
             return False
         print(f"{name}: job {job.number} ({state.state.lower()})")

@@ -6,10 +6,10 @@ few seconds. Whoever finds the holder gone creates the next number, so of severa
 files before it. The number thereby is a fencing token: a holder that was only slow finds its file gone or a higher one
 beside it, and ends before it writes anything more.
 
-A holder is gone if it released the lock; if it was of the same machine and its process is no more; if it was an earlier
-start of this process's own Slurm job; or if its file did not change for `DEAD_SECONDS`. That is measured by this
-process's own monotonic clock or by the times that the file server itself gives its files, never by comparing the clocks
-of two machines.
+A holder is gone if it released the lock; if its file was copied with the run's folder, and the original is there; if it
+was of the same machine and its process is no more; if it was an earlier start of this process's own Slurm job; or if
+its file did not change for `DEAD_SECONDS`. That is measured by this process's own monotonic clock or by the times that
+the file server itself gives its files, never by comparing the clocks of two machines.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class _Watched:
         """
         holder = lock_file.read(path)
         if holder is not None:
-            if holder.released:
+            if holder.released or lock_file.is_copy(path, holder):
                 return True
             if me.job is not None and holder.process.job == me.job and holder.process.restarts != me.restarts:
                 return holder.process.restarts < me.restarts  # Slurm starts a job anew once it has ended it

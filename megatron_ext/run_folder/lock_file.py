@@ -22,7 +22,7 @@ LAUNCH_VARIABLE = "SELECTRON_LAUNCH"
 """Environment variable: number of the launched job that a process belongs to."""
 
 _LONGEST = 400
-WIDTH = 1024
+WIDTH = 2048
 """Bytes of a file, which is overwritten in one call."""
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
@@ -40,6 +40,7 @@ class Holder:
         released: whether it has given the lock up.
         launch: number of the launched job of the run, RUN/launch/N, that it belongs to; empty: it was begun by hand.
         output: file that it prints to; empty: a terminal or a pipe.
+        folder: of the lock, absolute, as the process that took it sees it; empty: too long, or not known.
     """
 
     number: int
@@ -50,6 +51,7 @@ class Holder:
     released: bool = False
     launch: str = ""
     output: str = ""
+    folder: str = ""
 
     def __str__(self) -> str:
         """As a message names it."""
@@ -75,7 +77,9 @@ def create(folder: Path, number: int, me: ProcessIdentity) -> Holder | None:
     """Create a number's file, if nobody else has, and remove those before it; None: somebody has."""
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     launch = os.environ.get(LAUNCH_VARIABLE, "")[:_LONGEST]
-    holder = Holder(number, uuid.uuid4().hex, me, since, launch=launch, output=_output())
+    where = str(folder.absolute())
+    where = where if len(json.dumps(where)) <= _LONGEST else ""
+    holder = Holder(number, uuid.uuid4().hex, me, since, launch=launch, output=_output(), folder=where)
     path = folder / str(number)
     beside = folder / f".{holder.token}"
     try:
@@ -143,6 +147,7 @@ def parsed(content: bytes) -> Holder | None:
         holder.since,
         holder.launch,
         holder.output,
+        holder.folder,
         process.host,
         process.pids,
         process.started,
@@ -151,6 +156,28 @@ def parsed(content: bytes) -> Holder | None:
     whole = (holder.number, holder.beats, process.restarts, process.pid)
     is_sound = all(isinstance(text, str) for text in texts) and all(type(number) is int for number in whole)
     return holder if is_sound and 0 < process.pid < 1 << 31 else None
+
+
+def is_copy(path: Path, holder: Holder) -> bool:
+    """Whether a lock's file was copied with its run's folder, and its holder holds the original.
+
+    Only where the original is there to be seen: a folder that was moved is held by the process that held it before.
+
+    Args:
+        path: of the file.
+        holder: that it names.
+    """
+    if not holder.folder:
+        return False
+    original = Path(holder.folder) / str(holder.number)
+    try:
+        found = read(original)
+        if found is None or found.token != holder.token or original.parent.resolve() == path.parent.resolve():
+            return False
+        # Of one folder that is mounted twice the devices may differ, the inodes do not.
+        return original.parent.stat().st_ino != path.parent.stat().st_ino
+    except (OSError, ValueError):
+        return False
 
 
 def line(fields: dict[str, Any]) -> bytes:
@@ -186,6 +213,8 @@ def lock_state(folder: Path) -> LockState | None:
         holder, quiet = read(path), quiet_seconds(path)
     except OSError:
         return None
+    if holder is not None and is_copy(path, holder):
+        return LockState(holder, False, quiet)
     exists = None if holder is None else holder.process.exists()
     is_held = not (holder and holder.released) and (abs(quiet) < DEAD_SECONDS if exists is None else exists)
     return LockState(holder, is_held, quiet)

@@ -157,8 +157,8 @@ def test_a_partition_of_nodes_that_differ(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ("echo 'RUNNING|None|n[1-2]'", JobState("RUNNING", "", "n[1-2]")),
-        ("echo 'PENDING|Resources|'", JobState("PENDING", "Resources", "")),
+        ("echo 'RUNNING|None|n[1-2]|/a|b/job.sbatch'", JobState("RUNNING", "", "n[1-2]", "/a|b/job.sbatch")),
+        ("echo 'PENDING|Resources||(null)'", JobState("PENDING", "Resources", "", "(null)")),
         ("true", None),
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", None),
     ],

@@ -1,0 +1,154 @@
+"""A copy of a run's folder names the original's job and process: neither is taken for the copy's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.cli import main
+from megatron_ext.errors import UserError
+from megatron_ext.launch import command, slurm, status, status_command
+from megatron_ext.launch.job import Job
+from megatron_ext.launch.ownership import is_of_another
+from megatron_ext.launch.slurm import JobState
+from megatron_ext.launch.status import status_of
+from megatron_ext.run_folder.lock import FOLDER, take
+from megatron_ext.run_folder.lock_file import lock_state
+from megatron_ext.run_folder.process_identity import this_process
+
+
+def job_at(run: Path, number: str) -> Job:
+    job = Job(run / "launch" / "1")
+    job.folder.mkdir(parents=True)
+    (job.folder / "config.yaml").write_text("training: {steps: 50}\n")
+    job.script.write_text("#!/bin/sh\n")
+    (job.folder / "events.tsv").write_text(f"2026-01-01T00:00:00Z\t{number}\t0\tbegun on n1\n")
+    job.keep_number(number)
+    job.log.write_text("said\n")
+    return job
+
+
+@pytest.fixture
+def cancelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Numbers of the jobs that are cancelled; job 7 runs, whose script is the original's."""
+    runs = JobState("RUNNING", "", "n1", str(tmp_path / "run" / "launch" / "1" / "job.sbatch"))
+    numbers: list[str] = []
+    monkeypatch.setattr(slurm, "job_state", {"7": runs}.get)
+    monkeypatch.setattr(status, "job_state", {"7": runs}.get)
+    monkeypatch.setattr(slurm, "cancel", numbers.append)
+    return numbers
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """Beside the original, as cp -r makes it."""
+    job_at(tmp_path / "run", "7")
+    return shutil.copytree(tmp_path / "run", tmp_path / "copy")
+
+
+def test_the_job_of_a_copy_is_not_cancelled(
+    tmp_path: Path, copy: Path, cancelled: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cancel", str(copy)]) == 2
+    script = tmp_path / "run" / "launch" / "1" / "job.sbatch"
+    said = f"selectron: error: {copy}: job 7 runs {script}, which is not this folder's: it was copied or moved; "
+    assert capsys.readouterr().err == f"{said}cancel that run, or call `scancel 7` if you mean that job\n"
+    assert cancelled == []
+    (tmp_path / "link").symlink_to(tmp_path / "run")  # the run itself, by another path
+    assert main(["cancel", str(tmp_path / "link")]) == 0
+    assert cancelled == ["7"]
+
+
+def test_neither_hard_links_nor_a_link_to_the_jobs_make_a_copy_the_original(
+    tmp_path: Path, copy: Path, cancelled: list[str]
+) -> None:
+    hard, soft = tmp_path / "hard", tmp_path / "soft"
+    shutil.copytree(tmp_path / "run", hard, copy_function=os.link)
+    soft.mkdir()
+    (soft / "launch").symlink_to(tmp_path / "run" / "launch")
+    assert [main(["cancel", str(folder)]) for folder in (hard, soft)] == [2, 2]
+    assert cancelled == []
+
+
+@pytest.mark.parametrize("script", ["(null)", "", "bash", "/gone/launch/1/job.sbatch"])
+def test_a_number_of_what_launch_did_not_submit_is_no_job_of_a_run(tmp_path: Path, script: str) -> None:
+    assert is_of_another(job_at(tmp_path / "run", "7"), JobState("RUNNING", "", "n1", script))
+
+
+def test_a_task_of_an_array_is_its_runs_alone(tmp_path: Path) -> None:
+    """All tasks of a sweep run one script: which run a task is of, the array's list says."""
+    runs = tmp_path / "runs"
+    jobs = [job_at(runs / name, f"9_{task}") for task, name in enumerate("ab")]
+    array = runs / "launch" / "arrays" / "1"
+    array.mkdir(parents=True)
+    (array / "jobs.json").write_text(json.dumps([str(job.folder) for job in jobs]))
+    state = JobState("RUNNING", "", "n1", str(array / "array.sbatch"))
+    assert [is_of_another(job, state) for job in jobs] == [False, False]
+    shutil.copytree(runs / "a", runs / "c")  # one run beside it
+    shutil.copytree(runs, tmp_path / "all")  # the whole sweep
+    others = [Job(folder / "launch" / "1") for folder in (runs / "c", tmp_path / "all" / "a")]
+    assert [is_of_another(job, state) for job in others] == [True, True]
+    jobs[1].keep_number("9_2")  # which the array has not
+    assert is_of_another(jobs[1], state)
+
+
+def test_status_and_logs_say_that_it_is_a_copy(
+    tmp_path: Path,
+    copy: Path,
+    cancelled: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert [(one.standing, one.state) for one in (status_of(tmp_path / "run"), status_of(copy))] == [
+        ("running", "running"),
+        ("stopped", "copied"),
+    ]
+    script = tmp_path / "run" / "launch" / "1" / "job.sbatch"
+    named = f"{copy}/launch/1/job_id: job 7 is that of {script}: this folder was copied or moved"
+    assert status_of(copy).problems == (named,)
+    monkeypatch.setattr(status_command, "_tail", lambda *_: 0)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    main(["logs", str(copy)])
+    said = f"selectron: {copy}: job 7 runs {script}; this log is a copy and ends where it was copied\n"
+    assert capsys.readouterr().err == said
+    main(["logs", str(tmp_path / "run")])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_copy_can_be_launched_while_the_original_runs(
+    tmp_path: Path, copy: Path, cancelled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "numbers_by_script", dict)
+    command._refuse_alive(copy)
+    with pytest.raises(UserError, match=r"run has job 7 \(running\)"):
+        command._refuse_alive(tmp_path / "run")
+
+
+def test_a_copied_lock_is_not_held_by_the_originals_process(tmp_path: Path) -> None:
+    lock = take(tmp_path / "run" / FOLDER, "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    state = lock_state(tmp_path / "copy" / FOLDER)
+    assert state is not None
+    assert not state.is_held
+    command.refuse_held(tmp_path / "copy")
+    take(tmp_path / "copy" / FOLDER, "copy", say=lambda line: pytest.fail(line)).release()
+    lock.check()  # the original's is none the worse
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with pytest.raises(UserError, match="is held by process"):
+        take(tmp_path / "link" / FOLDER, "link")
+
+
+def test_a_lock_whose_folder_was_moved_is_held(tmp_path: Path) -> None:
+    take(tmp_path / "run" / FOLDER, "run")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(UserError, match="is held by process"):
+        take(tmp_path / "moved" / FOLDER, "moved")
+    other = dataclasses.replace(this_process(), pid=2**22 + 1)
+    take(tmp_path / "run" / FOLDER, "run", me=other)  # another run took the place: another token
+    with pytest.raises(UserError, match="is held by process"):
+        take(tmp_path / "moved" / FOLDER, "moved")
