@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any, Self
 
-from webdataset.tariterators import base_plus_ext
-
 from data_prep.documents import LONGEST_RECORD, Advance, MalformedError, Problems
 from data_prep.reading.fields import Fields, Found, text_and_domain
 from data_prep.reading.inputs import InputFile
@@ -108,6 +106,8 @@ def _samples(
     tar: tarfile.TarFile, stream: IO[bytes], file: InputFile, problems: Problems, advance: Advance
 ) -> Iterator[_Sample]:
     """Samples in their order. The last is given when the tar has come to its end: before, it may not be whole."""
+    from webdataset.tariterators import base_plus_ext  # brings torch, which no other input but Megatron's needs
+
     sample: _Sample | None = None
     done = 0
     for info in tar:

@@ -7,11 +7,13 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_ext.analysis.scaling.fitting import Options, fit_all, numbers_of, text_of, write
-from megatron_ext.analysis.scaling.points import Points, read_points
-from megatron_ext.analysis.scaling.run_points import RunPoints, by_mixer, points_of_runs
 from megatron_ext.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_ext.analysis.scaling.points import Points
+    from megatron_ext.analysis.scaling.run_points import RunPoints
 
 FORMER = ("--bootstrap", "--seed")
 """Options of the bootstrap that once gave the intervals."""
@@ -50,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
     if args.drop_highest < 0:
         raise UserError("--drop-highest", f"{args.drop_highest} is below 0", "give 0 to keep all points")
     where, points, runs = _read(args.points, embeddings=not args.without_embeddings)
+    # With matplotlib and SciPy, a second of imports: not before there is something to fit.
+    from megatron_ext.analysis.scaling.fitting import Options, fit_all, numbers_of, text_of, write
+
     found = fit_all(points, where, Options(args.drop_highest), runs)
     write(found, args.output, keep=args.points[0])
     print(json.dumps(numbers_of(found), indent=1) if args.json else text_of(found))
@@ -58,6 +63,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(paths: Sequence[Path], *, embeddings: bool) -> tuple[str, dict[str, Points], RunPoints]:
     """What messages call it, the points by mixer, and the runs that they are of; none of a CSV file."""
+    from megatron_ext.analysis.scaling.points import read_points
+    from megatron_ext.analysis.scaling.run_points import RunPoints, by_mixer, points_of_runs
+
     files = [path for path in paths if path.is_file() or path.suffix.lower() == ".csv"]
     if not files:
         runs = points_of_runs(paths, embeddings=embeddings)

@@ -1,0 +1,93 @@
+"""The files of a report: pictures, tables and one HTML page that needs nothing beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_ext.analysis.curves import domain_curves, training_curves
+from megatron_ext.analysis.decisions import read_decided
+from megatron_ext.analysis.figure import matched_loss
+from megatron_ext.analysis.matched import compare
+from megatron_ext.analysis.matched_tables import answer_lines, render_table
+from megatron_ext.analysis.output import replace_files
+from megatron_ext.analysis.page import Contents, render_page
+from megatron_ext.analysis.runs import Run
+from megatron_ext.analysis.scaling import fitting
+from megatron_ext.analysis.scaling.fitting import Fitting, Options, fit_all, write
+from megatron_ext.analysis.scaling.run_points import by_mixer, points_of
+from megatron_ext.analysis.scaling.section import section
+from megatron_ext.analysis.selection import Selected, with_unevaluated
+from megatron_ext.analysis.suites import as_tables, heat_maps, read_suites, to_dict
+from megatron_ext.errors import UserError
+from megatron_ext.files import os_reason, write_whole
+
+SCALING = "scaling"
+"""Folder of the scaling laws in that of the report."""
+
+RECORD = "report.json"
+WRITTEN = re.compile(
+    r"(training_loss|domain_loss|matched_loss|domains|retrieval|fewshot|suites)[A-Za-z0-9_.+-]*\.(png|csv|json)"
+    rf"|{SCALING}/({fitting.WRITTEN.pattern}|fit\.(json|md))"
+)
+"""Names of the files beside index.html and report.json, those of a fit among them."""
+
+
+def write_files(
+    selected: Selected, run_dirs: Sequence[Path], output: Path, *, fit: bool, say: Callable[[str], object]
+) -> Path:
+    """Compare runs that have been read, and write what `report.write_report` describes.
+
+    Args:
+        selected: the runs.
+        run_dirs: see `report.write_report`, as all that follow.
+        output: folder of the report.
+        fit: whether scaling laws are fitted.
+        say: takes lines.
+
+    Returns:
+        The path of index.html.
+
+    Raises:
+        UserError: the runs do not compare, no law can be fitted to them, or the output cannot be written.
+    """
+    runs = selected.compared
+    laws = _fit(runs, run_dirs) if fit else None
+    comparison = compare(runs)
+    architectures = comparison.architectures
+    matched = matched_loss(comparison)
+    decided = read_decided(run for one in architectures for run in one.runs)
+    curves = [
+        training_curves(with_unevaluated(architectures, selected.unevaluated), decided),
+        domain_curves(architectures),
+    ]
+    suites = read_suites(architectures)
+    files = {name: content for picture in (*curves, matched) for name, content in picture.files().items()}
+    files["matched_loss.csv"] = render_table(comparison).encode()
+    files |= {f"{one.name}.png": one.png for one in heat_maps(suites)}
+    files |= {name: table.encode() for name, table in as_tables(suites).items()}
+    if suites:
+        files["suites.json"] = (json.dumps(to_dict(suites), indent=1) + "\n").encode()
+    scaling = None if laws is None else section(laws)
+    fitted = [f"{SCALING}/{name}" for name in (scaling.files if scaling else ())]
+    beside = [*files, *fitted]
+    page = render_page(Contents(comparison, matched, curves, suites, scaling, decided, beside, selected.left_out))
+    try:
+        if laws is not None:
+            write(laws, output / SCALING)
+        replace_files(output, files, RECORD, WRITTEN, others=fitted)
+        write_whole(output / RECORD, (json.dumps({"files": beside}, indent=1) + "\n").encode())
+        write_whole(output / "index.html", page.encode())
+    except OSError as error:
+        problem = f"the report cannot be written ({os_reason(error)})"
+        raise UserError(str(output), problem, "give another folder with --output or make room") from None
+    for line in (f"report: {output / 'index.html'}", *answer_lines(comparison)):
+        say(line)
+    return output / "index.html"
+
+
+def _fit(runs: Sequence[Run], given: Sequence[Path]) -> Fitting:
+    points = points_of(runs)
+    return fit_all(by_mixer(points), ", ".join(map(str, given)), Options(), points)
