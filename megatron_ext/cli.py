@@ -198,8 +198,8 @@ def _as_ranks(verb: str, arguments: Sequence[str], processes: int | None, work: 
 
         if processes and processes > 1:
             return local.launch(local.rank_command(verb, arguments), processes)
-        store = local.rendezvous_store()  # served while it lives: as long as this function runs
-        os.environ.update(local.rank_environment(0, 1, store.port))
+        with local.only_rank():
+            return work() or 0
     return work() or 0
 
 

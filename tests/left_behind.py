@@ -23,7 +23,8 @@ def release_models() -> None:
     """
     if "megatron.core.distributed" not in sys.modules:
         return
-    hooks = [x for x in gc.get_objects() if isinstance(x, FunctionType) and x.__qualname__ == HOOK]
+    # `isinstance` would raise for a dead weak proxy.
+    hooks = [x for x in gc.get_objects() if type(x) is FunctionType and x.__qualname__ == HOOK]
     for cell in (cell for hook in hooks for cell in hook.__closure__ or ()):
         cell.cell_contents = None
     gc.collect()

@@ -50,8 +50,10 @@ class Training:
     calls: list[tuple[Any, bool, int | None]] = field(default_factory=list)
     trials_of: list[Any] = field(default_factory=list)
     error: BaseException | None = None
+    environment: dict[str, str] = field(default_factory=dict)
 
     def train(self, config: Any, resume: bool, from_step: int | None, trial_of: Any) -> bool:
+        self.environment = dict(os.environ)
         self.trials_of.append(trial_of)
         self.calls.append((config, resume, from_step))
         if self.error:
@@ -81,11 +83,13 @@ def run(*arguments: str) -> int:
 
 
 def test_one_process_trains_in_this_one(training: Training) -> None:
+    before = dict(os.environ)
     assert run("train", QUICKSTART, "parallel.tensor=1", "--resume") == 0
     ((config, resume, from_step),) = training.calls
     assert (config.parallel.tensor, resume, from_step) == (1, True, None)
-    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
-    assert int(os.environ["MASTER_PORT"]) > 0
+    assert (training.environment["RANK"], training.environment["WORLD_SIZE"]) == ("0", "1")
+    assert int(training.environment["MASTER_PORT"]) > 0
+    assert dict(os.environ) == before  # what is started next in this process is no rank of that store
 
 
 @pytest.mark.parametrize(
@@ -213,11 +217,9 @@ def test_errors_of_training(training: Training, capsys: pytest.CaptureFixture[st
     assert run(*arguments) == 2
     assert capsys.readouterr().err == "selectron: error: data.path: is empty; prepare it\n"
     training.error = ZeroDivisionError("ours")
-    os.environ.pop("RANK")
     with pytest.raises(ZeroDivisionError):
         run(*arguments)
     training.error = KeyboardInterrupt()
-    os.environ.pop("RANK")
     assert run(*arguments) == 130
     assert capsys.readouterr().err == ""
 

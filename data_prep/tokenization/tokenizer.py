@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,13 @@ library raises instead. It costs no time."""
 
 TRAINING_CHARACTERS = 256_000_000
 """Text beyond this no longer changes the merges of a vocabulary of the usual sizes."""
+
+LONGEST_WORD = 10_000
+"""Characters. A longer run without a space, or of spaces, is cut for training: the library's time grows with the square
+of a word's length (3 s for 80,000 characters)."""
+
+LONG_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD + 1},}}|(?<!\s)\s{{{LONGEST_WORD + 1},}}")
+"""A whole run, which is looked for at its beginning alone: linear in the text's length."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -173,4 +181,15 @@ def _first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
         if limit <= 0:
             return
         limit -= len(text)
-        yield text
+        yield from _with_short_words(text)
+
+
+def _with_short_words(text: str) -> Iterator[str]:
+    """Yield a text in pieces whose words have at most `LONGEST_WORD` characters."""
+    start = 0
+    for word in LONG_WORD.finditer(text):
+        for end in range(word.start() + LONGEST_WORD, word.end(), LONGEST_WORD):
+            yield text[start:end]
+            start = end
+    if start < len(text):
+        yield text[start:]

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -99,6 +100,27 @@ def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
         "NCCL_SOCKET_IFNAME": LOOPBACK,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
     }
+
+
+@contextmanager
+def only_rank() -> Iterator[None]:
+    """Make this process the only rank of a run within the block; restore the environment after it.
+
+    A program that calls a command as a function would otherwise hand the variables to what it starts next: a rank of a
+    Slurm job that inherits TORCHELASTIC_USE_AGENT_STORE waits for a store that nobody serves.
+    """
+    store = rendezvous_store()  # served while it lives
+    variables = rank_environment(0, 1, store.port)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        del store
 
 
 def rendezvous_store() -> TCPStore:

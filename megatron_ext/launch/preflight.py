@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -53,7 +54,8 @@ def preflight(args: argparse.Namespace) -> int:
     """
     limits = limits_of(args)
     try:
-        code = _fly(args, limits)
+        with nullcontext() if "RANK" in os.environ else local.only_rank():
+            code = _fly(args, limits)
     except UserError as error:
         if not hanging():
             raise
@@ -66,10 +68,6 @@ def preflight(args: argparse.Namespace) -> int:
 
 
 def _fly(args: argparse.Namespace, limits: Limits) -> int:
-    store = None
-    if "RANK" not in os.environ:
-        store = local.rendezvous_store()  # served while it lives
-        os.environ.update(local.rank_environment(0, 1, store.port))
     try:
         board = Board(limits.node_timeout)
         report = look_around(args.folder or Path.cwd())
@@ -85,7 +83,6 @@ def _fly(args: argparse.Namespace, limits: Limits) -> int:
     except Silence as error:
         print(f"selectron: preflight: {error}", file=sys.stderr, flush=True)
         code = EXIT_BEGIN_ANEW
-    del store
     return code
 
 

@@ -63,7 +63,8 @@ def test_what_only_slurm_knows_is_refused_without_a_script(more: str) -> None:
 
 
 def test_a_value_of_two_words_is_one_option(cluster: SlurmCluster) -> None:
-    slurm.check_options(Resources(nodes=64, gpus_per_node=8, more=["--comment=two words"]).sbatch_options())
+    whole = Resources(nodes=64, gpus_per_node=8, job_name="whole", more=["--comment=two words"])
+    slurm.check_options(whole.sbatch_options())
 
 
 def test_the_template_is_accepted_as_it_is(cluster: SlurmCluster) -> None:

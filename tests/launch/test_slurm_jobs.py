@@ -42,6 +42,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missi
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     started = SlurmCluster(tmp_path_factory.mktemp("slurm") / "cluster", nodes=2, cpus=2)
+    started.environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as where a run of torchrun submits jobs
     yield started
     started.stop()
 

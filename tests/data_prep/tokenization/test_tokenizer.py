@@ -7,6 +7,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from data_prep.documents import Problems
 from data_prep.manifest import TokenizerEntry
 from data_prep.output.writing import DocumentEncoder
+from data_prep.tokenization import tokenizer as tokenizer_module
 from data_prep.tokenization.tokenizer import JsonTokenizer, load_tokenizer, train_tokenizer
 from data_prep.tokenization.vocabularies import (
     end_of_document,
@@ -201,3 +202,18 @@ def test_no_tokenizer_there(tmp_path, content):
         load_tokenizer(path)
     assert str(caught.value).startswith(f"--tokenizer: {path} is no ")
     assert "\n" not in str(caught.value)
+
+
+def test_a_word_without_an_end_is_cut_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library takes the square of a word's length: a document of ten megabytes without a space took hours."""
+    monkeypatch.setattr(tokenizer_module, "LONGEST_WORD", 4000)
+    word, spaces = "ab" * 4500 + "c" * 3000, " " * 10_001
+    seen = list(tokenizer_module._first_characters([f"one {word}{spaces}two", "no"], 1 << 20))
+    assert "".join(seen) == f"one {word}{spaces}twono"
+    assert [len(x) for x in seen] == [4004, 4000, 4000 + 4000, 4000, 2001 + 3, 2]
+
+
+def test_ordinary_texts_are_trained_on_whole() -> None:
+    texts = ["w" * 10_000 + " " * 10_000 + "w", "", "two words"]
+    seen = list(tokenizer_module._first_characters(texts, 1 << 20))
+    assert seen == [text for text in texts if text]
