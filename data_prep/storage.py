@@ -14,7 +14,7 @@ from typing import Any
 
 from data_prep.manifest_entries import MANIFEST_NAME
 from megatron_ext.errors import UserError
-from megatron_ext.files import force_to_disk, write_whole
+from megatron_ext.files import force_to_disk, read_regular, write_whole
 from megatron_ext.json_text import parse_json
 
 PARTIAL_SUFFIX = ".partial"
@@ -142,7 +142,7 @@ def _begin(partial: Path, begun: dict[str, Any]) -> bool:
         _empty(partial)  # what was there before the note holds nothing to go on with
         write_whole(note, json.dumps(begun).encode())
     elif (name := _difference(note, begun)) is not None:
-        before, now = _shown(parse_json(note.read_bytes()).get(name)), _shown(begun.get(name))
+        before, now = _shown(parse_json(read_regular(note)).get(name)), _shown(begun.get(name))
         mend = f"give the same again, or remove {partial} to begin anew"
         raise UserError(str(partial), f"was begun with {name} {before}, not {now}", mend)
     (partial / WORK_NAME).mkdir(exist_ok=True)
@@ -151,7 +151,7 @@ def _begin(partial: Path, begun: dict[str, Any]) -> bool:
 
 def _difference(note: Path, begun: dict[str, Any]) -> str | None:
     """The first thing, by name, that a folder was begun with otherwise; None: all is the same."""
-    before = parse_json(note.read_bytes())
+    before = parse_json(read_regular(note))
     return next((name for name in sorted(before.keys() | begun.keys()) if before.get(name) != begun.get(name)), None)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from data_prep.manifest import Manifest, match_domain
 from data_prep.output.merging import CONTAMINATION, CONTAMINATION_TABLE
+from megatron_ext.files import read_regular
 from megatron_ext.json_text import parse_json
 
 CHANGES = {
@@ -86,7 +87,7 @@ def _contamination(root: Path) -> list[str]:
     path = root / CONTAMINATION
     if not path.is_file():
         return []
-    report = parse_json(path.read_bytes())
+    report = parse_json(read_regular(path))
     lines = [_of_domain(entry) for entry in report["domains"]]
     return [*lines, f"contamination: see {root / CONTAMINATION_TABLE}"] if lines else ["contamination: nothing to test"]
 

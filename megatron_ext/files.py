@@ -14,6 +14,12 @@ from typing import IO
 LARGEST_READ = 1 << 30
 """Bytes of a file that is read whole; the records of a million steps have a third of it."""
 
+LARGEST_POINTER = 1 << 16
+"""Bytes of a file that holds a name or a number."""
+
+LARGEST_VOCABULARY = 1 << 27
+"""Bytes of a tokenizer's or an index's file, which takes several times as much memory; a million tokens have half."""
+
 
 def is_url(path: str) -> bool:
     """Whether a name leads elsewhere, s3://bucket/folder, and not to a path of this machine."""
@@ -137,7 +143,8 @@ def read_regular(path: Path, limit: int = LARGEST_READ) -> bytes:
         OSError: it cannot be read, or is larger.
     """
     with os.fdopen(open_regular(path), "rb") as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise OSError(errno.EFBIG, f"has more than {limit} bytes")
+        is_larger = os.fstat(file.fileno()).st_size > limit  # said at once; but files of /proc have no size
+        content = b"" if is_larger else file.read(limit + 1)
+    if is_larger or len(content) > limit:
+        raise OSError(errno.EFBIG, f"has more than {limit} bytes", str(path))
     return content

@@ -24,7 +24,7 @@ from data_prep.storage import locked
 from data_prep.tokenization.pieces import PIECE_CHARACTERS, UnbrokenError, encode_in_pieces
 from data_prep.tokenization.tokenizer import NoTokenError
 from data_prep.tokenization.vocabularies import TextTokenizer, kept_tokenizer, lost_part, token_dtype
-from megatron_ext.files import write_whole
+from megatron_ext.files import read_regular, write_whole
 from megatron_ext.json_text import parse_json
 
 BATCH_DOCUMENTS = 1024
@@ -181,7 +181,7 @@ class DocumentEncoder:
 
 def load_result(path: Path) -> TaskResult:
     """Read what `WriteShards` noted."""
-    return TypeAdapter(TaskResult).validate_python(parse_json(path.read_bytes()))
+    return TypeAdapter(TaskResult).validate_python(parse_json(read_regular(path)))
 
 
 def in_order(key: tuple[str, str]) -> tuple[int, str]:

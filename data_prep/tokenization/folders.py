@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from data_prep.tokenization.tokenizer import KNOWN_ENDS, JsonTokenizer, load_tokenizer
 from megatron_ext.errors import UserError
+from megatron_ext.files import LARGEST_VOCABULARY, os_reason, read_regular
 
 TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
 CONFIG, SPECIALS, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
@@ -99,9 +100,11 @@ def _name(value: Any) -> str | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path, LARGEST_VOCABULARY))
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise UserError("--tokenizer", f"{path} cannot be read ({os_reason(error)})", "copy it again") from None
     except (ValueError, RecursionError) as error:
         raise UserError("--tokenizer", f"{path} is no JSON ({error})", "give it as it was published") from None
     if not isinstance(content, dict):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 from data_prep.manifest import TokenizerKind
 from megatron_ext.errors import UserError
+from megatron_ext.files import LARGEST_VOCABULARY, open_regular, os_reason, read_regular
 
 END_TOKEN, END_ID = "<|endoftext|>", 0
 """RWKV ends documents with id 0, which stands for no bytes and has no line in the file."""
@@ -20,7 +22,7 @@ _ID = -1
 
 def is_rwkv_vocabulary(path: Path) -> bool:
     """Whether the first line of a file is one of such a vocabulary."""
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         return LINE.fullmatch(file.readline(1 << 16)) is not None
 
 
@@ -43,7 +45,10 @@ class RwkvTokenizer:
     special = frozenset({END_ID})
 
     def __init__(self, path: Path) -> None:
-        self._content = path.read_bytes()
+        try:
+            self._content = read_regular(path, LARGEST_VOCABULARY)
+        except OSError as error:
+            raise UserError(str(path), f"cannot be read ({os_reason(error)})", "give it as it was published") from None
         self._tokens: dict[int, bytes] = {END_ID: b""}
         self._root: dict[int, Any] = {}
         for number, line in enumerate(self._content.splitlines(), start=1):

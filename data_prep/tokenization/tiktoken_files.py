@@ -12,6 +12,7 @@ import tiktoken
 
 from data_prep.manifest import TokenizerEntry, TokenizerKind
 from megatron_ext.errors import UserError
+from megatron_ext.files import LARGEST_VOCABULARY, read_regular
 from megatron_ext.scratch import scratch_folder
 
 TIKTOKEN_SUFFIX = ".tiktoken"
@@ -113,9 +114,9 @@ def _published(name: str, file: Path | None = None) -> tiktoken.Encoding:
 def _ranks(path: Path) -> dict[bytes, int]:
     """Read a file; tiktoken's own reader keeps a copy by path, and would not see that the file has changed."""
     try:
-        lines = (line.split() for line in path.read_bytes().splitlines() if line)
+        lines = (line.split() for line in read_regular(path, LARGEST_VOCABULARY).splitlines() if line)
         return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError("--tokenizer", f"{path} is no .tiktoken file ({error})", "give one") from None
 
 

@@ -17,9 +17,11 @@ from megatron_ext.analysis.cells import NOTHING, Cell, Table, count, number, tex
 from megatron_ext.analysis.runs import SPLITS, Split, column_name
 from megatron_ext.analysis.style import as_csv
 from megatron_ext.errors import UserError
-from megatron_ext.files import read_regular
+from megatron_ext.files import os_reason, read_regular
 from megatron_ext.ratio import FEW_DOCUMENTS
 
+_AGAIN = "run `selectron evaluate` again"
+_LARGEST_PICTURE = 1 << 26
 File = TypeVar("File")
 _FILE = ConfigDict(extra="ignore")
 
@@ -170,9 +172,18 @@ def _read(folder: Path, name: str, label: str) -> Suites:
         architecture=label,
         domains=_parsed(_newest(folder, "domains.json"), Domains),
         retrieval=_parsed(retrieval, Retrieval),
-        picture=picture.read_bytes() if picture is not None and picture.is_file() else None,
+        picture=_picture(picture),
         fewshot=_parsed(_newest(folder, "fewshot.json"), Fewshot),
     )
+
+
+def _picture(path: Path | None) -> bytes | None:
+    if path is None or not path.is_file():
+        return None
+    try:
+        return read_regular(path, _LARGEST_PICTURE)
+    except OSError as error:
+        raise UserError(str(path), f"cannot be read ({os_reason(error)})", _AGAIN) from None
 
 
 def _newest(folder: Path, name: str) -> Path | None:
@@ -188,7 +199,7 @@ def _parsed(path: Path | None, kind: type[File]) -> File | None:
     try:
         return TypeAdapter(kind).validate_json(read_regular(path))
     except (OSError, ValidationError):
-        raise UserError(str(path), "is not what a suite has written", "run `selectron evaluate` again") from None
+        raise UserError(str(path), "is not what a suite has written", _AGAIN) from None
 
 
 def to_dict(found: Sequence[Suites]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from megatron_ext.checkpoint.contents import Content, content_of
 from megatron_ext.checkpoint.disk import NotAsWritten
 from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason, read_regular, write_whole
+from megatron_ext.files import LARGEST_POINTER, os_reason, read_regular, write_whole
 from megatron_ext.json_text import parse_json
 from megatron_ext.paths import relative_name
 
@@ -130,7 +131,7 @@ class CheckpointFolder:
         if not pointer.exists():
             return None
         try:
-            name = read_regular(pointer, 1 << 16).decode(errors="replace").strip()
+            name = read_regular(pointer, LARGEST_POINTER).decode(errors="replace").strip()
         except OSError as error:
             raise UserError(str(pointer), f"cannot be read ({os_reason(error)})", "restore or remove it") from error
         if _STEP.fullmatch(name) is None:
@@ -152,8 +153,10 @@ class CheckpointFolder:
             OSError: the disk refuses.
         """
         pointer, content = self.root / LATEST, f"step_{step}\n".encode()
-        if not pointer.exists() or pointer.read_bytes() != content:
-            write_whole(pointer, content)
+        with suppress(OSError):  # what cannot be read, or is larger, says something else
+            if read_regular(pointer, len(content)) == content:
+                return
+        write_whole(pointer, content)
 
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint of a step into; what runs that were killed left is removed."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_ext.config.schema import OptimizerConfig, TrainingConfig
 from megatron_ext.errors import UserError
-from megatron_ext.files import os_reason
+from megatron_ext.files import LARGEST_VOCABULARY, os_reason, read_regular
 from megatron_ext.json_text import parse_json
 
 _AT_STAGE_3_ALONE = {"offload_optimizer": ("nvme",), "offload_param": ("cpu", "nvme")}
@@ -123,7 +123,7 @@ def _adamw(optimizer: OptimizerConfig) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(read_regular(path, LARGEST_VOCABULARY))
     except OSError as error:
         mend = "name a file with DeepSpeed's configuration, or leave it out"
         raise UserError("optimizer.deepspeed", f"{path} cannot be read ({os_reason(error)})", mend) from error

@@ -17,7 +17,7 @@ from data_prep.tokenization.tokenizer import NoTokenError
 from data_prep.tokenization.vocabularies import TextTokenizer, kept_tokenizer, lost_part
 from megatron_ext.checkpoint.conversion import tokenizer_files
 from megatron_ext.errors import UserError
-from megatron_ext.files import read_regular, write_whole
+from megatron_ext.files import LARGEST_VOCABULARY, read_regular, write_whole
 from megatron_ext.paths import path_within
 
 ENTRY = "tokenizer_entry.json"
@@ -105,7 +105,7 @@ def keep_coder(file: Path, entry: TokenizerEntry, folder: Path) -> None:
         tokenizer_files.keep_tokenizer(file, folder, entry.eos_token)
         return
     kept = {**asdict(entry), "file": _FILES[entry.kind]}
-    write_whole(folder / kept["file"], file.read_bytes())
+    write_whole(folder / kept["file"], read_regular(file, LARGEST_VOCABULARY))
     write_whole(folder / ENTRY, (json.dumps(kept, indent=2) + "\n").encode())
 
 

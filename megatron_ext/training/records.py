@@ -207,11 +207,10 @@ def _records_of(path: Path) -> Iterator[dict[str, Any]]:
     """Whole records of a file, none where there is no file."""
     if not path.exists():
         return
-    with path.open() as file:
-        for line in file:
-            if line.endswith("\n"):
-                _step_of(line, path)
-                yield parse_json(line)
+    for line in read_regular(path).decode().splitlines(keepends=True):
+        if line.endswith("\n"):
+            _step_of(line, path)
+            yield parse_json(line)
 
 
 def _left_to_the_writer(failed: threading.ExceptHookArgs) -> None:

@@ -67,7 +67,7 @@ def copy_skipped(source: Path, folder: Path, step: int) -> None:
         folder: of the run.
         step: of the checkpoint.
     """
-    lines = (source / SKIPPED).read_text().splitlines() if (source / SKIPPED).exists() else []
+    lines = read_regular(source / SKIPPED).decode().splitlines() if (source / SKIPPED).exists() else []
     kept = [line for line in lines if parse_json(line)["step"] < step]
     if kept:
         write_whole(folder / SKIPPED, "".join(f"{line}\n" for line in kept).encode())

@@ -19,6 +19,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.reports import csv_row
 
 METRICS = "metrics.jsonl"
+_LONGEST_LINE = 1 << 24
 
 WINDOW = 0.05
 """Share of a run's steps, at its end, over which its training loss is averaged: that of one step is that of a batch."""
@@ -149,7 +150,7 @@ def _has_a_step(metrics: Path) -> bool:
     if not metrics.is_file():
         return False
     with metrics.open("rb") as file:
-        return file.readline().endswith(b"\n")
+        return file.readline(_LONGEST_LINE).endswith(b"\n")
 
 
 def _unfinished(run: Run) -> str:

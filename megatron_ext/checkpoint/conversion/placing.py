@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_ext.checkpoint.disk import is_full, storage_problem
 from megatron_ext.errors import UserError
-from megatron_ext.files import force_to_disk
+from megatron_ext.files import force_to_disk, open_regular
 from megatron_ext.scratch import ended_by_exceptions
 
 _MODELS = ("config.json", "checkpoints", "latest_universal")
@@ -58,8 +58,8 @@ def check_destination(source: Path, destination: Path, *, overwrite: bool) -> No
 def _is_ours(path: Path) -> bool:
     """Whether a conversion, or transformers, writes such a file."""
     if path.name == README:
-        with suppress(OSError):
-            return path.read_bytes().startswith(README_MARK.encode())
+        with suppress(OSError), os.fdopen(open_regular(path), "rb") as file:
+            return file.read(len(README_MARK.encode())) == README_MARK.encode()
     return any(fnmatch(path.name, pattern) for pattern in _WRITTEN)
 
 

@@ -17,7 +17,7 @@ from megatron_ext.checkpoint.conversion.our_model import VOCABULARY
 from megatron_ext.checkpoint.conversion.saved import configured_model
 from megatron_ext.checkpoint.conversion.source import Source, SourceOptions
 from megatron_ext.checkpoint.conversion.tensors import Tensors, without_padding
-from megatron_ext.checkpoint.conversion.tokenizer_files import KeptTokenizer, kept_tokenizer
+from megatron_ext.checkpoint.conversion.tokenizer_files import KeptTokenizer, kept_tokenizer, read_name
 from megatron_ext.checkpoint.conversion.torch_dist import TorchDistTensors
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.checkpoint.reading import read_common
@@ -122,7 +122,7 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
 
 
 def _newest(path: Path) -> Path:
-    iteration = (path / NEWEST).read_text(errors="replace").strip()
+    iteration = read_name(path / NEWEST)
     is_number = iteration.isascii() and iteration.isdecimal() and len(iteration) <= MAX_DIGITS
     name = f"iter_{int(iteration):07d}" if is_number else iteration
     folder = path_within(path, name, str(path / NEWEST), follow_links=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.conversion.tensors import TensorInfo, Tensors
 from megatron_ext.errors import UserError
+from megatron_ext.files import LARGEST_VOCABULARY, read_regular
 from megatron_ext.json_text import parse_json
 from megatron_ext.paths import path_within
 
@@ -71,10 +72,10 @@ class SafetensorsTensors(Tensors):
 def _files_of(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         try:
-            named = parse_json((folder / INDEX).read_text())["weight_map"].values()
+            named = parse_json(read_regular(folder / INDEX, LARGEST_VOCABULARY))["weight_map"].values()
             # Caches of downloaded models are folders of links to where the files are.
             paths = sorted({path_within(folder, name, str(folder / INDEX), follow_links=True) for name in named})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(str(folder / INDEX), "cannot be read as an index of safetensors files", _MEND) from error
     elif (folder / SINGLE).is_file():
         paths = [folder / SINGLE]

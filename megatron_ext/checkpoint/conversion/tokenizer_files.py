@@ -19,7 +19,7 @@ from megatron_ext.checkpoint.conversion.exported_tokenizer import (
     without_template,
 )
 from megatron_ext.errors import UserError
-from megatron_ext.files import write_whole
+from megatron_ext.files import LARGEST_POINTER, LARGEST_VOCABULARY, os_reason, read_regular, write_whole
 from megatron_ext.json_text import parse_json
 
 TOKENIZER = "tokenizer.json"
@@ -63,7 +63,7 @@ def keep_tokenizer(source: Path, folder: Path, end: str | None, *, plain: bool =
     Raises:
         OSError: a file cannot be read or written.
     """
-    content = source.read_bytes()
+    content = read_regular(source, LARGEST_VOCABULARY)
     write_whole(folder / TOKENIZER, without_template(content) if plain else content)
     known = {} if end is None else {"eos_token": end}
     config = {"tokenizer_class": TOKENIZER_CLASS, "clean_up_tokenization_spaces": False, **known}
@@ -95,7 +95,7 @@ def copy_tokenizer(tokenizer: KeptTokenizer, folder: Path, *, plain: bool = Fals
         elif name == SPECIAL_TOKENS:
             _write_json(folder / name, exported_tokens(read_json(companion)))
         else:
-            write_whole(folder / name, companion.read_bytes())
+            write_whole(folder / name, read_regular(companion, LARGEST_VOCABULARY))
 
 
 def _refuse_link(companion: Path) -> None:
@@ -131,7 +131,7 @@ def kept_tokenizer(folder: Path, given: Path | None = None) -> KeptTokenizer | N
     if not file.is_file() and given is None:
         return None
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_buffer(read_regular(file, LARGEST_VOCABULARY))
     except Exception as error:  # the binding raises bare Exception
         problem = f"is no tokenizer.json ({' '.join(str(error).split())})"
         raise UserError(str(file), problem, "give one that Hugging Face tokenizers wrote") from None
@@ -156,9 +156,21 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: it cannot be read as one.
     """
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(read_regular(path, LARGEST_VOCABULARY))
     except (OSError, ValueError) as error:
         raise UserError(str(path), f"cannot be read ({' '.join(str(error).split())})", "copy it again") from None
     if not isinstance(content, dict):
         raise UserError(str(path), "is no JSON object", "copy it again")
     return content
+
+
+def read_name(path: Path) -> str:
+    """The name that a file beside checkpoints gives of the newest one.
+
+    Raises:
+        UserError: it cannot be read, or is too large for a name.
+    """
+    try:
+        return read_regular(path, LARGEST_POINTER).decode(errors="replace").strip()
+    except OSError as error:
+        raise UserError(str(path), f"cannot be read ({os_reason(error)})", "copy it again") from None

@@ -29,7 +29,7 @@ from megatron_ext.checkpoint.conversion.tensors import (
     check_keys,
     without_padding,
 )
-from megatron_ext.checkpoint.conversion.tokenizer_files import kept_tokenizer, read_json
+from megatron_ext.checkpoint.conversion.tokenizer_files import kept_tokenizer, read_json, read_name
 from megatron_ext.checkpoint.conversion.torch_dist import OptimizerState
 from megatron_ext.checkpoint.extent import RefusedPickle
 from megatron_ext.checkpoint.folder import Progress
@@ -105,7 +105,7 @@ def _rows(path: Path, stored: Tensors, model_config: Path) -> int:
 
 
 def _newest(path: Path) -> Path:
-    tag = (path / NEWEST).read_text(errors="replace").strip()
+    tag = read_name(path / NEWEST)
     folder = path_within(path, tag, str(path / NEWEST), follow_links=True)
     if not (folder / ZERO).is_dir():
         raise UserError(str(path / NEWEST), f"names {tag!r}, and {folder / ZERO} is not there", _MEND)
@@ -170,7 +170,7 @@ def _check_files(path: Path, files: Mapping[str, Content]) -> None:
         file = path_within(path, name, str(path / DESCRIPTION), follow_links=True)
         if not file.is_file():
             raise UserError(str(file), "is not there, so the checkpoint is damaged", _MEND)
-        if content_of(file) != expected:
+        if file.stat().st_size != expected.size or content_of(file) != expected:
             raise UserError(str(file), "is not what was written, so the checkpoint is damaged", _MEND)
 
 

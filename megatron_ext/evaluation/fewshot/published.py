@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.files import os_reason, read_regular
 from megatron_ext.json_text import parse_json
 
 Row = dict[str, Any]
@@ -205,22 +207,28 @@ def _with_labels(path: Path) -> Iterator[tuple[int, Row]]:
     if not beside.exists():
         yield from rows
         return
-    labels = beside.read_text(encoding="utf-8").split()
+    labels = _content(beside).decode().split()
     if len(labels) != len(rows):
         raise UserError(str(beside), f"{len(labels)} labels for the {len(rows)} rows of {path.name}", _GET_AGAIN)
     for (line, row), label in zip(rows, labels, strict=True):
         yield line, {**row, "label": label}
 
 
+def _content(path: Path) -> bytes:
+    try:
+        return read_regular(path)
+    except OSError as error:
+        raise UserError(str(path), f"cannot be read ({os_reason(error)})", _GET_AGAIN) from None
+
+
 def _parsed(path: Path) -> Iterator[tuple[int, Row]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = parse_json(line)
-            except ValueError as error:
-                raise UserError(f"{path}:{number}", f"no JSON: {error}", _GET_AGAIN) from error
-            if not isinstance(row, dict):
-                raise UserError(f"{path}:{number}", "a row is an object with named fields", _GET_AGAIN)
-            yield number, row
+    for number, line in enumerate(io.BytesIO(_content(path)), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line)
+        except ValueError as error:
+            raise UserError(f"{path}:{number}", f"no JSON: {error}", _GET_AGAIN) from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number}", "a row is an object with named fields", _GET_AGAIN)
+        yield number, row
