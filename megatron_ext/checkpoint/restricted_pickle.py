@@ -19,6 +19,9 @@ from megatron_ext.checkpoint.extent import RefusedPickle, check_extent
 _MAX_NAME = 200
 _MAX_KEY = 64
 """Parts of a tuple that is a key: its hash is computed anew whenever it is used."""
+_MOST_COMPARISONS = 20_000_000
+"""Of keys whose hashes an author can choose: each may be compared with all before it, which takes up to 30 ns."""
+_FEW_KEYS = 1024
 _SCALARS = (str, int, float, bool, bytes, type(None))
 
 
@@ -103,6 +106,8 @@ class _Machine:
         self._outer: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
         self._bytes_of_calls = 0
+        self._comparisons = 0
+        self._hashes: dict[int, set[int]] = {}  # by id of a dictionary: of its keys that are instances
 
     def run(self) -> Any:
         data, stop = self._data, ord(".")
@@ -263,7 +268,32 @@ class _Machine:
                 len(key) <= _MAX_KEY and all(isinstance(part, _SCALARS) for part in key)
             ):
                 raise RefusedPickle("has a key that is no plain value")
+            self._count_comparisons(into, key)
             into[key] = pairs[number + 1]
+
+    def _count_comparisons(self, into: Mapping[Any, Any], key: Any) -> None:
+        """Count the keys that a key may be compared with: keys of one hash are each compared with all before them.
+
+        Nobody can choose hashes of texts, which differ from process to process, and numbers that count from 0 have
+        different places. An instance's hash is made of a text, too; but instances that share it can be given one hash.
+
+        Raises:
+            RefusedPickle: these are too many.
+        """
+        kind = type(key)
+        if kind in (str, bytes, bool, type(None)):
+            return
+        if kind is int and 0 <= key < 4 * len(into) + _FEW_KEYS:
+            return
+        if kind not in (int, float, tuple):
+            known, found = self._hashes.setdefault(id(into), set()), hash(key)
+            if found not in known:
+                known.add(found)
+                return
+            self._comparisons += 15 * len(into)  # their comparison is Python's
+        self._comparisons += len(into)
+        if self._comparisons > _MOST_COMPARISONS:
+            raise RefusedPickle("has more keys that are numbers than can be told apart in time")
 
     # --- references --------------------------------------------------------------------------------------------------
 
@@ -274,7 +304,9 @@ class _Machine:
         self._memo[self._byte()] = self._stack[-1]
 
     def put4(self) -> None:
-        self._memo[self._number("<I")] = self._stack[-1]
+        number = self._number("<I")
+        self._count_comparisons(self._memo, number)
+        self._memo[number] = self._stack[-1]
 
     def get1(self) -> None:
         self._stack.append(self._memo[self._byte()])

@@ -16,10 +16,12 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
 
+from megatron_ext.checkpoint import restricted_pickle
 from megatron_ext.checkpoint.extent import MAX_DEPTH, MAX_ITEMS, RefusedPickle, check_extent
 from megatron_ext.checkpoint.metadata_file import _NAMES as METADATA_NAMES
 from megatron_ext.checkpoint.metadata_file import FILE_NAME, read_metadata
@@ -232,3 +234,44 @@ def test_a_file_that_is_cut_off_or_compressed(tmp_path: Path, on_disk: bool) -> 
     hostile.compress(tmp_path / "file.pt", tmp_path / "packed.pt")
     with pytest.raises(RefusedPickle, match="has no plain record"):
         load_file(tmp_path / "packed.pt", on_disk=on_disk)
+
+
+PRIME = (1 << 61) - 1
+"""Python's hash of a whole number is its remainder."""
+
+
+def written(keys: list[Any]) -> bytes:
+    return pickle.dumps(dict.fromkeys(keys), 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("whole numbers", [PRIME * number for number in range(700)]),
+        ("tuples", [tuple(PRIME * (number >> bit & 1) for bit in range(10)) for number in range(700)]),
+        (
+            "indices",
+            [MetadataIndex("w", torch.Size([PRIME * (n >> bit & 1) for bit in range(8)])) for n in range(200)],
+        ),
+    ],
+)
+def test_keys_of_one_hash_are_refused(kind: str, keys: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a hundred thousand, each would be compared with all before it, for minutes."""
+    assert restricted_pickle._MOST_COMPARISONS <= 20_000_000
+    monkeypatch.setattr(restricted_pickle, "_MOST_COMPARISONS", 200_000)
+    assert len({hash(key) for key in keys}) == 1
+    assert len(load(written(keys[: len(keys) // 2]), METADATA_NAMES)) == len(keys) // 2
+    with pytest.raises(RefusedPickle, match="has more keys that are numbers than can be told apart in time"):
+        load(written(keys), METADATA_NAMES)
+    half = [written([*keys[: len(keys) * 2 // 5], str(part)])[2:-1] for part in range(10)]  # in several dictionaries
+    with pytest.raises(RefusedPickle, match="has more keys that are numbers than can be told apart in time"):
+        load(b"\x80\x02(" + b"".join(half) + b"t.", METADATA_NAMES)
+
+
+def test_keys_that_checkpoints_have_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restricted_pickle, "_MOST_COMPARISONS", 0)
+    texts = [f"decoder.layers.{number}.weight" for number in range(3_000)]
+    ids = [number + number // 3 for number in range(3_000)]  # of parameters, some of which are frozen
+    places = [MetadataIndex("w", torch.Size([number, 0])) for number in range(3_000)]
+    for keys in (texts, ids, places, [None, True]):
+        assert list(load(written(keys), METADATA_NAMES)) == keys
