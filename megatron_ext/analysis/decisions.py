@@ -147,20 +147,29 @@ def _rolled_back(of: Decided) -> tuple[tuple[int, int], ...]:
     return tuple(((one.to_step or 0) + 1, one.step) for one in of.decisions if one.decision == "roll_back")
 
 
-def _shards_without(run: Run) -> tuple[str, ...]:
-    found = skipped(run)
-    return () if found is None else tuple(sorted(shard.shard for shard in found.shards))
+def _shards_without(run: Run) -> tuple[tuple[tuple[str, ...], int, int | None], ...]:
+    """(shards, step from which, step until which) of each change of what a run did without."""
+    return tuple(
+        (tuple(sorted(shard.shard for shard in one.record.shards)), one.record.step, one.until) for one in skipped(run)
+    )
 
 
-def _words(steps: Sequence[int], back: Sequence[tuple[int, int]], shards: Sequence[str]) -> str:
+def _words(
+    steps: Sequence[int],
+    back: Sequence[tuple[int, int]],
+    without: Sequence[tuple[Sequence[str], int, int | None]],
+) -> str:
     said = []
     if steps:
         said.append(f"left out the samples of {_several(len(steps), 'skipped step')} ({_named(steps)})")
     if back:
         ranges = [f"{first} to {last}" if first < last else f"{last}" for first, last in back]
         said.append(f"left out the samples of steps that it rolled back ({_named(ranges)})")
-    if shards:
-        said.append(f"did without {_several(len(shards), 'shard')}")
+    for shards, first, until in without:
+        since = f" after step {first}" if first else ""
+        said.append(
+            f"did without {_several(len(shards), 'shard')}{since}{'' if until is None else f' until step {until}'}"
+        )
     return ", and ".join(said)
 
 

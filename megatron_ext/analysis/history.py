@@ -5,6 +5,7 @@ shards they did without.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,21 @@ def _value(value: str | None) -> Cell:
         return text(value)
 
 
-def skipped(run: Run) -> Skipped | None:
-    """What a run did without in the end; None: nothing.
+@dataclass(frozen=True)
+class Without:
+    """What a run did without for some of its steps.
+
+    Attributes:
+        record: since when, and what.
+        until: last step of it; None: the run's end.
+    """
+
+    record: Skipped
+    until: int | None
+
+
+def skipped(run: Run) -> list[Without]:
+    """What a run did without, in the order of its steps: a shard may have been whole again later.
 
     Raises:
         UserError: the file is damaged.
@@ -143,9 +157,8 @@ def skipped(run: Run) -> Skipped | None:
     path = run.path / SKIPPED
     try:
         lines = read_regular(path).splitlines() if path.exists() else []
-        if not lines:
-            return None
-        last = TypeAdapter(Skipped).validate_json(lines[-1])
+        records = [TypeAdapter(Skipped).validate_json(line) for line in lines]
     except (OSError, ValidationError):
         raise UserError(str(path), "is not what training has written", "restore the file or remove it") from None
-    return last if last.shards else None
+    ends: list[int | None] = [*(record.step for record in records[1:]), None][: len(records)]
+    return [Without(record, end) for record, end in zip(records, ends, strict=True) if record.shards]

@@ -236,15 +236,15 @@ def _history_table(decided: Sequence[Decided]) -> Table:
 def _skipped_table(runs: Sequence[Run]) -> Table:
     rows = []
     for run in runs:
-        if found := skipped(run):
+        for without in skipped(run):
+            found = without.record
+            steps = [count(found.step), NOTHING if without.until is None else count(without.until)]
             left = Cell(
                 f"{count(found.samples_an_epoch).text} of {count(found.of_samples).text}", found.samples_an_epoch
             )
             shards = text("; ".join(shard.problem for shard in found.shards))
-            rows.append(
-                [text(run.name), count(found.step), count(len(found.shards)), count(found.tokens), left, shards]
-            )
-    columns = ["run", "from step", "shards", "tokens", "samples left an epoch", "problems"]
+            rows.append([text(run.name), *steps, count(len(found.shards)), count(found.tokens), left, shards])
+    columns = ["run", "from step", "until step", "shards", "tokens", "samples left an epoch", "problems"]
     return Table("Data that could not be read, and that a run did without", columns, rows)
 
 

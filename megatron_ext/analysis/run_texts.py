@@ -35,6 +35,12 @@ def text_warnings(runs: Sequence[Run]) -> list[str]:
         for run in runs
         if run.other_text_until
     ]
+    said += [
+        f"{run.name} is evaluated on {', '.join(run.left_out)} at some of its steps only, as its test domains were "
+        "changed on its way: that is left out"
+        for run in runs
+        if run.left_out
+    ]
     changed = [run for run in runs if run.size is not None and run.size.changed]
     for run in changed:
         assert run.size is not None

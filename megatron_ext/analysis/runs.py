@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -140,6 +140,7 @@ class Run:
         peak_memory: bytes, the largest of any step's; None: not recorded.
         mfu: median share of the device's peak that was used; None: not recorded.
         other_text_until: last step that was evaluated on other text than the newest evaluation; 0: none.
+        left_out: domains that only some evaluations have, as data.test_domains was changed on the run's way.
     """
 
     path: Path
@@ -156,6 +157,7 @@ class Run:
     peak_memory: int | None = None
     mfu: float | None = None
     other_text_until: int = 0
+    left_out: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -195,7 +197,7 @@ def read_runs(paths: Sequence[Path], *, evaluated: bool = True) -> list[Run]:
     for index, path in enumerate(resolved):
         if path in resolved[:index]:
             raise UserError(str(folders[index]), "is given twice", "name every run folder once")
-    runs = [read_run(path, evaluated=evaluated) for path in folders]
+    runs = _without_left_out([read_run(path, evaluated=evaluated) for path in folders])
     first = next((run for run in runs if run.domains), runs[0])
     for run in runs:
         check_same_data(run, first)
@@ -203,6 +205,15 @@ def read_runs(paths: Sequence[Path], *, evaluated: bool = True) -> list[Run]:
         where = str(runs[0].path / "evaluation.jsonl")
         raise UserError(where, "has no out-of-domain (split test) evaluation", "train with data.test_domains")
     return runs
+
+
+def _without_left_out(runs: list[Run]) -> list[Run]:
+    """Runs without the domains that one of them was evaluated on at some of its steps only."""
+    names = {name for run in runs for name in run.left_out}
+    return [
+        replace(run, domains=tuple(one for one in run.domains if f"{one.domain} ({one.split})" not in names))
+        for run in runs
+    ]
 
 
 def run_folders(path: Path) -> list[Path]:
@@ -228,7 +239,7 @@ def read_run(path: Path, *, evaluated: bool = True) -> Run:
     config = _read_config(path)
     metrics = _read_metrics(path / "metrics.jsonl")
     steps = np.array([record.step for record in metrics], dtype=np.int64)
-    evaluation_steps, domains, other_text = _read_evaluations(path / "evaluation.jsonl", steps, needed=evaluated)
+    evaluations = _read_evaluations(path / "evaluation.jsonl", steps, needed=evaluated)
     rates = [record.tokens_per_second for record in metrics]
     shares = [record.mfu for record in metrics if record.mfu is not None]
     peaks = [record.peak_memory for record in metrics if record.peak_memory is not None]
@@ -241,12 +252,13 @@ def read_run(path: Path, *, evaluated: bool = True) -> Run:
         tokens=np.array([record.tokens for record in metrics], dtype=np.int64),
         losses=np.array([record.loss for record in metrics], dtype=np.float64),
         tokens_per_second=np.array(rates, dtype=np.float64),  # None becomes NaN
-        evaluation_steps=evaluation_steps,
-        domains=domains,
+        evaluation_steps=evaluations.steps,
+        domains=evaluations.domains,
         size=_read_size(path / "model.json"),
         peak_memory=max(peaks, default=None),
         mfu=float(np.median(shares)) if shares else None,
-        other_text_until=other_text,
+        other_text_until=evaluations.other_text_until,
+        left_out=evaluations.left_out,
     )
 
 
@@ -356,14 +368,19 @@ def _scores(line: Line[EvaluationRecord]) -> _Scores:
     return _Scores(line.where, documents, tokens, losses)
 
 
-def _read_evaluations(
-    path: Path, steps: IntArray, *, needed: bool
-) -> tuple[IntArray, tuple[DomainEvaluations, ...], int]:
-    """Evaluations that have a training loss beside them: their steps [E], what was measured of each domain, and
-    `Run.other_text_until`.
-    """
+@dataclass(frozen=True)
+class _Evaluations:
+    """Evaluations that have a training loss beside them; see `Run`."""
+
+    steps: IntArray
+    domains: tuple[DomainEvaluations, ...] = ()
+    other_text_until: int = 0
+    left_out: tuple[str, ...] = ()
+
+
+def _read_evaluations(path: Path, steps: IntArray, *, needed: bool) -> _Evaluations:
     if not needed and not path.exists():
-        return np.empty(0, dtype=np.int64), (), 0
+        return _Evaluations(np.empty(0, dtype=np.int64))
     mend = "train with training.evaluate_every above 0"
     by_step: dict[int, dict[tuple[Split, str], _Scores]] = {}
     texts: dict[int, str | None] = {}
@@ -372,29 +389,46 @@ def _read_evaluations(
         by_step.setdefault(line.record.step, {})[key] = _scores(line)
         texts[line.record.step] = line.record.data
     by_step.pop(0, None)  # before the first step there is no training loss to compare at
-    keys = sorted({key for scores in by_step.values() for key in scores})
-    _drop_incomplete(path, by_step, keys)
+    _drop_incomplete(path, by_step, texts)
     for step in sorted(set(by_step) - set(steps.tolist())):
         _warn(str(path), f"evaluation at step {step} ignored: metrics.jsonl has no such step")
         del by_step[step]
     if not by_step:
         if needed:
             raise UserError(str(path), "holds no evaluation after a training step", mend)
-        return np.empty(0, dtype=np.int64), (), 0
+        return _Evaluations(np.empty(0, dtype=np.int64))
     order = sorted(by_step)
+    keys = sorted(set.intersection(*(set(scores) for scores in by_step.values())))
+    left_out = sorted({key for scores in by_step.values() for key in scores} - set(keys))
+    names = tuple(f"{domain} ({split})" for split, domain in left_out)
+    if names:
+        problem = "left out, as only some evaluations have it: data.test_domains was changed on the run's way"
+        _warn(str(path), f"{', '.join(names)} {problem}")
     domains = tuple(_stack(key, [by_step[step][key] for step in order]) for key in keys)
     newest = texts[order[-1]]
-    other = [step for step in order if texts[step] not in (None, newest)] if newest is not None else []
-    return np.array(order, dtype=np.int64), domains, max(other, default=0)
+    # Of other domains the text is another one, whatever that of the domains is which all evaluations have.
+    like = [step for step in order if by_step[step].keys() == by_step[order[-1]].keys()]
+    other = [step for step in like if texts[step] not in (None, newest)] if newest is not None else []
+    return _Evaluations(np.array(order, dtype=np.int64), domains, max(other, default=0), names)
 
 
-def _drop_incomplete(path: Path, by_step: dict[int, Any], keys: Sequence[tuple[Split, str]]) -> None:
-    """Leave out a last evaluation that was interrupted between two domains; refuse a gap anywhere else."""
+def _drop_incomplete(path: Path, by_step: dict[int, Any], texts: Mapping[int, str | None]) -> None:
+    """Leave out a last evaluation that was interrupted between two domains; refuse a gap anywhere else.
+
+    Evaluations on other text may have other domains: test domains may be changed when a run goes on. Of a last one
+    that is the first of its text nobody knows; that it was interrupted is likelier.
+    """
+    last = max(by_step, default=0)
     for step in sorted(by_step):
+        peers = [one for one in by_step if texts[one] == texts[step]]
+        before = [one for one in by_step if one < step]
+        if step == last and peers == [step] and before and by_step[step].keys() < by_step[max(before)].keys():
+            peers = [max(before)]
+        keys = sorted({key for peer in peers for key in by_step[peer]})
         missing = [f"{domain} ({split})" for split, domain in keys if (split, domain) not in by_step[step]]
         if not missing:
             continue
-        if step != max(by_step):
+        if step != last:
             problem = f"the evaluation at step {step} lacks {', '.join(missing)}"
             raise UserError(str(path), problem, "restore the file or repeat the run")
         _warn(str(path), f"evaluation at step {step} ignored: it was interrupted before {', '.join(missing)}")

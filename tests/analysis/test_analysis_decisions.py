@@ -14,6 +14,7 @@ from browser import Browser, browser, missing
 
 from megatron_ext.analysis.cells import NOTHING
 from megatron_ext.analysis.decisions import Decided, counts, decision_table, read_decided, slow_table, unlike_data
+from megatron_ext.analysis.page import _skipped_table
 from megatron_ext.analysis.report import write_report
 from megatron_ext.analysis.runs import read_run
 from megatron_ext.errors import UserError
@@ -124,6 +125,17 @@ def test_shards_that_one_run_did_without(tmp_path: Path) -> None:
     (plain / "skipped_shards.jsonl").write_text(json.dumps(record) + "\n")
     assert unlike_data(decided(plain, chunk)) == ["plain did without 2 shards"]
     assert "plain did without 2 shards." in words(write_report([plain, chunk], tmp_path / "report"))
+    whole = {**record, "step": 20, "tokens": 0, "samples_an_epoch": 10, "shards": []}
+    (plain / "skipped_shards.jsonl").write_text(f"{json.dumps(record)}\n{json.dumps(whole)}\n")
+    assert unlike_data(decided(plain, chunk)) == ["plain did without 2 shards until step 20"]
+    (chunk / "skipped_shards.jsonl").write_text(json.dumps(record | {"step": 4}) + "\n")
+    said = ["plain did without 2 shards until step 20", "chunk did without 2 shards after step 4"]
+    assert unlike_data(decided(plain, chunk)) == said
+    table = _skipped_table([one.run for one in decided(plain, chunk)])
+    assert [[cell.text for cell in row[:4]] for row in table.rows] == [
+        ["plain", "0", "20", "2"],
+        ["chunk", "4", NOTHING.text, "2"],
+    ]
 
 
 @pytest.mark.usefixtures("painted_once")

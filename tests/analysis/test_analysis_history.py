@@ -53,9 +53,9 @@ def skip(folder, *problems, step=0):
 
 
 @pytest.mark.usefixtures("unpainted")
-def test_skipped_shards_are_those_of_the_last_line(tmp_path):
+def test_skipped_shards_are_named_until_they_are_whole_again(tmp_path):
     folder = write_run(tmp_path / "run", Synthetic(steps=40))
-    assert skipped(read_run(folder)) is None
+    assert skipped(read_run(folder)) == []
     assert "Skipped shards" not in write_report([folder], tmp_path / "report").read_text()
     skip(folder, "train/0.tar: is cut off")
     skip(folder, "train/0.tar: is cut off", "<train/1.tar>: sha256 differs", step=20)
@@ -63,7 +63,9 @@ def test_skipped_shards_are_those_of_the_last_line(tmp_path):
     assert "train/0.tar: is cut off; &lt;train/1.tar&gt;: sha256 differs" in page
     assert "1 234 of 2 000" in page
     skip(folder, step=30)  # mended
-    assert skipped(read_run(folder)) is None
+    found = skipped(read_run(folder))
+    assert [(one.record.step, one.until, len(one.record.shards)) for one in found] == [(0, 20, 1), (20, 30, 2)]
+    assert "Skipped shards" in write_report([folder], tmp_path / "report").read_text()
     (folder / "skipped_shards.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match=r"skipped_shards\.jsonl: is not what training has written; "):
         write_report([folder], tmp_path / "report")

@@ -89,3 +89,43 @@ def test_domains_that_are_spelled_otherwise_are_the_same(tmp_path: Path) -> None
     assert [run.name for run in read_runs(runs[:2])] == ["a", "b"]
     with pytest.raises(UserError, match="trained on code, the first run on web"):
         read_runs(runs)
+
+
+def domains_changed(folder: Path, after: int, left: str, *, last: int | None = None) -> Path:
+    """A run that was evaluated on one domain more until a step; of its last evaluation so many lines are there."""
+    path = write_run(folder, Synthetic(name=folder.name)) / "evaluation.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        record["data"] = "old" if record["step"] <= after else "new"
+    kept = [record for record in records if record["step"] <= after or record["domain"] != left][:last]
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in kept))
+    return folder
+
+
+@pytest.mark.usefixtures("unpainted")
+def test_a_run_whose_test_domains_were_changed_is_compared_on_those_it_always_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = read_run(write_run(tmp_path / "whole", Synthetic(name="whole")))
+    code = next(domain.domain for domain in whole.domains if domain.split == "test")
+    run = read_run(domains_changed(tmp_path / "a", 100, code))
+    said = f"{code} (test) left out, as only some evaluations have it: data.test_domains was changed on the run's way"
+    assert capsys.readouterr().err == f"warning: {tmp_path}/a/evaluation.jsonl: {said}\n"
+    assert run.evaluation_steps.tolist() == whole.evaluation_steps.tolist()
+    kept = [domain for domain in whole.domains if domain.domain != code]
+    assert [(one.split, one.domain) for one in run.domains] == [(one.split, one.domain) for one in kept]
+    assert all(np.array_equal(one.losses, other.losses) for one, other in zip(run.domains, kept, strict=True))
+    (line,) = text_warnings([run])
+    assert line.startswith(f"a is evaluated on {code} (test) at some of its steps only, as its test domains were")
+    assert line in write_report([tmp_path / "a"], tmp_path / "report").read_text()
+    both = read_runs([tmp_path / "whole", tmp_path / "a"])
+    assert [[one.domain for one in found.domains] for found in both] == [[one.domain for one in kept]] * 2
+
+
+def test_an_interrupted_last_evaluation_on_other_text_is_no_change_of_domains(tmp_path: Path) -> None:
+    whole = write_run(tmp_path / "whole", Synthetic(name="whole")) / "evaluation.jsonl"
+    lines = [json.loads(line) for line in whole.read_text().splitlines()]
+    steps = sorted({line["step"] for line in lines})
+    run = read_run(domains_changed(tmp_path / "a", steps[-2], "", last=len(lines) - 1))
+    assert run.evaluation_steps.tolist() == [step for step in steps[:-1] if step > 0]
+    assert run.left_out == ()
