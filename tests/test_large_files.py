@@ -14,6 +14,7 @@ from data_prep.manifest import TokenizerEntry
 from data_prep.tokenization.folders import open_folder
 from data_prep.tokenization.rwkv_world import RwkvTokenizer
 from data_prep.tokenization.tiktoken_files import TiktokenTokenizer
+from data_prep.tokenization.tokenizer import load_tokenizer
 from megatron_ext.analysis.suites import _picture
 from megatron_ext.checkpoint.contents import Content
 from megatron_ext.checkpoint.conversion import plain_gpt, universal
@@ -39,6 +40,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "our newest": (LATEST, lambda folder: CheckpointFolder(folder).latest()),
     "index": (INDEX, SafetensorsTensors),
     "tokenizer": (TOKENIZER, kept_tokenizer),
+    "tokenizer for prepare": (TOKENIZER, lambda folder: load_tokenizer(folder / TOKENIZER)),
     "beside a tokenizer": (COMPANIONS[0], lambda folder: read_json(folder / COMPANIONS[0])),
     "configuration of a tokenizer": ("tokenizer_config.json", open_folder),
     "ranks": ("a.tiktoken", lambda folder: TiktokenTokenizer.open(str(folder / "a.tiktoken"), "x")),
@@ -96,7 +98,6 @@ def test_of_a_readme_the_beginning_is_read(tmp_path: Path) -> None:
 
 
 OWN = {
-    "data_prep/tokenization/tokenizer.py": "named on the command line",
     "megatron_ext/planning/rates.py": "part of the package",
     "megatron_ext/evaluation/retrieval/words.py": "part of the package",
     "megatron_ext/analysis/page.py": "part of the package",

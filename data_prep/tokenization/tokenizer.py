@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from data_prep.manifest import TokenizerKind
 from megatron_ext.errors import UserError
+from megatron_ext.files import LARGEST_VOCABULARY, read_regular
 
 END_OF_DOCUMENT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "[EOS]")
@@ -71,7 +72,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
         raise UserError("--tokenizer", f"{path} is no file", "give a tokenizer.json, or `train`")
     try:
-        return Tokenizer.from_file(str(path))
+        return Tokenizer.from_buffer(read_regular(path, LARGEST_VOCABULARY))
     except Exception as error:  # the binding raises bare Exception
         problem = f"{path} is no tokenizer.json ({' '.join(str(error).split())})"
         raise UserError("--tokenizer", problem, "give one that Hugging Face tokenizers wrote") from None
@@ -101,7 +102,7 @@ class JsonTokenizer:
     def __init__(self, tokenizer: Tokenizer, path: Path | None = None, ends: tuple[str, ...] = ()) -> None:
         self._ends = (*ends, *KNOWN_ENDS)
         # As it came, and before it is changed below.
-        self._content = path.read_bytes() if path is not None else tokenizer.to_str().encode()
+        self._content = read_regular(path, LARGEST_VOCABULARY) if path is not None else tokenizer.to_str().encode()
         self._tokenizer = tokenizer if path is not None else Tokenizer.from_buffer(self._content)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

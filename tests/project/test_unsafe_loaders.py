@@ -52,7 +52,6 @@ REASONS: dict[tuple[str, str], str] = {
     ("megatron_ext/planning/counts.py", "multiprocessing.get_context"): _OWN_WORKERS,
     ("data_prep/running/execution.py", "multiprocess.get_context"): _OWN_WORKERS,
     ("megatron_ext/bench/prepare_work.py", "from_file"): _TOKENIZER,
-    ("data_prep/tokenization/tokenizer.py", "from_file"): _TOKENIZER,
     ("data_prep/tokenization/folders.py", "from_file"): _TOKENIZER,
     (f"{_CHECKPOINT}/conversion/hf_model.py", "from_pretrained"): "of a configuration's class, which the family names; "
     "config.json is plain values, and its auto_map is followed by the Auto classes alone",
