@@ -1,6 +1,6 @@
-"""The `selectron` command: reads what the user asks for and calls one of the rooms below.
+"""The `selectron` command: reads the arguments of a verb and calls the module that does its work.
 
-Each verb imports its room only when it runs, so that help is there at once.
+That module is imported only when its verb runs, so that help is shown at once.
 """
 
 from __future__ import annotations
@@ -269,12 +269,12 @@ def _launch(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     config = _config(args.config, args.overrides, command.world_size(args))
 
-    def check_start() -> None:
+    def check_can_start() -> None:
         from megatron_ext.training import starting
 
-        starting.check_start(config, args.resume)
+        starting.check_can_start(config, args.resume)
 
-    return command.launch(args, config, check_start)
+    return command.launch(args, config, check_can_start)
 
 
 def _of_status(name: str) -> Callable[..., Any]:

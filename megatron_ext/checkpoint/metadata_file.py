@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_ext.checkpoint.extent import RefusedPickle
-from megatron_ext.checkpoint.restricted_pickle import Name, Names, load, opaque, ordered
+from megatron_ext.checkpoint.restricted_pickle import Name, Names, load, ordered, unread
 from megatron_ext.errors import UserError
 from megatron_ext.files import os_reason, read_regular
 
@@ -137,7 +137,7 @@ _NAMES: Names = {
     (_METADATA, "MetadataIndex"): _data_class(
         MetadataIndex, {"fqn": _is(str), "offset": _is(_SIZE, _NONE), "index": _is(int, _NONE)}
     ),
-    (_METADATA, "StorageMeta"): opaque(),
+    (_METADATA, "StorageMeta"): unread(),
     (_METADATA, "Metadata"): _data_class(
         Metadata,
         {
@@ -156,9 +156,9 @@ _NAMES: Names = {
             "transform_descriptors": _is(list, _NONE),
         },
     ),
-    (_FILESYSTEM, "_StoragePrefix"): opaque(),
+    (_FILESYSTEM, "_StoragePrefix"): unread(),
     **{
-        (_PLANNER, name): opaque()
+        (_PLANNER, name): unread()
         for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
     },
 }

@@ -46,13 +46,13 @@ Names = Mapping[tuple[str, str], Any]
 """By module and name: a `Name`, or a constant that stands for itself."""
 
 
-class Opaque:
-    """Instance of a class that a pickle may name and nobody here looks at; it holds nothing."""
+class Unread:
+    """Empty stand-in for an instance whose content nothing here needs."""
 
 
-def opaque() -> Name:
-    """A class whose instances are read over."""
-    return Name(lambda *_: Opaque(), Opaque, Opaque, lambda instance, state: None)
+def unread() -> Name:
+    """An entry for a class that a pickle may name, but whose arguments and state are dropped without being used."""
+    return Name(lambda *_: Unread(), Unread, Unread, lambda instance, state: None)
 
 
 def ordered() -> Name:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.extent import RefusedPickle
 from megatron_ext.checkpoint.metadata_file import TYPES, size_of
-from megatron_ext.checkpoint.restricted_pickle import Name, Names, load, opaque, ordered
+from megatron_ext.checkpoint.restricted_pickle import Name, Names, load, ordered, unread
 from megatron_ext.files import open_regular
 
 _PICKLE = "data.pkl"
@@ -111,7 +111,7 @@ NAMES: Names = {
     ("collections", "OrderedDict"): ordered(),
     ("_codecs", "encode"): Name(_text_to_bytes),
     # DeepSpeed's, which says how a tensor was split.
-    ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"): opaque(),
+    ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"): unread(),
 }
 
 

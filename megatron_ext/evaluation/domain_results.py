@@ -34,15 +34,23 @@ class DomainOptions:
 
     Attributes:
         sequences: windows a domain, at most, spread over it; 0: all.
-        resamples: without effect; of the bootstrap that once gave the intervals, for configurations that have it.
+        resamples: without effect, which is said; of the bootstrap that once gave the intervals, for older calls.
         confidence: of the intervals, between 0 and 1.
         seed: without effect, as `resamples`.
     """
 
     sequences: NonNegativeInt = 0
-    resamples: PositiveInt = 2000
+    resamples: PositiveInt | None = None
     confidence: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.95
-    seed: NonNegativeInt = 1
+    seed: NonNegativeInt | None = None
+
+    def warnings(self) -> list[str]:
+        """A line for what is given and has no effect; none where all has one."""
+        given = [f"{STEM}.{name}" for name in ("resamples", "seed") if getattr(self, name) is not None]
+        if not given:
+            return []
+        have = "has" if len(given) == 1 else "have"
+        return [f"selectron: warning: {' and '.join(given)} {have} no effect any more; leave out"]
 
 
 @dataclass(frozen=True)
@@ -136,8 +144,12 @@ def write_domains(losses: Sequence[DomainLoss], options: DomainOptions, about: d
     columns = [name.format(f"{100 * options.confidence:.6g}") for name in COLUMNS]
     lines = [*table(columns, [_cells(loss) for loss in losses]), *(f"\n{note}" for note in notes_of(losses))]
     text = "\n".join(lines) + "\n"
-    write_both(folder, STEM, {**about, "options": asdict(options), "domains": [asdict(loss) for loss in losses]}, text)
+    write_both(folder, STEM, {**about, "options": _used(options), "domains": [asdict(loss) for loss in losses]}, text)
     return text
+
+
+def _used(options: DomainOptions) -> dict[str, Any]:
+    return {name: value for name, value in asdict(options).items() if value is not None}
 
 
 def notes_of(losses: Sequence[DomainLoss]) -> list[str]:

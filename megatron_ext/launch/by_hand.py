@@ -14,8 +14,8 @@ METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
-class HandStart:
-    """The newest start of a run that no job of a launch made.
+class ManualStart:
+    """A start of a run by `selectron train` itself, not by a launched job.
 
     Attributes:
         is_running: whether its process trains.
@@ -35,8 +35,8 @@ def has_begun(run: Path) -> bool:
     return any((run / name).exists() for name in (METRICS, HEARTBEATS, LOCK))
 
 
-def hand_start(run: Path, last_event: str | None) -> HandStart | None:
-    """The newest start of a run, if it was made by hand; None: it was not.
+def manual_start(run: Path, last_event: str | None) -> ManualStart | None:
+    """The newest start of a run, if a user called `selectron train` for it; None: a launched job made it, or none is.
 
     Args:
         run: folder of the run.
@@ -45,10 +45,10 @@ def hand_start(run: Path, last_event: str | None) -> HandStart | None:
     state = lock_state(run / LOCK)
     holder = None if state is None else state.holder
     if state is None or holder is None:
-        return HandStart(False, True, "no process is known") if last_event is None and has_begun(run) else None
+        return ManualStart(False, True, "no process is known") if last_event is None and has_begun(run) else None
     if last_event is not None and (holder.launch or holder.since <= last_event):
         return None  # the job's own
-    return HandStart(state.is_held, holder.released, _said(state, holder), holder.output)
+    return ManualStart(state.is_held, holder.released, _said(state, holder), holder.output)
 
 
 def _said(state: LockState, holder: Holder) -> str:

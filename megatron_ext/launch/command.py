@@ -35,6 +35,7 @@ from megatron_ext.launch.resuming import add_resume
 from megatron_ext.launch.sbatch_options import check_variables
 from megatron_ext.launch.sweep import Sweep
 from megatron_ext.launch.sweep_file import of_sweep
+from megatron_ext.run_folder import lock_file
 from megatron_ext.run_folder.lock import FOLDER
 from megatron_ext.run_folder.lock_file import lock_state
 
@@ -132,13 +133,14 @@ def _resources(args: argparse.Namespace, run_name: str) -> Resources:
     )
 
 
-def launch(args: argparse.Namespace, config: RunConfig, check_start: Callable[[], None]) -> int:
+def launch(args: argparse.Namespace, config: RunConfig, check_can_start: Callable[[], None]) -> int:
     """Write the job of a run and submit it, or start it here.
 
     Args:
         args: see `add_launch`; checked by `world_size`.
         config: checked for as many processes.
-        check_start: raises where there is a run already that is not to be resumed, or none that is.
+        check_can_start: raises a UserError if the run's folder holds a run that is not to be resumed, or if it holds
+            none and one is to be resumed.
 
     Returns:
         The exit code.
@@ -150,7 +152,7 @@ def launch(args: argparse.Namespace, config: RunConfig, check_start: Callable[[]
     resources = _resources(args, config.run.name)
     check_nodes(config, resources.nodes * resources.tasks_per_node, resources.tasks_per_node)
     check_paths({"": config}, resources, _python(args))
-    check_start()
+    check_can_start()
     if args.local is None:
         _check_cluster(args, resources, sbatch_options(resources, folder.absolute(), "job-%j.log"))
     if args.dry_run:
@@ -168,7 +170,7 @@ def launch(args: argparse.Namespace, config: RunConfig, check_start: Callable[[]
         return run_here(job, args.local, lock)
     with submitting(folder):
         if not args.resume:
-            check_start()
+            check_can_start()
         _refuse_alive(folder)
         refuse_held(folder)
         job = write_job(config, folder, resources, _python(args))
@@ -360,5 +362,6 @@ def refuse_held(folder: Path) -> None:
         if found is None or not found.is_alive:  # it had no time to release the lock
             return
     signs = f"; its last sign is {state.quiet_seconds:.0f} s old"
+    hint = lock_file.ending(state.holder)
     holder = state.holder or "a process that does not say who it is"
-    raise UserError("run.name", f"{folder} is trained by {holder}{signs}", "wait until it ends, or end it there")
+    raise UserError("run.name", f"{folder} is trained by {holder}{signs}", hint)

@@ -17,7 +17,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.events import LAUNCH, Event, read_events
 from megatron_ext.files import open_regular, read_regular
 from megatron_ext.json_text import parse_json
-from megatron_ext.launch.by_hand import BY_HAND, HandStart, hand_start, has_begun
+from megatron_ext.launch.by_hand import BY_HAND, ManualStart, has_begun, manual_start
 from megatron_ext.launch.job import NUMBER, Job, is_claimed, jobs_of, newest_job
 from megatron_ext.launch.ownership import is_of_another
 from megatron_ext.launch.readings import Readings
@@ -125,7 +125,7 @@ def status_of(folder: Path) -> RunStatus:
     """
     readings = Readings()
     job = readings.get(folder, lambda: newest_job(folder), None)
-    if job is None and (hand := hand_start(folder, None)) is not None:
+    if job is None and (hand := manual_start(folder, None)) is not None:
         return _by_hand(folder, hand, readings)
     if job is None:
         standing = DAMAGED if readings.problems else NOT_BEGUN
@@ -138,7 +138,7 @@ def status_of(folder: Path) -> RunStatus:
         problem = f"{job.folder / NUMBER}: job {number} is that of {printable(str(state.script))}"
         readings.problems.append(f"{problem}: this folder was copied or moved")
         state = None
-    hand = hand_start(folder, events[-1].time if events else "")
+    hand = manual_start(folder, events[-1].time if events else "")
     if hand is not None and (state is None or not state.is_alive):  # a newer story than the job's
         return _by_hand(folder, hand, readings)
     last = last_metrics(folder, readings)
@@ -167,7 +167,7 @@ def status_of(folder: Path) -> RunStatus:
     )
 
 
-def _by_hand(folder: Path, hand: HandStart, readings: Readings) -> RunStatus:
+def _by_hand(folder: Path, hand: ManualStart, readings: Readings) -> RunStatus:
     """How a run stands of which the newest start was made by hand."""
     last, config = last_metrics(folder, readings), folder / "config.yaml"
     steps = readings.get(config, lambda: _steps(config), None) if config.exists() else None

@@ -16,7 +16,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.events import read_events
 from megatron_ext.heartbeat import signs
 from megatron_ext.launch import slurm
-from megatron_ext.launch.by_hand import METRICS, HandStart, hand_start
+from megatron_ext.launch.by_hand import METRICS, ManualStart, manual_start
 from megatron_ext.launch.job import Job, is_claimed, newest_job
 from megatron_ext.launch.ownership import check_own, is_of_another
 from megatron_ext.launch.ranks import ranks_table
@@ -72,7 +72,7 @@ def logs(args: argparse.Namespace) -> int:
         UserError: there is none yet.
     """
     job = newest_job(args.run)
-    hand = _hand_start(args.run, job)
+    hand = _manual_start(args.run, job)
     if hand is not None:
         return _show_hands_output(args, hand)
     if job is None:
@@ -99,7 +99,7 @@ def _warn_of_copy(job: Job) -> None:
         print(f"selectron: {job.run}: {said}", file=sys.stderr, flush=True)
 
 
-def _show_hands_output(args: argparse.Namespace, hand: HandStart) -> int:
+def _show_hands_output(args: argparse.Namespace, hand: ManualStart) -> int:
     """Show what a run printed that was begun by hand, if a file has it.
 
     Raises:
@@ -142,7 +142,7 @@ def cancel(args: argparse.Namespace) -> int:
     for folder in folders:
         try:
             job = newest_job(folder)
-            hand = _hand_start(folder, job)
+            hand = _manual_start(folder, job)
             if hand is not None and hand.is_running:
                 raise UserError(str(folder), f"was begun by hand: {hand.said}", "end it there (Ctrl-C)")
             if job is None or _has_ended_here(job):
@@ -180,10 +180,10 @@ def _is_cancelled(job: Job, number: str) -> bool:
     return True
 
 
-def _hand_start(run: Path, job: Job | None) -> HandStart | None:
-    """The newest start of a run, if it is later than what happened to its newest job; None: it is not."""
+def _manual_start(run: Path, job: Job | None) -> ManualStart | None:
+    """The newest start of a run by hand, if it is later than the last event of the run's newest job, else None."""
     events = [] if job is None else read_events(job.folder, [])
-    return hand_start(run, None if job is None else events[-1].time if events else "")
+    return manual_start(run, None if job is None else events[-1].time if events else "")
 
 
 def _has_ended_here(job: Job) -> bool:

@@ -145,7 +145,7 @@ def take(
     folder: Path,
     what: str,
     *,
-    hint: str = "wait until it ends, or end it there",
+    hint: str = "",
     me: ProcessIdentity | None = None,
     clock: Clock | None = None,
     say: Callable[[str], object] | None = None,
@@ -155,7 +155,7 @@ def take(
     Args:
         folder: of the lock's files, made if it is not there; its parent is the run's.
         what: that is locked, as messages name it.
-        hint: what a user can do where it is held.
+        hint: what a user can do where it is held; empty: how the holder is waited for or ended.
         me: the process that takes it; None: this one.
         clock: None: the machine's.
         say: prints a line; None: to standard error.
@@ -187,7 +187,7 @@ def _try(folder: Path, what: str, hint: str, me: ProcessIdentity, watched: _Watc
     newest = max(lock_file.numbers(folder), default=0)
     if newest and not watched.is_gone(folder / str(newest), me):
         holder = lock_file.read(folder / str(newest))
-        raise UserError(what, f"is held by {holder or _UNKNOWN}", hint)
+        raise UserError(what, f"is held by {holder or _UNKNOWN}", hint or lock_file.ending(holder))
     created = lock_file.create(folder, newest + 1, me)
     return None if created is None else RunLock(folder, created, what)
 
@@ -239,7 +239,11 @@ class _Watched:
         self._what, self._clock, self._say = what, clock, say
 
     def is_gone(self, path: Path, me: ProcessIdentity) -> bool:
-        """Whether the holder of a file is gone. Returns False at the first sign of life.
+        """Whether the holder of a file no longer holds the lock.
+
+        What the file and the system say decides at once. Where they do not, as of a process on another machine, the
+        file is watched: until it changes, which a living holder does every few seconds (a last change may be its
+        release), or has been unchanged for so long that the holder counts as gone.
 
         Raises:
             FileNotFoundError: the file is removed meanwhile.

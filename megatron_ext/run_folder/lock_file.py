@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import time
 import uuid
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ DEAD_SECONDS = 60.0
 LAUNCH_VARIABLE = "SELECTRON_LAUNCH"
 """Environment variable: number of the launched job that a process belongs to."""
 
+_JOB = re.compile(r"[0-9]{1,12}")
 _LONGEST = 400
 WIDTH = 2048
 """Bytes of a file, which is overwritten in one call."""
@@ -56,6 +58,16 @@ class Holder:
     def __str__(self) -> str:
         """As a message names it."""
         return f"{self.process}, since {self.since}"
+
+
+def ending(holder: Holder | None) -> str:
+    """What a user can do where a process holds a lock, in words."""
+    if holder is None:
+        return "wait until it ends, or end it where it runs"
+    process = holder.process
+    is_number = process.job is not None and _JOB.fullmatch(process.job)  # a file may say anything
+    how = f"`scancel {process.job}`" if is_number else f"`kill {process.pid}` on its machine"
+    return f"wait until it ends, or end it: {how}"
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,9 @@ ALLOW, ALLOW_DATA = "run.allow_changed", "run.allow_other_data"
 TEXT = "data"
 """What a change of the training text is noted as."""
 
-_PLACES = {"run.dir", "run.name", ALLOW, ALLOW_DATA}
-"""Changed as a matter of course."""
+_BRANCH = "run.branch_from"
+_PLACES = {"run.dir", "run.name", _BRANCH, ALLOW, ALLOW_DATA}
+"""Not compared: where a run is, and what it begins from, change as a matter of course."""
 
 _SAID = {
     Effect.NOTHING: "the losses do not depend on it",
@@ -179,7 +180,6 @@ class Continuing:
     def _said(
         self, found: Sequence[Change], changes_the_past: bool, record: Record, step: int, is_whole: bool
     ) -> list[str]:
-        quiet = {*_PLACES, "run.branch_from"} if self.is_branch else _PLACES
         lines = []
         unknown = [name for name in record.identity.get(FIELDS, ()) if not is_field(name)]
         if unknown:
@@ -190,7 +190,7 @@ class Continuing:
         for effect, meaning in _SAID.items():
             if effect is Effect.SCHEDULE and changes_the_past:
                 continue
-            some = [one for one in found if one.effect is effect and one.field not in quiet]
+            some = [one for one in found if one.effect is effect and one.field not in _PLACES]
             if some and not (self.is_branch and effect is Effect.NOTHING):
                 lines.append(f"selectron: changed at step {step}: {', '.join(map(_shown, some))}: {meaning}")
         if self.identity is None:

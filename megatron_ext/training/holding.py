@@ -38,8 +38,7 @@ def holding(folder: Path) -> Iterator[RunLock | None]:
         return
     for name in WRITTEN:
         path_within(folder, name, str(folder))
-    hint = "wait until it ends, or end it there; or choose another run.name"
-    lock = take(folder / FOLDER, str(folder), hint=hint)
+    lock = take(folder / FOLDER, str(folder))
     with held(lock, on_stuck=_end_at_once):
         yield lock
 

@@ -72,10 +72,10 @@ def starting_step(folder: Path, resume: Resume, from_step: int | None, *, is_tri
     return step
 
 
-def check_start(config: RunConfig, resume: Resume) -> None:
-    """Refuse before a job is submitted what its run would refuse, as far as that is known without its data.
+def check_can_start(config: RunConfig, resume: Resume) -> None:
+    """Refuse a job, before it is submitted, that could not start: checks all that can be checked without the data.
 
-    A job of a run that did not come to a checkpoint may be resumed, and begins anew.
+    A run that ended before its first checkpoint may be resumed; it begins anew.
 
     Raises:
         UserError: see `starting_step`; or a field differs with which the steps before were made.

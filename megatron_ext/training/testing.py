@@ -36,6 +36,7 @@ from megatron_ext.paths import path_within
 from megatron_ext.platform import Platform
 from megatron_ext.training.coder import Coder
 from megatron_ext.training.datasets import open_tests, packing_of
+from megatron_ext.training.starting import say_on_first_rank
 
 MULTIPLE = 64
 """Lengths are padded to a multiple of it: few shapes, for which kernels are chosen and compiled."""
@@ -157,6 +158,8 @@ def domains(evaluated: Evaluated, options: DomainOptions, output: Path) -> Teste
 
 def check_domains(evaluated: Evaluated, options: DomainOptions) -> None:
     """Refuse data that are missing, damaged or of another tokenizer; see `Check`. A collective call."""
+    for line in options.warnings():
+        say_on_first_rank(line)
     _open_domains(evaluated, options, evaluated.config.data)
 
 

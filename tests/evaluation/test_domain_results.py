@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from corpora import prepared
 from data_prep.manifest import load_manifest
 from megatron_ext.evaluation.domain_results import DomainOptions, domain_losses, write_domains
 from megatron_ext.ratio import ratio_interval
+from megatron_ext.training import testing
+from megatron_ext.training.suites import read_overrides
 
 
 def test_bytes_count_where_all_of_a_domain_was_read(tmp_path: Path) -> None:
@@ -42,6 +46,24 @@ def test_bytes_count_where_all_of_a_domain_was_read(tmp_path: Path) -> None:
     assert "| Other | test | 1 | 7 | 2.5000 |  |  |  |" in said
     assert "\nNo interval from fewer than 3 documents: Other (test), Other (test).\n" in said
     assert "\nNothing a byte for Other (test): only a part was evaluated" in said
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        (["resamples=500"], "domains.resamples has"),
+        (["seed=1", "resamples=500"], "domains.resamples and domains.seed have"),
+        (["sequences=3"], None),
+    ],
+)
+def test_what_has_no_effect_any_more_is_said(
+    fields: list[str], named: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(testing, "_open_domains", lambda *_: None)
+    evaluated: Any = SimpleNamespace(config=SimpleNamespace(data=None))
+    testing.check_domains(evaluated, read_overrides("domains", fields))
+    said = f"selectron: warning: {named} no effect any more; leave out\n"
+    assert capsys.readouterr().err == ("" if named is None else said)
 
 
 def test_intervals_of_few_documents_are_said_to_be_rough(tmp_path: Path) -> None:

@@ -64,6 +64,21 @@ def test_a_living_holder_of_this_machine_is_named_at_once(folder: Path) -> None:
     assert clock.time == 1000.0
 
 
+@pytest.mark.parametrize(
+    ("job", "how"),
+    [
+        ("7", "`scancel 7`"),
+        (None, f"`kill {HERE.pid}` on its machine"),
+        ("7; rm x", f"`kill {HERE.pid}` on its machine"),
+    ],
+)
+def test_the_hint_says_how_the_holder_is_ended(folder: Path, job: str | None, how: str) -> None:
+    taken(folder, dataclasses.replace(HERE, job=job))
+    with pytest.raises(UserError) as error:
+        taken(folder)
+    assert error.value.mend == f"wait until it ends, or end it: {how}"
+
+
 def test_a_released_lock_is_taken_at_once(folder: Path) -> None:
     taken(folder, ELSEWHERE).release()
     clock = FakeClock()

@@ -21,7 +21,7 @@ from megatron_ext.checkpoint.conversion.tokenizer_files import KeptTokenizer, ke
 from megatron_ext.checkpoint.conversion.torch_dist import TorchDistTensors
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.checkpoint.reading import read_common
-from megatron_ext.checkpoint.restricted_pickle import Names, namespace, opaque
+from megatron_ext.checkpoint.restricted_pickle import Names, namespace, unread
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.config.validate import validate
 from megatron_ext.errors import UserError
@@ -81,16 +81,16 @@ _OF_MEGATRON = {
 
 _NAMES: Names = {
     ("argparse", "Namespace"): namespace(),
-    ("types", "SimpleNamespace"): opaque(),
-    ("signal", "Signals"): opaque(),
+    ("types", "SimpleNamespace"): unread(),
+    ("signal", "Signals"): unread(),
     **{
-        (f"numpy.{core}.multiarray", kind): opaque()
+        (f"numpy.{core}.multiarray", kind): unread()
         for core in ("core", "_core")
         for kind in ("_reconstruct", "scalar")
     },
-    **{("numpy", kind): opaque() for kind in ("ndarray", "dtype")},
-    **{("pathlib", kind): opaque() for kind in ("PosixPath", "WindowsPath")},
-    **{(f"megatron.core.{module}", kind): opaque() for module, kinds in _OF_MEGATRON.items() for kind in kinds},
+    **{("numpy", kind): unread() for kind in ("ndarray", "dtype")},
+    **{("pathlib", kind): unread() for kind in ("PosixPath", "WindowsPath")},
+    **{(f"megatron.core.{module}", kind): unread() for module, kinds in _OF_MEGATRON.items() for kind in kinds},
 }
 """Classes that Megatron-LM keeps in `common.pt`; nothing is read from those of most."""
 
