@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext import megatron_cpu
-from megatron_ext.config.schema import ParallelConfig
+from megatron_ext.config.schema import PRECISIONS, ParallelConfig
 from megatron_ext.errors import UserError
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in PRECISIONS.items()}
 
 # Dense bf16 matrix-product peaks in FLOP/s, from NVIDIA's data sheets, by a part of the device's name.
 _PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12}

@@ -11,9 +11,10 @@ from megatron.core.tensor_parallel import RowParallelLinear
 from megatron_ext import model as model_module
 from megatron_ext.config.derive import derive
 from megatron_ext.config.schema import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
-from megatron_ext.mixers.attention import AttentionConfig, SoftmaxAttention
-from megatron_ext.mixers.deltanet import GatedDeltaNet, GatedDeltaNetConfig
-from megatron_ext.mixers.top1_chunk import Top1Chunk, Top1ChunkConfig
+from megatron_ext.mixers.attention import SoftmaxAttention
+from megatron_ext.mixers.deltanet import GatedDeltaNet
+from megatron_ext.mixers.settings import AttentionConfig, GatedDeltaNetConfig, Top1ChunkConfig
+from megatron_ext.mixers.top1_chunk import Top1Chunk
 from megatron_ext.model import build_model
 from megatron_ext.parallel.aligned_linear import AlignedColumnParallelLinear
 from megatron_ext.platform import Platform

@@ -24,8 +24,8 @@ from torch import Tensor
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import UserError
-from megatron_ext.mixers.attention import AttentionConfig
 from megatron_ext.mixers.key_value import keys_in_window
+from megatron_ext.mixers.settings import AttentionConfig
 from megatron_ext.model import ModelShape, transformer_config
 from megatron_ext.optim.megatron import MegatronRunOptimizer
 from megatron_ext.platform import Platform

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageIn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_ext.checkpoint.metadata_file import FILE_NAME
+from megatron_ext.checkpoint.metadata_index import FILE_NAME
 from megatron_ext.files import write_whole
 
 

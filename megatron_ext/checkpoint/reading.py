@@ -36,7 +36,8 @@ from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 from torch.futures import Future
 
 from megatron_ext.checkpoint.extent import RefusedPickle
-from megatron_ext.checkpoint.metadata_file import FILE_NAME, MEND, read_metadata
+from megatron_ext.checkpoint.metadata_file import read_metadata
+from megatron_ext.checkpoint.metadata_index import FILE_NAME, MEND
 from megatron_ext.checkpoint.restricted_pickle import Names
 from megatron_ext.checkpoint.torch_file import NAMES, load_file, load_part
 from megatron_ext.errors import UserError

@@ -35,7 +35,7 @@ from megatron_ext.checkpoint.contents import CheckedFile, Content, content_of
 from megatron_ext.checkpoint.disk import Failure, NotAsWritten
 from megatron_ext.checkpoint.folder import CheckpointFolder, Retention
 from megatron_ext.checkpoint.index import Index, encoded
-from megatron_ext.checkpoint.metadata_file import FILE_NAME as INDEX
+from megatron_ext.checkpoint.metadata_index import FILE_NAME as INDEX
 from megatron_ext.checkpoint.plan import Plan
 from megatron_ext.checkpoint.staging import OnHost
 from megatron_ext.files import force_to_disk

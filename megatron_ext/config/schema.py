@@ -40,6 +40,9 @@ def _power_of_two(value: int) -> int:
     return value
 
 
+PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
+"""torch's names of the types that a run may train in, by those of `training.precision`."""
+
 PowerOfTwo = Annotated[PositiveInt, AfterValidator(_power_of_two)]
 
 

@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from kernels.softmax_attention import alibi_slopes, softmax_attention
-from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Part
 from megatron_ext.mixers.key_value import KeyValueMixer, keys_in_window
 from megatron_ext.mixers.registry import register
+from megatron_ext.mixers.settings import AttentionConfig
 from megatron_ext.parallel.parameters import generator_for
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class AttentionConfig:
-    """The ablation factors of the study (arXiv 2505.18522); the defaults are Transformer++.
-
-    Attributes:
-        window: keys a query sees, itself included; None: all before it.
-        temperature: divides the products of queries and keys; below 1 the softmax is sharper. ALiBi's bias is not
-            divided: a slope is what a token of distance costs, whatever the temperature, so that the study's two
-            factors can be varied one by one. (Divided with the products, it would be a sharper ALiBi, too.)
-        random_keys: keys are frozen random vectors, one a position and key head, so that scores carry no relation
-            between tokens. Nothing is projected or rotated for them, and queries are not rotated either.
-        random_keys_seed: of those vectors.
-        position_encoding: rotary, none, ALiBi's biases, or a learned table added at the model's input.
-    """
-
-    window: PositiveInt | None = None
-    temperature: PositiveFloat = 1.0
-    random_keys: bool = False
-    random_keys_seed: NonNegativeInt = 0
-    position_encoding: Literal["rope", "none", "alibi", "learned"] = "rope"
-
-
-@register("attention", AttentionConfig)
+@register("attention")
 class SoftmaxAttention(KeyValueMixer):
     """Multi-head softmax attention with grouped queries."""
 

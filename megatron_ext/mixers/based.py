@@ -9,32 +9,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
-from pydantic import PositiveInt
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from kernels.based import based, by_features, num_features
 from kernels.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
-from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Mixer, Part, StateShape, batch_first
 from megatron_ext.mixers.past import BEGINNING
 from megatron_ext.mixers.registry import register
+from megatron_ext.mixers.settings import BasedConfig
 from megatron_ext.mixers.stateful import walk
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class BasedConfig:
-    """Based.
-
-    Attributes:
-        feature_dim: width of a head's queries and keys, from which the features are made.
-    """
-
-    feature_dim: PositiveInt = 16
-
-
-@register("based", BasedConfig)
+@register("based")
 class Based(Mixer):
     """Based's linear attention; its unit is a head.
 

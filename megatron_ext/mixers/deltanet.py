@@ -7,45 +7,21 @@ DeltaNet: Yang, Wang, Zhang, Shen, Kim 2024 (arXiv 2406.06484). With a decay, ga
 from __future__ import annotations
 
 import torch.nn.functional as F
-from pydantic import PositiveInt
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from kernels.fusion import cut, fused
 from kernels.gated_delta_rule import gated_delta_rule
 from kernels.short_convolution import short_convolution
-from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Part, batch_first
 from megatron_ext.mixers.convolution import rows_before
 from megatron_ext.mixers.decay import inverse_softplus_step, log_uniform_decay_from_zero
 from megatron_ext.mixers.registry import register
+from megatron_ext.mixers.settings import DeltaNetConfig, GatedDeltaNetConfig
 from megatron_ext.mixers.stateful import StatefulMixer, walk
 from megatron_ext.parallel.parameters import uniform_within
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class DeltaNetConfig:
-    """DeltaNet.
-
-    Attributes:
-        conv_kernel_size: positions, the own one included, that the short causal convolution over q, k and v sees.
-        expand_v: width of a value head over that of a key head.
-        output_gate: whether a SiLU gate follows the output norm.
-    """
-
-    conv_kernel_size: PositiveInt = 4
-    expand_v: PositiveInt = 1
-    output_gate: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class GatedDeltaNetConfig(DeltaNetConfig):
-    """Gated DeltaNet: the fields of DeltaNet."""
-
-    output_gate: bool = True
-
-
-@register("deltanet", DeltaNetConfig)
+@register("deltanet")
 class DeltaNet(StatefulMixer):
     """DeltaNet; its unit is a head with its own query, key, value, gate and step.
 
@@ -82,7 +58,7 @@ class DeltaNet(StatefulMixer):
         return self.num_units() * 6 * self.head_dim * self.value_dim
 
 
-@register("gated_deltanet", GatedDeltaNetConfig)
+@register("gated_deltanet")
 class GatedDeltaNet(DeltaNet):
     """Gated DeltaNet: a head has a decay, too.
 

@@ -5,37 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch.nn.functional as F
-from pydantic import PositiveFloat, PositiveInt
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from kernels.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
-from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Part, batch_first
 from megatron_ext.mixers.registry import register
+from megatron_ext.mixers.settings import GLAConfig
 from megatron_ext.mixers.stateful import StatefulMixer, walk
 from megatron_ext.parallel.parameters import new_parameter, normal, zeros
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class GLAConfig:
-    """GLA.
-
-    Attributes:
-        expand_v: width of a value head over that of a key head; the paper has 2.
-        output_gate: whether a SiLU gate follows the output norm.
-        decay_rank: width of what all decays of a token are made from.
-        decay_temperature: what the logarithm of a decay is divided by.
-    """
-
-    expand_v: PositiveInt = 2
-    output_gate: bool = True
-    decay_rank: PositiveInt = 16
-    decay_temperature: PositiveFloat = 16.0
-
-
-@register("gla", GLAConfig)
+@register("gla")
 class GLA(StatefulMixer):
     """Gated linear attention; see `StatefulMixer` for the rows of its projection.
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch.nn.functional as F
-from pydantic import PositiveInt
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from kernels.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
-from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Part, batch_first
 from megatron_ext.mixers.registry import register
+from megatron_ext.mixers.settings import LinearAttentionConfig
 from megatron_ext.mixers.stateful import StatefulMixer, walk
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -24,24 +21,7 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class LinearAttentionConfig:
-    """Linear attention.
-
-    The sum of weights that the paper divides by is left out: the norm of each head's output would undo it.
-
-    Attributes:
-        feature_map: of queries and keys: elu(x) + 1 (the paper's), relu, or none.
-        expand_v: width of a value head over that of a key head.
-        output_gate: whether a SiLU gate follows the output norm.
-    """
-
-    feature_map: Literal["elu", "relu", "identity"] = "elu"
-    expand_v: PositiveInt = 1
-    output_gate: bool = False
-
-
-@register("linear_attention", LinearAttentionConfig)
+@register("linear_attention")
 class LinearAttention(StatefulMixer):
     """Linear attention; see `StatefulMixer` for the rows of its projection."""
 

@@ -9,41 +9,22 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveInt
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from kernels.fusion import cut, fused
 from kernels.linear import linear_to_fp32
 from kernels.selective_scan import selective_scan
 from kernels.short_convolution import short_convolution
-from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Mixer, Part, batch_first
 from megatron_ext.mixers.convolution import rows_before
 from megatron_ext.mixers.decay import inverse_softplus_step
 from megatron_ext.mixers.registry import register
+from megatron_ext.mixers.settings import MambaConfig
 from megatron_ext.parallel.exchange import sum_over_ranks
 from megatron_ext.parallel.parameters import normal, ones, uniform_within
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class MambaConfig:
-    """Mamba.
-
-    Attributes:
-        state_size: numbers in a channel's state.
-        expand: channels of a head over head_dim.
-        conv_kernel_size: positions, the own one included, that the short causal convolution over the channels sees.
-        dt_rank: width of what all step sizes of a token are made from; None: a 16th of the hidden size, rounded up.
-    """
-
-    state_size: PositiveInt = 16
-    expand: PositiveInt = 2
-    conv_kernel_size: PositiveInt = 4
-    dt_rank: PositiveInt | None = None
-
-
-@register("mamba", MambaConfig)
+@register("mamba")
 class Mamba(Mixer):
     """Mamba; its unit is a head, which is no more than head_dim * expand of the layer's channels.
 

@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
-from pydantic import PositiveInt
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from kernels.fusion import cut, fused
 from kernels.gated_linear_attention import gated_linear_attention
 from kernels.short_convolution import short_convolution
-from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Mixer, Part, StateShape, batch_first
 from megatron_ext.mixers.convolution import rows_before
 from megatron_ext.mixers.decay import inverse_softplus_step, log_uniform_decay
 from megatron_ext.mixers.registry import register
+from megatron_ext.mixers.settings import Mamba2Config
 from megatron_ext.mixers.stateful import walk
 from megatron_ext.parallel.parameters import ones, uniform_within
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class Mamba2Config:
-    """Mamba-2.
-
-    Attributes:
-        state_size: width of B and C, which write to the state and read from it.
-        expand: width of a head's value over head_dim.
-        conv_kernel_size: positions, the own one included, that the short causal convolution over x, B and C sees.
-        convolution: whether there is that convolution; SiLU follows either way.
-        decay: what a head's step and decay are: of each token's choice; fixed, one learned step for every token; or
-            none, where the state only adds x as it is.
-        group_norm: whether an RMSNorm over the heads of a group follows the gate.
-    """
-
-    state_size: PositiveInt = 128
-    expand: PositiveInt = 2
-    conv_kernel_size: PositiveInt = 4
-    convolution: bool = True
-    decay: Literal["data_dependent", "fixed", "none"] = "data_dependent"
-    group_norm: bool = True
-
-
-@register("mamba2", Mamba2Config)
+@register("mamba2")
 class Mamba2(Mixer):
     """Mamba-2; its unit is a query group, whose heads share B and C as in one of Mamba-2's own groups.
 

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar
 
-from pydantic import Field
-from pydantic.dataclasses import dataclass
-
-from megatron_ext.config.schema import STRICT, PowerOfTwo
 from megatron_ext.mixers.registry import register
-from megatron_ext.mixers.top1_chunk import Top1Chunk, Top1ChunkConfig
+from megatron_ext.mixers.settings import MoBAConfig, Top1ChunkConfig
+from megatron_ext.mixers.top1_chunk import Top1Chunk
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class MoBAConfig:
-    """MoBA.
-
-    Attributes:
-        block_size: keys a block, a power of two; the GPU kernels take 32 to 512.
-        top_k: blocks that each query attends to, its own included: 2 to 17.
-        position_encoding: rotary or none.
-    """
-
-    block_size: PowerOfTwo = 512
-    top_k: Annotated[int, Field(ge=2, le=17)] = 3
-    position_encoding: Literal["rope", "none"] = "rope"
-
-
-@register("moba", MoBAConfig)
+@register("moba")
 class MoBA(Top1Chunk):
     """Mixture of block attention with grouped queries.
 

@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass as plain_dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from pydantic import PositiveInt
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from kernels.fusion import cut
 from kernels.native_sparse_attention import native_sparse_attention
-from megatron_ext.config.schema import STRICT, PowerOfTwo
 from megatron_ext.mixers.base import Part, batch_first
 from megatron_ext.mixers.key_value import KeyValueMixer, keys_in_window
 from megatron_ext.mixers.registry import register
-
-NUM_BRANCHES = 3
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class NSAConfig:
-    """Native Sparse Attention.
-
-    Attributes:
-        block_size: keys a block, a power of two; of compression and of selection.
-        num_selected: blocks each query attends to in full, its own, the one before and the first one included; less
-            than 3 is taken as 3.
-        window: keys a query sees in the window branch, itself included.
-        position_encoding: rotary or none.
-    """
-
-    block_size: PowerOfTwo = 64
-    num_selected: PositiveInt = 16
-    window: PositiveInt = 512
-    position_encoding: Literal["rope", "none"] = "rope"
+from megatron_ext.mixers.settings import NUM_BRANCHES, NSAConfig
 
 
 @plain_dataclass(frozen=True, kw_only=True)
@@ -48,7 +26,7 @@ class GatedPart(Part):
     gates_bthx: Tensor
 
 
-@register("nsa", NSAConfig)
+@register("nsa")
 class NSA(KeyValueMixer):
     """Native Sparse Attention with grouped queries, which share their selection.
 

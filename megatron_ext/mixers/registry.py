@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import megatron_ext.mixers
 from megatron_ext.mixers.base import Mixer
+from megatron_ext.mixers.settings import SETTINGS
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,18 @@ class MixerEntry:
 MIXERS: dict[str, MixerEntry] = {}
 
 
-def register(name: str, config_type: type) -> Callable[[type[Mixer]], type[Mixer]]:
-    """Class decorator: make a mixer known under a name."""
+def register(name: str, config_type: type | None = None) -> Callable[[type[Mixer]], type[Mixer]]:
+    """Class decorator: make a mixer known under a name.
+
+    Args:
+        name: see `MixerEntry`.
+        config_type: its own small configuration; None: that of `settings.SETTINGS`.
+    """
 
     def add(module: type[Mixer]) -> type[Mixer]:
         if name in MIXERS:
             raise ValueError(f"two mixers are called {name!r}: {MIXERS[name].module} and {module}")
-        MIXERS[name] = MixerEntry(name, module, config_type)
+        MIXERS[name] = MixerEntry(name, module, config_type or SETTINGS[name])
         return module
 
     return add

@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import torch
-from pydantic import PositiveInt
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from kernels.gated_linear_attention import gated_linear_attention
-from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Part
 from megatron_ext.mixers.registry import register
 from megatron_ext.mixers.rotary import rotated_heads, rotation
+from megatron_ext.mixers.settings import RetNetConfig
 from megatron_ext.mixers.stateful import StatefulMixer, walk
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class RetNetConfig:
-    """RetNet.
-
-    Attributes:
-        expand_v: width of a value head over that of a key head; the paper has 2.
-        output_gate: whether a SiLU gate follows the output norm.
-    """
-
-    expand_v: PositiveInt = 2
-    output_gate: bool = True
-
-
-@register("retnet", RetNetConfig)
+@register("retnet")
 class RetNet(StatefulMixer):
     """Multi-scale retention; see `StatefulMixer` for the rows of its projection.
 

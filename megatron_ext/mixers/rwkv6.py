@@ -7,35 +7,20 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveInt
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from kernels.fusion import fused
 from kernels.rwkv6 import rwkv6
-from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Part, batch_first
 from megatron_ext.mixers.registry import register
 from megatron_ext.mixers.rwkv import RWKVMixer, along, normed_heads
+from megatron_ext.mixers.settings import RWKV6Config
 from megatron_ext.mixers.stateful import walk
 from megatron_ext.mixers.token_shift import mixtures, ramp, ramps
 from megatron_ext.parallel.parameters import Initializer, by_channel, uniform_within, zeros
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class RWKV6Config:
-    """RWKV-6.
-
-    Attributes:
-        mix_rank: width of what each of a token's five mixtures is made from.
-        decay_rank: width of what all decays of a token are made from.
-    """
-
-    mix_rank: PositiveInt = 32
-    decay_rank: PositiveInt = 64
-
-
-@register("rwkv6", RWKV6Config)
+@register("rwkv6")
 class RWKV6(RWKVMixer):
     """RWKV-6's time mixing; see `RWKVMixer`.
 

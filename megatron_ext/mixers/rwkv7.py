@@ -10,16 +10,14 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveInt
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from kernels.fusion import fused
 from kernels.rwkv7 import rwkv7
-from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Part, batch_first
 from megatron_ext.mixers.registry import register
 from megatron_ext.mixers.rwkv import RWKVMixer, along, normed_heads
+from megatron_ext.mixers.settings import RWKV7Config
 from megatron_ext.mixers.stateful import walk
 from megatron_ext.mixers.token_shift import mixtures, ramp, ramps
 from megatron_ext.parallel.parameters import Initializer, by_channel, constant, normal, zeros
@@ -28,22 +26,7 @@ LEAST_LOG_DECAY = -math.exp(-0.5)
 """The paper's: of a key feature at least 0.545 is left after a token, before anything is removed."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class RWKV7Config:
-    """RWKV-7. A rank left at None is c * sqrt(hidden size), rounded to a multiple of 32, at least 32.
-
-    Attributes:
-        decay_rank: width of what all decays of a token are made from; c is 2.5 * head_dim / 64.
-        rate_rank: width of what its in-context learning rates are made from; c as of the decays.
-        gate_rank: width of what its gates are made from; c is 5.
-    """
-
-    decay_rank: PositiveInt | None = None
-    rate_rank: PositiveInt | None = None
-    gate_rank: PositiveInt | None = None
-
-
-@register("rwkv7", RWKV7Config)
+@register("rwkv7")
 class RWKV7(RWKVMixer):
     """RWKV-7's time mixing; see `RWKVMixer`.
 

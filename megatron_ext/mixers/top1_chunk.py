@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from pydantic import Field
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from kernels.top1_chunk import top1_chunk_attention
-from megatron_ext.config.schema import STRICT, PowerOfTwo
 from megatron_ext.errors import UserError
 from megatron_ext.mixers.base import Part, batch_first
 from megatron_ext.mixers.chosen_chunks import choose_over_ranks, fetch_chosen
 from megatron_ext.mixers.key_value import KeyValueMixer
 from megatron_ext.mixers.registry import register
+from megatron_ext.mixers.settings import Top1ChunkConfig
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class Top1ChunkConfig:
-    """Top-1 Chunk.
-
-    Attributes:
-        chunk_size: keys a chunk, a power of two; the GPU kernels take 32 to 512.
-        top_k: complete earlier chunks each query chooses, at most 16.
-        score: of a chunk: the query with its mean key (`approx`), the best of its keys (`exact`), or the logarithm of
-            the sum of exponentials over its keys (`exact_lse`).
-        local: whether the query's own chunk, up to the query, takes part.
-        position_encoding: rotary or none.
-    """
-
-    chunk_size: PowerOfTwo = 128
-    top_k: Annotated[int, Field(ge=1, le=16)] = 1
-    score: Literal["approx", "exact", "exact_lse"] = "exact"
-    local: bool = True
-    position_encoding: Literal["rope", "none"] = "rope"
-
-
-@register("top1_chunk", Top1ChunkConfig)
+@register("top1_chunk")
 class Top1Chunk(KeyValueMixer):
     """Top-1 Chunk attention with grouped queries."""
 

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from kernels.top1_element import top1_element_attention
-from megatron_ext.config.schema import STRICT
 from megatron_ext.mixers.base import Part
 from megatron_ext.mixers.key_value import KeyValueMixer
 from megatron_ext.mixers.registry import register
+from megatron_ext.mixers.settings import Top1ElementConfig
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class Top1ElementConfig:
-    """Top-1 Element.
-
-    Attributes:
-        estimator: of the gradient through the choice: straight-through softmax, or the chosen probability alone.
-        position_encoding: rotary or none.
-    """
-
-    estimator: Literal["straight_through", "selected"] = "straight_through"
-    position_encoding: Literal["rope", "none"] = "rope"
-
-
-@register("top1_element", Top1ElementConfig)
+@register("top1_element")
 class Top1Element(KeyValueMixer):
     """Top-1 Element attention with grouped queries."""
 

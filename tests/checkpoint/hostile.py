@@ -109,6 +109,7 @@ BURDENSOME: dict[str, bytes] = {
         name("collections", "OrderedDict"), b"]((N\x85" + b"q\x00h\x00\x86" * 60 + b"tN\x86e"
     ),
     "layout of doubled lists": call(name("torch.serialization", "_get_layout"), DOUBLED),
+    "layout of doubled tuples": call(name("torch.serialization", "_get_layout"), b"N\x85" + b"q\x00h\x00\x86" * 60),
     "long key": b"(" + b"N" * 100 + b"tq\x00}(" + b"h\x00N" * 100 + b"u",
     "list that holds itself": b"]q\x00h\x00a",
     "bytes made again and again": b"(" + text("a" * 1000) + b"q\x00" + ENCODED * 100 + b"t",

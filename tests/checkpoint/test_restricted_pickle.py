@@ -12,7 +12,7 @@ from typing import Any
 import hostile
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import _metadata_fn, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -24,11 +24,18 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_ext.checkpoint import restricted_pickle
 from megatron_ext.checkpoint.extent import MAX_DEPTH, MAX_ITEMS, RefusedPickle, check_extent
 from megatron_ext.checkpoint.metadata_file import _NAMES as METADATA_NAMES
-from megatron_ext.checkpoint.metadata_file import FILE_NAME, read_metadata
+from megatron_ext.checkpoint.metadata_file import read_metadata
+from megatron_ext.checkpoint.metadata_index import FILE_NAME
+from megatron_ext.checkpoint.metadata_plain import _NAMES as PLAIN_NAMES
+from megatron_ext.checkpoint.metadata_plain import DTYPES as PLAIN_DTYPES
+from megatron_ext.checkpoint.metadata_plain import read_plain
 from megatron_ext.checkpoint.reading import read_common
 from megatron_ext.checkpoint.restricted_pickle import load, namespace
 from megatron_ext.checkpoint.torch_file import NAMES, load_file
 from megatron_ext.errors import UserError
+
+INDEX_READERS = (read_metadata, read_plain)
+"""With torch's classes, and with stand-ins for them."""
 
 
 @pytest.fixture
@@ -42,7 +49,7 @@ def test_harm_is_refused(kind: str, mark: Path) -> None:
     mark.write_text("precious") if "FileIO" in kind else None
     (mark.parent / FILE_NAME).write_bytes(hostile.whole(program))
     (mark.parent / "common.pt").write_bytes(hostile.torch_file(program))
-    for read, file in ((read_metadata, FILE_NAME), (read_common, "common.pt")):
+    for read, file in ((read_metadata, FILE_NAME), (read_plain, FILE_NAME), (read_common, "common.pt")):
         with pytest.raises(UserError, match=rf"^{mark.parent}/{file}: cannot be read: it [^\n]*; copy [^\n]*$"):
             read(mark.parent)
     assert mark.read_text() == "precious" if "FileIO" in kind else not mark.exists()
@@ -55,7 +62,7 @@ def test_harm_is_refused(kind: str, mark: Path) -> None:
 def test_burdens_are_refused(kind: str, tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(hostile.whole(hostile.BURDENSOME[kind]))
     (tmp_path / "common.pt").write_bytes(hostile.torch_file(hostile.BURDENSOME[kind]))
-    for read in (read_metadata, read_common):
+    for read in (read_metadata, read_plain, read_common):
         with pytest.raises(UserError, match="cannot be read: it "):
             read(tmp_path)
 
@@ -67,7 +74,8 @@ def test_burdens_are_refused(kind: str, tmp_path: Path) -> None:
         ("doubled dictionaries", "shares its parts so often"),
         ("doubled namespace", "shares its parts so often"),
         ("doubled tuple as a key", "is no pickle that can be read"),
-        ("layout of doubled lists", "is no pickle that can be read"),
+        ("layout of doubled lists", "has a layout that is none"),
+        ("layout of doubled tuples", "has a layout that is none"),
         ("long key", "has a key that is no plain value"),
         ("list that holds itself", "has a container that holds itself"),
         ("bytes made again and again", "makes more bytes than it holds"),
@@ -91,8 +99,9 @@ def test_an_index_that_shares_its_parts(tmp_path: Path) -> None:
         if problem is None:
             assert len(read_metadata(tmp_path).state_dict_metadata["a1"].chunks) == 4000
             continue
-        with pytest.raises(UserError, match=problem):
-            read_metadata(tmp_path)
+        for read in INDEX_READERS:
+            with pytest.raises(UserError, match=problem):
+                read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +119,9 @@ def test_an_index_that_shares_its_parts(tmp_path: Path) -> None:
 )
 def test_what_is_no_index(content: bytes, problem: str, tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(content)
-    with pytest.raises(UserError, match=f"{FILE_NAME}: cannot be read: it {problem}; "):
-        read_metadata(tmp_path)
+    for read in INDEX_READERS:
+        with pytest.raises(UserError, match=f"{FILE_NAME}: cannot be read: it {problem}; "):
+            read(tmp_path)
 
 
 def test_an_index_is_read_as_it_is(tmp_path: Path) -> None:
@@ -121,6 +131,29 @@ def test_an_index_is_read_as_it_is(tmp_path: Path) -> None:
     assert type(found) is Metadata
     assert found.state_dict_metadata == expected.state_dict_metadata
     assert found.storage_data == expected.storage_data
+
+
+def test_stand_ins_say_what_torchs_classes_say(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(hostile.index(all_local_plans=[], mcore_data={"a": {"b": 1}}))
+    found, expected = read_plain(tmp_path), read_metadata(tmp_path)
+    assert found.state_dict_metadata.keys() == expected.state_dict_metadata.keys()
+    for key, entry in expected.state_dict_metadata.items():
+        plain: Any = found.state_dict_metadata[key]
+        assert (plain.size, str(plain.properties.dtype)) == (tuple(entry.size), str(entry.properties.dtype))
+        assert [vars(chunk) for chunk in plain.chunks] == [vars(chunk) for chunk in entry.chunks]
+    places = {(index.fqn, index.offset, index.index): vars(place) for index, place in found.storage_data.items()}
+    assert places == {(i.fqn, i.offset, i.index): vars(place) for i, place in expected.storage_data.items()}
+    assert _metadata_fn == FILE_NAME
+
+
+def test_stand_ins_are_named_as_torchs_classes_are() -> None:
+    assert PLAIN_NAMES.keys() <= METADATA_NAMES.keys()
+    missing = METADATA_NAMES.keys() - PLAIN_NAMES.keys()
+    assert all(isinstance(METADATA_NAMES[name], torch.dtype) for name in missing)
+    for name, dtype in PLAIN_DTYPES.items():
+        real = getattr(torch, name)
+        assert (str(dtype), dtype.itemsize) == (str(real), real.itemsize)
+        assert dtype.is_floating_point == real.is_floating_point
 
 
 def test_a_pipe_is_no_file(tmp_path: Path) -> None:

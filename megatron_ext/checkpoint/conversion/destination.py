@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-
-from megatron_ext.checkpoint.conversion import hugging_face, model_card, selectron_run, universal_writing
+from megatron_ext.checkpoint.conversion import hugging_face, model_card, selectron_run
 from megatron_ext.checkpoint.conversion.families import family_for
 from megatron_ext.checkpoint.conversion.family import SavedModel
+from megatron_ext.checkpoint.conversion.forms import ZERO
 from megatron_ext.checkpoint.conversion.placing import README
 from megatron_ext.checkpoint.conversion.safetensors_files import shards_of
 from megatron_ext.checkpoint.conversion.source import Source
 from megatron_ext.checkpoint.conversion.tensors import in_dtype
 from megatron_ext.checkpoint.conversion.tokenizer_files import copy_tokenizer
-from megatron_ext.checkpoint.conversion.universal import ZERO
 from megatron_ext.checkpoint.folder import Progress
-from megatron_ext.config.schema import RunSection
+from megatron_ext.config.schema import PRECISIONS, RunSection
 from megatron_ext.config.validate import validate
 from megatron_ext.errors import UserError
-from megatron_ext.platform import DTYPES
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class Megatron:
         names = _precisions(dtype)
         if not names:
             kind = str(dtype).removeprefix("torch.")
-            raise UserError("--dtype", f"{kind} is no precision of a run", f"give one of {', '.join(DTYPES)}")
+            raise UserError("--dtype", f"{kind} is no precision of a run", f"give one of {', '.join(PRECISIONS)}")
         return names[0]
 
 
@@ -173,10 +173,14 @@ class DeepSpeedUniversal:
 
     def files(self, source: Source, wish: Wish) -> dict[str, int]:
         """See `Destination.files`."""
+        from megatron_ext.checkpoint.conversion import universal_writing
+
         return {f"{universal_writing.tag_of(source)}/{ZERO}": universal_writing.num_bytes(source)}
 
     def write(self, source: Source, wish: Wish, folder: Path) -> None:
         """See `Destination.write`."""
+        from megatron_ext.checkpoint.conversion import universal_writing
+
         _copy_tokenizer(source, folder)
         universal_writing.write_universal(source, (_precisions(source.dtype) or ["fp32"])[0], folder)
 
@@ -191,7 +195,7 @@ DESTINATIONS: dict[str, Destination] = {
 
 def _precisions(dtype: torch.dtype) -> list[str]:
     """Names of a type as that of a run; none, or one."""
-    return [name for name, known in DTYPES.items() if known == dtype]
+    return [name for name, known in PRECISIONS.items() if str(dtype) == f"torch.{known}"]
 
 
 def _copy_tokenizer(source: Source, folder: Path) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, runtime_checkable
-
-from torch import Tensor
-from torch.nn import Module
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from megatron_ext.config.schema import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +43,14 @@ class Rule:
         theirs: keys in theirs.
         to_theirs: from the tensors of `ours`, in order, to those of `theirs`, in any dtype, bits unchanged.
         to_ours: the inverse.
+        neutral: those of `theirs` that stand for nothing of ours and have fixed values, see `to_ours`.
     """
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     to_theirs: Callable[[Sequence[Tensor]], list[Tensor]]
     to_ours: Callable[[Sequence[Tensor]], list[Tensor]]
+    neutral: tuple[str, ...] = ()
 
 
 class Family(Protocol):

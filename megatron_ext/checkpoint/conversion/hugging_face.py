@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_ext.checkpoint.conversion.families import family_of_architecture
 from megatron_ext.checkpoint.conversion.family import Family, SavedModel, ShipsCode
+from megatron_ext.checkpoint.conversion.forms import CONFIG
 from megatron_ext.checkpoint.conversion.made import Made, to_ours, to_theirs
 from megatron_ext.checkpoint.conversion.safetensors_files import SafetensorsTensors, write_safetensors
 from megatron_ext.checkpoint.conversion.source import Source, SourceOptions, main_dtype
@@ -17,8 +18,6 @@ from megatron_ext.checkpoint.conversion.tokenizer_files import KeptTokenizer, ke
 from megatron_ext.config.validate import show
 from megatron_ext.errors import UserError
 
-CONFIG = "config.json"
-
 
 def open_folder(path: Path, options: SourceOptions) -> Source:
     """The model of a folder.
@@ -26,12 +25,9 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
     Raises:
         UserError: its architecture is not known, its configuration says what ours cannot express, or it is damaged.
     """
-    where = str(path / CONFIG)
     if options.model_config is not None:
-        raise UserError("--model-config", f"{where} tells the model already", "leave it out")
-    config = read_json(path / CONFIG)
-    family = family_of_architecture(_architecture(config, where), where)
-    saved = family.saved_model(config)
+        raise UserError("--model-config", f"{path / CONFIG} tells the model already", "leave it out")
+    family, saved = read_model(path)
     stored = SafetensorsTensors(path)
     return Source(
         path=path,
@@ -42,6 +38,18 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
         tokenizer=kept_tokenizer(path, options.tokenizer),
         family=family,
     )
+
+
+def read_model(path: Path) -> tuple[Family, SavedModel]:
+    """The architecture of a folder, and the model of ours that its config.json describes.
+
+    Raises:
+        UserError: its architecture is not known, or its configuration says what ours cannot express.
+    """
+    where = str(path / CONFIG)
+    config = read_json(path / CONFIG)
+    family = family_of_architecture(_architecture(config, where), where)
+    return family, family.saved_model(config)
 
 
 def _architecture(config: dict[str, Any], where: str) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatron_ext.checkpoint.conversion.family import Rule
 from megatron_ext.checkpoint.conversion.tensors import TensorInfo, Tensors, check_keys
 from megatron_ext.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Made(Tensors):
             self._infos.update(self._infos_of(step, where))
 
     def _infos_of(self, step: Step, where: str) -> dict[str, TensorInfo]:
+        import torch
+
         infos = self._source.infos()
         inputs = [torch.empty(infos[key].shape, dtype=infos[key].dtype, device="meta") for key in step.inputs]
         try:

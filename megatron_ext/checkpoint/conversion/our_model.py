@@ -17,13 +17,10 @@ from megatron_ext.checkpoint.conversion.family import SavedModel
 from megatron_ext.checkpoint.conversion.float64 import in_float64
 from megatron_ext.checkpoint.conversion.saved import shape_of
 from megatron_ext.checkpoint.conversion.staged import of_last_positions, on_meta, staged
-from megatron_ext.checkpoint.conversion.tensors import TensorInfo, Tensors
+from megatron_ext.checkpoint.conversion.tensors import VOCABULARY, TensorInfo, Tensors
 from megatron_ext.model import build_model
 from megatron_ext.parallel.groups import groups_of_one_process
 from megatron_ext.platform import select_platform
-
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""The tensors with a row a token."""
 
 
 @contextmanager

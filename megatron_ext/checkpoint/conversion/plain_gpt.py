@@ -12,11 +12,11 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 
 from megatron_ext.checkpoint.conversion.families.fields import Fields
 from megatron_ext.checkpoint.conversion.family import SavedModel
+from megatron_ext.checkpoint.conversion.forms import PLAIN
 from megatron_ext.checkpoint.conversion.made import Made, Step
-from megatron_ext.checkpoint.conversion.our_model import VOCABULARY
 from megatron_ext.checkpoint.conversion.saved import configured_model
 from megatron_ext.checkpoint.conversion.source import Source, SourceOptions
-from megatron_ext.checkpoint.conversion.tensors import Tensors, without_padding
+from megatron_ext.checkpoint.conversion.tensors import VOCABULARY, Tensors, without_padding
 from megatron_ext.checkpoint.conversion.tokenizer_files import KeptTokenizer, kept_tokenizer, read_name
 from megatron_ext.checkpoint.conversion.torch_dist import TorchDistTensors
 from megatron_ext.checkpoint.folder import Progress
@@ -25,13 +25,13 @@ from megatron_ext.checkpoint.restricted_pickle import Names, namespace, unread
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.config.validate import validate
 from megatron_ext.errors import UserError
-from megatron_ext.mixers.attention import AttentionConfig
+from megatron_ext.mixers.settings import AttentionConfig
 from megatron_ext.paths import path_within
 
 MAX_DIGITS = 18
 """Of an iteration's number; Python itself refuses to read some thousands."""
 
-NEWEST = "latest_checkpointed_iteration.txt"
+NEWEST = PLAIN
 
 _RENAMED = {
     "self_attention.linear_qkv.weight": "self_attention.in_proj.weight",  # rows in the same order
@@ -114,7 +114,7 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
         format="megatron_core",
         saved=saved,
         stored=stored,
-        tensors=without_padding(Made(stored, list(_steps(stored)), str(path)), saved.vocab_size, VOCABULARY),
+        tensors=without_padding(Made(stored, list(_steps(stored)), str(path)), saved.vocab_size),
         tokenizer=tokenizer,
         progress=None if args is None else _progress(args),
         has_optimizer=stored.has_optimizer,

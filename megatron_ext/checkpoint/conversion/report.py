@@ -7,7 +7,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.checkpoint.conversion.source_arguments import add_source_options, open_asked
+from megatron_ext.checkpoint.conversion.source_arguments import (
+    add_source_options,
+    asked_options,
+    on_the_cpu,
+    open_asked,
+)
 from megatron_ext.errors import EXIT_USER_ERROR, UserError
 
 if TYPE_CHECKING:
@@ -27,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="PATH", help="folder of a run, a checkpoint or a model")
     parser.add_argument("--tensors", action="store_true", help="list every tensor with its shape and type")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    shapes = "build the model as well, without numbers, and compare every tensor's shape with it (some seconds)"
+    parser.add_argument("--shapes", action="store_true", help=shapes)
     add_source_options(parser)
 
 
@@ -42,8 +49,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: it is none, or damaged.
     """
+    from megatron_ext.checkpoint.conversion.looking import look
+
+    on_the_cpu()
     try:
-        facts = describe(open_asked(args.path, args), with_tensors=args.tensors)
+        source = None if args.shapes else look(args.path, asked_options(args))
+        with_shapes = source is None
+        facts = describe(source or open_asked(args.path, args), with_tensors=args.tensors, with_shapes=with_shapes)
     except UserError as error:
         if not args.json:
             raise
@@ -57,14 +69,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def describe(source: Source, *, with_tensors: bool) -> dict[str, Any]:
-    """What a checkpoint is, as plain values; one that could be opened is whole."""
+def describe(source: Source, *, with_tensors: bool, with_shapes: bool) -> dict[str, Any]:
+    """What a checkpoint is, as plain values; one that could be opened is whole.
+
+    Args:
+        source: the checkpoint.
+        with_tensors: whether each of its tensors is listed.
+        with_shapes: whether their shapes have been compared with the model's.
+    """
     saved, progress = source.saved, source.progress
     facts: dict[str, Any] = {
         "path": str(source.path),
         "format": source.format,
         "architecture": source.family.architecture if source.family else _ARCHITECTURES[source.format],
         "whole": True,
+        "shapes_compared": with_shapes,
         "step": progress.step if progress else None,
         "tokens": progress.tokens if progress else None,
         "pattern": saved.model.pattern,
@@ -102,10 +121,11 @@ def _possible(source: Source) -> dict[str, str | None]:
 
 def _lines(facts: dict[str, Any]) -> list[str]:
     progress = "not said" if facts["step"] is None else f"{facts['step']:,} ({facts['tokens']:,} tokens)"
+    shapes = "" if facts["shapes_compared"] else " (by name; --shapes compares their shapes, too)"
     rows: dict[str, str] = {
         "format": _FORMATS[facts["format"]],
         "architecture": facts["architecture"],
-        "files": "whole",
+        "files": f"whole, with the tensors of its configuration{shapes}",
         "step": progress,
         "pattern": f"{facts['pattern']} ({facts['layers']} layers)",
         "hidden size": f"{facts['hidden_size']:,}",

@@ -6,14 +6,12 @@ The form: 8 bytes little-endian with the header's length, the header (JSON: by n
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from megatron_ext.checkpoint.conversion.tensors import TensorInfo, Tensors
 from megatron_ext.errors import UserError
@@ -21,24 +19,37 @@ from megatron_ext.files import LARGEST_VOCABULARY, read_regular
 from megatron_ext.json_text import parse_json
 from megatron_ext.paths import path_within
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""torch's names of the types, by those in a header."""
+
+_NAMES = {f"torch.{dtype}": name for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 8
 _MEND = "copy the checkpoint again, whole"
+
+
+def _dtype_of_torch(name: str) -> torch.dtype:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 class SafetensorsTensors(Tensors):
@@ -46,16 +57,17 @@ class SafetensorsTensors(Tensors):
 
     Args:
         folder: with `model.safetensors`, or with an index and what it names.
+        dtype_of: the type with a name of torch's; torch's, or a stand-in where no tensor is read.
 
     Raises:
         UserError: a file is missing or damaged, or of another form.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype_of: Callable[[str], Any] = _dtype_of_torch) -> None:
         self._files: dict[str, Path] = {}
         self._infos: dict[str, TensorInfo] = {}
         for path in _files_of(folder):
-            for key, info in _header(path).items():
+            for key, info in _header(path, dtype_of).items():
                 self._files[key], self._infos[key] = path, info
 
     def infos(self) -> Mapping[str, TensorInfo]:
@@ -88,15 +100,16 @@ def _files_of(folder: Path) -> list[Path]:
     return paths
 
 
-def _header(path: Path) -> dict[str, TensorInfo]:
+def _header(path: Path, dtype_of: Callable[[str], Any]) -> dict[str, TensorInfo]:
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="np") as file:  # of the header alone: torch is not needed for it
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - no mapping
-            return {key: TensorInfo(tuple(part.get_shape()), DTYPES[part.get_dtype()]) for key, part in slices.items()}
+            names = {key: _DTYPES[part.get_dtype()] for key, part in slices.items()}
+            return {key: TensorInfo(tuple(part.get_shape()), dtype_of(names[key])) for key, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise UserError(str(path), f"is damaged ({' '.join(str(error).split())})", _MEND) from error
     except KeyError as error:
-        raise UserError(str(path), f"has numbers of type {error}", f"give one of {', '.join(DTYPES)}") from None
+        raise UserError(str(path), f"has numbers of type {error}", f"give one of {', '.join(_DTYPES)}") from None
 
 
 @dataclass
@@ -129,7 +142,7 @@ def write_safetensors(tensors: Tensors, folder: Path, shard_bytes: int) -> None:
     """Write tensors as they come, and the index where they are in several files.
 
     Args:
-        tensors: of the types in `DTYPES`.
+        tensors: of the types in `_DTYPES`.
         folder: exists.
         shard_bytes: numbers in a file, at most, unless one tensor has more.
 
@@ -152,13 +165,15 @@ def _header_bytes(shard: Shard) -> bytes:
     end = 0
     for key, info in shard.infos.items():
         start, end = end, end + info.num_bytes
-        header[key] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [start, end]}
+        header[key] = {"dtype": _NAMES[str(info.dtype)], "shape": list(info.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 
 def _write_numbers(file: IO[bytes], shard: Shard, stream: Iterator[tuple[str, Tensor]]) -> None:
+    import torch
+
     for expected, info in shard.infos.items():
         key, tensor = next(stream)
         assert (key, tuple(tensor.shape), tensor.dtype) == (expected, info.shape, info.dtype), expected

@@ -5,20 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
 from megatron_ext.checkpoint.conversion.family import SavedModel
+from megatron_ext.checkpoint.conversion.mixer_settings import settings_type
 from megatron_ext.config.load import load_config
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import ModelConfig, ParallelConfig
-from megatron_ext.config.suggest import unknown_mixer
 from megatron_ext.config.validate import validate
 from megatron_ext.errors import UserError
-from megatron_ext.mixers.registry import load_all
-from megatron_ext.model import ModelShape
-from megatron_ext.platform import DTYPES
+
+if TYPE_CHECKING:
+    from megatron_ext.model import ModelShape
 
 VOCABULARY = "data.vocab_size"
 LENGTH = "data.seq_length"
@@ -53,10 +53,7 @@ def _section(identity: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _mixer(name: str, fields: dict[str, Any]) -> Any:
-    known = load_all()
-    if name not in known:
-        raise unknown_mixer("model.pattern", name, known)
-    return validate(known[name].config_type, fields, f"mixers.{name}.")
+    return validate(settings_type(name, "model.pattern"), fields, f"mixers.{name}.")
 
 
 def identity_of(saved: SavedModel, precision: str) -> dict[str, Any]:
@@ -83,6 +80,8 @@ def configured_model(path: Path, vocab_size: int) -> SavedModel:
     Raises:
         UserError: the file, or a field of it, is at fault.
     """
+    from megatron_ext.mixers.registry import load_all
+
     config = load_config(path, ["data.path=none"], load_all())
     layers = tuple(parse_pattern(config.model.pattern))
     return SavedModel(
@@ -96,6 +95,9 @@ def configured_model(path: Path, vocab_size: int) -> SavedModel:
 
 def shape_of(saved: SavedModel, precision: str = "fp32") -> ModelShape:
     """What the model is built from in one process."""
+    from megatron_ext.model import ModelShape
+    from megatron_ext.platform import DTYPES
+
     assert precision in DTYPES
     return ModelShape(
         model=saved.model,

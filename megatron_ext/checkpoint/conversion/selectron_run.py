@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint.conversion.family import SavedModel
-from megatron_ext.checkpoint.conversion.our_model import VOCABULARY
+from megatron_ext.checkpoint.conversion.forms import CHECKPOINTS
 from megatron_ext.checkpoint.conversion.saved import PRECISION, configured_model, identity_of, mixer_fields, saved_model
 from megatron_ext.checkpoint.conversion.source import Source, SourceOptions, Training
-from megatron_ext.checkpoint.conversion.tensors import Tensors, without_padding
+from megatron_ext.checkpoint.conversion.tensors import VOCABULARY, Tensors, without_padding
 from megatron_ext.checkpoint.conversion.tokenizer_files import kept_tokenizer
-from megatron_ext.checkpoint.conversion.torch_dist import (
-    OptimizerState,
-    TorchDistTensors,
-    read_optimizer,
-    write_torch_dist,
-)
-from megatron_ext.checkpoint.folder import LATEST, RECORD, CheckpointFolder, Progress, Record, Retention
+from megatron_ext.checkpoint.folder import RECORD, CheckpointFolder, Progress, Record, Retention
 from megatron_ext.config.load import read_tree
 from megatron_ext.config.save import tree_to_yaml
 from megatron_ext.errors import UserError
 
-CHECKPOINTS = "checkpoints"
+if TYPE_CHECKING:
+    from megatron_ext.checkpoint.conversion.torch_dist import OptimizerState, TorchDistTensors
+
 CONFIG = "config.yaml"
-
-
-def is_run(path: Path) -> bool:
-    """Whether a folder is that of a run, or of a run's checkpoints."""
-    return (path / CHECKPOINTS).is_dir() or (path / LATEST).is_file()
 
 
 def open_run(path: Path, options: SourceOptions) -> Source:
@@ -38,11 +29,23 @@ def open_run(path: Path, options: SourceOptions) -> Source:
     Raises:
         UserError: there is none, or it is damaged.
     """
+    return open_step(newest_step(path), options)
+
+
+def newest_step(path: Path) -> Path:
+    """The folder of a run's newest checkpoint.
+
+    Args:
+        path: folder of the run, or of its checkpoints.
+
+    Raises:
+        UserError: there is none.
+    """
     root = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     step = CheckpointFolder(root).latest()
     if step is None:
         raise UserError(str(root), "holds no checkpoint", "train the run until it has written one")
-    return open_step(root / f"step_{step}", options)
+    return root / f"step_{step}"
 
 
 def open_step(path: Path, options: SourceOptions) -> Source:
@@ -51,6 +54,20 @@ def open_step(path: Path, options: SourceOptions) -> Source:
     Raises:
         UserError: it is damaged, or does not say what model it holds.
     """
+    from megatron_ext.checkpoint.conversion.torch_dist import TorchDistTensors
+
+    record = checked_record(path)
+    stored = TorchDistTensors(path)
+    source = source_of(path, record, stored, options, has_optimizer=stored.has_optimizer)
+    return replace(source, training=_training(source, record, stored, is_told=options.model_config is not None))
+
+
+def checked_record(path: Path) -> Record:
+    """The record of a checkpoint all of whose files are as it says.
+
+    Raises:
+        UserError: one is not.
+    """
     step = path.resolve().name.removeprefix("step_")
     if not step.isdecimal():
         raise UserError(str(path), "is a checkpoint whose folder is not called step_N", "give it its name back")
@@ -58,27 +75,47 @@ def open_step(path: Path, options: SourceOptions) -> Source:
     record = checkpoints.read_record(int(step))
     for name, content in record.files.items():
         checkpoints.check_file(int(step), name, content)
-    stored, run = TorchDistTensors(path), path.resolve().parents[1]
-    tokenizer = kept_tokenizer(run, options.tokenizer)
+    return record
+
+
+def source_of(path: Path, record: Record, stored: Tensors, options: SourceOptions, *, has_optimizer: bool) -> Source:
+    """A checkpoint without the state of its training.
+
+    Args:
+        path: its folder.
+        record: its record.
+        stored: its tensors.
+        options: what a user says of it.
+        has_optimizer: whether its optimizer's state is there.
+
+    Raises:
+        UserError: it does not say what model it holds.
+    """
+    tokenizer = kept_tokenizer(_run(path), options.tokenizer)
     saved = _saved(path, record, stored, options, tokenizer.size if tokenizer else None)
     return Source(
         path=path,
         format="selectron",
         saved=saved,
         stored=stored,
-        tensors=without_padding(stored, saved.vocab_size, VOCABULARY),
+        tensors=without_padding(stored, saved.vocab_size),
         tokenizer=tokenizer,
         progress=record.progress,
-        has_optimizer=stored.has_optimizer,
-        training=_training(path, run, record, saved, stored, is_told=options.model_config is not None),
+        has_optimizer=has_optimizer,
     )
 
 
-def _training(
-    path: Path, run: Path, record: Record, saved: SavedModel, stored: TorchDistTensors, *, is_told: bool
-) -> Training | None:
+def _run(path: Path) -> Path:
+    """The folder of the run that a checkpoint is of."""
+    return path.resolve().parents[1]
+
+
+def _training(source: Source, record: Record, stored: TorchDistTensors, *, is_told: bool) -> Training | None:
     """What the run goes on from. A record that did not say all of the model is completed with what the user said."""
-    optimizer = read_optimizer(stored, path)
+    from megatron_ext.checkpoint.conversion.torch_dist import read_optimizer
+
+    saved, run = source.saved, _run(source.path)
+    optimizer = read_optimizer(stored, source.path)
     if optimizer is None or record.model_only:
         return None
     told = identity_of(saved, record.identity[PRECISION]) if is_told and PRECISION in record.identity else {}
@@ -140,6 +177,8 @@ def write_training(saved: SavedModel, training: Training, progress: Progress, fo
 def _write_checkpoint(
     folder: Path, progress: Progress, tensors: Tensors, optimizer: OptimizerState | None, parts: dict[str, Any]
 ) -> None:
+    from megatron_ext.checkpoint.conversion.torch_dist import write_torch_dist
+
     checkpoints = CheckpointFolder(folder / CHECKPOINTS)
     written = write_torch_dist(tensors, checkpoints.begin(progress.step), optimizer)
     checkpoints.finish(progress.step, {"progress": progress, **parts}, written, Retention())

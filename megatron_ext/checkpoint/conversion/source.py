@@ -6,15 +6,17 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ext.checkpoint.conversion.family import Family, SavedModel
 from megatron_ext.checkpoint.conversion.tensors import TensorInfo, Tensors
 from megatron_ext.checkpoint.conversion.tokenizer_files import KeptTokenizer
-from megatron_ext.checkpoint.conversion.torch_dist import OptimizerState
 from megatron_ext.checkpoint.folder import Progress
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_ext.checkpoint.conversion.torch_dist import OptimizerState
 
 Format = Literal["selectron", "hugging_face", "megatron_core", "deepspeed_universal"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_ext.checkpoint.conversion.source import Source
+    from megatron_ext.checkpoint.conversion.source import Source, SourceOptions
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
@@ -19,8 +19,20 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help=tokenizer)
 
 
+def asked_options(args: argparse.Namespace) -> SourceOptions:
+    """What the user said; see `add_source_options`."""
+    from megatron_ext.checkpoint.conversion.source import SourceOptions
+
+    return SourceOptions(model_config=args.model_config, tokenizer=args.tokenizer)
+
+
+def on_the_cpu() -> None:
+    """To be called before megatron-core may be imported: it puts tensors on the GPU it sees."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def open_asked(path: Path, args: argparse.Namespace) -> Source:
-    """The checkpoint, on the CPU: megatron-core puts its tensors on the GPU it sees.
+    """The checkpoint, on the CPU.
 
     Args:
         path: its folder.
@@ -29,11 +41,10 @@ def open_asked(path: Path, args: argparse.Namespace) -> Source:
     Raises:
         UserError: it is none, or damaged.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    on_the_cpu()
     from megatron_ext.platform import before_megatron
 
     before_megatron()
     from megatron_ext.checkpoint.conversion.opening import open_source
-    from megatron_ext.checkpoint.conversion.source import SourceOptions
 
-    return open_source(path, SourceOptions(model_config=args.model_config, tokenizer=args.tokenizer))
+    return open_source(path, asked_options(args))

@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from megatron_ext.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Our tensors with a row a token."""
 
 SHOWN = 4
 """Names that a message lists; how many there are is said besides."""
@@ -127,6 +132,8 @@ class Changed(Tensors):
     """
 
     def __init__(self, source: Tensors, change: Callable[[str, Tensor], Tensor]) -> None:
+        import torch
+
         self._source, self._change = source, change
         self._infos = {}
         for key, info in source.infos().items():
@@ -203,7 +210,35 @@ def _names(names: Sequence[str]) -> str:
     return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"
 
 
-def without_padding(source: Tensors, vocab_size: int, keys: Iterable[str]) -> Tensors:
+class _Unpadded(Tensors):
+    """Tensors of which some are cut to their first rows; what they then are is said without torch."""
+
+    def __init__(self, source: Tensors, rows: int, keys: frozenset[str]) -> None:
+        self._source, self._rows, self._keys = source, rows, keys
+        self._infos = {
+            key: replace(info, shape=(min(rows, info.shape[0]), *info.shape[1:]))
+            if key in keys and info.shape
+            else info
+            for key, info in source.infos().items()
+        }
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """See `Tensors.infos`."""
+        return self._infos
+
+    def read(self, key: str) -> Tensor:
+        """See `Tensors.read`."""
+        return self._cut(key, self._source.read(key))
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Tensors.stream`."""
+        for key, tensor in self._source.stream():
+            yield key, self._cut(key, tensor)
+
+    def _cut(self, key: str, tensor: Tensor) -> Tensor:
+        return tensor[: self._rows] if key in self._keys else tensor
+
+
+def without_padding(source: Tensors, vocab_size: int) -> Tensors:
     """The same tensors, those of the vocabulary cut to its size."""
-    cut = frozenset(keys)
-    return Changed(source, lambda key, tensor: tensor[:vocab_size] if key in cut else tensor)
+    return _Unpadded(source, vocab_size, frozenset(VOCABULARY))

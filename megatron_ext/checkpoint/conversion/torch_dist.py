@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,21 +21,18 @@ from torch.futures import Future
 
 from megatron_ext.checkpoint.contents import CheckedFile, Content, content_of
 from megatron_ext.checkpoint.conversion.tensors import Joined, Listed, TensorInfo, Tensors
-from megatron_ext.checkpoint.metadata_file import FILE_NAME, MEND
+from megatron_ext.checkpoint.conversion.torch_dist_index import TorchDistIndex
+from megatron_ext.checkpoint.metadata_index import MEND
 from megatron_ext.checkpoint.reading import RestrictedReader, read_common
 from megatron_ext.errors import UserError
-from megatron_ext.paths import path_within
 
-_OTHER_TENSORS = ("optimizer.", "chained_")
 _OPTIMIZER_STATE = "optimizer.state."
-_LAYERS = re.compile(r"^(?P<before>(?:.*\.)?layers\.)(?P<after>[^.\d].*)$")
 
 
 class TorchDistTensors(Tensors):
     """The model's tensors of a checkpoint; those of its optimizer are left out.
 
-    A tensor in which plain megatron-core has stacked those of all layers is given layer by layer, with the layer's
-    number in its key.
+    See `TorchDistIndex` for their keys.
 
     Args:
         folder: with `.metadata`.
@@ -50,51 +46,22 @@ class TorchDistTensors(Tensors):
         self._reader = RestrictedReader(folder)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        self._check_files()
-        everything = self._metadata.state_dict_metadata.items()
-        self._entries = {key: entry for key, entry in everything if isinstance(entry, TensorStorageMetadata)}
-        self.has_optimizer = any(key.startswith(_OTHER_TENSORS) for key in self._entries)
-        self._places: dict[str, tuple[str, int | None]] = {}  # key of a tensor, and the layer cut out of it
-        self._infos: dict[str, TensorInfo] = {}
-        for key, entry in self._entries.items():
-            if not key.startswith(_OTHER_TENSORS):
-                self._add(key, entry)
-
-    def _add(self, key: str, entry: TensorStorageMetadata) -> None:
-        shape, dtype = tuple(entry.size), entry.properties.dtype
-        stacked = _LAYERS.match(key)
-        if stacked is None:
-            self._places[key], self._infos[key] = (key, None), TensorInfo(shape, dtype)
-            return
-        for layer in range(shape[0]):
-            own = f"{stacked['before']}{layer}.{stacked['after']}"
-            self._places[own], self._infos[own] = (key, layer), TensorInfo(shape[1:], dtype)
-
-    def _check_files(self) -> None:
-        sizes: dict[str, int] = {}
-        for info in self._metadata.storage_data.values():
-            sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
-        for name, size in sizes.items():
-            path = path_within(self._folder, name, str(self._folder / FILE_NAME), follow_links=True)
-            if not path.is_file():
-                raise UserError(str(path), "is not there, so the checkpoint is damaged", MEND)
-            if path.stat().st_size < size:
-                problem = f"has {path.stat().st_size} bytes, fewer than {size}, so the checkpoint is damaged"
-                raise UserError(str(path), problem, MEND)
+        self._index = TorchDistIndex(folder, self._metadata, TensorStorageMetadata)
+        self.has_optimizer = self._index.has_optimizer
 
     def infos(self) -> Mapping[str, TensorInfo]:
         """See `Tensors.infos`."""
-        return self._infos
+        return self._index.infos
 
     def read(self, key: str) -> Tensor:
         """See `Tensors.read`."""
-        return self._read(*self._places[key])
+        return self._read(*self._index.places[key])
 
     @property
     def optimizer(self) -> Tensors:
         """The optimizer's state in our form (see `optim.state`), by `<kind>.<the parameter's key>`."""
         begins = _OPTIMIZER_STATE
-        found = {key: entry for key, entry in self._entries.items() if key.startswith(begins)}
+        found = {key: entry for key, entry in self._index.entries.items() if key.startswith(begins)}
         infos = {
             key.removeprefix(begins): TensorInfo(tuple(entry.size), entry.properties.dtype)
             for key, entry in found.items()
@@ -102,7 +69,7 @@ class TorchDistTensors(Tensors):
         return Listed(infos, lambda key: self._read(begins + key, None))
 
     def _read(self, stored: str, layer: int | None) -> Tensor:
-        entry = self._entries[stored]
+        entry = self._index.entries[stored]
         offsets, sizes = [0] * len(entry.size), list(entry.size)
         if layer is not None:
             offsets[0], sizes[0] = layer, 1

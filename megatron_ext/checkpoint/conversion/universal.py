@@ -17,10 +17,12 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.contents import Content, content_of
 from megatron_ext.checkpoint.conversion.family import SavedModel
-from megatron_ext.checkpoint.conversion.our_model import VOCABULARY, expected_tensors
+from megatron_ext.checkpoint.conversion.forms import UNIVERSAL, ZERO
+from megatron_ext.checkpoint.conversion.our_model import expected_tensors
 from megatron_ext.checkpoint.conversion.saved import configured_model, saved_model
 from megatron_ext.checkpoint.conversion.source import Source, SourceOptions, Training
 from megatron_ext.checkpoint.conversion.tensors import (
+    VOCABULARY,
     Changed,
     Joined,
     Listed,
@@ -39,8 +41,7 @@ from megatron_ext.files import os_reason
 from megatron_ext.optim.state import MOMENTS
 from megatron_ext.paths import path_within
 
-NEWEST = "latest_universal"
-ZERO = "zero"
+NEWEST = UNIVERSAL
 DESCRIPTION = "selectron.json"
 PRECISE = "fp32"
 """File of a parameter's precise values, as those of its moments are called by their names."""
@@ -69,11 +70,6 @@ class Description:
     files: dict[str, Content]
 
 
-def is_universal(path: Path) -> bool:
-    """Whether a folder is a universal checkpoint, or holds some and says which is the newest."""
-    return (path / NEWEST).is_file() or (path / ZERO).is_dir()
-
-
 def open_folder(path: Path, options: SourceOptions) -> Source:
     """The model of a universal checkpoint.
 
@@ -90,7 +86,7 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
     stored = _kind(path, PRECISE)
     tokens = _rows(path, stored, options.model_config) if tokenizer is None else tokenizer.size
     saved = configured_model(options.model_config, tokens)
-    tensors = without_padding(_in_shape(stored, saved), saved.vocab_size, VOCABULARY)
+    tensors = without_padding(_in_shape(stored, saved), saved.vocab_size)
     has_optimizer = bool(_kind(path, MOMENTS[0]).infos())
     return _source(path, saved, stored, tensors, tokenizer=tokenizer, has_optimizer=has_optimizer)
 
@@ -129,7 +125,7 @@ def _ours(path: Path, options: SourceOptions, said: Description, tokenizer: Any)
         path,
         saved,
         stored,
-        without_padding(tensors, saved.vocab_size, VOCABULARY),
+        without_padding(tensors, saved.vocab_size),
         tokenizer=tokenizer,
         progress=said.progress,
         has_optimizer=training is not None,

@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_ext.checkpoint.contents import CheckedFile, Content
-from megatron_ext.checkpoint.conversion.our_model import VOCABULARY, Split, splits
+from megatron_ext.checkpoint.conversion.forms import ZERO
+from megatron_ext.checkpoint.conversion.our_model import Split, splits
 from megatron_ext.checkpoint.conversion.saved import identity_of, shape_of
 from megatron_ext.checkpoint.conversion.source import Source
-from megatron_ext.checkpoint.conversion.tensors import Changed, TensorInfo, Tensors
-from megatron_ext.checkpoint.conversion.universal import DESCRIPTION, NEWEST, PRECISE, ZERO, Description
+from megatron_ext.checkpoint.conversion.tensors import VOCABULARY, Changed, TensorInfo, Tensors
+from megatron_ext.checkpoint.conversion.universal import DESCRIPTION, NEWEST, PRECISE, Description
 from megatron_ext.checkpoint.folder import Progress
 from megatron_ext.files import write_whole
 from megatron_ext.optim.state import MOMENTS

@@ -15,7 +15,7 @@ from megatron_ext.checkpoint.conversion.families.fla_models import (
 from megatron_ext.checkpoint.conversion.families.tensors import renamed, rows, through
 from megatron_ext.checkpoint.conversion.family import Rule
 from megatron_ext.config.schema import ModelConfig
-from megatron_ext.mixers.deltanet import DeltaNetConfig
+from megatron_ext.mixers.settings import DeltaNetConfig
 
 
 class DeltaNetFamily(FlaTransformer):

@@ -11,7 +11,7 @@ from megatron_ext.checkpoint.conversion.families.fla_models import DEFAULTS
 from megatron_ext.checkpoint.conversion.families.tensors import renamed
 from megatron_ext.checkpoint.conversion.family import Rule
 from megatron_ext.config.schema import ModelConfig
-from megatron_ext.mixers.deltanet import DeltaNetConfig
+from megatron_ext.mixers.settings import DeltaNetConfig
 
 
 class GatedDeltaNetFamily(DeltaNetFamily):

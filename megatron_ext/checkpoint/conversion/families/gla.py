@@ -15,7 +15,7 @@ from megatron_ext.checkpoint.conversion.families.fla_models import (
 from megatron_ext.checkpoint.conversion.families.tensors import flattened, renamed, rows
 from megatron_ext.checkpoint.conversion.family import Rule
 from megatron_ext.config.schema import ModelConfig
-from megatron_ext.mixers.gla import GLAConfig
+from megatron_ext.mixers.settings import GLAConfig
 
 FIXED = GLAConfig(decay_rank=16, decay_temperature=16.0)
 """What its layer has and its config.json cannot change."""

@@ -11,7 +11,7 @@ from megatron_ext.checkpoint.conversion.family import Rule, SavedModel
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.config.validate import show, validate
 from megatron_ext.errors import UserError
-from megatron_ext.mixers.attention import AttentionConfig
+from megatron_ext.mixers.settings import AttentionConfig
 
 _PLAIN = AttentionConfig()
 _FIXED: dict[str, Any] = {

@@ -12,7 +12,7 @@ from megatron_ext.checkpoint.conversion.families.one_mixer import OneMixerFamily
 from megatron_ext.checkpoint.conversion.families.tensors import flattened, renamed, reshaped, rows_in_order
 from megatron_ext.checkpoint.conversion.family import Rule
 from megatron_ext.config.schema import ModelConfig
-from megatron_ext.mixers.mamba import MambaConfig
+from megatron_ext.mixers.settings import MambaConfig
 
 HEAD_DIM = 64
 """Of heads that ours has and theirs has not: the channels that can be given to another rank together."""

@@ -13,7 +13,7 @@ from megatron_ext.checkpoint.conversion.family import Rule
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.config.validate import show
 from megatron_ext.errors import UserError
-from megatron_ext.mixers.mamba2 import Mamba2Config
+from megatron_ext.mixers.settings import Mamba2Config
 
 PLAIN = Mamba2Config()
 

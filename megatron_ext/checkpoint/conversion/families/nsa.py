@@ -10,7 +10,7 @@ from megatron_ext.checkpoint.conversion.families.fla_models import DEFAULTS, Fla
 from megatron_ext.checkpoint.conversion.families.tensors import renamed, rows
 from megatron_ext.checkpoint.conversion.family import Rule
 from megatron_ext.config.schema import ModelConfig
-from megatron_ext.mixers.nsa import NUM_BRANCHES, NSAConfig
+from megatron_ext.mixers.settings import NUM_BRANCHES, NSAConfig
 
 LEAST_GROUP = 16
 """Query heads that share a key: its kernel takes this many or more, a power of two."""

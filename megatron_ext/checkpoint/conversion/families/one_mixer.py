@@ -14,7 +14,7 @@ from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import DataConfig, ModelConfig
 from megatron_ext.config.validate import show, validate
 from megatron_ext.errors import UserError
-from megatron_ext.mixers.registry import load_all
+from megatron_ext.mixers.settings import SETTINGS
 
 SECTION = "selectron"
 """The field of config.json with what of a model of ours its own fields do not tell, such as how it is initialised."""
@@ -134,7 +134,7 @@ class OneMixerFamily(ABC):
         return SavedModel(
             model=validate(ModelConfig, model, where("")),
             layers=tuple(parse_pattern(pattern)),
-            mixers={self.mixer: validate(load_all()[self.mixer].config_type, mixer, where(""))},
+            mixers={self.mixer: validate(SETTINGS[self.mixer], mixer, where(""))},
             vocab_size=fields.whole("vocab_size"),
             seq_length=model["max_position_embeddings"],
         )

@@ -7,10 +7,7 @@ written as one that mixes in nothing, to the bit, and only such a one is read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_ext.checkpoint.conversion.families.fields import Fields
 from megatron_ext.checkpoint.conversion.families.fla_models import DEFAULTS, read_ffn
@@ -19,7 +16,10 @@ from megatron_ext.checkpoint.conversion.families.tensors import flattened, renam
 from megatron_ext.checkpoint.conversion.family import Rule, SavedModel
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.errors import UserError
-from megatron_ext.mixers.rwkv7 import RWKV7Config
+from megatron_ext.mixers.settings import RWKV7Config
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 VALUE_RANK = 16
 """Width of the middle of the matrices, all zeros, that the share of the first layer's values is made with."""
@@ -148,11 +148,17 @@ class RWKV7Family(OneMixerFamily):
 
 def _mixtures(ours: str, theirs: tuple[str, ...]) -> Rule:
     """Ours [mixtures, hidden], theirs [1, 1, hidden] each."""
+
+    def to_ours(tensors: Sequence[Tensor]) -> list[Tensor]:
+        import torch
+
+        return [torch.cat([tensor.view(1, -1) for tensor in tensors])]
+
     return Rule(
         (ours,),
         theirs,
         lambda tensors: [row.view(1, 1, -1) for row in tensors[0].contiguous().unbind()],
-        lambda tensors: [torch.cat([tensor.view(1, -1) for tensor in tensors])],
+        to_ours,
     )
 
 
@@ -182,4 +188,4 @@ def _with_neutral_residual(values: Rule) -> Rule:
                 raise UserError(name, problem, mend)
         return values.to_ours([weight])
 
-    return Rule(values.ours, values.theirs + names, to_theirs, to_ours)
+    return Rule(values.ours, values.theirs + names, to_theirs, to_ours, neutral=names)

@@ -9,17 +9,17 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
-
-from torch.nn import Module
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint.conversion.family import Rule, SavedModel
+from megatron_ext.checkpoint.conversion.mixer_settings import settings_type
 from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import ModelConfig
-from megatron_ext.config.suggest import unknown_mixer
 from megatron_ext.config.validate import show, validate
 from megatron_ext.errors import UserError
-from megatron_ext.mixers.registry import load_all
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 CODE = Path(__file__).parents[1] / "selectron_hf"
 
@@ -149,12 +149,10 @@ def _whole(config: Mapping[str, Any], name: str) -> int:
 
 
 def _mixer(name: str, mixers: Any) -> Any:
-    known = load_all()
-    if name not in known:
-        raise unknown_mixer("config.json: layer_mixers", name, known)
+    kind = settings_type(name, "config.json: layer_mixers")
     if not isinstance(mixers, Mapping) or name not in mixers:
         raise UserError(f"config.json: mixers.{name}", "missing", "give the file as it was written")
-    return validate(known[name].config_type, mixers[name], f"config.json: mixers.{name}.")
+    return validate(kind, mixers[name], f"config.json: mixers.{name}.")
 
 
 def tensor_names(saved: SavedModel) -> Iterator[str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatron_ext.checkpoint.conversion.family import Rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def renamed(ours: str, theirs: str) -> Rule:
@@ -49,6 +50,8 @@ def apart(x: Tensor, units: int, widths: Sequence[int]) -> list[Tensor]:
 
 def together(parts: Sequence[Tensor], units: int) -> Tensor:
     """The inverse of `apart`."""
+    import torch
+
     return torch.cat([part.unflatten(0, (units, -1)) for part in parts], 1).flatten(0, 1)
 
 
@@ -81,6 +84,8 @@ def rows_in_order(ours: str, theirs: str, units: int, widths: dict[str, int], or
     """
 
     def to_theirs(x: Tensor) -> Tensor:
+        import torch
+
         numbers = torch.arange(len(x), device=x.device).unflatten(0, (units, -1)).split(list(widths.values()), 1)
         kinds = dict(zip(widths, numbers, strict=True))
         return x[torch.cat([kinds[kind].reshape(-1) for kind in order])]  # no part of x is held twice
@@ -114,4 +119,5 @@ def under(rules: Iterable[Rule], ours: str, theirs: str) -> Iterator[Rule]:
             rule,
             ours=tuple(f"{ours}{name}" for name in rule.ours),
             theirs=tuple(f"{theirs}{name}" for name in rule.theirs),
+            neutral=tuple(f"{theirs}{name}" for name in rule.neutral),
         )

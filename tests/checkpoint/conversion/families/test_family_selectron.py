@@ -11,8 +11,7 @@ from megatron_ext.checkpoint.conversion.families.selectron import Selectron
 from megatron_ext.checkpoint.conversion.family import SavedModel
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.errors import UserError
-from megatron_ext.mixers.attention import AttentionConfig
-from megatron_ext.mixers.top1_chunk import Top1ChunkConfig
+from megatron_ext.mixers.settings import AttentionConfig, Top1ChunkConfig
 
 SAVED = SavedModel(
     model=ModelConfig(

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.conversion.families.selectron import PARAMETERS, Selectron
 from megatron_ext.checkpoint.conversion.tensors import IN_FP32
-from megatron_ext.mixers.attention import AttentionConfig
 from megatron_ext.mixers.registry import load_all
+from megatron_ext.mixers.settings import AttentionConfig
 
 PIECES = [9, 1, 1, 30, 1, 20, *[1] * 10]
 CHOOSING = ("top1", "moba", "nsa")

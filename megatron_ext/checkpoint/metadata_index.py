@@ -1,0 +1,276 @@
+"""`.metadata`, the index of a torch_dist checkpoint, read without running code of its author's.
+
+torch's own `FileSystemReader.read_metadata` is `pickle.load`. This reader makes data classes itself, each of its fields
+checked, and nothing else. Which ones: torch's (`metadata_file`), or stand-ins that do without torch (`metadata_plain`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from megatron_ext.checkpoint.extent import RefusedPickle
+from megatron_ext.checkpoint.restricted_pickle import Name, Names, load, ordered, unread
+from megatron_ext.errors import UserError
+from megatron_ext.files import os_reason, read_regular
+
+FILE_NAME = ".metadata"
+"""As torch calls it."""
+
+MEND = "copy the checkpoint again, whole, or give another one"
+MAX_BYTES = 1 << 30
+"""The index of 30,000 tensors on 1,000 ranks has a tenth of it."""
+
+_MAX_DIMENSIONS = 64
+_MAX_SIZE = 1 << 62
+_MAX_PATH = 4096
+_READ_OVER = ("planner_data", "storage_meta", "version", "mcore_data", "all_local_plans")
+"""Fields that nobody here needs. The last two are Megatron's."""
+_METADATA = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kinds:
+    """The classes that an index is made of.
+
+    Attributes:
+        dtypes: numbers' types, by the names that torch has for them.
+        layouts: by their text, `torch.strided`.
+        size: of a tensor, a tuple.
+        encoding: of a memory format, an enumeration.
+        properties: of a tensor.
+        fill_properties: sets them of (dtype, layout, whether it has a gradient, memory format, whether it is pinned).
+        chunk: where a part of a tensor lies in it.
+        tensor: an entry that is one.
+        object: an entry that is none.
+        index: what the index finds a place by.
+        place: a file, and where in it.
+        storage: what nobody here looks at.
+        metadata: all of it.
+    """
+
+    dtypes: Mapping[str, Any]
+    layouts: Mapping[str, Any]
+    size: type[Any]
+    encoding: type[Any]
+    properties: type[Any]
+    fill_properties: Callable[[Any, tuple[Any, ...]], None]
+    chunk: type[Any]
+    tensor: type[Any]
+    object: type[Any]
+    index: type[Any]
+    place: type[Any]
+    storage: type[Any]
+    metadata: type[Any]
+
+
+def size_of(kind: type[Any], numbers: Any = ()) -> Any:
+    """A size of a pickle's arguments.
+
+    Raises:
+        RefusedPickle: they are no sizes.
+    """
+    if type(numbers) not in (tuple, list, kind) or len(numbers) > _MAX_DIMENSIONS:
+        raise RefusedPickle("has a size that is none")
+    if not all(type(number) is int and 0 <= number < _MAX_SIZE for number in numbers):
+        raise RefusedPickle("has a size that is none")
+    return kind(numbers)
+
+
+def types(kinds: Kinds) -> dict[tuple[str, str], Any]:
+    """Torch's plain types, by the names that pickles have for them."""
+
+    def layout(name: Any) -> Any:
+        found = kinds.layouts.get(name) if type(name) is str else None
+        if found is None:
+            raise RefusedPickle("has a layout that is none")
+        return found
+
+    return {
+        **{("torch", name): value for name, value in kinds.dtypes.items()},
+        ("torch", "Size"): Name(lambda numbers=(): size_of(kinds.size, numbers)),
+        ("torch.serialization", "_get_layout"): Name(layout),
+    }
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in kinds
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_SIZE
+
+
+def _anything(value: Any) -> bool:
+    return True
+
+
+def _data_class(kind: type, fields: Mapping[str, Callable[[Any], bool]]) -> Name:
+    def fill(instance: Any, state: Any) -> None:
+        if type(state) is not dict or not all(type(key) is str and key in fields for key in state):
+            raise RefusedPickle(f"has a {kind.__name__} with other fields than its own")
+        for field, value in state.items():
+            if not fields[field](value):
+                raise RefusedPickle(f"has a {kind.__name__} whose {field} is a {type(value).__name__}")
+            object.__setattr__(instance, field, value)
+
+    return Name(None, lambda: object.__new__(kind), kind, fill)
+
+
+def _path(*parts: Any) -> PurePath:
+    # A text that is shared would be copied into every path made of it.
+    if not all(type(part) is str for part in parts) or sum(map(len, parts)) > _MAX_PATH:
+        raise RefusedPickle("has a path that is none")
+    return PurePath(*parts)
+
+
+def names(kinds: Kinds) -> Names:
+    """What an index may name."""
+    of_properties = (
+        tuple({type(one) for one in kinds.dtypes.values()}),
+        tuple({type(one) for one in kinds.layouts.values()}),
+        (bool,),
+        (kinds.encoding,),
+        (bool,),
+    )
+
+    def fill_properties(instance: Any, state: Any) -> None:
+        if (
+            type(state) is not tuple
+            or len(state) != len(of_properties)
+            or not all(type(value) in allowed for value, allowed in zip(state, of_properties, strict=True))
+        ):
+            raise RefusedPickle("has TensorProperties with other fields than their own")
+        kinds.fill_properties(instance, state)
+
+    def encoding(value: Any) -> Any:
+        if type(value) is not int:
+            raise RefusedPickle("has a memory format that is none")
+        return kinds.encoding(value)
+
+    return {
+        **types(kinds),
+        ("collections", "OrderedDict"): ordered(),
+        **{
+            (module, name): Name(_path)
+            for module in ("pathlib", "pathlib._local")
+            for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+        },
+        (_METADATA, "_MEM_FORMAT_ENCODING"): Name(encoding),
+        (_METADATA, "TensorProperties"): Name(
+            None, lambda: object.__new__(kinds.properties), kinds.properties, fill_properties
+        ),
+        (_METADATA, "ChunkStorageMetadata"): _data_class(
+            kinds.chunk, {"offsets": _is(kinds.size), "sizes": _is(kinds.size)}
+        ),
+        (_METADATA, "TensorStorageMetadata"): _data_class(
+            kinds.tensor, {"properties": _is(kinds.properties), "size": _is(kinds.size), "chunks": _is(list)}
+        ),
+        (_METADATA, "BytesStorageMetadata"): _data_class(kinds.object, {}),
+        (_METADATA, "MetadataIndex"): _data_class(
+            kinds.index, {"fqn": _is(str), "offset": _is(kinds.size, type(None)), "index": _is(int, type(None))}
+        ),
+        (_METADATA, "StorageMeta"): unread(),
+        (_METADATA, "Metadata"): _data_class(
+            kinds.metadata,
+            {
+                "state_dict_metadata": _is(dict, OrderedDict),
+                "storage_data": _is(dict, OrderedDict),
+                # Read over: nobody here needs them. The last two are Megatron's.
+                **dict.fromkeys(
+                    ("planner_data", "storage_meta", "version", "mcore_data", "all_local_plans"), _anything
+                ),
+            },
+        ),
+        (_FILESYSTEM, "_StorageInfo"): _data_class(
+            kinds.place,
+            {
+                "relative_path": _is(str),
+                "offset": _is_count,
+                "length": _is_count,
+                "transform_descriptors": _is(list, type(None)),
+            },
+        ),
+        (_FILESYSTEM, "_StoragePrefix"): unread(),
+        **{
+            (_PLANNER, name): unread()
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+        },
+    }
+
+
+def read_index(folder: Path, kinds: Kinds, named: Names) -> Any:
+    """The index of a checkpoint's folder, read once.
+
+    Args:
+        folder: of the checkpoint.
+        kinds: what it is made of.
+        named: `names` of them.
+
+    Raises:
+        UserError: it is not there, damaged, or holds anything but an index.
+    """
+    path = folder / FILE_NAME
+    try:
+        return _checked(load(read_regular(path, MAX_BYTES), named), kinds)
+    except FileNotFoundError:
+        raise UserError(str(path), "is not there, so the checkpoint is damaged", MEND) from None
+    except OSError as error:
+        raise UserError(str(path), f"cannot be read ({os_reason(error)})", MEND) from error
+    except RefusedPickle as error:
+        raise UserError(str(path), f"cannot be read: it {error}", MEND) from error
+
+
+def _checked(found: Any, kinds: Kinds) -> Any:
+    """A whole index, of what was read; its extras are left behind.
+
+    Raises:
+        RefusedPickle: it is none.
+    """
+    if type(found) is not kinds.metadata:
+        raise RefusedPickle("is no checkpoint's metadata")
+    said = vars(found)
+    entries, places = said.get("state_dict_metadata"), said.get("storage_data")
+    if not entries or not places:
+        raise RefusedPickle("is no checkpoint's metadata")
+    stored = sum(place.length for place in places.values() if type(place) is kinds.place and "length" in vars(place))
+    for key, entry in entries.items():
+        if type(key) is not str or type(entry) not in (kinds.tensor, kinds.object):
+            raise RefusedPickle("describes what is no tensor and no object")
+        if type(entry) is kinds.tensor:
+            _check_tensor(entry, stored, kinds)
+    for index, place in places.items():
+        if type(index) is not kinds.index or type(place) is not kinds.place:
+            raise RefusedPickle("has a place that is none")
+        _check_place(place)
+    return kinds.metadata(dict(entries), storage_data=dict(places), storage_meta=kinds.storage())
+
+
+def _check_tensor(entry: Any, stored: int, kinds: Kinds) -> None:
+    if vars(entry).keys() != {"properties", "size", "chunks"} or "dtype" not in vars(entry.properties):
+        raise RefusedPickle("describes a tensor without its fields")
+    # Whoever makes room for it, or counts its layers, would do so for ever.
+    if max(entry.size.numel() * entry.properties.dtype.itemsize, *entry.size, 0) > stored:
+        raise RefusedPickle("describes a tensor that is larger than the whole checkpoint")
+    for chunk in entry.chunks:
+        if type(chunk) is not kinds.chunk or vars(chunk).keys() != {"offsets", "sizes"}:
+            raise RefusedPickle("describes a part that is none")
+        if not len(chunk.offsets) == len(chunk.sizes) == len(entry.size):
+            raise RefusedPickle("describes a part of other dimensions than its tensor's")
+        if any(a + b > c for a, b, c in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)):
+            raise RefusedPickle("describes a part that lies beyond its tensor")
+
+
+def _check_place(place: Any) -> None:
+    if not {"relative_path", "offset", "length"} <= vars(place).keys():
+        raise RefusedPickle("has a place that is none")
+    name = place.relative_path
+    if not name or name.startswith(".") or "/" in name or "\\" in name or not name.isprintable():
+        raise RefusedPickle("names a file that is not in the checkpoint's folder")
+    if place.transform_descriptors:
+        raise RefusedPickle("says that its tensors are compressed, which is not read")

@@ -1,0 +1,145 @@
+"""Stand-ins for the classes of a checkpoint's index, for who asks for names, shapes and types and imports no torch.
+
+They have the names of torch's, so that messages are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+from megatron_ext.checkpoint.metadata_index import Kinds, names, read_index
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """A type of numbers.
+
+    Attributes:
+        name: torch's.
+        itemsize: bytes of a number.
+        is_floating_point: whether it has an exponent.
+    """
+
+    name: str
+    itemsize: int
+    is_floating_point: bool
+
+    def __str__(self) -> str:
+        return f"torch.{self.name}"
+
+
+@dataclass(frozen=True)
+class _Layout:
+    name: str
+
+
+class Size(tuple[int, ...]):
+    """The sizes of a tensor."""
+
+    __slots__ = ()
+
+    def numel(self) -> int:
+        """Numbers of such a tensor."""
+        return prod(self)
+
+
+class MemoryFormat(Enum):
+    """torch's numbers for memory formats."""
+
+    CONTIGUOUS = 0
+    CHANNELS_LAST = 1
+    PRESERVE = 2
+
+
+class TensorProperties:
+    """Facts about a tensor beside its size; of these the type is kept."""
+
+    dtype: Dtype
+
+
+class ChunkStorageMetadata:
+    """Where a part of a tensor lies in it."""
+
+    offsets: Size
+    sizes: Size
+
+
+class TensorStorageMetadata:
+    """A tensor."""
+
+    properties: TensorProperties
+    size: Size
+    chunks: list[ChunkStorageMetadata]
+
+
+class BytesStorageMetadata:
+    """An object that is no tensor."""
+
+
+@dataclass(frozen=True)
+class MetadataIndex:
+    """What a place is found by."""
+
+    fqn: str
+    offset: Size | None = None
+    index: int | None = field(default=None, compare=False)
+
+
+class _StorageInfo:
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: list[str] | None = None
+
+
+class _StorageMeta:
+    """It says nothing."""
+
+
+@dataclass
+class Metadata:
+    """An index."""
+
+    state_dict_metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata]
+    storage_data: dict[MetadataIndex, _StorageInfo]
+    storage_meta: Any = None
+
+
+def _fill_properties(instance: TensorProperties, state: tuple[Any, ...]) -> None:
+    instance.dtype = state[0]
+
+
+_FLOATING = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_WHOLE = {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+DTYPES: Mapping[str, Dtype] = {
+    **{name: Dtype(name, size, True) for name, size in _FLOATING.items()},
+    **{name: Dtype(name, size, False) for name, size in _WHOLE.items()},
+}
+"""The types that parameters and what trains them have; an index with others is read with torch."""
+
+KINDS = Kinds(
+    dtypes=DTYPES,
+    layouts={"torch.strided": _Layout("torch.strided")},
+    size=Size,
+    encoding=MemoryFormat,
+    properties=TensorProperties,
+    fill_properties=_fill_properties,
+    chunk=ChunkStorageMetadata,
+    tensor=TensorStorageMetadata,
+    object=BytesStorageMetadata,
+    index=MetadataIndex,
+    place=_StorageInfo,
+    storage=_StorageMeta,
+    metadata=Metadata,
+)
+_NAMES = names(KINDS)
+
+
+def read_plain(folder: Path) -> Metadata:
+    """See `metadata_index.read_index`."""
+    return cast(Metadata, read_index(folder, KINDS, _NAMES))
