@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from data_prep.stages import Filtering
 from data_prep.storage import BEGUN_NAME, PARTIAL_SUFFIX
 from data_prep.summary import summary
 from megatron_ext.errors import EXIT_STOPPED, UserError
+from megatron_ext.signals import handled
 
 Group = argparse._ArgumentGroup
 MAX_DEFAULT_WORKERS = 8
@@ -136,18 +141,19 @@ def run(arguments: argparse.Namespace) -> int:
     """Prepare the data and print what was made.
 
     Returns:
-        The exit code: 0, or 75 where it was interrupted and the same call goes on.
+        The exit code: 0, or 75 where SIGINT or SIGTERM stopped it and the same call goes on.
 
     Raises:
         UserError: see `data_prep.prepare.prepare`.
-        KeyboardInterrupt: it was interrupted before there was anything to go on with.
+        KeyboardInterrupt: SIGINT or SIGTERM stopped it before there was anything to go on with.
     """
     _check_export(arguments)
     output = Path(arguments.output)
     if arguments.input is None:
         return _export(arguments, load_manifest(output))
     try:
-        manifest = prepare(_options(arguments))
+        with _interrupted_by_sigterm():
+            manifest = prepare(_options(arguments))
     except KeyboardInterrupt:
         partial = output.with_name(output.name + PARTIAL_SUFFIX)
         if not (partial / BEGUN_NAME).is_file():
@@ -159,6 +165,24 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     print(summary(manifest, arguments.output))
     return _export(arguments, manifest) if arguments.export_megatron else 0
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Within it SIGTERM interrupts this process as Ctrl-C does; processes that are forked from it end by it."""
+    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+        yield
+        return
+    process = os.getpid()
+
+    def interrupt(number: int, _: object) -> None:
+        if os.getpid() == process:
+            raise KeyboardInterrupt
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    with handled((signal.SIGTERM,), interrupt):
+        yield
 
 
 def _export(arguments: argparse.Namespace, manifest: Manifest) -> int:

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows `selectron`; None: of this process.
 
     Returns:
-        0: done; 2: the user's error, printed as one line; 75: training stopped when asked to, and can be resumed;
+        0: done; 2: the user's error, printed as one line; 75: stopped when asked to, and can be resumed;
         130: interrupted; 141: nobody reads what it prints any more.
         Anything else is an exception of ours.
     """
@@ -104,7 +104,8 @@ _EXIT_CODES = f"""
 exit codes:
   0         done; of train: finished
   {EXIT_USER_ERROR}         a mistake in what was given, said in one line
-  {EXIT_STOPPED}        train, launch --local and sweep --local: stopped as asked (SIGTERM, Ctrl-C), can be resumed
+  {EXIT_STOPPED}        train, launch --local, sweep --local, prepare: stopped as asked (SIGTERM, Ctrl-C),
+            can be resumed
   {EXIT_INTERRUPTED}       interrupted
 """
 

@@ -9,7 +9,7 @@ EXIT_USER_ERROR = 2
 """Exit code of every command when the user's input is at fault."""
 
 EXIT_STOPPED = 75
-"""Exit code of training that was asked to stop and can be resumed (EX_TEMPFAIL of sysexits.h: try again later)."""
+"""Exit code of work that was asked to stop and can be resumed (EX_TEMPFAIL of sysexits.h: try again later)."""
 
 
 class UserError(Exception):

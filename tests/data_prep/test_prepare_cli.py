@@ -1,4 +1,8 @@
 import argparse
+import os
+import subprocess
+import sys
+import time
 
 import pytest
 from prep_fakes import write_jsonl
@@ -56,6 +60,44 @@ def test_interrupted_it_says_how_to_go_on(records, tmp_path, tokenizer_file, cap
         with pytest.raises(KeyboardInterrupt):
             cli.run(parse(*given[:3], f"{out}2", *given[4:]))
     assert cli.run(parse(*given, "--workers", "1")) == 0
+
+
+HANGS = """
+import sys, time
+from pathlib import Path
+from data_prep.output import writing
+from megatron_ext.cli import main
+add, calls = writing.DomainWriter.add, []
+def hang(*arguments):
+    calls.append(arguments)
+    if len(calls) == 10:
+        Path(sys.argv[1]).touch()
+        time.sleep(60)
+    add(*arguments)
+writing.DomainWriter.add = hang
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_sigterm_stops_it_with_the_code_of_work_that_goes_on(records, tmp_path, tokenizer_file):
+    out, reached = tmp_path / "out", tmp_path / "reached"
+    given = ["--input", str(records), "--output", str(out), "--tokenizer", str(tokenizer_file), "--train-domains", "C4"]
+    given += ["--workers", "1"]
+    command = [sys.executable, "-c", HANGS, str(reached), "prepare", *given]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not reached.exists() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+            process.terminate()
+            _, said = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 75
+    assert said.splitlines()[-1] == f"selectron: stopped; the same call goes on with {out}.partial"
+    assert cli.run(parse(*given)) == 0
+    assert load_manifest(out).domain_names("train") == ["C4"]
 
 
 def test_defaults_of_the_embedded_corpus():

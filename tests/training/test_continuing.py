@@ -115,6 +115,11 @@ def test_what_leaves_the_past_alone_is_said(before: dict[str, Any], after: dict[
     assert found.noted == []
 
 
+def test_what_a_run_was_begun_from_is_not_compared() -> None:
+    """A branch that goes on from its own checkpoints may be called without the other run."""
+    assert goes_on({"run.branch_from": "runs/trunk/checkpoints/step_4"}, {}).said == []
+
+
 def test_domains_and_weights_that_mean_the_same_are_no_change() -> None:
     weights = {"data.weights": {"A": 1.0, "B": 2.0}}
     found = goes_on(weights, {"data.weights": {"B": 0.2, "A": 0.1}, "data.train_domains": ["A", "B"]})
