@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
-from kernels.selective_scan import selective_scan
+from kernels.selective_scan import reference, selective_scan
 
 FORMS = ["recurrent", "chunked"]
 BATCH, CHANNELS, SIZE = 2, 4, 3
@@ -141,6 +141,15 @@ def test_the_backward_pass_holds_the_arguments_and_one_state_a_chunk():
     numbers = sum(held.values()) - sum(held.get(x.untyped_storage().data_ptr(), 0) for x in arguments)
     assert 0 < numbers <= BATCH * CHANNELS * SIZE * 160 / 16
     assert y.requires_grad
+
+
+def test_without_a_backward_pass_nothing_is_checkpointed(monkeypatch):
+    x, dt, A, B, C = inputs(40)
+    expected = selective_scan(x, dt, A, B, C, implementation="chunked")
+    monkeypatch.setattr(reference, "checkpoint", None)  # it imports torch's compiler
+    with torch.no_grad():
+        found = selective_scan(x, dt, A, B, C, implementation="chunked")
+    assert torch.equal(found, expected)
 
 
 def test_auto_is_one_of_the_forms_and_survives_autocast():
