@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ class Corpus:
 
     Attributes:
         deviation: standard deviation of the logarithm of their lengths, normal about that of 600 tokens.
+        tail: index of a Pareto law of their lengths, from 100 tokens to `LONGEST`, instead; 0: none.
         slope: change of a document's mean loss with the logarithm of its length: long ones are easier.
         unlike: standard deviation of documents' mean losses beside that, nats a token.
     """
@@ -25,12 +27,17 @@ class Corpus:
     deviation: float
     slope: float
     unlike: float
+    tail: float = 0.0
 
+
+LONGEST = 200_000
+"""Tokens; longer documents of a Pareto law are cut."""
 
 CORPORA = {
     "web": Corpus(1.2, -0.15, 0.5),
     "one length": Corpus(0.0, 0.0, 0.5),
     "books and notes": Corpus(1.5, -0.2, 0.6),
+    "heavy tail": Corpus(0.0, -0.15, 0.5, tail=1.2),
 }
 
 TOKEN_NOISE = 2.0
@@ -39,13 +46,25 @@ TOKEN_NOISE = 2.0
 
 def draw(corpus: Corpus, shape: tuple[int, ...], dice: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Summed losses and tokens of documents, of a shape."""
-    tokens = np.ceil(600 * np.exp(corpus.deviation * dice.normal(size=shape)))
+    if corpus.tail:
+        tokens = _pareto(corpus.tail, dice.random(size=shape))
+    else:
+        tokens = np.ceil(600 * np.exp(corpus.deviation * dice.normal(size=shape)))
     means = 3.0 + corpus.slope * np.log(tokens / 600) + corpus.unlike * dice.normal(size=shape)
     return tokens * means + TOKEN_NOISE * np.sqrt(tokens) * dice.normal(size=shape), tokens
 
 
+def _pareto(tail: float, share: np.ndarray) -> np.ndarray:
+    """Lengths that a share of the documents exceeds."""
+    return np.ceil(np.minimum(100 * share ** (-1 / tail), LONGEST))
+
+
+@cache
 def truth_of(corpus: Corpus) -> float:
     """The loss a token of endlessly many documents: long ones count by their tokens, which shifts their lengths."""
+    if corpus.tail:
+        tokens = _pareto(corpus.tail, (np.arange(1_000_000) + 0.5) / 1_000_000)
+        return float(3.0 + corpus.slope * (tokens @ np.log(tokens / 600)) / tokens.sum())
     return 3.0 + corpus.slope * corpus.deviation**2
 
 

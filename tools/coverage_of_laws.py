@@ -135,5 +135,5 @@ def transfer_coverage(
         apart = difference(*lines)
         assert apart.interval is not None
         hits["ratio"] += apart.interval[0] <= 1 <= apart.interval[1]
-        hits["F-test"] += apart.p_value >= 0.05
+        hits["same curve"] += apart.p_value >= 0.05
     return {name: count / experiments for name, count in hits.items()}

@@ -45,6 +45,7 @@ def transfer(experiments: int) -> Rows:
         ((4, 12), (0.01, 0.01), 0.0),
         ((4, 12), (0.02, 0.01), 0.0),
         ((4, 12), (0.01, 0.02), 0.0),
+        ((3, 12), (0.02, 0.01), 0.0),
         ((8, 8), (0.01, 0.01), 0.003),
     ):
         models, about = " and ".join(map(str, numbers)), " and ".join(f"{100 * x:g}" for x in spread)
@@ -54,8 +55,8 @@ def transfer(experiments: int) -> Rows:
 
 def documents(experiments: int) -> Rows:
     """Losses by domain."""
-    for corpus in ("web", "one length", "books and notes"):
-        for number in (3, 5, 10, 20, 50, 200):
+    for corpus in ("web", "one length", "books and notes", "heavy tail"):
+        for number in (3, 5, 10, 20, 50, 200, *((1000,) if corpus == "heavy tail" else ())):
             now = ratio_coverage(number, 20 * experiments, corpus)
             yield (
                 f"{corpus}, {number} documents",

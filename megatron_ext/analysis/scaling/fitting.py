@@ -382,7 +382,7 @@ def _difference_lines(differences: Sequence[Pair]) -> list[str]:
     columns = ["mixer", "other", "p-value", "at training loss", "other's test loss beside"]
     rows = [[one, other, f"{apart.p_value:.2g}", *apart_cells(apart)] for one, other, apart in differences]
     return [
-        "Test loss over training loss, whether two mixers have the same curve (F-test, each pair by itself):",
+        "Test loss over training loss, whether two mixers have the same curve (Wald's test, each pair by itself):",
         "",
         *table(columns, rows),
         "",

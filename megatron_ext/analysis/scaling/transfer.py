@@ -1,7 +1,7 @@
 """Loss on text unlike the training text as a power of training loss, for each mixer, and whether two mixers differ.
 
 L_test = factor * L_train^exponent is a line in logarithms: a least-squares fit, with the tests of linear regression
-(Draper & Smith 1998, chapters 1 and 6). A point is a trained model: its final losses.
+(Draper & Smith 1998, chapter 1). A point is a trained model: its final losses.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ class Line:
         """float64 [n], logarithms of test losses."""
         return self.at(self.log_train) + self.rest
 
+    @property
+    def freedom(self) -> int:
+        """Degrees of freedom of what is left."""
+        return len(self.rest) - 2
+
     def at(self, log_train: FloatArray | float) -> FloatArray:
         """Logarithms of test losses by the line."""
         return np.asarray(self.log_factor + self.exponent * np.asarray(log_train))
@@ -63,9 +68,15 @@ class Line:
         away = np.asarray(log_train) - self.log_train.mean()
         return np.asarray(1 / len(centred) + away**2 / float(centred @ centred))
 
+    def covariance(self, origin: float) -> FloatArray:
+        """float64 [2, 2], covariance of the line's value at a logarithm of a training loss and of its slope."""
+        x = self.log_train - origin
+        design = np.stack([np.ones_like(x), x], axis=1)
+        return np.asarray(max(self.deviation**2, ROUNDING) * np.linalg.inv(design.T @ design))
+
     def half_width(self, log_train: FloatArray | float) -> FloatArray:
         """Half of the 95 % interval of the line at a training loss, in logarithms."""
-        t = float(stdtrit(len(self.rest) - 2, (1 + COVERAGE) / 2))
+        t = float(stdtrit(self.freedom, (1 + COVERAGE) / 2))
         return np.asarray(t * self.deviation * np.sqrt(self.uncertainty(log_train)))
 
 
@@ -74,7 +85,8 @@ class Difference:
     """Two mixers' lines.
 
     Attributes:
-        p_value: how probable lines at least as unlike are, if both mixers have the same one (F-test, two constants).
+        p_value: how probable lines at least as unlike are, if both mixers have the same one (Wald's test
+            of two constants, with a scatter of its own for each mixer).
         train_loss: in the middle of the training losses that both mixers have; None: they have none in common.
         ratio: there, test loss of the second mixer over that of the first; None: as above.
         interval: 95 % interval of the ratio.
@@ -106,23 +118,43 @@ def line_of(train: FloatArray, test: FloatArray) -> Line | None:
 
 
 def difference(one: Line, other: Line) -> Difference:
-    """Whether two lines are one, and how far they are apart in the middle of what they share."""
-    freedom = len(one.rest) + len(other.rest) - 4
-    apart = float(one.rest @ one.rest + other.rest @ other.rest)
-    together, variance = _rest_of_one_line([one, other]), apart / freedom
-    p_value = 1.0  # without noise, on one line
-    if together > ROUNDING * (freedom + 4):
-        p_value = float(fdtrc(2, freedom, max(together - apart, 0.0) / 2 / max(variance, ROUNDING)))
+    """Whether two lines are one, and how far they are apart in the middle of what they share.
+
+    The scatter of each mixer is its own, so that both tests have an approximate number of degrees of freedom: Welch
+    (1947) for the ratio, Krishnamoorthy & Yu (2004, Statistics & Probability Letters 66) for both constants together.
+    """
+    p_value = _probability(one, other)
     low = max(one.log_train.min(), other.log_train.min())
     high = min(one.log_train.max(), other.log_train.max())
     if low > high:
         return Difference(p_value, None, None, None)
     middle = float(low + high) / 2
     log_ratio = float(other.at(middle) - one.at(middle))
-    error = np.sqrt(variance * (one.uncertainty(middle) + other.uncertainty(middle)))
-    half = float(stdtrit(freedom, (1 + COVERAGE) / 2) * error)
+    variances = [max(line.deviation**2, ROUNDING) * float(line.uncertainty(middle)) for line in (one, other)]
+    freedom = sum(variances) ** 2 / sum(v**2 / line.freedom for v, line in zip(variances, (one, other), strict=True))
+    half = float(stdtrit(freedom, (1 + COVERAGE) / 2)) * np.sqrt(sum(variances))
     ratio, low_ratio, high_ratio = (float(np.exp(x)) for x in (log_ratio, log_ratio - half, log_ratio + half))
     return Difference(p_value, float(np.exp(middle)), ratio, (low_ratio, high_ratio))
+
+
+def _probability(one: Line, other: Line) -> float:
+    """How probable constants at least as unlike are, if both mixers have the same ones."""
+    lines = (one, other)
+    if _rest_of_one_line(lines) <= ROUNDING * sum(len(line.rest) for line in lines):
+        return 1.0  # without noise, on one line
+    origin = float(np.mean([line.log_train.mean() for line in lines]))
+    apart = np.array([other.at(origin) - one.at(origin), other.exponent - one.exponent])
+    covariances = [line.covariance(origin) for line in lines]
+    inverse = np.linalg.inv(sum(covariances))
+    constants, spread = len(apart), 0.0
+    for line, covariance in zip(lines, covariances, strict=True):
+        share = covariance @ inverse
+        spread += (np.trace(share @ share) + np.trace(share) ** 2) / line.freedom
+    freedom = constants * (constants + 1) / spread
+    left = freedom - constants + 1
+    if left <= 0:
+        return 1.0  # nearly all of the scatter is that of three models, which say nothing of its size
+    return float(fdtrc(constants, left, float(apart @ inverse @ apart) * left / (freedom * constants)))
 
 
 def _rest_of_one_line(lines: Sequence[Line]) -> float:

@@ -56,6 +56,28 @@ def test_intervals_of_the_ratio_hold_it_as_often_as_they_say() -> None:
     assert abs(held / 300 - 0.95) < 4 * np.sqrt(0.95 * 0.05 / 300)
 
 
+def test_unequal_scatter_makes_neither_more_differences_nor_narrower_intervals() -> None:
+    """An F-test with one scatter for both said of a fifth of such pairs that they differ."""
+    found = [difference(made(2 * n, models=4, noise=0.02), made(2 * n + 1, models=12)) for n in range(400)]
+    assert np.mean([one.p_value < 0.05 for one in found]) < 0.11
+    held = [one.interval[0] <= 1 <= one.interval[1] for one in found if one.interval is not None]
+    assert len(held) > 350
+    assert np.mean(held) > 0.89
+
+
+def test_many_models_are_tested_as_by_one_regression() -> None:
+    """With 300 models of one scatter, the p-value is that of scipy's F distribution for two more constants."""
+    one, other = made(3, models=300), made(4, models=300, factor=1.3 * 1.001)
+    x, y = (np.concatenate([getattr(line, name) for line in (one, other)]) for name in ("log_train", "log_test"))
+    is_other = np.repeat([0.0, 1.0], 300)
+    shared = np.stack([np.ones_like(x), x], axis=1)
+    own = np.column_stack([shared, is_other, is_other * x])
+    apart, together = (np.linalg.lstsq(design, y, rcond=None)[1][0] for design in (own, shared))
+    expected = stats.f.sf((together - apart) / 2 / (apart / 596), 2, 596)
+    assert 0.01 < expected < 0.9
+    assert difference(one, other).p_value == pytest.approx(expected, abs=0.02)
+
+
 @pytest.mark.parametrize("other", [{"factor": 1.3 * 1.06}, {"exponent": 0.6, "factor": 1.3 * 3**0.2}])
 def test_curves_that_differ(other: dict[str, float]) -> None:
     """In height, or in slope alone: in the middle they then meet."""
