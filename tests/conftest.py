@@ -46,12 +46,15 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes minutes: begun last, it would run while the other workers have nothing left to do.
 
-    Each worker collects for itself, and all must find the same names: a set in a name, which each process writes in an
-    order of its own, would end the whole run in most cases and pass in a few.
+    Each worker collects for itself, and all must find the same names. A set in a name, which each process writes in an
+    order of its own, would end the whole run in most cases and pass in a few; a process's number would always end it.
     """
+    own = re.compile(rf"(?<!\d){os.getpid()}(?!\d)")
     for item in items:
         if SET_IN_NAME.search(item.name):
             raise pytest.UsageError(f"{item.nodeid}: a set has no order to be a name; give a tuple, or ids of its own")
+        if os.getpid() > 2048 and own.search(item.name):
+            raise pytest.UsageError(f"{item.nodeid}: names this process's number; give ids of its own")
     items.sort(key=lambda item: item.name != "test_every_kernel_compiles")
 
 

@@ -71,6 +71,7 @@ def test_a_living_holder_of_this_machine_is_named_at_once(folder: Path) -> None:
         (None, f"`kill {HERE.pid}` on its machine"),
         ("7; rm x", f"`kill {HERE.pid}` on its machine"),
     ],
+    ids=["job", "no job", "no job's number"],
 )
 def test_the_hint_says_how_the_holder_is_ended(folder: Path, job: str | None, how: str) -> None:
     taken(folder, dataclasses.replace(HERE, job=job))
