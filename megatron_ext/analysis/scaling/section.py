@@ -122,8 +122,6 @@ def _pairs(apart: Sequence[Pair]) -> Table | None:
         p_value = Cell(f"{difference.p_value:.2g}", difference.p_value)
         beside = Cell(ratio, difference.ratio) if difference.ratio is not None else NOTHING
         rows.append([text(one), text(other), p_value, Cell(at, difference.train_loss), beside])
-    caption = (
-        "Whether two mixers have the same curve of test over training loss (Wald's test, each pair by itself)"
-    )
+    caption = "Whether two mixers have the same curve of test over training loss (Wald's test, each pair by itself)"
     columns = ["mixer", "other", "p-value", "at training loss", "other's test loss beside"]
     return Table(caption, columns, rows) if rows else None
