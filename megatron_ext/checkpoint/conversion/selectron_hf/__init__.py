@@ -1,5 +1,6 @@
-"""The model for transformers: files that a converted checkpoint holds beside its weights.
+"""Model code for transformers that an exported checkpoint contains beside its weights.
 
-They are copied as they are, so they know torch and transformers alone, and each other by relative imports, which
-transformers follows. Everything is batch first here. Not imported by the rest of the package: transformers is optional.
+The files are copied unchanged, so they import only torch, transformers and each other. Imports among them are relative,
+which is what transformers resolves for remote code. All tensors are batch first. The rest of the package does not
+import this code at module level, because transformers is an optional dependency.
 """

@@ -1,7 +1,7 @@
-"""Attention and its sparse kin in plain torch, a block of queries at a time: no array of all pairs is held.
+"""Softmax and sparse attention in plain torch, computed for one block of queries at a time.
 
-Chunk or block c is the keys c * size .. (c + 1) * size - 1. Suffixes: b batch, t query, s key, h query head, g key and
-value head, n chunk, d width.
+The full [t, s] score matrix is never materialized. Chunk (or block) c holds the keys c * size to (c + 1) * size - 1.
+Shape suffixes: b batch, t query, s key, h query head, g key and value head, n chunk, d head width.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import Tensor
 from .mixer_selectron import full_precision
 
 MOST_SCORES = 2**26
-"""Numbers that a block of queries may have as scores."""
+"""Maximum number of attention scores of one block of queries."""
 
 MOST_QUERIES = 1024
 ALWAYS_SELECTED = 3
-"""Native Sparse Attention always takes a query's own block, the one before and block 0."""
+"""Number of blocks that Native Sparse Attention selects for every query: its own, the preceding one and block 0."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some queries, and the keys and values from the first that one of them can see to the last.
+    """Consecutive queries with the keys and values that at least one of them can attend to.
 
     Attributes:
-        q_bthd: the queries.
-        k_bsgd: keys.
-        v_bsgd: values.
-        queries_t: places of the queries among all keys, int64.
-        keys_s: places of these keys among all keys.
+        q_bthd: queries [b, t, h, d].
+        k_bsgd: keys [b, s, g, d].
+        v_bsgd: values [b, s, g, d].
+        queries_t: positions of the queries in the sequence of all keys, int64 [t].
+        keys_s: positions of these keys in the sequence of all keys, int64 [s].
     """
 
     q_bthd: Tensor
@@ -42,19 +42,27 @@ class Block:
     keys_s: Tensor
 
     def visible(self, window: int | None = None) -> Tensor:
-        """Which keys a query may see, bool [t, s]: its own and those before, at most `window`."""
+        """Return the causal mask, bool [t, s].
+
+        Args:
+            window: number of keys that a query attends to, its own included; None: all keys up to its own.
+        """
         t, s = self.queries_t[:, None], self.keys_s
         return s <= t if window is None else (s <= t) & (s > t - window)
 
     def products(self, keys_bngd: Tensor | None = None) -> Tensor:
-        """Unscaled products of queries and keys, or other vectors, [b, h, t, s], summed in fp32."""
+        """Return the unscaled products of the queries with keys, fp32 [b, h, t, s].
+
+        Args:
+            keys_bngd: vectors to use instead of this block's keys, such as the mean key of each chunk; None: the keys.
+        """
         k_bsgd = self.k_bsgd if keys_bngd is None else keys_bngd
         q_bgrtd = self.q_bthd.float().unflatten(2, (k_bsgd.shape[2], -1)).permute(0, 2, 3, 1, 4)
         return (q_bgrtd @ k_bsgd.float().permute(0, 2, 3, 1)[:, :, None]).flatten(1, 2)
 
 
 def _blocks(q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, window: int | None = None) -> Iterator[Block]:
-    """The queries in order; the last of them stands where the last key does."""
+    """Yield consecutive blocks of queries. The last query is at the position of the last key."""
     b, t, h, _ = q_bthd.shape
     offset = k_bsgd.shape[1] - t
     size = min(max(MOST_SCORES // (b * h * k_bsgd.shape[1]), 1), MOST_QUERIES)
@@ -73,7 +81,10 @@ def _in_blocks(attend: Callable[[Block], Tensor], blocks: Iterator[Block]) -> Te
 def _attend(
     q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, mask: Tensor | None, scale: float, *, causal: bool = False
 ) -> Tensor:
-    """One softmax over the keys that a mask leaves, bool or a bias [b or 1, h or 1, t, s]; None: all."""
+    """Return softmax attention over the keys that the mask allows, [b, t, h, d].
+
+    The mask is bool or an additive bias, [b or 1, h or 1, t, s]. None allows all keys.
+    """
     out_bhtd = F.scaled_dot_product_attention(
         q_bthd.transpose(1, 2),
         k_bsgd.transpose(1, 2),
@@ -90,15 +101,18 @@ def _attend(
 def softmax_attention(
     q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, *, scale: float, window: int | None, slopes_h: Tensor | None
 ) -> Tensor:
-    """Causal softmax attention; ALiBi's biases are -slope times the distance.
+    """Compute causal softmax attention, with an optional sliding window and optional ALiBi biases (arXiv 2108.12409).
 
     Args:
         q_bthd: queries [b, t, h, d].
-        k_bsgd: keys [b, s, g, d], those of the queries the last.
-        v_bsgd: values.
+        k_bsgd: keys [b, s, g, d]; the last t of them belong to the queries.
+        v_bsgd: values [b, s, g, d].
         scale: factor on the products.
-        window: keys a query sees; None: all up to it.
-        slopes_h: of ALiBi, or None.
+        window: number of keys that a query attends to, its own included; None: all keys up to its own.
+        slopes_h: ALiBi slopes [h]: the bias of a key is -slope times its distance; None: no ALiBi.
+
+    Returns:
+        [b, t, h, d] in the dtype of the values.
     """
     t, s = q_bthd.shape[1], k_bsgd.shape[1]
     if slopes_h is None and (t == 1 or t == s) and (window is None or s <= window):
@@ -110,7 +124,7 @@ def softmax_attention(
             return _attend(block.q_bthd, block.k_bsgd, block.v_bsgd, visible_ts, scale)
         distance_ts = block.queries_t[:, None] - block.keys_s
         bias_hts = (-slopes_h[:, None, None] * distance_ts).masked_fill(~visible_ts, -torch.inf)
-        # 16 bits cannot hold far distances: all of it in fp32.
+        # A 16-bit type cannot represent large distances, so all of it is computed in fp32.
         q, k, v = (x.float() for x in (block.q_bthd, block.k_bsgd, block.v_bsgd))
         return _attend(q, k, v, bias_hts[None], scale).to(v_bsgd.dtype)
 
@@ -118,7 +132,11 @@ def softmax_attention(
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
-    """2^(-8 i / n), i = 1..n; for n no power of two those of the next lower one, then every second of twice that."""
+    """Return the ALiBi slopes 2^(-8 i / n), i = 1..n, fp32 [h].
+
+    If n is not a power of two, they are the slopes of the next lower power of two, followed by every second slope of
+    twice that number.
+    """
     lower = 1 << (num_heads.bit_length() - 1)
 
     def geometric(n: int) -> list[float]:
@@ -130,14 +148,20 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
 
 @full_precision
 def top1_element(q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, *, scale: float, estimator: str) -> Tensor:
-    """The value whose key has the highest product with the query, the lowest place of equals (arXiv 2505.18522).
+    """Return for each query the value whose key has the highest product with it (arXiv 2505.18522).
+
+    Among equal products the key with the lowest position wins.
 
     Args:
         q_bthd: queries [b, t, h, d].
-        k_bsgd: keys [b, s, g, d], those of the queries the last.
-        v_bsgd: values.
-        scale: of the softmax that the gradient is of.
-        estimator: that gradient: `straight_through` or `selected`.
+        k_bsgd: keys [b, s, g, d]; the last t of them belong to the queries.
+        v_bsgd: values [b, s, g, d].
+        scale: factor on the products in the softmax that the gradient is taken of.
+        estimator: gradient estimator. `straight_through`: the gradient of the softmax weights. `selected`: the gradient
+            of the log probability of the selected key.
+
+    Returns:
+        [b, t, h, d] in the dtype of the values.
     """
 
     def attend(block: Block) -> Tensor:
@@ -153,7 +177,7 @@ def top1_element(q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, *, scale: float
 
 
 def _weights_with_gradient(scores_bhts: Tensor, best_bht1: Tensor, estimator: str) -> Tensor:
-    """One at the best key and zero elsewhere in value, with the estimator's gradient."""
+    """Return weights that are 1 at the best key and 0 elsewhere, with the gradient of the estimator."""
     if estimator == "straight_through":
         p = scores_bhts.softmax(-1)
         return torch.zeros_like(p).scatter(-1, best_bht1, 1.0) + (p - p.detach())
@@ -162,7 +186,7 @@ def _weights_with_gradient(scores_bhts: Tensor, best_bht1: Tensor, estimator: st
 
 
 def _means(x_bsgd: Tensor, size: int) -> Tensor:
-    """The mean of every whole chunk, fp32 [b, s // size, g, d]."""
+    """Return the mean of each complete chunk, fp32 [b, s // size, g, d]."""
     whole = x_bsgd.shape[1] // size
     return x_bsgd[:, : whole * size].float().unflatten(1, (whole, size)).mean(2)
 
@@ -179,18 +203,21 @@ def top1_chunk(
     score: str,
     local: bool,
 ) -> Tensor:
-    """One softmax over the query's own chunk and the best complete earlier ones (arXiv 2505.18522).
+    """Attend with one softmax to the query's own chunk and its best complete earlier chunks (arXiv 2505.18522).
 
     Args:
         q_bthd: queries [b, t, h, d].
-        k_bsgd: keys [b, s, g, d] from the sequence's first on, those of the queries the last.
-        v_bsgd: values.
+        k_bsgd: keys [b, s, g, d] from the start of the sequence; the last t of them belong to the queries.
+        v_bsgd: values [b, s, g, d].
         scale: factor on the products.
-        chunk_size: keys a chunk.
-        top_k: earlier chunks a query takes, the lowest of equals.
-        score: of a chunk: the product with its mean key (`approx`), its highest product (`exact`), or the logsumexp of
-            its scaled products (`exact_lse`).
-        local: whether the own chunk takes part; in chunk 0 it always does.
+        chunk_size: keys per chunk.
+        top_k: number of earlier chunks that a query selects; among equal scores the earliest chunk wins.
+        score: score of a chunk: the product with its mean key (`approx`), its highest product (`exact`), or the
+            logsumexp of its scaled products (`exact_lse`).
+        local: whether a query attends to its own chunk. Queries in chunk 0 always do.
+
+    Returns:
+        [b, t, h, d] in the dtype of the values.
     """
     means_bngd = _means(k_bsgd, chunk_size) if score == "approx" else None
 
@@ -203,7 +230,7 @@ def top1_chunk(
         own_ts = block.visible() & (of_key_s == own_t[:, None])
         if not local:
             own_ts = own_ts & (own_t == 0)[:, None]
-        # One chunk more, for the keys of a last one that is not whole.
+        # Padded by one chunk, which the keys of an incomplete last chunk index.
         mask_bhts = F.pad(taken_bhtn, (0, 1))[..., of_key_s] | own_ts
         return _attend(block.q_bthd, block.k_bsgd, block.v_bsgd, mask_bhts, scale)
 
@@ -211,7 +238,7 @@ def top1_chunk(
 
 
 def _chunk_scores(block: Block, size: int, score: str, scale: float, means_bngd: Tensor | None) -> Tensor:
-    """Of every whole chunk for every query, fp32 [b, h, t, n]."""
+    """Return the score of each complete chunk for each query, fp32 [b, h, t, n]."""
     whole = len(block.keys_s) // size
     if means_bngd is not None:
         return block.products(means_bngd[:, :whole])
@@ -220,9 +247,9 @@ def _chunk_scores(block: Block, size: int, score: str, scale: float, means_bngd:
 
 
 def _best_chunks(scores_bhtn: Tensor, own_t: Tensor, count: int) -> Tensor:
-    """Which of the chunks before its own a query takes, bool [b, h, t, n]."""
+    """Return the mask of the selected chunks among those before the query's own, bool [b, h, t, n]."""
     earlier_tn = torch.arange(scores_bhtn.shape[-1], device=own_t.device) < own_t[:, None]
-    # A stable sort, as topk promises no order among equal scores.
+    # A stable sort, because topk guarantees no order among equal scores.
     order = scores_bhtn.masked_fill(~earlier_tn, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
     taken = torch.zeros_like(scores_bhtn, dtype=torch.bool).scatter(-1, order[..., :count], True)
     return taken & earlier_tn
@@ -240,17 +267,20 @@ def native_sparse_attention(
     num_selected: int,
     window: int,
 ) -> Tensor:
-    """A gated sum of attention to mean blocks, to selected blocks and to a window (arXiv 2502.11089).
+    """Return a gated sum of attention to mean blocks, to selected blocks and to a sliding window (arXiv 2502.11089).
 
     Args:
-        q_bthd: queries [b, t, h, d]; the heads of a group share their selection.
-        k_bsgd: keys [b, s, g, d] from the sequence's first on, those of the queries the last.
-        v_bsgd: values.
-        gates_bthx: of the three branches, fp32 [b, t, h, 3].
+        q_bthd: queries [b, t, h, d]; the query heads of a group share their selection.
+        k_bsgd: keys [b, s, g, d] from the start of the sequence; the last t of them belong to the queries.
+        v_bsgd: values [b, s, g, d].
+        gates_bthx: gates of the three branches, fp32 [b, t, h, 3].
         scale: factor on the products.
-        block_size: keys a block.
-        num_selected: blocks that the second branch takes in all.
-        window: keys that the third sees.
+        block_size: keys per block.
+        num_selected: number of blocks of the selection branch, the `ALWAYS_SELECTED` ones included.
+        window: number of keys of the sliding-window branch.
+
+    Returns:
+        [b, t, h, d] in the dtype of the values.
     """
     mean_keys, mean_values = _means(k_bsgd, block_size), _means(v_bsgd, block_size)
     count = max(num_selected, ALWAYS_SELECTED)
@@ -258,7 +288,7 @@ def native_sparse_attention(
     def attend(block: Block) -> Tensor:
         p_bhtn = _of_mean_blocks(block, mean_keys, block_size, scale)
         compressed_bhtd = p_bhtn @ mean_values.transpose(1, 2).repeat_interleave(block.q_bthd.shape[2] // num_groups, 1)
-        # Summed before they are rounded.
+        # In fp32, so that the sum of the branches is rounded only once.
         q, k, v = (x.float() for x in (block.q_bthd, block.k_bsgd, block.v_bsgd))
         selected = _attend(q, k, v, _selected_keys(block, p_bhtn.detach(), block_size, count), scale)
         recent = _attend(q, k, v, block.visible(window), scale)
@@ -270,20 +300,26 @@ def native_sparse_attention(
 
 
 def _of_mean_blocks(block: Block, mean_keys_bngd: Tensor, size: int, scale: float) -> Tensor:
-    """Softmax over the whole blocks that end at or before a query, [b, h, t, n]; zeros where there is none."""
+    """Return softmax probabilities over the blocks that end at or before the query, [b, h, t, n].
+
+    A query without such a block gets zeros.
+    """
     scores = block.products(mean_keys_bngd) * scale
     num_ended_t1 = ((block.queries_t + 1) // size)[:, None]
     ended_tn = torch.arange(scores.shape[-1], device=scores.device) < num_ended_t1
-    # A softmax over nothing is NaN: a query without such a block takes all, and then none.
+    # A softmax over no scores is NaN. A query without such a block keeps all scores, and its result is zeroed.
     return scores.masked_fill(~(ended_tn | (num_ended_t1 == 0)), -torch.inf).softmax(-1).masked_fill(~ended_tn, 0.0)
 
 
 def _selected_keys(block: Block, p_bhtn: Tensor, size: int, count: int) -> Tensor:
-    """The keys of the own block, the one before, block 0 and the most important ones: bool [b, h, t, s]."""
+    """Return the mask of the keys in the selected blocks, bool [b, h, t, s].
+
+    Selected are the query's own block, the preceding one, block 0, and the blocks with the highest probabilities.
+    """
     groups, own_t1 = block.k_bsgd.shape[2], (block.queries_t // size)[:, None]
     n = torch.arange((len(block.keys_s) - 1) // size + 1, device=p_bhtn.device)
     importance = p_bhtn.unflatten(1, (groups, -1)).sum(2)
-    # Of these keys' blocks alone; a last one that is not whole has no probability.
+    # Restricted to the blocks of these keys. An incomplete last block has no probability.
     importance = F.pad(importance, (0, max(len(n) - importance.shape[-1], 0)))[..., : len(n)]
     always_tn = (n == own_t1) | (n == own_t1 - 1) | (n == 0)
     importance = importance.masked_fill(always_tn, torch.inf).masked_fill(n > own_t1, -torch.inf)

@@ -1,6 +1,6 @@
-"""Mixers with keys and values: softmax attention, Top-1 Element, Top-1 Chunk, MoBA, Native Sparse Attention.
+"""Mixers with a key-value cache: softmax attention, Top-1 Element, Top-1 Chunk, MoBA, Native Sparse Attention.
 
-Suffixes: b batch, t position, s key, h query head, g key and value head, d width of a head.
+Shape suffixes: b batch, t position, s key, h query head, g key and value head, d head width.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ NUM_BRANCHES = 3
 
 
 class KeyValueMixer(Mixer):
-    """Base: rows of the input projection are, for each group, [its queries | key | value]."""
+    """Base class of mixers with keys and values.
+
+    The rows of the input projection are, for each query group, [queries | key | value | gates].
+    """
 
     window: int | None = None
     projects_keys = True
     num_gates = 0
-    """Gates of a query head."""
+    """Number of gates per query head."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -43,18 +46,30 @@ class KeyValueMixer(Mixer):
         self.scale = self.head_dim**-0.5
 
     def prepare(self) -> None:
-        """Take what the base needs from the settings."""
+        """Set the class-specific attributes from the settings, before the parameters are created."""
 
     def attend(self, q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, gates_bthx: Tensor) -> Tensor:
-        """Outputs [b, t, h, d] of queries over keys and values, those of the queries the last."""
+        """Return the attention output [b, t, h, d].
+
+        Args:
+            q_bthd: queries [b, t, h, d].
+            k_bsgd: keys [b, s, g, d]; the last t of them belong to the queries.
+            v_bsgd: values [b, s, g, d].
+            gates_bthx: gate logits [b, t, h, `num_gates`].
+        """
         raise NotImplementedError
 
     def frozen_keys(self, v_bsgd: Tensor, first: int) -> Tensor:
-        """Keys of a mixer that projects none, from a position on."""
+        """Return the keys of a mixer that projects none, [b, s, g, d].
+
+        Args:
+            v_bsgd: values, which give the number of keys, the device and the dtype.
+            first: position of the first key.
+        """
         raise NotImplementedError
 
     def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
-        """See `Mixer.forward`."""
+        """Implement `Mixer.forward`."""
         q, k, v, gates = cut_units(self.in_proj(x_bth), self.num_groups, self.widths)
         q_bthd = q.flatten(2).unflatten(-1, (self.num_heads, self.head_dim))
         if self.projects_keys and self.settings.position_encoding == "rope":
@@ -70,29 +85,29 @@ class KeyValueMixer(Mixer):
 
 
 class Attention(KeyValueMixer):
-    """Softmax attention and the study's ablations of it."""
+    """Softmax attention with the options of the ablation study: window, temperature, ALiBi and random keys."""
 
     def prepare(self) -> None:
-        """See `KeyValueMixer.prepare`."""
+        """Implement `KeyValueMixer.prepare`."""
         self.window = self.settings.window
         self.projects_keys = not self.settings.random_keys
         self._frozen: Tensor | None = None
 
     def attend(self, q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, gates_bthx: Tensor) -> Tensor:
-        """See `KeyValueMixer.attend`."""
+        """Implement `KeyValueMixer.attend`."""
         alibi = self.settings.position_encoding == "alibi"
         slopes = alibi_slopes(self.num_heads, q_bthd.device) if alibi else None
         scale = self.scale / self.settings.temperature
         return softmax_attention(q_bthd, k_bsgd, v_bsgd, scale=scale, window=self.window, slopes_h=slopes)
 
     def frozen_keys(self, v_bsgd: Tensor, first: int) -> Tensor:
-        """Keys [b, s, g, d], a function of (seed, layer, group, position)."""
+        """Return random keys [b, s, g, d] that depend only on (seed, layer, group, position)."""
         end = first + v_bsgd.shape[1]
         if self._frozen is None or len(self._frozen) < end or self._frozen.device != v_bsgd.device:
-            # A power of two: a sequence that grows by a token a call has new ones drawn seldom.
+            # Rounded up to a power of two, so that decoding token by token seldom draws the keys again.
             count, seed = 1 << (end - 1).bit_length(), self.settings.random_keys_seed
             identities = [(seed, self.layer_number, group) for group in range(self.num_groups)]
-            # A tensor made in inference mode could not take part in training later.
+            # A tensor created in inference mode could not be used in training later.
             with torch.inference_mode(False):
                 vectors = [_random_vectors(count, self.head_dim, identity) for identity in identities]
                 self._frozen = torch.stack(vectors, 1).to(v_bsgd.device)
@@ -100,51 +115,51 @@ class Attention(KeyValueMixer):
 
 
 def _random_vectors(count: int, width: int, identity: tuple[int, ...]) -> Tensor:
-    """Standard normal fp32 vectors [count, width] on the CPU: vector i is a function of `identity` and i."""
+    """Return standard normal vectors, fp32 [count, width] on the CPU. Vector i depends only on `identity` and i."""
     digest = hashlib.blake2b(repr(identity).encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    # torch draws in blocks of 16 numbers, and differently where a last block is not whole.
+    # torch draws numbers in blocks of 16, and draws an incomplete last block differently.
     return torch.randn(-(-count // 16) * 16, width, generator=generator, device="cpu", dtype=torch.float32)[:count]
 
 
 class Top1Element(KeyValueMixer):
-    """Each query takes the one value whose key scores highest."""
+    """Top-1 Element attention: each query takes the value whose key scores highest."""
 
     def attend(self, q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, gates_bthx: Tensor) -> Tensor:
-        """See `KeyValueMixer.attend`."""
+        """Implement `KeyValueMixer.attend`."""
         return top1_element(q_bthd, k_bsgd, v_bsgd, scale=self.scale, estimator=self.settings.estimator)
 
 
 class Top1Chunk(KeyValueMixer):
-    """Each query attends to its own chunk and the best-scoring earlier ones."""
+    """Top-1 Chunk attention: each query attends to its own chunk and the best-scoring earlier ones."""
 
     def prepare(self) -> None:
-        """See `KeyValueMixer.prepare`."""
+        """Implement `KeyValueMixer.prepare`."""
         chosen = self.settings
         rule = {"chunk_size": chosen.chunk_size, "top_k": chosen.top_k, "score": chosen.score, "local": chosen.local}
         self.rule: dict[str, Any] = rule
 
     def attend(self, q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, gates_bthx: Tensor) -> Tensor:
-        """See `KeyValueMixer.attend`."""
+        """Implement `KeyValueMixer.attend`."""
         return top1_chunk(q_bthd, k_bsgd, v_bsgd, scale=self.scale, **self.rule)
 
 
 class MoBA(Top1Chunk):
-    """Mixture of block attention: chunk selection by the mean key, with the own chunk, in one softmax."""
+    """Mixture of block attention: blocks are selected by their mean key, and the own block is always included."""
 
     def prepare(self) -> None:
-        """See `KeyValueMixer.prepare`; its `top_k` counts the own block."""
+        """Implement `KeyValueMixer.prepare`. MoBA's `top_k` includes the query's own block."""
         chosen = self.settings
         self.rule = {"chunk_size": chosen.block_size, "top_k": chosen.top_k - 1, "score": "approx", "local": True}
 
 
 class NSA(KeyValueMixer):
-    """Native Sparse Attention; a group's rows end with three gates for each of its query heads."""
+    """Native Sparse Attention. The rows of a group end with three gates for each of its query heads."""
 
     num_gates = NUM_BRANCHES
 
     def attend(self, q_bthd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, gates_bthx: Tensor) -> Tensor:
-        """See `KeyValueMixer.attend`."""
+        """Implement `KeyValueMixer.attend`."""
         chosen = self.settings
         return native_sparse_attention(
             q_bthd,

@@ -1,7 +1,7 @@
-"""What a model remembers of the sequences it has seen: states, last rows, keys and values.
+"""Decode cache of a model: recurrent states, last rows of convolutions and token shifts, keys and values.
 
-Rows of a batch that begin with equally much padding go through the model together, without it: so padding changes
-nothing, whatever the mixer. Suffixes: b batch, t position.
+Batch rows with the same amount of left padding are computed together, with the padding cut off. Padding therefore never
+changes the result, for any mixer. Shape suffixes: b batch, t position.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ from transformers.cache_utils import Cache
 
 
 class Beginning:
-    """What lies before the rows that a layer is given: nothing."""
+    """Cache of a layer at the start of a sequence: it contains nothing and stores nothing."""
 
     def rows_before(self, name: str, x_bt: Tensor, count: int) -> Tensor:
-        """The last rows before x, [b, count, ...], with zeros before the sequence.
+        """Return the last rows before x, [b, count, ...]. Rows before the start of the sequence are zeros.
 
         Args:
-            name: of these rows in the layer.
-            x_bt: the rows given, [b, t, ...].
-            count: how many.
+            name: name of these rows in the layer.
+            x_bt: rows of this call, [b, t, ...].
+            count: number of rows to return.
         """
         return x_bt.new_zeros(x_bt.shape[0], count, *x_bt.shape[2:])
 
     def rows_so_far(self, name: str, x_bt: Tensor, window: int | None = None) -> Tensor:
-        """The rows up to the last one given, [b, s, ...], s >= t.
+        """Return all rows up to the last one of this call, [b, s, ...], s >= t.
 
         Args:
-            name: of these rows in the layer.
-            x_bt: the rows given, [b, t, ...].
-            window: rows that a position can see, its own included: those further back may be missing. None: all.
+            name: name of these rows in the layer.
+            x_bt: rows of this call, [b, t, ...].
+            window: number of rows that a position uses, its own included. Older rows may be missing. None: all rows.
         """
         return x_bt
 
     def state(self, name: str) -> Tensor | None:
-        """The state before these rows, None for zeros."""
+        """Return the recurrent state before the rows of this call; None stands for zeros."""
         return None
 
     def keep_state(self, name: str, state: Tensor) -> None:
-        """Take note of the state after these rows."""
+        """Store the recurrent state after the rows of this call."""
 
 
 class LayerCache(Beginning):
-    """What one layer has seen.
+    """Decode cache of one layer.
 
     Attributes:
-        kept: by name, tensors whose first dimension is the batch.
+        kept: cached tensors by name, batch first.
     """
 
     def __init__(self) -> None:
         self.kept: dict[str, Tensor] = {}
 
     def rows_before(self, name: str, x_bt: Tensor, count: int) -> Tensor:
-        """See `Beginning.rows_before`."""
+        """Implement `Beginning.rows_before`."""
         before = self.kept.get(name)
         if before is None:
             before = super().rows_before(name, x_bt, count)
@@ -64,33 +64,33 @@ class LayerCache(Beginning):
         return before
 
     def rows_so_far(self, name: str, x_bt: Tensor, window: int | None = None) -> Tensor:
-        """See `Beginning.rows_so_far`."""
+        """Implement `Beginning.rows_so_far`."""
         rows = torch.cat([self.kept[name], x_bt], 1) if name in self.kept else x_bt
         self._keep_last(name, rows, rows.shape[1] if window is None else window - 1)
         return rows
 
     def state(self, name: str) -> Tensor | None:
-        """See `Beginning.state`."""
+        """Implement `Beginning.state`."""
         return self.kept.get(name)
 
     def keep_state(self, name: str, state: Tensor) -> None:
-        """See `Beginning.keep_state`."""
+        """Implement `Beginning.keep_state`."""
         self.kept[name] = state
 
     def _keep_last(self, name: str, rows: Tensor, count: int) -> None:
         last = rows[:, max(rows.shape[1] - count, 0) :]
-        # A view would hold all rows in memory, and what else the layer has projected beside them.
+        # A view would keep all rows in memory, and the other parts of the layer's projection.
         self.kept[name] = last.clone() if last.untyped_storage().nbytes() > last.nbytes else last
 
 
 @dataclass
 class RowGroup:
-    """Rows of a batch with equally much padding before their first token.
+    """Batch rows with the same amount of left padding.
 
     Attributes:
-        padding: columns before it.
-        rows: which rows of the batch.
-        layers: what lies before the rows, for each layer.
+        padding: number of padding columns before the first token.
+        rows: indices of the rows in the batch.
+        layers: cache of each layer for these rows.
     """
 
     padding: int
@@ -99,10 +99,10 @@ class RowGroup:
 
 
 def group_rows(padding: Sequence[int]) -> list[RowGroup]:
-    """Rows by their padding, without layers yet.
+    """Group batch rows by their left padding. The groups have no layer caches yet.
 
     Args:
-        padding: for each row, columns before its first token.
+        padding: number of padding columns before the first token of each row.
     """
     groups = {columns: RowGroup(columns, []) for columns in padding}
     for row, columns in enumerate(padding):
@@ -111,19 +111,19 @@ def group_rows(padding: Sequence[int]) -> list[RowGroup]:
 
 
 def padding_of(mask_bs: Tensor) -> tuple[list[int], bool]:
-    """Columns before each row's first token, and whether a row has padding behind its last one.
+    """Return the left padding of each row, and whether any row has padding after its last token.
 
     Args:
-        mask_bs: 1 for tokens, 0 for padding, [b, columns seen and given].
+        mask_bs: 1 for tokens, 0 for padding, [b, cached columns + columns of this call].
 
     Raises:
-        ValueError: a row has no token, or padding between tokens.
+        ValueError: a row has no token, or has padding between tokens.
     """
     is_token = mask_bs != 0
     padding = (is_token.cumsum(1) == 0).sum(1)
     behind = (is_token.flip(1).cumsum(1) == 0).sum(1)
     between = is_token.shape[1] - is_token.sum(1) - padding - behind
-    found: list[list[int]] = torch.stack([padding, behind, between]).tolist()  # one copy from the device
+    found: list[list[int]] = torch.stack([padding, behind, between]).tolist()  # one transfer from the device
     if max(found[0]) == is_token.shape[1]:
         raise ValueError("attention_mask has a row without any token: leave the row out")
     if any(found[2]):
@@ -132,15 +132,15 @@ def padding_of(mask_bs: Tensor) -> tuple[list[int], bool]:
 
 
 class SelectronCache(Cache):
-    """What a model has seen; made by the model's first call with `use_cache`.
+    """Decode cache of a model. The first call of the model with `use_cache` creates it.
 
     Args:
-        padding: for each row of the batch, columns before its first token.
-        num_layers: of the model.
+        padding: number of padding columns before the first token of each row.
+        num_layers: number of layers of the model.
 
     Attributes:
-        num_columns: columns seen, padding included.
-        groups: rows by their padding.
+        num_columns: number of cached columns, padding included.
+        groups: rows grouped by their padding.
     """
 
     def __init__(self, padding: Sequence[int], num_layers: int) -> None:
@@ -155,28 +155,28 @@ class SelectronCache(Cache):
         return self.num_layers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns seen, the same for every layer."""
+        """Return the number of cached columns, which is equal for all layers."""
         return self.num_columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: no maximum."""
+        """Return -1: the cache has no maximum length."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Columns that an attention mask has, and the first of them."""
+        """Return the length of the attention mask and the index of its first column."""
         return self.num_columns + query_length, 0
 
     def reset(self) -> None:
-        """Forget what was seen."""
+        """Remove all cached tensors."""
         self.num_columns = 0
         for group in self.groups:
             group.layers = [LayerCache() for _ in range(self.num_layers)]
 
     def select_rows(self, index: Sequence[int]) -> None:
-        """Make a batch of these rows, in this order; a row may be taken more than once.
+        """Replace the batch by these rows, in this order. A row may occur more than once.
 
         Args:
-            index: rows of the batch as it is.
+            index: row indices in the current batch.
         """
         place = {row: (group, i) for group in self.groups for i, row in enumerate(group.rows)}
         self.padding = [self.padding[row] for row in index]
@@ -188,44 +188,44 @@ class SelectronCache(Cache):
         self.groups = chosen
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """See `Cache.reorder_cache`: for beam search."""
+        """Implement `Cache.reorder_cache`, which beam search calls."""
         self.select_rows(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """See `Cache.batch_select_indices`."""
+        """Implement `Cache.batch_select_indices`."""
         self.select_rows(indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """See `Cache.batch_repeat_interleave`."""
+        """Implement `Cache.batch_repeat_interleave`."""
         self.select_rows([row for row in range(len(self.padding)) for _ in range(repeats)])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Not possible: a state cannot give back what it has taken in."""
+        """Raise ValueError: tokens cannot be removed from a recurrent state."""
         raise ValueError("a Selectron cache cannot be cropped: its states cannot give tokens back")
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch."""
+        """Number of rows of the batch."""
         return len(self.padding)
 
     @property
     def is_compileable(self) -> bool:
-        """It grows."""
+        """False, because the cached tensors grow."""
         return False
 
     @property
     def is_initialized(self) -> bool:
-        """Whether something was seen."""
+        """True once tokens have been cached."""
         return self.num_columns > 0
 
     @property
     def is_croppable(self) -> bool:
-        """See `crop`."""
+        """False, because `crop` is not possible."""
         return False
 
 
 def _layer_of_rows(layer: LayerCache, rows: Sequence[int]) -> LayerCache:
-    """The same layer for some of its rows."""
+    """Return the cache of a layer for some of its rows."""
     chosen = LayerCache()
     chosen.kept = {name: x[torch.tensor(rows, device=x.device)] for name, x in layer.kept.items()}
     return chosen

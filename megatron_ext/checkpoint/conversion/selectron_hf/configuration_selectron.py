@@ -1,4 +1,4 @@
-"""The configuration of a Selectron model for transformers."""
+"""Configuration of a Selectron model for transformers."""
 
 from __future__ import annotations
 
@@ -12,30 +12,34 @@ NORMALIZATIONS = ("rms_norm", "layer_norm")
 
 
 class SelectronConfig(PreTrainedConfig):
-    """What a Selectron model is built from.
+    """Configuration from which a Selectron model is built.
 
     Args:
-        vocab_size: tokens, without padding.
+        vocab_size: number of tokens, without padding.
         hidden_size: width of the residual stream.
-        num_attention_heads: query heads of every mixer.
-        num_key_value_heads: query groups (GQA).
+        num_attention_heads: number of query heads of every mixer.
+        num_key_value_heads: number of query groups (GQA).
         head_dim: width of a head.
-        intermediate_size: width inside the feed-forward; None where a layer has none.
-        max_position_embeddings: size of a learned position table, where there is one.
-        layer_mixers: the mixer's name for each layer.
-        mixers: by mixer name, that mixer's settings, whole.
-        block: what stands around a mixer: `transformer` (feed-forward SwiGLU), `rwkv7` (token shift, squared ReLU) or
-            `mixer` (nothing but norm and residual).
-        normalization: of the residual stream: `rms_norm` or `layer_norm`.
-        norm_epsilon: of every norm.
+        intermediate_size: hidden width of the feed-forward layer; None if the block has no feed-forward layer.
+        max_position_embeddings: number of rows of the learned position table, if there is one.
+        layer_mixers: mixer name of each layer.
+        mixers: complete settings of each mixer, by mixer name.
+        block: structure around a mixer: `transformer` (SwiGLU feed-forward), `rwkv7` (token shift, squared ReLU) or
+            `mixer` (norm and residual only).
+        normalization: norm of the residual stream: `rms_norm` or `layer_norm`.
+        norm_epsilon: epsilon of every norm.
         rope_theta: base of the rotary frequencies.
-        initializer_range: standard deviation of normal initial weights.
-        tie_word_embeddings: whether the output layer shares the input embedding's weight.
-        use_cache: whether generation remembers what it has seen.
-        more: see `PreTrainedConfig`; what else the checkpoint was trained with is kept, too.
+        initializer_range: standard deviation of normally distributed initial weights.
+        tie_word_embeddings: whether the output layer shares the weight of the input embedding.
+        use_cache: whether generation uses a decode cache.
+        bos_token_id: token that begins a document; None: not known.
+        eos_token_id: token or tokens that end a document; None: not known.
+        pad_token_id: padding token; None: not known.
+        more: arguments of `PreTrainedConfig`. Further fields of the checkpoint's model configuration are kept as
+            attributes.
 
     Raises:
-        ValueError: fields that do not go together.
+        ValueError: `block` or `normalization` is unknown, or a mixer has no settings.
     """
 
     model_type = "selectron"
@@ -83,7 +87,7 @@ class SelectronConfig(PreTrainedConfig):
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
         self.pad_token_id = pad_token_id
-        more.pop("num_hidden_layers", None)  # follows from the mixers
+        more.pop("num_hidden_layers", None)  # derived from layer_mixers
         self.num_hidden_layers = len(self.layer_mixers)
         self._check()
         super().__init__(**more)
@@ -99,5 +103,5 @@ class SelectronConfig(PreTrainedConfig):
 
     @property
     def learns_positions(self) -> bool:
-        """Whether a learned position table is added at the input: some layer's mixer asks for it."""
+        """True if a learned position table is added to the input, because the mixer of some layer requires it."""
         return any(self.mixers[name].get("position_encoding") == "learned" for name in self.layer_mixers)

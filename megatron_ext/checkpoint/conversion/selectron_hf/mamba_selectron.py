@@ -1,6 +1,7 @@
-"""Mamba and Mamba-2.
+"""Mamba and Mamba-2 mixers.
 
-Suffixes: b batch, t position, c channel, u unit (a head; in Mamba-2 a group of heads), w width, n state, e value dim.
+Shape suffixes: b batch, t position, c channel, u unit (a head; in Mamba-2 a group of heads), w width, n state dim,
+e value dim.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from .states_selectron import selective_scan
 
 
 class Mamba(Mixer):
-    """A diagonal state a channel (Gu, Dao 2023, arXiv 2312.00752); a head's rows are [x | gate z]."""
+    """Mamba: a diagonal recurrent state per channel (Gu, Dao 2023, arXiv 2312.00752).
+
+    The rows of the input projection are, for each head, [x | gate z].
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -35,7 +39,7 @@ class Mamba(Mixer):
         self.D = self.parameter(self.num_heads, width)
 
     def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
-        """See `Mixer.forward`."""
+        """Implement `Mixer.forward`."""
         x, z = cut_units(self.in_proj(x_bth), self.num_heads, [self.width] * 2)
         before = past.rows_before("convolution", x, self.conv_weight.shape[-1] - 1)
         x_btc = short_convolution(x, before, self.conv_weight, self.conv_bias).to(x.dtype).flatten(2)
@@ -48,7 +52,10 @@ class Mamba(Mixer):
         return projected
 
     def _choices(self, x_btc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A token's step sizes [b, t, c], B and C [b, t, n], fp32: a projection of the channels of all heads."""
+        """Return the step sizes [b, t, c], B and C [b, t, n] of each token, fp32.
+
+        They are projections of the channels of all heads.
+        """
         low_btr, B_btn, C_btn = linear_to_fp32(x_btc, self.x_proj.transpose(0, 1).flatten(1)).split(self.parts, -1)
         logits_btc = linear_to_fp32(low_btr.to(x_btc.dtype), self.dt_proj.flatten(0, 1))
         return F.softplus(logits_btc + self.dt_bias.float().flatten()), B_btn, C_btn
@@ -56,14 +63,15 @@ class Mamba(Mixer):
 
 @full_precision
 def linear_to_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """Features times a weight, summed and returned in fp32."""
+    """Return the product of features and a weight, accumulated and returned in fp32."""
     return F.linear(x.float(), weight.float())
 
 
 class Mamba2(Mixer):
-    """A state a head (Dao, Gu 2024, arXiv 2405.21060); the heads of a group share B and C.
+    """Mamba-2: a recurrent state per head (Dao, Gu 2024, arXiv 2405.21060). The heads of a group share B and C.
 
-    A group's rows are [x of its heads | B | C | gate z of its heads | step of its heads].
+    The rows of the input projection are, for each group, [x of its heads | B | C | gate z of its heads | step of its
+    heads].
     """
 
     def __init__(self, *args: Any) -> None:
@@ -85,7 +93,7 @@ class Mamba2(Mixer):
             self.group_norm_weight = self.parameter(units, width)
 
     def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
-        """See `Mixer.forward`."""
+        """Implement `Mixer.forward`."""
         widths = [sum(self.parts), self.parts[0], self.steps]
         xbc, gate, step = cut_units(self.in_proj(x_bth), self.num_groups, widths)
         x_btuw, B_btun, C_btun = self._convolved(xbc, past).split(self.parts, -1)
@@ -105,7 +113,7 @@ class Mamba2(Mixer):
         return short_convolution(xbc, before, self.conv_weight, self.conv_bias).to(xbc.dtype)
 
     def _read_states(self, x_btuhe: Tensor, B_btun: Tensor, C_btun: Tensor, step: Tensor, past: Beginning) -> Tensor:
-        """What each token reads from its head's state, [b, t, u, h, e]: S <- e^g S + B (step x)^T;  S^T C."""
+        """Return the output of each head's state, [b, t, u, h, e]: S <- e^g S + B (step x)^T;  y = S^T C."""
         k, q = (y.repeat_interleave(self.heads, 2) for y in (B_btun, C_btun))
         written, decay = x_btuhe, None
         if self.settings.decay != "none":

@@ -1,6 +1,7 @@
-"""What every mixer is given, and what many have in common: rotary positions, short convolution, norms of heads.
+"""Base class of the mixers, and shared operations: rotary positions, short convolution, norms of heads.
 
-Suffixes: b batch, t position, h hidden, u unit (a head, or a query group), n head, d and w width, k tap.
+Shape suffixes: b batch, t position, h hidden, u unit (a head or a query group), n head, d and w width, k tap, i
+mixture.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LENGTH_EPSILON = 1e-6
-"""Added to the square of a vector's length."""
+"""Added to the squared length of a vector before the division by its length."""
 
 
 class Positions:
-    """Where the rows of a call stand in their sequence.
+    """Positions of the rows of a call in their sequence, and the rotary embedding at these positions.
 
     Args:
         first: position of the first row.
-        count: rows.
-        config: of the model, for the rotation.
+        count: number of rows.
+        config: configuration of the model, for the rotary frequencies.
     """
 
     def __init__(self, first: int, count: int, config: SelectronConfig) -> None:
@@ -40,7 +41,14 @@ class Positions:
         self._rotations: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def rotate(self, x_btnd: Tensor) -> Tensor:
-        """Turn the pairs of each head's channels, halves paired; computed in fp32, returned in x's dtype."""
+        """Apply rotary position embedding, pairing channel i with channel i + d / 2.
+
+        Args:
+            x_btnd: queries or keys [b, t, n, d].
+
+        Returns:
+            [b, t, n, d] in the dtype of x; computed in fp32.
+        """
         cos_t1d, sin_t1d = self._rotation(x_btnd.device)
         left, right = x_btnd.float().chunk(2, -1)
         turned = torch.cat([left * cos_t1d - right * sin_t1d, right * cos_t1d + left * sin_t1d], -1)
@@ -55,24 +63,25 @@ class Positions:
 
 
 def frequencies(width: int, base: float) -> Tensor:
-    """Angle a position of each pair of channels, [width / 2], fp32: on the CPU and in the order of transformers.
+    """Return the angle per position of each pair of channels, fp32 [width / 2].
 
-    Another order of the operations rounds otherwise, which thousands of positions make an angle that is off by 1e-3.
+    They are computed on the CPU in the same order of operations as in transformers. Another order rounds differently,
+    which changes the angles at positions in the thousands by 1e-3.
     """
     return 1.0 / (base ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
 
 
 class Mixer(nn.Module, ABC):
-    """Base of every mixer; it stands in the place of self-attention.
+    """Base class of every mixer, which takes the place of self-attention in a layer.
 
     Args:
-        config: of the model.
-        name: of the mixer.
-        layer_number: 1 for the first layer.
+        config: configuration of the model.
+        name: name of the mixer.
+        layer_number: number of the layer; the first layer is 1.
     """
 
     shifts_tokens = False
-    """Whether the mixer mixes each token's hidden state with the one before by itself."""
+    """True if the mixer itself interpolates each token's hidden state with that of the previous token."""
 
     def __init__(self, config: SelectronConfig, name: str, layer_number: int) -> None:
         super().__init__()
@@ -88,30 +97,33 @@ class Mixer(nn.Module, ABC):
         """Mix the sequence.
 
         Args:
-            x_bth: normed hidden states [b, t, hidden].
-            past: what lies before them.
-            positions: where they stand.
+            x_bth: normalized hidden states [b, t, hidden].
+            past: cache of the layer.
+            positions: positions of the hidden states.
 
         Returns:
             [b, t, hidden].
         """
 
     def linear(self, inputs: int, outputs: int) -> nn.Linear:
-        """A projection without a bias."""
+        """Return a linear projection without bias."""
         return nn.Linear(inputs, outputs, bias=False)
 
     def parameter(self, *shape: int) -> nn.Parameter:
-        """A parameter that is still to be filled."""
+        """Return an uninitialized parameter."""
         return nn.Parameter(torch.empty(*shape))
 
 
 def cut_units(x_btw: Tensor, units: int, widths: Sequence[int]) -> tuple[Tensor, ...]:
-    """Features that lie unit after unit, cut into a unit's parts: [b, t, units, width] each."""
+    """Split features that are stored unit by unit into the parts of a unit, [b, t, units, width] each."""
     return x_btw.unflatten(-1, (units, -1)).split(list(widths), -1)
 
 
 def full_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: switch autocast off, which would undo the conversions to fp32 that a definition asks for."""
+    """Decorate a function so that it runs without autocast.
+
+    Autocast would undo the explicit conversions to fp32. The first argument must be a tensor on the device used.
+    """
 
     @wraps(function)
     def call(*args: P.args, **more: P.kwargs) -> R:
@@ -125,13 +137,13 @@ def full_precision(function: Callable[P, R]) -> Callable[P, R]:
 
 @full_precision
 def short_convolution(x_btuw: Tensor, before_bkuw: Tensor, weight_uwk: Tensor, bias_uw: Tensor | None = None) -> Tensor:
-    """SiLU of a depthwise causal convolution over positions, fp32.
+    """Return the SiLU of a depthwise causal convolution over positions, fp32 [b, t, u, w].
 
     Args:
-        x_btuw: [b, t, u, w].
-        before_bkuw: the rows before them, [b, taps - 1, u, w].
-        weight_uwk: taps; the last one meets the own position.
-        bias_uw: None for none.
+        x_btuw: inputs [b, t, u, w].
+        before_bkuw: preceding inputs, [b, taps - 1, u, w].
+        weight_uwk: taps [u, w, k]; the last tap applies to the current position.
+        bias_uw: bias [u, w]; None: no bias.
     """
     t, taps = x_btuw.shape[1], weight_uwk.shape[-1]
     rows, weight = torch.cat([before_bkuw, x_btuw], 1).float(), weight_uwk.float()
@@ -142,12 +154,15 @@ def short_convolution(x_btuw: Tensor, before_bkuw: Tensor, weight_uwk: Tensor, b
 
 
 def of_unit_length(x: Tensor) -> Tensor:
-    """Vectors of the last dimension over their length."""
+    """Return the vectors of the last dimension divided by their length."""
     return x * (x.square().sum(-1, keepdim=True) + LENGTH_EPSILON).rsqrt()
 
 
 def gated_norm(o_btue: Tensor, gate_btue: Tensor | None, weight_e: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm of each head's output, times SiLU of its gate where there is one, in fp32: [b, t, u, e]."""
+    """Return the RMSNorm of each head's output, times the SiLU of its gate if there is one.
+
+    Computed in fp32 and returned as [b, t, u, e] in the dtype of the output.
+    """
     normed = F.rms_norm(o_btue.float(), weight_e.shape, weight_e.float(), epsilon)
     if gate_btue is not None:
         normed = normed * F.silu(gate_btue.float())
@@ -155,6 +170,12 @@ def gated_norm(o_btue: Tensor, gate_btue: Tensor | None, weight_e: Tensor, epsil
 
 
 def mixtures(x_bth: Tensor, before_b1h: Tensor, share_ibth: Tensor) -> tuple[Tensor, ...]:
-    """Each token mixed with the one before it, in some ways: x_t + (x_{t-1} - x_t) * share, [b, t, h] each."""
+    """Return interpolations of each token with the previous one, x_t + (x_{t-1} - x_t) * share, [b, t, h] each.
+
+    Args:
+        x_bth: hidden states [b, t, h].
+        before_b1h: hidden state before the first of them, [b, 1, h].
+        share_ibth: share of the previous token in each mixture, broadcastable to [i, b, t, h].
+    """
     to_previous = torch.cat([before_b1h, x_bth[:, :-1]], 1) - x_bth
     return tuple(x_bth + to_previous * share for share in share_ibth.unbind())

@@ -1,6 +1,7 @@
-"""A Selectron language model for transformers: any mixer in any layer; needs torch and transformers alone.
+"""Selectron language model for transformers, with any mixer in any layer.
 
-Parameters are called as in Selectron's own checkpoints. Suffixes: b batch, t position, h hidden, v vocabulary.
+It requires only torch and transformers. Parameters have the names of Selectron's own checkpoints. Shape suffixes:
+b batch, t position, h hidden, v vocabulary.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _norm(config: SelectronConfig) -> nn.Module:
 
 
 class SelectronMLP(nn.Module):
-    """Feed-forward: SwiGLU, or RWKV-7's two matrices with a squared ReLU between."""
+    """Feed-forward layer: SwiGLU, or the two matrices of RWKV-7 with a squared ReLU between them."""
 
     def __init__(self, config: SelectronConfig) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class SelectronMLP(nn.Module):
         self.linear_fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x_bth: Tensor) -> Tensor:
-        """[b, t, h] to the same shape."""
+        """Map hidden states [b, t, h] to [b, t, h]."""
         x = self.linear_fc1(x_bth)
         if self.gated:
             gate, value = x.chunk(2, -1)
@@ -74,11 +75,11 @@ class SelectronMLP(nn.Module):
 
 
 class SelectronLayer(GradientCheckpointingLayer):
-    """Norm, mixer, residual, and unless the block is the mixer alone norm, feed-forward, residual.
+    """Layer of norm, mixer and residual, followed by norm, feed-forward and residual unless the block is `mixer`.
 
     Args:
-        config: of the model.
-        index: 0 for the first layer.
+        config: configuration of the model.
+        index: index of the layer; the first layer is 0.
     """
 
     def __init__(self, config: SelectronConfig, index: int) -> None:
@@ -100,7 +101,7 @@ class SelectronLayer(GradientCheckpointingLayer):
         return ShiftedNorm(norm, config.hidden_size) if shifted else norm
 
     def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
-        """[b, t, h] to the same shape; see `Mixer.forward`."""
+        """Map hidden states [b, t, h] to [b, t, h]. The arguments are those of `Mixer.forward`."""
         normed = _normed(self.input_layernorm, x_bth, past, "before_mixer")
         x_bth = x_bth + self.self_attention(normed, past, positions)
         if not self.has_mlp:
@@ -115,7 +116,7 @@ def _normed(norm: nn.Module, x_bth: Tensor, past: Beginning, name: str) -> Tenso
 
 
 class SelectronEmbedding(nn.Module):
-    """Embedding of tokens, and of positions where a mixer asks for a learned table."""
+    """Token embedding, and the learned position table if a mixer requires one."""
 
     def __init__(self, config: SelectronConfig) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class SelectronEmbedding(nn.Module):
 
 
 class SelectronDecoder(nn.Module):
-    """All layers and the last norm."""
+    """All layers and the final norm."""
 
     def __init__(self, config: SelectronConfig) -> None:
         super().__init__()
@@ -133,7 +134,10 @@ class SelectronDecoder(nn.Module):
         self.final_layernorm = _norm(config)
 
     def forward(self, x_bth: Tensor, past: Sequence[Beginning], positions: Positions, every: bool) -> list[Tensor]:
-        """The hidden states after the last norm, [b, t, h]; with `every` behind those before each layer."""
+        """Return hidden states [b, t, h]: those after the final norm, and with `every` also those before each layer.
+
+        The states after the final norm are the last item of the list.
+        """
         states = []
         for layer, before in zip(self.layers, past, strict=True):
             if every:
@@ -143,10 +147,10 @@ class SelectronDecoder(nn.Module):
 
 
 class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
-    """A language model; rows of a batch may be padded on the left.
+    """Causal language model. The rows of a batch may be padded on the left.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
     """
 
     config: SelectronConfig
@@ -154,7 +158,7 @@ class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     _no_split_modules = ["SelectronLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past", "past_key_values"]  # noqa: RUF012
-    # What decays and steps are made of: in 16 bits they would be some per cent off.
+    # Parameters of decays and step sizes: in a 16-bit type these would be off by some per cent.
     _keep_in_fp32_modules_strict = [  # noqa: RUF012
         "A_log",
         "D",
@@ -166,7 +170,7 @@ class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
         "decay_base",
     ]
     _tied_weights_keys = {"output_layer.weight": "embedding.word_embeddings.weight"}  # noqa: RUF012
-    # A state cannot give tokens back: transformers refuses assisted generation by this.
+    # Tokens cannot be removed from a recurrent state. With this flag transformers refuses assisted generation.
     _is_stateful = True
 
     def __init__(self, config: SelectronConfig) -> None:
@@ -178,19 +182,19 @@ class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        # The first call makes a `SelectronCache`, which has states too, and knows the padding.
+        # The first call creates a `SelectronCache`, which also holds recurrent states and the padding.
         return False
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding of tokens."""
+        """Return the token embedding."""
         return self.embedding.word_embeddings
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding of tokens."""
+        """Replace the token embedding."""
         self.embedding.word_embeddings = value
 
     def get_output_embeddings(self) -> nn.Module:
-        """The output layer."""
+        """Return the output layer."""
         return self.output_layer
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
@@ -199,7 +203,10 @@ class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Plain initial weights, for those that no checkpoint gives; Selectron's training begins its own way."""
+        """Initialize parameters that no checkpoint provides.
+
+        This is a generic initialization. Selectron's training initializes differently.
+        """
         for name, parameter in module.named_parameters(recurse=False):
             is_norm = "norm" in name or isinstance(module, nn.RMSNorm | nn.LayerNorm)
             if name.endswith("bias"):
@@ -222,26 +229,26 @@ class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **more: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits of what follows each token.
+        """Compute the logits of the next token at each position.
 
         Args:
-            input_ids: tokens [b, t]; this or `inputs_embeds`.
-            attention_mask: 1 for tokens and 0 for padding, [b, columns seen and given]; None: no padding. Positions are
-                counted from a row's first token.
-            past_key_values: what was seen before, from an earlier call with `use_cache`.
-            inputs_embeds: embeddings of tokens [b, t, hidden].
-            labels: tokens to be predicted [b, t], shifted inside; -100 is left out.
-            use_cache: whether to remember what is given; None: as the configuration says, but not in training, and not
-                with padding behind a row's tokens, which is possible without a cache alone.
-            output_hidden_states: whether to return them before each layer and after the last norm.
-            logits_to_keep: of how many last tokens, or of which, logits are wanted; 0: all.
-            more: arguments of the loss.
+            input_ids: tokens [b, t]. Give either this or `inputs_embeds`.
+            attention_mask: 1 for tokens and 0 for padding, [b, cached columns + t]; None: no padding. Positions count
+                from the first token of a row.
+            past_key_values: cache returned by an earlier call with `use_cache`.
+            inputs_embeds: token embeddings [b, t, hidden].
+            labels: target tokens [b, t], shifted inside; -100 is ignored.
+            use_cache: whether to use a decode cache. None: as configured, but never in training and never if a row has
+                padding after its tokens, which a cache does not support.
+            output_hidden_states: whether to return the hidden states before each layer and after the final norm.
+            logits_to_keep: number of last positions, or indices of the positions, to compute logits for; 0: all.
+            more: arguments of the loss function.
 
         Returns:
-            Logits [b, t, v], the loss where there are labels, the cache where it is used.
+            Logits [b, t, v], the loss if there are labels, and the cache if it is used.
 
         Raises:
-            ValueError: an argument does not fit.
+            ValueError: an argument is unknown or inconsistent with the others.
         """
         _refuse_unknown(more)
         if (input_ids is None) == (inputs_embeds is None):
@@ -267,7 +274,7 @@ class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
     def _rows(
         self, x_bth: Tensor, mask_bs: Tensor | None, past: SelectronCache | None, use_cache: bool | None
     ) -> tuple[SelectronCache | None, list[RowGroup]]:
-        """The cache that this call goes on with, None where it remembers nothing, and the rows by their padding."""
+        """Return the cache that this call continues, None if it uses no cache, and the rows grouped by padding."""
         if past is not None and not isinstance(past, SelectronCache):
             raise ValueError(f"past_key_values is a {type(past).__name__}: give what an earlier call has returned")
         columns = x_bth.shape[1] + (past.num_columns if past is not None else 0)
@@ -291,13 +298,13 @@ class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
         return cache, cache.groups
 
     def _hidden_states(self, x_bth: Tensor, groups: list[RowGroup], seen: int, every: bool) -> list[Tensor]:
-        """See `SelectronDecoder.forward`; zeros where there is padding.
+        """Return the hidden states as `SelectronDecoder.forward` does, with zeros at padding.
 
         Args:
             x_bth: embeddings.
-            groups: rows of the batch by their padding.
-            seen: columns before these.
-            every: whether those before each layer are wanted, too.
+            groups: batch rows grouped by padding.
+            seen: number of columns before this call.
+            every: whether to include the hidden states before each layer.
         """
         if len(groups) == 1 and groups[0].padding <= seen:
             return self._of_group(x_bth, groups[0], seen, every)
@@ -310,7 +317,10 @@ class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
         return states
 
     def _of_group(self, x_bth: Tensor, group: RowGroup, column: int, every: bool) -> list[Tensor]:
-        """See `SelectronDecoder.forward`: rows with equally much padding, from a column on, which is a token's."""
+        """Return the hidden states of rows with the same padding, as `SelectronDecoder.forward` does.
+
+        The first column is `column`, which must be a token and not padding.
+        """
         positions = Positions(column - group.padding, x_bth.shape[1], self.config)
         if self.config.learns_positions:
             end, table = positions.first + positions.count, self.embedding.position_embeddings
@@ -324,7 +334,7 @@ class SelectronForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _padding(mask_bs: Tensor | None, rows: int, columns: int) -> tuple[list[int], bool]:
-    """See `padding_of`; no mask: no padding."""
+    """Return the result of `padding_of`; without a mask there is no padding."""
     if mask_bs is None:
         return [0] * rows, False
     if tuple(mask_bs.shape) != (rows, columns):
@@ -333,7 +343,7 @@ def _padding(mask_bs: Tensor | None, rows: int, columns: int) -> tuple[list[int]
 
 
 def _refuse_unknown(more: dict[str, Any]) -> None:
-    """Arguments that would change nothing, though their callers rely on them."""
+    """Refuse unknown arguments, which would otherwise be ignored silently. None and False are accepted."""
     for name in set(more) - LOSS_ARGUMENTS:
         value = more.pop(name)
         if value is not None and value is not False:

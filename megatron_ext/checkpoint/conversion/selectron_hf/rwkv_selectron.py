@@ -1,6 +1,6 @@
-"""RWKV-6 and RWKV-7, and the token shift of RWKV-7's block.
+"""RWKV-6 and RWKV-7 mixers, and the token shift of the RWKV-7 block.
 
-Suffixes: b batch, t position, h hidden, u head, d its channels, r rank of a narrow projection, i which of the inputs.
+Shape suffixes: b batch, t position, h hidden, u head, d channel of a head, r rank of a low-rank projection, i mixture.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ LEAST_LOG_DECAY = -math.exp(-0.5)
 
 
 class ShiftedNorm(nn.Module):
-    """A norm, and behind it the token shift: y_t + (y_{t-1} - y_t) * mu.
+    """Norm followed by the token shift y_t + (y_{t-1} - y_t) * mu.
 
     Args:
-        norm: what is shifted.
+        norm: norm whose output is shifted.
         hidden_size: width of the hidden states.
     """
 
@@ -33,14 +33,17 @@ class ShiftedNorm(nn.Module):
         self.mu = nn.Parameter(torch.empty(hidden_size))
 
     def forward(self, x_bth: Tensor, past: Beginning, name: str) -> Tensor:
-        """[b, t, h] to the same shape; the rows before are known by `name`."""
+        """Map hidden states [b, t, h] to [b, t, h]. The previous row is cached under `name`."""
         normed = self.norm(x_bth)
         (shifted,) = mixtures(normed, past.rows_before(name, normed, 1), self.mu[None, None, None])
         return shifted
 
 
 class RWKVMixer(Mixer):
-    """Base: every feature of a head has an input of its own, mixed from a token and the one before."""
+    """Base class of the RWKV mixers.
+
+    The input of each projection is its own interpolation of a token with the previous one.
+    """
 
     shifts_tokens = True
 
@@ -52,37 +55,40 @@ class RWKVMixer(Mixer):
         self.out_proj = self.linear(self.num_heads * self.head_dim, self.hidden_size)
 
     def add_parameters(self) -> None:
-        """Add the parameters that a mixer has beside these."""
+        """Create the parameters that only this mixer has."""
         raise NotImplementedError
 
     def projection(self) -> nn.Parameter:
-        """From the hidden state to the heads, [u, d, h]."""
+        """Return a projection from the hidden state to the heads, [u, d, h]."""
         return self.parameter(self.num_heads, self.head_dim, self.hidden_size)
 
     def of_channels(self) -> nn.Parameter:
-        """A number for each channel of each head, [u, d]."""
+        """Return a parameter with a number for each channel of each head, [u, d]."""
         return self.parameter(self.num_heads, self.head_dim)
 
     def narrow(self, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
-        """Two matrices through a narrow middle: down [r, h] and up [u, d, r]."""
+        """Return the two matrices of a low-rank projection: down [r, h] and up [u, d, r]."""
         return self.parameter(rank, self.hidden_size), self.parameter(self.num_heads, self.head_dim, rank)
 
     def normed_heads(self, o_btud: Tensor) -> Tensor:
-        """Each head's output over its own mean and spread, fp32."""
+        """Normalize each head's output by its own mean and variance (group norm), fp32."""
         normed = F.layer_norm(o_btud.float(), o_btud.shape[-1:], eps=self.head_dim * self.epsilon)
         return normed * self.group_norm_weight.float() + self.group_norm_bias.float()
 
 
 def to_heads(x_bth: Tensor, weight_udh: Tensor) -> Tensor:
-    """From the hidden state, or a few numbers made of it, to the heads, [b, t, u, d]."""
+    """Project hidden states, or their low-rank projection, to the heads, [b, t, u, d]."""
     return F.linear(x_bth, weight_udh.flatten(0, 1)).unflatten(-1, weight_udh.shape[:2])
 
 
 class RWKV6(RWKVMixer):
-    """Finch's time mixing (Peng et al. 2024, arXiv 2404.05892); `mu` is of decay, key, value, receptance, gate."""
+    """Time mixing of RWKV-6, Finch (Peng et al. 2024, arXiv 2404.05892).
+
+    The rows of `mu` belong to decay, key, value, receptance and gate.
+    """
 
     def add_parameters(self) -> None:
-        """See `RWKVMixer.add_parameters`."""
+        """Implement `RWKVMixer.add_parameters`."""
         hidden, mix_rank = self.hidden_size, self.settings.mix_rank
         self.mu_of_mixing, self.mu = self.parameter(hidden), self.parameter(5, hidden)
         self.mix_down, self.mix_up = self.parameter(5, mix_rank, hidden), self.parameter(5, hidden, mix_rank)
@@ -91,7 +97,7 @@ class RWKV6(RWKVMixer):
         self.decay_base, self.bonus = self.of_channels(), self.of_channels()
 
     def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
-        """See `Mixer.forward`."""
+        """Implement `Mixer.forward`."""
         w, k, v, r, g = self._inputs(x_bth, past.rows_before("hidden_states", x_bth, 1))
         of_decay = to_heads(F.linear(w, self.decay_down).tanh(), self.decay_up)
         r, k, v, g = map(to_heads, (r, k, v, g), (self.r_proj, self.k_proj, self.v_proj, self.g_proj))
@@ -103,7 +109,7 @@ class RWKV6(RWKVMixer):
         return projected
 
     def _inputs(self, x_bth: Tensor, before_b1h: Tensor) -> tuple[Tensor, ...]:
-        """The five mixtures, [b, t, h] each."""
+        """Return the five mixtures, [b, t, h] each."""
         (mixed,) = mixtures(x_bth, before_b1h, self.mu_of_mixing[None, None, None])
         chosen = torch.einsum("bth,irh->ibtr", mixed, self.mix_down).tanh()
         more = torch.einsum("ibtr,ihr->ibth", chosen, self.mix_up)
@@ -111,13 +117,14 @@ class RWKV6(RWKVMixer):
 
 
 class RWKV7(RWKVMixer):
-    """Goose's time mixing (Peng et al. 2025, arXiv 2503.14456), every layer as the paper's first.
+    """Time mixing of RWKV-7, Goose (Peng et al. 2025, arXiv 2503.14456). Every layer is as the paper's first layer.
 
-    `mu` is of receptance, decay, key, value, learning rate, gate.
+    There is therefore no value residual. The rows of `mu` belong to receptance, decay, key, value, learning rate and
+    gate.
     """
 
     def add_parameters(self) -> None:
-        """See `RWKVMixer.add_parameters`."""
+        """Implement `RWKVMixer.add_parameters`."""
         for_head, chosen = 2.5 * self.head_dim / 64, self.settings
         self.mu = self.parameter(6, self.hidden_size)
         self.decay_down, self.decay_up = self.narrow(chosen.decay_rank or self._rank(for_head))
@@ -130,7 +137,7 @@ class RWKV7(RWKVMixer):
         return max(32, round(factor * math.sqrt(self.hidden_size) / 32) * 32)
 
     def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
-        """See `Mixer.forward`."""
+        """Implement `Mixer.forward`."""
         share = self.mu[:, None, None]
         r, w, k, v, a, g = mixtures(x_bth, past.rows_before("hidden_states", x_bth, 1), share)
         of_decay = to_heads(F.linear(w, self.decay_down).tanh(), self.decay_up)

@@ -1,6 +1,6 @@
-"""Mixers with a state a head: linear attention, RetNet, GLA, Based, DeltaNet and gated DeltaNet.
+"""Mixers with one recurrent state per head: linear attention, RetNet, GLA, Based, DeltaNet and Gated DeltaNet.
 
-Suffixes: b batch, t position, u head, d key dim, e value dim, w width.
+Shape suffixes: b batch, t position, u head, d key dim, e value dim, f feature dim, w width.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class StatefulMixer(Mixer):
-    """Base: rows of the input projection are, for each head, [query | key | value | output gate | scalars]."""
+    """Base class of mixers with one recurrent state per head.
+
+    The rows of the input projection are, for each head, [query | key | value | output gate | scalars].
+    """
 
     num_scalars = 0
 
@@ -40,21 +43,21 @@ class StatefulMixer(Mixer):
         self.out_proj = self.linear(self.num_heads * self.value_dim, self.hidden_size)
 
     def add_parameters(self) -> None:
-        """Add the parameters that a mixer has beside its projections and its norm."""
+        """Create the parameters that a mixer has in addition to its projections and its norm."""
 
     @abstractmethod
     def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
-        """What each token reads from its head's state, [b, t, u, e].
+        """Return the output of each head's state for each token, [b, t, u, e].
 
         Args:
             heads: query, key, value, gate and scalars of each head, [b, t, u, width] each.
             x_bth: hidden states.
-            past: what lies before them.
-            positions: where they stand.
+            past: cache of the layer.
+            positions: positions of the hidden states.
         """
 
     def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
-        """See `Mixer.forward`."""
+        """Implement `Mixer.forward`."""
         heads = cut_units(self.in_proj(x_bth), self.num_heads, self.widths)
         read = self.read_states(heads, x_bth, past, positions).to(x_bth.dtype)
         gate = heads[3] if self.settings.output_gate else None
@@ -63,15 +66,18 @@ class StatefulMixer(Mixer):
 
 
 def walk(past: Beginning, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float) -> Tensor:
-    """Linear attention from the state before, [b, t, u, e] fp32; the state after is kept.
+    """Compute linear attention from the cached state, and cache the final state.
 
     Args:
-        past: what lies before.
+        past: cache of the layer.
         q: queries [b, t, u, d].
-        k: keys.
-        v: values.
-        g: log decay [b, t, u, 1 or d]; None: nothing decays.
+        k: keys [b, t, u, d].
+        v: values [b, t, u, e].
+        g: log decay [b, t, u, 1 or d]; None: no decay.
         scale: factor on q.
+
+    Returns:
+        fp32 [b, t, u, e].
     """
     decay = q.new_zeros(*q.shape[:3], 1) if g is None else g
     read, state = linear_attention(q, k, v, decay, past.state("state"), scale)
@@ -80,38 +86,41 @@ def walk(past: Beginning, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, sca
 
 
 class LinearAttention(StatefulMixer):
-    """A state that only adds."""
+    """Linear attention without decay."""
 
     def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
-        """See `StatefulMixer.read_states`."""
+        """Implement `StatefulMixer.read_states`."""
         q, k = (FEATURE_MAPS[self.settings.feature_map](x) for x in heads[:2])
         return walk(past, q, k, heads[2], None, self.head_dim**-0.5)
 
 
 class RetNet(StatefulMixer):
-    """A state a head that fades at a fixed rate: head h keeps 1 - 2^(-5-h)."""
+    """RetNet: the state of head h decays by the fixed factor 1 - 2^(-5-h) per token (arXiv 2307.08621)."""
 
     def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
-        """See `StatefulMixer.read_states`."""
+        """Implement `StatefulMixer.read_states`."""
         q, k = (positions.rotate(x) for x in heads[:2])
         numbers_u = torch.arange(self.num_heads, device=q.device, dtype=torch.float32)
-        # log(1 - x) for small x: fp32 would round 1 - x first.
+        # log1p is accurate for small x, where fp32 would round 1 - x.
         decay = torch.log1p(-torch.exp2(-5.0 - numbers_u))[:, None].expand(*q.shape[:3], 1)
         return walk(past, q, k, heads[2], decay, self.head_dim**-0.5)
 
 
 class GLA(StatefulMixer):
-    """A state whose key features fade each by itself, by sigmoid(up(down(hidden)) + bias)^(1 / temperature)."""
+    """Gated linear attention (arXiv 2312.06635): each key feature has its own decay.
+
+    The decay is sigmoid(up(down(hidden)) + bias)^(1 / temperature).
+    """
 
     def add_parameters(self) -> None:
-        """See `StatefulMixer.add_parameters`."""
+        """Implement `StatefulMixer.add_parameters`."""
         rank = self.settings.decay_rank
         self.decay_down = self.parameter(rank, self.hidden_size)
         self.decay_up = self.parameter(self.num_heads, self.head_dim, rank)
         self.decay_bias = self.parameter(self.num_heads, self.head_dim)
 
     def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
-        """See `StatefulMixer.read_states`."""
+        """Implement `StatefulMixer.read_states`."""
         logits = F.linear(F.linear(x_bth, self.decay_down), self.decay_up.flatten(0, 1))
         logits = logits.unflatten(-1, self.decay_up.shape[:2]).float() + self.decay_bias.float()
         decay = F.logsigmoid(logits) / self.settings.decay_temperature
@@ -120,7 +129,10 @@ class GLA(StatefulMixer):
 
 
 class Based(Mixer):
-    """Linear attention with the first terms of the exponential: a key weighs 1 + s + s^2 / 2, s = q.k / sqrt(f)."""
+    """Based (arXiv 2402.18668): linear attention with the Taylor expansion of the exponential to second order.
+
+    The weight of a key is 1 + s + s^2 / 2 with s = q.k / sqrt(f).
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -130,9 +142,9 @@ class Based(Mixer):
         self.out_proj = self.linear(self.num_heads * self.head_dim, self.hidden_size)
 
     def forward(self, x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
-        """See `Mixer.forward`."""
+        """Implement `Mixer.forward`."""
         q, k, v = cut_units(self.in_proj(x_bth), self.num_heads, self.widths)
-        # A 1 behind the values sums the weights.
+        # A 1 appended to the values gives the sum of the weights.
         sums = walk(past, taylor_features(q), taylor_features(k), F.pad(v.float(), (0, 1), value=1.0), None, 1.0)
         read = (sums[..., :-1] / sums[..., -1:]).to(x_bth.dtype)
         projected: Tensor = self.out_proj(read.flatten(2))
@@ -140,7 +152,10 @@ class Based(Mixer):
 
 
 def taylor_features(x_btuf: Tensor) -> Tensor:
-    """Features whose products are 1 + s + s^2 / 2, s = x.y / sqrt(f), fp32; each pair of numbers once."""
+    """Return fp32 features whose products are 1 + s + s^2 / 2, with s = x.y / sqrt(f).
+
+    Each pair of input channels gives one feature, not two.
+    """
     width = x_btuf.shape[-1]
     x = x_btuf.float() * width**-0.25
     pairs = [x.square() * 0.5**0.5]
@@ -152,20 +167,20 @@ def taylor_features(x_btuf: Tensor) -> Tensor:
 
 
 class DeltaNet(StatefulMixer):
-    """A state that is corrected towards each value; its scalars are [beta]."""
+    """DeltaNet: a write corrects the state towards the value (delta rule, arXiv 2406.06484). The scalars are [beta]."""
 
     num_scalars = 1
 
     def add_parameters(self) -> None:
-        """See `StatefulMixer.add_parameters`."""
+        """Implement `StatefulMixer.add_parameters`."""
         self.conv_weight = self.parameter(self.num_heads, sum(self.widths[:3]), self.settings.conv_kernel_size)
 
     def read_states(self, heads: tuple[Tensor, ...], x_bth: Tensor, past: Beginning, positions: Positions) -> Tensor:
-        """See `StatefulMixer.read_states`."""
+        """Implement `StatefulMixer.read_states`."""
         rows = torch.cat(heads[:3], -1)
         before = past.rows_before("convolution", rows, self.conv_weight.shape[-1] - 1)
         q, k, v = short_convolution(rows, before, self.conv_weight).split(self.widths[:3], -1)
-        # Rounded as the projections are, also where they are not computed so.
+        # Rounded to the dtype of the hidden states, although computed in fp32.
         q, k, v = (x.to(x_bth.dtype) for x in (of_unit_length(q), of_unit_length(k), v))
         strength, decay = heads[4][..., 0].float().sigmoid(), self.log_forgetting(heads[4])
         read, state = delta_rule(q, k, v, decay, strength, past.state("state"))
@@ -173,22 +188,22 @@ class DeltaNet(StatefulMixer):
         return read
 
     def log_forgetting(self, scalars_btuw: Tensor) -> Tensor:
-        """Log decay of the state [b, t, u], <= 0, fp32."""
+        """Return the log decay of the state, fp32 [b, t, u], at most 0."""
         return torch.zeros_like(scalars_btuw[..., 0], dtype=torch.float32)
 
 
 class GatedDeltaNet(DeltaNet):
-    """A head has a decay, too; its scalars are [beta | alpha]."""
+    """Gated DeltaNet (arXiv 2412.06464): DeltaNet with a decay per head. The scalars are [beta | alpha]."""
 
     num_scalars = 2
 
     def add_parameters(self) -> None:
-        """See `StatefulMixer.add_parameters`."""
+        """Implement `StatefulMixer.add_parameters`."""
         super().add_parameters()
         self.log_decay = self.parameter(self.num_heads)
         self.step_bias = self.parameter(self.num_heads)
 
     def log_forgetting(self, scalars_btuw: Tensor) -> Tensor:
-        """See `DeltaNet.log_forgetting`: -A softplus(alpha + bias)."""
+        """Implement `DeltaNet.log_forgetting` as -A softplus(alpha + bias)."""
         step = F.softplus(scalars_btuw[..., 1].float() + self.step_bias.float())
         return -self.log_decay.float().exp() * step

@@ -1,9 +1,9 @@
-"""Walks over a state in plain torch, in fp32, by chunks: what a chunk does inside itself is batched over chunks.
+"""Chunked scans over recurrent states in plain torch, computed in fp32.
 
-A token that comes alone, as in generation, takes one step.
+The work inside a chunk is batched over all chunks. A single token, as in generation, takes one recurrent step.
 
-Suffixes: b batch, h head, t position, n chunk, c and i, j position in a chunk, d key dim, e value dim, f d or 1. Every
-exponent of a decay is at most 0.
+Shape suffixes: b batch, h head, t position, n chunk, c, i and j position in a chunk, d key dim, e value dim, f d or 1.
+In `selective_scan`, c is a channel and n a state dim. Every exponent of a decay is at most 0.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .mixer_selectron import full_precision
 
 CHUNK_SIZE = 64
 CHUNK_SIZE_OF_VECTORS = 16
-"""A decay a key feature makes a number for each pair of positions and feature."""
+"""Chunk size for decays per key feature, which need a number for each pair of positions and each feature."""
 
 
 def _to_chunks(x_bthd: Tensor, size: int) -> Tensor:
-    """Cut [b, t, h, d] into [b, h, n, size, d]; the zeros at the end neither decay nor write."""
+    """Reshape [b, t, h, d] to [b, h, n, size, d], padded with zeros, which neither decay nor write."""
     missing = -x_bthd.shape[1] % size
     return pad(x_bthd.float(), (0, 0, 0, 0, 0, missing)).transpose(1, 2).unflatten(2, (-1, size))
 
@@ -33,10 +33,10 @@ def _from_chunks(x_bhnce: Tensor, length: int) -> Tensor:
 
 
 def _pair_decay(total_c1: Tensor) -> Tensor:
-    """e^(G_i - G_j) for j <= i, zero above: running sums of log decay [..., c, 1] to [..., i, j]."""
+    """Return e^(G_i - G_j) for j <= i and zero otherwise, from cumulative log decays [..., c, 1] to [..., i, j]."""
     size = total_c1.shape[-2]
     above = torch.ones(size, size, dtype=torch.bool, device=total_c1.device).triu(1)
-    # Masked before exp: above the diagonal the exponent is positive, and inf * 0 in the backward pass would be nan.
+    # Masked before exp: above the diagonal the exponent is positive, and inf * 0 in the backward pass would be NaN.
     return (total_c1 - total_c1.mT).masked_fill(above, -torch.inf).exp()
 
 
@@ -50,12 +50,12 @@ def _only_token(*x_b1hd: Tensor) -> Iterator[Tensor]:
 
 
 def _outer(k_bhd: Tensor, v_bhe: Tensor) -> Tensor:
-    """What a token writes at its key, [b, h, d, e]."""
+    """Return the update that a token writes at its key, [b, h, d, e]."""
     return k_bhd[..., None] * v_bhe[..., None, :]
 
 
 def _read(q_bhd: Tensor, state_bhde: Tensor) -> Tensor:
-    """What a token reads with its query, [b, h, e]."""
+    """Return the product of a token's query with the state, [b, h, e]."""
     return (q_bhd[..., None, :] @ state_bhde).squeeze(-2)
 
 
@@ -63,18 +63,18 @@ def _read(q_bhd: Tensor, state_bhde: Tensor) -> Tensor:
 def linear_attention(
     q_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, g_bthf: Tensor, state_bhde: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """S <- diag(exp(g_t)) S + k_t v_t^T;  o_t = scale * S^T q_t (Yang et al. 2023, arXiv 2312.06635).
+    """Compute S <- diag(exp(g_t)) S + k_t v_t^T;  o_t = scale * S^T q_t (Yang et al. 2023, arXiv 2312.06635).
 
     Args:
         q_bthd: queries [b, t, h, d], any floating dtype.
-        k_bthd: keys.
-        v_bthe: values.
-        g_bthf: log decay, at most 0, a number a token or one a key feature.
-        state_bhde: before the first token; None for zeros.
+        k_bthd: keys [b, t, h, d].
+        v_bthe: values [b, t, h, e].
+        g_bthf: log decay, at most 0, one number per token (f = 1) or per key feature (f = d).
+        state_bhde: state before the first token; None: zeros.
         scale: factor on q.
 
     Returns:
-        o [b, t, h, e] and the state after the last token, fp32.
+        o [b, t, h, e] and the state after the last token [b, h, d, e], fp32.
     """
     length, state = q_bthd.shape[1], _first_state(state_bhde, k_bthd, v_bthe)
     if length == 1:
@@ -101,20 +101,21 @@ def linear_attention(
 def rwkv6(
     r_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, g_bthd: Tensor, u_hd: Tensor, state_bhde: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """o_t = (S + diag(u) k_t v_t^T)^T r_t;  S <- diag(exp(g_t)) S + k_t v_t^T (Peng et al. 2024, arXiv 2404.05892).
+    """Compute o_t = (S + diag(u) k_t v_t^T)^T r_t;  S <- diag(exp(g_t)) S + k_t v_t^T (arXiv 2404.05892).
 
-    Linear attention reads S after token t is written, so that its query t is r_{t+1} here.
+    RWKV-6 reads the state before token t is written, and `linear_attention` reads it afterwards. Query t of
+    `linear_attention` is therefore r_{t+1}.
 
     Args:
         r_bthd: receptances [b, t, h, d], any floating dtype.
-        k_bthd: keys.
-        v_bthe: values.
-        g_bthd: log decay a key feature.
-        u_hd: bonus of the present token.
-        state_bhde: before the first token; None for zeros.
+        k_bthd: keys [b, t, h, d].
+        v_bthe: values [b, t, h, e].
+        g_bthd: log decay per key feature, at most 0.
+        u_hd: bonus of the current token.
+        state_bhde: state before the first token; None: zeros.
 
     Returns:
-        o [b, t, h, e] and the state after the last token, fp32.
+        o [b, t, h, e] and the state after the last token [b, h, d, e], fp32.
     """
     r, k, v, u = (x.float() for x in (r_bthd, k_bthd, v_bthe, u_hd))
     state = _first_state(state_bhde, k, v)
@@ -131,20 +132,20 @@ def rwkv6(
 def delta_rule(
     q_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, g_bth: Tensor, beta_bth: Tensor, state_bhde: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """S <- exp(g_t) S;  S <- S + beta_t k_t (v_t - S^T k_t)^T;  o_t = S^T q_t / sqrt(d) (arXiv 2412.06464).
+    """Compute S <- exp(g_t) S;  S <- S + beta_t k_t (v_t - S^T k_t)^T;  o_t = S^T q_t / sqrt(d) (arXiv 2412.06464).
 
-    What a chunk writes solves a triangular system (the WY form).
+    The updates of a chunk are the solution of a triangular system (WY representation).
 
     Args:
         q_bthd: queries [b, t, h, d], any floating dtype.
-        k_bthd: keys.
-        v_bthe: values.
+        k_bthd: keys [b, t, h, d].
+        v_bthe: values [b, t, h, e].
         g_bth: log decay, at most 0.
-        beta_bth: strength of writing.
-        state_bhde: before the first token; None for zeros.
+        beta_bth: strength of the update.
+        state_bhde: state before the first token; None: zeros.
 
     Returns:
-        o [b, t, h, e] and the state after the last token, fp32.
+        o [b, t, h, e] and the state after the last token [b, h, d, e], fp32.
     """
     length, scale = q_bthd.shape[1], q_bthd.shape[-1] ** -0.5
     size, state = min(CHUNK_SIZE, length), _first_state(state_bhde, k_bthd, v_bthe)
@@ -177,21 +178,21 @@ def rwkv7(
     b_bthd: Tensor,
     state_bhde: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """S <- (diag(exp(w_t)) + b_t a_t^T) S + k_t v_t^T;  o_t = S^T r_t (Peng et al. 2025, arXiv 2503.14456).
+    """Compute S <- (diag(exp(w_t)) + b_t a_t^T) S + k_t v_t^T;  o_t = S^T r_t (Peng et al. 2025, arXiv 2503.14456).
 
-    What is moved, u_t = S^T a_t, solves a triangular system in each chunk (the WY form).
+    The vectors u_t = S^T a_t of a chunk are the solution of a triangular system (WY representation).
 
     Args:
         r_bthd: receptances [b, t, h, d], any floating dtype.
-        k_bthd: keys.
-        v_bthe: values.
-        w_bthd: log decay a key feature, at most 0.
-        a_bthd: what is read from the old state.
-        b_bthd: where the read is added.
-        state_bhde: before the first token; None for zeros.
+        k_bthd: keys [b, t, h, d].
+        v_bthe: values [b, t, h, e].
+        w_bthd: log decay per key feature, at most 0.
+        a_bthd: key that reads from the old state, [b, t, h, d].
+        b_bthd: key at which the result of this read is added, [b, t, h, d].
+        state_bhde: state before the first token; None: zeros.
 
     Returns:
-        o [b, t, h, e] and the state after the last token, fp32.
+        o [b, t, h, e] and the state after the last token [b, h, d, e], fp32.
     """
     length, state = r_bthd.shape[1], _first_state(state_bhde, k_bthd, v_bthe)
     if length == 1:
@@ -202,7 +203,8 @@ def rwkv7(
     r, k, v, w, a, b = (_to_chunks(x, size) for x in (r_bthd, k_bthd, v_bthe, w_bthd, a_bthd, b_bthd))
     total = w.cumsum(-2)
     last, decay = total[..., -1:, :], _pair_decay(total.mT[..., None])
-    # a reads before its own token decays: a moves up by one, to fade as r does, and its products move back down.
+    # a reads the state before its own token's decay. a is shifted up by one row, so that it uses the decay that r
+    # uses, and the products are shifted back down.
     next_a = pad(a[..., 1:, :], (0, 0, 0, 1))
     ab, ak = (_down(torch.einsum("bhnid,bhnjd,bhndij->bhnij", next_a, x, decay)) for x in (b, k))
     rb, rk = (torch.einsum("bhnid,bhnjd,bhndij->bhnij", r, x, decay) for x in (b, k))
@@ -219,12 +221,12 @@ def rwkv7(
 
 
 def _down(x_c1: Tensor) -> Tensor:
-    """Move a chunk's rows down by one, [..., c, any]; the first becomes zero."""
+    """Shift the rows of a chunk down by one, [..., c, any]. The first row becomes zero."""
     return pad(x_c1[..., :-1, :], (0, 0, 1, 0))
 
 
 def _solved(system: Tensor, own: Tensor, reads: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve (1 + what is below the system's diagonal) x = right for two right sides."""
+    """Solve (1 + strictly lower triangle of `system`) x = right for two right-hand sides."""
     right = torch.cat([own, reads], -1)
     solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
     own, reads = solved.split([own.shape[-1], reads.shape[-1]], -1)
@@ -235,24 +237,24 @@ def _solved(system: Tensor, own: Tensor, reads: Tensor) -> tuple[Tensor, Tensor]
 def selective_scan(
     x_btc: Tensor, dt_btc: Tensor, A_cn: Tensor, B_btn: Tensor, C_btn: Tensor, state_bcn: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """For each channel h <- exp(dt_t A) h + dt_t x_t B_t;  y_t = C_t . h (Gu, Dao 2023, arXiv 2312.00752).
+    """Compute h <- exp(dt_t A) h + dt_t x_t B_t;  y_t = C_t . h for each channel (Gu, Dao 2023, arXiv 2312.00752).
 
     Args:
         x_btc: channels [b, t, c], any floating dtype.
         dt_btc: step sizes, not negative.
         A_cn: rates, at most 0.
-        B_btn: what writes.
-        C_btn: what reads.
-        state_bcn: before the first token; None for zeros.
+        B_btn: input vectors [b, t, n].
+        C_btn: output vectors [b, t, n].
+        state_bcn: state before the first token; None: zeros.
 
     Returns:
-        y [b, t, c] and the state after the last token, fp32.
+        y [b, t, c] and the state after the last token [b, c, n], fp32.
     """
     x, dt, A, B, C = (y.float() for y in (x_btc, dt_btc, A_cn, B_btn, C_btn))
     state = state_bcn if state_bcn is not None else torch.zeros(x.shape[0], *A.shape, device=x.device)
     outputs = []
     for parts in zip(*(y.split(CHUNK_SIZE_OF_VECTORS, 1) for y in (x, dt, B, C)), strict=True):
-        # The backward pass finds a chunk's states again: kept, they would be n numbers a channel and token.
+        # The backward pass recomputes a chunk's states. Stored, they would take n numbers per channel and token.
         y, state = checkpoint(_scan_chunk, *parts, A, state, use_reentrant=False, preserve_rng_state=False)
         outputs.append(y)
     return torch.cat(outputs, 1), state
@@ -263,10 +265,10 @@ def _scan_chunk(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, state: T
     written = (dt * x)[..., None] * B[:, :, None]
     written = torch.cat([written[:, :1] + kept[:, :1] * state[:, None], written[:, 1:]], 1)
     span = 1
-    while span < kept.shape[1]:  # Hillis, Steele 1986: each position has summed up `span` positions
+    while span < kept.shape[1]:  # Hillis, Steele 1986: each position covers `span` positions
         joined = written[:, span:] + kept[:, span:] * written[:, :-span]
         written = torch.cat([written[:, :span], joined], 1)
         kept = torch.cat([kept[:, :span], kept[:, span:] * kept[:, :-span]], 1)
         span *= 2
-    # A view of the last state would hold the chunk's others, too.
+    # A view of the last state would keep all states of the chunk in memory.
     return torch.einsum("btcn,btn->btc", written, C), written[:, -1].clone()
