@@ -1,4 +1,4 @@
-"""The model families of other libraries, by the name of their architecture, and which of them can hold a model."""
+"""Model families of other libraries by architecture name, and the choice of one for a model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ FAMILIES: dict[str, Family] = {
     "MambaForCausalLM": MambaFamily(),
     "NSAForCausalLM": NSAFamily(),
     "RWKV7ForCausalLM": RWKV7Family(),
-    "SelectronForCausalLM": Selectron(),  # the last, as it can hold every model
+    "SelectronForCausalLM": Selectron(),  # last, because it supports every built-in mixer
 }
 
 
 def family_of_architecture(architecture: str, where: str) -> Family:
-    """The family of an `architectures` entry.
+    """Return the family with this name in the `architectures` field of config.json.
+
+    Args:
+        architecture: name of the architecture.
+        where: file or option to name in the error message.
 
     Raises:
-        UserError: there is none.
+        UserError: the architecture is unknown.
     """
     if architecture not in FAMILIES:
         raise UserError(where, f"architecture {architecture} is not known here", f"give one of {', '.join(FAMILIES)}")
@@ -39,14 +43,14 @@ def family_of_architecture(architecture: str, where: str) -> Family:
 
 
 def family_for(saved: SavedModel, architecture: str | None = None) -> Family:
-    """The family that a model is written as.
+    """Return the family that a model is exported as.
 
     Args:
         saved: the model.
-        architecture: of the family; None: the first one that can hold the model.
+        architecture: name of the architecture; None: the first one that supports the model.
 
     Raises:
-        UserError: it cannot hold the model, or none can.
+        UserError: this architecture, or every architecture, does not support the model.
     """
     if architecture is not None:
         family = family_of_architecture(architecture, "--architecture")

@@ -1,4 +1,4 @@
-"""DeltaNet and flash-linear-attention's DeltaNetForCausalLM."""
+"""Conversion between DeltaNet and flash-linear-attention's `DeltaNetForCausalLM`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_ext.mixers.settings import DeltaNetConfig
 
 
 class DeltaNetFamily(FlaTransformer):
-    """Its layer has an output norm always, whatever `use_output_norm` says."""
+    """Family of `DeltaNetForCausalLM`. Its layer always has an output norm, regardless of `use_output_norm`."""
 
     architecture: str = "DeltaNetForCausalLM"
     model_type: ClassVar[str] = "delta_net"
@@ -39,23 +39,23 @@ class DeltaNetFamily(FlaTransformer):
     }
 
     scalars: ClassVar[tuple[str, ...]] = ("b_proj.weight",)
-    """What a head has one row of."""
+    """Names of projections with one row per head."""
 
     def why_not_mixer(self, model: ModelConfig, mixer: DeltaNetConfig) -> str | None:
-        """See `OneMixerFamily.why_not_mixer`."""
+        """Implement `OneMixerFamily.why_not_mixer`."""
         return None
 
     def told_of_mixer(self, model: ModelConfig, mixer: DeltaNetConfig) -> dict[str, Any]:
-        """See `FlaTransformer.told_of_mixer`."""
+        """Implement `FlaTransformer.told_of_mixer`."""
         more = {"use_gate": mixer.output_gate, "conv_size": mixer.conv_kernel_size}
         return self.told_heads(model, mixer.expand_v) | more
 
     def told_heads(self, model: ModelConfig, expand_v: int) -> dict[str, Any]:
-        """How many heads there are and how wide."""
+        """Return the fields of config.json for the number and the widths of heads."""
         return told_expanded_heads(model, expand_v)
 
     def read_mixer(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
-        """See `FlaTransformer.read_mixer`."""
+        """Implement `FlaTransformer.read_mixer`."""
         model, expand_v = self.read_heads(fields)
         fields.require("use_short_conv", True)
         fields.require("allow_neg_eigval", False)
@@ -63,21 +63,21 @@ class DeltaNetFamily(FlaTransformer):
         return model, {"expand_v": expand_v, **more}
 
     def read_heads(self, fields: Fields) -> tuple[dict[str, Any], int]:
-        """Fields of `ModelConfig`, and our `expand_v`."""
+        """Return the head fields of `ModelConfig`, and our `expand_v`."""
         fields.require("use_beta", True)
         fields.require("qk_norm", "l2")
         fields.require("qk_activation", "silu")
         return read_expanded_heads(fields)
 
     def mixer_rules(self, model: ModelConfig, mixer: DeltaNetConfig) -> Iterator[Rule]:
-        """See `OneMixerFamily.mixer_rules`."""
+        """Implement `OneMixerFamily.mixer_rules`."""
         assert model.head_dim is not None
         heads, d, e = model.num_attention_heads, model.head_dim, model.head_dim * mixer.expand_v
         qkv = {"q": d, "k": d, "v": e}
         widths = {f"{name}_proj.weight": width for name, width in (qkv | {"g": e * mixer.output_gate}).items()}
         yield rows("in_proj.weight", widths | dict.fromkeys(self.scalars, 1), heads)
         taps = rows("conv_weight", {f"{name}_conv1d.weight": width for name, width in qkv.items()}, heads)
-        # Ours [units, width, kernel], theirs with torch's input channel of a group, [channels, 1, kernel].
+        # Ours is [units, width, kernel], theirs [channels, 1, kernel] as in torch's grouped convolution.
         yield through(taps, lambda x: x.flatten(0, 1)[:, None], lambda x: x[:, 0].unflatten(0, (heads, -1)))
         yield renamed("norm_weight", "o_norm.weight")
         yield renamed("out_proj.weight", "o_proj.weight")

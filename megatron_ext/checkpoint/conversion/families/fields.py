@@ -1,4 +1,7 @@
-"""The fields of a foreign configuration, read one by one, each refused by name where it is nothing for us."""
+"""Validated access to the fields of another library's configuration.
+
+Each error names the field with the unsupported value.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ from megatron_ext.errors import UserError
 
 
 def where(name: str) -> str:
-    """A field of config.json as a message names it."""
+    """Return the name of a field of config.json for error messages."""
     return f"config.json: {name}"
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Fields of a config.json, or of something like it.
+    """Fields of a config.json or of a similar configuration.
 
     Attributes:
-        given: what it says.
-        defaults: what its architecture takes where it says nothing.
-        prefix: what messages name before a field.
-        mend: what can be done where a field is missing.
+        given: fields that the configuration contains.
+        defaults: defaults of the architecture for missing fields.
+        prefix: text before a field's name in error messages.
+        mend: advice in the error message for a missing field.
     """
 
     given: Mapping[str, Any]
@@ -34,14 +37,14 @@ class Fields:
     mend: str = "give it a value; it has no default"
 
     def where(self, name: str) -> str:
-        """A field as a message names it."""
+        """Return the name of a field for error messages."""
         return f"{self.prefix}{name}"
 
     def __getitem__(self, name: str) -> Any:
-        """The field, or its default.
+        """Return the field or its default.
 
         Raises:
-            UserError: it is missing and has none.
+            UserError: the field is missing and has no default.
         """
         if name in self.given:
             return self.given[name]
@@ -50,17 +53,21 @@ class Fields:
         raise UserError(self.where(name), "missing", self.mend)
 
     def whole(self, name: str) -> int:
-        """A whole number above 0."""
+        """Return a field that must be an integer above 0.
+
+        Raises:
+            UserError: the field has another value.
+        """
         value = self[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(self.where(name), f"{show(value)} is not a whole number above 0", "give one")
         return value
 
     def layers(self, name: str) -> int:
-        """A number of layers, which a layer pattern may have.
+        """Return a field that must be a number of layers.
 
         Raises:
-            UserError: it is no whole number above 0, or more than `MAX_LAYERS`.
+            UserError: the field is not an integer above 0, or exceeds `MAX_LAYERS`.
         """
         value = self.whole(name)
         if value > MAX_LAYERS:
@@ -70,16 +77,20 @@ class Fields:
         return value
 
     def whole_or(self, name: str, other: int) -> int:
-        """A whole number above 0; the other one where it is null."""
+        """Return a field that must be an integer above 0, or `other` if the field is null."""
         return other if self[name] is None else self.whole(name)
 
     def heads(self, heads: str, groups: str, width: str) -> dict[str, int]:
-        """Fields of `ModelConfig` about grouped queries.
+        """Return the fields of `ModelConfig` for grouped-query attention.
 
         Args:
-            heads: the field with the number of query heads.
-            groups: with that of keys; null, each head has its own.
-            width: with the width of a head; null, all heads are as wide as the model.
+            heads: name of the field with the number of query heads.
+            groups: name of the field with the number of key heads; if it is null, each query head has its own key head.
+            width: name of the field with the head width; if it is null, the heads together are as wide as the hidden
+                size.
+
+        Raises:
+            UserError: a number does not divide as it must.
         """
         number, hidden = self.whole(heads), self.whole("hidden_size")
         shared = self.whole_or(groups, number)
@@ -88,27 +99,35 @@ class Fields:
         return {"num_attention_heads": number, "num_query_groups": shared, "head_dim": each}
 
     def number(self, name: str) -> float:
-        """A finite number above 0."""
+        """Return a field that must be a finite number above 0.
+
+        Raises:
+            UserError: the field has another value.
+        """
         value = self[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise UserError(self.where(name), f"{show(value)} is not a number above 0", "give one")
         return float(value)
 
     def flag(self, name: str) -> bool:
-        """True or false."""
+        """Return a field that must be true or false.
+
+        Raises:
+            UserError: the field has another value.
+        """
         value = self[name]
         if not isinstance(value, bool):
             raise UserError(self.where(name), f"{show(value)} is not true or false", "give one of them")
         return value
 
     def require(self, name: str, *allowed: Any) -> None:
-        """Refuse all but what ours can be.
+        """Require a field to have one of the values that our models support.
 
         Raises:
             UserError: the field has another value.
         """
         value = self[name]
-        # 0 is False and 1 is True to Python, not to a reader.
+        # Python treats 0 as equal to False and 1 as equal to True. JSON does not.
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
             choices = " or ".join(show(one) for one in allowed)
             raise UserError(
@@ -116,16 +135,16 @@ class Fields:
             )
 
     def per(self, name: str, whole: float, by: str, of: int) -> int:
-        """How many times `of` goes into a number.
+        """Return `whole` / `of`, which must be an integer above 0.
 
         Args:
-            name: the field that the number is made with.
-            whole: the number.
-            by: what `of` is, for the message.
-            of: the divisor.
+            name: name of the field that `whole` is derived from.
+            whole: dividend.
+            by: description of the divisor for the error message.
+            of: divisor.
 
         Raises:
-            UserError: not a whole number of times.
+            UserError: the quotient is not an integer above 0.
         """
         times = round(whole / of)
         made = "" if self[name] == whole else f" makes {whole:g}, which"

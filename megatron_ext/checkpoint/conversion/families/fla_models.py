@@ -1,4 +1,4 @@
-"""What the models of flash-linear-attention share whose block is the Transformer++: RMSNorm, mixer, RMSNorm, SwiGLU."""
+"""Base class of flash-linear-attention models with the Transformer++ block: RMSNorm, mixer, RMSNorm, SwiGLU."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ DEFAULTS: dict[str, Any] = {
     "attnres_block_size": None,
     "fuse_norm": True,
 }
-"""What all their configurations of flash-linear-attention 0.6 say where config.json does not."""
+"""Defaults that the configurations of these models share in flash-linear-attention 0.6."""
 
 
 class FlaTransformer(OneMixerFamily):
-    """A model of flash-linear-attention with the block of Transformer++."""
+    """Model family of flash-linear-attention with the Transformer++ block."""
 
     block: ClassVar[str] = "transformer"
     embedding: ClassVar[str] = "model.embeddings"
@@ -40,14 +40,17 @@ class FlaTransformer(OneMixerFamily):
 
     @abstractmethod
     def told_of_mixer(self, model: ModelConfig, mixer: Any) -> dict[str, Any]:
-        """The fields of config.json that make the mixer."""
+        """Return the fields of config.json that describe the mixer."""
 
     @abstractmethod
     def read_mixer(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
-        """See `OneMixerFamily.read`, of what makes the mixer."""
+        """Return the fields of `ModelConfig` and of the mixer's configuration that describe the mixer.
+
+        This is the inverse of `told_of_mixer`.
+        """
 
     def told(self, model: ModelConfig, mixer: Any) -> dict[str, Any]:
-        """See `OneMixerFamily.told`."""
+        """Implement `OneMixerFamily.told`."""
         return {
             "intermediate_size": model.ffn_hidden_size,
             "hidden_act": "swish",
@@ -57,7 +60,7 @@ class FlaTransformer(OneMixerFamily):
         }
 
     def read(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
-        """See `OneMixerFamily.read`."""
+        """Implement `OneMixerFamily.read`."""
         fields.require("attn", None)
         fields.require("attnres_block_size", None)
         fields.require("hidden_act", "swish")
@@ -69,23 +72,23 @@ class FlaTransformer(OneMixerFamily):
         }, mixer
 
     def layer_rules(self, model: ModelConfig) -> Iterator[Rule]:
-        """See `OneMixerFamily.layer_rules`."""
+        """Implement `OneMixerFamily.layer_rules`."""
         assert model.ffn_hidden_size is not None
         yield from self.norm_rules(model, "input_layernorm", "attn_norm")
         yield from self.norm_rules(model, "pre_mlp_layernorm", "mlp_norm")
-        # Megatron's first matrix is [gate; value].
+        # Megatron-LM stacks the gate and value matrices of SwiGLU.
         halves = {f"mlp.{name}_proj.weight": model.ffn_hidden_size for name in ("gate", "up")}
         yield rows("mlp.linear_fc1.weight", halves, units=1)
         yield renamed("mlp.linear_fc2.weight", "mlp.down_proj.weight")
 
 
 def read_ffn(fields: Fields, *, thirds: int, multiple: int) -> int:
-    """Width inside the feed-forward, as flash-linear-attention makes it where none is given.
+    """Return the hidden width of the feed-forward layer, with flash-linear-attention's default if none is given.
 
     Args:
-        fields: `intermediate_size`, `hidden_ratio` and `hidden_size` are read.
-        thirds: of the ratio: 2 for three matrices, 3 for two.
-        multiple: up to which it is rounded.
+        fields: the fields `intermediate_size`, `hidden_ratio` and `hidden_size` are read.
+        thirds: factor on `hidden_ratio`, in thirds: 2 for a feed-forward of three matrices, 3 for one of two.
+        multiple: the default is rounded up to a multiple of this.
     """
     if fields["intermediate_size"] is not None:
         return fields.whole("intermediate_size")
@@ -94,13 +97,14 @@ def read_ffn(fields: Fields, *, thirds: int, multiple: int) -> int:
 
 
 def read_expanded_heads(fields: Fields) -> tuple[dict[str, Any], int]:
-    """Heads whose widths are told as the width of all of them over the hidden size: `expand_k`, `expand_v`.
+    """Read heads whose widths are given by `expand_k` and `expand_v`.
+
+    These fields are the total key and value widths divided by the hidden size.
 
     Returns:
-        Fields of `ModelConfig`, and our `expand_v`: the width of a value over that of a key.
+        Fields of `ModelConfig`, and our `expand_v`: the width of a value divided by the width of a key.
     """
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_heads")
-    # As their layers round it.
     key_dim, value_dim = (fields.number(name) * hidden for name in ("expand_k", "expand_v"))
     head_dim = fields.per("expand_k", key_dim, "num_heads", heads)
     return (
@@ -110,7 +114,7 @@ def read_expanded_heads(fields: Fields) -> tuple[dict[str, Any], int]:
 
 
 def told_expanded_heads(model: ModelConfig, expand_v: int) -> dict[str, Any]:
-    """The inverse of `read_expanded_heads`."""
+    """Return `num_heads`, `expand_k` and `expand_v` of config.json; the inverse of `read_expanded_heads`."""
     assert model.head_dim is not None
     width = model.num_attention_heads * model.head_dim
     return {

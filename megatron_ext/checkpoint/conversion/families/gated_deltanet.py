@@ -1,4 +1,4 @@
-"""Gated DeltaNet and flash-linear-attention's GatedDeltaNetForCausalLM."""
+"""Conversion between Gated DeltaNet and flash-linear-attention's `GatedDeltaNetForCausalLM`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_ext.mixers.settings import DeltaNetConfig
 
 
 class GatedDeltaNetFamily(DeltaNetFamily):
-    """DeltaNet's, with a decay; heads are as wide as `head_dim` says."""
+    """Family of `GatedDeltaNetForCausalLM`: DeltaNet with a decay. The `head_dim` field gives the width of a head."""
 
     architecture: str = "GatedDeltaNetForCausalLM"
     model_type: ClassVar[str] = "gated_deltanet"
@@ -37,11 +37,11 @@ class GatedDeltaNetFamily(DeltaNetFamily):
     scalars: ClassVar[tuple[str, ...]] = ("b_proj.weight", "a_proj.weight")
 
     def told_heads(self, model: ModelConfig, expand_v: int) -> dict[str, Any]:
-        """See `DeltaNetFamily.told_heads`."""
+        """Implement `DeltaNetFamily.told_heads`."""
         return {"num_heads": model.num_attention_heads, "head_dim": model.head_dim, "expand_v": float(expand_v)}
 
     def read_heads(self, fields: Fields) -> tuple[dict[str, Any], int]:
-        """See `DeltaNetFamily.read_heads`."""
+        """Implement `DeltaNetFamily.read_heads`."""
         heads, head_dim = fields.whole("num_heads"), fields.whole("head_dim")
         fields.require("num_v_heads", None, heads)
         fields.require("output_gate_activation", "swish", "silu")
@@ -49,7 +49,7 @@ class GatedDeltaNetFamily(DeltaNetFamily):
         return {"num_attention_heads": heads, "head_dim": head_dim}, expand_v
 
     def mixer_rules(self, model: ModelConfig, mixer: DeltaNetConfig) -> Iterator[Rule]:
-        """See `OneMixerFamily.mixer_rules`."""
+        """Implement `OneMixerFamily.mixer_rules`."""
         yield from super().mixer_rules(model, mixer)
         yield renamed("log_decay", "A_log")
         yield renamed("step_bias", "dt_bias")

@@ -1,4 +1,4 @@
-"""GLA and flash-linear-attention's GLAForCausalLM."""
+"""Conversion between GLA and flash-linear-attention's `GLAForCausalLM`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from megatron_ext.config.schema import ModelConfig
 from megatron_ext.mixers.settings import GLAConfig
 
 FIXED = GLAConfig(decay_rank=16, decay_temperature=16.0)
-"""What its layer has and its config.json cannot change."""
+"""Settings that the layer of flash-linear-attention fixes and config.json cannot change."""
 
 
 class GLAFamily(FlaTransformer):
-    """Its layer takes the names of its norm from what `fuse_norm` says; only the fused one is read."""
+    """Family of `GLAForCausalLM`.
+
+    With an output gate, the name of the norm's parameter depends on `fuse_norm`. Only the fused norm is supported.
+    """
 
     architecture: str = "GLAForCausalLM"
     model_type: ClassVar[str] = "gla"
@@ -41,18 +44,18 @@ class GLAFamily(FlaTransformer):
     }
 
     def why_not_mixer(self, model: ModelConfig, mixer: GLAConfig) -> str | None:
-        """See `OneMixerFamily.why_not_mixer`."""
+        """Implement `OneMixerFamily.why_not_mixer`."""
         for name in ("decay_rank", "decay_temperature"):
             if getattr(mixer, name) != getattr(FIXED, name):
                 return f"mixers.gla.{name} is {getattr(mixer, name):g}, and it has {getattr(FIXED, name):g} always"
         return None
 
     def told_of_mixer(self, model: ModelConfig, mixer: GLAConfig) -> dict[str, Any]:
-        """See `FlaTransformer.told_of_mixer`."""
+        """Implement `FlaTransformer.told_of_mixer`."""
         return told_expanded_heads(model, mixer.expand_v) | {"use_output_gate": mixer.output_gate}
 
     def read_mixer(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
-        """See `FlaTransformer.read_mixer`."""
+        """Implement `FlaTransformer.read_mixer`."""
         model, expand_v = read_expanded_heads(fields)
         fields.require("num_kv_heads", None, model["num_attention_heads"])
         fields.require("feature_map", None)
@@ -66,7 +69,7 @@ class GLAFamily(FlaTransformer):
         return model, {"expand_v": expand_v, "output_gate": gate, **ranks}
 
     def mixer_rules(self, model: ModelConfig, mixer: GLAConfig) -> Iterator[Rule]:
-        """See `OneMixerFamily.mixer_rules`."""
+        """Implement `OneMixerFamily.mixer_rules`."""
         assert model.head_dim is not None
         heads, d, e = model.num_attention_heads, model.head_dim, model.head_dim * mixer.expand_v
         widths = {"q": d, "k": d, "v": e, "g": e if mixer.output_gate else 0}

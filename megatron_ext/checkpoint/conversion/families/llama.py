@@ -1,4 +1,7 @@
-"""The Transformer++ and `LlamaForCausalLM` of transformers: the same model under other names."""
+"""Conversion between the Transformer++ and `LlamaForCausalLM` of transformers.
+
+Both are the same model with different parameter names.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _FIXED: dict[str, Any] = {
     "pretraining_tp": 1,
     "quantization_config": None,
 }
-"""Fields of config.json that our model has one value for; absent, they have it, too."""
+"""Fields of config.json for which our model supports only one value. The value is also the default."""
 
 _DEFAULTS: dict[str, Any] = {
     **_FIXED,
@@ -39,12 +42,12 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class Llama:
-    """See `Family`."""
+    """Family of `LlamaForCausalLM`. Implements `Family`."""
 
     architecture = "LlamaForCausalLM"
 
     def why_not(self, saved: SavedModel) -> str | None:
-        """See `Family.why_not`."""
+        """Implement `Family.why_not`."""
         others = sorted(set(saved.layers) - {"attention"})
         if others:
             return f"it has no {', '.join(others)} layers"
@@ -59,7 +62,7 @@ class Llama:
         return None
 
     def config(self, saved: SavedModel) -> dict[str, Any]:
-        """See `Family.config`."""
+        """Implement `Family.config`."""
         model = saved.model
         return {
             "architectures": [self.architecture],
@@ -74,7 +77,7 @@ class Llama:
             "max_position_embeddings": model.max_position_embeddings,
             "initializer_range": model.init_std,
             "rms_norm_eps": model.norm_epsilon,
-            # transformers 5 reads the second, earlier ones the first.
+            # transformers 5 reads `rope_parameters`, earlier versions read `rope_theta`.
             "rope_theta": model.rotary_base,
             "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_base},
             "attention_bias": False,
@@ -86,7 +89,7 @@ class Llama:
         }
 
     def saved_model(self, config: dict[str, Any]) -> SavedModel:
-        """See `Family.saved_model`."""
+        """Implement `Family.saved_model`."""
         fields = Fields(config, _DEFAULTS)
         for field, value in _FIXED.items():
             fields.require(field, value)
@@ -111,7 +114,7 @@ class Llama:
         )
 
     def rules(self, saved: SavedModel) -> Iterator[Rule]:
-        """See `Family.rules`."""
+        """Implement `Family.rules`."""
         yield renamed("embedding.word_embeddings.weight", "model.embed_tokens.weight")
         for layer in range(len(saved.layers)):
             yield from under(_layer(saved.model), f"decoder.layers.{layer}.", f"model.layers.{layer}.")
@@ -121,7 +124,7 @@ class Llama:
 
 
 def _rotary_base(fields: Fields) -> float:
-    """Of `rope_parameters` as transformers 5 writes it, of the field of its own before that, or Llama's own."""
+    """Return the rotary base from `rope_parameters` (transformers 5) or `rope_theta` (earlier), or Llama's default."""
     fields.require("partial_rotary_factor", 1.0)
     rope = {} if fields["rope_parameters"] is None else fields["rope_parameters"]
     if not isinstance(rope, dict):
@@ -139,13 +142,13 @@ def _layer(model: ModelConfig) -> Iterator[Rule]:
     assert model.head_dim is not None
     assert model.ffn_hidden_size is not None
     yield renamed("input_layernorm.weight", "input_layernorm.weight")
-    # Ours has the queries, the key and the value of a query group next to each other.
+    # Our projection stores the queries, the key and the value of a query group next to each other.
     queries, d = model.num_attention_heads // model.num_query_groups, model.head_dim
     attention = {f"self_attn.{name}_proj.weight": width for name, width in {"q": queries * d, "k": d, "v": d}.items()}
     yield rows("self_attention.in_proj.weight", attention, model.num_query_groups)
     yield renamed("self_attention.out_proj.weight", "self_attn.o_proj.weight")
     yield renamed("pre_mlp_layernorm.weight", "post_attention_layernorm.weight")
-    # Megatron's first matrix is [gate; value].
+    # Megatron-LM stacks the gate and value matrices of SwiGLU.
     halves = {f"mlp.{name}_proj.weight": model.ffn_hidden_size for name in ("gate", "up")}
     yield rows("mlp.linear_fc1.weight", halves, units=1)
     yield renamed("mlp.linear_fc2.weight", "mlp.down_proj.weight")

@@ -1,4 +1,4 @@
-"""Mamba and transformers' MambaForCausalLM."""
+"""Conversion between Mamba and transformers' `MambaForCausalLM`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from megatron_ext.config.schema import ModelConfig
 from megatron_ext.mixers.settings import MambaConfig
 
 HEAD_DIM = 64
-"""Of heads that ours has and theirs has not: the channels that can be given to another rank together."""
+"""Largest head width of an imported Mamba model.
+
+Our Mamba has heads, the smallest unit that tensor parallelism splits. Theirs has none.
+"""
 
 
 class MambaModels(OneMixerFamily):
-    """What transformers' Mamba and Mamba-2 share: a layer is RMSNorm, mixer and residual.
+    """Base class of transformers' Mamba and Mamba-2, whose layer is RMSNorm, mixer and residual.
 
-    `residual_in_fp32` is about rounding alone; ours rounds to the weights' own precision, and both are read.
+    `residual_in_fp32` only affects rounding, so both values are accepted. Our residual has the precision of the
+    weights.
     """
 
     block: ClassVar[str] = "mixer"
@@ -32,18 +36,18 @@ class MambaModels(OneMixerFamily):
 
     @abstractmethod
     def told_of_mixer(self, model: ModelConfig, mixer: Any) -> dict[str, Any]:
-        """The fields of config.json that only one of the two has."""
+        """Return the fields of config.json that only this one of the two models has."""
 
     @abstractmethod
     def read_mixer(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
-        """See `OneMixerFamily.read`, of these fields."""
+        """Return the fields of `ModelConfig` and of the mixer's configuration; the inverse of `told_of_mixer`."""
 
     @abstractmethod
     def width(self, model: ModelConfig, mixer: Any) -> int:
-        """Channels of all heads."""
+        """Return the number of channels of all heads together."""
 
     def why_not_mixer(self, model: ModelConfig, mixer: Any) -> str | None:
-        """See `OneMixerFamily.why_not_mixer`."""
+        """Implement `OneMixerFamily.why_not_mixer`."""
         width = self.width(model, mixer)
         if width % model.hidden_size:
             return (
@@ -53,7 +57,7 @@ class MambaModels(OneMixerFamily):
         return None
 
     def told(self, model: ModelConfig, mixer: Any) -> dict[str, Any]:
-        """See `OneMixerFamily.told`."""
+        """Implement `OneMixerFamily.told`."""
         return {
             "state_size": mixer.state_size,
             "expand": self.width(model, mixer) // model.hidden_size,
@@ -67,7 +71,7 @@ class MambaModels(OneMixerFamily):
         }
 
     def read(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
-        """See `OneMixerFamily.read`."""
+        """Implement `OneMixerFamily.read`."""
         fields.require("use_bias", False)
         fields.require("use_conv_bias", True)
         fields.require("hidden_act", "silu", "swish")
@@ -76,12 +80,15 @@ class MambaModels(OneMixerFamily):
         return {"norm_epsilon": fields.number("layer_norm_epsilon"), **model}, both | mixer
 
     def layer_rules(self, model: ModelConfig) -> Iterator[Rule]:
-        """See `OneMixerFamily.layer_rules`."""
+        """Implement `OneMixerFamily.layer_rules`."""
         yield from self.norm_rules(model, "input_layernorm", "norm")
 
 
 class MambaFamily(MambaModels):
-    """Its channels have no heads; ours have, so that ranks can share them."""
+    """Family of `MambaForCausalLM`.
+
+    Its channels have no heads. Ours are grouped into heads for tensor parallelism.
+    """
 
     architecture: str = "MambaForCausalLM"
     model_type: ClassVar[str] = "mamba"
@@ -103,29 +110,29 @@ class MambaFamily(MambaModels):
     }
 
     def width(self, model: ModelConfig, mixer: MambaConfig) -> int:
-        """See `MambaModels.width`."""
+        """Implement `MambaModels.width`."""
         assert model.head_dim is not None
         return model.num_attention_heads * model.head_dim * mixer.expand
 
     def told_of_mixer(self, model: ModelConfig, mixer: MambaConfig) -> dict[str, Any]:
-        """See `MambaModels.told_of_mixer`."""
+        """Implement `MambaModels.told_of_mixer`."""
         return {"time_step_rank": mixer.dt_rank or _rank(model.hidden_size)}
 
     def read_mixer(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
-        """See `MambaModels.read_mixer`."""
+        """Implement `MambaModels.read_mixer`."""
         hidden = fields.whole("hidden_size")
         head_dim = math.gcd(hidden, HEAD_DIM)
-        # Written by transformers, it is a number always.
+        # transformers always writes a number, never "auto".
         rank = None if fields["time_step_rank"] in ("auto", _rank(hidden)) else fields.whole("time_step_rank")
         heads = {"num_attention_heads": hidden // head_dim, "head_dim": head_dim}
         return heads, {"expand": fields.whole("expand"), "dt_rank": rank}
 
     def mixer_rules(self, model: ModelConfig, mixer: MambaConfig) -> Iterator[Rule]:
-        """See `OneMixerFamily.mixer_rules`."""
+        """Implement `OneMixerFamily.mixer_rules`."""
         assert model.head_dim is not None
         heads, width = model.num_attention_heads, model.head_dim * mixer.expand
         yield rows_in_order("in_proj.weight", "in_proj.weight", heads, {"x": width, "z": width}, "xz")
-        # Ours [heads, channels, kernel], theirs with torch's input channel of a group, [channels, 1, kernel].
+        # Ours is [heads, width, kernel], theirs [channels, 1, kernel] as in torch's grouped convolution.
         yield reshaped(
             "conv_weight",
             "conv1d.weight",
@@ -147,5 +154,5 @@ class MambaFamily(MambaModels):
 
 
 def _rank(hidden_size: int) -> int:
-    """The `time_step_rank` that is called auto, and our `dt_rank` where none is given."""
+    """Return the default rank: `time_step_rank` "auto" in transformers, `dt_rank` None in our configuration."""
     return -(-hidden_size // 16)

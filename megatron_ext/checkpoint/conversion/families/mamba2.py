@@ -1,4 +1,4 @@
-"""Mamba-2 and transformers' Mamba2ForCausalLM."""
+"""Conversion between Mamba-2 and transformers' `Mamba2ForCausalLM`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from megatron_ext.mixers.settings import Mamba2Config
 PLAIN = Mamba2Config()
 
 NO_LIMIT = [0.0, math.inf]
-"""Of step sizes; transformers writes an infinity as an object, since JSON has none."""
+"""Value of `time_step_limit` without a limit. transformers writes infinity as an object, because JSON has none."""
 
 
 class Mamba2Family(MambaModels):
-    """Our query groups are its groups; its `chunk_size` is about how it computes alone."""
+    """Family of `Mamba2ForCausalLM`.
+
+    Its groups are our query groups. Its `chunk_size` only affects how the model is computed.
+    """
 
     architecture: str = "Mamba2ForCausalLM"
     model_type: ClassVar[str] = "mamba2"
@@ -47,12 +50,12 @@ class Mamba2Family(MambaModels):
     }
 
     def width(self, model: ModelConfig, mixer: Mamba2Config) -> int:
-        """See `MambaModels.width`."""
+        """Implement `MambaModels.width`."""
         assert model.head_dim is not None
         return model.num_attention_heads * model.head_dim * mixer.expand
 
     def why_not_mixer(self, model: ModelConfig, mixer: Mamba2Config) -> str | None:
-        """See `OneMixerFamily.why_not_mixer`."""
+        """Implement `OneMixerFamily.why_not_mixer`."""
         for name in ("convolution", "decay", "group_norm"):
             found, plain = getattr(mixer, name), getattr(PLAIN, name)
             if found != plain:
@@ -60,7 +63,7 @@ class Mamba2Family(MambaModels):
         return super().why_not_mixer(model, mixer)
 
     def told_of_mixer(self, model: ModelConfig, mixer: Mamba2Config) -> dict[str, Any]:
-        """See `MambaModels.told_of_mixer`."""
+        """Implement `MambaModels.told_of_mixer`."""
         assert model.head_dim is not None
         return {
             "num_heads": model.num_attention_heads,
@@ -69,7 +72,7 @@ class Mamba2Family(MambaModels):
         }
 
     def read_mixer(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
-        """See `MambaModels.read_mixer`; its `head_dim` is a value's, ours times `expand`."""
+        """Implement `MambaModels.read_mixer`. Their `head_dim` is the width of a value: ours times `expand`."""
         fields.require("time_step_limit", NO_LIMIT, tuple(NO_LIMIT), [0.0, {"__float__": "Infinity"}])
         heads, head_dim, groups = (fields.whole(name) for name in ("num_heads", "head_dim", "n_groups"))
         fields.per("num_heads", heads, "n_groups", groups)
@@ -82,7 +85,7 @@ class Mamba2Family(MambaModels):
         return model, {"expand": expand}
 
     def mixer_rules(self, model: ModelConfig, mixer: Mamba2Config) -> Iterator[Rule]:
-        """See `OneMixerFamily.mixer_rules`."""
+        """Implement `OneMixerFamily.mixer_rules`."""
         assert model.head_dim is not None
         assert model.num_query_groups is not None
         groups, size = model.num_query_groups, mixer.state_size
@@ -91,7 +94,8 @@ class Mamba2Family(MambaModels):
         xbc = {"x": width, "B": size, "C": size}
         widths = xbc | {"z": width, "step": heads}
         yield rows_in_order("in_proj.weight", "in_proj.weight", groups, widths, ("z", "x", "B", "C", "step"))
-        # Theirs of all groups' x, then B, then C; the weight with torch's input channel of a group, [channels, 1, k].
+        # Theirs stores x of all groups, then B, then C. The weight is [channels, 1, kernel] as in torch's grouped
+        # convolution.
         taps = rows_in_order("conv_weight", "conv1d.weight", groups, xbc, "xBC")
         yield through(taps, lambda x: x.flatten(0, 1)[:, None], lambda x: x[:, 0].unflatten(0, (groups, -1)))
         biases = rows_in_order("conv_bias", "conv1d.bias", groups, xbc, "xBC")

@@ -1,4 +1,4 @@
-"""Native Sparse Attention and flash-linear-attention's NSAForCausalLM."""
+"""Conversion between Native Sparse Attention and flash-linear-attention's `NSAForCausalLM`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_ext.config.schema import ModelConfig
 from megatron_ext.mixers.settings import NUM_BRANCHES, NSAConfig
 
 LEAST_GROUP = 16
-"""Query heads that share a key: its kernel takes this many or more, a power of two."""
+"""Minimum number of query heads per key head in flash-linear-attention's kernel, which also requires a power of two."""
 
 
 class NSAFamily(FlaTransformer):
-    """Grouped queries, three branches, gates: as ours."""
+    """Family of `NSAForCausalLM`: grouped queries, three branches and gates as in our mixer."""
 
     architecture: str = "NSAForCausalLM"
     model_type: ClassVar[str] = "nsa"
@@ -35,7 +35,7 @@ class NSAFamily(FlaTransformer):
     }
 
     def why_not_mixer(self, model: ModelConfig, mixer: NSAConfig) -> str | None:
-        """See `OneMixerFamily.why_not_mixer`."""
+        """Implement `OneMixerFamily.why_not_mixer`."""
         assert model.num_query_groups is not None
         if mixer.position_encoding != "rope":
             return f"mixers.nsa.position_encoding is {mixer.position_encoding}, and it rotates always"
@@ -48,7 +48,7 @@ class NSAFamily(FlaTransformer):
         return None
 
     def told_of_mixer(self, model: ModelConfig, mixer: NSAConfig) -> dict[str, Any]:
-        """See `FlaTransformer.told_of_mixer`."""
+        """Implement `FlaTransformer.told_of_mixer`."""
         return {
             "num_heads": model.num_attention_heads,
             "num_kv_heads": model.num_query_groups,
@@ -60,7 +60,7 @@ class NSAFamily(FlaTransformer):
         }
 
     def read_mixer(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
-        """See `FlaTransformer.read_mixer`."""
+        """Implement `FlaTransformer.read_mixer`."""
         fields.require("qkv_bias", False)
         names = {"block_size": "block_size", "num_selected": "block_counts", "window": "window_size"}
         return {
@@ -69,7 +69,7 @@ class NSAFamily(FlaTransformer):
         }, {ours: fields.whole(theirs) for ours, theirs in names.items()}
 
     def mixer_rules(self, model: ModelConfig, mixer: NSAConfig) -> Iterator[Rule]:
-        """See `OneMixerFamily.mixer_rules`."""
+        """Implement `OneMixerFamily.mixer_rules`."""
         assert model.head_dim is not None
         assert model.num_query_groups is not None
         groups, d = model.num_query_groups, model.head_dim

@@ -1,4 +1,4 @@
-"""What the architectures of one mixer have in common: what they are asked, and what their config.json cannot say."""
+"""Base class of architectures whose layers all have the same mixer."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from megatron_ext.errors import UserError
 from megatron_ext.mixers.settings import SETTINGS
 
 SECTION = "selectron"
-"""The field of config.json with what of a model of ours its own fields do not tell, such as how it is initialised."""
+"""Field of config.json with the values of our model that its other fields cannot express, such as initialization."""
 
 
 LENGTH = DataConfig(path="").seq_length
-"""Tokens of a sample where config.json says nothing of positions: ours of a run that says nothing."""
+"""Tokens per sample if config.json contains no number of positions: the default of a run."""
 
 
 class OneMixerFamily(ABC):
-    """An architecture all of whose layers have the same mixer.
+    """Architecture whose layers all have the same mixer.
 
-    A subclass says how its config.json and its tensors are called. What of our model its config.json does not tell, and
-    is not as it would be read, goes into a section of its own there, which other libraries keep and do not look at.
+    A subclass defines the field names of config.json and the tensor names. Values of our model that these fields do not
+    determine are written to the section `SECTION` of config.json. Other libraries keep this section and ignore it.
     """
 
     architecture: str
-    """As in `architectures` of its config.json."""
+    """Name in the `architectures` field of config.json."""
     model_type: ClassVar[str]
-    """As in its config.json."""
+    """Value of `model_type` in config.json."""
     mixer: ClassVar[str]
-    """Ours."""
+    """Name of our mixer."""
     block: ClassVar[str]
-    """The `model.block` that is its own."""
+    """Value of `model.block` that the architecture has."""
     normalization: ClassVar[str] = "rms_norm"
-    """The `model.normalization` that is its own."""
+    """Value of `model.normalization` that the architecture has."""
     defaults: ClassVar[Mapping[str, Any]]
-    """What it takes where its config.json says nothing, of the fields that are read."""
+    """Defaults of the architecture for the fields of config.json that are read."""
 
-    # How it calls what is not in a layer, and a layer and its mixer.
+    # Names of the architecture's modules.
     embedding: ClassVar[str]
     final_norm: ClassVar[str]
     layer: ClassVar[str]
@@ -52,30 +52,33 @@ class OneMixerFamily(ABC):
 
     @abstractmethod
     def why_not_mixer(self, model: ModelConfig, mixer: Any) -> str | None:
-        """See `Family.why_not`, of the mixer's configuration, with all else as it must be."""
+        """Return why the architecture does not support the mixer's configuration; None: it does.
+
+        Layers, block and normalization have already been checked.
+        """
 
     @abstractmethod
     def told(self, model: ModelConfig, mixer: Any) -> dict[str, Any]:
-        """The fields of config.json that are this architecture's own."""
+        """Return the fields of config.json that are specific to this architecture."""
 
     @abstractmethod
     def read(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Fields of `ModelConfig` and of the mixer's configuration; the inverse of `told`.
+        """Return the fields of `ModelConfig` and of the mixer's configuration; the inverse of `told`.
 
         Raises:
-            UserError: see `Family.saved_model`.
+            UserError: config.json has a value that our model does not support.
         """
 
     @abstractmethod
     def mixer_rules(self, model: ModelConfig, mixer: Any) -> Iterator[Rule]:
-        """Rules of a layer's mixer, with names from the mixer on."""
+        """Yield the rules for a layer's mixer, with names relative to the mixer."""
 
     @abstractmethod
     def layer_rules(self, model: ModelConfig) -> Iterator[Rule]:
-        """Rules of what stands around a layer's mixer, with names from the layer on."""
+        """Yield the rules for the rest of a layer, with names relative to the layer."""
 
     def why_not(self, saved: SavedModel) -> str | None:
-        """See `Family.why_not`."""
+        """Implement `Family.why_not`."""
         others = sorted(set(saved.layers) - {self.mixer})
         if others:
             return f"model.pattern has {', '.join(others)}, and all its layers are {self.mixer}"
@@ -86,7 +89,7 @@ class OneMixerFamily(ABC):
         return self.why_not_mixer(saved.model, saved.mixers[self.mixer])
 
     def config(self, saved: SavedModel) -> dict[str, Any]:
-        """See `Family.config`."""
+        """Implement `Family.config`."""
         told = self._told(saved)
         untold = _differences(saved, self._read(told), self.mixer)
         return told | ({SECTION: untold} if untold else {})
@@ -105,7 +108,7 @@ class OneMixerFamily(ABC):
         }
 
     def saved_model(self, config: dict[str, Any]) -> SavedModel:
-        """See `Family.saved_model`."""
+        """Implement `Family.saved_model`."""
         plain = self._read(config)
         if SECTION not in config:
             return plain
@@ -140,7 +143,7 @@ class OneMixerFamily(ABC):
         )
 
     def rules(self, saved: SavedModel) -> Iterator[Rule]:
-        """See `Family.rules`."""
+        """Implement `Family.rules`."""
         yield renamed("embedding.word_embeddings.weight", f"{self.embedding}.weight")
         yield from self.norm_rules(saved.model, "decoder.final_layernorm", self.final_norm)
         if not saved.model.tie_embeddings:
@@ -152,13 +155,19 @@ class OneMixerFamily(ABC):
             yield from under(of_mixer, f"{ours}self_attention.", f"{theirs}{self.mixer_name}.")
 
     def norm_rules(self, model: ModelConfig, ours: str, theirs: str) -> Iterator[Rule]:
-        """Rules of one of the block's norms."""
+        """Yield the rules for one of the norms."""
         for name in ("weight", "bias") if model.normalization == "layer_norm" else ("weight",):
             yield renamed(f"{ours}.{name}", f"{theirs}.{name}")
 
 
 def _differences(saved: SavedModel, read: SavedModel, mixer: str) -> dict[str, Any]:
-    """What a model has otherwise than it would be read, as `_with_untold` takes it."""
+    """Return the values of a model that config.json does not determine, in the form that `_with_untold` reads.
+
+    Args:
+        saved: the model.
+        read: the model as read from config.json without the section.
+        mixer: name of the mixer.
+    """
     pairs: dict[str, tuple[Any, Any]] = {
         "model": (saved.model, read.model),
         "mixer": (saved.mixers[mixer], read.mixers[mixer]),
@@ -172,7 +181,7 @@ def _differences(saved: SavedModel, read: SavedModel, mixer: str) -> dict[str, A
 
 
 def _with_untold(plain: SavedModel, section: Any, mixer: str) -> SavedModel:
-    """A model with what its section of config.json says otherwise than was read."""
+    """Return the model as read from config.json, with the values of the section applied."""
     prefix = where(SECTION)
     parts: dict[str, Any] = {"model": {}, "mixer": {}, "seq_length": plain.seq_length}
     if not isinstance(section, dict) or not section.keys() <= parts.keys():

@@ -1,7 +1,8 @@
-"""RWKV-7 and flash-linear-attention's RWKV7ForCausalLM.
+"""Conversion between RWKV-7 and flash-linear-attention's `RWKV7ForCausalLM`.
 
-There each layer but the first mixes the first one's values into its own (the value residual), which ours do not. It is
-written as one that mixes in nothing, to the bit, and only such a one is read.
+In flash-linear-attention, each layer after the first mixes the first layer's values into its own (value residual). Our
+RWKV-7 has no value residual. An exported model has one that contributes exactly zero. Only models with such a value
+residual can be imported.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 VALUE_RANK = 16
-"""Width of the middle of the matrices, all zeros, that the share of the first layer's values is made with."""
+"""Rank of the low-rank projection of the value residual, whose matrices are all zeros."""
 
 NEUTRAL = -256.0
-"""That share's logit: its sigmoid is 0 in bf16, fp16 and fp32, which all have the number itself."""
+"""Bias of the value residual's gate, whose sigmoid is then 0 in bf16, fp16 and fp32.
+
+All of these types represent the number exactly.
+"""
 
 RANKS = {"decay_rank": "decay_low_rank_dim", "rate_rank": "a_low_rank_dim", "gate_rank": "gate_low_rank_dim"}
 
 
 class RWKV7Family(OneMixerFamily):
-    """Its `norm_first`, a further norm behind the embedding, is not ours, either."""
+    """Family of `RWKV7ForCausalLM`. The additional norm after the embedding (`norm_first`) is not supported."""
 
     architecture: str = "RWKV7ForCausalLM"
     model_type: ClassVar[str] = "rwkv7"
@@ -58,13 +62,13 @@ class RWKV7Family(OneMixerFamily):
     }
 
     def why_not(self, saved: SavedModel) -> str | None:
-        """See `Family.why_not`."""
+        """Implement `Family.why_not`."""
         if len(saved.layers) == 1:
             return "model.pattern is of one layer, and it divides by the number of layers less one"
         return super().why_not(saved)
 
     def why_not_mixer(self, model: ModelConfig, mixer: RWKV7Config) -> str | None:
-        """See `OneMixerFamily.why_not_mixer`."""
+        """Implement `OneMixerFamily.why_not_mixer`."""
         assert model.head_dim is not None
         width = model.num_attention_heads * model.head_dim
         if width != model.hidden_size:
@@ -74,7 +78,7 @@ class RWKV7Family(OneMixerFamily):
         return None
 
     def told(self, model: ModelConfig, mixer: RWKV7Config) -> dict[str, Any]:
-        """See `OneMixerFamily.told`; a rank that is none is made from the hidden size there as here."""
+        """Implement `OneMixerFamily.told`. Ranks that are None have the same default in both libraries."""
         return {
             "head_dim": model.head_dim,
             "num_heads": model.num_attention_heads,
@@ -85,13 +89,13 @@ class RWKV7Family(OneMixerFamily):
             "norm_first": False,
             "norm_bias": True,
             "norm_eps": model.norm_epsilon,
-            # Fused, they would add 1e-6 to the squared length of a key before they divide by it.
+            # The fused variant would add 1e-6 to the squared length of a key when it normalizes the key.
             "fuse_norm": False,
             "max_position_embeddings": model.max_position_embeddings,
         }
 
     def read(self, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
-        """See `OneMixerFamily.read`."""
+        """Implement `OneMixerFamily.read`."""
         hidden = fields.whole("hidden_size")
         fields.require("attn", None)
         fields.require("hidden_act", "sqrelu")
@@ -113,7 +117,7 @@ class RWKV7Family(OneMixerFamily):
         return model, ranks
 
     def layer_rules(self, model: ModelConfig) -> Iterator[Rule]:
-        """See `OneMixerFamily.layer_rules`."""
+        """Implement `OneMixerFamily.layer_rules`."""
         yield from self.norm_rules(model, "input_layernorm", "attn_norm")
         yield from self.norm_rules(model, "pre_mlp_layernorm.norm", "ffn_norm")
         yield renamed("pre_mlp_layernorm.mu", "ffn.x_k")
@@ -121,7 +125,7 @@ class RWKV7Family(OneMixerFamily):
         yield renamed("mlp.linear_fc2.weight", "ffn.value.weight")
 
     def mixer_rules(self, model: ModelConfig, mixer: RWKV7Config) -> Iterator[Rule]:
-        """See `OneMixerFamily.mixer_rules`, of a first layer."""
+        """Implement `OneMixerFamily.mixer_rules` for the first layer, which has no value residual."""
         heads = model.num_attention_heads
         yield _mixtures("mu", tuple(f"x_{name}" for name in "rwkvag"))
         for name in "rkv":
@@ -139,7 +143,7 @@ class RWKV7Family(OneMixerFamily):
         yield renamed("out_proj.weight", "o_proj.weight")
 
     def rules(self, saved: SavedModel) -> Iterator[Rule]:
-        """See `Family.rules`: of the layers but the first, their values come with the residual."""
+        """Implement `Family.rules`. After the first layer, the value projection's rule includes the value residual."""
         first = f"{self.layer}.0."
         for rule in super().rules(saved):
             is_value = rule.theirs[0].endswith("attn.v_proj.weight") and not rule.theirs[0].startswith(first)
@@ -147,7 +151,7 @@ class RWKV7Family(OneMixerFamily):
 
 
 def _mixtures(ours: str, theirs: tuple[str, ...]) -> Rule:
-    """Ours [mixtures, hidden], theirs [1, 1, hidden] each."""
+    """Return the rule between our mixtures [mixtures, hidden] and their separate tensors [1, 1, hidden]."""
 
     def to_ours(tensors: Sequence[Tensor]) -> list[Tensor]:
         import torch
@@ -163,9 +167,9 @@ def _mixtures(ours: str, theirs: tuple[str, ...]) -> Rule:
 
 
 def _with_neutral_residual(values: Rule) -> Rule:
-    """The rule of a value projection, with a residual that mixes nothing in.
+    """Return the rule of a value projection, extended by a value residual that contributes zero.
 
-    Theirs is v + sigmoid(up(down(x)) + bias) (first layer's v - v).
+    Their value is v + sigmoid(up(down(x)) + bias) (v_first - v), where v_first is the first layer's value.
     """
     prefix = values.theirs[0].removesuffix("v_proj.weight") + "v_lora.lora."
     names = tuple(f"{prefix}{name}" for name in ("0.weight", "2.weight", "2.bias"))
@@ -179,7 +183,7 @@ def _with_neutral_residual(values: Rule) -> Rule:
     def to_ours(tensors: Sequence[Tensor]) -> list[Tensor]:
         weight, *residual = tensors
         for name, tensor, neutral in zip(names, residual, (0.0, 0.0, NEUTRAL), strict=True):
-            # A tensor without values is asked for its shape alone.
+            # A tensor on the meta device has no values to check.
             if not tensor.is_meta and bool((tensor != neutral).any()):
                 problem = (
                     "mixes the first layer's values into this one's (its value residual), which no model of ours does"

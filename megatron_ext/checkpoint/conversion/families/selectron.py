@@ -1,6 +1,6 @@
-"""Our own model for transformers, which can be any model of ours: its files lie in `selectron_hf`.
+"""Family of our own model for transformers, which supports all built-in mixers. Its code is in `selectron_hf`.
 
-Tensors have the names and shapes that they have in our checkpoints.
+Tensors have the same names and shapes as in our checkpoints.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ THEIR_NAMES = {
     "rotary_base": "rope_theta",
     "init_std": "initializer_range",
 }
-"""Fields of `ModelConfig` that transformers has a name for; the others keep theirs."""
+"""Fields of `ModelConfig` for which transformers has its own name. All other fields keep their name."""
 
 _PROJECTIONS = ("in_proj.weight", "out_proj.weight")
 _STATEFUL = (*_PROJECTIONS, "norm_weight")
@@ -58,33 +58,33 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "deltanet": _DELTA,
     "gated_deltanet": (*_DELTA, "log_decay", "step_bias"),
     "mamba": (*_PROJECTIONS, "conv_weight", "conv_bias", "x_proj", "dt_proj", "dt_bias", "A_log", "D"),
-    "mamba2": (*_PROJECTIONS, "skip"),  # and what its settings ask for
+    "mamba2": (*_PROJECTIONS, "skip"),  # further parameters depend on its settings, see `_asked_for`
     "rwkv6": (*_RWKV, "g_proj", "mu_of_mixing", "mix_down", "mix_up"),
     "rwkv7": (*_RWKV, "rate_down", "rate_up", "rate_base", "gate_down", "gate_up", "removal_scale", "key_rate"),
 }
-"""By mixer, the names of its parameters."""
+"""Parameter names of each mixer."""
 
 SHIFT_TOKENS = ("rwkv6", "rwkv7")
-"""Mixers that RWKV-7's block leaves the token shift to."""
+"""Mixers that perform the token shift themselves in the RWKV-7 block."""
 
 
 class Selectron:
-    """See `Family` and `ShipsCode`.
+    """Family of `SelectronForCausalLM`. Implements `Family` and `ShipsCode`.
 
     Attributes:
-        code: the files that the model is made of.
+        code: Python files of the model.
     """
 
     architecture = "SelectronForCausalLM"
     code: Sequence[Path] = tuple(sorted(path for path in CODE.glob("*.py") if path.stem != "__init__"))
 
     def why_not(self, saved: SavedModel) -> str | None:
-        """See `Family.why_not`."""
+        """Implement `Family.why_not`."""
         unknown = sorted(set(saved.layers) - set(PARAMETERS))
         return f"it has no {', '.join(unknown)} layers" if unknown else None
 
     def config(self, saved: SavedModel) -> dict[str, Any]:
-        """See `Family.config`."""
+        """Implement `Family.config`."""
         model = dataclasses.asdict(saved.model)
         return {
             "architectures": [self.architecture],
@@ -99,7 +99,7 @@ class Selectron:
         }
 
     def saved_model(self, config: dict[str, Any]) -> SavedModel:
-        """See `Family.saved_model`."""
+        """Implement `Family.saved_model`."""
         names = [field.name for field in dataclasses.fields(ModelConfig)]
         fields = {name: _field(config, THEIR_NAMES.get(name, name)) for name in names}
         model = validate(ModelConfig, fields, "config.json: ")
@@ -116,7 +116,7 @@ class Selectron:
         )
 
     def model(self, config: dict[str, Any]) -> Module:
-        """See `ShipsCode.model`."""
+        """Implement `ShipsCode.model`."""
         from megatron_ext.checkpoint.conversion.selectron_hf.configuration_selectron import SelectronConfig
         from megatron_ext.checkpoint.conversion.selectron_hf.modeling_selectron import SelectronForCausalLM
 
@@ -124,13 +124,13 @@ class Selectron:
         return model
 
     def rotating(self) -> list[ModuleType]:
-        """See `ShipsCode.rotating`."""
+        """Implement `ShipsCode.rotating`."""
         from megatron_ext.checkpoint.conversion.selectron_hf import mixer_selectron
 
         return [mixer_selectron]
 
     def rules(self, saved: SavedModel) -> Iterator[Rule]:
-        """See `Family.rules`."""
+        """Implement `Family.rules`."""
         for name in tensor_names(saved):
             yield Rule((name,), (name,), list, list)
 
@@ -156,7 +156,7 @@ def _mixer(name: str, mixers: Any) -> Any:
 
 
 def tensor_names(saved: SavedModel) -> Iterator[str]:
-    """Every tensor of the model, as it is called on both sides."""
+    """Yield the tensor names of the model, which are the same in our checkpoints and in the exported model."""
     yield "embedding.word_embeddings.weight"
     if any(getattr(saved.mixers[name], "position_encoding", None) == "learned" for name in saved.layers):
         yield "embedding.position_embeddings.weight"
@@ -188,7 +188,7 @@ def _names_of_norm(model: ModelConfig, name: str, shifted: bool = False) -> Iter
 
 
 def _asked_for(settings: Any) -> Iterator[str]:
-    """What Mamba-2 has by its settings."""
+    """Yield the parameters that Mamba-2 has depending on its settings."""
     if settings.convolution:
         yield from ("conv_weight", "conv_bias")
     if settings.decay != "none":

@@ -1,4 +1,4 @@
-"""Rules that families share: tensors under another name, in another shape, rows in another order."""
+"""Conversion rules that several families use: renaming, reshaping and reordering of rows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,21 @@ if TYPE_CHECKING:
 
 
 def renamed(ours: str, theirs: str) -> Rule:
-    """The same tensor under another name."""
+    """Return the rule for a tensor that only has another name."""
     return Rule((ours,), (theirs,), list, list)
 
 
 def reshaped(
     ours: str, theirs: str, to_theirs: Callable[[Tensor], Tensor], to_ours: Callable[[Tensor], Tensor]
 ) -> Rule:
-    """One tensor made from one."""
+    """Return the rule for one tensor that is a transformation of one other tensor.
+
+    Args:
+        ours: key of our tensor.
+        theirs: key of their tensor.
+        to_theirs: transformation of our tensor.
+        to_ours: its inverse.
+    """
     return Rule(
         (ours,),
         (theirs,),
@@ -30,38 +37,38 @@ def reshaped(
 
 
 def flattened(ours: str, theirs: str, units: int) -> Rule:
-    """Ours [units, width, ...], theirs [units * width, ...]."""
+    """Return the rule between our tensor [units, width, ...] and theirs [units * width, ...]."""
     return reshaped(ours, theirs, lambda x: x.flatten(0, 1), lambda x: x.unflatten(0, (units, -1)))
 
 
 def apart(x: Tensor, units: int, widths: Sequence[int]) -> list[Tensor]:
-    """Rows of all units by what they are.
+    """Split the rows of all units by kind.
 
     Args:
-        x: [units * sum(widths), ...], rows of the units one after the other.
-        units: how many.
-        widths: rows that a unit has of each kind.
+        x: [units * sum(widths), ...], with the rows of a unit next to each other.
+        units: number of units.
+        widths: number of rows of each kind in a unit.
 
     Returns:
-        For each kind [units * width, ...].
+        For each kind, [units * width, ...].
     """
     return [part.flatten(0, 1) for part in x.unflatten(0, (units, -1)).split(list(widths), 1)]
 
 
 def together(parts: Sequence[Tensor], units: int) -> Tensor:
-    """The inverse of `apart`."""
+    """Interleave the rows of each kind unit by unit; the inverse of `apart`."""
     import torch
 
     return torch.cat([part.unflatten(0, (units, -1)) for part in parts], 1).flatten(0, 1)
 
 
 def rows(ours: str, theirs: dict[str, int], units: int) -> Rule:
-    """Rows of our input projection, unit after unit, and theirs, a matrix for each kind.
+    """Return the rule between our input projection, stored unit by unit, and their matrix for each kind of row.
 
     Args:
-        ours: [units * sum of widths, ...].
-        theirs: by name, the rows that a unit has of it, in our order; what has none is left out.
-        units: heads or query groups.
+        ours: key of our tensor, [units * sum of widths, ...].
+        theirs: number of rows per unit, by key of their tensor and in our order. Tensors of 0 rows are left out.
+        units: number of heads or query groups.
     """
     widths = {name: width for name, width in theirs.items() if width}
     return Rule(
@@ -73,13 +80,13 @@ def rows(ours: str, theirs: dict[str, int], units: int) -> Rule:
 
 
 def rows_in_order(ours: str, theirs: str, units: int, widths: dict[str, int], order: Sequence[str]) -> Rule:
-    """Rows of ours, unit after unit, and theirs, kind after kind in one tensor.
+    """Return the rule between our tensor, stored unit by unit, and theirs, stored kind by kind.
 
     Args:
-        ours: [units * sum of widths, ...].
-        theirs: as many rows.
-        units: heads or query groups.
-        widths: by kind, in our order, rows that a unit has of it.
+        ours: key of our tensor, [units * sum of widths, ...].
+        theirs: key of their tensor, with the same number of rows.
+        units: number of heads or query groups.
+        widths: number of rows per unit, by kind and in our order.
         order: the kinds in their order.
     """
 
@@ -88,7 +95,7 @@ def rows_in_order(ours: str, theirs: str, units: int, widths: dict[str, int], or
 
         numbers = torch.arange(len(x), device=x.device).unflatten(0, (units, -1)).split(list(widths.values()), 1)
         kinds = dict(zip(widths, numbers, strict=True))
-        return x[torch.cat([kinds[kind].reshape(-1) for kind in order])]  # no part of x is held twice
+        return x[torch.cat([kinds[kind].reshape(-1) for kind in order])]  # one index operation, without intermediate copies
 
     def to_ours(x: Tensor) -> Tensor:
         kinds = dict(zip(order, x.split([units * widths[kind] for kind in order]), strict=True))
@@ -98,12 +105,12 @@ def rows_in_order(ours: str, theirs: str, units: int, widths: dict[str, int], or
 
 
 def through(rule: Rule, to_theirs: Callable[[Tensor], Tensor], to_ours: Callable[[Tensor], Tensor]) -> Rule:
-    """A rule that is given our tensors in another shape.
+    """Return a rule that applies another rule to our tensors in another shape.
 
     Args:
-        rule: as it is with that shape.
-        to_theirs: gives our tensors that shape.
-        to_ours: gives them their own again.
+        rule: the rule for that shape.
+        to_theirs: converts our tensors to that shape.
+        to_ours: converts them back.
     """
     return replace(
         rule,
@@ -113,7 +120,13 @@ def through(rule: Rule, to_theirs: Callable[[Tensor], Tensor], to_ours: Callable
 
 
 def under(rules: Iterable[Rule], ours: str, theirs: str) -> Iterator[Rule]:
-    """Rules with a prefix before the names on both sides."""
+    """Yield the rules with a prefix added to the keys on both sides.
+
+    Args:
+        rules: rules with relative keys.
+        ours: prefix of our keys.
+        theirs: prefix of their keys.
+    """
     for rule in rules:
         yield replace(
             rule,
