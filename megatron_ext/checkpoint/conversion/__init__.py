@@ -1,1 +1,1 @@
-"""Checkpoints to other formats and back: Hugging Face, DeepSpeed universal, plain Megatron."""
+"""Conversion of checkpoints between Selectron, Hugging Face, DeepSpeed universal and plain Megatron formats."""

@@ -1,4 +1,4 @@
-"""For how many tokens, and within what limit, two forms of a model are compared."""
+"""Sequence lengths and tolerance for the comparison of a converted model's logits with the original's."""
 
 from __future__ import annotations
 
@@ -7,30 +7,36 @@ import math
 from megatron_ext.checkpoint.conversion.family import SavedModel
 
 LIMIT = 1e-8
-"""Largest difference of two logits, relative to the largest logit or to 1.
+"""Largest accepted difference of two logits, relative to the largest absolute logit or to 1.
 
-Both models are computed in float64 from the numbers that were written. Rounding makes 1e-13 of it, 1e-11 in a deep
-state-space model with large weights; a weight that is off by 1e-4 of itself makes 1e-6 or more.
+Both models are computed in float64 from the stored values. Rounding causes differences of about 1e-13, or 1e-11 in a
+deep state-space model with large weights. A relative error of 1e-4 in one weight causes 1e-6 or more.
 """
 
 SHORT, LONG = 160, 8192
-"""Tokens that both models are given: more than a chunk of Top-1 Chunk, and so many that a wrong rounding of positions
-shows, where the model takes as many."""
+"""Numbers of tokens at which the models are compared.
+
+The short length exceeds a chunk of Top-1 Chunk. The long length reveals wrongly rounded positions. It is used only if
+the model supports longer sequences.
+"""
 
 KEPT = 160
-"""Last positions whose logits are compared."""
+"""Maximum number of last positions whose logits are compared."""
 
 _SCORES, _STATES, _WORK = 1 << 28, 1 << 22, 1e13
-"""What bounds the longer one on a CPU: numbers of a layer's attention scores, and of its states (in times of 32 a
-hidden feature), in a plain form; multiplications with weights, some minutes' worth."""
+"""Limits of the longer sequence on a CPU.
+
+They bound the attention scores of a layer, the states of a layer in units of 32 per hidden feature, and the
+multiplications with weights, which take some minutes.
+"""
 
 
 def lengths(saved: SavedModel, parameters: int) -> list[int]:
-    """Numbers of tokens to compare a model at: a short one, and a long one where it takes more.
+    """Return the numbers of tokens at which to compare a model: a short one, and a long one if the model supports it.
 
     Args:
         saved: the model.
-        parameters: how many it has.
+        parameters: number of its parameters.
     """
     model = saved.model
     most = model.max_position_embeddings or SHORT

@@ -1,4 +1,4 @@
-"""What `selectron convert` does: read one checkpoint, write another, show that they are the same model."""
+"""Implementation of `selectron convert`: read a checkpoint, write another one, and verify that the models are equal."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 FORMATS = ("hf", "megatron", "deepspeed-universal")
 PRECISIONS = ("fp32", "bf16", "fp16")
 SHARD_SIZE = 5.0
-"""Gigabytes of a safetensors file, at most."""
+"""Default maximum size of a safetensors file in gigabytes (10^9 bytes)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
+    """Add the arguments of `selectron convert`."""
     add = parser.add_argument
     add(
         "source",
@@ -47,16 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert.
+    """Convert a checkpoint as the arguments specify.
 
     Args:
-        args: see `add_arguments`.
+        args: parsed arguments, see `add_arguments`.
 
     Returns:
         The exit code.
 
     Raises:
-        UserError: the source is at fault, cannot be written so, or the disk refuses; nothing is left behind.
+        UserError: the source is invalid or cannot be written in this format, or writing fails. No files are left
+            behind.
     """
     _check_options(args)
     check_destination(args.source, args.destination, overwrite=args.overwrite)

@@ -1,4 +1,4 @@
-"""What a checkpoint can be converted to: one class a format, and the table of them."""
+"""Formats that a checkpoint can be converted to."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """How a checkpoint is to be written.
+    """Options for writing a checkpoint.
 
     Attributes:
-        dtype: of its numbers; None: as they are.
-        shard_bytes: of a safetensors file, at most.
-        name: of the destination.
-        architecture: of `--to hf`; None: the first that can hold the model.
+        dtype: dtype to convert floating-point tensors to; None: unchanged.
+        shard_bytes: maximum size of a safetensors file.
+        name: name of the destination folder.
+        architecture: architecture for `--to hf`; None: the first one that supports the model.
     """
 
     dtype: torch.dtype | None = None
@@ -43,56 +43,61 @@ class Wish:
 
 
 class Destination(Protocol):
-    """A format that can be written."""
+    """Format that a checkpoint can be written in."""
 
     def carries_training(self, source: Source, wish: Wish) -> bool:
-        """Whether the optimizer's state is written, too, and a training can go on."""
+        """Return whether the optimizer state is written too, so that training can be resumed."""
 
     def remark(self, source: Source, wish: Wish) -> str | None:
-        """What a user may not expect of what is written; one line."""
+        """Return one line about a limitation of the written checkpoint; None: there is none."""
 
     def check(self, source: Source, wish: Wish) -> None:
-        """Whether a model can be written so.
+        """Check that the model can be written in this format.
 
         Raises:
-            UserError: it cannot; says why.
+            UserError: it cannot, with the reason.
         """
 
     def files(self, source: Source, wish: Wish) -> dict[str, int]:
-        """The files with tensors in them, and the bytes of these."""
+        """Return the files that will contain tensors, with the bytes of these tensors."""
 
     def write(self, source: Source, wish: Wish, folder: Path) -> None:
-        """Write it into an empty folder.
+        """Write the checkpoint into an empty folder.
+
+        Args:
+            source: checkpoint to convert.
+            wish: options.
+            folder: existing empty folder.
 
         Raises:
-            OSError: the disk refuses.
-            RuntimeError: the same, from torch.
+            OSError: writing fails.
+            RuntimeError: writing fails in torch.
         """
 
 
 class HuggingFace:
-    """config.json, safetensors, tokenizer files, as `from_pretrained` reads them."""
+    """Folder that `from_pretrained` loads: config.json, safetensors, tokenizer files and README.md."""
 
     def carries_training(self, source: Source, wish: Wish) -> bool:
-        """See `Destination.carries_training`."""
+        """Implement `Destination.carries_training`."""
         return False
 
     def remark(self, source: Source, wish: Wish) -> str | None:
-        """See `Destination.remark`."""
+        """Implement `Destination.remark`."""
         return model_card.needs(family_for(source.saved, wish.architecture))
 
     def check(self, source: Source, wish: Wish) -> None:
-        """See `Destination.check`."""
+        """Implement `Destination.check`."""
         family_for(source.saved, wish.architecture)
 
     def files(self, source: Source, wish: Wish) -> dict[str, int]:
-        """See `Destination.files`."""
+        """Implement `Destination.files`."""
         family = family_for(source.saved, wish.architecture)
         tensors = hugging_face.theirs(family, source.saved, in_dtype(source.tensors, wish.dtype), str(source.path))
         return {name: shard.num_bytes for name, shard in shards_of(tensors.infos(), wish.shard_bytes).items()}
 
     def write(self, source: Source, wish: Wish, folder: Path) -> None:
-        """See `Destination.write`."""
+        """Implement `Destination.write`."""
         family = family_for(source.saved, wish.architecture)
         tensors = hugging_face.theirs(family, source.saved, in_dtype(source.tensors, wish.dtype), str(source.path))
         hugging_face.write_folder(family, source.saved, tensors, source.tokenizer, folder, wish.shard_bytes)
@@ -103,29 +108,30 @@ class HuggingFace:
 
 
 class Megatron:
-    """A run's folder with a checkpoint in Megatron's torch_dist.
+    """Run folder with a checkpoint in Megatron's torch_dist format.
 
-    With the state of its optimizer where the source is a training of ours and keeps its types; else of the model alone.
+    It contains the optimizer state if the source is a Selectron training run and the dtype is unchanged. Otherwise it
+    contains only the model.
     """
 
     def carries_training(self, source: Source, wish: Wish) -> bool:
-        """See `Destination.carries_training`."""
+        """Implement `Destination.carries_training`."""
         return source.training is not None and wish.dtype is None
 
     def remark(self, source: Source, wish: Wish) -> str | None:
-        """See `Destination.remark`."""
+        """Implement `Destination.remark`."""
         if not source.has_optimizer or self.carries_training(source, wish):
             return None
         reason = "is of another library's form" if source.training is None else "belongs to a run of the types it has"
         return f"the optimizer's state {reason}, and is left out: the run can generate text, and not be continued"
 
     def check(self, source: Source, wish: Wish) -> None:
-        """See `Destination.check`."""
+        """Implement `Destination.check`."""
         self._precision(source, wish)
-        validate(RunSection, {"name": wish.name}, "run.")  # the folder is called as the run is
+        validate(RunSection, {"name": wish.name}, "run.")  # the run's name is that of the folder
 
     def files(self, source: Source, wish: Wish) -> dict[str, int]:
-        """See `Destination.files`."""
+        """Implement `Destination.files`."""
         step = (source.progress or Progress()).step
         size = in_dtype(source.tensors, wish.dtype).num_bytes
         if source.training is not None and self.carries_training(source, wish):
@@ -133,7 +139,7 @@ class Megatron:
         return {f"checkpoints/step_{step}/__0_0.distcp": size}
 
     def write(self, source: Source, wish: Wish, folder: Path) -> None:
-        """See `Destination.write`."""
+        """Implement `Destination.write`."""
         saved, tensors = _without_padding(source.saved), in_dtype(source.tensors, wish.dtype)
         progress, precision = source.progress or Progress(), self._precision(source, wish)
         _copy_tokenizer(source, folder)
@@ -152,33 +158,33 @@ class Megatron:
 
 
 class DeepSpeedUniversal:
-    """DeepSpeed's universal checkpoint, with the state of its optimizer where the source is a training of ours."""
+    """DeepSpeed universal checkpoint. It contains the optimizer state if the source is a Selectron training run."""
 
     def carries_training(self, source: Source, wish: Wish) -> bool:
-        """See `Destination.carries_training`."""
+        """Implement `Destination.carries_training`."""
         return source.training is not None
 
     def remark(self, source: Source, wish: Wish) -> str | None:
-        """See `Destination.remark`."""
+        """Implement `Destination.remark`."""
         if source.training is not None:
             return None
         return "no optimizer state of ours is there: DeepSpeed finds moments of zero after 0 steps, as Adam begins"
 
     def check(self, source: Source, wish: Wish) -> None:
-        """See `Destination.check`."""
+        """Implement `Destination.check`."""
         if wish.dtype is not None:
             kind = str(wish.dtype).removeprefix("torch.")
             problem = f"{kind} is for the numbers of a model, and a universal checkpoint holds the optimizer's, in fp32"
             raise UserError("--dtype", problem, "leave it out")
 
     def files(self, source: Source, wish: Wish) -> dict[str, int]:
-        """See `Destination.files`."""
+        """Implement `Destination.files`."""
         from megatron_ext.checkpoint.conversion import universal_writing
 
         return {f"{universal_writing.tag_of(source)}/{ZERO}": universal_writing.num_bytes(source)}
 
     def write(self, source: Source, wish: Wish, folder: Path) -> None:
-        """See `Destination.write`."""
+        """Implement `Destination.write`."""
         from megatron_ext.checkpoint.conversion import universal_writing
 
         _copy_tokenizer(source, folder)
@@ -190,11 +196,11 @@ DESTINATIONS: dict[str, Destination] = {
     "megatron": Megatron(),
     "deepspeed-universal": DeepSpeedUniversal(),
 }
-"""By the name that `--to` takes."""
+"""Destinations by the value of `--to`."""
 
 
 def _precisions(dtype: torch.dtype) -> list[str]:
-    """Names of a type as that of a run; none, or one."""
+    """Return the run precisions with this dtype: one name or none."""
     return [name for name, known in PRECISIONS.items() if str(dtype) == f"torch.{known}"]
 
 
@@ -204,6 +210,9 @@ def _copy_tokenizer(source: Source, folder: Path) -> None:
 
 
 def _without_padding(saved: SavedModel) -> SavedModel:
-    """The model with a vocabulary that needs no padding: rows nobody has trained would take part in every softmax."""
+    """Return the model with a vocabulary size multiple that requires no padding.
+
+    Padding rows would take part in every softmax without having been trained.
+    """
     multiple = gcd(saved.model.vocab_size_multiple, saved.vocab_size)
     return replace(saved, model=replace(saved.model, vocab_size_multiple=multiple))

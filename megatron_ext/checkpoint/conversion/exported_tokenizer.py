@@ -1,4 +1,4 @@
-"""A tokenizer's files as an export carries them: what encodes text, and no name of anybody's code."""
+"""Filters for exported tokenizer files: they keep what is needed to encode text, and remove references to code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
-"""transformers' class that does what a tokenizer.json says."""
+"""Tokenizer class of transformers that is fully defined by tokenizer.json."""
 
 _TOKENS = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
@@ -20,17 +20,20 @@ _FIELDS = {
     *("padding_side", "truncation_side", "do_lower_case", "strip_accents", "tokenize_chinese_chars"),
     *("add_bos_token", "add_eos_token", "legacy", "errors"),
 }
-"""Of tokenizer_config.json: values that a tokenizer of transformers takes. `auto_map` and others name code."""
+"""Allowed fields of tokenizer_config.json: arguments of transformers' tokenizers.
+
+`auto_map` and other fields that refer to code are excluded.
+"""
 
 _ADDING = {"add_bos_token", "add_eos_token"}
 
 
 def exported_config(config: dict[str, Any], *, plain: bool) -> dict[str, Any]:
-    """A tokenizer_config.json without what is not of the list.
+    """Return a tokenizer_config.json with only the allowed fields.
 
     Args:
-        config: whoever wrote it.
-        plain: whether the tokenizer is to add no token to a text.
+        config: contents of the original file.
+        plain: whether the tokenizer must not add tokens to a text.
     """
     names_code = "auto_map" in config
     kept = {name: value for name, value in config.items() if name in _FIELDS and not (plain and name in _ADDING)}
@@ -40,15 +43,15 @@ def exported_config(config: dict[str, Any], *, plain: bool) -> dict[str, Any]:
 
 
 def exported_tokens(tokens: dict[str, Any]) -> dict[str, Any]:
-    """A special_tokens_map.json without what is none."""
+    """Return a special_tokens_map.json with only the known special tokens."""
     return {name: value for name, value in tokens.items() if name in _TOKENS}
 
 
 def without_template(content: bytes) -> bytes:
-    """A tokenizer.json that encodes as training does: no token is added to a text, nothing is cut off or filled up.
+    """Return a tokenizer.json that encodes as in training, without added tokens, truncation or padding.
 
     Args:
-        content: of the file; the same bytes are returned where nothing is to be changed.
+        content: contents of the original file. They are returned unchanged if they already have this form.
     """
     tokenizer = json.loads(content)
     changed = {
@@ -61,7 +64,7 @@ def without_template(content: bytes) -> bytes:
 
 
 def _without_tokens(processor: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A post-processor without those parts that add tokens; what it does to offsets stays."""
+    """Return a post-processor that adds no tokens. Its handling of offsets is kept."""
     if processor is None:
         return None
     kind = processor["type"]

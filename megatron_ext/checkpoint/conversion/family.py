@@ -1,4 +1,4 @@
-"""What a model family of another library must say so that checkpoints go there and back, a few tensors at a time."""
+"""Interfaces of the model families of other libraries, and the description of a saved model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedModel:
-    """A model as its checkpoint describes it.
+    """Model that a checkpoint describes.
 
     Attributes:
-        model: sizes, derived fields filled in.
-        layers: the mixer's name for each layer.
-        mixers: by mixer name, that mixer's own configuration, whole.
-        vocab_size: tokens of the tokenizer, before padding.
-        seq_length: tokens a sample of training.
+        model: model configuration with derived fields filled in.
+        layers: mixer name of each layer.
+        mixers: complete configuration of each mixer, by mixer name.
+        vocab_size: number of tokens of the tokenizer, before padding.
+        seq_length: tokens per training sample.
     """
 
     model: ModelConfig
@@ -36,14 +36,16 @@ class SavedModel:
 
 @dataclass(frozen=True)
 class Rule:
-    """A few tensors of ours and a few of theirs that are made from each other alone.
+    """Invertible conversion between a few of our tensors and a few of theirs, independent of all others.
 
     Attributes:
-        ours: keys in our checkpoint; the tensors are whole, without vocabulary padding.
-        theirs: keys in theirs.
-        to_theirs: from the tensors of `ours`, in order, to those of `theirs`, in any dtype, bits unchanged.
+        ours: keys in our checkpoint. The tensors are unsharded and without vocabulary padding.
+        theirs: keys in their checkpoint.
+        to_theirs: converts the tensors of `ours`, in order, to those of `theirs`. It supports every dtype and the meta
+            device, and does not change the bits of a value.
         to_ours: the inverse.
-        neutral: those of `theirs` that stand for nothing of ours and have fixed values, see `to_ours`.
+        neutral: keys of `theirs` that correspond to none of our tensors. Their values are fixed and `to_ours` checks
+            them.
     """
 
     ours: tuple[str, ...]
@@ -54,37 +56,40 @@ class Rule:
 
 
 class Family(Protocol):
-    """One architecture of another library."""
+    """Architecture of a model in another library."""
 
     architecture: str
-    """As in `architectures` of its config.json."""
+    """Name in the `architectures` field of config.json."""
 
     def why_not(self, saved: SavedModel) -> str | None:
-        """What of a model of ours the architecture cannot express; None: it can hold the model."""
+        """Return why the architecture does not support a model of ours; None: it does."""
 
     def config(self, saved: SavedModel) -> dict[str, Any]:
-        """The architecture's config.json of a model of ours, without its dtype and its tokens' numbers."""
+        """Return the config.json of a model of ours, without the dtype and the token ids."""
 
     def saved_model(self, config: dict[str, Any]) -> SavedModel:
-        """The model of ours that is the one of a config.json.
+        """Return our model that a config.json describes.
 
         Raises:
-            UserError: it has something that ours cannot express; names the field of config.json.
+            UserError: a field, which the error names, has a value that our models do not support.
         """
 
     def rules(self, saved: SavedModel) -> Iterator[Rule]:
-        """Rules that together name every tensor of both sides once."""
+        """Yield the rules that convert all tensors. Each tensor of either side occurs in exactly one rule."""
 
 
 @runtime_checkable
 class ShipsCode(Protocol):
-    """A family whose model is none of an installed library's: its Python files lie beside the weights."""
+    """Family whose model code is exported beside the weights, because no installed library contains it."""
 
     code: Sequence[Path]
-    """The files, as the folder is to hold them."""
+    """Python files to copy into the exported folder."""
 
     def model(self, config: dict[str, Any]) -> Module:
-        """The model of a config.json, fp32, made by the files here: those of a folder may be anybody's."""
+        """Return the fp32 model of a config.json.
+
+        It is built from this package's files. Those in the folder of the checkpoint are not trusted and not executed.
+        """
 
     def rotating(self) -> Sequence[ModuleType]:
-        """Modules of that model with a function `frequencies`, see `in_float64`."""
+        """Return the modules of the model that define `frequencies`, for `in_float64`."""

@@ -1,7 +1,8 @@
-"""Running a model in float64 whose code says fp32 in places: there every fp32 is a float64.
+"""Running a model in float64 although its code converts to fp32 in places.
 
-In fp32 two right forms of a deep state-space model answer as differently as a wrong one: rounding is amplified from
-layer to layer, as a fault is. In float64 it is 2^29 times smaller, and a fault as large as before.
+In a deep state-space model each layer amplifies rounding as it amplifies a fault. In fp32, two correct implementations
+can therefore differ as much as a correct and a wrong one. In float64 rounding is 2^29 times smaller, and a fault has
+the same size.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from megatron_ext.mixers import rotary
 
 @contextmanager
 def in_float64(modules: Iterable[ModuleType] = ()) -> Iterator[None]:
-    """Within it, what is made or computed in fp32 is in float64; rotary frequencies keep their fp32 values.
+    """Return a context manager in which fp32 tensors and computations are float64, except for rotary frequencies.
 
-    Those are no rounding that a library is free in: transformers keeps them as fp32 numbers.
+    Rotary frequencies keep their fp32 values, because transformers defines them as fp32 numbers.
 
     Args:
-        modules: beside our own, those with a function `frequencies` of width and base.
+        modules: further modules with a function `frequencies` of width and base, in addition to our own.
     """
     usual = torch.get_default_dtype()
     frequencies = cache(rotary.frequencies)
@@ -45,7 +46,7 @@ def in_float64(modules: Iterable[ModuleType] = ()) -> Iterator[None]:
 
 
 def _computed_as_ever(function: Any) -> Any:
-    """A function whose result is computed outside of the mode, and is float64 afterwards."""
+    """Wrap a function so that it runs outside of the mode and its result is converted to float64."""
 
     def call(*arguments: Any) -> Tensor:
         with torch._C.DisableTorchFunction():

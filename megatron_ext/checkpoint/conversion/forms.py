@@ -1,4 +1,4 @@
-"""What a folder is: by which files each form of a checkpoint is known."""
+"""Detection of a checkpoint's format from the files in its folder."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from megatron_ext.errors import UserError
 Form = Literal["universal", "run", "step", "hugging_face", "plain_megatron"]
 
 CHECKPOINTS = "checkpoints"
-"""Folder of a run of ours."""
+"""Subfolder of a Selectron run with its checkpoints."""
 
 CONFIG = "config.json"
-"""Of a Hugging Face folder."""
+"""Configuration file of a Hugging Face folder."""
 
 UNIVERSAL, ZERO = "latest_universal", "zero"
-"""The file that names DeepSpeed's newest universal checkpoint, and the folder of one's tensors."""
+"""File with the name of DeepSpeed's newest universal checkpoint, and the folder with the tensors of one."""
 
 PLAIN = "latest_checkpointed_iteration.txt"
-"""The file that names Megatron-LM's newest checkpoint."""
+"""File with the iteration of Megatron-LM's newest checkpoint."""
 
 _OF_DEEPSPEED = "*_model_states.pt"
-"""Files of all DeepSpeed's checkpoints; universal ones have them, too."""
+"""Pattern of a file that every DeepSpeed checkpoint contains, universal ones included."""
 
 
 def form_of(path: Path) -> Form:
-    """The form of a folder.
+    """Return the checkpoint format of a folder.
 
     Raises:
-        UserError: it is none, or of a form that is not read.
+        UserError: the folder does not exist, is no checkpoint, or has an unsupported format.
     """
     if not path.is_dir():
         problem = "is no folder" if path.exists() else "is not there"
         raise UserError(str(path), problem, "give the folder of a run, of a checkpoint or of a Hugging Face model")
-    # Before runs: DeepSpeed, too, keeps a file `latest` for its other checkpoints.
+    # Checked before runs, because DeepSpeed also writes a file `latest` for its other checkpoints.
     if (path / UNIVERSAL).is_file() or (path / ZERO).is_dir():
         return "universal"
     if any(path.glob(_OF_DEEPSPEED)) or any(path.glob(f"*/{_OF_DEEPSPEED}")):

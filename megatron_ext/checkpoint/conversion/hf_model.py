@@ -1,4 +1,4 @@
-"""What transformers' model of a folder answers."""
+"""Logits of the transformers model of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ from megatron_ext.errors import UserError
 
 
 def can_answer(family: Family) -> bool:
-    """Whether a family's model runs on the CPU: transformers' do, and ours; flash-linear-attention's need a GPU."""
+    """Return whether a family's model runs on the CPU.
+
+    Those of transformers and our own do. Those of flash-linear-attention need a GPU.
+    """
     return isinstance(family, ShipsCode) or hasattr(_transformers(), family.architecture)
 
 
 def logits(folder: Path, family: Family, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
-    """What the model answers, computed in float64.
+    """Compute the model's logits in float64.
 
     Args:
-        folder: with its config.json.
-        family: of its architecture; see `can_answer`.
-        tensors: its weights, by its own keys.
+        folder: folder with its config.json.
+        family: family of its architecture, for which `can_answer` is true.
+        tensors: its weights, by the family's keys.
         tokens_bt: int64 [b, t].
 
     Returns:
         float64 logits [b, k, v] of the last k tokens, at most `KEPT`.
 
     Raises:
-        UserError: transformers is not installed, or its model has other weights.
+        UserError: transformers is not installed, or the weights do not match the model.
     """
     with on_meta():
         model = _model(folder, family).eval()
@@ -61,14 +64,14 @@ def _model(folder: Path, family: Family) -> torch.nn.Module:
     library = _transformers()
     if isinstance(family, ShipsCode):
         return family.model(read_json(folder / "config.json"))
-    # By its name, not by AutoModelForCausalLM: flash-linear-attention puts models of its own in place of some.
+    # By its name: in AutoModelForCausalLM, flash-linear-attention replaces some models by its own.
     architecture = getattr(library, family.architecture)
     model: torch.nn.Module = architecture(architecture.config_class.from_pretrained(folder))
     return model.float()
 
 
 def _keys(model: torch.nn.Module) -> dict[str, str]:
-    """The key of every parameter in a checkpoint; one that is shared has one."""
+    """Return the checkpoint key of each parameter by name. A shared parameter has one key."""
     keys: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         keys.setdefault(id(parameter), name)

@@ -1,4 +1,4 @@
-"""Folders in Hugging Face's form: config.json, safetensors, tokenizer files."""
+"""Reading and writing of Hugging Face folders: config.json, safetensors, tokenizer files."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megatron_ext.errors import UserError
 
 
 def open_folder(path: Path, options: SourceOptions) -> Source:
-    """The model of a folder.
+    """Open the model of a Hugging Face folder.
 
     Raises:
-        UserError: its architecture is not known, its configuration says what ours cannot express, or it is damaged.
+        UserError: the architecture is unknown, the configuration is not supported, or the folder is damaged.
     """
     if options.model_config is not None:
         raise UserError("--model-config", f"{path / CONFIG} tells the model already", "leave it out")
@@ -41,10 +41,10 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
 
 
 def read_model(path: Path) -> tuple[Family, SavedModel]:
-    """The architecture of a folder, and the model of ours that its config.json describes.
+    """Return the family of a folder's architecture, and our model that its config.json describes.
 
     Raises:
-        UserError: its architecture is not known, or its configuration says what ours cannot express.
+        UserError: the architecture is unknown, or the configuration is not supported.
     """
     where = str(path / CONFIG)
     config = read_json(path / CONFIG)
@@ -61,29 +61,37 @@ def _architecture(config: dict[str, Any], where: str) -> str:
 
 
 def theirs(family: Family, saved: SavedModel, tensors: Tensors, where: str) -> Tensors:
-    """Our tensors as the family's."""
+    """Return our tensors converted to those of the family.
+
+    Args:
+        family: the family.
+        saved: the model.
+        tensors: our tensors.
+        where: file or folder to name in error messages.
+    """
     return Made(tensors, to_theirs(family.rules(saved)), where)
 
 
 def write_folder(
     family: Family, saved: SavedModel, tensors: Tensors, tokenizer: KeptTokenizer | None, folder: Path, shard_bytes: int
 ) -> None:
-    """Write a model, but for its tokenizer's files.
+    """Write a model without its tokenizer's files.
 
     Args:
-        family: its architecture's.
+        family: family of the architecture to write.
         saved: the model.
-        tensors: the family's.
-        tokenizer: whose tokens it knows; None: not known.
-        folder: exists.
-        shard_bytes: see `write_safetensors`.
+        tensors: the family's tensors.
+        tokenizer: tokenizer that determines the special token ids; None: they are not known.
+        folder: existing folder.
+        shard_bytes: maximum bytes of a safetensors file, see `write_safetensors`.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: writing fails.
     """
     config = {**family.config(saved), "dtype": str(main_dtype(tensors.infos().values())).removeprefix("torch.")}
     begin, end = (None, None) if tokenizer is None else (tokenizer.begin_id, tokenizer.end_id)
-    # Absent, transformers would take a Llama's own numbers. In our data what ends a document begins the next.
+    # Without these fields transformers would use Llama's default ids. In our data the token that ends a document also
+    # begins the next one.
     config |= {"bos_token_id": end if begin is None else begin, "eos_token_id": end, "pad_token_id": None}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     write_safetensors(tensors, folder, shard_bytes)

@@ -1,7 +1,7 @@
-"""What a checkpoint's files say of it, read without torch: names, shapes and types of tensors, and the model.
+"""Inspection of a checkpoint without torch: the model, and the names, shapes and dtypes of its tensors.
 
-Every file is there, with the content that the record has of it, and the tensors have the names that their model gives
-them. Whether they have its shapes, too, only the model itself can tell; see `opening`.
+The files are compared with the checkpoint's record, and the tensor names with those of the model. The shapes of all
+tensors are checked only by `opening`, which builds the model.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from megatron_ext.errors import UserError
 
 
 def look(path: Path, options: SourceOptions) -> Source | None:
-    """Look at a run's folder, a checkpoint of one, or a Hugging Face folder.
+    """Inspect the folder of a run, one checkpoint of a run, or a Hugging Face folder.
 
     Args:
         path: the folder.
-        options: what a user says of it.
+        options: information from the user.
 
     Returns:
-        The checkpoint, whose tensors cannot be read. None: it is of another form, or something in it is not as it
-        should be, and whoever opens it says what.
+        The checkpoint, whose tensors cannot be read. None: it has another format or is invalid. `open_source` then
+        gives the reason.
     """
     if options.model_config is not None:
         return None
@@ -54,7 +54,7 @@ def _step(path: Path, options: SourceOptions) -> Source | None:
     stored = Listed(index.infos, _unread)
     source = selectron_run.source_of(path, record, stored, options, has_optimizer=index.has_optimizer)
     if Selectron().why_not(source.saved) is not None:
-        return None  # a mixer whose parameters nobody here can name
+        return None  # a mixer whose parameter names are not known
     infos = source.tensors.infos()
     check_keys(tensor_names(source.saved), infos, str(path))
     _check_vocabulary(source.saved, infos[VOCABULARY[0]], str(path))
@@ -76,7 +76,10 @@ def _hugging_face(path: Path, options: SourceOptions) -> Source:
 
 
 def _counted(family: Family, saved: SavedModel, stored: Tensors, where: str) -> Tensors:
-    """Our tensors as far as theirs tell: a rule's are as many numbers as theirs, and their shape is left open."""
+    """Return descriptions of our tensors as far as those of the family determine them.
+
+    The tensors of a rule are one entry with their total number of elements, because their shapes are not known.
+    """
     infos, rules = stored.infos(), list(family.rules(saved))
     check_keys([key for rule in rules for key in rule.theirs], infos, where)
     found: dict[str, TensorInfo] = {}

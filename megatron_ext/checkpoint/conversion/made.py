@@ -1,4 +1,4 @@
-"""Tensors that are made of others: those of one family from another's, by its rules."""
+"""Tensors of one model family computed from those of another by conversion rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """A rule in one direction: keys that are read, keys that are made of them, and how."""
+    """One direction of a rule: the input keys, the output keys, and the function between their tensors."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -24,26 +24,26 @@ class Step:
 
 
 def to_ours(rules: Iterable[Rule]) -> list[Step]:
-    """Rules as steps from another family's tensors to ours."""
+    """Return the steps from another family's tensors to ours."""
     return [Step(rule.theirs, rule.ours, rule.to_ours) for rule in rules]
 
 
 def to_theirs(rules: Iterable[Rule]) -> list[Step]:
-    """Rules as steps from our tensors to another family's."""
+    """Return the steps from our tensors to another family's."""
     return [Step(rule.ours, rule.theirs, rule.to_theirs) for rule in rules]
 
 
 class Made(Tensors):
-    """Tensors that are made of others by steps, a step at a time.
+    """Tensors computed lazily from other tensors, one step at a time.
 
     Args:
-        source: the others.
-        steps: together read every one of them, and make every one of these once.
-        where: file or folder that messages name.
-        unused: keys of the source that mean nothing to the steps.
+        source: input tensors.
+        steps: conversion steps. Together they must read every tensor of the source and make each output once.
+        where: file or folder to name in error messages.
+        unused: keys of the source that the steps do not read.
 
     Raises:
-        UserError: the source lacks tensors that the steps read, or has others.
+        UserError: tensors that the steps read are missing, the source has others, or shapes do not fit.
     """
 
     def __init__(self, source: Tensors, steps: Sequence[Step], where: str, unused: Iterable[str] = ()) -> None:
@@ -71,16 +71,16 @@ class Made(Tensors):
         return {key: TensorInfo(tuple(tensor.shape), tensor.dtype) for key, tensor in pairs}
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """See `Tensors.infos`."""
+        """Implement `Tensors.infos`."""
         return self._infos
 
     def read(self, key: str) -> Tensor:
-        """See `Tensors.read`; what is made with it is made in vain, so `stream` is better for many."""
+        """Implement `Tensors.read`. The step's other outputs are discarded, so `stream` is faster for many tensors."""
         step = self._by_output[key]
         return self._make(step)[step.outputs.index(key)]
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Tensors.stream`."""
+        """Implement `Tensors.stream`."""
         for step in self._steps:
             made = self._make(step)
             for key in step.outputs:

@@ -1,4 +1,4 @@
-"""The classes of mixers' settings, found without importing the mixers where these are ours."""
+"""Lookup of mixer settings classes without importing the built-in mixers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megatron_ext.mixers.settings import SETTINGS
 
 
 def settings_type(name: str, where: str) -> type[Any]:
-    """The class of a mixer's own configuration.
+    """Return the settings class of a mixer.
 
     Args:
-        name: the mixer's.
-        where: the field that names it, for the message.
+        name: name of the mixer.
+        where: field with the name, for the error message.
 
     Raises:
         UserError: there is no such mixer.
@@ -21,7 +21,7 @@ def settings_type(name: str, where: str) -> type[Any]:
     kind = SETTINGS.get(name)
     if kind is not None:
         return kind
-    # Of a file of its own, or of none.
+    # A mixer from a file of the user, or an unknown one.
     from megatron_ext.platform import before_megatron
 
     before_megatron()

@@ -1,4 +1,4 @@
-"""README.md of an exported model: how to load it, and what that takes."""
+"""README.md of an exported model, with instructions to load it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_ext.checkpoint.conversion.placing import README_MARK
 
 
 def needs(family: Family) -> str | None:
-    """What loading a model of a family takes beside transformers, as one line; None: nothing."""
+    """Return one line on what loading a model of this family requires besides transformers; None: nothing."""
     if isinstance(family, FlaTransformer | RWKV7Family):
         return (
             f"{family.architecture} is flash-linear-attention's: install it, and `import fla` before "
@@ -24,12 +24,12 @@ def needs(family: Family) -> str | None:
 
 
 def card(family: Family, *, with_tokenizer: bool, plain: bool) -> str:
-    """The README.
+    """Return the text of README.md.
 
     Args:
-        family: of the model's architecture.
-        with_tokenizer: whether a tokenizer is there, too.
-        plain: whether it adds no token to a text.
+        family: family of the exported model.
+        with_tokenizer: whether the folder contains a tokenizer.
+        plain: whether the tokenizer adds no tokens to a text.
     """
     lines = ["import fla  # registers the model"] if isinstance(family, FlaTransformer | RWKV7Family) else []
     names = ["AutoModelForCausalLM", *(["AutoTokenizer"] if with_tokenizer else [])]

@@ -1,4 +1,4 @@
-"""Opening a checkpoint with the reader of its form."""
+"""Opening of a checkpoint of any supported format."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ _READERS: Mapping[Form, Callable[[Path, SourceOptions], Source]] = {
 
 
 def open_source(path: Path, options: SourceOptions) -> Source:
-    """Open a run's folder (its newest checkpoint), a checkpoint of it, a Hugging Face folder, or one of the others.
+    """Open a checkpoint and check the shapes of its tensors.
 
-    The others are DeepSpeed's universal checkpoints and plain Megatron's.
+    Args:
+        path: folder of a run (its newest checkpoint is opened), one checkpoint of a run, a Hugging Face folder, a
+            DeepSpeed universal checkpoint, or a plain Megatron checkpoint.
+        options: information from the user.
 
     Raises:
-        UserError: it is none of them, damaged, or holds what no model of ours has.
+        UserError: the folder is no supported checkpoint, is damaged, or contains a model that ours cannot express.
     """
     source = _READERS[form_of(path)](path, options)
     check_shapes(expected_tensors(source.saved), source.tensors.infos(), str(source.path))

@@ -1,4 +1,4 @@
-"""Our model of a checkpoint: the tensors it must have, and what it answers."""
+"""Selectron model of a checkpoint: its expected tensors, their tensor-parallel sharding, and its logits."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from megatron_ext.platform import select_platform
 
 @contextmanager
 def _model(saved: SavedModel, *, with_buffers: bool = False) -> Iterator[MegatronModule]:
-    """The model in fp32, without numbers, within a process group of this process alone.
+    """Return a context manager with the fp32 model on the meta device and process groups of this process alone.
 
     Args:
         saved: the model.
-        with_buffers: whether it is to be computed with. Parameters have numbers for a moment, so its sizes must be
-            those of tensors that are there.
+        with_buffers: whether buffers have values, so that the model can be run. Each parameter is then allocated
+            briefly, so the sizes in the configuration must be those of tensors that exist.
     """
     platform = select_platform("cpu")
     with groups_of_one_process(platform.communication) as groups:
@@ -40,10 +40,10 @@ def _model(saved: SavedModel, *, with_buffers: bool = False) -> Iterator[Megatro
 
 
 def expected_tensors(saved: SavedModel) -> dict[str, TensorInfo]:
-    """The tensors of a model, without vocabulary padding, by our keys; their type means nothing."""
+    """Return the tensors of a model by our keys, without vocabulary padding. Their dtypes are meaningless."""
     with _model(saved) as model:
         infos = {}
-        for key, parameter in model.named_parameters():  # in one process these are our keys
+        for key, parameter in model.named_parameters():  # in a single process these names are our checkpoint keys
             rows = (saved.vocab_size, *parameter.shape[1:]) if key in VOCABULARY else tuple(parameter.shape)
             infos[key] = TensorInfo(rows, parameter.dtype)
         return infos
@@ -51,11 +51,11 @@ def expected_tensors(saved: SavedModel) -> dict[str, TensorInfo]:
 
 @dataclass(frozen=True)
 class Split:
-    """How tensor parallelism splits a parameter.
+    """Sharding of a parameter under tensor parallelism.
 
     Attributes:
-        dim: the dimension; None: every rank has all of it.
-        parts: the whole is so many, one after the other along `dim`, and each is split: SwiGLU's gate and value.
+        dim: sharded dimension; None: the parameter is replicated.
+        parts: number of consecutive parts along `dim` that are sharded separately, such as SwiGLU's gate and value.
     """
 
     dim: int | None
@@ -63,7 +63,7 @@ class Split:
 
 
 def splits(saved: SavedModel) -> dict[str, Split]:
-    """How tensor parallelism splits each parameter of a model, by our keys."""
+    """Return the tensor-parallel sharding of each parameter of a model, by our keys."""
     with _model(saved) as model:
         gated = get_model_config(model).gated_linear_unit
         found = {}
@@ -75,15 +75,15 @@ def splits(saved: SavedModel) -> dict[str, Split]:
 
 
 def logits_of(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
-    """What our model answers, computed in float64.
+    """Compute the logits of our model in float64.
 
     Args:
         saved: the model.
-        tensors: its weights, as `expected_tensors`.
+        tensors: its weights, with the keys and shapes of `expected_tensors`.
         tokens_bt: int64 [b, t].
 
     Returns:
-        float64 logits [b, k, v] of the last k tokens, at most `KEPT`, over the tokenizer's v tokens.
+        float64 logits [b, k, v] of the last k tokens, at most `KEPT`, over the v tokens of the tokenizer.
     """
 
     def read(name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where a conversion writes: a folder that is there whole or not at all, and what may be replaced by it."""
+"""Atomic creation of the destination folder, and checks of what it may replace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_ext.files import force_to_disk, open_regular
 from megatron_ext.scratch import ended_by_exceptions
 
 _MODELS = ("config.json", "checkpoints", "latest_universal")
-"""One of these is in every folder that a conversion writes."""
+"""Every folder that a conversion writes contains at least one of these."""
 
 _WRITTEN = (
     *_MODELS,
@@ -24,18 +24,23 @@ _WRITTEN = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "vocab.txt", "merges.txt", "__pycache__"),
 )
-"""And nothing else, but for what transformers leaves there."""
+"""Patterns of the files that a conversion writes, and those that transformers may add."""
 
 README = "README.md"
 README_MARK = "<!-- written by selectron convert -->"
-"""First line of the README of an export: one that has it is nobody's work."""
+"""First line of an exported README.md. A file that begins with it may be overwritten."""
 
 
 def check_destination(source: Path, destination: Path, *, overwrite: bool) -> None:
-    """Refuse a destination that is there, is part of the source, or holds what is no model.
+    """Refuse a destination that exists, overlaps the source, or contains files that no conversion writes.
+
+    Args:
+        source: folder to read.
+        destination: folder to write.
+        overwrite: whether an existing model may be replaced.
 
     Raises:
-        UserError: it is one of these.
+        UserError: the destination is not allowed.
     """
     ours, theirs = source.resolve(), destination.resolve()
     if ours == theirs or ours in theirs.parents or theirs in ours.parents:
@@ -56,7 +61,7 @@ def check_destination(source: Path, destination: Path, *, overwrite: bool) -> No
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a conversion, or transformers, writes such a file."""
+    """Return whether a conversion or transformers writes such a file."""
     if path.name == README:
         with suppress(OSError), os.fdopen(open_regular(path), "rb") as file:
             return file.read(len(README_MARK.encode())) == README_MARK.encode()
@@ -64,10 +69,14 @@ def _is_ours(path: Path) -> bool:
 
 
 def check_space(destination: Path, needed: int) -> None:
-    """Refuse to begin where so many bytes have no room.
+    """Check that the disk has enough free space.
+
+    Args:
+        destination: folder to write.
+        needed: number of bytes.
 
     Raises:
-        UserError: they have none.
+        UserError: the free space is too small.
     """
     there = next(path for path in destination.resolve().parents if path.is_dir())
     free = shutil.disk_usage(there).free
@@ -78,16 +87,21 @@ def check_space(destination: Path, needed: int) -> None:
 
 @contextmanager
 def beside(destination: Path) -> Iterator[Path]:
-    """A folder that takes the destination's place when all went well, and is removed when not, or when one is ended.
+    """Return a context manager with a temporary folder that replaces the destination on success.
+
+    On an exception or a signal that ends the process, the temporary folder is removed.
+
+    Yields:
+        The temporary folder, next to the destination.
 
     Raises:
-        UserError: the disk refuses.
+        UserError: writing fails.
     """
     place = destination.resolve()
     partial, new = place.with_name(f".{place.name}.partial"), [path for path in place.parents if not path.exists()]
     with ended_by_exceptions() as ends:
         try:
-            if partial.exists():  # of one that was killed
+            if partial.exists():  # left by a killed process
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)
             yield partial
@@ -98,7 +112,7 @@ def beside(destination: Path) -> Iterator[Path]:
             for folder in new:
                 with suppress(OSError):
                     folder.rmdir()
-            if ends:  # torch makes an error of the disk's of an exception in the midst of its writing
+            if ends:  # torch turns an exception during its writing into a storage error
                 raise ends[0] from None
             if isinstance(error, UserError):
                 raise _as_if_in_place(error, partial, destination) from error
@@ -109,7 +123,7 @@ def beside(destination: Path) -> Iterator[Path]:
 
 
 def _as_if_in_place(error: UserError, partial: Path, destination: Path) -> UserError:
-    """What was found in the folder that is gone by now, said of the one that the user named."""
+    """Return the error with the path of the removed temporary folder replaced by the destination."""
     where, problem, mend = (
         text.replace(str(partial), str(destination)) for text in (error.where, error.problem, error.mend)
     )
@@ -121,7 +135,7 @@ def _replace(partial: Path, place: Path) -> None:
         force_to_disk(path)
     if place.exists():
         old = place.with_name(f".{place.name}.old")
-        if old.exists():  # of one that was killed
+        if old.exists():  # left by a killed process
             shutil.rmtree(old)
         place.rename(old)
         try:

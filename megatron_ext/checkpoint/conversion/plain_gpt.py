@@ -1,4 +1,4 @@
-"""Checkpoints of plain megatron-core: a `GPTModel`, saved with dist_checkpointing by Megatron-LM or another trainer."""
+"""Reading of megatron-core's `GPTModel` checkpoints (dist_checkpointing), from Megatron-LM or another trainer."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from megatron_ext.mixers.settings import AttentionConfig
 from megatron_ext.paths import path_within
 
 MAX_DIGITS = 18
-"""Of an iteration's number; Python itself refuses to read some thousands."""
+"""Maximum number of digits of an iteration. Python refuses to parse integers of some thousand digits."""
 
 NEWEST = PLAIN
 
 _RENAMED = {
-    "self_attention.linear_qkv.weight": "self_attention.in_proj.weight",  # rows in the same order
+    "self_attention.linear_qkv.weight": "self_attention.in_proj.weight",  # the row order is identical
     "self_attention.linear_proj.weight": "self_attention.out_proj.weight",
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -42,7 +42,7 @@ _RENAMED = {
 _LAYER = re.compile(r"^(decoder\.layers\.\d+\.)(.*)$")
 _POSITIONS = {"rope": "rope", "learned_absolute": "learned", "none": "none"}
 
-# What our model has one value for, by the name of Megatron-LM's argument.
+# Arguments of Megatron-LM for which our model supports only one value. The value is also the default.
 _FIXED: dict[str, Any] = {
     "normalization": "RMSNorm",
     "swiglu": True,
@@ -70,7 +70,7 @@ _DEFAULTS: dict[str, Any] = {
     "init_method_std": 0.02,
     "vocab_size": None,
 }
-"""What Megatron-LM takes where an argument is not there."""
+"""Defaults for arguments that a checkpoint of Megatron-LM does not contain."""
 
 _OF_MEGATRON = {
     "enums": ("ModelType",),
@@ -92,14 +92,14 @@ _NAMES: Names = {
     **{("pathlib", kind): unread() for kind in ("PosixPath", "WindowsPath")},
     **{(f"megatron.core.{module}", kind): unread() for module, kinds in _OF_MEGATRON.items() for kind in kinds},
 }
-"""Classes that Megatron-LM keeps in `common.pt`; nothing is read from those of most."""
+"""Classes that Megatron-LM pickles in `common.pt`. The contents of most of them are not read."""
 
 
 def open_folder(path: Path, options: SourceOptions) -> Source:
-    """The model of a checkpoint; of Megatron-LM's `--save` folder, the newest.
+    """Open the model of a checkpoint, or of the newest checkpoint in Megatron-LM's `--save` folder.
 
     Raises:
-        UserError: it is damaged, does not say its sizes, or has what our model has not.
+        UserError: the checkpoint is damaged, lacks the model's sizes, or contains a model that ours cannot express.
     """
     path = _newest(path) if (path / NEWEST).is_file() else path
     stored = TorchDistTensors(path)
@@ -132,7 +132,7 @@ def _newest(path: Path) -> Path:
 
 
 def _arguments(path: Path) -> Namespace:
-    """Megatron-LM's arguments, which it keeps beside the tensors."""
+    """Return Megatron-LM's arguments, which its checkpoints contain."""
     mend = "give the model's sizes in a YAML file with --model-config (its `model` section)"
     try:
         common = read_common(path, _NAMES)

@@ -1,4 +1,4 @@
-"""What megatron-core's own GPTModel answers, the one with its own attention."""
+"""Logits of megatron-core's `GPTModel` with its own attention."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _OUR_NAMES = {"linear_qkv": "in_proj", "linear_proj": "out_proj"}
 
 
 def logits(saved: SavedModel, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
-    """What the model answers, computed in float64.
+    """Compute the logits of `GPTModel` in float64.
 
     Args:
-        saved: the model, of attention alone.
+        saved: the model, whose layers are all attention.
         tensors: its weights by our keys.
         tokens_bt: int64 [b, t].
 

@@ -1,4 +1,4 @@
-"""What `selectron inspect` does: say what a checkpoint is, and what it can be converted to."""
+"""Implementation of `selectron inspect`: describe a checkpoint and the formats that it can be converted to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ARCHITECTURES = {"selectron": "Selectron", "megatron_core": "GPTModel", "deepsp
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
+    """Add the arguments of `selectron inspect`."""
     parser.add_argument("path", type=Path, metavar="PATH", help="folder of a run, a checkpoint or a model")
     parser.add_argument("--tensors", action="store_true", help="list every tensor with its shape and type")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -38,16 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what a checkpoint is.
+    """Print a description of a checkpoint.
 
     Args:
-        args: see `add_arguments`.
+        args: parsed arguments, see `add_arguments`.
 
     Returns:
         The exit code.
 
     Raises:
-        UserError: it is none, or damaged.
+        UserError: the folder is no checkpoint or is damaged. With `--json` the problem is printed instead.
     """
     from megatron_ext.checkpoint.conversion.looking import look
 
@@ -70,12 +70,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(source: Source, *, with_tensors: bool, with_shapes: bool) -> dict[str, Any]:
-    """What a checkpoint is, as plain values; one that could be opened is whole.
+    """Return a description of a checkpoint as plain values.
+
+    The value of `whole` is always true, because a damaged checkpoint cannot be opened.
 
     Args:
         source: the checkpoint.
-        with_tensors: whether each of its tensors is listed.
-        with_shapes: whether their shapes have been compared with the model's.
+        with_tensors: whether to list each tensor.
+        with_shapes: whether the shapes have been compared with those of the model.
     """
     saved, progress = source.saved, source.progress
     facts: dict[str, Any] = {
@@ -106,7 +108,7 @@ def describe(source: Source, *, with_tensors: bool, with_shapes: bool) -> dict[s
 
 
 def _possible(source: Source) -> dict[str, str | None]:
-    """By format, why a model cannot be converted to it; None: it can."""
+    """Return for each format why the model cannot be converted to it; None: it can."""
     from megatron_ext.checkpoint.conversion.destination import DESTINATIONS, Wish
 
     found: dict[str, str | None] = {}

@@ -1,6 +1,7 @@
-"""safetensors files with an index, read and written a tensor at a time.
+"""Reading and writing of safetensors files with an index, one tensor at a time.
 
-The form: 8 bytes little-endian with the header's length, the header (JSON: by name dtype, shape, place), the numbers.
+A file is the length of the header (8 bytes, little-endian), the header (JSON with dtype, shape and offsets by tensor
+name), and the data.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""torch's names of the types, by those in a header."""
+"""Names of torch dtypes by the dtype names in a header."""
 
 _NAMES = {f"torch.{dtype}": name for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 8
@@ -53,14 +54,14 @@ def _dtype_of_torch(name: str) -> torch.dtype:
 
 
 class SafetensorsTensors(Tensors):
-    """The tensors of a folder's safetensors files.
+    """Tensors in the safetensors files of a folder.
 
     Args:
-        folder: with `model.safetensors`, or with an index and what it names.
-        dtype_of: the type with a name of torch's; torch's, or a stand-in where no tensor is read.
+        folder: folder with `model.safetensors`, or with an index and the files that it lists.
+        dtype_of: maps the name of a torch dtype to the dtype, or to a stand-in if no tensor will be read.
 
     Raises:
-        UserError: a file is missing or damaged, or of another form.
+        UserError: a file is missing, damaged, or has an unsupported dtype.
     """
 
     def __init__(self, folder: Path, dtype_of: Callable[[str], Any] = _dtype_of_torch) -> None:
@@ -71,11 +72,14 @@ class SafetensorsTensors(Tensors):
                 self._files[key], self._infos[key] = path, info
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """See `Tensors.infos`."""
+        """Implement `Tensors.infos`."""
         return self._infos
 
     def read(self, key: str) -> Tensor:
-        """See `Tensors.read`. The file is mapped while the tensor lives, so that its pages alone count as memory."""
+        """Implement `Tensors.read`.
+
+        The file is memory-mapped while the tensor exists, so only the pages of the tensor use memory.
+        """
         with safe_open(self._files[key], framework="pt") as file:
             tensor: Tensor = file.get_tensor(key)
         return tensor
@@ -85,7 +89,7 @@ def _files_of(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         try:
             named = parse_json(read_regular(folder / INDEX, LARGEST_VOCABULARY))["weight_map"].values()
-            # Caches of downloaded models are folders of links to where the files are.
+            # Caches of downloaded models contain symbolic links to the files.
             paths = sorted({path_within(folder, name, str(folder / INDEX), follow_links=True) for name in named})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(str(folder / INDEX), "cannot be read as an index of safetensors files", _MEND) from error
@@ -102,7 +106,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 def _header(path: Path, dtype_of: Callable[[str], Any]) -> dict[str, TensorInfo]:
     try:
-        with safe_open(path, framework="np") as file:  # of the header alone: torch is not needed for it
+        with safe_open(path, framework="np") as file:  # only the header is read, which does not need torch
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - no mapping
             names = {key: _DTYPES[part.get_dtype()] for key, part in slices.items()}
             return {key: TensorInfo(tuple(part.get_shape()), dtype_of(names[key])) for key, part in slices.items()}
@@ -114,11 +118,11 @@ def _header(path: Path, dtype_of: Callable[[str], Any]) -> dict[str, TensorInfo]
 
 @dataclass
 class Shard:
-    """What goes into one file.
+    """Contents of one safetensors file.
 
     Attributes:
-        infos: the tensors, in their order.
-        num_bytes: of their numbers.
+        infos: the tensors in file order.
+        num_bytes: bytes of their data.
     """
 
     infos: dict[str, TensorInfo] = field(default_factory=dict)
@@ -126,7 +130,15 @@ class Shard:
 
 
 def shards_of(infos: Mapping[str, TensorInfo], shard_bytes: int) -> dict[str, Shard]:
-    """Share tensors out over files of at most that many bytes each, or of one tensor; by the file's name."""
+    """Distribute tensors over files.
+
+    Args:
+        infos: the tensors, in order.
+        shard_bytes: maximum bytes of data in a file. A larger tensor gets a file of its own.
+
+    Returns:
+        The contents of each file, by file name.
+    """
     shards = [Shard()]
     for key, info in infos.items():
         if shards[-1].infos and shards[-1].num_bytes + info.num_bytes > shard_bytes:
@@ -139,15 +151,15 @@ def shards_of(infos: Mapping[str, TensorInfo], shard_bytes: int) -> dict[str, Sh
 
 
 def write_safetensors(tensors: Tensors, folder: Path, shard_bytes: int) -> None:
-    """Write tensors as they come, and the index where they are in several files.
+    """Write tensors to safetensors files as they are streamed, and an index if there are several files.
 
     Args:
-        tensors: of the types in `_DTYPES`.
-        folder: exists.
-        shard_bytes: numbers in a file, at most, unless one tensor has more.
+        tensors: tensors with dtypes in `_DTYPES`.
+        folder: existing folder.
+        shard_bytes: maximum bytes of data in a file. A larger tensor gets a file of its own.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: writing fails.
     """
     shards, stream = shards_of(tensors.infos(), shard_bytes), tensors.stream()
     for name, shard in shards.items():
@@ -178,4 +190,4 @@ def _write_numbers(file: IO[bytes], shard: Shard, stream: Iterator[tuple[str, Te
         key, tensor = next(stream)
         assert (key, tuple(tensor.shape), tensor.dtype) == (expected, info.shape, info.dtype), expected
         file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        del tensor  # before the next one is made
+        del tensor  # freed before the next one is computed

@@ -1,4 +1,4 @@
-"""The model that a checkpoint of ours holds, from what its record says, and back."""
+"""Conversion between the identity in a checkpoint's record and the model that it describes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PRECISION = "training.precision"
 
 
 def saved_model(identity: Mapping[str, Any], where: str) -> SavedModel:
-    """The model that a record's identity describes.
+    """Return the model that a record's identity describes.
 
     Args:
-        identity: values by dotted field; see `training.run.identity`.
-        where: the record's file.
+        identity: values by dotted field name, see `training.identity.identity`.
+        where: file of the record, for error messages.
 
     Raises:
-        UserError: it does not say all, as those of earlier versions did not.
+        UserError: a field is missing, as in records of earlier versions, or is invalid.
     """
     needed = [*(f"model.{field.name}" for field in dataclasses.fields(ModelConfig)), VOCABULARY, LENGTH]
     missing = [field for field in needed if field not in identity]
@@ -57,7 +57,12 @@ def _mixer(name: str, fields: dict[str, Any]) -> Any:
 
 
 def identity_of(saved: SavedModel, precision: str) -> dict[str, Any]:
-    """What a record says of a model: `saved_model` of it is equal to `saved`."""
+    """Return the identity of a model, from which `saved_model` restores an equal model.
+
+    Args:
+        saved: the model.
+        precision: precision of the run.
+    """
     mixers = {name: mixer_fields(config) for name, config in sorted(saved.mixers.items())}
     return {
         **{f"model.{field}": value for field, value in dataclasses.asdict(saved.model).items()},
@@ -69,16 +74,22 @@ def identity_of(saved: SavedModel, precision: str) -> dict[str, Any]:
 
 
 def mixer_fields(config: Any) -> dict[str, Any]:
-    """A mixer's configuration as plain values, whole."""
+    """Return a mixer's complete configuration as plain values."""
     fields: dict[str, Any] = TypeAdapter(type(config)).dump_python(config, mode="json")
     return fields
 
 
 def configured_model(path: Path, vocab_size: int) -> SavedModel:
-    """The model that a YAML file describes: any run's configuration, of which `model` and `mixers` are read.
+    """Return the model that a run's configuration file (YAML) describes.
+
+    Of the file, `model`, `mixers` and `data.seq_length` are used.
+
+    Args:
+        path: the file.
+        vocab_size: number of tokens of the tokenizer.
 
     Raises:
-        UserError: the file, or a field of it, is at fault.
+        UserError: the file or one of its fields is invalid.
     """
     from megatron_ext.mixers.registry import load_all
 
@@ -94,7 +105,7 @@ def configured_model(path: Path, vocab_size: int) -> SavedModel:
 
 
 def shape_of(saved: SavedModel, precision: str = "fp32") -> ModelShape:
-    """What the model is built from in one process."""
+    """Return the arguments to build the model in a single process."""
     from megatron_ext.model import ModelShape
     from megatron_ext.platform import DTYPES
 

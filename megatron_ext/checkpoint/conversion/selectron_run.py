@@ -1,4 +1,4 @@
-"""Runs of ours: reading a checkpoint, and writing a run folder around one."""
+"""Reading of checkpoints of Selectron runs, and writing of a run folder with one checkpoint."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ CONFIG = "config.yaml"
 
 
 def open_run(path: Path, options: SourceOptions) -> Source:
-    """The newest checkpoint of a run.
+    """Open the newest checkpoint of a run.
 
     Raises:
-        UserError: there is none, or it is damaged.
+        UserError: there is no checkpoint, or it is damaged.
     """
     return open_step(newest_step(path), options)
 
 
 def newest_step(path: Path) -> Path:
-    """The folder of a run's newest checkpoint.
+    """Return the folder of a run's newest checkpoint.
 
     Args:
         path: folder of the run, or of its checkpoints.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no checkpoint.
     """
     root = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     step = CheckpointFolder(root).latest()
@@ -49,10 +49,10 @@ def newest_step(path: Path) -> Path:
 
 
 def open_step(path: Path, options: SourceOptions) -> Source:
-    """One checkpoint of a run.
+    """Open one checkpoint of a run.
 
     Raises:
-        UserError: it is damaged, or does not say what model it holds.
+        UserError: the checkpoint is damaged, or its record lacks fields of the model.
     """
     from megatron_ext.checkpoint.conversion.torch_dist import TorchDistTensors
 
@@ -63,10 +63,10 @@ def open_step(path: Path, options: SourceOptions) -> Source:
 
 
 def checked_record(path: Path) -> Record:
-    """The record of a checkpoint all of whose files are as it says.
+    """Return the record of a checkpoint, after checking that all files match it.
 
     Raises:
-        UserError: one is not.
+        UserError: a file does not match, or the folder's name is not step_N.
     """
     step = path.resolve().name.removeprefix("step_")
     if not step.isdecimal():
@@ -79,17 +79,17 @@ def checked_record(path: Path) -> Record:
 
 
 def source_of(path: Path, record: Record, stored: Tensors, options: SourceOptions, *, has_optimizer: bool) -> Source:
-    """A checkpoint without the state of its training.
+    """Return a checkpoint without the training state.
 
     Args:
-        path: its folder.
+        path: folder of the checkpoint.
         record: its record.
         stored: its tensors.
-        options: what a user says of it.
-        has_optimizer: whether its optimizer's state is there.
+        options: information from the user.
+        has_optimizer: whether the checkpoint contains the optimizer state.
 
     Raises:
-        UserError: it does not say what model it holds.
+        UserError: the record lacks fields of the model.
     """
     tokenizer = kept_tokenizer(_run(path), options.tokenizer)
     saved = _saved(path, record, stored, options, tokenizer.size if tokenizer else None)
@@ -106,12 +106,15 @@ def source_of(path: Path, record: Record, stored: Tensors, options: SourceOption
 
 
 def _run(path: Path) -> Path:
-    """The folder of the run that a checkpoint is of."""
+    """Return the folder of a checkpoint's run."""
     return path.resolve().parents[1]
 
 
 def _training(source: Source, record: Record, stored: TorchDistTensors, *, is_told: bool) -> Training | None:
-    """What the run goes on from. A record that did not say all of the model is completed with what the user said."""
+    """Return the state to resume training from; None: there is none.
+
+    `is_told` means that the user gave the model's configuration, which then completes an incomplete record.
+    """
     from megatron_ext.checkpoint.conversion.torch_dist import read_optimizer
 
     saved, run = source.saved, _run(source.path)
@@ -131,18 +134,18 @@ def _saved(path: Path, record: Record, stored: Tensors, options: SourceOptions, 
 
 
 def write_run(saved: SavedModel, tensors: Tensors, precision: str, progress: Progress, folder: Path, name: str) -> None:
-    """Write a run's folder with one checkpoint, of the model alone.
+    """Write a run folder with one checkpoint that contains only the model.
 
     Args:
         saved: the model.
-        tensors: ours, without vocabulary padding.
-        precision: of the run that goes on from here: bf16 or fp32.
-        progress: how far the training was.
-        folder: of the run; exists.
-        name: of the run.
+        tensors: our tensors, without vocabulary padding.
+        precision: precision of the run, a key of `PRECISIONS`.
+        progress: progress of the training.
+        folder: existing folder of the run.
+        name: name of the run.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: writing fails.
     """
     identity = identity_of(saved, precision)
     _write_checkpoint(folder, progress, tensors, None, {"identity": identity, "generators": [], "model_only": True})
@@ -150,19 +153,19 @@ def write_run(saved: SavedModel, tensors: Tensors, precision: str, progress: Pro
 
 
 def write_training(saved: SavedModel, training: Training, progress: Progress, folder: Path, name: str) -> None:
-    """Write a run's folder with one checkpoint, from which `selectron train --resume` goes on.
+    """Write a run folder with one checkpoint that `selectron train --resume` can resume.
 
-    The generators' states are left out: they are of one layout, and nothing is drawn from them.
+    States of random generators are left out. They belong to one parallel layout, and training draws nothing from them.
 
     Args:
         saved: the model, as it was trained.
-        training: its state.
-        progress: how far it was.
-        folder: of the run; exists.
-        name: of the run.
+        training: state of the training.
+        progress: progress of the training.
+        folder: existing folder of the run.
+        name: name of the run.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: writing fails.
     """
     parts = {"identity": training.identity, "generators": []}
     _write_checkpoint(folder, progress, training.tensors, training.optimizer, parts)
@@ -189,7 +192,7 @@ def _place(runs: Path, name: str) -> dict[str, str]:
 
 
 def _config(saved: SavedModel, precision: str, runs: Path, name: str) -> str:
-    """A configuration of which the model is known; of the data, that it has to be named."""
+    """Return a configuration with the model's values and a placeholder for the data path."""
     tree = {
         "data": {"path": "data", "seq_length": saved.seq_length},
         "model": asdict(saved.model),

@@ -1,4 +1,4 @@
-"""What there is to convert: any checkpoint that can be read, as a model of ours."""
+"""Description of an opened checkpoint of any format as a Selectron model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Format = Literal["selectron", "hugging_face", "megatron_core", "deepspeed_univer
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
-    """What a user says of a checkpoint that does not say it itself.
+    """Information from the user that a checkpoint may lack.
 
     Attributes:
-        model_config: YAML file with our `model` section, and maybe `mixers` and `data.seq_length`.
+        model_config: YAML file with our `model` section, and optionally `mixers` and `data.seq_length`.
         tokenizer: a tokenizer.json.
     """
 
@@ -36,13 +36,14 @@ class SourceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a run of ours needs to go on exactly, beside its progress.
+    """State that, with the progress, allows a Selectron run to be resumed exactly.
 
     Attributes:
-        tensors: the model's, with the padding of the vocabulary: its rows take part in every softmax and are trained.
-        optimizer: its state, for tensors of the same shapes.
-        identity: the record's: what a run that goes on must share.
-        config: the run's configuration, plain values; None: not there.
+        tensors: tensors of the model with vocabulary padding. The padding rows are part of every softmax and are
+            trained.
+        optimizer: optimizer state, for tensors of the same shapes.
+        identity: identity of the record, which a resumed run must share.
+        config: configuration of the run as plain values; None: not available.
     """
 
     tensors: Tensors
@@ -53,19 +54,19 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A checkpoint.
+    """Opened checkpoint.
 
     Attributes:
-        path: the folder with its tensors.
-        format: who wrote it.
-        saved: the model, in our terms.
-        stored: its tensors as they lie there.
-        tensors: the same as ours, without vocabulary padding.
-        tokenizer: its tokenizer, where it has one.
-        progress: how far its training was; None: it does not say.
-        has_optimizer: whether the optimizer's state is there, in whatever form.
-        training: the state of a training that can go on; None: of another library, or not there.
-        family: of its architecture; None: not of another library.
+        path: folder with the tensors.
+        format: format of the checkpoint.
+        saved: our model that the checkpoint describes.
+        stored: tensors as they are stored.
+        tensors: tensors converted to ours, without vocabulary padding.
+        tokenizer: tokenizer beside the model; None: there is none.
+        progress: progress of the training; None: not known.
+        has_optimizer: whether the checkpoint contains optimizer state, in any form.
+        training: state to resume a Selectron run from; None: not available, or from another library.
+        family: family of its architecture; None: the format is not Hugging Face.
     """
 
     path: Path
@@ -81,12 +82,12 @@ class Source:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of most of its numbers."""
+        """Floating-point dtype of most elements."""
         return main_dtype(self.tensors.infos().values())
 
 
 def main_dtype(infos: Iterable[TensorInfo]) -> torch.dtype:
-    """The floating-point type that most of the numbers have."""
+    """Return the floating-point dtype of most elements."""
     counts: Counter[torch.dtype] = Counter()
     for info in infos:
         if info.dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""What `selectron convert` and `selectron inspect` are told of the checkpoint they read, and opening it."""
+"""Common arguments of `selectron convert` and `selectron inspect` for the checkpoint to read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
-    """Declare what a user can say of a checkpoint that does not say it itself."""
+    """Add the options for information that a checkpoint may lack."""
     config = "YAML file with the `model` section, where the checkpoint does not tell it"
     parser.add_argument("--model-config", type=Path, metavar="FILE", help=config)
     tokenizer = "tokenizer.json, where the checkpoint has none"
@@ -20,26 +20,29 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
 
 
 def asked_options(args: argparse.Namespace) -> SourceOptions:
-    """What the user said; see `add_source_options`."""
+    """Return the options that the user gave, see `add_source_options`."""
     from megatron_ext.checkpoint.conversion.source import SourceOptions
 
     return SourceOptions(model_config=args.model_config, tokenizer=args.tokenizer)
 
 
 def on_the_cpu() -> None:
-    """To be called before megatron-core may be imported: it puts tensors on the GPU it sees."""
+    """Hide all GPUs from this process.
+
+    Call it before megatron-core is imported, which allocates tensors on visible GPUs.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def open_asked(path: Path, args: argparse.Namespace) -> Source:
-    """The checkpoint, on the CPU.
+    """Open a checkpoint on the CPU.
 
     Args:
-        path: its folder.
-        args: see `add_source_options`.
+        path: folder of the checkpoint.
+        args: parsed arguments, see `add_source_options`.
 
     Raises:
-        UserError: it is none, or damaged.
+        UserError: the folder is no checkpoint, or is damaged.
     """
     on_the_cpu()
     from megatron_ext.platform import before_megatron

@@ -1,4 +1,7 @@
-"""Running a model whose weights are not in memory: each is read by what computes with it, and dropped after that."""
+"""Running a model whose weights stay on disk.
+
+Each weight is read by the operation that uses it, and freed afterwards.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,20 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 PIECE = 1 << 21
-"""Numbers of a matrix that are converted to float64 (or fp32) at a time: 16 MiB."""
+"""Elements of a matrix that are converted to float64 or fp32 at a time: 16 MiB in float64."""
 
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Within it, parameters of new modules have shapes and types, and no numbers; buffers are as ever."""
+    """Return a context manager in which parameters of new modules are created on the meta device.
+
+    Buffers are not affected.
+    """
     register = Module.register_parameter
 
     def without_numbers(module: Module, name: str, parameter: Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:  # one that is shared stays one
+        if parameter is not None and not parameter.is_meta:  # a shared parameter, already replaced, stays shared
             empty = Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             vars(empty).update(vars(parameter))
             module._parameters[name] = empty
@@ -38,11 +44,13 @@ def on_meta() -> Iterator[None]:
 
 @contextmanager
 def staged(model: Module, read: Callable[[str], Tensor]) -> Iterator[None]:
-    """Within it, a model without numbers can be run in fp32, without gradients.
+    """Return a context manager in which a model on the meta device can be run in fp32, without gradients.
+
+    Within `in_float64` the model runs in float64.
 
     Args:
-        model: its parameters on the meta device.
-        read: a parameter's numbers in any type, by the name that `named_parameters` gives it.
+        model: model with parameters on the meta device.
+        read: returns the values of a parameter in any dtype, by its name in `named_parameters`.
     """
     replaced = []
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -59,12 +67,12 @@ def staged(model: Module, read: Callable[[str], Tensor]) -> Iterator[None]:
 
 @contextmanager
 def of_last_positions(output_layer: Module, kept: int, dim: int) -> Iterator[None]:
-    """Within it, an output layer computes logits of the last positions alone.
+    """Return a context manager in which an output layer computes logits only for the last positions.
 
     Args:
-        output_layer: its first input are hidden states.
-        kept: positions, at most.
-        dim: of the positions.
+        output_layer: layer whose first input is the hidden states.
+        kept: maximum number of positions.
+        dim: dimension of the positions.
     """
 
     def cut(_: Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -80,26 +88,26 @@ def of_last_positions(output_layer: Module, kept: int, dim: int) -> Iterator[Non
 
 
 class Unread(Tensor):
-    """A weight on the disk. It has its shape; what is computed with it reads it.
+    """Weight on disk that has a shape and is read by each operation that uses it.
 
-    A product with a matrix, and rows that are looked up in one, are made of it as it is stored; all else gets fp32, or
-    float64 within `in_float64`.
+    Matrix products convert the stored weight in pieces. Embedding lookups convert only the rows that they return. All
+    other operations convert the whole weight to fp32, or to float64 within `in_float64`.
     """
 
-    _is_param = True  # as torch asks whether something is a Parameter
+    _is_param = True  # checked by torch's isinstance(x, Parameter)
     _read: Callable[[], Tensor]
     _is_turned: bool
-    device = torch.device("cpu")  # where its numbers will be
+    device = torch.device("cpu")  # device of the values once they are read
     is_meta = False
 
     @staticmethod
     def of(empty: Tensor, read: Callable[[], Tensor], *, is_turned: bool = False) -> Unread:
-        """A weight that is read so.
+        """Create a weight that is read by a function.
 
         Args:
-            empty: has its shape, and attributes that others look for.
-            read: its numbers.
-            is_turned: it is the transpose of what is read.
+            empty: tensor with its shape, and with attributes that other code expects.
+            read: returns the values.
+            is_turned: whether the weight is the transpose of the values.
         """
         weight: Unread = Tensor._make_subclass(Unread, empty.detach())
         vars(weight).update(vars(empty))
@@ -108,7 +116,7 @@ class Unread(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """See torch's `__torch_function__`."""
+        """Implement torch's `__torch_function__`: read the weights among the arguments, then call the function."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OF_SHAPE or getattr(func, "__name__", "") == "__get__":
@@ -131,7 +139,7 @@ _PRODUCTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__
 
 
 def _wide() -> torch.dtype:
-    """What weights are made: torch's own type of numbers, which `in_float64` changes."""
+    """Return the dtype that weights are converted to: torch's default dtype, which `in_float64` changes."""
     return torch.get_default_dtype()
 
 
@@ -147,7 +155,10 @@ def _numbers(value: Any) -> Any:
 
 
 def _product(x: Tensor, weight: Unread) -> Tensor:
-    """Of x, [..., n], and the transpose of a matrix [m, n], some of whose rows are made fp32 at a time: [..., m]."""
+    """Return the product of x, [..., n], with the transpose of a matrix [m, n]: [..., m].
+
+    Only some rows of the matrix are converted at a time.
+    """
     stored = weight._read()
     product = x.new_empty(*x.shape[:-1], len(stored))
     rows = max(1, PIECE // max(1, stored.shape[1]))

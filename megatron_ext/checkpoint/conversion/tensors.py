@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, by key: what they are without reading them, and one of them at a time."""
+"""Named tensors of a checkpoint: their shapes and dtypes without reading them, and access to one at a time."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Our tensors with a row a token."""
+"""Keys of our tensors with one row per token."""
 
 SHOWN = 4
-"""Names that a message lists; how many there are is said besides."""
+"""Maximum number of names that an error message lists."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a tensor is.
+    """Shape and dtype of a tensor.
 
     Attributes:
-        shape: its sizes.
-        dtype: its numbers' type.
+        shape: its shape.
+        dtype: its dtype.
     """
 
     shape: tuple[int, ...]
@@ -35,71 +35,71 @@ class TensorInfo:
 
     @property
     def num_elements(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its numbers."""
+        """Bytes of the data."""
         return self.num_elements * self.dtype.itemsize
 
 
 class Tensors(ABC):
-    """Named tensors that lie somewhere; few of them are in memory at a time."""
+    """Named tensors in a file or computed from others. Only few of them are in memory at a time."""
 
     @abstractmethod
     def infos(self) -> Mapping[str, TensorInfo]:
-        """What there is, in the order in which it is best read."""
+        """Return the shape and dtype of each tensor by key, in the order that is best for reading."""
 
     @abstractmethod
     def read(self, key: str) -> Tensor:
-        """One of them.
+        """Return one tensor.
 
         Raises:
-            UserError: the file it lies in is missing or damaged.
+            UserError: its file is missing or damaged.
         """
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """All of them, one after the other; none that was given is held."""
+        """Yield the key and value of each tensor, in the order of `infos`. No reference to a yielded tensor is kept."""
         for key in self.infos():
             yield key, self.read(key)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all."""
+        """Bytes of all tensors."""
         return sum(info.num_bytes for info in self.infos().values())
 
     @property
     def num_elements(self) -> int:
-        """Numbers in all."""
+        """Number of elements of all tensors."""
         return sum(info.num_elements for info in self.infos().values())
 
 
 class Listed(Tensors):
-    """Tensors that one function reads.
+    """Tensors that are read by a function.
 
     Args:
-        infos: what there is.
-        read: see `Tensors.read`.
+        infos: shape and dtype of each tensor.
+        read: function that returns the tensor of a key.
     """
 
     def __init__(self, infos: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> None:
         self._infos, self._read = infos, read
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """See `Tensors.infos`."""
+        """Implement `Tensors.infos`."""
         return self._infos
 
     def read(self, key: str) -> Tensor:
-        """See `Tensors.read`."""
+        """Implement `Tensors.read`."""
         return self._read(key)
 
 
 class Joined(Tensors):
-    """The tensors of several sources.
+    """Union of the tensors of several sources.
 
     Args:
-        sources: by what their keys here begin with.
+        sources: sources by the prefix of their keys.
     """
 
     def __init__(self, sources: Mapping[str, Tensors]) -> None:
@@ -108,27 +108,27 @@ class Joined(Tensors):
         self._places = {before + key: (source, key) for before, source in sources.items() for key in source.infos()}
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """See `Tensors.infos`."""
+        """Implement `Tensors.infos`."""
         return self._infos
 
     def read(self, key: str) -> Tensor:
-        """See `Tensors.read`."""
+        """Implement `Tensors.read`."""
         source, own = self._places[key]
         return source.read(own)
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Tensors.stream`."""
+        """Implement `Tensors.stream`."""
         for before, source in self._sources.items():
             for key, tensor in source.stream():
                 yield before + key, tensor
 
 
 class Changed(Tensors):
-    """Tensors each of which is changed as it is read.
+    """Tensors that are transformed when they are read.
 
     Args:
-        source: as they lie.
-        change: of a tensor, whose key is given, real or on the meta device.
+        source: the original tensors.
+        change: returns the transformed tensor, given the key and the tensor. It must support the meta device.
     """
 
     def __init__(self, source: Tensors, change: Callable[[str, Tensor], Tensor]) -> None:
@@ -141,27 +141,27 @@ class Changed(Tensors):
             self._infos[key] = TensorInfo(tuple(changed.shape), changed.dtype)
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """See `Tensors.infos`."""
+        """Implement `Tensors.infos`."""
         return self._infos
 
     def read(self, key: str) -> Tensor:
-        """See `Tensors.read`."""
+        """Implement `Tensors.read`."""
         return self._change(key, self._source.read(key))
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Tensors.stream`."""
+        """Implement `Tensors.stream`."""
         for key, tensor in self._source.stream():
             yield key, self._change(key, tensor)
 
 
 IN_FP32 = frozenset({"A_log", "D", "dt_bias", "log_decay", "step_bias", "skip", "decay_bias", "decay_base"})
-"""Last names of the tensors that a run in 16 bits has in fp32: what decays and steps are made of."""
+"""Last name components of the tensors that stay in fp32 in a 16-bit run: parameters of decays and step sizes."""
 
 
 def in_dtype(source: Tensors, dtype: torch.dtype | None) -> Tensors:
-    """The same tensors with their floating-point numbers in another type; None: as they are.
+    """Return the tensors with floating-point values converted to a dtype; None: unchanged.
 
-    Those of `IN_FP32` are never made 16 bits wide where they are wider.
+    Tensors named in `IN_FP32` are never converted to a narrower dtype.
     """
     if dtype is None:
         return source
@@ -176,10 +176,15 @@ def in_dtype(source: Tensors, dtype: torch.dtype | None) -> Tensors:
 
 
 def check_keys(expected: Iterable[str], found: Iterable[str], where: str) -> None:
-    """Refuse tensors that are missing or that nobody knows.
+    """Refuse missing and unexpected tensors.
+
+    Args:
+        expected: keys of the expected tensors.
+        found: keys of the existing tensors.
+        where: file or folder to name in the error message.
 
     Raises:
-        UserError: names the first of them.
+        UserError: tensors are missing or unexpected. The message lists the first ones.
     """
     expected, found = list(expected), list(found)
     missing, unexpected = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
@@ -191,10 +196,15 @@ def check_keys(expected: Iterable[str], found: Iterable[str], where: str) -> Non
 
 
 def check_shapes(expected: Mapping[str, TensorInfo], found: Mapping[str, TensorInfo], where: str) -> None:
-    """Refuse tensors of other names or sizes than expected; their types may differ.
+    """Refuse tensors with other names or shapes than expected. Dtypes may differ.
+
+    Args:
+        expected: expected tensors by key.
+        found: existing tensors by key.
+        where: file or folder to name in the error message.
 
     Raises:
-        UserError: names the first of them.
+        UserError: names or shapes differ. The message contains the first ones.
     """
     check_keys(expected, found, where)
     wrong = [key for key, info in expected.items() if info.shape != found[key].shape]
@@ -211,7 +221,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 class _Unpadded(Tensors):
-    """Tensors of which some are cut to their first rows; what they then are is said without torch."""
+    """Tensors of which some are truncated to their first rows. Their infos are computed without torch."""
 
     def __init__(self, source: Tensors, rows: int, keys: frozenset[str]) -> None:
         self._source, self._rows, self._keys = source, rows, keys
@@ -223,15 +233,15 @@ class _Unpadded(Tensors):
         }
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """See `Tensors.infos`."""
+        """Implement `Tensors.infos`."""
         return self._infos
 
     def read(self, key: str) -> Tensor:
-        """See `Tensors.read`."""
+        """Implement `Tensors.read`."""
         return self._cut(key, self._source.read(key))
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Tensors.stream`."""
+        """Implement `Tensors.stream`."""
         for key, tensor in self._source.stream():
             yield key, self._cut(key, tensor)
 
@@ -240,5 +250,5 @@ class _Unpadded(Tensors):
 
 
 def without_padding(source: Tensors, vocab_size: int) -> Tensors:
-    """The same tensors, those of the vocabulary cut to its size."""
+    """Return the tensors with those of the vocabulary truncated to `vocab_size` rows."""
     return _Unpadded(source, vocab_size, frozenset(VOCABULARY))

@@ -1,6 +1,6 @@
-"""A tokenizer beside a model, in Hugging Face's form: tokenizer.json, and what AutoTokenizer must know besides.
+"""Tokenizer beside a model in Hugging Face's form: tokenizer.json, and the files that AutoTokenizer needs.
 
-Run folders and exported ones keep the same two files, so that conversion copies them.
+Run folders and exported folders contain the same files, so a conversion copies them.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ COMPANIONS = (
     *(TOKENIZER_CONFIG, SPECIAL_TOKENS, "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
 )
-"""Files that transformers writes beside a tokenizer.json."""
+"""Files that transformers writes beside tokenizer.json."""
 
 
 @dataclass(frozen=True)
 class KeptTokenizer:
-    """A tokenizer that lies beside a model.
+    """Tokenizer beside a model.
 
     Attributes:
         file: its tokenizer.json.
-        end: token that ends a document; None: nothing says which.
-        end_id: its id.
+        end: token that ends a document; None: not known.
+        end_id: id of this token; None: not known.
         size: largest id + 1.
-        begin_id: id of the token that a document begins with; None: nothing says which.
+        begin_id: id of the token that begins a document; None: not known.
     """
 
     file: Path
@@ -52,13 +52,13 @@ class KeptTokenizer:
 
 
 def keep_tokenizer(source: Path, folder: Path, end: str | None, *, plain: bool = False) -> None:
-    """Write a tokenizer's files into a folder, each whole or not at all.
+    """Write a tokenizer's files into a folder, each atomically.
 
     Args:
         source: a tokenizer.json.
-        folder: exists.
+        folder: existing folder.
         end: token that ends a document; None: not known.
-        plain: whether it is to add no token to a text, as training has it.
+        plain: whether the tokenizer must not add tokens to a text, as in training.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -71,18 +71,19 @@ def keep_tokenizer(source: Path, folder: Path, end: str | None, *, plain: bool =
 
 
 def copy_tokenizer(tokenizer: KeptTokenizer, folder: Path, *, plain: bool = False) -> None:
-    """Copy a tokenizer into a folder with what transformers keeps beside it; what it must know is written at least.
+    """Copy a tokenizer and the files that transformers keeps beside it into a folder.
 
-    Of tokenizer_config.json and special_tokens_map.json what `exported_tokenizer` knows is kept: others name code.
+    tokenizer.json and tokenizer_config.json are always written. tokenizer_config.json and special_tokens_map.json keep
+    only the fields that `exported_tokenizer` allows, because others may refer to code.
 
     Args:
-        tokenizer: that is copied.
-        folder: exists.
-        plain: whether it is to add no token to a text: a model that was trained here has seen none.
+        tokenizer: tokenizer to copy.
+        folder: existing folder.
+        plain: whether the tokenizer must not add tokens to a text, as for a model trained with Selectron.
 
     Raises:
         OSError: a file cannot be read or written.
-        UserError: a file is no JSON, or a link out of the folder.
+        UserError: a file is not valid JSON, or is a link out of the folder.
     """
     keep_tokenizer(tokenizer.file, folder, tokenizer.end, plain=plain)
     for name in COMPANIONS:
@@ -99,12 +100,13 @@ def copy_tokenizer(tokenizer: KeptTokenizer, folder: Path, *, plain: bool = Fals
 
 
 def _refuse_link(companion: Path) -> None:
-    """Refuse a link out of a tokenizer's folder: what it leads to would be copied unread, and given to others.
+    """Refuse a link out of a tokenizer's folder, whose target would be copied and published unnoticed.
 
-    Caches of downloaded models are folders of links: models--A--B/snapshots/REVISION/NAME to models--A--B/blobs/HASH.
+    Caches of downloaded models contain links from models--A--B/snapshots/REVISION/NAME to models--A--B/blobs/HASH,
+    which are allowed.
 
     Raises:
-        UserError: it is one.
+        UserError: the file is such a link.
     """
     folder = companion.parent.resolve()
     known = [folder, *([folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else [])]
@@ -118,21 +120,21 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def kept_tokenizer(folder: Path, given: Path | None = None) -> KeptTokenizer | None:
-    """The tokenizer of a model's folder; None where there is none.
+    """Return the tokenizer of a model's folder; None if there is none.
 
     Args:
-        folder: of the model.
-        given: a tokenizer.json to take instead; what lies beside it counts as beside a model.
+        folder: folder of the model.
+        given: another tokenizer.json to use instead, with the files beside it.
 
     Raises:
-        UserError: its file cannot be read.
+        UserError: the file cannot be read.
     """
     file = folder / TOKENIZER if given is None else given
     if not file.is_file() and given is None:
         return None
     try:
         tokenizer = Tokenizer.from_buffer(read_regular(file, LARGEST_VOCABULARY))
-    except Exception as error:  # the binding raises bare Exception
+    except Exception as error:  # the bindings raise bare Exception
         problem = f"is no tokenizer.json ({' '.join(str(error).split())})"
         raise UserError(str(file), problem, "give one that Hugging Face tokenizers wrote") from None
     end, begin = (_special(file.parent, f"{kind}_token") for kind in ("eos", "bos"))
@@ -145,15 +147,15 @@ def _special(folder: Path, kind: str) -> str | None:
     for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
         token = read_json(folder / name).get(kind) if (folder / name).is_file() else None
         if token is not None:
-            return str(token["content"] if isinstance(token, dict) else token)  # an AddedToken, or its text
+            return str(token["content"] if isinstance(token, dict) else token)  # a serialized AddedToken, or its text
     return None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds one object.
+    """Return the object in a JSON file.
 
     Raises:
-        UserError: it cannot be read as one.
+        UserError: the file cannot be read, or contains no object.
     """
     try:
         content = parse_json(read_regular(path, LARGEST_VOCABULARY))
@@ -165,10 +167,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_name(path: Path) -> str:
-    """The name that a file beside checkpoints gives of the newest one.
+    """Return the name of the newest checkpoint from a pointer file.
 
     Raises:
-        UserError: it cannot be read, or is too large for a name.
+        UserError: the file cannot be read or is too large.
     """
     try:
         return read_regular(path, LARGEST_POINTER).decode(errors="replace").strip()

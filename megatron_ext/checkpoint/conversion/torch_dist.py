@@ -1,4 +1,7 @@
-"""Checkpoints of torch.distributed.checkpoint in Megatron's form (torch_dist), a tensor at a time, in one process."""
+"""Reading and writing of Megatron's torch_dist checkpoints in a single process, one tensor at a time.
+
+The format is that of torch.distributed.checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,15 @@ _OPTIMIZER_STATE = "optimizer.state."
 
 
 class TorchDistTensors(Tensors):
-    """The model's tensors of a checkpoint; those of its optimizer are left out.
+    """Tensors of the model in a checkpoint, without those of the optimizer.
 
-    See `TorchDistIndex` for their keys.
+    Their keys are described in `TorchDistIndex`.
 
     Args:
-        folder: with `.metadata`.
+        folder: folder with `.metadata`.
 
     Raises:
-        UserError: it is damaged, or not all of its files are there.
+        UserError: the checkpoint is damaged or incomplete.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,16 +53,16 @@ class TorchDistTensors(Tensors):
         self.has_optimizer = self._index.has_optimizer
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """See `Tensors.infos`."""
+        """Implement `Tensors.infos`."""
         return self._index.infos
 
     def read(self, key: str) -> Tensor:
-        """See `Tensors.read`."""
+        """Implement `Tensors.read`."""
         return self._read(*self._index.places[key])
 
     @property
     def optimizer(self) -> Tensors:
-        """The optimizer's state in our form (see `optim.state`), by `<kind>.<the parameter's key>`."""
+        """Optimizer state in our format (see `optim.state`), by `<kind>.<the parameter's key>`."""
         begins = _OPTIMIZER_STATE
         found = {key: entry for key, entry in self._index.entries.items() if key.startswith(begins)}
         infos = {
@@ -82,10 +85,10 @@ class TorchDistTensors(Tensors):
 
 
 class _Into(DefaultLoadPlanner):
-    """Has what is read put into one tensor; what is read as a whole is that tensor, and is not held twice.
+    """Load planner that assembles one tensor. A chunk that is the whole tensor is used directly, without a copy.
 
     Attributes:
-        tensor: of the shape and type that were asked for.
+        tensor: the tensor, with the requested shape and dtype.
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -103,11 +106,11 @@ class _Into(DefaultLoadPlanner):
         return self.tensor[tuple(slice(start, start + length) for start, length in place)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """It lies where it belongs."""
+        """Do nothing: the data is already in place."""
 
 
 class _Taken:
-    """Stands for the tensor that torch's reader copies what it has read into, and takes that as it is."""
+    """Stand-in for the target tensor of torch's reader. Its `copy_` keeps the source tensor instead of copying it."""
 
     def __init__(self, into: _Into) -> None:
         self._into = into
@@ -119,18 +122,18 @@ class _Taken:
         return self._into._shape
 
     def copy_(self, tensor: Tensor) -> None:
-        # Part of a larger one, it would hold all of that.
+        # A view would keep its whole storage in memory.
         whole = tensor.untyped_storage().nbytes() == tensor.nbytes
         self._into.tensor = tensor.to(self._into._dtype) if whole else tensor.to(self._into._dtype, copy=True)
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """An optimizer's state.
+    """State of an optimizer.
 
     Attributes:
-        tensors: by `<kind>.<the parameter's key>`, fp32, in the parameter's whole shape; see `optim.state`.
-        schedule: the learning rate's, plain values; its `num_steps` are Adam's, too.
+        tensors: fp32 tensors of the unsharded parameter's shape, by `<kind>.<the parameter's key>`, see `optim.state`.
+        schedule: state of the learning-rate schedule as plain values. Its `num_steps` is also Adam's step count.
     """
 
     tensors: Tensors
@@ -138,7 +141,7 @@ class OptimizerState:
 
 
 def read_optimizer(stored: TorchDistTensors, folder: Path) -> OptimizerState | None:
-    """The optimizer's state of a run of ours; None: it is not there in our form.
+    """Return the optimizer state of a Selectron run; None: the checkpoint contains none in our format.
 
     Raises:
         UserError: the schedule cannot be read.
@@ -154,26 +157,26 @@ def read_optimizer(stored: TorchDistTensors, folder: Path) -> OptimizerState | N
 
 
 def write_torch_dist(tensors: Tensors, folder: Path, optimizer: OptimizerState | None = None) -> dict[str, Content]:
-    """Write a checkpoint that megatron.core.dist_checkpointing loads at any layout.
+    """Write a checkpoint that megatron.core.dist_checkpointing can load under any parallel layout.
 
     Args:
-        tensors: of the model, written as they come.
-        folder: exists.
-        optimizer: what is written besides.
+        tensors: tensors of the model, written as they are streamed.
+        folder: existing folder.
+        optimizer: optimizer state to write too; None: none.
 
     Returns:
-        What each of its files holds.
+        Size and checksum of each file, by name.
 
     Raises:
-        OSError: the disk refuses.
-        RuntimeError: the same, from torch.
+        OSError: writing fails.
+        RuntimeError: writing fails in torch.
     """
     state = {_OPTIMIZER_STATE: optimizer.tensors} if optimizer else {}
     everything = Joined({"": tensors, **state})
     infos = everything.infos().items()
     shapes = {key: torch.empty(info.shape, dtype=info.dtype, device="meta") for key, info in infos}
     writer, planner = _OneAfterTheOther(folder), _Planner(everything.stream())
-    # What torch.distributed.checkpoint.save does, which wraps what the disk raises in an exception of its own.
+    # These are the steps of torch.distributed.checkpoint.save, which would wrap an OSError in its own exception.
     writer.set_up_storage_writer(is_coordinator=True)
     planner.set_up_planner(shapes, is_coordinator=True)
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
@@ -187,7 +190,7 @@ def write_torch_dist(tensors: Tensors, folder: Path, optimizer: OptimizerState |
 
 
 class _Planner(DefaultSavePlanner):
-    """Has the tensors made when they are written."""
+    """Save planner that computes each tensor only when it is written."""
 
     def __init__(self, stream: Iterator[tuple[str, Tensor]]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -196,16 +199,16 @@ class _Planner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         key, tensor = next(self._stream)
         assert key == write_item.index.fqn, f"{key} where {write_item.index.fqn} was to come"
-        # Part of a larger one, it would be saved with all of that.
+        # A view would be saved with its whole storage.
         whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
         return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
 class _OneAfterTheOther(filesystem.FileSystemWriter):
-    """torch's writer, which holds all tensors of a file until it is written; this one holds none.
+    """Storage writer that writes one tensor after the other. torch's own keeps all tensors of a file in memory.
 
     Attributes:
-        written: what its files hold.
+        written: size and checksum of each written file, by name.
     """
 
     written: dict[str, Content]

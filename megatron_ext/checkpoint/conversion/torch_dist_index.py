@@ -1,4 +1,4 @@
-"""What the index of a torch_dist checkpoint says of its tensors, with torch's classes or with stand-ins for them."""
+"""Tensors in the index of a torch_dist checkpoint, read with torch's classes or with stand-ins for them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _LAYERS = re.compile(r"^(?P<before>(?:.*\.)?layers\.)(?P<after>[^.\d].*)$")
 
 
 class TorchDistIndex:
-    """The tensors of a checkpoint.
+    """Index of the tensors of a checkpoint.
 
-    A tensor in which plain megatron-core has stacked those of all layers is given layer by layer, with the layer's
-    number in its key.
+    Plain megatron-core stacks a parameter of all layers in one tensor. Such a tensor is listed as one tensor per layer,
+    with the layer's number in the key.
 
     Args:
-        folder: of the checkpoint.
-        metadata: its index, read.
-        tensor: class of the entries that are tensors.
+        folder: folder of the checkpoint.
+        metadata: its index.
+        tensor: class of the index entries that are tensors.
 
     Attributes:
-        entries: all tensors, by their keys in the index.
-        has_optimizer: whether some are an optimizer's.
-        infos: what those of the model are.
-        places: key in the index of each, and the layer that is cut out of it; None: it is taken whole.
+        entries: all tensors by their keys in the index.
+        has_optimizer: whether the checkpoint contains tensors of an optimizer.
+        infos: shape and dtype of each tensor of the model.
+        places: for each tensor of the model, its key in the index and the layer to cut out; None: the whole tensor.
 
     Raises:
         UserError: a file is missing or too short.

@@ -1,7 +1,8 @@
-"""DeepSpeed's universal checkpoints: reading ours and others', a tensor at a time.
+"""Reading of DeepSpeed's universal checkpoints, ours and others', one tensor at a time.
 
-`latest_universal` names the folder in which `zero/<parameter>/{fp32, exp_avg, exp_avg_sq, step}.pt` lie, a parameter's
-whole tensors; see deepspeed.checkpoint.ds_to_universal. Beside them a file of ours says what DeepSpeed's do not.
+`latest_universal` contains the name of the checkpoint's folder. `zero/<parameter>/{fp32, exp_avg, exp_avg_sq, step}.pt`
+there are the unsharded tensors of a parameter, see deepspeed.checkpoint.ds_to_universal. A further file, written only
+by Selectron, contains the values that DeepSpeed's files lack.
 """
 
 from __future__ import annotations
@@ -44,22 +45,22 @@ from megatron_ext.paths import path_within
 NEWEST = UNIVERSAL
 DESCRIPTION = "selectron.json"
 PRECISE = "fp32"
-"""File of a parameter's precise values, as those of its moments are called by their names."""
+"""Stem of the file with a parameter's fp32 values. The files of the moments are named after the moments."""
 
 _MEND = "copy the checkpoint again, whole, or give another one"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What our file says.
+    """Contents of Selectron's own file in a universal checkpoint.
 
     Attributes:
-        identity: of the model, and of the run where it is one's; see `folder.Record`.
-        dtypes: by our key, the type that the model has its tensor in.
-        progress: how far the training was; None: not said.
-        schedule: of the learning rate; None: there is no optimizer state, and the moments are nothing but zeros.
-        config: the run's configuration, plain values; None: not there.
-        files: what the others hold.
+        identity: identity of the model, or of the run if the source is one, see `folder.Record`.
+        dtypes: dtype of each tensor in the model, by our key.
+        progress: progress of the training; None: not known.
+        schedule: state of the learning-rate schedule; None: there is no optimizer state and all moments are zero.
+        config: configuration of the run as plain values; None: not available.
+        files: size and checksum of the other files, by name.
     """
 
     identity: dict[str, Any]
@@ -71,10 +72,10 @@ class Description:
 
 
 def open_folder(path: Path, options: SourceOptions) -> Source:
-    """The model of a universal checkpoint.
+    """Open the model of a universal checkpoint.
 
     Raises:
-        UserError: it is damaged, or does not say its sizes.
+        UserError: the checkpoint is damaged, or does not contain the model's sizes.
     """
     root, path = (path, _newest(path)) if (path / NEWEST).is_file() else (path.resolve().parent, path)
     tokenizer = kept_tokenizer(root, options.tokenizer)
@@ -92,7 +93,7 @@ def open_folder(path: Path, options: SourceOptions) -> Source:
 
 
 def _rows(path: Path, stored: Tensors, model_config: Path) -> int:
-    """Rows of the embedding, which is flat where DeepSpeed made it of ZeRO-3's."""
+    """Return the number of rows of the embedding, which is flat if DeepSpeed converted it from ZeRO-3."""
     info = stored.infos().get(VOCABULARY[0])
     if info is None:
         problem = f"holds no {VOCABULARY[0]}, so it is of no GPTModel of megatron-core"
@@ -136,7 +137,7 @@ def _ours(path: Path, options: SourceOptions, said: Description, tokenizer: Any)
 def _training(path: Path, said: Description, stored: Tensors, tensors: Tensors) -> Training:
     assert said.schedule is not None
     moments = {f"{moment}.": _kind(path, moment) for moment in MOMENTS}
-    # A parameter that no optimizer has moments of is none that it has precise values of.
+    # A parameter without moments is not trained, so the optimizer has no fp32 values of it.
     trained = {key: info for key, info in stored.infos().items() if key in moments[f"{MOMENTS[0]}."].infos()}
     state = Joined({"param.": Listed(trained, stored.read), **moments})
     return Training(
@@ -171,10 +172,10 @@ def _check_files(path: Path, files: Mapping[str, Content]) -> None:
 
 
 def _kind(path: Path, kind: str) -> Tensors:
-    """One kind of tensor of all parameters that have it, by our keys; a parameter's file is read when it is."""
+    """Return the tensors of one kind by our keys, for all parameters that have them. Their data is read on access."""
     files: dict[str, Path] = {}
     for file in sorted((path / ZERO).glob(f"*/{kind}.pt")):
-        files[file.parent.name.removeprefix("module.")] = file  # an engine around Megatron's wrapper for bf16
+        files[file.parent.name.removeprefix("module.")] = file  # prefix of an engine around Megatron's bf16 wrapper
     if not files and kind == PRECISE:
         raise UserError(str(path / ZERO), f"holds no {kind}.pt of any parameter", _MEND)
     infos = {}
@@ -185,7 +186,7 @@ def _kind(path: Path, kind: str) -> Tensors:
 
 
 def _tensor(file: Path) -> Tensor:
-    """A parameter's tensor, still on the disk; no code of the file's is run."""
+    """Return a parameter's tensor, memory-mapped. No code in the file is executed."""
     try:
         content = load_file(file, on_disk=True)
     except RefusedPickle as error:
@@ -199,7 +200,7 @@ def _tensor(file: Path) -> Tensor:
 
 
 def _in_shape(stored: Tensors, saved: SavedModel) -> Tensors:
-    """Tensors in their shapes: what DeepSpeed makes of ZeRO-3 is flat."""
+    """Return the tensors in the shapes of the model. DeepSpeed flattens those converted from ZeRO-3."""
     if not _flat(stored.infos().values()):
         return stored
     expected = expected_tensors(saved)

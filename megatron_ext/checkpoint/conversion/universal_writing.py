@@ -1,8 +1,8 @@
-"""Writing DeepSpeed's universal checkpoints, a tensor at a time, as its own loader reads them.
+"""Writing of DeepSpeed's universal checkpoints, one tensor at a time.
 
-What `DeepSpeedEngine.load_checkpoint` asks for with `"checkpoint": {"load_universal": true}`, at ZeRO-1, 2 and 3:
-deepspeed.checkpoint.universal_checkpoint, runtime.base_optimizer and runtime.zero.stage3. DeepSpeed is not imported:
-that takes longer than to convert a small model.
+The files are those that `DeepSpeedEngine.load_checkpoint` reads with `"checkpoint": {"load_universal": true}` at
+ZeRO-1, 2 and 3. See deepspeed.checkpoint.universal_checkpoint, runtime.base_optimizer and runtime.zero.stage3.
+DeepSpeed itself is not imported, which would take longer than the conversion of a small model.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from megatron_ext.files import write_whole
 from megatron_ext.optim.state import MOMENTS
 
 _FORMAT = 0.2
-"""DeepSpeed's number for this form; from 0.4 on there are more fields, for what was split unevenly."""
+"""DeepSpeed's version number of this format. From 0.4 on there are further fields for uneven shards."""
 
 _MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-"""The same; an engine of ZeRO-3 looks for the second name."""
+"""Two names of the same contents. An engine at ZeRO-3 looks for the second name."""
 
 
 def tag_of(source: Source) -> str:
-    """Folder of the checkpoint, called as DeepSpeed calls them."""
+    """Return the name of the checkpoint's folder, in DeepSpeed's convention."""
     return f"global_step{(source.progress or Progress()).step}"
 
 
 def num_bytes(source: Source) -> int:
-    """Bytes of the tensors that will be written."""
+    """Return the bytes of the tensors that will be written."""
     tensors = _tensors(source)
     state = {} if source.training is None else source.training.optimizer.tensors.infos()
     moments = sum(info.num_bytes for key, info in state.items() if not key.startswith("param."))
@@ -53,17 +53,17 @@ def num_bytes(source: Source) -> int:
 def write_universal(source: Source, precision: str, folder: Path) -> None:
     """Write a universal checkpoint.
 
-    Parameters have the names that `named_parameters` of our model gives them. The vocabulary is padded: DeepSpeed's
-    loader would do it at ZeRO-1 and 2, but at ZeRO-3 it puts what is too short in the wrong place without a word.
+    Parameters have the names in `named_parameters` of our model. The vocabulary is padded: DeepSpeed's loader pads it
+    at ZeRO-1 and 2, but at ZeRO-3 it silently loads shorter tensors to a wrong offset.
 
     Args:
-        source: what to write.
-        precision: of the run that goes on from here, where the source is no run.
-        folder: exists; `latest_universal` goes here, the rest into a folder below.
+        source: checkpoint to convert.
+        precision: precision of a resumed run, used if the source contains no training state.
+        folder: existing folder, in which `latest_universal` and a subfolder with all other files are written.
 
     Raises:
-        OSError: the disk refuses.
-        RuntimeError: the same, from torch.
+        OSError: writing fails.
+        RuntimeError: writing fails in torch.
     """
     tag, steps = tag_of(source), _steps(source)
     (folder / tag / ZERO).mkdir(parents=True)
@@ -95,7 +95,7 @@ class _Files:
 
 
 def _tensors(source: Source) -> Tensors:
-    """The model's, with the rows of the vocabulary's padding: those that were trained with it, or zeros."""
+    """Return the tensors of the model with vocabulary padding: the trained padding rows, or zeros."""
     if source.training is not None:
         return source.training.tensors
     rows = shape_of(source.saved).padded_vocab_size
@@ -111,11 +111,14 @@ def _steps(source: Source) -> int:
 
 
 def _kinds(source: Source, tensors: Tensors, key: str) -> Iterator[tuple[str, Tensor]]:
-    """A parameter's tensors, whole and alone in their storage, all of which torch would save."""
+    """Yield the tensors of a parameter by kind.
+
+    Each tensor has its own storage, because torch saves the whole storage of a view.
+    """
     if source.training is None:
         yield PRECISE, _alone(tensors.read(key).float())
         shape = tensors.infos()[key].shape
-        for moment in MOMENTS:  # ZeRO-3 wants them; one number is kept, whatever the shape
+        for moment in MOMENTS:  # ZeRO-3 requires the moments. An expanded zero stores a single element.
             yield moment, torch.zeros(()).expand(shape)
         return
     state = source.training.optimizer.tensors
@@ -132,20 +135,23 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 def _how_it_splits(key: str, split: Split) -> dict[str, Any]:
-    """What DeepSpeed's loader must know to give a tensor-parallel rank its part; one of the whole shape needs all."""
+    """Return the fields from which DeepSpeed's loader takes a tensor-parallel rank's shard of a parameter.
+
+    The loader gives a replicated parameter to each rank unchanged, because the shapes are equal.
+    """
     how: dict[str, Any] = {"cat_dim": split.dim or 0}
     if split.parts > 1:
         how["param_n_sub_params"] = split.parts
     if key in VOCABULARY:
-        how["vocab_tensor"] = True  # may be padded further
+        how["vocab_tensor"] = True  # the loader may pad it further
     return how
 
 
 def _optimizer_state(steps: int, groups: int) -> dict[str, Any]:
-    """What is no parameter's. Rates, betas and the like are the engine's own: they may have changed.
+    """Return the optimizer state that belongs to no single parameter.
 
-    DeepSpeed loads as many groups as both sides have and leaves out the rest without a word; no engine has more of
-    them than parameters.
+    Learning rates, betas and similar values are left to the engine, because they may have changed. DeepSpeed silently
+    loads only as many parameter groups as both sides have. There is one group per parameter, and no engine has more.
     """
     empty: list[dict[str, Any]] = [{"params": []} for _ in range(groups)]
     of_zero3 = {"state": {0: {"step": torch.tensor(float(steps))}}, "param_groups": empty[:1]}
@@ -155,7 +161,7 @@ def _optimizer_state(steps: int, groups: int) -> dict[str, Any]:
 def _model_states(source: Source, infos: Mapping[str, TensorInfo], split: Mapping[str, Split]) -> dict[str, Any]:
     progress = source.progress or Progress()
     return {
-        "module": {},  # a universal checkpoint's weights are those in zero/
+        "module": {},  # the weights are in zero/
         "dp_world_size": 1,
         "mp_world_size": 1,
         "global_steps": progress.step,
@@ -169,7 +175,10 @@ def _model_states(source: Source, infos: Mapping[str, TensorInfo], split: Mappin
 
 
 def _patterns(source: Source, infos: Mapping[str, TensorInfo], split: Mapping[str, Split]) -> dict[str, Any]:
-    """The same as `_how_it_splits`, as DeepSpeed's converter has it: a checkpoint that goes on may need it again."""
+    """Return the fields of `_how_it_splits` as the patterns that DeepSpeed's converter writes.
+
+    They are needed if a checkpoint that DeepSpeed saves later is converted again.
+    """
     keys = {key: f"^{re.escape(key)}$" for key in infos}
     return {
         "universal_checkpoint_version": _FORMAT,

@@ -1,4 +1,4 @@
-"""Showing that what was written is the model that was read: every tensor's bits, and what both models answer."""
+"""Verification of a conversion: every tensor is compared bit by bit, and the logits of both models are compared."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from megatron_ext.checkpoint.conversion.tensors import Tensors, check_shapes, in
 from megatron_ext.errors import UserError
 
 SEQUENCES = 2
-"""Of tokens that both are given; of the longer length one."""
+"""Number of sequences at the short length. At the long length there is one."""
 
 MOST_LOGITS = 1 << 25
-"""Numbers that a model answers with; where it would be more, there is one sequence. Both models' are held."""
+"""Maximum number of logits per model for which two sequences are compared.
+
+Beyond it, one sequence is compared. The logits of both models are in memory at the same time.
+"""
 
 _MEND = "nothing was written; please report it, or leave the check out with --no-verify"
 
 
 def verify(source: Source, written: Source, dtype: torch.dtype | None, *, with_training: bool = False) -> str:
-    """Compare a checkpoint with the one it was made from.
+    """Compare a written checkpoint with its source.
 
     Args:
-        source: what was read.
-        written: what was written, read again.
-        dtype: type of its numbers; None: those of the source.
-        with_training: whether the optimizer's state must be there, too.
+        source: checkpoint that was read.
+        written: checkpoint that was written, opened again.
+        dtype: dtype that the tensors were converted to; None: unchanged.
+        with_training: whether to compare the optimizer state too.
 
     Returns:
-        A line that says what was compared.
+        One line that describes what was compared.
 
     Raises:
-        UserError: they differ.
+        UserError: the checkpoints differ.
     """
     expected = in_dtype(source.tensors, dtype)
     check_shapes(expected.infos(), written.tensors.infos(), str(written.path))
@@ -56,10 +59,10 @@ def verify(source: Source, written: Source, dtype: torch.dtype | None, *, with_t
 
 
 def _compare_answers(source: Source, written: Source, expected: Tensors, length: int) -> str:
-    """Compare what both models answer; how far they differ, in words.
+    """Compare the logits of both models and return a description of the largest difference.
 
     Raises:
-        UserError: they differ.
+        UserError: the difference exceeds `LIMIT`.
     """
     tokens_bt = fixed_tokens(source, length)
     theirs_btv = logits(written, written.tensors, tokens_bt)
@@ -73,13 +76,13 @@ def _compare_answers(source: Source, written: Source, expected: Tensors, length:
 
 
 def _largest(x: Tensor) -> float:
-    """Of its absolute numbers, none of which is made; NaN where one of them is."""
+    """Return the largest absolute value without a temporary copy. NaN if there is one."""
     low, high = x.aminmax()
     return abs(float(torch.maximum(-low, high)))
 
 
 def _compare_training(source: Source, written: Source) -> None:
-    """Compare what a run goes on from: tensors with their padding, the optimizer's, its steps, and the data's place."""
+    """Compare the training state: tensors with padding, optimizer state, schedule, identity and progress."""
     before, after, where = source.training, written.training, str(written.path)
     if before is None or after is None:
         raise UserError(where, "holds no optimizer state", _MEND)
@@ -97,18 +100,24 @@ def _compare_training(source: Source, written: Source) -> None:
 
 
 def _compare_bits(expected: Tensors, written: Tensors, where: str) -> None:
-    for key in written.infos():  # digests, as the other one is made when this one is held no more
+    for key in written.infos():  # digests, so that only one of the two tensors is in memory
         if _digest(written.read(key)) != _digest(expected.read(key)):
             raise UserError(where, f"{key} is not what was to be written", _MEND)
 
 
 def _digest(tensor: Tensor) -> bytes:
-    """Of a tensor's bytes, which are equal where numbers are not (NaN), and differ where they are equal (0 and -0)."""
+    """Return a digest of a tensor's bytes.
+
+    A comparison of values would treat equal NaNs as different, and 0 and -0 as equal.
+    """
     return hashlib.blake2b(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
 
 
 def fixed_tokens(source: Source, length: int) -> Tensor:
-    """The tokens that a model is asked about, int64 [b, t]: always the same ones."""
+    """Return the tokens that models are compared on, int64 [b, t].
+
+    They depend only on the vocabulary size and the length.
+    """
     vocabulary = source.saved.vocab_size
     generator = torch.Generator().manual_seed(1)
     is_small = length <= SHORT and SEQUENCES * length * vocabulary <= MOST_LOGITS
@@ -116,11 +125,11 @@ def fixed_tokens(source: Source, length: int) -> Tensor:
 
 
 def logits(source: Source, tensors: Tensors, tokens_bt: Tensor) -> Tensor:
-    """What a checkpoint's own library answers in float64 to the last `KEPT` tokens, [b, k, v].
+    """Compute a checkpoint's logits in float64 with the library of its format, [b, k, v] for the last k tokens.
 
     Args:
         source: the checkpoint.
-        tensors: its weights in our terms, maybe of another type.
+        tensors: its weights as our tensors, possibly in another dtype.
         tokens_bt: int64 [b, t].
     """
     if source.format in ("selectron", "deepspeed_universal"):

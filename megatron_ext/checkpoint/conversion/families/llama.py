@@ -148,7 +148,7 @@ def _layer(model: ModelConfig) -> Iterator[Rule]:
     yield rows("self_attention.in_proj.weight", attention, model.num_query_groups)
     yield renamed("self_attention.out_proj.weight", "self_attn.o_proj.weight")
     yield renamed("pre_mlp_layernorm.weight", "post_attention_layernorm.weight")
-    # Megatron-LM stacks the gate and value matrices of SwiGLU.
+    # Megatron-LM stacks SwiGLU's input matrices as [gate; value].
     halves = {f"mlp.{name}_proj.weight": model.ffn_hidden_size for name in ("gate", "up")}
     yield rows("mlp.linear_fc1.weight", halves, units=1)
     yield renamed("mlp.linear_fc2.weight", "mlp.down_proj.weight")

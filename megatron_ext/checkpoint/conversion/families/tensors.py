@@ -95,7 +95,7 @@ def rows_in_order(ours: str, theirs: str, units: int, widths: dict[str, int], or
 
         numbers = torch.arange(len(x), device=x.device).unflatten(0, (units, -1)).split(list(widths.values()), 1)
         kinds = dict(zip(widths, numbers, strict=True))
-        return x[torch.cat([kinds[kind].reshape(-1) for kind in order])]  # one index operation, without intermediate copies
+        return x[torch.cat([kinds[kind].reshape(-1) for kind in order])]  # one copy, no intermediate ones
 
     def to_ours(x: Tensor) -> Tensor:
         kinds = dict(zip(order, x.split([units * widths[kind] for kind in order]), strict=True))
