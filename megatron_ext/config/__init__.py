@@ -1,1 +1,1 @@
-"""The configuration of a run: schema, reading and writing, rules. Imports neither torch nor Megatron nor a mixer."""
+"""Run configuration: schema, reading and writing, rules. Imports neither torch, Megatron nor a mixer."""

@@ -1,4 +1,4 @@
-"""Reading a configuration: YAML file + dotted overrides -> a validated, whole `RunConfig`."""
+"""Reading a configuration: YAML files and dotted overrides give a validated, complete `RunConfig`."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def load_config(path: Path, overrides: Sequence[str], mixer_configs: Mixers) -> 
 
     Args:
         path: the YAML file.
-        overrides: in the order in which they count: `section.field=value`, the value read as YAML, so `[a, b]`, `1e-3`,
-            `true` and `null` are meant; or another YAML file, whose fields take the place of those there are.
+        overrides: overrides, applied in order. Each is `section.field=value` with the value in YAML (`[a, b]`, `1e-3`,
+            `true`, `null`), or the path of another YAML file whose fields replace the existing ones.
         mixer_configs: the registered mixers, by name.
 
     Returns:
-        The configuration with the mixers' defaults and the derived fields filled in. What goes together with what is
-        not checked here: that needs the number of processes, see `rules.check`.
+        The configuration with the mixers' defaults and the derived fields filled in. Constraints between fields are not
+            checked here, because they depend on the number of processes (see `rules.check`).
 
     Raises:
-        UserError: a file, key or value at fault; one line.
+        UserError: a file, key or value is invalid. The message is one line.
     """
     tree = read_tree(path)
     for override in overrides:
@@ -45,25 +45,26 @@ def load_config(path: Path, overrides: Sequence[str], mixer_configs: Mixers) -> 
             lay_over(tree, read_tree(Path(override)))
         else:
             apply_override(tree, override, mixer_configs)
-    # A section that is absent, or whose fields are all commented out, is an empty one: then what is missing is named
-    # by its field (data.path), not by its section.
+    # Treat a section that is absent, or whose fields are all commented out, as empty. An error then names the missing
+    # field (data.path) instead of the section.
     for name in (*sections(RunConfig), *OF_SUITES):
         tree[name] = {} if tree.get(name) is None else tree[name]
     return resolve(validate(RunConfig, _without_empty_mixers(tree)), mixer_configs)
 
 
 def resolve(config: RunConfig, mixer_configs: Mixers) -> RunConfig:
-    """Complete a configuration: mixers validated and with their defaults, derived fields filled.
+    """Complete a configuration: validate the mixers, fill in their defaults and the derived fields.
 
     Args:
         config: a configuration, e.g. one built in Python.
         mixer_configs: the registered mixers, by name.
 
     Returns:
-        The whole configuration; one that is whole comes back unchanged.
+        The complete configuration. A complete input is returned unchanged.
 
     Raises:
-        UserError: an unknown mixer, a field of a mixer's config at fault, a layer pattern that cannot be read.
+        UserError: a mixer is unknown, a field of a mixer's configuration is invalid, or the layer pattern cannot be
+            parsed.
     """
     for name in config.mixers:
         if name not in mixer_configs:
@@ -77,18 +78,19 @@ def resolve(config: RunConfig, mixer_configs: Mixers) -> RunConfig:
 
 
 def read_tree(path: Path, what: str = "configuration", first: str = "a section like `data:`") -> Tree:
-    """Read a YAML file that holds one mapping.
+    """Read a YAML file that contains one mapping.
 
     Args:
         path: the file.
-        what: it is to be; for messages.
-        first: what such a file may begin with; for messages.
+        what: kind of file, for messages.
+        first: example of a first line, for messages.
 
     Returns:
-        Its content as plain Python values.
+        The content as plain Python values.
 
     Raises:
-        UserError: the file is missing, is no YAML, holds a key twice or is not a mapping; names file and line.
+        UserError: the file is missing, is not YAML, contains a key twice or is not a mapping. The message names file
+            and line.
     """
     try:
         text = read_yaml(Path(path))
@@ -109,12 +111,12 @@ def read_tree(path: Path, what: str = "configuration", first: str = "a section l
 
 
 def lay_over(tree: Tree, upper: Tree) -> None:
-    """Put the fields of `upper` in the place of those of `tree`; sections are joined. In place."""
+    """Replace fields of `tree` by those of `upper`, in place. Sections are merged recursively."""
     for key, value in upper.items():
         below = tree.get(key)
         if isinstance(below, dict) and isinstance(value, dict):
             lay_over(below, value)
-        elif value is not None or not isinstance(below, dict):  # a section with no fields changes none
+        elif value is not None or not isinstance(below, dict):  # a section without fields changes nothing
             tree[key] = value
 
 
@@ -127,7 +129,7 @@ def apply_override(tree: Tree, override: str, mixer_configs: Mixers) -> None:
         mixer_configs: the registered mixers, whose fields can be set too.
 
     Raises:
-        UserError: the text has no `=`, the key does not exist or names a section, the value is no YAML.
+        UserError: the text has no `=`, the key does not exist or names a section, or the value is not YAML.
     """
     key, equals, text = override.partition("=")
     if not equals:
@@ -160,15 +162,18 @@ def _is_of_a_suite(key: str) -> bool:
 
 
 def read_fields(overrides: Sequence[str], kind: type, prefix: str) -> Tree:
-    """The fields of one dataclass as overrides say them.
+    """Parse overrides of the fields of one dataclass.
 
     Args:
-        overrides: `field=value`, the value read as YAML.
-        kind: the dataclass; none of its fields is a section.
-        prefix: dotted name of its place, with its closing point; for messages.
+        overrides: `field=value`, with the value in YAML.
+        kind: the dataclass. None of its fields is a section.
+        prefix: dotted name of its section with the trailing dot, for messages.
+
+    Returns:
+        The parsed values, by field name.
 
     Raises:
-        UserError: a field does not exist, or a value is no YAML.
+        UserError: a field does not exist, or a value is not YAML.
     """
     known = [prefix + name for name in field_names(kind)]
     tree = {}
@@ -183,7 +188,7 @@ def read_fields(overrides: Sequence[str], kind: type, prefix: str) -> Tree:
 
 
 def known_keys(mixer_configs: Mixers) -> list[str]:
-    """Return the dotted names of all fields, those of the registered mixers included."""
+    """Return the dotted names of all fields, including those of the registered mixers."""
     keys = [f"{section}.{name}" for section, kind in sections(RunConfig).items() for name in field_names(kind)]
     for mixer, traits in mixer_configs.items():
         keys += [f"mixers.{mixer}.{name}" for name in field_names(traits.config_type)]
@@ -194,7 +199,7 @@ def _suggest_key(key: str, known: Sequence[str]) -> str:
     section = key.rpartition(".")[0]
     inside = [name for name in known if name.rpartition(".")[0] == section]
     endings = {name.rpartition(".")[2]: name for name in inside}
-    # A slip in the last part is likelier than one in the section, which exists.
+    # A typo in the last part is likelier than one in the section, which exists.
     close = difflib.get_close_matches(key.rpartition(".")[2], endings, n=1, cutoff=0.6)
     if close:
         return f"did you mean {endings[close[0]]}?"

@@ -1,7 +1,8 @@
-"""The configuration of a run: one tree of typed, frozen dataclasses.
+"""Run configuration: one tree of typed, frozen dataclasses.
 
-Types and ranges of single fields are declared here; what cannot go together stands in `rules.py`; reading and writing
-YAML in `load.py`. A field left at None is derived (see `derive.py`); a saved configuration is written derived, whole.
+Types and ranges of single fields are declared here. Constraints between fields are in `rules/`, and reading and writing
+YAML is in `load.py` and `save.py`. A field left at None is derived (see `derive.py`). A saved configuration contains
+the derived values.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from pydantic_core import PydanticCustomError
 from megatron_ext.config.pattern import on_one_line
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-"""Unknown keys, values of another type, infinities and NaN are refused, never converted."""
+"""Refuse unknown keys, values of another type, infinities and NaN instead of converting them."""
 
 FP8_TILE = 16
-"""Rows and columns of matrices in 8 bits come in multiples of it."""
+"""Dimensions of FP8 matrices must be multiples of this."""
 
 TransportName = Literal["nccl", "copy_engine"]
 
@@ -41,7 +42,7 @@ def _power_of_two(value: int) -> int:
 
 
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
-"""torch's names of the types that a run may train in, by those of `training.precision`."""
+"""torch dtype names of the training precisions, by the value of `training.precision`."""
 
 PowerOfTwo = Annotated[PositiveInt, AfterValidator(_power_of_two)]
 
@@ -53,32 +54,32 @@ def _true_false_or_auto(value: object) -> object:
 
 
 Switch = Annotated[bool | Literal["auto"], BeforeValidator(_true_false_or_auto)]
-"""A switch that may be left to the run; one validator, as a union would name each of its branches in an error."""
+"""A boolean or `auto`. One validator checks it, because pydantic's errors for a union name each branch."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelConfig:
-    """The block and what mixes the sequence in each layer.
+    """Transformer block and the sequence mixer of each layer.
 
     Attributes:
-        pattern: a mixer's name for every layer, e.g. `"attention*12"`, `"(top1_chunk*3,attention)*4"`.
-        block: what stands around the mixers: the Transformer++ (feed-forward SwiGLU), RWKV-7's block (token shift
-            before the mixer and the feed-forward, which is two matrices with a squared ReLU between), or nothing but a
-            norm and the residual: a layer is the mixer, as in Mamba's own models.
-        normalization: the block's norms: RMSNorm, or LayerNorm with a bias.
+        pattern: mixer name of each layer, e.g. `"attention*12"`, `"(top1_chunk*3,attention)*4"`.
+        block: structure around the mixer. transformer: Transformer++ with a SwiGLU feed-forward. rwkv7: the RWKV-7
+            block, with a token shift before the mixer and before a two-matrix feed-forward with squared ReLU. mixer: a
+            norm, the mixer and the residual connection, without a feed-forward, as in Mamba's own models.
+        normalization: norms of the block: RMSNorm, or LayerNorm with a bias.
         hidden_size: width of the residual stream.
         num_attention_heads: query heads of every mixer.
-        num_query_groups: key/value heads (GQA); None: as many as query heads.
-        head_dim: width of a head; None: hidden_size / num_attention_heads.
-        ffn_hidden_size: width inside the feed-forward; None: 8/3 of hidden_size, rounded up to a multiple of 64, or in
-            RWKV-7's block 4 * hidden_size; stays None where a layer is the mixer.
-        max_position_embeddings: size of a learned position table; None: data.seq_length.
-        tie_embeddings: output layer shares the input embedding's weight.
+        num_query_groups: key/value heads (GQA). None: num_attention_heads.
+        head_dim: width of a head. None: hidden_size / num_attention_heads.
+        ffn_hidden_size: inner width of the feed-forward. None: 8/3 * hidden_size rounded up to a multiple of 64, or 4 *
+            hidden_size with block rwkv7. Stays None with block mixer.
+        max_position_embeddings: rows of a learned position table. None: data.seq_length.
+        tie_embeddings: share the input embedding's weight with the output layer.
         rotary_base: base of the rotary frequencies.
-        norm_epsilon: epsilon of every norm; RWKV's norm of a head's output has head_dim times that.
-        init_std: standard deviation of normal initial weights; output projections divide it by the square root of
-            their number: two a layer, or one where a layer is the mixer.
-        vocab_size_multiple: the vocabulary is padded up to a multiple of this, whatever the layout.
+        norm_epsilon: epsilon of every norm. RWKV's norm of each head's output uses head_dim times this value.
+        init_std: standard deviation of the normal initial weights. For output projections it is divided by the square
+            root of their number, which is two per layer, or one per layer with block mixer.
+        vocab_size_multiple: the vocabulary is padded to a multiple of this, independent of the layout.
     """
 
     pattern: Annotated[str, AfterValidator(on_one_line)] = "attention*12"
@@ -99,26 +100,30 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ParallelConfig:
-    """How the processes are arranged. The data-parallel size is what is left of the world.
+    """Parallel layout of the processes. The data-parallel size is world size / (tensor * pipeline * context).
 
     Attributes:
-        tensor: tensor-parallel size (TP): heads and feed-forward columns split.
-        sequence: sequence parallelism (SP): activations between the TP regions split along the sequence. auto: on with
-            TP above 1 where data.seq_length divides by TP * CP, else off (`layout.sequence_parallel`); it stays `auto`
-            in a saved configuration, so that the run can go on under another TP.
+        tensor: tensor-parallel size (TP). Heads and feed-forward columns are sharded.
+        sequence: sequence parallelism (SP): shard activations between the TP regions along the sequence. auto: on if TP
+            is above 1 and data.seq_length is a multiple of TP * CP, else off (see `layout.sequence_parallel`). A saved
+            configuration keeps `auto`, so that the run can resume with another TP size.
         pipeline: pipeline stages (PP).
-        virtual_pipeline: model chunks a stage holds; above 1 the schedule is interleaved 1F1B.
-        context: context-parallel size (CP): the sequence split in contiguous parts.
-        context_exchange: what mixers exchange under CP where they have a choice. heads: whole heads for parts of the
-            sequence. states: those with a state hand it on from part to part. chunks: those that choose chunks fetch
-            the chosen ones; parts must be whole chunks. States and chunks need no heads that divide. auto, and what a
-            mixer does that has no exchange of that name: whichever is fewer bytes.
-        context_exchange_rounds: messages in which heads are exchanged: those of one round travel while another is
-            computed. A round is of some of a micro-batch's samples as far as these divide, whose messages projections
-            hide, too; else of some heads, of which only one round's are waited for. The heads that a rank mixes must
-            divide by it; those of `mamba`, which depend on one another, are all of one round.
-        context_transport: how exchanged heads travel. nccl: by NCCL, between any GPUs; on CPUs it is gloo. copy_engine:
-            by the copy engines of GPUs of one node, which leave the multiprocessors to what is computed meanwhile.
+        virtual_pipeline: model chunks per stage. Above 1 the schedule is interleaved 1F1B.
+        context: context-parallel size (CP). Each rank has one contiguous part of the sequence.
+        context_exchange: data that mixers exchange under CP, where they support more than one kind. heads: all-to-all
+            of heads against parts of the sequence. states: mixers with a recurrent state send it from each part to the
+            next. chunks: mixers that select chunks fetch the selected ones, and each part must be a whole number of
+            chunks. States and chunks do not need a head count that is a multiple of CP. auto: the kind with fewer
+            bytes. A mixer without the chosen kind also behaves as with auto.
+        context_exchange_rounds: number of rounds in which heads are exchanged. The messages of one round overlap with
+            the computation of another. Rounds first split the samples of a micro-batch, as far as these divide, so that
+            projections also hide messages. Rounds beyond that split the heads, and only the first round is exposed. The
+            heads that a rank mixes must be a multiple of this. `mamba` always exchanges all heads in one round, because
+            they depend on each other.
+        context_transport: transport of exchanged heads. nccl: NCCL, between any GPUs (gloo on CPUs). copy_engine: the
+            copy engines of GPUs in one node, which leave the multiprocessors free for computation.
+        batch_p2p_comm: Megatron's batched send and receive between pipeline stages. None: on for GPUs, except with the
+            interleaved schedule.
     """
 
     tensor: PositiveInt = 1
@@ -137,40 +142,41 @@ class DataConfig:
     """Prepared data (see `selectron prepare`).
 
     Attributes:
-        path: folder with manifest.json and the shards; or its address as fsspec takes it, s3://bucket/folder.
-        cache_dir: local folder for copies of shards that lie at an address: each is copied when it is first opened, by
-            one process of a machine, and its sha256 compared with the manifest's; `verify` then means that all have
-            the right size at the address. Validation and test shards are copied before training.
-        cache_gib: GiB of training text kept there, at most, and a shard a process; None: all of it. As samples come in
-            any order, a run that does not find room for all its shards copies whole ones again for a sample each, and
-            warns.
-        tokenizer: a tokenizer.json that must be the one the data was made with; None: the one kept beside the manifest.
-        train_domains: domains to train on; None: every domain of the manifest that has a train split.
-        test_domains: domains to test on; None: every domain of the manifest that has a test split, but none that was
-            prepared for training and is left out of train_domains. Domains without training text are tested as `test`,
-            out of domain; those of train_domains as `test_in_domain`. Text of train_domains that was held out for
-            validation is always evaluated on, as `validation`.
-        weights: part of the samples that each training domain has, in any unit; None: in proportion to its tokens.
-            After any number of samples a domain has had its part of them to within one sample; a domain that has been
-            read through begins again.
-        seq_length: tokens a sample, whole, before context parallelism splits it.
-        verify: what is checked of the shards before training. sha256: that of every file, once a run: one that goes on
-            reads those again whose size, inode or times are not as they were then (verified_shards.json in its
-            folder), or that failed while it read them (failed_shards in its folder). sha256_always: reads all of them
-            at every start, which finds a disk that has lost bits meanwhile before the run comes to them. size: their
-            size alone, and those that failed whole.
-        on_damaged: what becomes of a run for which that check finds a shard of training text missing or damaged. stop:
-            it does not begin. skip: it does without the shard, with a warning, a line in skipped_shards.jsonl and the
-            order of all other samples as it was; a sample of the shard reads another in its place. Text to evaluate on
-            is never skipped. A shard that fails later than that check stops the run by its name once. The next start
-            reads it whole, on every machine, or copies it from its address again: `--resume` with skip goes on without
-            it, unless it is whole again.
-        document_boundaries: batches say where the documents of a packed sample begin (`Batch.cu_seqlens`), for code
-            that reads them; the model does so with `reset_attention`, and mixes across documents without.
-        reset_attention: a token attends to, and takes state from, its own document alone, in training as in the losses
-            by domain: each document of a sample is computed as if it were alone, from position 0 on, and its
-            first token, which nothing of it precedes, counts in no loss.
-        reset_positions: positions begin at 0 with every document of a sample, for a learned position table.
+        path: folder with manifest.json and the shards, or its fsspec URL (s3://bucket/folder).
+        cache_dir: local folder for copies of remote shards. One process per machine copies a shard when it is first
+            opened and compares its sha256 with the manifest. `verify` then only checks that all remote files have the
+            right size. Validation and test shards are copied before training.
+        cache_gib: most GiB of training text in cache_dir, where each process keeps at least one shard. None: no limit.
+            Samples are read in random order, so a run whose shards do not fit copies whole shards again for single
+            samples, and warns about it.
+        tokenizer: path of a tokenizer.json that must be the one the data was prepared with. None: the one beside the
+            manifest.
+        train_domains: domains to train on. None: every domain of the manifest with a train split.
+        test_domains: domains to test on. None: every domain of the manifest with a test split, except those that have a
+            train split and are not in train_domains. Domains without training text are reported as `test` (out of
+            domain), those of train_domains as `test_in_domain`. The validation split of train_domains is always
+            evaluated, as `validation`.
+        weights: share of the samples for each training domain, in any unit. None: in proportion to its tokens. After
+            any number of samples each domain is within one sample of its share. A domain that is exhausted starts its
+            next epoch.
+        seq_length: tokens per sample, before context parallelism splits it.
+        verify: check of the shards before training. sha256: checksum of every file, once per run. A resumed run only
+            reads files again whose size, inode or timestamps changed (verified_shards.json in its folder), or that
+            failed while they were read (failed_shards in its folder). sha256_always: checksum of every file at every
+            start, which also finds silent disk corruption. size: file sizes, and the checksum of files that failed
+            before.
+        on_damaged: reaction to a training shard that this check finds missing or damaged. stop: the run does not start.
+            skip: the run leaves the shard out, with a warning and a line in skipped_shards.jsonl. Samples of that shard
+            are replaced, and the order of all other samples stays the same. Evaluation text is never skipped. A shard
+            that fails after the check stops the run once, with its name. The next start reads it whole on every
+            machine, or copies it from its URL again. With skip, `--resume` then leaves it out if it is still damaged.
+        document_boundaries: put the document boundaries of packed samples into batches (`Batch.cu_seqlens`), for code
+            that reads them. The model only uses them with `reset_attention`. Without it, the model mixes across
+            documents.
+        reset_attention: restrict attention and recurrent states to the token's own document, in training and in the
+            losses by domain. Each document is computed as if it were alone, from position 0 on. Its first token, which
+            has no context, counts in no loss.
+        reset_positions: restart positions at 0 with every document of a sample, for a learned position table.
     """
 
     path: str
@@ -190,29 +196,29 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainingConfig:
-    """Length, batch, precision and rhythm of the run.
+    """Length, batch, precision, evaluation and checkpoint intervals of a run.
 
     Attributes:
         steps: optimizer steps.
-        global_batch_size: samples an optimizer step.
-        micro_batch_size: samples a forward pass on one data-parallel rank.
-        precision: parameters and activations; gradients are reduced and accumulated in fp32 either way.
-        fp8: the matrix products of layers in 8 bits, by Transformer Engine on a GPU that has them; weights, what layers
-            hand on, and the output layer stay in bf16. tensorwise: a scale a tensor, of the values at hand (E4M3
-            forward, E5M2 backward); blockwise: a scale for 1 x 128 values, of weights 128 x 128 (E4M3).
-        seed: of the initial weights and of the order of the samples.
-        recompute: activations recomputed in the backward pass: none; mlp: those of the feed-forward and the norm before
-            it, which are more than half of the memory and cost no mixer's work a second time; full: of whole layers.
-        evaluate_every: steps between evaluations by domain; 0: never.
-        evaluate_suites: tests between steps beside loss by domain: retrieval, fewshot. What they are told stands in the
-            sections of their names.
-        evaluate_suites_every: steps between them; they are run after the last step, too.
-        evaluation_sequences: samples evaluated a domain, at most; 0: all.
-        checkpoint_every: steps between checkpoints; 0: only when the run ends or is asked to stop.
-        keep_checkpoints: newest checkpoints kept; 0: all.
-        keep_every: checkpoints whose step is a multiple of this are kept besides, for ever; 0: none.
-        async_checkpoints: training goes on while a checkpoint is written, at the price of memory for a copy of the
-            state; without, it waits.
+        global_batch_size: samples per optimizer step.
+        micro_batch_size: samples per forward pass on one data-parallel rank.
+        precision: dtype of parameters and activations. Gradients are always reduced and accumulated in fp32.
+        fp8: FP8 matrix products in the layers, by Transformer Engine on a GPU that supports them. Weights, activations
+            between layers and the output layer stay in bf16. tensorwise: one scale per tensor, from its current values
+            (E4M3 forward, E5M2 backward). blockwise: one scale per 1 x 128 values, or per 128 x 128 for weights (E4M3).
+        seed: seed of the initial weights and of the sample order.
+        recompute: activations recomputed in the backward pass. none: none. mlp: those of the feed-forward and the norm
+            before it, which take more than half of the memory. No mixer is computed twice. full: those of whole layers.
+        evaluate_every: steps between evaluations by domain. 0: never.
+        evaluate_suites: test suites to run between steps, besides the loss by domain: retrieval, fewshot. The sections
+            with these names hold their options.
+        evaluate_suites_every: steps between runs of the suites. They also run after the last step.
+        evaluation_sequences: most samples evaluated per domain. 0: all.
+        checkpoint_every: steps between checkpoints. 0: only when the run ends or receives a stop request.
+        keep_checkpoints: newest checkpoints to keep. 0: all.
+        keep_every: also keep each checkpoint whose step is a multiple of this, permanently. 0: none.
+        async_checkpoints: continue training while a checkpoint is written, which needs memory for a copy of the state.
+            False: training waits.
     """
 
     steps: PositiveInt = 1000
@@ -234,24 +240,24 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
-    """AdamW and its schedule.
+    """AdamW, its learning rate schedule and its sharding.
 
     Attributes:
         lr: peak learning rate.
         min_lr: learning rate at the end of the schedule.
-        weight_decay: on matrices; vectors (norms, gates) have none.
-        betas: Adam's two moments.
+        weight_decay: weight decay of matrices. Vectors (norms, gates) have none.
+        betas: decay rates of Adam's two moments.
         epsilon: Adam's epsilon.
-        clip_grad: largest global gradient norm; 0: no clipping.
-        schedule: warm-up then cosine to min_lr; warm-up-stable-decay (linear decay at the end); warm-up then constant.
-        warmup_steps: linear warm-up from 0.
-        decay_steps: of `wsd`: the last steps, in which the rate falls to min_lr.
-        sharding: what data-parallel ranks share out instead of each keeping it whole. none: nothing; megatron:
-            optimizer state, by Megatron's distributed optimizer; zero1: the same, by DeepSpeed; zero2: gradients, too;
-            zero3: parameters, too.
-        offload: where DeepSpeed keeps optimizer state, and updates parameters: on the GPU (none) or the CPU.
-        offload_parameters: where zero3 keeps parameters while they are not used.
-        deepspeed: JSON file with more of DeepSpeed's own configuration, NVMe for example.
+        clip_grad: largest global gradient norm. 0: no clipping.
+        schedule: cosine: warm-up, then cosine decay to min_lr. wsd: warm-up, stable, then linear decay at the end.
+            constant: warm-up, then constant.
+        warmup_steps: steps of linear warm-up from 0.
+        decay_steps: last steps of `wsd`, in which the learning rate falls to min_lr.
+        sharding: state sharded over data-parallel ranks. none: nothing. megatron: optimizer state, by Megatron's
+            distributed optimizer. zero1: optimizer state, by DeepSpeed. zero2: gradients, too. zero3: parameters, too.
+        offload: where DeepSpeed keeps the optimizer state and updates parameters: on the GPU (none) or the CPU.
+        offload_parameters: where zero3 keeps parameters while they are not in use.
+        deepspeed: path of a JSON file with further DeepSpeed configuration, e.g. for NVMe offload.
     """
 
     lr: PositiveFloat = 3e-4
@@ -271,25 +277,27 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ResilienceConfig:
-    """What becomes of steps that go wrong, and how a run shows that it is alive.
+    """Handling of failed steps, and heartbeats.
 
-    A step's loss and gradient norm are judged before parameters are updated; decisions stand in decisions.jsonl.
+    A step's loss and gradient norm are checked before parameters are updated. Decisions are recorded in
+    decisions.jsonl.
 
     Attributes:
-        retries: times that a step that went wrong is computed again, from the same samples, before anything else: what
-            a machine got wrong once it mostly gets right then, and the run is as if nothing had been.
-        on_nonfinite: what is done if the loss or the gradient is not finite still. stop: the run ends, with a
-            checkpoint of the step before. skip: the step's samples are left out, parameters stay as they are.
-            roll_back: the run goes on from its newest checkpoint, with the samples after those of this step.
-        on_spike: the same if the loss or the gradient's norm is far above those of the steps before; ignore: nothing.
-        spike_deviations: what far is, in standard deviations above the mean.
-        spike_window: steps whose mean and deviation are taken; before there are as many, nothing is a spike.
-        limit: most steps that may be skipped or rolled back in a run; the next one stops it.
-        heartbeat_seconds: between two signs that each rank writes of how far it is, for `selectron status --ranks`; 0:
-            it writes none.
-        straggler_every: steps between comparisons of the ranks' speeds, each alone with a matrix product and with the
-            reading of its samples; 0: never.
-        straggler_factor: a rank is named that takes so many times as long as the middle one.
+        retries: how often a failed step is computed again from the same samples before any other reaction. A transient
+            hardware error usually does not recur, and the run is then the same as without the error.
+        on_nonfinite: reaction to a loss or gradient that is still not finite. stop: end the run with a checkpoint of
+            the previous step. skip: leave out the step's samples and keep the parameters. roll_back: continue from the
+            newest checkpoint with the samples after those of this step.
+        on_spike: the same reactions for a loss or gradient norm far above those of the previous steps. ignore: none.
+        spike_deviations: threshold of a spike, in standard deviations above the mean.
+        spike_window: previous steps over which mean and deviation are computed. Until there are that many, no step
+            counts as a spike.
+        limit: most steps that a run may skip or roll back. The next one stops it.
+        heartbeat_seconds: seconds between two writes of each rank's heartbeat file, for `selectron status --ranks`. 0:
+            no heartbeat.
+        straggler_every: steps between comparisons of rank speeds. Each rank times a matrix product and the reading of
+            its samples, alone. 0: never.
+        straggler_factor: a rank is reported if it takes more than this many times the median of the other ranks.
     """
 
     retries: NonNegativeInt = 1
@@ -305,21 +313,21 @@ class ResilienceConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunSection:
-    """Where the run is kept and on what it runs.
+    """Run folder, device and resume options.
 
     Attributes:
-        dir: folder of runs.
-        name: folder of this run inside it.
-        backend: Megatron's modules for norms and linears: its own (`local`) or Transformer Engine's; auto: Transformer
-            Engine's where it is installed and a GPU is there.
-        device: cuda, cpu, or auto: cuda where there is one.
-        hang_timeout: seconds without a step, forward pass or checkpoint after which a rank ends itself, its stacks on
-            standard error; the first step may compile for a minute. 0: never.
-        branch_from: checkpoint of another run (`runs/trunk/checkpoints/step_400`) to begin from, with its optimizer's
-            state, its place in the data and its records; None: begin from initial weights.
-        allow_changed: fields that may differ from those of the checkpoint that a run goes on from, although the steps
-            before were made with the other value, e.g. [optimizer.lr]; noted in decisions.jsonl.
-        allow_other_data: go on from a checkpoint although the training text is another than before it; noted likewise.
+        dir: folder of all runs.
+        name: folder of this run inside `dir`.
+        backend: Megatron's modules for norms and linear layers: its own (`local`) or Transformer Engine's. auto:
+            Transformer Engine's if it is installed and there is a GPU.
+        device: cuda, cpu, or auto: cuda if there is a GPU.
+        hang_timeout: seconds without a step, forward pass or checkpoint after which a rank exits and prints its stack
+            traces to standard error. The first step may compile for a minute. 0: never.
+        branch_from: checkpoint of another run to start from (`runs/trunk/checkpoints/step_400`), with its optimizer
+            state, data position and records. None: start from initial weights.
+        allow_changed: fields that may differ from those of the checkpoint that a run resumes from, e.g. [optimizer.lr].
+            Steps before it used the other value, so the change is recorded in decisions.jsonl.
+        allow_other_data: resume from a checkpoint even if the training text has changed. Recorded in decisions.jsonl.
     """
 
     dir: str = "runs"
@@ -334,9 +342,10 @@ class RunSection:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunConfig:
-    """Everything a run is made from. `mixers` holds, by mixer name, the fields of that mixer's own small config.
+    """Complete configuration of a run. `mixers` contains the configuration fields of each mixer, by mixer name.
 
-    `retrieval` and `fewshot` hold what `selectron evaluate` takes under the same names, for `training.evaluate_suites`.
+    `retrieval` and `fewshot` contain the options of `selectron evaluate` with the same names, for
+    `training.evaluate_suites`.
     """
 
     data: DataConfig
@@ -352,4 +361,4 @@ class RunConfig:
 
 
 OF_SUITES = ("retrieval", "fewshot")
-"""Sections whose fields are not the configuration's own: the suite reads them, see `training.suites`."""
+"""Sections whose fields the schema does not define. The suites read them (see `training.suites`)."""
