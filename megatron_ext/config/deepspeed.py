@@ -1,7 +1,7 @@
-"""DeepSpeed's configuration of a run: what the run itself says, and the user's own file merged into it.
+"""DeepSpeed configuration of a run, with the user's own file merged into it.
 
-A value of the file may be `"auto"`, as in Hugging Face's: the run's own is taken. One that contradicts the run's is
-refused by name; one that the run does not speak of is DeepSpeed's to understand.
+A value of the file may be `"auto"`, as in Hugging Face's integration. It is replaced by the run's value. A value that
+contradicts the run is refused by name. Fields that the run does not set are passed to DeepSpeed unchanged.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megatron_ext.files import LARGEST_VOCABULARY, os_reason, read_regular
 from megatron_ext.json_text import parse_json
 
 _AT_STAGE_3_ALONE = {"offload_optimizer": ("nvme",), "offload_param": ("cpu", "nvme")}
-"""Devices to which only stage 3 brings something; before, it would stay where it is."""
+"""Offload devices that DeepSpeed only supports at stage 3. At lower stages it would not move the state."""
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
-"""Stage of ZeRO, by `optimizer.sharding`."""
+"""ZeRO stage by `optimizer.sharding`."""
 
 AUTO = "auto"
 
@@ -35,31 +35,37 @@ _NOT_OURS = {
     "elasticity": "the batch is the run's: training.global_batch_size",
     "checkpoint": "checkpoints are the run's: training.checkpoint_every",
 }
-"""Sections that would take over what the run does itself, and where that is said."""
+"""Sections that would replace functions of the run, with the configuration field that sets each."""
 
 _OF_ZERO1 = {"stage", "reduce_bucket_size", "allgather_bucket_size", "offload_optimizer", "overlap_comm"}
-"""Fields of `zero_optimization` that DeepSpeed's optimizer takes without its engine; the last may be false alone."""
+"""Fields of `zero_optimization` that DeepSpeed's optimizer supports without its engine.
+
+`overlap_comm` may only be false, which is the run's own value.
+"""
 
 _PREFETCH = "stage3_prefetch_bucket_size"
-"""Of parameters on a disk it must be 0: the queue has the last ones twice, for forward and for backward, and DeepSpeed
-asks for a second buffer for them, which is an assertion's end."""
+"""Field that must be 0 if parameters are on NVMe.
+
+The prefetch queue contains the last parameters twice, for forward and backward. DeepSpeed requests a second buffer for
+them, which fails an assertion.
+"""
 
 _WHY_OURS = {
     f"zero_optimization.{_PREFETCH}": "DeepSpeed's prefetch from a disk fails where backward follows forward",
 }
-"""Why a field has the run's value, where the run's own configuration does not speak of it."""
+"""Reason for the value of a field that no field of the run's own configuration sets."""
 
 _UNREAD = {"steps_per_print", "wall_clock_breakdown"}
-"""Of the engine's fields those that change nothing but what is printed, so that zero1 may leave them unread."""
+"""Fields of the engine that only affect what is printed. zero1 may ignore them."""
 
 
 def deepspeed_config(optimizer: OptimizerConfig, training: TrainingConfig, num_micro_batches: int) -> dict[str, Any]:
-    """The whole configuration that DeepSpeed is given.
+    """Return the complete configuration for DeepSpeed.
 
     Args:
         optimizer: `sharding` is one of `STAGES`.
-        training: of the run.
-        num_micro_batches: of a data-parallel rank and step.
+        training: training section of the run.
+        num_micro_batches: micro-batches per data-parallel rank and step.
 
     Raises:
         UserError: the user's file cannot be read, or contradicts the run.
@@ -83,7 +89,7 @@ def deepspeed_config(optimizer: OptimizerConfig, training: TrainingConfig, num_m
 
 
 def on_disk(zero: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The sections of DeepSpeed's `zero_optimization` whose state lies on a local disk (NVMe), by their names."""
+    """Return the sections of DeepSpeed's `zero_optimization` with state on a local disk (NVMe), by name."""
     return {name: zero[name] for name in _AT_STAGE_3_ALONE if (zero.get(name) or {}).get("device") == "nvme"}
 
 
@@ -91,14 +97,14 @@ def _of_the_run(optimizer: OptimizerConfig, training: TrainingConfig) -> dict[st
     stage = STAGES[optimizer.sharding]
     zero: dict[str, Any] = {"stage": stage}
     if stage == 1:
-        zero["overlap_comm"] = False  # Megatron has sums to take before gradients are reduced
+        zero["overlap_comm"] = False  # Megatron sums some gradients before they are reduced
     if optimizer.offload == "cpu":
         zero["offload_optimizer"] = {"device": "cpu"}
     if optimizer.offload_parameters == "cpu":
         zero["offload_param"] = {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
-        # Micro-batches are the schedule's business: to DeepSpeed, what comes between two steps is one batch.
+        # The schedule accumulates over micro-batches. For DeepSpeed all of them are one batch.
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "gradient_clipping": optimizer.clip_grad,
@@ -107,7 +113,7 @@ def _of_the_run(optimizer: OptimizerConfig, training: TrainingConfig) -> dict[st
         "communication_data_type": "fp32",
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW has a fused form on the CPU, too
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW has a fused CPU implementation, too
     }
 
 
@@ -147,7 +153,7 @@ def _refuse_what_is_not_theirs(theirs: Mapping[str, Any], optimizer: OptimizerCo
 
 
 def _refuse_what_goes_nowhere(theirs: Mapping[str, Any], sharding: str, path: Path) -> None:
-    """Refuse offloading that DeepSpeed would leave undone at this stage, or has no place for."""
+    """Refuse offloading that DeepSpeed ignores at this stage, or that lacks an `nvme_path`."""
     for section, devices in _AT_STAGE_3_ALONE.items():
         device = _section(theirs, path, "zero_optimization", section).get("device")
         if device in devices and sharding != "zero3":
@@ -162,7 +168,7 @@ def _refuse_what_goes_nowhere(theirs: Mapping[str, Any], sharding: str, path: Pa
 def _unread_by_zero1(
     theirs: Mapping[str, Any], optimizer: OptimizerConfig, path: Path
 ) -> Iterator[tuple[str, str, str]]:
-    """Name, reason and mend of each field that would change nothing."""
+    """Yield (name, reason, mend) of each field that would have no effect under zero1."""
     engines = "is read by DeepSpeed's engine, which zero1 does without"
     mend = "take it out of the file, or set optimizer.sharding=zero2"
     known = {*_of_the_run(OptimizerConfig(sharding="zero1"), TrainingConfig()), "train_batch_size", "optimizer"}
@@ -178,7 +184,7 @@ def _unread_by_zero1(
 
 
 def _section(theirs: Mapping[str, Any], path: Path, *names: str) -> Mapping[str, Any]:
-    """A section of the file; empty if it is not there."""
+    """Return a section of the file, empty if it is absent."""
     section: Any = theirs
     for depth, name in enumerate(names, start=1):
         section = section.get(name) or {}
@@ -217,7 +223,7 @@ def _means_the_same(value: Any, own: Any) -> bool:
 
 
 def _merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, ours where they agree or the file leaves it to us."""
+    """Merge both configurations recursively. Values of `ours` take precedence over those of `theirs`."""
     merged = {name: value for name, value in theirs.items() if value != AUTO}
     for name, own in ours.items():
         both = isinstance(own, Mapping) and isinstance(theirs.get(name), Mapping)

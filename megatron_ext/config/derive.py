@@ -1,4 +1,4 @@
-"""Fields that follow from others: filled once, so that the saved configuration is whole."""
+"""Derived fields: filled in once, so that a saved configuration is complete."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ FFN_MULTIPLE = 64
 
 
 def derive(config: RunConfig) -> RunConfig:
-    """Fill the fields left at None.
+    """Fill in the fields that are None.
 
     Args:
-        config: a configuration; one that is whole comes back unchanged.
+        config: a configuration. A complete one is returned unchanged.
 
     Returns:
-        The same configuration with `num_query_groups`, `head_dim`, `ffn_hidden_size` (unless a layer is the mixer) and
-        `max_position_embeddings`.
+        The configuration with `num_query_groups`, `head_dim`, `ffn_hidden_size` (except with block `mixer`) and
+            `max_position_embeddings`.
 
     Raises:
-        UserError: the hidden size does not divide by the heads and no head_dim is given.
+        UserError: hidden_size is not a multiple of the number of heads and no head_dim is given.
     """
     model = config.model
     whole = replace(
@@ -49,5 +49,5 @@ def _ffn_hidden_size(model: ModelConfig) -> int | None:
         return None
     if model.block == "rwkv7":
         return 4 * model.hidden_size
-    # 8/3 keeps the parameters of the three SwiGLU matrices at those of two matrices of 4 * hidden_size.
+    # With 8/3, three SwiGLU matrices have as many parameters as two matrices of width 4 * hidden_size.
     return -(-8 * model.hidden_size // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE

@@ -1,7 +1,7 @@
-"""Fields of a configuration by what a change of them does to a run that has begun.
+"""Effect of changing each configuration field on a run that has begun.
 
-One list for every place that compares configurations: `--resume`, `run.branch_from`, reports and fits (which runs are
-seeds of one recipe), sweeps. Every field of the schema stands in it; a test fails for a new one until it does.
+All comparisons of configurations use this one list: `--resume`, `run.branch_from`, reports and fits (which runs are
+seeds of one recipe) and sweeps. It contains every field of the schema. A test fails if one is missing.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from megatron_ext.credentials import redacted_tree
 
 
 class Effect(Enum):
-    """What a changed value of a field makes different."""
+    """Consequence of changing a field's value."""
 
     NOTHING = "nothing"
-    """Names, places, speed, layout: losses are the same, to rounding."""
+    """Names, paths, speed, layout: losses stay the same up to rounding."""
     MEASURED = "what is measured"
-    """What is evaluated and how often; the training is the same."""
+    """Evaluation and its frequency. Training stays the same."""
     FUTURE = "the steps to come"
-    """What happens to steps that are not done yet; the steps before are as they would have been."""
+    """Handling of future steps. Past steps would have been the same."""
     SCHEDULE = "the learning rate"
-    """The rates of the schedule: the past if those of the steps before differ, else the steps to come alone."""
+    """Learning rates. As `PAST` if the rates of past steps differ, else only future steps are affected."""
     PAST = "the steps before"
-    """The steps that are done would have been others: a run that goes on is one that no configuration makes."""
+    """Past steps would have differed. A resumed run would match no single configuration."""
     MODEL = "the model"
-    """The checkpoint holds another model, whose tensors do not fit."""
+    """Another model, whose tensors do not match the checkpoint."""
 
 
 _BY_EFFECT: dict[Effect, dict[str, str]] = {
     Effect.NOTHING: {
-        "data": "path cache_dir cache_gib tokenizer verify document_boundaries",  # the data itself has a digest
+        "data": "path cache_dir cache_gib tokenizer verify document_boundaries",  # a digest identifies the data itself
         "parallel": "tensor sequence pipeline virtual_pipeline context context_exchange context_exchange_rounds "
         "context_transport batch_p2p_comm",
         "training": "micro_batch_size recompute checkpoint_every keep_checkpoints keep_every async_checkpoints",
@@ -78,7 +78,7 @@ EFFECTS: dict[str, Effect] = {
     for section, names in by_section.items()
     for name in names.split()
 }
-"""Effect by dotted field; those of mixers and suites, which are not the schema's own, see `effect_of`."""
+"""Effect by dotted field. For fields of mixers and suites, which the schema does not define, see `effect_of`."""
 
 DERIVED: dict[str, tuple[str, ...]] = {
     "model.num_query_groups": ("model.num_attention_heads",),
@@ -86,19 +86,19 @@ DERIVED: dict[str, tuple[str, ...]] = {
     "model.ffn_hidden_size": ("model.hidden_size", "model.block"),
     "model.max_position_embeddings": ("data.seq_length",),
 }
-"""Fields that `derive` fills, by those that they follow from."""
+"""Source fields of each field that `derive` fills in."""
 
 SEED = "training.seed"
 
 
 @dataclass(frozen=True)
 class Change:
-    """A field whose value differs between two configurations.
+    """Field whose value differs between two configurations.
 
     Attributes:
         field: dotted name.
-        before: value of the first.
-        after: value of the second.
+        before: value in the first.
+        after: value in the second.
     """
 
     field: str
@@ -107,18 +107,18 @@ class Change:
 
     @property
     def effect(self) -> Effect:
-        """What it makes different."""
+        """Effect of the change."""
         return effect_of(self.field)
 
 
 def effect_of(field: str) -> Effect:
-    """What a change of a field does.
+    """Return the effect of changing a field.
 
     Args:
         field: dotted name, e.g. `training.steps`, `mixers.attention.window`, `retrieval.lengths`.
 
     Raises:
-        KeyError: it is no field.
+        KeyError: no such field exists.
     """
     section = field.partition(".")[0]
     if section == "mixers":
@@ -127,24 +127,25 @@ def effect_of(field: str) -> Effect:
 
 
 def is_field(name: str) -> bool:
-    """Whether this version knows a field of this dotted name, as far as mixers and suites need not be loaded for it."""
+    """Return whether the schema has this dotted field. For mixers and suites only the section is checked."""
     return name in EFFECTS or name.partition(".")[0] in ("mixers", *OF_SUITES)
 
 
 def makes_a_recipe(field: str) -> bool:
-    """Whether runs that differ in this field are of different recipes, and not seeds of one."""
+    """Return whether runs that differ in this field are different recipes, rather than seeds of one."""
     return field != SEED and effect_of(field) not in (Effect.NOTHING, Effect.MEASURED)
 
 
 def flat(config: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """Every field of a configuration by its dotted name, as plain values.
+    """Return every field of a configuration by its dotted name, as plain values.
 
     Args:
-        config: a configuration, or its plain tree as YAML gives it. What an older schema lacks in it has the default
-            of today's; fields that today's does not know are left out. Mixers are those that the pattern names.
+        config: a configuration, or its plain tree from YAML. A tree of an older schema gets today's defaults for
+            missing fields, and unknown fields are dropped. Only mixers in the pattern are included.
 
     Returns:
-        Values by field, credentials in addresses redacted: they are kept in checkpoints, and shown.
+        Values by dotted field. Credentials in URLs are redacted, because the result is displayed and stored in
+            checkpoints.
     """
     tree = TypeAdapter(RunConfig).dump_python(config, mode="json") if isinstance(config, RunConfig) else config
     tree = redacted_tree(tree)
@@ -159,9 +160,9 @@ def flat(config: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields as `flat` gave them, with the defaults of those that the schema did not have then.
+    """Add today's defaults for fields that were missing from the schema when `flat` was called.
 
-    As in `flat`, fields that today's schema does not know are left out.
+    As in `flat`, fields that today's schema does not contain are dropped.
     """
     return {**dict(_schema_fields({})), **{name: value for name, value in fields.items() if is_field(name)}}
 
@@ -174,7 +175,7 @@ def _schema_fields(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """A field's default; None for one that must be given."""
+    """Return a field's default, or None if the field is required."""
     default = field.default
     if isinstance(default, FieldInfo):
         default = default.get_default(call_default_factory=True)
@@ -186,12 +187,14 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def changes(
     before: Mapping[str, Any], after: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> list[Change]:
-    """Fields that differ, in the schema's order; of fields that follow from one that differs, that one alone.
+    """List the fields that differ, in the order of the schema.
+
+    A derived field is left out if one of its source fields differs.
 
     Args:
-        before: see `flat`.
-        after: see `flat`.
-        defaults: of mixers' fields, by dotted name, for configurations that were written before there were these.
+        before: first configuration, from `flat`.
+        after: second configuration, from `flat`.
+        defaults: defaults of mixer fields by dotted name, for configurations written before these fields existed.
     """
     known = defaults or {}
     found = [
@@ -204,7 +207,7 @@ def changes(
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Equal as JSON is: a tuple is a list; a bool is no number."""
+    """Compare as JSON does: a tuple equals a list, and a bool does not equal a number."""
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_equal, one, other))
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)

@@ -1,4 +1,4 @@
-"""The numbers that a configuration and the number of processes give together."""
+"""Sizes that follow from the configuration and the number of processes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron_ext.config.schema import ParallelConfig, RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a run is spread over its processes.
+    """Distribution of a run over its processes.
 
     Attributes:
         world_size: processes.
         data_parallel_size: replicas of the model.
-        num_micro_batches: forward passes a data-parallel rank makes for an optimizer step.
+        num_micro_batches: forward passes of a data-parallel rank per optimizer step.
     """
 
     world_size: int
@@ -23,12 +23,12 @@ class Layout:
 
 
 def model_parallel_size(parallel: ParallelConfig) -> int:
-    """Return the processes that one replica of the model takes."""
+    """Return the number of processes of one model replica (TP * PP * CP)."""
     return parallel.tensor * parallel.pipeline * parallel.context
 
 
 def sequence_parallel(config: RunConfig) -> bool:
-    """Resolve `parallel.sequence`: `auto` is on with tensor parallelism, where the sequence divides."""
+    """Resolve `parallel.sequence`. `auto` is on with TP > 1 if seq_length is a multiple of TP * CP."""
     p = config.parallel
     if p.sequence == "auto":
         return p.tensor > 1 and config.data.seq_length % (p.tensor * p.context) == 0
@@ -36,14 +36,14 @@ def sequence_parallel(config: RunConfig) -> bool:
 
 
 def layout_of(config: RunConfig, world_size: int) -> Layout:
-    """Compute the layout of a configuration that `rules.check` has passed for this world size.
+    """Compute the layout of a configuration that `rules.check` accepts for this world size.
 
     Args:
         config: the configuration.
         world_size: processes.
 
     Returns:
-        The layout. Where a size does not divide it is rounded down; `rules.check` refuses such a configuration.
+        The layout. Sizes that do not divide evenly are rounded down. `rules.check` refuses such a configuration.
     """
     data_parallel_size = world_size // model_parallel_size(config.parallel)
     samples = config.training.micro_batch_size * max(1, data_parallel_size)

@@ -1,6 +1,6 @@
-"""The layer pattern: `"(top1_chunk*3,attention)*4"` -> one mixer name a layer.
+"""Parser of the layer pattern: `"(top1_chunk*3,attention)*4"` gives one mixer name per layer.
 
-Grammar: sequence = item ("," item)*;  item = (name | "(" sequence ")") ["*" repeats]. Spaces mean nothing.
+Grammar: sequence = item ("," item)*;  item = (name | "(" sequence ")") ["*" repeats]. Whitespace is ignored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NoReturn
 from megatron_ext.errors import UserError
 
 MAX_LAYERS = 10_000
-"""More than any model; keeps a slip like `attention*1200000000` from filling the memory."""
+"""Limit above any real model. It stops a typo like `attention*1200000000` from exhausting memory."""
 
 MAX_DEPTH = 20
 
@@ -20,7 +20,7 @@ _EXAMPLE = 'write it like "attention*12" or "(top1_chunk*3,attention)*4"'
 
 
 def on_one_line(pattern: str) -> str:
-    """The same layer pattern with each run of spaces, tabs and line breaks as one space, and none at its ends."""
+    """Replace each run of spaces, tabs and line breaks in a layer pattern by one space, and strip both ends."""
     return re.sub(r"[ \t\r\n]+", " ", pattern).strip(" ")
 
 
@@ -31,10 +31,10 @@ def parse_pattern(pattern: str) -> list[str]:
         pattern: the value of `model.pattern`.
 
     Returns:
-        A mixer's name for every layer, first layer first. The names are not checked against the registry.
+        Mixer name of each layer, first layer first. Names are not checked against the registry.
 
     Raises:
-        UserError: the pattern cannot be read; names the position and shows a correct one.
+        UserError: the pattern is invalid. The message names the position and shows a valid example.
     """
     parser = _Parser(pattern)
     layers = parser.sequence(depth=0)
@@ -44,7 +44,7 @@ def parse_pattern(pattern: str) -> list[str]:
 
 
 class _Parser:
-    """A recursive-descent parser that holds the token under the cursor."""
+    """Recursive-descent parser that holds the current token."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -53,7 +53,7 @@ class _Parser:
         self.advance()
 
     def advance(self) -> None:
-        """Move to the next token; the empty one at the end."""
+        """Move to the next token. At the end it is empty."""
         self.position += len(self.token)
         while self.text[self.position : self.position + 1].isspace():
             self.position += 1
@@ -66,7 +66,7 @@ class _Parser:
         self.token = match.group()
 
     def sequence(self, depth: int) -> list[str]:
-        """Read items separated by commas."""
+        """Parse items separated by commas."""
         layers = self.item(depth)
         while self.token == ",":
             self.advance()
@@ -75,7 +75,7 @@ class _Parser:
         return layers
 
     def item(self, depth: int) -> list[str]:
-        """Read a name or a group, with its repeats."""
+        """Parse a name or a group, with its repeats."""
         if self.token == "(":
             layers = self.group(depth + 1)
         elif self.token[:1].isalpha() or self.token[:1] == "_":
@@ -86,7 +86,7 @@ class _Parser:
         return layers * self.repeats(len(layers))
 
     def group(self, depth: int) -> list[str]:
-        """Read `( sequence )`."""
+        """Parse `( sequence )`."""
         if depth > MAX_DEPTH:
             self.fail(f"brackets nested deeper than {MAX_DEPTH}")
         self.advance()
@@ -97,11 +97,11 @@ class _Parser:
         return layers
 
     def repeats(self, length: int) -> int:
-        """Read `* number`, 1 where there is none."""
+        """Parse `* number`. Return 1 if it is absent."""
         if self.token != "*":
             return 1
         self.advance()
-        # A number longer than the limit's digits is too large whatever it is, and int() refuses very long ones.
+        # A number of more than 9 digits is above the limit, and int() refuses very long ones.
         if not self.token.isdigit() or not self.token.strip("0"):
             self.fail("expected a number of repeats, 1 or more")
         count = int(self.token) if len(self.token) <= 9 else MAX_LAYERS + 1
@@ -110,12 +110,12 @@ class _Parser:
         return count
 
     def limit(self, layers: int) -> None:
-        """Refuse more layers than any model has."""
+        """Refuse more than `MAX_LAYERS` layers."""
         if layers > MAX_LAYERS:
             self.fail(f"more than {MAX_LAYERS} layers")
 
     def fail(self, expected: str) -> NoReturn:
-        """Raise the error that shows the place."""
+        """Raise an error that shows the position."""
         found = repr(self.text[self.position : self.position + 12]) if self.position < len(self.text) else "the end"
         problem = f"{self.text!r} cannot be read at position {self.position + 1} ({found}): {expected}"
         raise UserError("model.pattern", problem, _EXAMPLE)

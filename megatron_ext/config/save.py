@@ -1,4 +1,4 @@
-"""Writing a configuration, so that reading it gives back exactly the same one."""
+"""Writing a configuration so that reading it back gives an equal one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_ext.files import os_reason, write_whole
 
 
 class _Representer(SafeRepresenter):
-    """Lists of plain values on one line (`[0.9, 0.95]`), the rest in blocks; no anchors."""
+    """YAML representer: lists in flow style (`[0.9, 0.95]`), the rest in block style, without anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -29,13 +29,13 @@ def _represent_list(representer: SafeRepresenter, data: list[Any]) -> Any:
 
 
 def _represent_text(representer: SafeRepresenter, data: str) -> Any:
-    # The other styles fold line separators such as U+0085 into spaces; double quotes escape them.
+    # The other styles fold line separators such as U+0085 into spaces. Double quotes escape them.
     style = None if data.isprintable() else '"'
     return representer.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 
 def _represent_float(representer: SafeRepresenter, data: float) -> Any:
-    # 1e-05 is a number in YAML 1.2 alone; 1.0e-05 is one to every reader of a run's folder.
+    # 1e-05 is a number in YAML 1.2 only, 1.0e-05 also in YAML 1.1, which other tools may use.
     text = repr(data)
     text = text if "." in text else text.replace("e", ".0e")
     return representer.represent_scalar("tag:yaml.org,2002:float", text)
@@ -47,22 +47,22 @@ _Representer.add_representer(str, _represent_text)
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Write a configuration as YAML, its keys in the order of the schema.
+    """Return a configuration as YAML, with keys in the order of the schema.
 
     Args:
         config: the configuration.
 
     Returns:
-        The text. `load_config` of it is equal to `config` if that is whole (see `load.resolve`) and no address in it
-        has credentials, which are left out.
+        The text. `load_config` of it equals `config` if that is complete (see `load.resolve`) and contains no
+            credentials. Credentials in URLs are left out.
     """
     return tree_to_yaml(TypeAdapter(RunConfig).dump_python(config, mode="json"))
 
 
 def tree_to_yaml(tree: dict[str, Any]) -> str:
-    """Write plain sections as YAML, their keys as they come, without credentials in addresses.
+    """Return plain sections as YAML, with keys in their given order and without credentials in URLs.
 
-    `load.read_tree` of the text is equal to `tree` if that has none.
+    `load.read_tree` of the text equals `tree` if that contains no credentials.
     """
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
@@ -76,19 +76,19 @@ def tree_to_yaml(tree: dict[str, Any]) -> str:
 
 
 def private_yaml(config: RunConfig) -> str | None:
-    """What `to_yaml` leaves out of `data.path`, as a configuration to be laid over; None: nothing."""
+    """Return a YAML overlay with the credentials that `to_yaml` leaves out of `data.path`. None: there are none."""
     path = config.data.path
     if redacted(path) == path:
         return None
-    return "data: {path: " + json.dumps(path) + "}\n"  # JSON is YAML, and this is not redacted
+    return "data: {path: " + json.dumps(path) + "}\n"  # JSON is valid YAML, and this path is not redacted
 
 
 def save_config(config: RunConfig, path: Path) -> None:
-    """Write a configuration to a file, whole or not at all.
+    """Write a configuration to a file atomically.
 
     Args:
         config: the configuration.
-        path: the file; its folder exists. An older file stays as it was until the new one is complete.
+        path: the file. Its folder exists. An existing file is only replaced once the new one is complete.
 
     Raises:
         UserError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Suggestions for names that do not exist, and the error for a mixer that does not."""
+"""Suggestions for unknown names, and the error for an unknown mixer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megatron_ext.errors import UserError
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Say which known name was probably meant, or list them all.
+    """Suggest the closest known name, or list all of them.
 
     Args:
-        name: the name that does not exist.
-        known: the names that do.
+        name: the unknown name.
+        known: the known names.
 
     Returns:
-        The mend of an error: "did you mean ...?" or "known: ...".
+        Hint for an error message: "did you mean ...?" or "known: ...".
     """
     names = list(known)
     close = _same_ending(name, names) or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
@@ -43,7 +43,7 @@ def unknown_mixer(where: str, name: str, known: Iterable[str]) -> UserError:
 
 
 def _same_ending(name: str, names: list[str]) -> list[str]:
-    """Find dotted names whose last part is like the last part of `name`: the section was wrong or left out."""
+    """Return up to 3 dotted names whose last part resembles that of `name`, whatever their section."""
     by_ending: dict[str, list[str]] = {}
     for dotted in names:
         by_ending.setdefault(dotted.rpartition(".")[2], []).append(dotted)

@@ -1,4 +1,4 @@
-"""Configuration of a trial: a few steps of a run's model and layout, for a look before a long run."""
+"""Configuration of a trial: a few steps of a run's model and layout, to test them before a long run."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from megatron_ext.config.schema import OptimizerConfig, RunConfig
 from megatron_ext.errors import UserError
 
 FOLDER = "trials"
-"""Folder of trials, in the folder of runs. Reports, which look one level deep, do not find them."""
+"""Folder of trials inside the folder of runs. Reports only search one level deep and do not find them."""
 
 
 def trial_config(config: RunConfig, steps: int) -> RunConfig:
-    """Shorten a run to a trial: fewer steps, the schedule scaled, each evaluation once, one checkpoint.
+    """Shorten a run to a trial: fewer steps, a scaled schedule, each evaluation once, one checkpoint.
 
-    Model, batch, precision, layout and optimizer stay as they are. Shards are compared by size alone; a run that
-    branches off another begins from initial weights.
+    Model, batch, precision, layout and optimizer stay the same. Shards are only checked by size. A run with
+    `branch_from` starts from initial weights.
 
     Args:
-        config: of the whole run, checked.
-        steps: of the trial.
+        config: the checked configuration of the whole run.
+        steps: steps of the trial.
 
     Raises:
-        UserError: there are more than the run has, or less than 1.
+        UserError: `steps` is below 1 or above those of the run.
     """
     training = config.training
     if not 1 <= steps <= training.steps:
@@ -46,7 +46,10 @@ def trial_config(config: RunConfig, steps: int) -> RunConfig:
 
 
 def _scaled(optimizer: OptimizerConfig, whole: int, steps: int) -> OptimizerConfig:
-    """The schedule with the same shares of fewer steps; at least one step each of decay and of what is no warm-up."""
+    """Scale warm-up and decay to fewer steps.
+
+    A schedule with a decay keeps at least one step of it, and at least one step is no warm-up.
+    """
     decay = max(1, round(optimizer.decay_steps * steps / whole)) if optimizer.decay_steps else 0
     warmup = min(round(optimizer.warmup_steps * steps / whole), steps - max(1, decay))
     return replace(optimizer, warmup_steps=warmup, decay_steps=decay)

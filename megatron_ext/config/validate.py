@@ -1,4 +1,4 @@
-"""Validation of plain trees by pydantic, with one line for what is wrong: the field, its value, what to do."""
+"""Validation of plain trees by pydantic, with one-line errors: the field, its value and a solution."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_ext.paths import check_text
 
 T = TypeVar("T")
 
-# pydantic's error type -> (problem, mend); {value} is the offending value, the other names are pydantic's context.
+# pydantic's error type -> (problem, mend). {value} is the invalid value, the other names are pydantic's context.
 _MESSAGES = {
     "int_type": ("{value} is not a whole number", "give a whole number, without point or exponent"),
     "int_from_float": ("{value} is not a whole number", "give a whole number, without point or exponent"),
@@ -44,45 +44,45 @@ _MESSAGES = {
 
 
 def validate(kind: type[T], tree: dict[str, Any], prefix: str = "") -> T:
-    """Make a dataclass from a plain tree, converting nothing.
+    """Build a dataclass from a plain tree without converting values.
 
     Args:
         kind: a pydantic dataclass made with `schema.STRICT`.
-        tree: what YAML gave.
-        prefix: dotted name of the place of `tree` in the configuration, with its closing point; for messages.
+        tree: values parsed from YAML.
+        prefix: dotted name of `tree` in the configuration with the trailing dot, for messages.
 
     Returns:
         The instance.
 
     Raises:
-        UserError: the first field at fault, and the names of the others.
+        UserError: a field is invalid. Describes the first one and names the others.
     """
-    # Strict Python mode refuses a dict in the place of a nested dataclass; strict JSON mode accepts exactly that.
-    text = _as_json(tree, prefix)  # which finds anchors inside themselves
+    # Strict Python mode refuses a dict for a nested dataclass. Strict JSON mode accepts it.
+    text = _as_json(tree, prefix)  # also detects recursive anchors
     _check_text(tree, prefix)
     try:
         return TypeAdapter(kind).validate_json(text)
     except ValidationError as error:
-        # Misspelt names first: a field that is missing is often one of them.
+        # Misspelt names first: a missing field is often one of them.
         details = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "unexpected_keyword_argument")
         raise _first_of([_user_error(kind, one, prefix) for one in details]) from None
 
 
 def field_names(kind: type) -> list[str]:
-    """Return the names of a dataclass's fields, in their order."""
+    """Return the field names of a dataclass, in order."""
     return [field.name for field in dataclasses.fields(kind)]
 
 
 def sections(kind: type) -> dict[str, type]:
-    """Return the fields of a dataclass that are dataclasses themselves."""
+    """Return the fields of a dataclass that are themselves dataclasses, with their types."""
     hints = get_type_hints(kind)
     return {name: hints[name] for name in field_names(kind) if dataclasses.is_dataclass(hints[name])}
 
 
 def show(value: object) -> str:
-    """Write a value as YAML's flow style nearly would, on one line of at most 60 characters.
+    """Return a value on one line of at most 60 characters, in JSON notation.
 
-    No more of the value is written out than is shown: one from a file may be large, or share its parts.
+    Only the part that is shown is serialized, because a value from a file may be large or contain shared parts.
     """
     text = ""
     for piece in _WRITER.iterencode(_cut(value)):
@@ -97,7 +97,7 @@ def _cut(value: Any) -> Any:
 
 
 def _show_other(value: Any) -> Any:
-    """What stands for a value that JSON has not; the attributes of an instance are not shown."""
+    """Return text for a value that JSON cannot represent. Attributes of instances are not shown."""
     plain = isinstance(value, bytes | date | set | complex | PurePath)
     return repr(_cut(value)) if plain else f"<{type(value).__name__}>"
 
@@ -107,9 +107,9 @@ _WRITER = json.JSONEncoder(ensure_ascii=False, skipkeys=True, default=_show_othe
 
 
 def _check_text(value: object, where: str) -> None:
-    """Refuse control characters in all text of a tree: it goes to file names, batch scripts and screens.
+    """Refuse control characters in all text of a tree, because it is used in file names, batch scripts and terminals.
 
-    A layer pattern may have line breaks, as a YAML block has; its field takes them out.
+    A layer pattern may contain line breaks, as in a YAML block. Its field removes them.
     """
     if isinstance(value, str):
         check_text(where, on_one_line(value) if where == "model.pattern" else value)
@@ -128,7 +128,7 @@ def _as_json(tree: dict[str, Any], prefix: str) -> str:
         try:
             json.dumps({name: value})
         except (TypeError, ValueError, RecursionError) as error:
-            # A YAML tag (!!binary, !!set) or an anchor inside itself: nothing that a field could take.
+            # A YAML tag (!!binary, !!set) or a recursive anchor, which no field accepts.
             problem = f"holds a value that is no text, number, list or section ({error})"
             raise UserError(f"{prefix}{name}", problem, "use plain YAML values") from None
     return json.dumps(tree)
@@ -144,7 +144,7 @@ def _first_of(errors: Sequence[UserError]) -> UserError:
 
 
 def _user_error(kind: type, error: ErrorDetails, prefix: str) -> UserError:
-    # A union adds the name of its branch to the location; what stands in the brackets is no part of the field.
+    # A union adds the name of its branch to the location. It is not part of the field's name.
     parts = [str(part) for part in error["loc"] if not str(part).startswith(("literal[", "constrained-", "function-"))]
     where = prefix + ".".join(parts)
     context = error.get("ctx", {})
@@ -163,7 +163,7 @@ def _user_error(kind: type, error: ErrorDetails, prefix: str) -> UserError:
 
 
 def _siblings(kind: type, parents: list[str]) -> list[str]:
-    """List the fields of the section that `parents` leads to."""
+    """List the fields of the section at the path `parents`."""
     for parent in parents:
         kind = sections(kind).get(parent, kind)
     return field_names(kind)

@@ -1,4 +1,4 @@
-"""YAML from files that others may have written: plain values alone, of a bounded size."""
+"""Reading YAML from untrusted files: plain values only, of bounded size."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 MAX_BYTES = 256 << 10
-"""Of a file; a sweep of a thousand runs, three fields each, has a third of it."""
+"""Largest file. A sweep of a thousand runs with three fields each has a third of it."""
 
 MAX_ENTRIES = 10_000
-"""Lines, commas and brackets of a text. The parser takes some 0.15 ms for each."""
+"""Most lines, commas and brackets of a text. The parser takes about 0.15 ms for each."""
 
 MAX_DEPTH = 100
-"""Brackets open at once. The parser's time grows with their square."""
+"""Most nested brackets. The parser's time is quadratic in the depth."""
 
 MAX_NODES = 50_000
-"""Values and keys, with each alias counted as all that it stands for."""
+"""Most values and keys, with aliases expanded."""
 
 _ENTRY = re.compile(r"[,\n\[{?]|- ")
 _BRACKET = re.compile(r"[\[\]{}]")
 
 
 class TooLargeError(YAMLError):
-    """A text is larger than any configuration, or its aliases stand for more values than one has."""
+    """Text larger than any configuration, or with too many values when its aliases are expanded."""
 
 
 class _Constructor(SafeConstructor):
-    """YAML 1.2's core schema: no timestamps, so that `run.name: 2026-01-31` is the text it looks like."""
+    """Constructor for YAML 1.2's core schema. Without timestamps, `run.name: 2026-01-31` is text."""
 
     def construct_document(self, node: Node) -> Any:
-        """Plain values of a document that is not too large."""
+        """Return the plain values of a document after checking its size."""
         _check_size(node)
         return super().construct_document(node)
 
@@ -46,23 +46,23 @@ _Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.cons
 
 
 def parse_yaml(text: str) -> Any:
-    """Plain values of a YAML text.
+    """Return the plain values of a YAML text.
 
     Raises:
-        YAMLError, ValueError, RecursionError: it is no YAML, too large, or nested too deeply.
+        YAMLError, ValueError, RecursionError: the text is not YAML, too large, or nested too deeply.
     """
     _check_text(text)
-    yaml = YAML(typ="safe", pure=True)  # pure: the C parser speaks YAML 1.1, to which 1e-3 is text
+    yaml = YAML(typ="safe", pure=True)  # pure: the C parser implements YAML 1.1, where 1e-3 is text
     yaml.Constructor = _Constructor
     return yaml.load(text)
 
 
 def read_yaml(path: Path) -> str:
-    """The text of a YAML file, as far as it may be read.
+    """Return the text of a YAML file of limited size.
 
     Raises:
-        OSError, UnicodeDecodeError: it cannot be read.
-        TooLargeError: it is larger than any configuration.
+        OSError, UnicodeDecodeError: the file cannot be read.
+        TooLargeError: it is larger than `MAX_BYTES`.
     """
     with path.open("rb") as file:
         content = file.read(MAX_BYTES + 1)
@@ -72,7 +72,7 @@ def read_yaml(path: Path) -> str:
 
 
 def _check_text(text: str) -> None:
-    """Refuse, without parsing it, what would take the parser long; brackets and commas in quotes count, too."""
+    """Refuse text that is slow to parse, without parsing it. Brackets and commas inside quotes also count."""
     if len(text) > MAX_BYTES:
         raise TooLargeError(f"more than {MAX_BYTES >> 10} KiB")
     if sum(1 for _ in _ENTRY.finditer(text)) > MAX_ENTRIES:
@@ -83,7 +83,7 @@ def _check_text(text: str) -> None:
 
 
 def _check_size(root: Node) -> None:
-    """Refuse a document whose aliases, written out, would be too large; in a time that they do not lengthen."""
+    """Refuse a document that is too large with its aliases expanded. Takes linear time in the unexpanded size."""
     sizes: dict[int, float] = {}
     waiting = [(root, False)]
     while waiting:
@@ -96,7 +96,7 @@ def _check_size(root: Node) -> None:
             if total > MAX_NODES:
                 raise TooLargeError(f"more than {MAX_NODES} values, aliases written out")
         elif id(node) not in sizes:
-            sizes[id(node)] = math.inf  # of one that is inside itself
+            sizes[id(node)] = math.inf  # marks a node in progress, to detect recursion
             waiting.append((node, True))
             waiting += [(one, False) for one in inner]
 

@@ -1,7 +1,7 @@
-"""What cannot go together, and why: one table of rules, checked before a process group starts.
+"""Rules that a configuration must satisfy, checked before a process group starts.
 
-A rule is a function of `Facts` that returns None, or what is wrong and what to do. Its docstring gives the reason.
-Rules run in the order in which they stand, and the first broken one is reported: a later one may rely on an earlier.
+A rule is a function of `Facts`. It returns None, or a problem and its solution. Its docstring gives the reason. Rules
+run in order and the first violation is reported, so a rule may rely on earlier ones.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ RULES = [*layout.RULES, *data.RULES, *training.RULES]
 
 
 def check(config: RunConfig, world_size: int, mixer_configs: Mixers) -> Layout:
-    """Refuse what cannot run.
+    """Refuse a configuration that cannot run.
 
     Args:
-        config: the configuration; derived fields are filled in for the check.
+        config: the configuration. Derived fields are filled in for the check.
         world_size: processes of the run.
         mixer_configs: the registered mixers, by name.
 
@@ -31,7 +31,7 @@ def check(config: RunConfig, world_size: int, mixer_configs: Mixers) -> Layout:
         The layout of the run.
 
     Raises:
-        UserError: the first broken rule.
+        UserError: a rule is violated. Reports the first one.
     """
     config = derive(config)
     facts = Facts(

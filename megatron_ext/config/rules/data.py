@@ -1,4 +1,4 @@
-"""Rules of the data."""
+"""Rules for the data section."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ rule = RULES.on
 
 @rule("data.cache_dir")
 def data_elsewhere_has_a_cache(f: Facts) -> Broken:
-    """Samples are read in any order: over a network each would fetch its few kilobytes alone."""
+    """Samples are read in random order. Over a network each would be a request of a few kilobytes."""
     data = f.config.data
     if ("://" in data.path) == (data.cache_dir is not None):
         return None
@@ -21,7 +21,7 @@ def data_elsewhere_has_a_cache(f: Facts) -> Broken:
 
 @rule("data.cache_gib")
 def limit_is_of_a_cache(f: Facts) -> Broken:
-    """There is nothing else that it could limit."""
+    """The limit applies to data.cache_dir only."""
     data = f.config.data
     if data.cache_gib is None or data.cache_dir is not None:
         return None
@@ -30,19 +30,19 @@ def limit_is_of_a_cache(f: Facts) -> Broken:
 
 @rule("data.train_domains")
 def train_domains_are_a_set(f: Facts) -> Broken:
-    """No training domains: nothing to learn; one named twice: a slip, since it would not count twice."""
+    """An empty list leaves nothing to train on. A repeated name is a mistake, because it would not count twice."""
     return _not_a_set(f.config.data.train_domains)
 
 
 @rule("data.test_domains")
 def test_domains_are_a_set(f: Facts) -> Broken:
-    """No test domains: nothing to evaluate, which training.evaluate_every=0 says better."""
+    """An empty list leaves nothing to test on. To disable evaluation set training.evaluate_every=0."""
     return _not_a_set(f.config.data.test_domains)
 
 
 @rule("data.weights")
 def some_weight_is_positive(f: Facts) -> Broken:
-    """Without one there is nothing to read."""
+    """Without a positive weight there is nothing to read."""
     weights = f.config.data.weights
     if weights is None or any(weights.values()):
         return None
@@ -51,7 +51,7 @@ def some_weight_is_positive(f: Facts) -> Broken:
 
 @rule("data.reset_positions")
 def reset_positions_are_read(f: Facts) -> Broken:
-    """Position ids go to a learned table; rotary angles and ALiBi are of distances, which the start does not change."""
+    """Only learned position tables read position ids. Rotary and ALiBi encodings depend on distances only."""
     fields = [f.config.mixers.get(name, {}) for name in f.layers]
     if not f.config.data.reset_positions or any(one.get("position_encoding") == "learned" for one in fields):
         return None
@@ -60,7 +60,7 @@ def reset_positions_are_read(f: Facts) -> Broken:
 
 @rule("data.reset_attention")
 def layers_keep_documents_apart(f: Facts) -> Broken:
-    """Documents that one layer keeps apart meet in another; a token shift does not know where they begin."""
+    """One layer that mixes documents defeats the others. Token shifts ignore document boundaries."""
     shifting = [
         f"{name} in layer {i}" for i, name in enumerate(f.layers, 1) if not f.mixers[name].keeps_documents_apart
     ]
@@ -73,7 +73,7 @@ def layers_keep_documents_apart(f: Facts) -> Broken:
 
 @rule("data.reset_attention")
 def documents_lie_on_one_rank(f: Facts) -> Broken:
-    """A batch says where the documents of a whole sample begin, and a mixer takes each of them whole."""
+    """Document boundaries refer to the whole sample, and mixers expect whole documents on one rank."""
     context = f.config.parallel.context
     if not f.config.data.reset_attention or context == 1:
         return None

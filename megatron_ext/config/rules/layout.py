@@ -1,4 +1,4 @@
-"""Rules of the model and of the layout that cuts it."""
+"""Rules for the model and its parallel layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def world_holds_whole_replicas(f: Facts) -> Broken:
 
 @rule("parallel.sequence")
 def sequence_parallel_needs_tensor_parallel(f: Facts) -> Broken:
-    """Sequence parallelism splits what tensor parallelism would hold on every rank."""
+    """Sequence parallelism shards the activations that tensor parallelism replicates."""
     p = f.config.parallel
     if p.sequence is not True or p.tensor > 1:
         return None
@@ -46,7 +46,7 @@ def interleaving_needs_stages(f: Facts) -> Broken:
 
 @rule("parallel.batch_p2p_comm")
 def two_interleaved_stages_send_one_by_one(f: Facts) -> Broken:
-    """Megatron's batched exchange between two stages' interleaved chunks is silently wrong: it mixes them up."""
+    """Megatron's batched exchange with two interleaved stages silently mixes up the model chunks."""
     p = f.config.parallel
     if not p.batch_p2p_comm or p.virtual_pipeline == 1 or p.pipeline != 2:
         return None
@@ -56,7 +56,7 @@ def two_interleaved_stages_send_one_by_one(f: Facts) -> Broken:
 
 @rule("parallel.context_transport")
 def copy_engines_are_of_gpus(f: Facts) -> Broken:
-    """A CPU has none; without context parallelism nothing is exchanged."""
+    """A CPU has no copy engines. Without context parallelism nothing is exchanged."""
     p = f.config.parallel
     if p.context_transport != "copy_engine" or p.context == 1 or f.config.run.device != "cpu":
         return None
@@ -92,7 +92,7 @@ def query_groups_divide_by_tensor(f: Facts) -> Broken:
 
 @rule("model.ffn_hidden_size")
 def a_mixer_alone_has_no_feed_forward(f: Facts) -> Broken:
-    """A width of what is not there would count for nothing."""
+    """The width of a feed-forward that does not exist would have no effect."""
     m = f.config.model
     if m.block != "mixer" or m.ffn_hidden_size is None:
         return None
@@ -108,14 +108,14 @@ def ffn_divides_by_tensor(f: Facts) -> Broken:
 
 @rule("model.vocab_size_multiple")
 def vocabulary_divides_by_tensor(f: Facts) -> Broken:
-    """The vocabulary is split evenly, and its padding must not depend on the layout."""
+    """The vocabulary is sharded evenly, and its padding must not depend on the layout."""
     multiple, tensor = f.config.model.vocab_size_multiple, f.config.parallel.tensor
     return does_not_divide("vocab_size_multiple", multiple, "parallel.tensor", tensor, f"give a multiple of {tensor}")
 
 
 @rule("model.head_dim")
 def head_dim_is_even(f: Facts) -> Broken:
-    """Rotary position encoding turns pairs of coordinates."""
+    """Rotary position encoding rotates pairs of coordinates."""
     head_dim = f.config.model.head_dim or 2
     if head_dim % 2 == 0:
         return None
@@ -133,7 +133,7 @@ def positions_cover_the_sequence(f: Facts) -> Broken:
 
 @rule("model.pattern")
 def layers_divide_by_stages(f: Facts) -> Broken:
-    """Megatron gives every stage, and every chunk of it, the same number of layers."""
+    """Megatron assigns the same number of layers to every stage and every model chunk."""
     p = f.config.parallel
     chunks = p.pipeline * p.virtual_pipeline
     by = f"parallel.pipeline {p.pipeline} * virtual_pipeline {p.virtual_pipeline} ="
@@ -145,7 +145,7 @@ def layers_divide_by_stages(f: Facts) -> Broken:
 
 @rule("data.seq_length")
 def sequence_divides_by_ranks(f: Facts) -> Broken:
-    """Context parallelism splits the sequence evenly, sequence parallelism each part again."""
+    """Context parallelism splits the sequence evenly, and sequence parallelism splits each part again."""
     p, seq_length = f.config.parallel, f.config.data.seq_length
     if sequence_parallel(f.config):
         by, ranks = f"parallel.tensor {p.tensor} * context {p.context} =", p.tensor * p.context
@@ -157,7 +157,7 @@ def sequence_divides_by_ranks(f: Facts) -> Broken:
 
 @rule("parallel.context")
 def heads_divide_by_context(f: Facts) -> Broken:
-    """A mixer that neither gathers keys and values nor hands states on exchanges parts of the sequence for heads."""
+    """A mixer that neither gathers keys and values nor sends states uses an all-to-all, which needs whole heads."""
     p = f.config.parallel
     for name in dict.fromkeys(f.layers):
         mixer = f.mixers[name]
@@ -176,7 +176,7 @@ def heads_divide_by_context(f: Facts) -> Broken:
 
 @rule("parallel.context_exchange_rounds")
 def heads_divide_by_rounds(f: Facts) -> Broken:
-    """Every round exchanges as many heads of a rank."""
+    """Every round exchanges the same number of a rank's heads."""
     p = f.config.parallel
     rounds = p.context_exchange_rounds
     if p.context == 1:
@@ -199,7 +199,7 @@ def heads_divide_by_rounds(f: Facts) -> Broken:
 
 
 def _heads(model: ModelConfig, mixer: MixerTraits) -> tuple[str, int]:
-    """The field that says how many heads, or groups of them, there are to hand to other ranks, and how many."""
+    """Return the field with the number of heads, or query groups, that ranks exchange, and that number."""
     field = "num_query_groups" if mixer.units_are_groups else "num_attention_heads"
     return field, getattr(model, field) or model.num_attention_heads
 

@@ -1,4 +1,7 @@
-"""What cannot run on the nodes at hand; what starts or plans a run there knows how many GPUs they have."""
+"""Rule for the nodes of a cluster.
+
+Code that starts or plans a run calls it, because it has the number of GPUs per node.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,15 @@ from megatron_ext.errors import UserError
 
 
 def check_nodes(config: RunConfig, world_size: int, per_node: int) -> None:
-    """Refuse what cannot run there.
+    """Refuse a configuration that cannot run on nodes of this size.
 
     Args:
-        config: that `rules.check` has passed.
+        config: a configuration that `rules.check` accepts.
         world_size: processes of the run.
-        per_node: processes of a node.
+        per_node: processes per node.
 
     Raises:
-        UserError: a context-parallel group whose ranks read each other's memory lies on several nodes.
+        UserError: a context-parallel group with the copy_engine transport spans several nodes.
     """
     p = config.parallel
     span = p.tensor * p.context

@@ -1,4 +1,4 @@
-"""What a rule is, and what it looks at."""
+"""Definition of a rule and of its input."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_ext.config.traits import Mixers
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the rules look at, each computed once.
+    """Input of the rules, computed once.
 
     Attributes:
-        config: a whole configuration (see `derive`).
-        layout: its layout on the world at hand.
-        layers: a mixer's name for every layer.
+        config: a complete configuration (see `derive`).
+        layout: its layout for the world size.
+        layers: mixer name of each layer.
         mixers: the registered mixers.
     """
 
@@ -28,15 +28,15 @@ class Facts:
 
 
 Broken = tuple[str, str] | None
-"""None: the rule holds; else (problem, mend)."""
+"""Result of a rule: None if it holds, else (problem, mend)."""
 
 Test = Callable[[Facts], Broken]
-"""A rule's function."""
+"""Function of a rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One rule: its name, the field that it is reported on, and its test."""
+    """Rule with its name, the field that its violation is reported on, and its test."""
 
     name: str
     field: str
@@ -44,10 +44,10 @@ class Rule:
 
 
 class Rules(list[Rule]):
-    """Rules in the order in which they run."""
+    """List of rules in the order in which they run."""
 
     def on(self, field: str) -> Callable[[Test], Test]:
-        """Add the decorated function, reported on `field`."""
+        """Return a decorator that adds a function as a rule reported on `field`."""
 
         def add(test: Test) -> Test:
             self.append(Rule(name=test.__name__, field=field, test=test))
@@ -57,7 +57,7 @@ class Rules(list[Rule]):
 
 
 def does_not_divide(name: str, value: int, by: str, divisor: int, mend: str) -> Broken:
-    """Return the error of a value that must be a multiple of another."""
+    """Return the error for a value that must be a multiple of `divisor`, or None."""
     if value % divisor == 0:
         return None
     return f"{name} {value} does not divide by {by} {divisor}", mend

@@ -1,4 +1,4 @@
-"""Rules of training, its optimizer and where it runs."""
+"""Rules for training, the optimizer and the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRIAL = " (selectron train --trial scales the schedule for a look at a few step
 
 @rule("training.global_batch_size")
 def batch_divides_by_replicas(f: Facts) -> Broken:
-    """Every data-parallel rank makes the same number of whole micro-batches."""
+    """Every data-parallel rank processes the same number of whole micro-batches."""
     t, replicas = f.config.training, f.layout.data_parallel_size
     samples = t.micro_batch_size * replicas
     by = f"micro_batch_size {t.micro_batch_size} * data-parallel size {replicas} ="
@@ -27,7 +27,7 @@ def batch_divides_by_replicas(f: Facts) -> Broken:
 
 @rule("training.global_batch_size")
 def interleaving_needs_whole_rounds(f: Facts) -> Broken:
-    """The interleaved schedule hands micro-batches round the stages in groups of the pipeline's size."""
+    """The interleaved schedule processes micro-batches in groups of the pipeline size."""
     p, t = f.config.parallel, f.config.training
     if p.virtual_pipeline == 1 or f.layout.num_micro_batches % p.pipeline == 0:
         return None
@@ -41,7 +41,7 @@ def interleaving_needs_whole_rounds(f: Facts) -> Broken:
 
 @rule("training.recompute")
 def recomputed_feed_forwards_are_there(f: Facts) -> Broken:
-    """A layer that is the mixer alone has none."""
+    """A layer with block mixer has no feed-forward to recompute."""
     if f.config.training.recompute != "mlp" or f.config.model.block != "mixer":
         return None
     return "mlp, with model.block mixer, which has no feed-forward", "use none or full"
@@ -49,7 +49,7 @@ def recomputed_feed_forwards_are_there(f: Facts) -> Broken:
 
 @rule("training.fp8")
 def eight_bits_are_transformer_engines(f: Facts) -> Broken:
-    """Nothing else computes in them, on GPUs alone."""
+    """FP8 needs Transformer Engine on a GPU."""
     fp8, run = f.config.training.fp8, f.config.run
     if fp8 == "none":
         return None
@@ -62,7 +62,7 @@ def eight_bits_are_transformer_engines(f: Facts) -> Broken:
 
 @rule("training.fp8")
 def eight_bits_go_with_sixteen(f: Facts) -> Broken:
-    """What is not in 8 bits is in bf16: Transformer Engine rounds from it."""
+    """Everything that is not FP8 is bf16, which Transformer Engine quantizes from."""
     t = f.config.training
     if t.fp8 == "none" or t.precision == "bf16":
         return None
@@ -71,7 +71,7 @@ def eight_bits_go_with_sixteen(f: Facts) -> Broken:
 
 @rule("training.fp8")
 def eight_bits_are_compared_under_megatron(f: Facts) -> Broken:
-    """DeepSpeed replaces what parameters point to, which Transformer Engine's copies in 8 bits do not follow."""
+    """DeepSpeed replaces the storage of parameters, and Transformer Engine's FP8 copies are not updated."""
     fp8, sharding = f.config.training.fp8, f.config.optimizer.sharding
     if fp8 == "none" or sharding not in STAGES:
         return None
@@ -80,7 +80,7 @@ def eight_bits_are_compared_under_megatron(f: Facts) -> Broken:
 
 @rule("training.micro_batch_size")
 def eight_bits_need_whole_tiles(f: Facts) -> Broken:
-    """Products in 8 bits take multiples of 16 rows: the tokens of a micro-batch that a rank multiplies."""
+    """FP8 products need a multiple of 16 rows: the tokens of a micro-batch on a rank."""
     t, p, length = f.config.training, f.config.parallel, f.config.data.seq_length
     tokens = t.micro_batch_size * length // p.context
     if t.fp8 == "none" or tokens % FP8_TILE == 0:
@@ -94,7 +94,7 @@ def eight_bits_need_whole_tiles(f: Facts) -> Broken:
 
 @rule("training.evaluate_suites_every")
 def suites_have_a_rhythm(f: Facts) -> Broken:
-    """Neither says anything without the other."""
+    """The suites and their interval have no effect without each other."""
     t = f.config.training
     if bool(t.evaluate_suites) == bool(t.evaluate_suites_every):
         return None
@@ -105,7 +105,7 @@ def suites_have_a_rhythm(f: Facts) -> Broken:
 
 @rule("training.checkpoint_every")
 def rolling_back_needs_checkpoints(f: Facts) -> Broken:
-    """There is nothing to go back to without."""
+    """Without checkpoints there is nothing to roll back to."""
     r = f.config.resilience
     if f.config.training.checkpoint_every or "roll_back" not in (r.on_nonfinite, r.on_spike):
         return None
@@ -115,7 +115,7 @@ def rolling_back_needs_checkpoints(f: Facts) -> Broken:
 
 @rule("optimizer.min_lr")
 def rate_falls(f: Facts) -> Broken:
-    """The schedule goes down from lr to min_lr."""
+    """The schedule decays from lr to min_lr."""
     o = f.config.optimizer
     if o.min_lr <= o.lr:
         return None
@@ -124,7 +124,7 @@ def rate_falls(f: Facts) -> Broken:
 
 @rule("optimizer.decay_steps")
 def decay_steps_belong_to_wsd(f: Facts) -> Broken:
-    """Only the warm-up-stable-decay schedule has a decay of its own length, and it needs one."""
+    """Only the warm-up-stable-decay schedule has a separate decay length, and requires it."""
     o = f.config.optimizer
     if o.schedule == "wsd" and o.decay_steps == 0:
         return "0, with optimizer.schedule wsd", "give the number of last steps in which the rate falls"
@@ -135,7 +135,7 @@ def decay_steps_belong_to_wsd(f: Facts) -> Broken:
 
 @rule("optimizer.warmup_steps")
 def schedule_fits_the_run(f: Facts) -> Broken:
-    """The warm-up ends before the run does, and the decay begins after it."""
+    """The warm-up ends before the run does, and the decay starts after it."""
     o, steps = f.config.optimizer, f.config.training.steps
     # Megatron's scheduler asserts that the warm-up is shorter than the run.
     if o.warmup_steps >= steps:
@@ -156,7 +156,7 @@ def schedule_fits_the_run(f: Facts) -> Broken:
 
 @rule("optimizer.sharding")
 def sharded_gradients_need_one_stage(f: Facts) -> Broken:
-    """ZeRO-2 and 3 reduce gradients in each backward pass; a pipeline's backward passes accumulate them over many."""
+    """ZeRO-2 and 3 reduce gradients in each backward pass. A pipeline accumulates them over many."""
     sharding, stages = f.config.optimizer.sharding, f.config.parallel.pipeline
     if stages == 1 or STAGES.get(sharding, 1) == 1:
         return None
@@ -173,7 +173,7 @@ def _needs_deepspeed(field: str, f: Facts, *, stages: tuple[str, ...]) -> Broken
 
 @rule("optimizer.offload")
 def offloading_is_deepspeeds(f: Facts) -> Broken:
-    """Megatron's optimizers of this project stay on the GPU."""
+    """Only DeepSpeed offloads. The optimizers built on Megatron keep their state on the GPU."""
     return _needs_deepspeed("offload", f, stages=tuple(STAGES))
 
 
@@ -185,13 +185,13 @@ def offloaded_parameters_are_shared_out(f: Facts) -> Broken:
 
 @rule("optimizer.deepspeed")
 def configuration_of_deepspeed_is_for_deepspeed(f: Facts) -> Broken:
-    """Nobody else reads it."""
+    """Only DeepSpeed reads this file."""
     return _needs_deepspeed("deepspeed", f, stages=tuple(STAGES))
 
 
 @rule("optimizer.deepspeed")
 def configuration_of_deepspeed_agrees(f: Facts) -> Broken:
-    """What the run says and what the file says must be the same; the error names the file's field."""
+    """The run and the file must not contradict each other. The error names the file's field."""
     if f.config.optimizer.sharding in STAGES:
         deepspeed_config(f.config.optimizer, f.config.training, f.layout.num_micro_batches)
     return None
@@ -202,7 +202,7 @@ def configuration_of_deepspeed_agrees(f: Facts) -> Broken:
 
 @rule("run.allow_changed")
 def what_is_allowed_can_be(f: Facts) -> Broken:
-    """A name that is none would allow nothing, and another model cannot be loaded."""
+    """An unknown name would allow nothing, and the checkpoint of another model cannot be loaded."""
     for name in f.config.run.allow_changed:
         mixer, _, field = name.removeprefix("mixers.").partition(".")
         if name.startswith("mixers."):
