@@ -1,1 +1,1 @@
-"""Loading prepared data: shards as a token stream, an order that resumes exactly, batches for one rank."""
+"""Data loading: token streams from shards, an exactly resumable sample order, batches for each rank."""

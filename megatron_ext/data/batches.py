@@ -1,4 +1,4 @@
-"""What one rank reads in one micro-batch: index arithmetic, stacking, and the slice for its context-parallel rank."""
+"""Micro-batches of one rank: sample indices, stacking, and the slice of its context-parallel rank."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from megatron_ext.data.samples import EvaluationSamples, TrainingSamples
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank; t = T / cp_size consecutive positions of every sample.
+    """Micro-batch of one rank, with t = T / cp_size consecutive positions of every sample.
 
     Attributes:
-        tokens: int64 [b, t] inputs.
+        tokens: int64 [b, t], inputs.
         labels: int64 [b, t], the token after each input.
-        loss_mask: float32 [b, t], 1 where the label counts; see `Packing` for the first labels of documents.
-        position_ids: int64 [b, t], position in the whole sequence, not in the slice; or in the document, see `Packing`.
-        document_ids: int64 [b, t], the document of each label, -1 on padding; None for training.
-        cu_seqlens: int32 [n + 1], where the n pieces of documents among the b * t inputs, row after row, begin, and
-            b * t; None unless asked for. A row begins a piece, also where its document began before the slice.
+        loss_mask: float32 [b, t], 1 where the label counts. For the first labels of documents see `Packing`.
+        position_ids: int64 [b, t], position in the whole sequence rather than in the slice, or in the document (see
+            `Packing`).
+        document_ids: int64 [b, t], the document of each label, -1 on padding. None for training.
+        cu_seqlens: int32 [n + 1], starts of the n document pieces among the b * t inputs in row-major order, then b *
+            t. Every row starts a new piece, even within a document. None if `Packing.boundaries` is off.
     """
 
     tokens: torch.Tensor
@@ -35,28 +36,28 @@ class Batch:
     cu_seqlens: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch on another device, but for `cu_seqlens`: who reads it on the CPU need not wait for a GPU."""
+        """Copy the batch to another device, except `cu_seqlens`, so that CPU code can read it without a GPU sync."""
         parts = {name: part for name, part in vars(self).items() if part is not None}
         moved: dict[str, Any] = {name: _moved(part, device) for name, part in parts.items() if name != "cu_seqlens"}
         return Batch(**moved, cu_seqlens=self.cu_seqlens)
 
 
 def _moved(part: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A tensor on another device; a GPU copies it beside what it is at, and the host does not wait."""
+    """Return a tensor on another device. Copies to a GPU are asynchronous."""
     if torch.device(device).type == "cuda":
-        part = part.pin_memory()  # from other memory the copy is the host's work, in line with the GPU's
+        part = part.pin_memory()  # from pageable memory the copy would block the host
     return part.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """What a batch says of the documents that its samples are packed from.
+    """Document information in a batch of packed samples.
 
     Attributes:
-        boundaries: it has `cu_seqlens`.
-        reset_positions: position ids begin at 0 with every document; one that began before its sample, with that.
-        within_documents: a label that begins a document does not count: what stands before it is another document,
-            which it must not be predicted from.
+        boundaries: provide `cu_seqlens`.
+        reset_positions: restart position ids at 0 with every document. A document that began before its sample restarts
+            at the beginning of the sample.
+        within_documents: mask labels that are the first token of a document, because their context is another document.
     """
 
     boundaries: bool = False
@@ -70,17 +71,17 @@ NO_PACKING = Packing()
 def micro_batch_indices(
     step_first_sample: int, micro_batch: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> range:
-    """Samples of one micro-batch on one data-parallel rank.
+    """Return the sample indices of one micro-batch on one data-parallel rank.
 
-    A step reads [first, first + global_batch_size): micro-batch m on rank r is the (m * dp_size + r)-th run of
-    `micro_batch_size` samples in it. The set is the same for every data-parallel size.
+    A step reads samples [first, first + global_batch_size). Micro-batch m on rank r is the (m * dp_size + r)-th block
+    of `micro_batch_size` samples in this range. A step's set of samples is independent of the data-parallel size.
 
     Args:
         step_first_sample: global index of the step's first sample.
-        micro_batch: number of the micro-batch within the step.
-        micro_batch_size: samples in it on one rank.
-        dp_rank: this rank among the data-parallel ones.
-        dp_size: how many there are.
+        micro_batch: index of the micro-batch within the step.
+        micro_batch_size: samples per micro-batch on one rank.
+        dp_rank: data-parallel rank.
+        dp_size: data-parallel size.
     """
     first = step_first_sample + (micro_batch * dp_size + dp_rank) * micro_batch_size
     return range(first, first + micro_batch_size)
@@ -89,20 +90,20 @@ def micro_batch_indices(
 def training_batch(
     samples: TrainingSamples, indices: Sequence[int], cp_rank: int = 0, cp_size: int = 1, packing: Packing = NO_PACKING
 ) -> Batch:
-    """Read training samples and keep this context-parallel rank's contiguous slice of them.
+    """Read training samples and keep the contiguous slice of this context-parallel rank.
 
     Args:
-        samples: where they are read from.
-        indices: their b global indices.
-        cp_rank: this rank among the context-parallel ones.
-        cp_size: how many there are; divides the sequence length.
-        packing: what it says of documents.
+        samples: source of the samples.
+        indices: global indices of the b samples.
+        cp_rank: context-parallel rank.
+        cp_size: context-parallel size. Divides the sequence length.
+        packing: document information to provide.
 
     Raises:
         ValueError: `cp_size` does not divide the sequence length.
     """
     part = _slice(samples.seq_length, cp_rank, cp_size)
-    tokens = np.stack([samples[index] for index in indices])  # as they are stored: a quarter or half of int64
+    tokens = np.stack([samples[index] for index in indices])  # stored as uint16 or uint32, smaller than int64
     positions, cu_seqlens, begins = _of_documents(samples, indices, part, packing)
     return Batch(
         tokens=_tensor(tokens[:, :-1][:, part], np.int64),
@@ -120,9 +121,9 @@ def evaluation_batch(
     cp_size: int = 1,
     packing: Packing = NO_PACKING,
 ) -> Batch:
-    """Read evaluation samples, with the document of each label; see `training_batch`.
+    """Read evaluation samples with the document of each label. Arguments are as for `training_batch`.
 
-    Indices beyond the last sample give rows that are padding throughout and count for nothing.
+    Indices beyond the last sample give rows of padding that count in no loss.
     """
     part = _slice(samples.seq_length, cp_rank, cp_size)
     read = [samples[index] for index in indices]
@@ -142,9 +143,11 @@ def evaluation_batch(
 def _of_documents(
     samples: TrainingSamples | EvaluationSamples, indices: Sequence[int], part: slice, packing: Packing
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Of a slice of every sample: positions [b, t]; `cu_seqlens`; which labels begin a document, bool [b, t].
+    """Return document information for a slice of every sample.
 
-    The last two are None where `packing` does not want them.
+    Returns:
+        Positions int64 [b, t], `cu_seqlens`, and a mask of the labels that begin a document, bool [b, t]. The last two
+            are None if `packing` does not request them.
     """
     positions = torch.arange(part.start, part.stop).expand(len(indices), -1).contiguous()
     if packing == NO_PACKING:
@@ -160,21 +163,21 @@ def _of_documents(
 
 
 def _first_labels(starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.bool_]:
-    """Which of a sample's labels are the first token of a document: bool [T]. The label of input t is token t + 1."""
+    """Mask the labels that begin a document: bool [T]. The label of input t is token t + 1."""
     begins = np.zeros(length + 1, dtype=np.bool_)
     begins[starts] = True
     return begins[1:]
 
 
 def _slice(length: int, cp_rank: int, cp_size: int) -> slice:
-    """Positions of one context-parallel rank."""
+    """Return the positions of one context-parallel rank."""
     if length % cp_size:
         raise ValueError(f"a sequence of {length} does not divide by {cp_size} context-parallel ranks")
     return slice(cp_rank * length // cp_size, (cp_rank + 1) * length // cp_size)
 
 
 def _cu_seqlens(starts: Sequence[npt.NDArray[np.int64]], part: slice) -> npt.NDArray[np.int32]:
-    """Where documents begin in a slice of every row, which begins one itself: int32 [n + 1]."""
+    """Return the starts of documents in a slice of every row, and of the rows: int32 [n + 1]."""
     size = part.stop - part.start
     rows = [
         row * size + np.concatenate([[0], found[(found > part.start) & (found < part.stop)] - part.start])
@@ -184,10 +187,10 @@ def _cu_seqlens(starts: Sequence[npt.NDArray[np.int64]], part: slice) -> npt.NDA
 
 
 def _positions(starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
-    """Position of each of a sample's inputs in its document: int64 [T]."""
+    """Return the position of each input in its document: int64 [T]."""
     return np.arange(length) - np.repeat(starts, np.diff(np.append(starts, length)).astype(np.int64))
 
 
 def _tensor(array: npt.NDArray[np.generic], dtype: type[np.generic] | None = None) -> torch.Tensor:
-    """A contiguous tensor of its own memory; of another type where one is given."""
+    """Copy an array into a contiguous tensor, optionally with another dtype."""
     return torch.from_numpy(np.array(array, dtype=dtype, order="C"))

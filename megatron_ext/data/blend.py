@@ -1,9 +1,9 @@
-"""Which domain a run reads its sample i from, where domains have weights: a fixed cycle, so there is no state to keep.
+"""Weighted choice of the domain of each sample, by a fixed and therefore stateless cycle.
 
-The cycle is Tijdeman's (The chairman assignment problem, Discrete Mathematics 32, 1980): among the domains that are
-owed enough, the one whose next sample falls due first. After any number n of samples, every domain has had n times its
-share to within 1 - 1 / (2k - 2), k domains, which no other rule betters; so after a whole cycle it has exactly its
-share, and the cycle begins again.
+The cycle is Tijdeman's (The chairman assignment problem, Discrete Mathematics 32, 1980). Among the domains that are far
+enough behind their share, it chooses the one with the earliest deadline for its next sample. After any n samples each
+of the k domains is within 1 - 1 / (2k - 2) samples of n times its share. No other rule has a smaller bound. A whole
+cycle gives each domain exactly its share, and then repeats.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy as np
 import numpy.typing as npt
 
 LONGEST_CYCLE = 100_000
-"""Shares that have a larger denominator are rounded to this one: they are kept to five decimals."""
+"""Largest cycle length. Shares with a larger common denominator are rounded to it, to five decimals."""
 
 
 class Blend:
-    """Sample i is of domain `place(i)[0]`, and that domain's sample number `place(i)[1]`.
+    """Assignment of samples to domains. Sample i is sample `place(i)[1]` of domain `place(i)[0]`.
 
     Args:
-        weights: of the domains, not negative, not all 0; in any unit.
+        weights: weights of the domains in any unit. They are not negative, and not all 0.
 
     Attributes:
-        shares: samples of each domain in a cycle.
+        shares: samples of each domain per cycle.
 
     Raises:
-        ValueError: a weight is negative or not finite, all are 0, or one that is above 0 is so small a part of the
-            whole that a cycle has no sample of it.
+        ValueError: a weight is negative or not finite, all are 0, or a positive weight is too small for one sample per
+            cycle.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -39,17 +39,21 @@ class Blend:
         self._before = _before(self._cycle, len(self.shares))
 
     def place(self, index: int) -> tuple[int, int]:
-        """(domain, which of its samples) of sample `index`, from 0 without end."""
+        """Return (domain, index within the domain) of sample `index` >= 0, which is unbounded."""
         cycles, within = divmod(index, len(self._cycle))
         domain = int(self._cycle[within])
         return domain, cycles * self.shares[domain] + int(self._before[within])
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Weights as whole numbers of samples in the shortest cycle that has room for them; see `Blend`."""
+    """Convert weights to whole numbers of samples per cycle, for the shortest cycle that represents them.
+
+    Raises:
+        ValueError: see `Blend`.
+    """
     if any(not 0 <= weight < float("inf") for weight in weights) or not sum(weights) > 0:
         raise ValueError(f"weights {list(weights)}")
-    exact = [Fraction(repr(float(weight))) for weight in weights]  # 0.1 is meant as a tenth, not as its double
+    exact = [Fraction(repr(float(weight))) for weight in weights]  # exact: 0.1 is 1/10, not its double
     parts = [weight / sum(exact) for weight in exact]
     length = min(lcm(*(part.denominator for part in parts)), LONGEST_CYCLE)
     found = [int(part * length) for part in parts]
@@ -63,9 +67,9 @@ def shares(weights: Sequence[float]) -> list[int]:
 
 
 def _cycle(samples: Sequence[int]) -> npt.NDArray[np.int32]:
-    """The domain of each sample of a cycle: int32 [sum of samples]."""
+    """Return the domain of each sample of a cycle: int32 [sum of samples]."""
     length, chosen = sum(samples), [number for number, share in enumerate(samples) if share]
-    slack = max(1, 2 * len(chosen) - 2)  # in whole numbers: everything below is times length * slack
+    slack = max(1, 2 * len(chosen) - 2)  # integer arithmetic: values below are scaled by length * slack
     given = [0] * len(samples)
     cycle = np.empty(length, dtype=np.int32)
     for place in range(length):
@@ -81,7 +85,7 @@ def _cycle(samples: Sequence[int]) -> npt.NDArray[np.int32]:
 
 
 def _before(cycle: npt.NDArray[np.int32], domains: int) -> npt.NDArray[np.int32]:
-    """How many samples of its own domain come before each in the cycle: int32, as long as the cycle."""
+    """Count the earlier samples of the same domain for each place in the cycle: int32, as long as the cycle."""
     before = np.empty_like(cycle)
     for domain in range(domains):
         places = np.flatnonzero(cycle == domain)

@@ -1,4 +1,4 @@
-"""Prepared data that lies elsewhere: shards are copied to a local disk when they are first used, and checked there."""
+"""Local cache of remote prepared data. Shards are copied to disk and verified when they are first used."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ from megatron_ext.paths import path_within
 BLOCK = 4 << 20
 
 LONGEST_MANIFEST = 512 << 20
-"""Bytes of a manifest that are read; one with 100,000 shards has some 50 MB."""
+"""Most bytes of a manifest that are read. One with 100,000 shards takes about 50 MB."""
 
 LONGEST_TOKENIZER = 512 << 20
-"""Bytes of a tokenizer's file that are copied: its manifest does not tell its size."""
+"""Most bytes of a tokenizer file that are copied. The manifest does not contain its size."""
 
 _LONGEST_LOCK = 80
-"""Characters of a name that a lock's file is called by: each may become three, or more where it is not ASCII."""
+"""Most characters of a shard name used as the name of a lock file. Quoting may triple each of them."""
 
 _AGAIN = "copy it there again or prepare the data again"
 
 
 class Unreachable(UserError):
-    """What lies at an address could not be looked at, or not be copied here; whether it is whole is not known."""
+    """Remote data could not be checked or copied. This does not imply that it is damaged."""
 
 
 class ShardCache:
-    """A local folder that looks like the remote one, as far as it has been used.
+    """Local copy of a remote prepared folder, restricted to the files used so far.
 
-    Any number of processes of a machine may share it; of those that want a shard at the same time one copies it, and
-    the others wait. What is found under its name is whole and had the manifest's sha256 when it came. Shards of
-    training text that were not opened for longest are removed once all of them together are above the limit; a process
-    that has one open can still read it, and keeps its room on the disk until then. Another manifest at the same address
-    is another folder. Several threads may use it, each for a shard of its own.
+    All processes of a machine may share it. If several need a shard at once, one copies it and the others wait. Files
+    under their final name are complete and had the manifest's sha256 when they were copied. If the shards of training
+    text exceed the limit together, the least recently opened ones are removed. A process that has such a shard open can
+    still read it, and its disk space is only freed when it is closed. Each manifest has a separate folder, even at the
+    same URL. Several threads may use the cache, each for a different shard.
 
     Args:
-        url: of the prepared folder, as fsspec takes it.
-        folder: where copies are kept.
-        gib: of training text on the disk, in GiB; None: without a limit. The shard just copied is never removed.
+        url: fsspec URL of the prepared folder.
+        folder: folder of the copies.
+        gib: most GiB of training text on the disk. None: no limit. The shard copied last is never removed.
 
     Attributes:
         root: the local folder, with manifest and tokenizer.
-        manifest: of the data.
-        copied: files that this process copied.
+        manifest: manifest of the data.
+        copied: number of files that this process copied.
 
     Raises:
-        UserError: nothing that is prepared data can be read there, or the folder cannot be written.
+        UserError: the URL contains no readable prepared data, or the folder cannot be written.
     """
 
     def __init__(self, url: str, folder: Path, gib: float | None = None) -> None:
@@ -70,7 +70,7 @@ class ShardCache:
         if len(content) > LONGEST_MANIFEST:
             problem = f"has more than {LONGEST_MANIFEST >> 20} MiB, as no manifest has"
             raise UserError(f"{self._url}/{MANIFEST_NAME}", problem, "give the address of a prepared folder")
-        # Checked whole before anything that it names is fetched, written or removed.
+        # Validate the manifest before files that it names are fetched, written or removed.
         self.manifest = parse_manifest(content, f"{self._url}/{MANIFEST_NAME}")
         self.root = folder / hashlib.sha256(f"{redacted(self._url)}\n".encode() + content).hexdigest()[:16]
         self.copied = 0
@@ -87,36 +87,36 @@ class ShardCache:
 
     @contextmanager
     def holding(self, shard: ShardEntry) -> Iterator[None]:
-        """While inside, the shard and its index lie under `root`; they are copied there if they did not.
+        """Keep a shard and its index under `root` within this context. They are copied if they are missing.
 
         Raises:
-            DamagedShard: a file is not what the manifest says.
-            Unreachable: one cannot be read at its address; or the disk is full.
+            DamagedShard: a file does not match the manifest.
+            Unreachable: a file cannot be read at its URL, or the disk is full.
         """
         with self._locked(shard.file):
             self._bring(shard, again=False)
             yield
 
     def keep(self, shard: ShardEntry) -> None:
-        """Copy a shard that is read without `holding`; only those of training text are ever removed."""
+        """Copy a shard that is read without `holding`. Only training shards are ever removed."""
         with self.holding(shard):
             pass
 
     def renew(self, shard: ShardEntry) -> None:
-        """Copy a shard again whatever is here: the copy, or what lies at the address, failed when it was read.
+        """Copy a shard again even if it is cached, after a read of the copy or of the original failed.
 
         Raises:
-            UserError: see `check` and `holding`. A copy that was here stays then.
+            UserError: see `check` and `holding`. An existing copy is kept then.
         """
         self.check(shard)
         with self._locked(shard.file):
             self._bring(shard, again=True)
 
     def is_small_for(self, shards: Iterable[ShardEntry]) -> str | None:
-        """What is wrong with the limit, where shards that are read in any order do not find room below it together.
+        """Return a warning if shards that are read in random order exceed the limit together, else None.
 
         Args:
-            shards: that a run reads; each sample may be of any.
+            shards: shards of the run. Each sample may come from any of them.
         """
         size = sum(shard.bytes + shard.index_bytes for shard in shards)
         if self._limit is None or size <= self._limit:
@@ -126,11 +126,11 @@ class ShardCache:
         return f"data.cache_gib: {problem}: {waiting}; give more than that, or leave it out"
 
     def check(self, shard: ShardEntry) -> None:
-        """See that a shard and its index are at their address, with the sizes that the manifest says.
+        """Check that a shard and its index exist at their URL, with the sizes in the manifest.
 
         Raises:
-            UserError: one is not; it is named.
-            Unreachable: nobody answers.
+            UserError: a file is missing or of another size. The message names it.
+            Unreachable: the URL cannot be accessed.
         """
         for name, size, _ in _files_of(shard):
             try:
@@ -143,9 +143,10 @@ class ShardCache:
                 raise UserError(f"{self._url}/{name}", f"is of {found} bytes, expected {size}", _AGAIN)
 
     def _size(self, name: str) -> int | None:
-        """Bytes of a file at the address: as the list of its folder says; where that does not, it is asked for alone.
+        """Return the bytes of a remote file.
 
-        Lists come a thousand files a request or so, and shards are many.
+        The size comes from the listing of its folder, which covers about a thousand files per request. If the listing
+        has no size, it is requested for this file alone.
         """
         folder = name.rpartition("/")[0]
         if folder not in self._listed:
@@ -154,15 +155,15 @@ class ShardCache:
         return self._files.size(f"{self._base}/{name}") if listed is None else listed
 
     def _list(self, folder: str) -> dict[str, Any]:
-        """What lies in a folder at the address, by its whole name; nothing where that cannot be had."""
+        """List a remote folder by full file names. Return nothing if listing fails."""
         try:
             found = self._files.find(f"{self._base}/{folder}".rstrip("/"), detail=True)
-        except Exception:  # each kind of address has errors of its own, and some give files but no lists
+        except Exception:  # errors depend on the file system, and some cannot list
             return {}
         return found if isinstance(found, dict) else {}
 
     def _bring(self, shard: ShardEntry, *, again: bool) -> None:
-        """Copy what is not here of a shard, or all of it again; its lock is held."""
+        """Copy missing files of a shard, or all of them if `again`. The caller holds the shard's lock."""
         copied = False
         for name, size, sha256 in _files_of(shard):
             path = self._here(name)
@@ -174,11 +175,11 @@ class ShardCache:
             self._evict(self._limit)
 
     def _here(self, name: str) -> Path:
-        """Where a file of the manifest lies in the cache; never outside it, not even by a link."""
+        """Return the cache path of a file of the manifest. It never leads outside the cache, not even by a link."""
         return path_within(self.root, name, f"{self._url}/{MANIFEST_NAME}")
 
     def _copy(self, name: str, most: int, sha256: str, shard: str) -> None:
-        """Copy a file of at most so many bytes, of a shard say, whole or not at all; the lock is held."""
+        """Copy a file of at most `most` bytes atomically. The caller holds the lock of `shard`."""
         path = self._here(name)
         beside, digest, copied = path.with_name(f".{path.name}.partial"), hashlib.sha256(), 0
         try:
@@ -189,7 +190,7 @@ class ShardCache:
                 while block := self._block(source, name):
                     digest.update(block)
                     copied += len(block)
-                    if copied > most:  # the address may give bytes without end
+                    if copied > most:  # the remote file may be endless
                         raise DamagedShard(f"{self._url}/{name}", f"has more than {most} bytes", _AGAIN, shard)
                     with self._writing():
                         target.write(block)
@@ -200,14 +201,14 @@ class ShardCache:
                 force_to_disk(beside)
                 beside.replace(path)
         finally:
-            with suppress(OSError):  # its name may be too long for it to be there
+            with suppress(OSError):  # the name may be too long to exist
                 beside.unlink(missing_ok=True)
         with self._counting:
             self.copied += 1
 
     def _evict(self, limit: int) -> None:
-        """Remove the shards that were not opened for longest, but those that a process is just opening."""
-        with self._locked(".locks"):  # no shard may be called so
+        """Remove the least recently opened shards, except those that a process is opening."""
+        with self._locked(".locks"):  # not a valid shard name
             there = [shard for shard in self._evictable if self._here(shard.file).exists()]
             used = sum(shard.bytes + shard.index_bytes for shard in there)
             for shard in sorted(there, key=lambda one: (self.root / one.file).stat().st_mtime_ns):
@@ -221,7 +222,7 @@ class ShardCache:
 
     @contextmanager
     def _locked(self, name: str, *, wait: bool = True) -> Iterator[bool]:
-        """Hold a name's lock among the processes of this machine; without waiting, say whether it was free."""
+        """Hold a lock by name among the processes of this machine. Yields False if `wait` is off and it is taken."""
         locks = self.root / ".locks"
         short = (
             quote(name, safe="")
@@ -270,12 +271,12 @@ class ShardCache:
 
 
 def _files_of(shard: ShardEntry) -> tuple[tuple[str, int, str], tuple[str, int, str]]:
-    """(Name, bytes, sha256) of index and tar; the tar comes last, so that where it is, the index is."""
+    """Return (name, bytes, sha256) of index and tar. The tar is last, so that its presence implies the index."""
     return (shard.index, shard.index_bytes, shard.index_sha256), (shard.file, shard.bytes, shard.sha256)
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """The file system of an address, and the folder in it."""
+    """Return the file system of a URL, and the folder in it."""
     if is_redacted(url):
         problem = f"{url} was saved without its credentials"
         raise UserError("data.path", problem, "give it with them, or without: fsspec reads its environment and files")

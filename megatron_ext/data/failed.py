@@ -1,8 +1,8 @@
-"""Shards that failed while a run read them: noted in its folder, so that its next start looks at them whole.
+"""Record of shards that failed while a run read them, so that the next start verifies them completely.
 
-A start does not read all data again: it trusts a file that is as it was when it was compared, and a file of the right
-size at an address. A disk that has failed since, or a flipped bit at an address, passes that; without a note every
-start would stop at the same shard again.
+A start does not read all data again. It trusts a local file that is unchanged since its verification, and a remote file
+of the right size. A disk error or a flipped bit at the remote passes both. Without a record every start would stop at
+the same shard again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megatron_ext.errors import UserError
 from megatron_ext.files import force_to_disk
 
 NOTES = "failed_shards"
-"""Folder with a file for each: ranks of several machines may write at once, and what counts is the name."""
+"""Folder with one file per shard. The file name is the record, so ranks of several machines may write at once."""
 
 
 class DamagedShard(UserError):
-    """A shard failed as it was read: the disk did, or it is not as it was made.
+    """Failure to read a shard: a disk error, or content that does not match the manifest.
 
     Args:
-        where: the file at fault.
+        where: the damaged file.
         problem: see `UserError`.
         mend: see `UserError`.
         shard: name of the shard's tar in the manifest.
@@ -36,18 +36,18 @@ class DamagedShard(UserError):
         self.shard = shard
 
     def __reduce__(self) -> tuple[type[DamagedShard], Any]:
-        """See `UserError`."""
+        """Implement pickling, as `UserError` does."""
         return type(self), (self.where, self.problem, self.mend, self.shard)
 
 
 @contextmanager
 def noting(folder: Path, manifest: Manifest, *, skips: bool) -> Iterator[None]:
-    """Note a shard that fails inside, and say with its error what the next start does about it.
+    """Record a shard that fails within this context, and add the next start's behavior to the error message.
 
     Args:
-        folder: of the run.
-        manifest: of its data.
-        skips: whether the next start may leave training text out.
+        folder: run folder.
+        manifest: manifest of the run's data.
+        skips: True if the next start may leave out training text.
 
     Raises:
         UserError: a shard failed.
@@ -57,7 +57,7 @@ def noting(folder: Path, manifest: Manifest, *, skips: bool) -> Iterator[None]:
     except DamagedShard as error:
         try:
             _note(folder, error)
-        except OSError:  # nothing can be promised
+        except OSError:  # without a record the message must not announce a re-check
             raise error from None
         training = [entry for entry in manifest.domains if entry.split == "train"]
         trained_on = any(error.shard == shard.file for entry in training for shard in entry.shards)
@@ -65,7 +65,7 @@ def noting(folder: Path, manifest: Manifest, *, skips: bool) -> Iterator[None]:
 
 
 def _what_next(trained_on: bool, skips: bool) -> str:
-    if not trained_on:  # results rest on it
+    if not trained_on:  # evaluation text is never skipped
         return "then start again with --resume=auto"
     if skips:
         return "or only start again with --resume=auto: if it is still damaged then, the run leaves it out and goes on"
@@ -73,7 +73,7 @@ def _what_next(trained_on: bool, skips: bool) -> str:
 
 
 def read_failed(folder: Path) -> frozenset[str]:
-    """Shards that are noted in a run's folder, by the name of their tar in the manifest."""
+    """Return the shards recorded in a run folder, by the name of their tar in the manifest."""
     try:
         return frozenset(unquote(note.name) for note in (folder / NOTES).iterdir())
     except OSError:
@@ -81,10 +81,10 @@ def read_failed(folder: Path) -> frozenset[str]:
 
 
 def forget_failed(folder: Path, but: Container[str]) -> None:
-    """Remove the notes of shards that a start has found whole: of all that are not in `but`.
+    """Remove the records of all shards except those in `but`. A start calls it after verification.
 
     Raises:
-        OSError: a note cannot be removed.
+        OSError: a record cannot be removed.
     """
     for shard in read_failed(folder):
         if shard not in but:

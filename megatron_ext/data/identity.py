@@ -1,4 +1,4 @@
-"""What a run was trained on: the record of its data in checkpoints, `model.json` and its other files."""
+"""Record of a run's data, stored in checkpoints, `model.json` and other files of the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from data_prep.manifest import Manifest
 from megatron_ext.data.blend import shares
 
 ORDER = 1
-"""Version of the order of samples, see `data.order`: another one would make another run of the same text."""
+"""Version of the sample order (see `data.order`). Another order makes another run of the same text."""
 
 
 def data_record(
@@ -24,19 +24,20 @@ def data_record(
     seed: int,
     weights: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """What is trained and evaluated on, as plain values.
+    """Describe the training and evaluation data as plain values.
 
     Args:
-        manifest: of the data.
-        train_domains: trained on, by the manifest's names; their validation text is evaluated on.
-        test_domains: tested on, by the manifest's names.
-        seq_length: tokens a sample.
-        seed: of the samples' order.
-        weights: of the training domains, in any unit; None: in proportion to their tokens.
+        manifest: manifest of the data.
+        train_domains: training domains, by the manifest's names. Their validation text is evaluated.
+        test_domains: test domains, by the manifest's names.
+        seq_length: tokens per sample.
+        seed: seed of the sample order.
+        weights: weights of the training domains, in any unit. None: in proportion to their tokens.
 
     Returns:
-        train: digest of the training text; order: of that and the order in which the run reads it; evaluation: of the
-        text that is evaluated on; tokenizer: sha256 of its file; texts: what each domain holds, see `Text`.
+        Dictionary of train: digest of the training text; order: digest of that text and of the order in which the run
+            reads it; evaluation: digest of the evaluation text; tokenizer: sha256 of its file; texts: contents of each
+            domain, see `Text`.
     """
     train = texts_of(manifest, "train", train_domains)
     evaluated = [*_there(manifest, "validation", train_domains), *_there(manifest, "test", test_domains)]
@@ -57,12 +58,12 @@ def _there(manifest: Manifest, split: str, domains: Iterable[str]) -> list[Text]
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], *splits: str) -> list[str]:
-    """How the texts of two records differ in some splits, a phrase a domain.
+    """Describe how the texts of two records differ, with one phrase per domain.
 
     Args:
-        before: see `data_record`.
-        after: the same.
-        splits: train, validation or test.
+        before: earlier record, from `data_record`.
+        after: later record, from `data_record`.
+        splits: splits to compare: train, validation or test.
     """
     old, new = (
         {(text["split"], text["domain"]): text for text in record.get("texts", ()) if text["split"] in splits}

@@ -1,4 +1,4 @@
-"""How long the documents are that a model sees apart, in packed samples."""
+"""Lengths of the documents in packed samples, which a model computes separately."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ import numpy as np
 import numpy.typing as npt
 
 SAMPLES = 64
-"""Samples of the order's beginning that stand for all: with 2,048 tokens each some 130,000."""
+"""First samples of the order that represent all. With 2,048 tokens each these are about 130,000 tokens."""
 
 
 class PackedSamples(Protocol):
-    """Samples that know where their documents begin; see `TrainingSamples`."""
+    """Samples with known document boundaries, e.g. `TrainingSamples`."""
 
     seq_length: int
 
     def document_starts(self, index: int) -> npt.NDArray[np.int64]:
-        """Which of the T + 1 tokens of a sample are the first of a document."""
+        """Return the offsets, among the T + 1 tokens of a sample, of the first tokens of documents."""
         ...
 
 
 def document_lengths(samples: PackedSamples, indices: Sequence[int] = range(SAMPLES)) -> Counter[int]:
-    """How many pieces of documents of each length the inputs of some samples are.
+    """Count the document pieces of each length among the inputs of some samples.
 
     Args:
-        samples: of a run.
-        indices: which of them.
+        samples: samples of a run.
+        indices: indices of the samples to count.
+
+    Returns:
+        Number of pieces by length in tokens.
     """
     found: Counter[int] = Counter()
     for index in indices:

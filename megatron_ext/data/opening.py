@@ -1,4 +1,4 @@
-"""A prepared folder's training samples in one call, without the checks that a run makes first."""
+"""Shortcuts to the training samples of a prepared folder, without the checks before a run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron_ext.data.shards import TokenStore
 
 
 def open_samples(root: Path, seq_length: int, seed: int) -> tuple[TrainingSamples, Manifest]:
-    """Training samples of all domains in proportion to their tokens, and the manifest.
+    """Return training samples of all domains in proportion to their tokens, and the manifest.
 
     Args:
         root: a prepared folder.
-        seq_length: T, input tokens a sample.
-        seed: of the order.
+        seq_length: T, input tokens per sample.
+        seed: seed of the sample order.
 
     Raises:
         UserError: the folder has no manifest or no training text, or too little for one sample.
@@ -25,7 +25,7 @@ def open_samples(root: Path, seq_length: int, seed: int) -> tuple[TrainingSample
 
 
 def shard_files(root: Path) -> list[Path]:
-    """Tars and indexes of a prepared folder's training text.
+    """List tars and indexes of the training text in a prepared folder.
 
     Raises:
         UserError: the folder has no manifest or no training text.

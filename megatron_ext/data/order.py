@@ -1,9 +1,9 @@
-"""The order of the samples: a pure function of (seed, sample index), in constant memory.
+"""Sample order: a pure function of (seed, sample index), in constant memory.
 
-Sample `index` of a run belongs to epoch `index // num_samples`; within an epoch, a pseudo-random permutation of the
-windows is applied. The permutation is a Feistel network on the smallest even number of bits that holds the windows,
-with cycle walking: what falls outside is sent through again until it falls inside. The values are part of what a
-checkpoint means (its data position is one integer): they must never change.
+Sample `index` of a run belongs to epoch `index // num_samples`. Within an epoch the windows are visited in a
+pseudo-random permutation. It is a Feistel network on the smallest even number of bits that can represent the windows,
+with cycle walking: a value outside the range is permuted again until it is inside. A checkpoint stores its data
+position as one integer, so the permutation must never change.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import numpy.typing as npt
 
 ROUNDS = 6
 MIN_HALF_BITS = 4
-"""Below 256 values a Feistel network has too few round functions to tell the permutations apart."""
+"""Below 256 values a Feistel network has too few round functions to produce distinct permutations."""
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _U64 = npt.NDArray[np.uint64]
 
 
 def sample_position(seed: int, index: int, num_samples: int) -> int:
-    """The window that a run reads as its sample `index`.
+    """Return the window that a run reads as its sample `index`.
 
-    In Python's own integers: for one sample that is 20 times as fast as arrays of one element.
+    Uses Python integers, which are 20 times as fast for one sample as arrays of one element.
 
     Args:
-        seed: of the order.
-        index: position in the run, from 0 without end; beyond `num_samples` the next epoch begins.
-        num_samples: windows there are, above 0.
+        seed: seed of the order.
+        index: position in the run, unbounded. Beyond `num_samples` the next epoch begins.
+        num_samples: number of windows, above 0.
 
     Returns:
-        A window in [0, num_samples); over an epoch each comes once.
+        A window in [0, num_samples). An epoch contains each exactly once.
 
     Raises:
         ValueError: `num_samples` is not positive or the index is negative.
@@ -63,7 +63,7 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def _mix_one(value: int) -> int:
-    """`_mix` of one integer."""
+    """Apply `_mix` to one integer."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -71,12 +71,12 @@ def _mix_one(value: int) -> int:
 
 
 def sample_positions(seed: int, indices: npt.NDArray[np.int64], num_samples: int) -> npt.NDArray[np.int64]:
-    """The windows of many samples at once: see `sample_position`.
+    """Return the windows of many samples at once (vectorized `sample_position`).
 
     Args:
-        seed: of the order.
+        seed: seed of the order.
         indices: int64 array [n], each >= 0.
-        num_samples: windows there are, above 0.
+        num_samples: number of windows, above 0.
 
     Returns:
         int64 array [n].
@@ -88,7 +88,7 @@ def sample_positions(seed: int, indices: npt.NDArray[np.int64], num_samples: int
         raise ValueError(f"{num_samples} samples, smallest index {indices.min(initial=0)}")
     half_bits = _half_bits(num_samples)
     epochs, places = np.divmod(indices, num_samples)
-    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is what a hash wants
+    with np.errstate(over="ignore"):  # the hash uses arithmetic modulo 2**64
         keys = _mix(_mix(np.uint64(seed & _MASK)) + epochs.astype(np.uint64))
         values = places.astype(np.uint64)
         outside = np.ones(len(values), dtype=bool)
@@ -99,7 +99,7 @@ def sample_positions(seed: int, indices: npt.NDArray[np.int64], num_samples: int
 
 
 def _feistel(values: _U64, keys: _U64, half_bits: int) -> _U64:
-    """A permutation of [0, 2**(2 * half_bits)) for every key."""
+    """Permute [0, 2**(2 * half_bits)) with one key per value."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for number in range(ROUNDS):
@@ -109,7 +109,7 @@ def _feistel(values: _U64, keys: _U64, half_bits: int) -> _U64:
 
 
 def _mix(value: np.uint64 | _U64) -> _U64:
-    """SplitMix64 (Steele, Lea and Flood 2014): a bijection of 64-bit integers in which every bit moves every other."""
+    """Hash 64-bit integers bijectively, with SplitMix64 (Steele, Lea and Flood 2014)."""
     mixed = np.asarray(value + np.uint64(0x9E3779B97F4A7C15), dtype=np.uint64)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

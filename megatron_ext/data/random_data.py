@@ -1,4 +1,4 @@
-"""Prepared data of random tokens, to measure loading with: a folder as `selectron prepare` makes one."""
+"""Prepared data of random tokens for benchmarks of data loading, in the format of `selectron prepare`."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from data_prep.manifest import DomainEntry, Manifest, ShardEntry, TokenizerEntry
 
 DOMAIN = "Random"
 VOCABULARY = 2**16
-"""Tokens that two bytes tell apart."""
+"""Number of tokens that two bytes can represent."""
 MEAN_DOCUMENT = 1000
-"""Tokens: about that of SlimPajama's documents, whose lengths are spread as widely."""
+"""Mean tokens per document, about that of SlimPajama, with a similarly wide distribution of lengths."""
 _FACTS = b"{" + b" " * 118 + b"}"
-"""Stands beside each document, as long as what `selectron prepare` writes there."""
+"""Metadata beside each document, of the same size as that of `selectron prepare`."""
 
 
 def make_random_data(
     root: Path, num_shards: int, shard_tokens: int, seed: int, vocabulary: int = VOCABULARY
 ) -> Manifest:
-    """Write a folder of training data. All shards have the same content, in files of their own.
+    """Write a folder of training data. All shards are separate files with the same content.
 
     Args:
-        root: the folder, made if it is not there.
-        num_shards: how many files.
-        shard_tokens: tokens of each, uint16.
-        seed: of the tokens and the documents' lengths, which are log-normal.
-        vocabulary: tokens there are; more than 65,536 are not used.
+        root: the folder. It is created if it is missing.
+        num_shards: number of shards.
+        shard_tokens: tokens per shard, uint16.
+        seed: seed of the tokens and of the document lengths, which are log-normal.
+        vocabulary: number of distinct tokens, capped at 65,536.
 
     Returns:
-        Its manifest.
+        The manifest.
     """
     tar, index = _shard(shard_tokens, min(vocabulary, VOCABULARY), np.random.default_rng(seed))
     folder = root / "train" / DOMAIN
@@ -59,7 +59,7 @@ def make_random_data(
 
 
 def _shard(tokens: int, vocabulary: int, generator: np.random.Generator) -> tuple[bytes, npt.NDArray[np.int64]]:
-    """A tar of documents, and its index: int64 [documents, 2], byte offset and number of tokens."""
+    """Return a tar of documents, and its index: int64 [documents, 2], byte offset and number of tokens."""
     rows: list[tuple[int, int]] = []
     left, stream = tokens, io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as tar:

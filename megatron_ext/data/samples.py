@@ -1,4 +1,4 @@
-"""Windows of fixed length over a token stream: shuffled without end for training, in order for evaluation."""
+"""Fixed-length windows over a token stream: shuffled and unbounded for training, sequential for evaluation."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from megatron_ext.data.windows import Windows, derived_seed
 from megatron_ext.errors import UserError
 
 PADDING_DOCUMENT = -1
-"""Document number of labels that are no real tokens."""
+"""Document number of labels that are padding."""
 
 
 class TrainingSamples:
     """Packed training samples in an order that is a pure function of (seed, index).
 
-    Window w covers tokens [w * T, w * T + T + 1): the last token of a window, only a label there, is the first input
-    of the next. The last, incomplete window is dropped. Without weights, windows of the whole stream are shuffled; with
-    weights, those of each domain for themselves, and a domain that has been read through begins its next epoch.
+    Window w covers tokens [w * T, w * T + T + 1). Its last token is only a label, and is the first input of the next
+    window. The last, incomplete window is dropped. Without weights, the windows of the whole stream are shuffled
+    together. With weights, those of each domain are shuffled separately, and an exhausted domain starts its next epoch.
 
     Args:
         store: the token stream.
-        seq_length: T, input tokens a sample.
-        seed: of the order.
-        weights: by domain of the store, in any unit; None: domains come in proportion to their tokens.
-        lost: shards that cannot be read, by the name of their tar in the manifest; no sample reads them.
+        seq_length: T, input tokens per sample.
+        seed: seed of the order.
+        weights: weight of each domain of the store, in any unit. None: domains appear in proportion to their tokens.
+        lost: shards that cannot be read, by the name of their tar in the manifest. No sample reads them.
 
     Attributes:
-        num_windows: windows there are, lost ones among them.
-        lost_windows: those that hold a token of a lost shard.
+        num_windows: number of windows, including lost ones.
+        lost_windows: number of windows with a token of a lost shard.
 
     Raises:
-        UserError: the stream, or a domain with a weight, has fewer than T + 1 tokens, or more than half of it is lost.
-        ValueError: the weights are not one for each domain, or cannot be; see `Blend`.
+        UserError: the stream, or a domain with a positive weight, has fewer than T + 1 tokens, or more than half of it
+            is lost.
+        ValueError: the weights are invalid (see `Blend`).
     """
 
     def __init__(
@@ -67,21 +68,21 @@ class TrainingSamples:
         self.lost_windows = sum(windows.lost for windows in self._windows)
 
     def place(self, index: int) -> int:
-        """First token, in the stream, of sample `index` >= 0, without end."""
+        """Return the offset in the stream of the first token of sample `index` >= 0, which is unbounded."""
         domain, number = (0, index) if self._blend is None else self._blend.place(index)
         return self._windows[domain].place(number)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.generic]:
-        """Sample `index` >= 0, without end: array [T + 1] of the tokens as they are stored; see `TokenStore.read`."""
+        """Return sample `index` >= 0, unbounded: array [T + 1] in the stored dtype (see `TokenStore.read`)."""
         return self._store.read(self.place(index), self.seq_length + 1)
 
     def document_starts(self, index: int) -> npt.NDArray[np.int64]:
-        """Which of the T + 1 tokens of sample `index` are the first of a document: int64, ascending."""
+        """Return offsets of first tokens of documents among the T + 1 tokens of a sample: int64, ascending."""
         return self._store.document_starts(self.place(index), self.seq_length + 1)
 
 
 def _check(windows: Windows, seq_length: int, tokens: int, where: str) -> None:
-    """Refuse a stretch of the stream without a window, or without enough whole ones."""
+    """Refuse a range of the stream that has no window, or too few readable ones."""
     if windows.total < 1:
         problem = f"{seq_length} needs {seq_length + 1} tokens, {where} has {tokens}"
         raise UserError("data.seq_length", problem, "give more data or a shorter sequence")
@@ -92,12 +93,12 @@ def _check(windows: Windows, seq_length: int, tokens: int, where: str) -> None:
 
 @dataclass(frozen=True)
 class EvaluationSample:
-    """One evaluation window.
+    """Evaluation window.
 
     Attributes:
-        tokens: int64 [T + 1]; 0 on padding.
+        tokens: int64 [T + 1], 0 on padding.
         loss_mask: float32 [T], 1 where the label is a real token.
-        document_ids: int64 [T], the document of each label, counted over the store; -1 on padding.
+        document_ids: int64 [T], document of each label, numbered over the whole store, -1 on padding.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -106,12 +107,12 @@ class EvaluationSample:
 
 
 class EvaluationSamples:
-    """Windows in order; every label of the stream is in exactly one of them when none is left out.
+    """Sequential windows. If no window is left out, every label of the stream is in exactly one of them.
 
     Args:
         store: the token stream.
-        seq_length: T, input tokens a sample.
-        max_samples: windows at most, spread evenly over the stream so that many documents are hit; 0: all.
+        seq_length: T, input tokens per sample.
+        max_samples: most windows. They are spread evenly over the stream to cover many documents. 0: all.
 
     Raises:
         UserError: the stream has no label (fewer than 2 tokens).
@@ -130,14 +131,17 @@ class EvaluationSamples:
         return self._length
 
     def document_starts(self, index: int) -> npt.NDArray[np.int64]:
-        """Which of the T + 1 tokens of sample `index` are the first of a document: int64, ascending; no padding."""
+        """Return offsets of first tokens of documents in sample `index`, without padding: int64, ascending."""
         if index >= self._length:
             return np.empty(0, dtype=np.int64)
         start = self._start(index)
         return self._store.document_starts(start, min(self.seq_length + 1, self._store.num_tokens - start))
 
     def first_tokens(self) -> npt.NDArray[np.int64]:
-        """First tokens of the documents that begin in a window: the stream's own, and those among labels."""
+        """Return the first tokens of the documents that begin in a window.
+
+        These are the first token of the stream, and the first tokens of documents among the labels.
+        """
         found = []
         for index in range(self._length):
             starts = self.document_starts(index)
@@ -145,11 +149,14 @@ class EvaluationSamples:
         return np.concatenate(found)
 
     def _start(self, index: int) -> int:
-        """First token of a sample in the stream."""
+        """Return the offset in the stream of the first token of a sample."""
         return index * self._windows // self._length * self.seq_length
 
     def __getitem__(self, index: int) -> EvaluationSample:
-        """Sample `index`; beyond the end an empty one, all padding, so that ranks can take equal numbers of samples."""
+        """Return sample `index`.
+
+        Beyond the end it is all padding, so that ranks can read equal numbers of samples.
+        """
         tokens = np.zeros(self.seq_length + 1, dtype=np.int64)
         documents = np.full(self.seq_length, PADDING_DOCUMENT, dtype=np.int64)
         if index < self._length:

@@ -1,4 +1,4 @@
-"""One shard, open for reading: any range of its tokens by two reads, one of the index and one of the tar."""
+"""Open shard file. Any range of its tokens takes two reads: one of the index and one of the tar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_ext.data.failed import DamagedShard
 from megatron_ext.files import os_reason
 
 STRIDE = 64
-"""Documents between two that a shard's `Landmarks` know; an index of a kilobyte is read for a range between them."""
+"""Documents between two entries of `Landmarks`. The index rows between two entries take one kilobyte."""
 
 _ROW = np.dtype("<i8")
 _MEND = "copy it again or prepare the data again"
@@ -23,11 +23,12 @@ _MEND = "copy it again or prepare the data again"
 
 @dataclass(frozen=True)
 class Landmarks:
-    """What is kept of a shard's index when its files are closed: 1/8 of a byte a document.
+    """Subset of a shard's index that stays in memory when its files are closed, 1/8 byte per document.
 
     Attributes:
         header: bytes before the rows of the index file.
-        starts: int64 [1 + documents / STRIDE, rounded up], the shard's tokens before every STRIDE-th document, and all.
+        starts: int64 [1 + ceil(documents / STRIDE)], tokens of the shard before every STRIDE-th document, then all
+            tokens.
     """
 
     header: int
@@ -36,12 +37,12 @@ class Landmarks:
 
 @dataclass(frozen=True)
 class Documents:
-    """The n documents that a range of a shard's tokens touches.
+    """The n documents that overlap a range of a shard's tokens.
 
     Attributes:
-        first: number of the first in the shard.
-        starts: int64 [n + 1], the shard's tokens before each, and after the last.
-        offsets: int64 [n], where each one's tokens begin in the tar, in bytes.
+        first: number of the first document in the shard.
+        starts: int64 [n + 1], tokens of the shard before each document, and after the last.
+        offsets: int64 [n], byte offset of each document's tokens in the tar.
     """
 
     first: int
@@ -50,17 +51,19 @@ class Documents:
 
 
 class OpenShard:
-    """Reads without memory maps: a file that is cut short or fails under a map kills the process without its name.
+    """Shard open for reading, without memory maps.
+
+    A mapped file that is truncated or fails kills the process without naming the file.
 
     Args:
         root: folder of the manifest.
-        entry: what the manifest says.
-        dtype: of the stored tokens.
-        landmarks: from an earlier opening; None: the index is read whole and compared with the manifest.
-        vocab_size: ids at and above it are refused when they are read; None: any are taken.
+        entry: entry of the shard in the manifest.
+        dtype: dtype of the stored tokens.
+        landmarks: landmarks from an earlier opening. None: read the whole index and compare it with the manifest.
+        vocab_size: token ids at or above it are refused when they are read. None: no check.
 
     Raises:
-        DamagedShard: a file is missing, cannot be read or does not fit the manifest; it is named.
+        DamagedShard: a file is missing, cannot be read or does not match the manifest. The message names it.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class OpenShard:
         landmarks: Landmarks | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        # Joined as text: where shards are many, each sample opens one, and pathlib takes longer than the system.
+        # Joined as text: with many shards each sample opens one, and pathlib is slower than the system call.
         self._tar_path, self._index_path, self._dtype = f"{root}/{entry.file}", f"{root}/{entry.index}", dtype
         self._name, self._documents = entry.file, entry.documents
         self._vocab_size = vocab_size
@@ -80,32 +83,32 @@ class OpenShard:
         self.landmarks = self._survey(entry) if landmarks is None else landmarks
 
     def read(self, start: int, length: int) -> npt.NDArray[np.generic]:
-        """The shard's tokens [start, start + length), `length` above 0, as they are stored; not to be written to.
+        """Return tokens [start, start + length) of the shard, `length` above 0, in the stored dtype. Read-only.
 
         Raises:
-            DamagedShard: the tar cannot be read, or holds an id that the vocabulary has not.
+            DamagedShard: the tar cannot be read, or contains an id outside the vocabulary.
         """
         found, size = self.documents(start, length), self._dtype.itemsize
         edges, begins = found.starts.copy(), found.offsets.copy()
-        begins[0] += (start - edges[0]) * size  # only the first and the last document are cut
+        begins[0] += (start - edges[0]) * size  # only the first and the last document may be partial
         edges[0], edges[-1] = start, start + length
         base = int(begins[0])
         begins -= base
         ends = begins + (edges[1:] - edges[:-1]) * size
         content = self._read(self._tar, self._tar_path, base, int(ends[-1]))
         if len(begins) > 1:
-            # Joined as bytes: documents are many in a long sample, and a NumPy assignment for each takes longer.
+            # Joined as bytes, which is faster than a NumPy assignment for each document of a long sample.
             view = memoryview(content)
             content = b"".join([view[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)])
         tokens = np.frombuffer(content, self._dtype)
-        # An embedding without such a row would fail on a device, without the name of a file. Takes some microseconds.
+        # An embedding lookup would fail on the device without naming the file. The check takes some microseconds.
         if self._vocab_size is not None and (largest := int(tokens.max())) >= self._vocab_size:
             problem = f"holds the token {largest}, and the manifest's vocabulary has {self._vocab_size}"
             raise self._damaged(self._tar_path, problem)
         return tokens
 
     def documents(self, start: int, length: int) -> Documents:
-        """The documents of the shard's tokens [start, start + length), `length` above 0."""
+        """Return the documents that overlap tokens [start, start + length) of the shard, `length` above 0."""
         marks = self.landmarks.starts
         low = int(marks.searchsorted(start, side="right")) - 1
         high = int(marks.searchsorted(start + length - 1, side="right"))
@@ -127,23 +130,23 @@ class OpenShard:
         return descriptor
 
     def _rows(self, header: int, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """Rows [begin, end) of the index: int64 [end - begin, 2], byte offset in the tar and number of tokens."""
+        """Read rows [begin, end) of the index: int64 [end - begin, 2], byte offset in the tar and number of tokens."""
         row_bytes = 2 * _ROW.itemsize
         content = self._read(self._index, self._index_path, header + begin * row_bytes, (end - begin) * row_bytes)
         return np.frombuffer(content, _ROW).astype(np.int64, copy=False).reshape(-1, 2)
 
     def _survey(self, entry: ShardEntry) -> Landmarks:
-        """Read the index whole, and hold it against the manifest and the tar."""
+        """Read the whole index, and validate it against the manifest and the size of the tar."""
         size = os.fstat(self._index).st_size
         header = size - 2 * _ROW.itemsize * entry.documents
         if not _is_header(self._read(self._index, self._index_path, 0, max(header, 0)), entry.documents):
             raise self._damaged(self._index_path, "does not fit the manifest")
         rows = self._rows(header, 0, entry.documents)
-        # Few passes: where shards are many and a run is short, this is a good part of what reading takes.
+        # Few passes over the rows: with many shards and a short run this is much of the reading time.
         offsets, tokens = rows.T
         starts = np.zeros(entry.documents + 1, dtype=np.int64)
         np.cumsum(tokens, out=starts[1:])
-        ends = np.zeros_like(starts)  # in bytes of the tar, behind each document; the first is before all of them
+        ends = np.zeros_like(starts)  # byte offset in the tar after each document, 0 before the first
         np.add(offsets, tokens * self._dtype.itemsize, out=ends[1:])
         in_order = tokens.min(initial=0) >= 0 and (offsets - ends[:-1]).min(initial=0) >= 0
         if not in_order or starts[-1] != entry.tokens:
@@ -156,10 +159,10 @@ class OpenShard:
         return Landmarks(header, marks)
 
     def _read(self, descriptor: int, path: str, offset: int, length: int) -> bytes:
-        """Bytes [offset, offset + length) of a file.
+        """Read bytes [offset, offset + length) of a file.
 
         Raises:
-            DamagedShard: the disk fails, or the file ends before.
+            DamagedShard: the read fails, or the file is too short.
         """
         parts = []
         while length:
@@ -181,7 +184,7 @@ class OpenShard:
 
 
 def _is_header(content: bytes, documents: int) -> bool:
-    """Whether bytes are the header of an .npy file of int64 [documents, 2]."""
+    """Return whether the bytes are the header of an .npy file of int64 [documents, 2]."""
     if len(content) < 10 or content[:8] != np.lib.format.magic(1, 0):
         return False
     described = content[10:].decode("latin1")

@@ -15,41 +15,43 @@ from data_prep.manifest import Manifest, ShardEntry
 from megatron_ext.data.shard_file import Landmarks, OpenShard
 
 FILES = 16384
-"""Open files that the process asks to be allowed, as far as its hard limit goes; the usual soft limit is 1024."""
+"""Limit of open files that the process requests, up to its hard limit. The usual soft limit is 1024."""
 
 
 def open_shards() -> int:
-    """How many shards a store keeps open: of two files each, in a quarter of those that the process may have open.
+    """Return how many shards a store keeps open.
 
-    The soft limit is raised first, as the run-times of Go and Java do: where shards are many, most samples would have
-    to open one, which takes as long as reading it.
+    They have two files each, and use a quarter of the files that the process may open. The soft limit is raised first,
+    as the Go and Java runtimes do. With many shards, most samples would otherwise have to open one, which takes as long
+    as reading it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):  # some systems have a lower limit than they say: the old one stays
+        with suppress(OSError, ValueError):  # some systems allow less than they report: keep the old limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return max(1, (wanted if soft == resource.RLIM_INFINITY else min(soft, FILES)) // 8)
 
 
 class TokenStore:
-    """All documents of some domains of one split, one after the other, as one stream of tokens.
+    """Token stream of all documents of some domains of one split, concatenated.
 
-    Documents stand in the manifest's order of domains, whatever the order of the names given. Memory: a few numbers a
-    shard, and 8 bytes for every 64 documents of the shards that have been read.
+    Domains are in the manifest's order, whatever the order of the names given. Memory: a few numbers per shard, and 8
+    bytes per 64 documents of the shards read so far.
 
     Args:
         root: folder of the manifest.
-        manifest: what is in it.
+        manifest: manifest of the folder.
         split: train, validation or test.
-        domains: their names, in the long or short form; None: every domain of the split.
-        holding: entered while a shard is opened: its files lie under `root` then; None: they always do.
-        most_open: shards kept open at a time; None: as `open_shards` says. A file that is removed while it is open
-            keeps its room on the disk.
+        domains: names of the domains, in the long or short form. None: every domain of the split.
+        holding: context manager entered while a shard is opened, in which its files exist under `root`. None: they
+            always exist.
+        most_open: most shards open at a time. None: `open_shards()`. A file that is removed while it is open keeps its
+            disk space.
 
     Raises:
-        UserError: the split or a domain is not there.
+        UserError: the split or a domain does not exist.
     """
 
     def __init__(
@@ -76,39 +78,39 @@ class TokenStore:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the stream."""
+        """Length of the stream in tokens."""
         return int(self._token_starts[-1])
 
     @property
     def num_documents(self) -> int:
-        """Documents in the stream."""
+        """Number of documents in the stream."""
         return int(self._document_starts[-1])
 
     def domain_range(self, domain: str) -> tuple[int, int]:
-        """(First token, number of tokens) in the stream of one of `domains`."""
+        """Return (first token, number of tokens) of one of `domains` in the stream."""
         number = self.domains.index(domain)
         start, end = self._domain_starts[number : number + 2].tolist()
         return start, end - start
 
     def shard_range(self, file: str) -> tuple[int, int]:
-        """(First token, number of tokens) in the stream of a shard, by the name of its tar in the manifest."""
+        """Return (first token, number of tokens) of a shard in the stream, by the name of its tar in the manifest."""
         number = [shard.file for shard in self._shards].index(file)
         start, end = self._token_starts[number : number + 2].tolist()
         return start, end - start
 
     def read(self, start: int, length: int) -> npt.NDArray[np.generic]:
-        """Tokens [start, start + length) of the stream, as they are stored: uint16 or uint32; not to be written to.
+        """Return tokens [start, start + length) of the stream in the stored dtype, uint16 or uint32. Read-only.
 
         Raises:
-            IndexError: the range leaves the stream.
-            UserError: a shard is missing or does not fit the manifest.
+            IndexError: the range exceeds the stream.
+            UserError: a shard is missing or does not match the manifest.
         """
         self._check_range(start, length)
         parts = [self._shard(number).read(first, count) for number, first, count in self._pieces(start, length)]
         return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, self._dtype)])
 
     def document_ids(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """The document, counted from 0 over the whole stream, that each token of [start, start + length) is of."""
+        """Return the document of each token in [start, start + length), numbered over the whole stream from 0."""
         self._check_range(start, length)
         parts = [np.empty(0, dtype=np.int64)]
         for number, first, count in self._pieces(start, length):
@@ -120,12 +122,12 @@ class TokenStore:
         return np.concatenate(parts)
 
     def document_starts(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """Which of the tokens [start, start + length) are the first of a document: int64, counted from `start`."""
+        """Return offsets from `start` of first tokens of documents in [start, start + length): int64."""
         self._check_range(start, length)
         parts = [np.empty(0, dtype=np.int64)]
         for number, first, count in self._pieces(start, length):
             found = self._shard(number).documents(first, count).starts
-            inside = np.unique(found[(found >= first) & (found < first + count)])  # an empty document begins no token
+            inside = np.unique(found[(found >= first) & (found < first + count)])  # empty documents have no first token
             parts.append(inside + int(self._token_starts[number]) - start)
         return np.concatenate(parts)
 
@@ -134,7 +136,7 @@ class TokenStore:
             raise IndexError(f"tokens [{start}, {start + length}) of a stream of {self.num_tokens}")
 
     def _pieces(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
-        """Cut a range of the stream at shards: (shard, first of its tokens, how many)."""
+        """Split a range of the stream at shard boundaries: (shard, first of its tokens, number of tokens)."""
         end = start + length
         number = int(self._token_starts.searchsorted(start, side="right")) - 1
         while start < end:

@@ -1,4 +1,4 @@
-"""Which files had their manifest's sha256 when a run began, so that one that goes on reads only those that changed."""
+"""Record of the files whose sha256 was verified, so that a resumed run only reads files that changed."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from megatron_ext.json_text import parse_json
 NAME = "verified_shards.json"
 
 Stamp = list[str | int]
-"""[sha256, bytes, inode, time of modification, time of change], times in ns. The last is the operating system's own:
-it moves with whatever is written to a file, copied over it or done to its other times."""
+"""[sha256, bytes, inode, modification time, change time] of a file, times in ns.
+
+The operating system sets the change time. It changes with any write, replacement or change of the other timestamps.
+"""
 
 
 class Verified:
-    """Compares the sha256 of files that are not as they were when it was compared before.
+    """Verifier of the sha256 of files that changed since their last verification.
 
-    What it cannot see is a disk that gives other bytes than were written, without a word.
+    It cannot detect a disk that silently returns other bytes than were written.
 
     Args:
         root: folder of the manifest.
-        known: by absolute path, what was compared before.
-        doubted: shards that are read whatever is known of them, by the name of their tar in the manifest: a disk that
-            fails leaves a file's times as they were.
+        known: stamps of verified files, by absolute path.
+        doubted: shards to read regardless of `known`, by the name of their tar in the manifest. A failing disk does not
+            change timestamps.
 
     Attributes:
-        root: as given.
-        found: by absolute path, the files that are what the manifest says.
+        root: folder of the manifest.
+        found: stamps of the files that match the manifest, by absolute path.
     """
 
     def __init__(self, root: Path, known: Mapping[str, Stamp], doubted: Container[str] = ()) -> None:
@@ -41,16 +43,16 @@ class Verified:
 
     @property
     def unchanged(self) -> int:
-        """How many of the files found were not read again."""
+        """Number of files in `found` that were not read again."""
         return len(self._unchanged)
 
     def check(self, shard: ShardEntry) -> None:
-        """Check a shard and its index; several threads may, each a shard of its own.
+        """Check a shard and its index. Several threads may call this, each for a different shard.
 
         Raises:
-            UserError: a file is missing, of another size, or has other content; the file is named.
+            UserError: a file is missing, of another size, or has other content. The message names it.
         """
-        stamps = self._stamps(shard)  # before they are read: what is written meanwhile shows the next time
+        stamps = self._stamps(shard)  # taken before reading, so that a concurrent write is detected next time
         trusted = len(stamps) == 2 and shard.file not in self._doubted
         same = trusted and all(self._known.get(path) == stamp for path, stamp in stamps.items())
         check_here(self.root, "size" if same else "sha256", shard)
@@ -59,7 +61,7 @@ class Verified:
             self._unchanged.update(stamps)
 
     def _stamps(self, shard: ShardEntry) -> dict[str, Stamp]:
-        """Of the shard's files that are there."""
+        """Return the stamps of those files of the shard that exist."""
         stamps: dict[str, Stamp] = {}
         for name, sha256 in ((shard.file, shard.sha256), (shard.index, shard.index_sha256)):
             path = (self.root / name).absolute()
@@ -70,7 +72,7 @@ class Verified:
 
 
 def read_verified(folder: Path) -> dict[str, Stamp]:
-    """What a run's folder says was compared; nothing where it says nothing that can be read."""
+    """Read the stamps recorded in a run folder. Return an empty dictionary if there are none or they are unreadable."""
     try:
         known = parse_json(read_regular(folder / NAME))
     except (OSError, ValueError):
@@ -79,9 +81,9 @@ def read_verified(folder: Path) -> dict[str, Stamp]:
 
 
 def write_verified(folder: Path, found: Mapping[str, Stamp]) -> None:
-    """Keep in a run's folder what was compared.
+    """Record the stamps of verified files in a run folder.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the record cannot be written.
     """
     write_whole(folder / NAME, json.dumps(found).encode())

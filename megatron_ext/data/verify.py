@@ -16,10 +16,10 @@ from megatron_ext.errors import UserError
 from megatron_ext.files import os_reason
 
 THREADS = min(8, 4 * len(os.sched_getaffinity(0)))
-"""Files hashed at once: of four threads to a core one hashes while others wait for the disk, so that neither idles."""
+"""Files hashed concurrently. With four threads per core, some hash while others wait for the disk."""
 
 Check = Callable[[ShardEntry], None]
-"""Raises a `UserError` that names what is wrong with a shard."""
+"""Check of one shard. Raises a `UserError` that describes the problem."""
 
 
 def verify_shards(
@@ -33,25 +33,25 @@ def verify_shards(
     check: Check | None = None,
     threads: int = THREADS,
 ) -> int:
-    """Check this rank's share of the shards and their indexes; the ranks together check every one once.
+    """Check this rank's share of the shards and their indexes. Together the ranks check each shard once.
 
     Args:
         root: folder of the manifest.
-        manifest: what is in it.
-        splits: splits to check; None: all.
-        domains: domains to check, in the long or short form; None: all.
-        mode: `sha256` reads the files whole, `size` compares sizes alone.
-        rank: this process among those that check.
-        world_size: processes that check.
-        check: of one shard, in the place of that by `mode`.
-        threads: shards that are checked at once.
+        manifest: manifest of the folder.
+        splits: splits to check. None: all.
+        domains: domains to check, in the long or short form. None: all.
+        mode: `sha256` reads whole files, `size` only compares sizes.
+        rank: rank among the checking processes.
+        world_size: number of checking processes.
+        check: check of one shard, instead of the one for `mode`.
+        threads: shards checked concurrently.
 
     Returns:
         The number of shards that this rank checked.
 
     Raises:
-        UserError: a shard is missing, truncated or altered (the message names the file), or a split or domain is not
-            in the manifest.
+        UserError: a shard is missing, truncated or altered (the message names the file), or a split or domain is not in
+            the manifest.
     """
     shards = _share(manifest, splits, domains, rank, world_size)
     with _errors(check or partial(check_here, root, mode), shards, threads) as errors:
@@ -63,12 +63,12 @@ def verify_shards(
 
 @dataclass(frozen=True)
 class Damage:
-    """A shard that cannot be read, or not as it was made.
+    """Shard that is missing, unreadable or altered.
 
     Attributes:
         shard: name of its tar in the manifest.
-        tokens: that it held.
-        problem: the file at fault, and what is wrong with it.
+        tokens: tokens of the shard.
+        problem: the damaged file and its problem.
     """
 
     shard: str
@@ -87,10 +87,11 @@ def find_damage(
     check: Check | None = None,
     threads: int = THREADS,
 ) -> list[Damage]:
-    """Check as `verify_shards` does, but go on, and say what was found.
+    """Check as `verify_shards` does, but continue after errors and return all damaged shards of this rank's share.
 
     Raises:
-        UserError: a split or domain is not in the manifest, or a network fails: that says nothing of the shards.
+        UserError: a split or domain is not in the manifest, or remote data is unreachable, in which case damage is
+            unknown.
     """
     shards, found = _share(manifest, [split], domains, rank, world_size), []
     with _errors(check or partial(check_here, root, mode), shards, threads) as errors:
@@ -104,7 +105,7 @@ def find_damage(
 
 @contextmanager
 def _errors(check: Check, shards: list[ShardEntry], threads: int) -> Iterator[Iterator[UserError | None]]:
-    """What is wrong with each shard, in order; those that nobody has begun with are left out when nobody asks on."""
+    """Yield an iterator over the error of each shard, in order. On exit, checks that have not begun are cancelled."""
     pool = ThreadPoolExecutor(threads)
     try:
         yield pool.map(partial(_error, check), shards)
@@ -124,11 +125,11 @@ def check_here(root: Path, mode: VerifyMode, shard: ShardEntry) -> None:
     """Check a shard and its index in a local folder.
 
     Raises:
-        UserError: a file is missing, truncated, altered or cannot be read; it is named.
+        UserError: a file is missing, truncated, altered or cannot be read. The message names it.
     """
     try:
         verify_shard(root, shard, mode)
-    except OSError as error:  # a disk that fails in the middle of a file does not say of which
+    except OSError as error:  # a read error in the middle of a file does not name the file
         problem = f"or its index cannot be read ({os_reason(error)})"
         raise UserError(str(root / shard.file), problem, "copy it again or prepare the data again") from None
 
@@ -136,7 +137,7 @@ def check_here(root: Path, mode: VerifyMode, shard: ShardEntry) -> None:
 def _share(
     manifest: Manifest, splits: Iterable[str] | None, domains: Iterable[str] | None, rank: int, world_size: int
 ) -> list[ShardEntry]:
-    """Every `world_size`-th shard of the splits and domains."""
+    """Return every `world_size`-th shard of the splits and domains."""
     names = None if domains is None else list(domains)
     wanted: list[str | None] = [None] if splits is None else [*splits]
     chosen = [entry for split in wanted for entry in manifest.select(split, names)]
@@ -144,17 +145,17 @@ def _share(
 
 
 def check_tokenizer(root: Path, manifest: Manifest, tokenizer_path: Path | None = None) -> Path:
-    """Check that a tokenizer.json is the one the data was made with, by its sha256.
+    """Check by sha256 that a tokenizer.json is the one that the data was prepared with.
 
     Args:
         root: folder of the manifest.
-        manifest: what is in it.
-        tokenizer_path: the run's tokenizer; None: the one kept beside the manifest.
+        manifest: manifest of the folder.
+        tokenizer_path: tokenizer of the run. None: the one beside the manifest.
 
     Returns:
         The file to use.
 
     Raises:
-        UserError: it is missing or another one; the message names it and the manifest.
+        UserError: it is missing or another one. The message names it and the manifest.
     """
     return verify_tokenizer(root, manifest, tokenizer_path)

@@ -1,4 +1,4 @@
-"""The weights of a configuration, held against the domains that there are."""
+"""Validation of configured domain weights against the available domains."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _FIELD = "data.weights"
 
 
 def domain_weights(asked: Mapping[str, float], train_domains: Sequence[str], manifest: Manifest) -> dict[str, float]:
-    """The weight of each training domain, by the manifest's own name of it.
+    """Return the weight of each training domain, by the manifest's own name.
 
     Args:
         asked: weights by name, in SlimPajama's long form or the short one, in any case.
-        train_domains: the run's, by the manifest's names.
-        manifest: of the data.
+        train_domains: training domains of the run, by the manifest's names.
+        manifest: manifest of the data.
 
     Raises:
-        UserError: a name means no training domain, two mean the same, a domain has no weight, or the weights cannot be
-            (see `blend.shares`).
+        UserError: a name is no training domain, two names mean the same domain, a domain has no weight, or the weights
+            are invalid (see `blend.shares`).
     """
     found: dict[str, float] = {}
     for name, weight in asked.items():

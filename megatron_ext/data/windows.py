@@ -1,4 +1,4 @@
-"""The windows of one stretch of the token stream, and the order in which a run reads them."""
+"""Windows of one range of the token stream, and the order in which a run reads them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from itertools import count
 from megatron_ext.data.order import sample_position
 
 MOST_LOST = 0.5
-"""Share of a stretch's windows that may be lost: of fewer than that, the run would no longer be what was asked for."""
+"""Largest share of a range's windows that may be lost. Beyond it the training data would change too much."""
 
 
 class Windows:
-    """Windows of T + 1 tokens, T apart, each once an epoch, in an order that is a pure function of (seed, index).
+    """Windows of T + 1 tokens with a stride of T, each once per epoch, in an order that depends only on (seed, index).
 
-    What is lost changes nothing else: a sample whose window is lost reads another, which comes twice in that epoch;
-    all other samples stay what they were. So a run that goes on without a shard keeps its order.
+    A sample whose window is lost reads another one, which then occurs twice in that epoch. All other samples stay the
+    same. A run that resumes without a shard therefore keeps its order.
 
     Args:
-        start: first token of the stretch in the stream.
-        num_tokens: its length.
+        start: first token of the range in the stream.
+        num_tokens: length of the range.
         seq_length: T.
-        seed: of the order.
-        lost: (first token, number of tokens) in the stream of what cannot be read.
+        seed: seed of the order.
+        lost: (first token, number of tokens) in the stream of each range that cannot be read.
 
     Attributes:
-        total: how many windows there are, lost ones among them; the last tokens, too few for one, are in none.
-        lost: how many are lost.
+        total: number of windows, including lost ones. The last tokens, too few for a window, are dropped.
+        lost: number of lost windows.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Windows:
 
     @property
     def too_few(self) -> bool:
-        """Whether so many are lost that those left cannot stand for all."""
+        """True if so many windows are lost that the rest is not representative."""
         return self.lost > MOST_LOST * self.total
 
     def place(self, index: int) -> int:
-        """First token, in the stream, of sample `index` of the stretch; without end."""
+        """Return the offset in the stream of the first token of sample `index`, which is unbounded."""
         window = sample_position(self._seed, index, self.total)
         for attempt in count(1):
             if not self._is_lost(window):
@@ -58,7 +58,7 @@ class Windows:
         return run >= 0 and window < self._lost[run][1]
 
     def _lost_runs(self, lost: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Runs [begin, end) of windows that hold a token of what is lost: sorted, none over another."""
+        """Return disjoint, sorted intervals [begin, end) of the windows that contain a lost token."""
         runs: list[tuple[int, int]] = []
         for first, length in sorted(lost):
             from_start = first - self._start
@@ -72,5 +72,5 @@ class Windows:
 
 
 def derived_seed(seed: int, name: str) -> int:
-    """A seed for a part of a run, unlike those of all its other parts."""
+    """Return a separate seed for a named part of a run."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
