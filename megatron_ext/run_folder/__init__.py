@@ -1,1 +1,1 @@
-"""Files by which the processes of a run, and those that look at it, know of each other."""
+"""Files through which the processes of a run, and its observers, detect each other."""

@@ -1,15 +1,18 @@
-"""Lock on a run's folder: one process at a time trains a run, or submits a job of it.
+"""Lock on a run folder: one process at a time trains a run, or submits a job for it.
 
-The lock is a folder of files `1`, `2`, ...; the highest holds the lock. A file is created whole, by link(), which is
-atomic on NFS, and says who holds the lock: host, pid, Slurm job, since when. The holder changes a counter in it every
-few seconds. Whoever finds the holder gone creates the next number, so of several only one succeeds, and removes the
-files before it. The number thereby is a fencing token: a holder that was only slow finds its file gone or a higher one
-beside it, and ends before it writes anything more.
+The lock is a folder of files `1`, `2`, ... The highest number holds the lock. A file is created atomically by link(),
+which also works on NFS. It records the holder: host, pid, Slurm job, start time. The holder updates a counter in it
+every few seconds. A process that finds the holder dead creates the next number, which only one process can do, and
+removes the earlier files. The number is thus a fencing token. A holder that was only slow finds its file removed or a
+higher number beside it, and exits before it writes anything else.
 
-A holder is gone if it released the lock; if its file was copied with the run's folder, and the original is there; if it
-was of the same machine and its process is no more; if it was an earlier start of this process's own Slurm job; or if
-its file did not change for `DEAD_SECONDS`. That is measured by this process's own monotonic clock or by the times that
-the file server itself gives its files, never by comparing the clocks of two machines.
+A holder counts as dead if one of these holds:
+- It released the lock.
+- Its file is a copy, made with the run folder, and the original still exists.
+- It ran on this machine and its process no longer exists.
+- It was an earlier start of this process's own Slurm job.
+- Its file did not change for `DEAD_SECONDS`, measured by this process's monotonic clock or by the file server's
+  timestamps. Clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -33,10 +36,10 @@ from megatron_ext.run_folder.process_identity import ProcessIdentity, this_proce
 FOLDER = "lock"
 BEAT_SECONDS = 5.0
 CONFIRM_SECONDS = 12.0
-"""Seconds for which a file that is old by the server's clock must stay unchanged besides: that clock may be set."""
+"""Minimum seconds of observation even for a file that is old by the server's clock, which may be wrong."""
 
 GRACE_SECONDS = 30.0
-"""Seconds in which a process whose lock is lost may end by itself."""
+"""Seconds that a process has to exit by itself after it lost its lock."""
 
 _POLL_SECONDS = 0.5
 _TRIES, _TRY_SECONDS = 500, 0.01
@@ -46,24 +49,24 @@ _UNKNOWN = "a process that does not say who it is"
 
 
 class LockLost(UserError):
-    """Another process has taken the lock over, or its folder was removed."""
+    """Loss of a lock: another process took it over, or its folder was removed."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Time as waiting for a holder needs it; tests replace it."""
+    """Time source used while waiting for a holder. Tests replace it."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep
 
 
 class RunLock:
-    """A lock that this process holds; see `take`.
+    """Lock held by this process. Create it with `take`.
 
     Args:
-        folder: of the lock's files.
+        folder: folder of the lock files.
         holder: this process.
-        what: that is locked, as messages name it.
+        what: name of the locked object in messages.
     """
 
     def __init__(self, folder: Path, holder: Holder, what: str) -> None:
@@ -73,14 +76,14 @@ class RunLock:
 
     @property
     def token(self) -> str:
-        """Unique to this time that the lock was taken."""
+        """Unique identifier of this acquisition of the lock."""
         return self.holder.token
 
     def check(self) -> None:
-        """Refuse to go on if the lock is lost; to be called before anything is written.
+        """Raise if the lock is lost. Call it before each write.
 
         Raises:
-            LockLost: it is.
+            LockLost: the lock is lost.
         """
         try:
             ours = lock_file.read(self._path)
@@ -89,7 +92,7 @@ class RunLock:
             ours, newest = None, 0
         except OSError as error:
             if error.errno != errno.ESTALE:
-                return  # a server that does not answer has not given the lock to another process
+                return  # an unreachable server does not imply that the lock was lost
             ours, newest = None, 0
         if newest == self.holder.number and ours is not None and ours.token == self.token:
             self._checked = time.monotonic()
@@ -102,22 +105,25 @@ class RunLock:
         raise LockLost(self._what, f"was taken over by {other}", _ENDS)
 
     def check_soon(self) -> None:
-        """`check`, if the last one is more than a second ago: for what is written very often."""
+        """Call `check` if the last successful one is at least a second ago. For frequent writes."""
         if time.monotonic() - self._checked >= _CHECK_SECONDS:
             self.check()
 
     def beat(self) -> None:
-        """Change the lock's file, so that others see that this process still holds it.
+        """Update the lock file, so that others see that this process still holds the lock.
 
         Raises:
-            LockLost: it does not.
+            LockLost: the lock is lost.
         """
         self.check()
         self._beats += 1
         self._write(released=False)
 
     def release(self) -> None:
-        """Give the lock up. The file stays, as the next number follows it; a run's folder with nothing else goes."""
+        """Release the lock.
+
+        The lock file stays, because numbers must increase. A run folder that contains nothing else is removed.
+        """
         try:
             self.check()
             self._write(released=True)
@@ -126,10 +132,10 @@ class RunLock:
                 self._folder.rmdir()
                 self._folder.parent.rmdir()
         except (OSError, LockLost):
-            return  # it is not ours to change any more, or the disk refuses: then it is taken over as a dead one's
+            return  # lost, or the write failed. In the latter case others will treat this holder as dead
 
     def _write(self, *, released: bool) -> None:
-        """Overwrite the file, unless its name belongs to another one: the open file is the one that was checked."""
+        """Overwrite the file. Its token is checked through the open descriptor, in case the path was replaced."""
         file = os.open(self._path, os.O_RDWR)
         try:
             found = lock_file.parsed(os.pread(file, 2 * lock_file.WIDTH, 0))
@@ -150,18 +156,18 @@ def take(
     clock: Clock | None = None,
     say: Callable[[str], object] | None = None,
 ) -> RunLock:
-    """Take a lock.
+    """Acquire a lock.
 
     Args:
-        folder: of the lock's files, made if it is not there; its parent is the run's.
-        what: that is locked, as messages name it.
-        hint: what a user can do where it is held; empty: how the holder is waited for or ended.
-        me: the process that takes it; None: this one.
-        clock: None: the machine's.
-        say: prints a line; None: to standard error.
+        folder: folder of the lock files. It is created if it is missing. Its parent is the run folder.
+        what: name of the locked object in messages.
+        hint: advice in the error if the lock is held. Empty: how to wait for the holder or end it.
+        me: the acquiring process. None: this process.
+        clock: time source. None: the machine's clock.
+        say: function that prints a line. None: print to standard error.
 
     Raises:
-        UserError: another process holds it, or the folder cannot be written.
+        UserError: another process holds the lock, or the folder cannot be written.
     """
     me, clock, say = me or this_process(), clock or Clock(), say or _say
     watched = _Watched(what, clock, say)
@@ -172,7 +178,7 @@ def take(
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ESTALE):
                     raise
-                lock = None  # the holder's file was removed in this moment
+                lock = None  # the holder's file was removed concurrently
             if lock is not None:
                 return lock
             clock.sleep(_TRY_SECONDS)
@@ -182,7 +188,7 @@ def take(
 
 
 def _try(folder: Path, what: str, hint: str, me: ProcessIdentity, watched: _Watched) -> RunLock | None:
-    """Take a lock; None: another process was faster, and may be done already."""
+    """Try to acquire a lock. Return None if another process was faster. It may have finished already."""
     folder.mkdir(parents=True, exist_ok=True)
     newest = max(lock_file.numbers(folder), default=0)
     if newest and not watched.is_gone(folder / str(newest), me):
@@ -194,11 +200,11 @@ def _try(folder: Path, what: str, hint: str, me: ProcessIdentity, watched: _Watc
 
 @contextlib.contextmanager
 def held(*locks: RunLock, on_stuck: Callable[[LockLost], object] | None = None) -> Iterator[None]:
-    """Within it a thread beats for locks; behind it they are released.
+    """Context manager that keeps locks alive from a thread, and releases them on exit.
 
     Args:
-        locks: that this process has taken.
-        on_stuck: called by that thread if a lock is lost and this context is still open `GRACE_SECONDS` later.
+        locks: locks that this process has acquired.
+        on_stuck: function called by the thread if a lock is lost and the context is still open after `GRACE_SECONDS`.
     """
     closed, lost = threading.Event(), set[str]()
 
@@ -212,7 +218,7 @@ def held(*locks: RunLock, on_stuck: Callable[[LockLost], object] | None = None) 
                     lost.add(lock.token)
                     if on_stuck is not None and not closed.wait(GRACE_SECONDS):
                         on_stuck(error)
-                except OSError:  # the next may come through; until then others may take the lock over
+                except OSError:  # a later beat may succeed, unless others take over first
                     continue
 
     thread = threading.Thread(target=keep_beating, name="run-lock", daemon=True)
@@ -227,23 +233,23 @@ def held(*locks: RunLock, on_stuck: Callable[[LockLost], object] | None = None) 
 
 
 class _Watched:
-    """Whether a holder is gone, by looking at its file for as long as that takes.
+    """Detection of dead holders by observing their lock file.
 
     Args:
-        what: that is locked.
+        what: name of the locked object in messages.
         clock: measures the time without change.
-        say: prints what is waited for.
+        say: prints messages while waiting.
     """
 
     def __init__(self, what: str, clock: Clock, say: Callable[[str], object]) -> None:
         self._what, self._clock, self._say = what, clock, say
 
     def is_gone(self, path: Path, me: ProcessIdentity) -> bool:
-        """Whether the holder of a file no longer holds the lock.
+        """Return whether the holder of a file no longer holds the lock.
 
-        What the file and the system say decides at once. Where they do not, as of a process on another machine, the
-        file is watched: until it changes, which a living holder does every few seconds (a last change may be its
-        release), or has been unchanged for so long that the holder counts as gone.
+        The file content and the operating system often decide at once. For a process on another machine they do not.
+        The file is then observed until it changes, or until it was unchanged for so long that the holder counts as
+        dead. A live holder updates it every few seconds. The last update may also be its release.
 
         Raises:
             FileNotFoundError: the file is removed meanwhile.
@@ -253,7 +259,7 @@ class _Watched:
             if holder.released or lock_file.is_copy(path, holder):
                 return True
             if me.job is not None and holder.process.job == me.job and holder.process.restarts != me.restarts:
-                return holder.process.restarts < me.restarts  # Slurm starts a job anew once it has ended it
+                return holder.process.restarts < me.restarts  # Slurm ends a job before it restarts it
             exists = holder.process.exists()
             if exists is not None:
                 return not exists

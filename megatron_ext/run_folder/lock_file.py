@@ -1,4 +1,4 @@
-"""Files of a lock: what they hold, how they are created and read, and when they last changed. See `lock`."""
+"""Lock files: content, creation, reading and time of the last change. The protocol is described in `lock`."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from megatron_ext.files import open_regular
 from megatron_ext.run_folder.process_identity import ProcessIdentity
 
 DEAD_SECONDS = 60.0
-"""Seconds without a change after which a holder counts as gone."""
+"""Seconds without a change after which a holder counts as dead."""
 
 LAUNCH_VARIABLE = "SELECTRON_LAUNCH"
-"""Environment variable: number of the launched job that a process belongs to."""
+"""Environment variable with the number of the launched job that a process belongs to."""
 
 _JOB = re.compile(r"[0-9]{1,12}")
 _LONGEST = 400
 WIDTH = 2048
-"""Bytes of a file, which is overwritten in one call."""
+"""Bytes of a lock file, which is overwritten in one call."""
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Content of a lock's file.
+    """Content of a lock file.
 
     Attributes:
-        number: of the file.
-        token: unique to this time that the lock was taken.
-        process: that took it.
-        since: when, UTC, ISO 8601, by its machine's clock.
-        beats: counter that changes while it holds the lock.
-        released: whether it has given the lock up.
-        launch: number of the launched job of the run, RUN/launch/N, that it belongs to; empty: it was begun by hand.
-        output: file that it prints to; empty: a terminal or a pipe.
-        folder: of the lock, absolute, as the process that took it sees it; empty: too long, or not known.
+        number: number of the file.
+        token: unique identifier of this acquisition.
+        process: process that acquired the lock.
+        since: time of the acquisition by the clock of its machine, UTC, ISO 8601.
+        beats: counter that changes while the process holds the lock.
+        released: True once the lock is released.
+        launch: number of the run's launched job, RUN/launch/N, that the process belongs to. Empty: started manually.
+        output: file with its standard error. Empty: a terminal or a pipe.
+        folder: absolute path of the lock folder as the process sees it. Empty: too long, or unknown.
     """
 
     number: int
@@ -56,28 +56,28 @@ class Holder:
     folder: str = ""
 
     def __str__(self) -> str:
-        """As a message names it."""
+        """Return the holder's description for messages."""
         return f"{self.process}, since {self.since}"
 
 
 def ending(holder: Holder | None) -> str:
-    """What a user can do where a process holds a lock, in words."""
+    """Return advice on how to wait for a holder or end it."""
     if holder is None:
         return "wait until it ends, or end it where it runs"
     process = holder.process
-    is_number = process.job is not None and _JOB.fullmatch(process.job)  # a file may say anything
+    is_number = process.job is not None and _JOB.fullmatch(process.job)  # the file is untrusted
     how = f"`scancel {process.job}`" if is_number else f"`kill {process.pid}` on its machine"
     return f"wait until it ends, or end it: {how}"
 
 
 @dataclass(frozen=True)
 class LockState:
-    """A lock as another process sees it.
+    """State of a lock as seen by another process.
 
     Attributes:
-        holder: of the highest number; None: its file cannot be read as one.
-        is_held: whether the holder holds it, as far as can be said at once.
-        quiet_seconds: since its file changed, by the file server's clock.
+        holder: holder in the file with the highest number. None: the file is invalid.
+        is_held: whether the lock is held, as far as can be determined without waiting.
+        quiet_seconds: seconds since the file changed, by the file server's clock.
     """
 
     holder: Holder | None
@@ -86,7 +86,11 @@ class LockState:
 
 
 def create(folder: Path, number: int, me: ProcessIdentity) -> Holder | None:
-    """Create a number's file, if nobody else has, and remove those before it; None: somebody has."""
+    """Create the file of a number and remove earlier files.
+
+    Returns:
+        The holder, or None if another process created the file or has already followed it.
+    """
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     launch = os.environ.get(LAUNCH_VARIABLE, "")[:_LONGEST]
     where = str(folder.absolute())
@@ -99,7 +103,7 @@ def create(folder: Path, number: int, me: ProcessIdentity) -> Holder | None:
         try:
             os.link(beside, path)
         except FileExistsError:
-            pass  # told apart below: a server may repeat a call whose answer was lost
+            pass  # checked below: NFS may retry a call whose reply was lost
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
@@ -111,7 +115,7 @@ def create(folder: Path, number: int, me: ProcessIdentity) -> Holder | None:
     if found is None or found.token != holder.token:
         return None
     there = numbers(folder)
-    if max(there, default=0) != number:  # found late, when others had followed
+    if max(there, default=0) != number:  # created late, after higher numbers
         path.unlink(missing_ok=True)
         return None
     for old in there:
@@ -121,7 +125,7 @@ def create(folder: Path, number: int, me: ProcessIdentity) -> Holder | None:
 
 
 def _output() -> str:
-    """The file that this process's standard error goes to; empty: it is none that can be read later."""
+    """Return the path of this process's standard error, or an empty string if it is not a regular file."""
     try:
         path = os.readlink("/proc/self/fd/2")
         is_kept = Path(path).is_file() and len(json.dumps(path)) <= _LONGEST
@@ -131,23 +135,23 @@ def _output() -> str:
 
 
 def numbers(folder: Path) -> list[int]:
-    """Numbers of the files of a lock."""
+    """Return the numbers of the files of a lock."""
     return [int(name) for name in os.listdir(folder) if name.isascii() and name.isdecimal()]
 
 
 def raw(path: Path) -> bytes:
-    """Content of a file; to open it makes NFS ask the server whether it has changed."""
+    """Return the content of a file. It is opened each time, so that NFS revalidates it with the server."""
     with os.fdopen(open_regular(path), "rb") as file:
         return file.read(2 * WIDTH)
 
 
 def read(path: Path) -> Holder | None:
-    """The holder that a file names; None: it names none."""
+    """Return the holder in a file, or None if the content is invalid."""
     return parsed(raw(path))
 
 
 def parsed(content: bytes) -> Holder | None:
-    """The holder that a file's content names; None: it names none."""
+    """Return the holder in a file's content, or None if the content is invalid."""
     try:
         fields: dict[str, Any] = json.loads(content)
         holder = Holder(**fields | {"process": ProcessIdentity(**fields["process"])})
@@ -171,13 +175,13 @@ def parsed(content: bytes) -> Holder | None:
 
 
 def is_copy(path: Path, holder: Holder) -> bool:
-    """Whether a lock's file was copied with its run's folder, and its holder holds the original.
+    """Return whether a lock file was copied with its run folder while the original still exists.
 
-    Only where the original is there to be seen: a folder that was moved is held by the process that held it before.
+    If the run folder was moved, there is no original, and the lock stays with its holder.
 
     Args:
-        path: of the file.
-        holder: that it names.
+        path: path of the file.
+        holder: holder in the file.
     """
     if not holder.folder:
         return False
@@ -186,24 +190,24 @@ def is_copy(path: Path, holder: Holder) -> bool:
         found = read(original)
         if found is None or found.token != holder.token or original.parent.resolve() == path.parent.resolve():
             return False
-        # Of one folder that is mounted twice the devices may differ, the inodes do not.
+        # If one folder is mounted twice, the devices may differ but the inodes are equal.
         return original.parent.stat().st_ino != path.parent.stat().st_ino
     except (OSError, ValueError):
         return False
 
 
 def line(fields: dict[str, Any]) -> bytes:
-    """Content of a file, always of one length."""
+    """Return the content of a file, padded to a fixed length."""
     return (json.dumps(fields).ljust(WIDTH - 1) + "\n").encode()
 
 
 def quiet_seconds(path: Path) -> float:
-    """Seconds since a file changed, both ends by the clock of the server that keeps it."""
+    """Return the seconds since a file changed, with both times from the file server's clock."""
     probe = path.with_name(f".now-{uuid.uuid4().hex}")
     try:
         probe.touch(exist_ok=False)
         now = probe.stat().st_mtime
-    except OSError:  # a reader who may not write: the machine's clock must do
+    except OSError:  # no write permission: fall back to the local clock
         now = time.time()
     finally:
         with contextlib.suppress(OSError):
@@ -212,10 +216,10 @@ def quiet_seconds(path: Path) -> float:
 
 
 def lock_state(folder: Path) -> LockState | None:
-    """How a lock stands; None: there is none.
+    """Return the state of a lock without waiting, or None if there is none.
 
-    Nothing is waited for: a holder on another machine counts as holding it if its file changed in the last
-    `DEAD_SECONDS`. One from further in the future has not changed since the server's clock was set back.
+    A holder on another machine counts as holding the lock if its file changed within `DEAD_SECONDS`. A timestamp
+    further in the future means that the server's clock was set back since, so such a file does not count as changed.
     """
     try:
         newest = max(numbers(folder), default=0)
@@ -233,7 +237,7 @@ def lock_state(folder: Path) -> LockState | None:
 
 
 def read_holder(folder: Path) -> Holder | None:
-    """The holder of the highest number, be it alive or not; None: there is none, or it cannot be read."""
+    """Return the holder with the highest number, alive or not. None: there is no lock, or it is unreadable."""
     try:
         newest = max(numbers(folder), default=0)
         return read(folder / str(newest)) if newest else None

@@ -1,7 +1,8 @@
-"""Identity of a process across machines, and whether the process still exists.
+"""Identity of a process across machines, and a check whether the process still exists.
 
-A pid alone does not identify a process: it is reused, and other machines and containers count their own. The start
-time tells two processes of one pid apart; the boot identifier and the pid namespace say whose pids they are.
+A pid alone does not identify a process, because it is reused and is local to a machine or container. The start time
+distinguishes two processes with the same pid. The boot identifier and the pid namespace identify the machine or
+container.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process.
+    """Identity of a process.
 
     Attributes:
         host: name of its machine.
-        pids: whose pids `pid` is of: boot identifier and pid namespace; empty where the system does not say.
-        pid: its number there.
-        started: its start, in clock ticks since the machine was booted; empty where the system does not say.
-        job: number of its Slurm job; None: it is in none.
-        restarts: of that job until then.
+        pids: boot identifier and pid namespace, the scope of `pid`. Empty if the system does not provide them.
+        pid: process id.
+        started: start time in clock ticks since boot. Empty if the system does not provide it.
+        job: Slurm job id. None: not in a Slurm job.
+        restarts: earlier restarts of that job.
     """
 
     host: str
@@ -33,12 +34,12 @@ class ProcessIdentity:
     restarts: int = 0
 
     def __str__(self) -> str:
-        """As a message names it."""
+        """Return the process's description for messages."""
         job = "" if self.job is None else f", job {self.job}" + (f", restart {self.restarts}" if self.restarts else "")
         return f"process {self.pid} on {self.host}{job}"
 
     def exists(self) -> bool | None:
-        """Whether it still runs; None: it is of another machine or container, or the system does not say."""
+        """Return whether the process still runs. None: it is on another machine or container, or unknown."""
         if not self.pids or self.pids != _pids():
             return None
         try:
@@ -46,7 +47,7 @@ class ProcessIdentity:
         except ProcessLookupError:
             return False
         except PermissionError:
-            pass  # another user's
+            pass  # exists, but belongs to another user
         stat = _stat(self.pid)
         if not stat or not self.started:
             return None
@@ -54,7 +55,7 @@ class ProcessIdentity:
 
 
 def this_process() -> ProcessIdentity:
-    """The identity of the calling process."""
+    """Return the identity of the calling process."""
     stat = _stat(os.getpid())
     restarts = os.environ.get("SLURM_RESTART_COUNT", "")
     return ProcessIdentity(
@@ -76,9 +77,9 @@ def _pids() -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the third, the state, on; empty where they cannot be read."""
+    """Return the fields of /proc/PID/stat from the third, the state, or an empty list if they are unreadable."""
     try:
-        # The second one is the command in brackets and may hold spaces.
+        # The second field is the command in parentheses, which may contain spaces.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
