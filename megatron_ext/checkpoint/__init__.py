@@ -1,1 +1,1 @@
-"""Checkpoints: what they hold, how they lie on disk, how they are saved and loaded."""
+"""Checkpoints: contents, file format, saving and loading."""

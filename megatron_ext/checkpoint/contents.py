@@ -1,4 +1,4 @@
-"""What a file holds, in short: size and checksum."""
+"""Size and checksum of a file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _BLOCK = 8 << 20
 
 @dataclass(frozen=True)
 class Content:
-    """What a file holds.
+    """Size and checksum of a file.
 
     Attributes:
         size: bytes.
-        xxh3_128: checksum, hexadecimal. A tenth of sha256's time; what it is to find is damage, not malice.
+        xxh3_128: hexadecimal checksum. It detects damage, not tampering, and takes a tenth of the time of sha256.
     """
 
     size: int
@@ -30,7 +30,7 @@ class Content:
 
 
 def content_of(path: Path) -> Content:
-    """What a file holds, read from the disk."""
+    """Read a file and return its size and checksum."""
     checksum, size = xxhash.xxh3_128(), 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK):
@@ -40,27 +40,27 @@ def content_of(path: Path) -> Content:
 
 
 class CheckedFile(io.RawIOBase):
-    """A new file that keeps account of what is written into it, and is on the disk once it is closed.
+    """New file that tracks its size and checksum, and is synced to disk when it is closed.
 
     Args:
-        path: of the file.
+        path: path of the file.
     """
 
     def __init__(self, path: Path) -> None:
         self._file, self._checksum, self._size = path.open("wb"), xxhash.xxh3_128(), 0
 
     def write(self, data: Buffer) -> int:
-        """Append bytes; their number."""
+        """Append bytes and return their number."""
         self._checksum.update(data)
         self._size += (written := self._file.write(data))
         return written
 
     def tell(self) -> int:
-        """Bytes so far."""
+        """Return the number of bytes written so far."""
         return self._size
 
     def close(self) -> None:
-        """Force what was written to the disk."""
+        """Sync the file to disk and close it."""
         if not self.closed:
             try:
                 self._file.flush()
@@ -71,5 +71,5 @@ class CheckedFile(io.RawIOBase):
 
     @property
     def content(self) -> Content:
-        """What was written so far."""
+        """Size and checksum of the bytes written so far."""
         return Content(self._size, self._checksum.hexdigest())

@@ -1,4 +1,4 @@
-"""What a disk does wrong, told from what we do wrong, and in a form that travels between ranks."""
+"""Classification of save errors into storage failures and bugs, in a form that ranks can exchange."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from megatron_ext.errors import UserError
 
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EFBIG}
 _TORCH_STORAGE_ERRORS = ("iostream error", "file write failed", "inline_container")
-"""What torch.save's own streams say, whatever the reason."""
+"""Texts in errors of torch.save's own streams, whatever the cause."""
 
 _NEXT_TO_NOTHING = 1 << 16
-"""Bytes free on a disk that counts as full."""
+"""A disk with fewer free bytes counts as full."""
 
 
 class NotAsWritten(Exception):
-    """A file does not hold what was written into it."""
+    """Mismatch between a file and what was written into it."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank could not save its part.
+    """Reason why a rank could not save its part.
 
     Attributes:
-        problem: what the disk did, or why nothing may be written; None: it is an error of ours.
+        problem: storage error, or the reason why nothing may be written. None: a bug.
         trace: the traceback.
-        hint: what the user can do, where that is not to make room; None: it is.
+        hint: advice for the user. None: make room on the disk.
     """
 
     problem: str | None
@@ -39,7 +39,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, folder: Path) -> Failure:
-        """What an error that was met while writing to a folder says; to be asked before anything is removed there."""
+        """Classify an error raised while writing to a folder. Call it before anything is removed there."""
         if isinstance(error, UserError):
             return cls(f"{error.where} {error.problem}", "".join(traceback.format_exception(error)), error.mend)
         problem = os.strerror(errno.ENOSPC) if is_full(folder) else storage_problem(error)
@@ -47,7 +47,7 @@ class Failure:
 
 
 def is_full(folder: Path) -> bool:
-    """Whether next to nothing can be written there: what a full disk makes libraries raise often does not say so."""
+    """Return whether the disk of a folder is nearly full. Library errors on a full disk often do not report it."""
     try:
         return shutil.disk_usage(folder).free < _NEXT_TO_NOTHING
     except OSError:
@@ -55,15 +55,15 @@ def is_full(folder: Path) -> bool:
 
 
 def storage_problem(error: BaseException | None) -> str | None:
-    """What the disk did, from an error or what it came from; None if none of them is the disk's doing."""
+    """Return the storage error behind an error or its causes, or None if there is none."""
     problem = None
     while error is not None:
         if isinstance(error, NotAsWritten):
             return str(error)
-        for code in _STORAGE_ERRORS:  # what a library raises instead may quote them
+        for code in _STORAGE_ERRORS:  # errors of libraries may only quote the message
             if getattr(error, "errno", None) == code or os.strerror(code) in str(error):
                 return os.strerror(code)
         if any(text in str(error) for text in _TORCH_STORAGE_ERRORS):
-            problem = "the disk refuses; it may be full"  # unless what it came from says more
+            problem = "the disk refuses; it may be full"  # unless a cause is more specific
         error = error.__cause__ or error.__context__
     return problem

@@ -1,4 +1,4 @@
-"""Bounds on values read from untrusted files: nesting, cycles, and shared parts that multiply."""
+"""Bounds on values read from untrusted files: nesting, cycles, and exponential expansion by shared parts."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from collections.abc import Collection
 from typing import Any
 
 MAX_DEPTH = 100
-"""Containers within containers; Python's own traversals of deeper ones recurse."""
+"""Deepest nesting of containers. Python code that traverses them is recursive."""
 
 MAX_ITEMS = 10_000_000
-"""Items of a value with shared ones counted each time, where the file itself holds few."""
+"""Most items of a value with shared items counted each time, if the file itself has few."""
 
 MAX_SHARING = 10
-"""How many times as many items as it holds a larger file may stand for; indexes of checkpoints share next to none."""
+"""Largest ratio of items counted with sharing to items in a larger file. Checkpoint indexes share almost none."""
 
 
 _CONTAINERS = {list, tuple, dict, OrderedDict, Namespace}
-"""Exact types: a `torch.Size` is short, and holds numbers alone."""
+"""Exact container types. `torch.Size` is not among them because it is short and contains only numbers."""
 
 
 class RefusedPickle(ValueError):
-    """A pickle is damaged, or holds what this reader does not read; the text is one line."""
+    """Damaged pickle, or a pickle with unsupported content. The message is one line."""
 
 
 def check_extent(value: Any, kinds: Collection[type] = ()) -> None:
-    """Refuse a value that code which follows every reference would not get through.
+    """Refuse a value that is too deep or too large for code that follows every reference.
 
-    Sixty lists, each of which holds the one before twice, take some hundred bytes of a file and stand for 2^60 items:
-    copying, comparing or printing them would not end. The check visits each container once.
+    Sixty lists that each contain the previous one twice take some hundred bytes of a file but expand to 2^60 items.
+    Copying, comparing or printing them would not terminate. This check visits each container once.
 
     Args:
-        value: of lists, tuples, dictionaries, namespaces and instances; anything else is one item.
+        value: value made of lists, tuples, dictionaries, namespaces and instances. Anything else is one item.
         kinds: classes whose instances' attributes are visited.
 
     Raises:
-        RefusedPickle: containers are nested deeper than `MAX_DEPTH`, hold themselves, or stand for more than
-            `MAX_ITEMS` items and `MAX_SHARING` times as many as there are.
+        RefusedPickle: containers are nested deeper than `MAX_DEPTH`, are cyclic, or expand to more than `MAX_ITEMS`
+            items and to more than `MAX_SHARING` times the items they hold.
     """
     root = _Open([value], kinds)
-    known: dict[int, tuple[int, int]] = {}  # by id of a container that is counted: items it stands for, depth
+    known: dict[int, tuple[int, int]] = {}  # by id of a counted container: items, depth
     path, on_path, held = [root], {id(root.container)}, 1
     while path:
         top = path[-1]
@@ -75,12 +75,12 @@ def _check_depth(depth: int) -> None:
 
 
 class _Open:
-    """A container of which not all is counted yet.
+    """Container whose items are not all counted yet.
 
     Attributes:
-        items: that it stands for, as far as they are counted.
-        depth: of the containers that are counted, with this one.
-        inner: containers in it that are yet to be counted.
+        items: items counted so far, with shared ones counted each time.
+        depth: depth of the containers counted so far, including this one.
+        inner: inner containers that are still to be counted.
     """
 
     def __init__(self, container: Any, kinds: Collection[type]) -> None:
@@ -89,7 +89,7 @@ class _Open:
         self.inner = [part for part in parts if type(part) in _CONTAINERS or type(part) in kinds]
 
     def add(self, items: int, depth: int) -> None:
-        """Count one of the containers in it."""
+        """Add the counts of an inner container."""
         self.items += items
         self.depth = max(self.depth, depth + 1)
 

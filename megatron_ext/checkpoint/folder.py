@@ -1,7 +1,7 @@
-"""Checkpoints on disk: `step_N/` folders and `latest`, and the record that tells a whole one from a damaged one.
+"""Checkpoints on disk: `step_N/` folders, `latest`, and the record that identifies complete checkpoints.
 
-A checkpoint is written beside, as `.step_N.partial`, and renamed when every rank is done and its files hold what was
-written; `latest` moves after that. Whatever happens in between, what was there before stays loadable.
+A checkpoint is written to `.step_N.partial`. It is renamed once every rank is done and its files match what was
+written. `latest` is updated after that. An interruption at any point leaves earlier checkpoints loadable.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ RECORD = "checkpoint.json"
 LATEST = "latest"
 
 _MOST = 1 << 62
-"""Above any number of steps, samples or tokens; fits int64."""
+"""Upper bound of any number of steps, samples or tokens. Fits into int64."""
 
 _STEP = re.compile(r"step_[0-9]{1,18}")
 
 TO_TRAIN = "name another step with --from-step"
-"""What `selectron train` can do where a checkpoint is no good."""
+"""Advice to users of `selectron train` if a checkpoint is unusable."""
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint is not there, or not as it was written: another may be."""
+    """Missing or damaged checkpoint. Another one may be intact."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
-        step: optimizer steps done.
-        samples: training samples consumed: the data position, an index into the run's one order.
-        tokens: training tokens consumed.
+        step: completed optimizer steps.
+        samples: consumed training samples. This is the data position, an index into the run's sample order.
+        tokens: consumed training tokens.
     """
 
     step: int = 0
@@ -54,14 +54,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class Record:
-    """What is written beside the state when it is whole.
+    """Record written beside the state once it is complete.
 
     Attributes:
-        progress: how far the run was.
-        identity: the configuration's values that another run must share to continue from here.
-        generators: layout that the generators' states belong to.
-        files: what every file of the checkpoint holds.
-        model_only: whether it holds the model without optimizer, generators and data position, as conversion writes.
+        progress: progress of the run.
+        identity: configuration values that another run must share to continue from this checkpoint.
+        generators: layout that the states of the random generators belong to.
+        files: size and checksum of every file of the checkpoint.
+        model_only: True if the checkpoint contains only the model, without optimizer, generators and data position, as
+            written by conversion.
     """
 
     progress: Progress
@@ -73,23 +74,23 @@ class Record:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay.
+    """Rule for which checkpoints are kept.
 
     Attributes:
-        newest: so many of the newest; 0: all.
-        every: those whose step is a multiple of this stay besides; 0: none.
+        newest: number of newest checkpoints to keep. 0: all.
+        every: also keep checkpoints whose step is a multiple of this. 0: none.
     """
 
     newest: int = 0
     every: int = 0
 
     def dropped(self, steps: list[int], step: int) -> list[int]:
-        """Steps whose checkpoints go when one has been saved.
+        """Return the steps of the checkpoints to remove after a save.
 
         Args:
-            steps: of the checkpoints that are there, ascending.
-            step: that was saved. Later ones are of a run that was continued from before them: they neither count nor
-                go, and are replaced when their step comes.
+            steps: steps of the existing checkpoints, ascending.
+            step: step that was saved. Later checkpoints come from a run that was resumed from an earlier step. They
+                neither count nor are removed, and are replaced when their step is saved again.
         """
         until = [other for other in steps if other <= step]
         old = until[: -self.newest] if self.newest else []
@@ -100,32 +101,32 @@ class CheckpointFolder:
     """The `checkpoints/` folder of a run.
 
     Args:
-        root: the folder; made when the first checkpoint is begun.
-        another: the mend where a checkpoint is no good: how the command at work is told of another one.
+        root: the folder. It is created with the first checkpoint.
+        another: advice in errors on how to choose another checkpoint with the current command.
     """
 
     def __init__(self, root: Path, another: str = TO_TRAIN) -> None:
         self.root, self._another = root, another
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is, once it is whole."""
+        """Return the path of a complete checkpoint."""
         return self.root / f"step_{step}"
 
     def partial(self, step: int) -> Path:
-        """Where the checkpoint of a step is written until it is whole."""
+        """Return the path of a checkpoint while it is being written."""
         return self.root / f".step_{step}.partial"
 
     def steps(self) -> list[int]:
-        """Steps whose checkpoints are whole, ascending."""
+        """Return the steps of the complete checkpoints, ascending."""
         found = (path.parent.name for path in self.root.glob(f"step_*/{RECORD}"))
-        # Somebody may keep a step_6.copy there.
+        # A user may keep other folders there, e.g. step_6.copy.
         return sorted(int(name.removeprefix("step_")) for name in found if _STEP.fullmatch(name))
 
     def latest(self) -> int | None:
-        """Step of the newest checkpoint; None where there is none.
+        """Return the step named by `latest`, or None if the file does not exist.
 
         Raises:
-            UserError: `latest` does not name a step.
+            UserError: `latest` cannot be read or does not name a step.
         """
         pointer = self.root / LATEST
         if not pointer.exists():
@@ -141,25 +142,25 @@ class CheckpointFolder:
         return int(name.removeprefix("step_"))
 
     def go_back(self, step: int) -> None:
-        """Let `latest` name an earlier checkpoint, from which the run is trained anew.
+        """Set `latest` to an earlier checkpoint, from which the run is trained again.
 
-        The records of later steps are dropped then. A run that is killed before its next checkpoint must not go on from
-        a later one, which would leave a hole in them.
+        The run's records of later steps are then dropped. If the run is killed before its next checkpoint, it must not
+        resume from a later one, because that would leave a gap in the records.
 
         Args:
-            step: of a whole checkpoint.
+            step: step of a complete checkpoint.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the file cannot be written.
         """
         pointer, content = self.root / LATEST, f"step_{step}\n".encode()
-        with suppress(OSError):  # what cannot be read, or is larger, says something else
+        with suppress(OSError):  # an unreadable or larger file has other content
             if read_regular(pointer, len(content)) == content:
                 return
         write_whole(pointer, content)
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of a step into; what runs that were killed left is removed."""
+        """Create an empty folder for the checkpoint of a step, and remove leftovers of killed runs."""
         for left in self.root.glob(".step_*"):
             shutil.rmtree(left, ignore_errors=True)
         partial = self.partial(step)
@@ -169,22 +170,22 @@ class CheckpointFolder:
     def finish(
         self, step: int, record_parts: dict[str, Any], written: dict[str, Content], retention: Retention
     ) -> None:
-        """Make a written checkpoint whole: record, rename, move `latest`, drop what is not to be kept.
+        """Complete a written checkpoint: write the record, rename it, update `latest`, remove old checkpoints.
 
         Args:
-            step: of the checkpoint; its state lies in the folder that `begin` gave.
+            step: step of the checkpoint. Its state is in the folder that `begin` created.
             record_parts: progress, identity and generators of its `Record`.
-            written: what was written into each of its files.
-            retention: which checkpoints stay.
+            written: size and checksum of the data written into each file.
+            retention: rule for which checkpoints are kept.
 
         Raises:
-            NotAsWritten: a file is missing, or not of the size that was written.
+            NotAsWritten: a file is missing, unexpected or has another size than was written.
         """
         partial = self.partial(step)
         self._check_sizes(partial, written)
         record = Record(**record_parts, files=dict(sorted(written.items())))
         write_whole(partial / RECORD, json.dumps(asdict(record), indent=1).encode())
-        # A damaged or half-deleted folder of this step may be in the way; a whole one is never saved again.
+        # Remove a damaged or partly deleted folder of this step. A complete one is never saved again.
         shutil.rmtree(self.path(step), ignore_errors=True)
         partial.rename(self.path(step))
         write_whole(self.root / LATEST, f"step_{step}\n".encode())
@@ -200,20 +201,20 @@ class CheckpointFolder:
                 raise NotAsWritten(f"{name} has {there.get(name, 'no')} bytes on the disk, and {size} were written")
 
     def _drop(self, step: int) -> None:
-        """Remove a checkpoint; killed in the middle of it, none is left that looks whole."""
+        """Remove a checkpoint. It is renamed first, so that an interruption leaves none that looks complete."""
         going = self.root / f".step_{step}.dropped"
         self.path(step).rename(going)
         shutil.rmtree(going)
 
     def abandon(self, step: int) -> None:
-        """Remove what was written of a checkpoint that did not become whole."""
+        """Remove an incomplete checkpoint."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def read_record(self, step: int) -> Record:
-        """The record of a checkpoint.
+        """Read the record of a checkpoint.
 
         Raises:
-            DamagedCheckpoint: the checkpoint is not there or not whole; the line names the file and the way on.
+            DamagedCheckpoint: the checkpoint is missing or incomplete. The message names the file and the alternatives.
         """
         path = self.path(step) / RECORD
         if not self.path(step).is_dir():
@@ -230,7 +231,7 @@ class CheckpointFolder:
             raise self.damage(step, RECORD, "cannot be read as a checkpoint's record") from error
 
     def is_model_only(self, step: int) -> bool:
-        """Whether a checkpoint says of itself that it holds a model alone, be it whole or not."""
+        """Return whether a checkpoint's record declares it as model-only. The checkpoint may be damaged."""
         try:
             return bool(parse_json(read_regular(self.path(step) / RECORD)).get("model_only"))
         except (OSError, ValueError, AttributeError):
@@ -240,7 +241,7 @@ class CheckpointFolder:
         """Read a file of a checkpoint and compare it with its record.
 
         Raises:
-            DamagedCheckpoint: it is not what was written.
+            DamagedCheckpoint: the file is missing, unreadable or differs from the record.
         """
         path = self.path(step) / name
         if not path.is_file():
@@ -256,7 +257,7 @@ class CheckpointFolder:
             raise self.damage(step, name, problem)
 
     def damage(self, step: int, name: str, problem: str) -> DamagedCheckpoint:
-        """The error that names a damaged file of a checkpoint, and the others that there are."""
+        """Return an error that names a damaged file of a checkpoint, and the other checkpoints."""
         return DamagedCheckpoint(str(self.path(step) / name), problem, self._mend(step))
 
     def _mend(self, step: int) -> str:
@@ -267,10 +268,10 @@ class CheckpointFolder:
 
 
 def _check_types(record: Record) -> None:
-    """Refuse what a record that was not written here may hold.
+    """Refuse records with invalid field types, which may come from untrusted files.
 
     Raises:
-        TypeError: a field is of another type, or a number none of a run's.
+        TypeError: a field has another type, or a number is out of range.
     """
     if not all(type(number) is int and 0 <= number < _MOST for number in vars(record.progress).values()):
         raise TypeError("progress")

@@ -1,4 +1,4 @@
-"""The index of a checkpoint, torch's `.metadata`: which tensors there are, and where in which file each part lies."""
+"""Checkpoint index, torch's `.metadata`: the tensors, and file and offset of each part."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megatron_ext.files import write_whole
 
 
 class _Writer(FileSystemWriter):
-    """Torch's, which would write down the path of the folder: it is renamed, and may be moved."""
+    """torch's writer without the folder path in the metadata, because the folder is renamed and may be moved."""
 
     def storage_meta(self) -> None:
         return None
 
 
 class Index:
-    """Of the checkpoints of one run: made anew only where something lies elsewhere than in the one before.
+    """Writer of the indexes of one run's checkpoints. It reuses the previous index if nothing moved.
 
-    Reading what the ranks say and making the index each are one call of milliseconds that keeps Python's lock, and
-    training has to wait for it.
+    Parsing the ranks' results and building the index are single calls of some milliseconds. They hold the GIL and so
+    delay training.
     """
 
     def __init__(self) -> None:
@@ -34,12 +34,12 @@ class Index:
         self._content = b""
 
     def write(self, folder: Path, metadata: Metadata, results: Sequence[str]) -> None:
-        """Write it into a checkpoint's folder, and to the disk.
+        """Write the index into a checkpoint's folder and sync it to disk.
 
         Args:
-            folder: of the checkpoint.
-            metadata: of the plan, which is the same at every save of a run.
-            results: of each rank, what `encoded` makes of its list of `WriteResult`.
+            folder: folder of the checkpoint.
+            metadata: metadata of the plan, the same at every save of a run.
+            results: each rank's list of `WriteResult`, as returned by `encoded`.
         """
         if self._results == list(results):
             write_whole(folder / FILE_NAME, self._content)
@@ -49,7 +49,7 @@ class Index:
 
 
 def encoded(results: Sequence[WriteResult]) -> str:
-    """Where items lie, as the JSON in which ranks tell each other."""
+    """Encode the locations of items as JSON, the form in which ranks exchange them."""
     rows = []
     for result in results:
         index, place = result.index, result.storage_data

@@ -1,4 +1,4 @@
-"""The index of a torch_dist checkpoint as torch's own data classes, see `metadata_index`."""
+"""Index of a torch_dist checkpoint as torch's own data classes. The reader is in `metadata_index`."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ KINDS = Kinds(
     metadata=Metadata,
 )
 TYPES = types(KINDS)
-"""torch's plain types, by the names that pickles have for them."""
+"""torch's plain types, by their (module, name) in pickles."""
 
 _NAMES = names(KINDS)
 
 
 def size_of(numbers: Any = ()) -> torch.Size:
-    """See `metadata_index.size_of`."""
+    """Build a `torch.Size`, as `metadata_index.size_of` does."""
     return cast(torch.Size, metadata_index.size_of(torch.Size, numbers))
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """See `metadata_index.read_index`."""
+    """Read the index of a checkpoint folder, as `metadata_index.read_index` does."""
     return cast(Metadata, read_index(folder, KINDS, _NAMES))

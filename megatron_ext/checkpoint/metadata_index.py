@@ -1,7 +1,7 @@
-"""`.metadata`, the index of a torch_dist checkpoint, read without running code of its author's.
+"""Safe reader of `.metadata`, the index of a torch_dist checkpoint. It executes no code from the file.
 
-torch's own `FileSystemReader.read_metadata` is `pickle.load`. This reader makes data classes itself, each of its fields
-checked, and nothing else. Which ones: torch's (`metadata_file`), or stand-ins that do without torch (`metadata_plain`).
+torch's own `FileSystemReader.read_metadata` is `pickle.load`. This reader only builds data classes and validates each
+of their fields. They are either torch's own (`metadata_file`) or stand-ins that work without torch (`metadata_plain`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from megatron_ext.errors import UserError
 from megatron_ext.files import os_reason, read_regular
 
 FILE_NAME = ".metadata"
-"""As torch calls it."""
+"""Name of the file in torch."""
 
 MEND = "copy the checkpoint again, whole, or give another one"
 MAX_BYTES = 1 << 30
-"""The index of 30,000 tensors on 1,000 ranks has a tenth of it."""
+"""Largest index. That of 30,000 tensors on 1,000 ranks takes a tenth of it."""
 
 _MAX_DIMENSIONS = 64
 _MAX_SIZE = 1 << 62
 _MAX_PATH = 4096
 _READ_OVER = ("planner_data", "storage_meta", "version", "mcore_data", "all_local_plans")
-"""Fields that nobody here needs. The last two are Megatron's."""
+"""Ignored fields. The last two are Megatron's."""
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -36,22 +36,22 @@ _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 
 @dataclass(frozen=True, kw_only=True)
 class Kinds:
-    """The classes that an index is made of.
+    """Classes of the objects in an index.
 
     Attributes:
-        dtypes: numbers' types, by the names that torch has for them.
-        layouts: by their text, `torch.strided`.
-        size: of a tensor, a tuple.
-        encoding: of a memory format, an enumeration.
-        properties: of a tensor.
-        fill_properties: sets them of (dtype, layout, whether it has a gradient, memory format, whether it is pinned).
-        chunk: where a part of a tensor lies in it.
-        tensor: an entry that is one.
-        object: an entry that is none.
-        index: what the index finds a place by.
-        place: a file, and where in it.
-        storage: what nobody here looks at.
-        metadata: all of it.
+        dtypes: dtypes, by torch's names.
+        layouts: tensor layouts, by their text, e.g. `torch.strided`.
+        size: size of a tensor, a tuple class.
+        encoding: enumeration of memory formats.
+        properties: properties of a tensor.
+        fill_properties: function that sets properties from (dtype, layout, requires_grad, memory format, pin_memory).
+        chunk: offsets and sizes of a part of a tensor.
+        tensor: entry of a tensor.
+        object: entry of an object that is no tensor.
+        index: key of a storage location.
+        place: storage location: a file, and offset and length in it.
+        storage: storage metadata, which is not used.
+        metadata: the whole index.
     """
 
     dtypes: Mapping[str, Any]
@@ -70,10 +70,10 @@ class Kinds:
 
 
 def size_of(kind: type[Any], numbers: Any = ()) -> Any:
-    """A size of a pickle's arguments.
+    """Build a size from a pickle's arguments.
 
     Raises:
-        RefusedPickle: they are no sizes.
+        RefusedPickle: the arguments are no valid size.
     """
     if type(numbers) not in (tuple, list, kind) or len(numbers) > _MAX_DIMENSIONS:
         raise RefusedPickle("has a size that is none")
@@ -83,7 +83,7 @@ def size_of(kind: type[Any], numbers: Any = ()) -> Any:
 
 
 def types(kinds: Kinds) -> dict[tuple[str, str], Any]:
-    """Torch's plain types, by the names that pickles have for them."""
+    """Return torch's plain types, by their (module, name) in pickles."""
 
     def layout(name: Any) -> Any:
         found = kinds.layouts.get(name) if type(name) is str else None
@@ -123,14 +123,14 @@ def _data_class(kind: type, fields: Mapping[str, Callable[[Any], bool]]) -> Name
 
 
 def _path(*parts: Any) -> PurePath:
-    # A text that is shared would be copied into every path made of it.
+    # A long shared string would be copied into every path built from it.
     if not all(type(part) is str for part in parts) or sum(map(len, parts)) > _MAX_PATH:
         raise RefusedPickle("has a path that is none")
     return PurePath(*parts)
 
 
 def names(kinds: Kinds) -> Names:
-    """What an index may name."""
+    """Return the classes that an index may name."""
     of_properties = (
         tuple({type(one) for one in kinds.dtypes.values()}),
         tuple({type(one) for one in kinds.layouts.values()}),
@@ -181,7 +181,7 @@ def names(kinds: Kinds) -> Names:
             {
                 "state_dict_metadata": _is(dict, OrderedDict),
                 "storage_data": _is(dict, OrderedDict),
-                # Read over: nobody here needs them. The last two are Megatron's.
+                # Ignored. The last two are Megatron's.
                 **dict.fromkeys(
                     ("planner_data", "storage_meta", "version", "mcore_data", "all_local_plans"), _anything
                 ),
@@ -205,15 +205,15 @@ def names(kinds: Kinds) -> Names:
 
 
 def read_index(folder: Path, kinds: Kinds, named: Names) -> Any:
-    """The index of a checkpoint's folder, read once.
+    """Read the index of a checkpoint folder.
 
     Args:
-        folder: of the checkpoint.
-        kinds: what it is made of.
-        named: `names` of them.
+        folder: folder of the checkpoint.
+        kinds: classes of its objects.
+        named: `names(kinds)`.
 
     Raises:
-        UserError: it is not there, damaged, or holds anything but an index.
+        UserError: the index is missing, damaged, or contains anything else.
     """
     path = folder / FILE_NAME
     try:
@@ -227,10 +227,10 @@ def read_index(folder: Path, kinds: Kinds, named: Names) -> Any:
 
 
 def _checked(found: Any, kinds: Kinds) -> Any:
-    """A whole index, of what was read; its extras are left behind.
+    """Validate an index and return it without its unused fields.
 
     Raises:
-        RefusedPickle: it is none.
+        RefusedPickle: it is invalid.
     """
     if type(found) is not kinds.metadata:
         raise RefusedPickle("is no checkpoint's metadata")
@@ -254,7 +254,7 @@ def _checked(found: Any, kinds: Kinds) -> Any:
 def _check_tensor(entry: Any, stored: int, kinds: Kinds) -> None:
     if vars(entry).keys() != {"properties", "size", "chunks"} or "dtype" not in vars(entry.properties):
         raise RefusedPickle("describes a tensor without its fields")
-    # Whoever makes room for it, or counts its layers, would do so for ever.
+    # Allocating it, or iterating over a dimension, would take too much memory or time.
     if max(entry.size.numel() * entry.properties.dtype.itemsize, *entry.size, 0) > stored:
         raise RefusedPickle("describes a tensor that is larger than the whole checkpoint")
     for chunk in entry.chunks:

@@ -1,6 +1,6 @@
-"""Stand-ins for the classes of a checkpoint's index, for who asks for names, shapes and types and imports no torch.
+"""Stand-ins for the classes of a checkpoint index, for reading names, shapes and dtypes without importing torch.
 
-They have the names of torch's, so that messages are the same.
+They have the same names as torch's, so that error messages are the same.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megatron_ext.checkpoint.metadata_index import Kinds, names, read_index
 
 @dataclass(frozen=True)
 class Dtype:
-    """A type of numbers.
+    """Data type of a tensor.
 
     Attributes:
-        name: torch's.
-        itemsize: bytes of a number.
-        is_floating_point: whether it has an exponent.
+        name: torch's name.
+        itemsize: bytes per element.
+        is_floating_point: True for floating-point types.
     """
 
     name: str
@@ -39,12 +39,12 @@ class _Layout:
 
 
 class Size(tuple[int, ...]):
-    """The sizes of a tensor."""
+    """Size of a tensor."""
 
     __slots__ = ()
 
     def numel(self) -> int:
-        """Numbers of such a tensor."""
+        """Return the number of elements."""
         return prod(self)
 
 
@@ -57,20 +57,20 @@ class MemoryFormat(Enum):
 
 
 class TensorProperties:
-    """Facts about a tensor beside its size; of these the type is kept."""
+    """Properties of a tensor besides its size. Only the dtype is kept."""
 
     dtype: Dtype
 
 
 class ChunkStorageMetadata:
-    """Where a part of a tensor lies in it."""
+    """Offsets and sizes of a part of a tensor."""
 
     offsets: Size
     sizes: Size
 
 
 class TensorStorageMetadata:
-    """A tensor."""
+    """Entry of a tensor."""
 
     properties: TensorProperties
     size: Size
@@ -78,12 +78,12 @@ class TensorStorageMetadata:
 
 
 class BytesStorageMetadata:
-    """An object that is no tensor."""
+    """Entry of an object that is no tensor."""
 
 
 @dataclass(frozen=True)
 class MetadataIndex:
-    """What a place is found by."""
+    """Key of a storage location."""
 
     fqn: str
     offset: Size | None = None
@@ -98,12 +98,12 @@ class _StorageInfo:
 
 
 class _StorageMeta:
-    """It says nothing."""
+    """Empty storage metadata."""
 
 
 @dataclass
 class Metadata:
-    """An index."""
+    """Index of a checkpoint."""
 
     state_dict_metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata]
     storage_data: dict[MetadataIndex, _StorageInfo]
@@ -120,7 +120,7 @@ DTYPES: Mapping[str, Dtype] = {
     **{name: Dtype(name, size, True) for name, size in _FLOATING.items()},
     **{name: Dtype(name, size, False) for name, size in _WHOLE.items()},
 }
-"""The types that parameters and what trains them have; an index with others is read with torch."""
+"""Dtypes of parameters and training state. An index with other dtypes must be read with torch."""
 
 KINDS = Kinds(
     dtypes=DTYPES,
@@ -141,5 +141,5 @@ _NAMES = names(KINDS)
 
 
 def read_plain(folder: Path) -> Metadata:
-    """See `metadata_index.read_index`."""
+    """Read the index of a checkpoint folder, as `metadata_index.read_index` does."""
     return cast(Metadata, read_index(folder, KINDS, _NAMES))

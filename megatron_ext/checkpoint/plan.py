@@ -1,4 +1,4 @@
-"""Which rank writes what into which file: planned together once, and the same at every later save of a run."""
+"""Save plan: which rank writes what into which file. It is computed collectively once and reused for later saves."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 FILES_PER_RANK = 2
-"""Each is written by a thread of its own."""
+"""Files per rank. Each has its own writer thread."""
 
 Item = tuple[WriteItem, io.BytesIO | None]
-"""What is written, and its bytes; None stands for a tensor."""
+"""Item to write, and its bytes. None instead of bytes for a tensor."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What this rank writes of a state.
+    """Part of the state that this rank writes.
 
     Attributes:
-        files: by name, the items of this rank. The tensors, which a plan does not keep alive, go with it.
-        common: what all ranks have alike, which the first rank writes.
-        metadata: what the index says; on the first rank only.
+        files: items of this rank, by file name. Tensors are passed separately, so that a plan does not keep them alive.
+        common: state that is the same on all ranks. The first rank writes it.
+        metadata: content of the index. On the first rank only.
     """
 
     files: dict[str, list[Item]]
@@ -45,14 +45,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Where a tensor of a plan lies: in which of those held, how many elements after its first, and how many."""
+    """Location of a planned tensor: index among the held tensors, element offset, and number of elements."""
 
     held: int
     offset: int
     numel: int
 
     def of(self, held: Sequence[Tensor]) -> Tensor:
-        """The elements, 1-D. Each call of torch's counts here: training waits for hundreds of them."""
+        """Return the elements as a 1-D view. It uses few torch calls, because training waits for hundreds of these."""
         whole = held[self.held]
         if whole.dim() == 1 and whole.numel() == self.numel:
             return whole
@@ -60,7 +60,7 @@ class _Cut:
 
 
 class _Writer(FileSystemWriterAsync):
-    """Megatron's writer as far as planning goes: it hands over the live tensors instead of copies of its own."""
+    """Megatron's writer, used for planning only. It exposes the live tensors instead of copying them."""
 
     files: dict[str, list[tuple[WriteItem, Tensor | io.BytesIO]]]
 
@@ -75,11 +75,12 @@ class _Writer(FileSystemWriterAsync):
 
 
 class Planner:
-    """Plans the saves of one run, whose state always has the same structure.
+    """Planner of the saves of one run, whose state always has the same structure.
 
-    The first two saves exchange the ranks' parts, the first also checks that they make a whole; Megatron finds the two
-    alike. From then on the plan is settled: nothing is described or exchanged, tensors are cut from those held as they
-    were before, and what is no tensor is taken anew.
+    In the first two saves the ranks exchange their parts, and the first save also checks that these form a complete
+    state. Once Megatron finds two consecutive plans equal, the plan is settled. From then on nothing is exchanged.
+    Tensors are cut from the held tensors at the same places as before, and only objects that are no tensors are
+    collected again.
     """
 
     def __init__(self) -> None:
@@ -91,19 +92,19 @@ class Planner:
 
     @property
     def is_settled(self) -> bool:
-        """Whether `again` is to be called from now on; on all ranks alike."""
+        """True on all ranks once `again` must be called instead of `plan`."""
         return self._known[2]
 
     def plan(self, state: dict[str, Any], held: Sequence[Tensor], folder: Path) -> tuple[Plan, list[Tensor]]:
-        """Plan a save; a collective call.
+        """Plan a save. A collective call.
 
         Args:
-            state: sharded state dictionary; it is taken apart.
-            held: what all of its tensors are views of.
-            folder: where the files will lie.
+            state: sharded state dictionary. It is modified.
+            held: tensors that all tensors of the state are views of.
+            folder: folder of the files.
 
         Returns:
-            The plan, and the live tensors, 1-D, in the order in which its files name them.
+            The plan, and the live tensors, 1-D, in the order in which the plan's files list them.
         """
         sharded, common = save_preprocess(state, validate_access_integrity=self._known[0] is None)
         (writer, metadata, _), central, local, alike, _ = save_state_dict_async_plan(
@@ -126,11 +127,11 @@ class Planner:
         return Plan(files, common, self._metadata), [t.view(-1) for t in tensors]
 
     def again(self, held: Sequence[Tensor], plain: dict[str, Any]) -> tuple[Plan, list[Tensor]]:
-        """The settled plan, as `plan` gives it.
+        """Return the settled plan, in the same form as `plan`.
 
         Args:
-            held: as for `plan`; wherever they lie now.
-            plain: what of the state is no tensor.
+            held: the same tensors as for `plan`, possibly at new addresses.
+            plain: objects of the state that are no tensors.
         """
         assert _structure(held) == self._held, "a run's state always has the same structure"
         sharded, common = save_preprocess(plain, validate_access_integrity=False)
@@ -140,7 +141,7 @@ class Planner:
 
 
 def _by_key(sharded: dict[str, Any]) -> dict[str, Any]:
-    """The parts that this rank writes, as torch's planner takes them."""
+    """Return the parts that this rank writes, in the form of torch's planner."""
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     return mcore_to_pyt_state_dict(by_key)
 
@@ -150,7 +151,7 @@ def _structure(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
 
 
 def _cuts(tensors: Sequence[Tensor], held: Sequence[Tensor]) -> list[_Cut]:
-    """Where each of some tensors lies in those held."""
+    """Locate each tensor in the held tensors."""
     by_storage: dict[int, list[tuple[int, Tensor]]] = {}
     for number, whole in enumerate(held):
         by_storage.setdefault(whole.untyped_storage().data_ptr(), []).append((number, whole))

@@ -1,7 +1,7 @@
-"""Reading torch_dist checkpoints through the restricted reader, for torch's and Megatron's loaders.
+"""Safe loading of torch_dist checkpoints, for torch's and Megatron's loaders.
 
-Theirs unpickle `.metadata` and every object that is no tensor with nothing held back: a checkpoint of somebody else's
-could run code. The classes here take their place in the loading of a checkpoint.
+Their own readers unpickle `.metadata` and all objects without restriction, so an untrusted checkpoint could run code.
+The classes here replace them when a checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from megatron_ext.parallel.agreement import on_every_rank
 
 
 class RestrictedReader(FileSystemReader):
-    """torch's reader of a checkpoint's folder, that unpickles nothing but tensors and plain values.
+    """Variant of torch's checkpoint reader that only unpickles tensors and plain values.
 
-    `.metadata` is read once: what was checked is what is used.
+    `.metadata` is read once, so that the validated content is the one that is used.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,7 +60,7 @@ class RestrictedReader(FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index of the checkpoint.
+        """Return the index of the checkpoint.
 
         Raises:
             UserError: see `metadata_file.read_metadata`.
@@ -70,10 +70,10 @@ class RestrictedReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Hand a plan's tensors and objects to its planner.
+        """Read the tensors and objects of a plan and pass them to its planner.
 
         Raises:
-            UserError: a file is not there, is damaged or holds what is not read.
+            UserError: a file is missing, damaged or has unsupported content.
         """
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
@@ -110,7 +110,7 @@ class RestrictedReader(FileSystemReader):
 
 
 def _hand_over(item: ReadItem, tensor: Tensor, planner: LoadPlanner) -> None:
-    """As torch's reader does."""
+    """Copy a tensor into the planner's target, as torch's reader does."""
     if tensor.dim() != len(item.lengths) or any(
         offset + length > size
         for offset, length, size in zip(item.storage_offsets, item.lengths, tensor.shape, strict=True)
@@ -124,7 +124,7 @@ def _hand_over(item: ReadItem, tensor: Tensor, planner: LoadPlanner) -> None:
 
 
 class _Planner(MCoreLoadPlanner):
-    """Megatron's, which takes objects as they were read, instead of bytes to unpickle."""
+    """Megatron's load planner, which accepts decoded objects instead of bytes to unpickle."""
 
     def take_object(self, item: ReadItem, value: Any) -> None:
         if self.flatten_state_dict:
@@ -133,12 +133,12 @@ class _Planner(MCoreLoadPlanner):
             self.state_dict[item.dest_index.fqn] = value
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Torch's would unpickle them."""
+        """Fail, because torch's implementation would unpickle the bytes."""
         raise AssertionError("the restricted reader gives no bytes")
 
 
 class _Tensors(TorchDistLoadShardedStrategy):
-    """Megatron's strategy for what is sharded, over a `RestrictedReader`."""
+    """Megatron's strategy for sharded state, on top of a `RestrictedReader`."""
 
     def __init__(self, reader: RestrictedReader) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class _Tensors(TorchDistLoadShardedStrategy):
 
 
 class _Common(TorchCommonLoadStrategy):
-    """Megatron's strategy for what is the same on all ranks, which has been read."""
+    """Megatron's strategy for the state that is the same on all ranks. The state has already been read."""
 
     def __init__(self, common: Any) -> None:
         self._common = common
@@ -182,14 +182,14 @@ class _Common(TorchCommonLoadStrategy):
 
 
 def read_common(folder: Path, names: Names | None = None) -> Any:
-    """What Megatron keeps beside the tensors, without running any code of the file's.
+    """Read the state that Megatron stores beside the tensors, without running code from the file.
 
     Args:
-        folder: of the checkpoint.
-        names: classes that may be in it, beside plain values and tensors.
+        folder: folder of the checkpoint.
+        names: classes that the file may name, besides plain values and tensors.
 
     Raises:
-        UserError: it cannot be read so.
+        UserError: the file cannot be read under this restriction.
     """
     path = folder / COMMON_STATE_FNAME
     try:
@@ -201,14 +201,14 @@ def read_common(folder: Path, names: Names | None = None) -> Any:
 
 
 def load_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Fill a sharded state dictionary from a checkpoint; a collective call.
+    """Fill a sharded state dictionary from a checkpoint. A collective call.
 
     Args:
-        state: of Megatron's sharded tensors and objects.
-        folder: of the checkpoint.
+        state: dictionary of Megatron's sharded tensors and objects.
+        folder: folder of the checkpoint.
 
     Raises:
-        UserError: the checkpoint is damaged, holds what is not read, or lacks a tensor; on every rank.
+        UserError: on every rank, if the checkpoint is damaged, has unsupported content, or lacks a tensor.
     """
     reader = RestrictedReader(folder)
     common: list[Any] = []

@@ -1,8 +1,8 @@
-"""Restricted reader of pickles: plain values, and the data classes of an exact list of names.
+"""Restricted reader of pickles: plain values, and classes from an exact list of names.
 
-A pickle is a program. This machine has only the opcodes that plain values and data classes are written with. It
-imports nothing: a name is looked up in a table by its exact (module, name) pair. It calls nothing but the table's
-functions, and sets no attribute but through them. What is read is bounded by the size of the file.
+A pickle is a program. This interpreter only supports the opcodes for plain values and data classes. It imports nothing.
+Names are looked up in a table by their exact (module, name) pair. Only functions of that table are called, and only
+they set attributes. The amount of data read is bounded by the size of the file.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from megatron_ext.checkpoint.extent import RefusedPickle, check_extent
 
 _MAX_NAME = 200
 _MAX_KEY = 64
-"""Parts of a tuple that is a key: its hash is computed anew whenever it is used."""
+"""Most elements of a tuple used as a key, because its hash is recomputed at every use."""
 _MOST_COMPARISONS = 20_000_000
-"""Of keys whose hashes an author can choose: each may be compared with all before it, which takes up to 30 ns."""
+"""Most comparisons of keys with hashes under an author's control. Each takes up to 30 ns."""
 _FEW_KEYS = 1024
 _SCALARS = (str, int, float, bool, bytes, type(None))
 
 
 @dataclass(frozen=True, eq=False)
 class Name:
-    """A class that a pickle may name.
+    """Class that a pickle may name.
 
     Attributes:
-        call: makes a value of the arguments that the pickle gives; None: it may not be called.
-        new: makes an empty instance, to be filled by `fill`; None: it may not be made so.
-        kind: type of the instances that `fill` takes.
-        fill: checks a state and takes it into an instance.
+        call: builds a value from the pickle's arguments. None: it may not be called.
+        new: builds an empty instance for `fill`. None: not allowed.
+        kind: type of the instances that `fill` accepts.
+        fill: validates a state and stores it in an instance.
     """
 
     call: Callable[..., Any] | None = None
@@ -43,20 +43,20 @@ class Name:
 
 
 Names = Mapping[tuple[str, str], Any]
-"""By module and name: a `Name`, or a constant that stands for itself."""
+"""Allowed names by (module, name): a `Name`, or a constant that is used as it is."""
 
 
 class Unread:
-    """Empty stand-in for an instance whose content nothing here needs."""
+    """Empty stand-in for an instance whose content is ignored."""
 
 
 def unread() -> Name:
-    """An entry for a class that a pickle may name, but whose arguments and state are dropped without being used."""
+    """Return an entry for a class whose arguments and state are ignored."""
     return Name(lambda *_: Unread(), Unread, Unread, lambda instance, state: None)
 
 
 def ordered() -> Name:
-    """`OrderedDict`, whose items are set one by one: its constructor would hash keys that nobody has checked."""
+    """Return an entry for `OrderedDict`. Items are set one by one: its constructor would hash unchecked keys."""
 
     def empty() -> OrderedDict[Any, Any]:
         return OrderedDict()
@@ -65,7 +65,7 @@ def ordered() -> Name:
 
 
 def namespace() -> Name:
-    """`argparse.Namespace`, whose attributes are plain names."""
+    """Return an entry for `argparse.Namespace` whose attribute names are identifiers."""
 
     def fill(instance: Namespace, state: Any) -> None:
         if type(state) is not dict or not all(type(key) is str and key.isidentifier() for key in state):
@@ -80,11 +80,12 @@ def load(data: bytes, names: Names, persistent: Callable[[Any], Any] | None = No
 
     Args:
         data: the pickle.
-        names: what it may name.
-        persistent: gives the object of a persistent id; None: there may be none.
+        names: classes that it may name.
+        persistent: returns the object of a persistent id. None: persistent ids are refused.
 
     Raises:
-        RefusedPickle: it is damaged, holds anything else, or its value is too deep or too large; see `check_extent`.
+        RefusedPickle: the pickle is damaged, contains anything else, or its value is too deep or too large (see
+            `check_extent`).
     """
     try:
         value = _Machine(data, names, persistent).run()
@@ -107,7 +108,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
         self._bytes_of_calls = 0
         self._comparisons = 0
-        self._hashes: dict[int, set[int]] = {}  # by id of a dictionary: of its keys that are instances
+        self._hashes: dict[int, set[int]] = {}  # by id of a dictionary: hashes of its keys that are instances
 
     def run(self) -> Any:
         data, stop = self._data, ord(".")
@@ -263,7 +264,7 @@ class _Machine:
             raise RefusedPickle("has a key without a value")
         for number in range(0, len(pairs), 2):
             key = pairs[number]
-            # The hash of nested tuples recurses in C, without a bound.
+            # Hashing nested tuples recurses in C without a limit.
             if isinstance(key, tuple) and not (
                 len(key) <= _MAX_KEY and all(isinstance(part, _SCALARS) for part in key)
             ):
@@ -272,13 +273,14 @@ class _Machine:
             into[key] = pairs[number + 1]
 
     def _count_comparisons(self, into: Mapping[Any, Any], key: Any) -> None:
-        """Count the keys that a key may be compared with: keys of one hash are each compared with all before them.
+        """Bound the comparisons of a new key with earlier keys of the same hash.
 
-        Nobody can choose hashes of texts, which differ from process to process, and numbers that count from 0 have
-        different places. An instance's hash is made of a text, too; but instances that share it can be given one hash.
+        Hashes of strings cannot be chosen, because they are salted per process. Integers that count from 0 do not
+        collide. The hash of an instance also depends on a string, but instances that share that string can be given
+        equal hashes.
 
         Raises:
-            RefusedPickle: these are too many.
+            RefusedPickle: there are too many comparisons.
         """
         kind = type(key)
         if kind in (str, bytes, bool, type(None)):
@@ -290,7 +292,7 @@ class _Machine:
             if found not in known:
                 known.add(found)
                 return
-            self._comparisons += 15 * len(into)  # their comparison is Python's
+            self._comparisons += 15 * len(into)  # instances are compared in Python, which is slower
         self._comparisons += len(into)
         if self._comparisons > _MOST_COMPARISONS:
             raise RefusedPickle("has more keys that are numbers than can be told apart in time")
@@ -343,7 +345,7 @@ class _Machine:
             raise RefusedPickle("calls what may not be called")
         value = called.call(*arguments)
         if type(value) is bytes:
-            # A text that is shared could be made bytes again and again, until the memory is full.
+            # A shared string could be encoded repeatedly until memory is full.
             self._bytes_of_calls += len(value)
             if self._bytes_of_calls > len(self._data):
                 raise RefusedPickle("makes more bytes than it holds")

@@ -1,9 +1,9 @@
-"""A checkpoint on its way to the disk while training goes on.
+"""Write a checkpoint in the background while training continues.
 
-What takes time happens in a thread. Megatron has forked processes for it: a fork of a process with the threads of gloo,
-NCCL and CUDA may hang in a lock that one of them held, a rank that is killed leaves it behind with its memory and its
-output open, and it cannot copy from the GPU. The work, copies, torch.save, checksums, leaves Python's lock to the
-training thread: while 256 MB were saved, a thread that woke each half millisecond was never late by more than 7.
+Slow work runs in a thread, rather than in a forked process as in Megatron. A fork of a process with gloo, NCCL and CUDA
+threads may deadlock on a lock that one of them held. It outlives a killed rank, with its memory and its open output,
+and cannot copy from the GPU. Copies, torch.save and checksums release the GIL for the training thread. While 256 MB
+were saved, a thread that woke every half millisecond was never late by more than 7 ms.
 """
 
 from __future__ import annotations
@@ -44,17 +44,20 @@ from megatron_ext.parallel.agreement import from_first_rank, gather_on_first
 FORMAT = CheckpointingConfig("torch_dist", 1)
 
 HEAD_START = 0.03
-"""Seconds that the background leaves to training where nobody waits for it: a step that begins has a GPU to give work
-to, and two threads of Python's take turns. Later in the step the GPU has work in store."""
+"""Seconds by which background work is delayed after a save, unless a rank waits for it.
+
+At the start of a step training must launch GPU work, and the background thread would compete for the GIL. Later in the
+step the GPU has work queued.
+"""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank has put on the disk.
+    """Files that a rank has written.
 
     Attributes:
-        results: where each item lies, as `index.encoded` writes it.
-        files: what each of its files holds.
+        results: location of each item, as returned by `index.encoded`.
+        files: size and checksum of each file, by name.
     """
 
     results: str
@@ -62,21 +65,21 @@ class Written:
 
 
 class _Abandoned(Exception):
-    """Nobody waits for this save any more."""
+    """Signal that the save was abandoned."""
 
 
 class Saving:
-    """One save: every rank writes its files, then the first makes the checkpoint whole.
+    """Single save: every rank writes its files, then the first rank completes the checkpoint.
 
     Args:
-        folder: of the run's checkpoints.
-        step: that is saved.
-        plan: what this rank writes.
-        on_host: gives the tensors of the plan as they were at the save.
-        index: of the run's checkpoints.
+        folder: checkpoint folder of the run.
+        step: step to save.
+        plan: items that this rank writes.
+        on_host: returns the plan's tensors as they were at the save.
+        index: index writer of the run.
         record_parts: see `CheckpointFolder.finish`.
-        retention: which checkpoints stay when it is whole.
-        executor: works in the background, one thing at a time.
+        retention: rule for which checkpoints are kept once this one is complete.
+        executor: executor for background work, with one worker.
         guard: see `CheckpointStore`.
     """
 
@@ -96,24 +99,24 @@ class Saving:
         self._folder, self._plan, self._on_host, self._executor = folder, plan, on_host, executor
         self._index, self._record_parts, self._retention = index, record_parts, retention
         self._abandoned, self._hurried = Event(), Event()
-        self._common = deepcopy(plan.common)  # it may hold what training changes
+        self._common = deepcopy(plan.common)  # training may modify its contents
         self._writing: Future[bytes] = executor.submit(self._write)
         self._finishing: Future[Failure | None] | None = None
         self._all_written = False
 
     @property
     def is_busy(self) -> bool:
-        """Whether this rank is at work for it."""
+        """True while this rank has background work for this save."""
         return not (self._finishing or self._writing).done()
 
     def advance(self) -> bool:
-        """Go on when no rank is busy; a collective call.
+        """Start the next phase, or finish. A collective call, to be made once no rank is busy.
 
         Returns:
-            Whether the checkpoint is whole.
+            True if the checkpoint is complete.
 
         Raises:
-            SaveFailed: a rank could not write; on every rank, and nothing is left of the checkpoint.
+            SaveFailed: on every rank, if a rank could not write. The partial checkpoint is removed.
         """
         if not self._all_written:
             self._all_written = True
@@ -128,24 +131,27 @@ class Saving:
         return True
 
     def wait(self) -> None:
-        """Stay until the checkpoint is whole; a collective call. Raises as `advance`."""
+        """Block until the checkpoint is complete. A collective call. Raises like `advance`."""
         self._hurried.set()
         while not self.advance():
-            pass  # each call waits for what this rank still does, and the exchange in it for the others
+            pass  # each call waits for this rank's work, and its collective for the other ranks
 
     def abandon(self) -> None:
-        """Leave it unfinished and remove what there is; each rank for itself."""
+        """Cancel the save and remove its files. Each rank calls it independently."""
         self._abandoned.set()
         self._hurried.set()
         for work in (self._writing, self._finishing):
             if work is not None:
-                work.exception()  # waits; what it says no longer matters
+                work.exception()  # waits, and ignores the error
         self._folder.abandon(self.step)
 
     # --- in the background -------------------------------------------------------------------------------------------
 
     def _write(self) -> bytes:
-        """What this rank has `Written`, or its `Failure`, as bytes: training would wait for the making of them."""
+        """Write this rank's files. Return the encoded `Written`, or the `Failure`.
+
+        The result is encoded here, because training would have to wait for that.
+        """
         self._hurried.wait(HEAD_START)
         try:
             written: Written | Failure = self._write_files(self._folder.partial(self.step))
@@ -171,7 +177,7 @@ class Saving:
         return Written(encoded([result for _, results in written for result in results]), contents)
 
     def _write_file(self, path: Path, items: Sequence[tuple[WriteItem, Any]]) -> tuple[Content, list[WriteResult]]:
-        """One file of tensors and objects, each as torch.save writes it, as torch's reader expects them."""
+        """Write one file of tensors and objects, each in torch.save's format, which torch's reader expects."""
         transforms, results = _StorageWriterTransforms(), []
         with CheckedFile(path) as file:
             for item, data in items:
@@ -184,7 +190,7 @@ class Saving:
             raise _Abandoned
 
     def _finish(self, said: Sequence[bytes]) -> Failure | None:
-        """Index, record, rename, `latest`; on the first rank, with what all have said."""
+        """Write index and record, rename the folder and update `latest`. On the first rank, with all ranks' results."""
         self._hurried.wait(HEAD_START)
         parts = [_report(part) for part in said]
         failure = next((part for part in parts if isinstance(part, Failure)), None)
@@ -212,7 +218,7 @@ class Saving:
 
 
 def _report(said: bytes) -> Written | Failure:
-    """What a rank has `Written`, or its `Failure`."""
+    """Decode a rank's `Written` or `Failure`."""
     raw = json.loads(said)
     if "trace" in raw:
         return Failure(**raw)
@@ -220,10 +226,10 @@ def _report(said: bytes) -> Written | Failure:
 
 
 class SaveFailed(Exception):
-    """A checkpoint could not be saved.
+    """Failure to save a checkpoint.
 
     Args:
-        failure: of the first rank that has one.
+        failure: failure of the first rank that has one.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -245,7 +251,7 @@ def _write_whole_file(path: Path, saved: dict[str, Any]) -> Content:
 
 
 def _check(path: Path, written: Content) -> None:
-    """Read a file again: what the disk gives back must be what it was given."""
+    """Read a file back and compare it with what was written."""
     found = content_of(path)
     if found != written:
         raise NotAsWritten(f"{path.name} does not hold what was written into it ({found} instead of {written})")

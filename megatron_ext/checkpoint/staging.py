@@ -1,4 +1,4 @@
-"""A copy of the state as it is at a save, made so fast that training hardly notices, and brought to the host later."""
+"""Fast snapshot of the state at a save, with a deferred copy to the host."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor
 from megatron_ext.platform import Platform
 
 OnHost = Callable[[], list[Tensor]]
-"""Gives the copies, in host memory; waits for them if need be, so it is for another thread to call."""
+"""Return the copies in host memory. It may block, so a background thread calls it."""
 
 _AT_ONCE = 16 << 20
-"""Bytes given to the bus before it is waited for."""
+"""Bytes of transfers that are queued before waiting for them."""
 
 _FILLED = 0.95
-"""Part of a GPU's memory that training and a copy may take together."""
+"""Largest fraction of GPU memory that training and the copies may use together."""
 
 
 class Staging:
-    """Copies the tensors of one run's saves; its host memory is kept from save to save, as large as they are.
+    """Snapshots of the tensors of one run's saves. The host buffers, as large as the tensors, are reused by all saves.
 
-    On a GPU the copy is made on the device, by kernels that the training stream takes in order: whatever changes the
-    tensors later finds it done. It is brought to pinned memory on a stream of its own, which a training step does not
-    wait for, and freed. Where the device has no room for it beside training, the copy goes to pinned memory at once,
-    and the save takes as long as the bus does.
+    On a GPU the snapshot is taken on the device, by kernels on the training stream, so later changes of the tensors do
+    not affect it. A separate stream then copies it to pinned memory, which training does not wait for, and the device
+    copy is freed. If the device has no room for it beside training, the snapshot goes to pinned memory directly. The
+    save then blocks for the whole transfer.
 
     Args:
-        platform: where the tensors are.
+        platform: platform of the tensors.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -37,11 +37,11 @@ class Staging:
         self._on_device: bool | None = None
 
     def copy(self, tensors: Sequence[Tensor]) -> OnHost:
-        """Copy tensors, 1-D; from the return on they may be changed.
+        """Snapshot 1-D tensors. They may be changed after this returns.
 
-        The copies before are overwritten: they must no longer be in use.
+        Earlier snapshots are overwritten and must no longer be in use.
         """
-        if not tensors:  # other data-parallel ranks write all that this one has
+        if not tensors:  # other data-parallel ranks write all of this rank's state
             return lambda: []
         if not self._platform.is_cuda:
             self._make_room(tensors)
@@ -57,11 +57,11 @@ class Staging:
     def _make_room(self, tensors: Sequence[Tensor]) -> None:
         if [(t.numel(), t.dtype) for t in self._host] != [(t.numel(), t.dtype) for t in tensors]:
             self._host = []
-            # Each has a storage of its own: torch.save writes storages whole.
+            # A separate storage for each, because torch.save writes whole storages.
             self._host = [torch.empty(t.numel(), dtype=t.dtype, pin_memory=self._platform.is_cuda) for t in tensors]
 
     def _has_room_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Asked once: later the memory that training has taken includes that of copies."""
+        """Decide once, because later the peak memory of training includes that of copies."""
         if self._on_device is None:
             device = self._platform.device
             taken = torch.cuda.max_memory_reserved(device) + sum(t.nbytes for t in tensors)
@@ -85,7 +85,10 @@ class Staging:
         return on_host
 
     def _fetch(self, copies: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
-        """Bring copies to the host, a few at a time: more would hold up a step's kernels in the device's one queue."""
+        """Copy snapshots to the host, a few at a time.
+
+        The device has one transfer queue. More queued transfers would delay the kernels of a training step.
+        """
         waiting = 0
         for host, copy in zip(self._host, copies, strict=True):
             host.copy_(copy, non_blocking=True)
@@ -97,13 +100,13 @@ class Staging:
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A copy of each, beside it: those of one type in one piece of memory and by few kernels, not by hundreds."""
+    """Copy the tensors on their device. Those of one dtype share one allocation and are copied by few kernels."""
     found: dict[int, Tensor] = {}
     alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for number, t in enumerate(tensors):
         alike.setdefault((t.dtype, t.device), []).append(number)
     for (dtype, device), numbers in alike.items():
-        sizes = [tensors[number].numel() for number in numbers]  # len is slower, and training waits
+        sizes = [tensors[number].numel() for number in numbers]  # faster than len(), and training waits for it
         copies = torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes)
         torch._foreach_copy_(copies, [tensors[number] for number in numbers])
         found.update(zip(numbers, copies, strict=True))

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, placed in the whole model: Megatron's sharded state of model, optimizer and generators."""
+"""Contents of a checkpoint as Megatron's sharded state of model, optimizer and random generators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_ext.platform import Platform
 
 
 def unwrap(chunk: Any) -> Any:
-    """The model inside the wrappers of precision and data parallelism."""
+    """Return the model inside the wrappers for precision and data parallelism."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
@@ -31,14 +31,14 @@ def run_state(
     *,
     with_generators: bool = True,
 ) -> dict[str, Any]:
-    """The sharded state dictionary to save, or to have filled.
+    """Return the sharded state dictionary to save, or to load into.
 
     Args:
-        optimizer: holds the model chunks and their optimizer; within its `whole`.
+        optimizer: holds the model chunks and their optimizer. Must be inside its `whole` context.
         stretches: the optimizer's state.
         groups: process groups.
-        platform: where this runs.
-        with_generators: whether the states of the random generators belong to it: they are of one layout.
+        platform: platform of this process.
+        with_generators: include the states of the random generators, which depend on the layout.
     """
     model = model_state(optimizer.chunks, groups)
     placed = placed_state(model, stretches, sharded=optimizer.shares_state)
@@ -49,28 +49,28 @@ def run_state(
 
 
 def plain_state(optimizer: RunOptimizer, groups: ProcessGroupCollection, platform: Platform) -> dict[str, Any]:
-    """The part of `run_state` that is no tensor: counts, and the states of generators."""
+    """Return the part of `run_state` that is no tensor: counters, and the states of the random generators."""
     return {"optimizer": optimizer.plain_state(), "generators": _generators(groups, platform)}
 
 
 def held_tensors(optimizer: RunOptimizer, stretches: Sequence[Stretch]) -> list[Tensor]:
-    """The tensors whose parts `run_state` places in the whole model, as they lie in memory, in an order that stays."""
+    """Return the tensors in memory whose parts `run_state` contains, in a fixed order."""
     return [*optimizer.held_by_model(), *(t for stretch in stretches for t in stretch.tensors.values())]
 
 
 def model_state(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> dict[str, Any]:
-    """The part of `run_state` that is the model's, by chunk."""
+    """Return the model's part of `run_state`, by chunk."""
     metadata = {"dp_cp_group": groups.dp_cp, "singleton_local_shards": False}
     model: dict[str, Any] = {}
     for number, chunk in enumerate(chunks):
         sharded = unwrap(chunk).sharded_state_dict(metadata=metadata)
-        # Transformer Engine's extra state belongs to FP8; without it a checkpoint fits either back-end.
+        # Transformer Engine's extra state is for FP8. Without it a checkpoint works with both back-ends.
         model[f"chunk{number}"] = {key: value for key, value in sharded.items() if not key.endswith("_extra_state")}
     return model
 
 
 def restore(state: dict[str, Any], optimizer: RunOptimizer, stretches: Sequence[Stretch], platform: Platform) -> None:
-    """Take a filled `run_state` into the model, the optimizer and the generators."""
+    """Copy a loaded `run_state` into the model, the optimizer and the random generators."""
     restore_model(state["model"], optimizer.chunks)
     optimizer.take(stretches, state["optimizer"])
     if "generators" in state:
@@ -78,7 +78,7 @@ def restore(state: dict[str, Any], optimizer: RunOptimizer, stretches: Sequence[
 
 
 def restore_model(model: dict[str, Any], chunks: Sequence[torch.nn.Module]) -> None:
-    """Take the filled state of a model into its chunks."""
+    """Copy the loaded state of a model into its chunks."""
     for number, chunk in enumerate(chunks):
         _load_model(unwrap(chunk), model[f"chunk{number}"])
 
@@ -108,5 +108,5 @@ def _set_generators(states: dict[str, Any], platform: Platform) -> None:
 
 
 def layout_of_generators(groups: ProcessGroupCollection) -> list[int]:
-    """The sizes on which the generators' states depend."""
+    """Return the parallel sizes that the states of the random generators depend on: [PP, TP]."""
     return [groups.pp.size(), groups.tp.size()]

@@ -1,4 +1,4 @@
-"""Saving and loading a run's state at any layout, in Megatron's format of dist_checkpointing (torch_dist)."""
+"""Save and load a run's state under any layout, in Megatron's torch_dist format (dist_checkpointing)."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class CheckpointStore:
 
     Args:
         root: the run's `checkpoints/` folder.
-        identity: what the run is, kept in the record of every checkpoint.
+        identity: identity of the run, stored in the record of every checkpoint.
         groups: process groups.
-        platform: where this runs.
-        retention: which checkpoints stay.
-        asynchronous: `save` returns when the state has been copied aside; `advance` and `wait` bring it to its end.
+        platform: platform of this process.
+        retention: rule for which checkpoints are kept.
+        asynchronous: `save` returns once the state is copied. `advance` and `wait` complete it.
         another: see `CheckpointFolder`.
-        guard: called on the first rank before a written checkpoint gets its name, which it does not if this raises.
-        judge: called with a checkpoint's record and folder before it is continued; raises UserError where the run may
-            not go on from it.
+        guard: function called on the first rank before a written checkpoint is renamed. If it raises, the save fails.
+        judge: function called with a checkpoint's record and folder before it is loaded. Raises UserError if the run
+            may not continue from it.
 
     Attributes:
-        folder: of the checkpoints.
-        identity: as above.
+        folder: folder of the checkpoints.
+        identity: identity of the run.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class CheckpointStore:
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def save(self, optimizer: RunOptimizer, progress: Progress) -> None:
-        """Save the state of every rank as `step_N`; a collective call. The save before is waited for.
+        """Save the state of all ranks as `step_N`. A collective call. It first waits for a save in progress.
 
         Raises:
-            UserError: the disk is full or refuses; the checkpoints before stay as they were.
+            UserError: the disk is full or fails. Earlier checkpoints are unchanged.
         """
         self.wait()
         if not self._planner.is_settled:
@@ -113,46 +113,48 @@ class CheckpointStore:
             self.wait()
 
     def check_writable(self) -> None:
-        """Refuse to save where the guard does, each rank for itself.
+        """Call the guard, if there is one. Each rank calls it independently.
 
         Raises:
-            UserError: the guard's.
+            UserError: the guard's error.
         """
         if self._guard is not None:
             self._guard()
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is on its way; on all ranks alike."""
+        """True on all ranks while a save is in progress."""
         return self._saving is not None
 
     @property
     def is_busy(self) -> bool:
-        """Whether this rank is at work for a save."""
+        """True while this rank has background work for a save."""
         return self._saving is not None and self._saving.is_busy
 
     def advance(self) -> None:
-        """Bring a save forward; a collective call, to be made by all ranks when none `is_busy`. Raises as `save`."""
+        """Continue a save. A collective call, to be made on all ranks once none `is_busy`. Raises like `save`."""
         if self._saving is not None and self._guarded(self._saving.advance):
             self._saving = None
 
     def wait(self) -> None:
-        """Bring a save to its end; a collective call. Raises as `save`."""
+        """Complete a save in progress. A collective call. Raises like `save`."""
         if self._saving is not None:
             self._guarded(self._saving.wait)
             self._saving = None
 
     def abandon(self) -> None:
-        """Leave a save unfinished, nothing of it being left: where training ends by an error, each rank for itself."""
+        """Cancel a save in progress and remove its files.
+
+        Each rank calls it independently, when training ends with an error.
+        """
         if self._saving is not None:
             self._saving.abandon()
             self._saving = None
 
     def _begin(self, step: int) -> None:
-        """Make the folder, in which runs that were killed may have left something; a collective call.
+        """Create the partial folder and remove leftovers of killed runs. A collective call.
 
-        At a run's first saves alone: later ones find nothing, and each rank makes the folder where training does not
-        wait for it.
+        Only for a run's first saves. Later saves find no leftovers, and each rank creates the folder in the background.
         """
         failure: Failure | None = None
         if dist.get_rank() == 0:
@@ -165,8 +167,8 @@ class CheckpointStore:
             raise self._error(step, Failure(**said))
 
     def _copied_state(self, optimizer: RunOptimizer, partial: Path) -> tuple[Plan, OnHost]:
-        """Plan what this rank writes and copy it aside: afterwards training may change it. A collective call."""
-        # Thousands of small objects for a moment: the collector would look through all that there is besides.
+        """Plan this rank's writes and copy its state, so that training may change it. A collective call."""
+        # Creates thousands of short-lived objects, which would trigger full garbage collections.
         with optimizer.whole(), _disable_gc(), self._platform.optimizer_context():
             stretches = list(optimizer.stretches())
             held = held_tensors(optimizer, stretches)
@@ -195,13 +197,13 @@ class CheckpointStore:
     # --- loading -----------------------------------------------------------------------------------------------------
 
     def check(self, step: int) -> Record:
-        """The record of a checkpoint that this run can continue from, every file being as it was written.
+        """Return the record of a checkpoint after verifying all its files.
 
-        A collective call: the ranks share the files.
+        A collective call. The files are distributed over the ranks.
 
         Raises:
-            DamagedCheckpoint: it is not there, or damaged.
-            UserError: see `judge`.
+            DamagedCheckpoint: the checkpoint is missing or damaged.
+            UserError: `judge` refuses the checkpoint.
         """
         found: list[Record] = []
         on_every_rank(lambda: found.append(self.folder.read_record(step)))
@@ -218,10 +220,13 @@ class CheckpointStore:
         return record
 
     def check_newest(self) -> tuple[Record, list[DamagedCheckpoint]]:
-        """The newest checkpoint that is not damaged, as `check` gives it, and what is wrong with those after it.
+        """Find the newest intact checkpoint. A collective call.
+
+        Returns:
+            Its record, as `check` returns it, and the damage of the newer ones.
 
         Raises:
-            UserError: all are damaged, or see `check`.
+            UserError: all checkpoints are damaged, or `judge` refuses one.
         """
         newest = self.folder.latest()
         damages: list[DamagedCheckpoint] = []
@@ -236,10 +241,10 @@ class CheckpointStore:
         raise UserError(str(self.folder.root), f"holds no checkpoint that is whole: {said}", mend)
 
     def load(self, optimizer: RunOptimizer, record: Record) -> None:
-        """Fill model, optimizer, schedule and generators from a checked checkpoint; a collective call.
+        """Load model, optimizer, schedule and random generators from a checked checkpoint. A collective call.
 
-        The generators' states are of one layout; at another they are left as they are. Nothing is drawn from them
-        in a run without dropout.
+        The states of the generators only fit the layout they were saved with. Under another layout they are not
+        restored. A run without dropout draws no numbers from them.
         """
         same_layout = record.generators == layout_of_generators(self._groups)
         with optimizer.whole(), self._platform.optimizer_context():
@@ -250,7 +255,7 @@ class CheckpointStore:
             restore(state, optimizer, stretches, self._platform)
 
     def load_model(self, chunks: Sequence[torch.nn.Module], record: Record) -> None:
-        """Fill the model alone from a checked checkpoint, nothing of its optimizer being read; a collective call."""
+        """Load only the model from a checked checkpoint, without its optimizer. A collective call."""
         with self._platform.optimizer_context():
             state = {"model": model_state(chunks, self._groups)}
             state = load_state(state, self.folder.path(record.progress.step))

@@ -1,8 +1,8 @@
-"""Files of torch.save, read without running code of their author's.
+"""Safe reader of torch.save files. It executes no code from the file.
 
-The format is a zip of uncompressed records: a pickle, and the bytes of each storage that it names. `torch.load` has a
-restricted reader too, whose list of classes other libraries extend; this one has the list of this module and its
-caller's.
+The format is a zip of uncompressed records: a pickle, and the bytes of each storage that it references. `torch.load`
+also has a restricted mode, but other libraries extend its list of allowed classes. This reader only allows those of
+this module and its caller.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class _Storage:
 
 
 def _rebuild(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, metadata: Any = None) -> Tensor:
-    """See torch._utils._rebuild_tensor_v2."""
+    """Implement torch._utils._rebuild_tensor_v2."""
     return _tensor(storage, storage.dtype if type(storage) is _Storage else None, offset, size, stride)
 
 
 def _rebuild_with_dtype(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
 ) -> Tensor:
-    """See torch._utils._rebuild_tensor_v3."""
+    """Implement torch._utils._rebuild_tensor_v3."""
     return _tensor(storage, dtype, offset, size, stride)
 
 
@@ -68,7 +68,7 @@ def _tensor(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> Te
         raise RefusedPickle("has a tensor whose sizes and strides do not fit")
     held = storage.bytes_x.numel() // dtype.itemsize
     last = start + sum((length - 1) * step for length, step in zip(sizes, strides, strict=True))
-    # One element that stands for many would take their memory at the first copy.
+    # A stride of 0 would expand one element into a large tensor at the first copy.
     if sizes.numel() > held or (sizes.numel() and last >= held):
         raise RefusedPickle("has a tensor that is larger than its storage")
     whole = storage.bytes_x[: held * dtype.itemsize].view(dtype)
@@ -82,7 +82,7 @@ def _text_to_bytes(text: Any, coding: Any) -> bytes:
 
 
 def _device(*_: Any) -> None:
-    """Where a tensor lay no longer matters."""
+    """Ignore the device of a tensor."""
 
 
 _STORAGES = {
@@ -110,13 +110,13 @@ NAMES: Names = {
     ("torch._utils", "_rebuild_parameter"): Name(_rebuild_parameter),
     ("collections", "OrderedDict"): ordered(),
     ("_codecs", "encode"): Name(_text_to_bytes),
-    # DeepSpeed's, which says how a tensor was split.
+    # DeepSpeed's description of how a tensor was split.
     ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"): unread(),
 }
 
 
 class _Part(io.RawIOBase):
-    """A part of a file as a file, read wherever the file's own position is."""
+    """Byte range of a file as a file object, independent of the descriptor's position."""
 
     def __init__(self, descriptor: int, start: int, length: int) -> None:
         super().__init__()
@@ -145,10 +145,10 @@ class _Part(io.RawIOBase):
         return count
 
     def fill(self, view: memoryview, offset: int) -> None:
-        """Read into the whole of a buffer.
+        """Fill a whole buffer from an offset.
 
         Raises:
-            RefusedPickle: the file ends before.
+            RefusedPickle: the file is too short.
         """
         done = 0
         while done < len(view):
@@ -159,7 +159,7 @@ class _Part(io.RawIOBase):
 
 
 class _Records:
-    """Where the records of a torch zip lie."""
+    """Locations of the records in a torch zip file."""
 
     def __init__(self, part: _Part) -> None:
         self._part = part
@@ -179,10 +179,10 @@ class _Records:
         return self._prefix + name in self._infos
 
     def place(self, name: str) -> tuple[int, int]:
-        """Offset and length of a record.
+        """Return offset and length of a record.
 
         Raises:
-            RefusedPickle: it is not there, or compressed.
+            RefusedPickle: the record is missing, compressed or truncated.
         """
         info = self._infos.get(self._prefix + name)
         if info is None or info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
@@ -195,7 +195,7 @@ class _Records:
         return start, info.file_size
 
     def read(self, name: str) -> bytes:
-        """A small record."""
+        """Read a small record."""
         start, length = self.place(name)
         if length > _MAX_PICKLE:
             raise RefusedPickle(f"has a pickle of {length} bytes")
@@ -205,17 +205,17 @@ class _Records:
 
 
 def load_part(descriptor: int, start: int, length: int, names: Names = NAMES) -> Any:
-    """What torch.save has written into a part of a file, on the CPU.
+    """Load an object written by torch.save into a byte range of a file. Tensors are on the CPU.
 
     Args:
-        descriptor: of the open file.
-        start: byte at which the part begins.
-        length: of the part.
-        names: what its pickle may name.
+        descriptor: descriptor of the open file.
+        start: offset of the range in bytes.
+        length: length of the range in bytes.
+        names: classes that its pickle may name.
 
     Raises:
-        RefusedPickle: it is damaged, or holds anything but tensors, plain values and what is named.
-        OSError: it cannot be read.
+        RefusedPickle: the data is damaged, or contains anything but tensors, plain values and `names`.
+        OSError: the file cannot be read.
     """
     part = _Part(descriptor, start, length)
 
@@ -228,16 +228,16 @@ def load_part(descriptor: int, start: int, length: int, names: Names = NAMES) ->
 
 
 def load_file(path: Path, names: Names = NAMES, *, on_disk: bool = False) -> Any:
-    """What torch.save has written into a file, on the CPU.
+    """Load an object written by torch.save into a file. Tensors are on the CPU.
 
     Args:
-        path: of the file.
-        names: what its pickle may name.
-        on_disk: whether tensors are to lie on the disk until they are read.
+        path: path of the file.
+        names: classes that its pickle may name.
+        on_disk: memory-map tensors, so that they stay on disk until they are read.
 
     Raises:
         RefusedPickle: see `load_part`.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     descriptor = open_regular(path)
     try:
