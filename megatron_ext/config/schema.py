@@ -146,9 +146,9 @@ class DataConfig:
         cache_dir: local folder for copies of remote shards. One process per machine copies a shard when it is first
             opened and compares its sha256 with the manifest. `verify` then only checks that all remote files have the
             right size. Validation and test shards are copied before training.
-        cache_gib: most GiB of training text in cache_dir, where each process keeps at least one shard. None: no limit.
-            Samples are read in random order, so a run whose shards do not fit copies whole shards again for single
-            samples, and warns about it.
+        cache_gib: most GiB of training text in cache_dir, plus one shard per process. None: no limit. Samples are read
+            in random order, so a run whose shards do not fit copies whole shards again for single samples, and warns
+            about it.
         tokenizer: path of a tokenizer.json that must be the one the data was prepared with. None: the one beside the
             manifest.
         train_domains: domains to train on. None: every domain of the manifest with a train split.
@@ -207,8 +207,9 @@ class TrainingConfig:
             between layers and the output layer stay in bf16. tensorwise: one scale per tensor, from its current values
             (E4M3 forward, E5M2 backward). blockwise: one scale per 1 x 128 values, or per 128 x 128 for weights (E4M3).
         seed: seed of the initial weights and of the sample order.
-        recompute: activations recomputed in the backward pass. none: none. mlp: those of the feed-forward and the norm
-            before it, which take more than half of the memory. No mixer is computed twice. full: those of whole layers.
+        recompute: activations recomputed in the backward pass. none: nothing. mlp: those of the feed-forward and the
+            norm before it, which take more than half of the memory. No mixer is computed twice. full: those of whole
+            layers.
         evaluate_every: steps between evaluations by domain. 0: never.
         evaluate_suites: test suites to run between steps, besides the loss by domain: retrieval, fewshot. The sections
             with these names hold their options.

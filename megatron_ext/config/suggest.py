@@ -34,7 +34,7 @@ def unknown_mixer(where: str, name: str, known: Iterable[str]) -> UserError:
         known: the registered names.
 
     Returns:
-        The error; the caller raises it.
+        The error, for the caller to raise.
     """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)

@@ -35,9 +35,12 @@ def data_record(
         weights: weights of the training domains, in any unit. None: in proportion to their tokens.
 
     Returns:
-        Dictionary of train: digest of the training text; order: digest of that text and of the order in which the run
-            reads it; evaluation: digest of the evaluation text; tokenizer: sha256 of its file; texts: contents of each
-            domain, see `Text`.
+        Dictionary with these keys:
+        train: digest of the training text.
+        order: digest of the training text and of the order in which the run reads it.
+        evaluation: digest of the evaluation text.
+        tokenizer: sha256 of the tokenizer file.
+        texts: contents of each domain, see `Text`.
     """
     train = texts_of(manifest, "train", train_domains)
     evaluated = [*_there(manifest, "validation", train_domains), *_there(manifest, "test", test_domains)]

@@ -107,7 +107,7 @@ def create(folder: Path, number: int, me: ProcessIdentity) -> Holder | None:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            with contextlib.suppress(FileExistsError), path.open("xb") as file:  # a file system without links
+            with contextlib.suppress(FileExistsError), path.open("xb") as file:  # the file system has no hard links
                 file.write(line(asdict(holder)))
     finally:
         beside.unlink(missing_ok=True)

@@ -187,7 +187,7 @@ def heads_divide_by_rounds(f: Facts) -> Broken:
         own = "states" if mixer.hands_on_states else "chunks" if mixer.chunk_field else None
         local = units // p.tensor
         if local % p.context or p.context_exchange == own:
-            continue  # it exchanges no heads
+            continue  # this mixer exchanges no heads
         mixed = local // p.context
         if mixed % rounds:
             return (
