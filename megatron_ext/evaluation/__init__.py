@@ -1,1 +1,1 @@
-"""Evaluation: loss by domain."""
+"""Evaluation: loss by domain, few-shot tests, retrieval tests and text generation."""

@@ -1,4 +1,4 @@
-"""Beam search: several continuations of a text grow side by side, and the likeliest by token is taken."""
+"""Beam search: several continuations of a text are extended in parallel; the best mean log-probability wins."""
 
 from __future__ import annotations
 
@@ -8,50 +8,53 @@ import torch
 from torch import Tensor
 
 NEVER = -1e9
-"""Score of what is not to be taken; a number, so that there are always as many candidates as are asked for."""
+"""Score of a candidate that must not be chosen. It is finite, so that `topk` always finds enough candidates."""
 
 
 class Beams:
-    """The beams of one text, as transformers' `generate` searches with `num_beams` and its defaults otherwise.
+    """Beams of one text; the search equals `generate` of transformers with `num_beams` and otherwise default options.
 
-    Each step takes the 2 * `num_beams` likeliest continuations of all beams by a token. Of those that end, the
-    `num_beams` best by their log-probability a token are kept; the likeliest others are the beams of the next step. The
-    search ends where no beam is likelier a token than the worst that is kept, and, as with lm-eval's stop texts, where
-    the likeliest continuation is done: the others are cut off there, too.
+    Each step takes the 2 * `num_beams` most likely one-token extensions over all beams. Extensions that end become
+    finished texts. The search keeps the `num_beams` finished texts with the best log-probability per token. The most
+    likely other extensions are the beams of the next step.
+
+    The search stops when no beam has a better log-probability per token than the worst finished text. It also stops
+    when the most likely extension is done, as with the stop texts of lm-eval. All other extensions are then cut off at
+    the same length.
 
     Args:
-        num_beams: how many, at least 2.
-        max_tokens: of a continuation, at most.
-        end: token that ends one.
-        is_done: told the tokens of a continuation, `end` included, whether that is enough.
+        num_beams: number of beams, at least 2.
+        max_tokens: maximum tokens of a continuation.
+        end: token that ends a continuation.
+        is_done: stopping criterion, called with the tokens of a continuation, including `end`.
 
     Attributes:
-        is_open: whether the search goes on.
+        is_open: whether the search continues.
     """
 
     def __init__(self, num_beams: int, max_tokens: int, end: int, is_done: Callable[[Sequence[int]], bool]) -> None:
         self.num_beams, self._max_tokens, self._end, self._is_done = num_beams, max_tokens, end, is_done
         self._running: list[list[int]] = [[]] * num_beams
-        self._scores_n = torch.tensor([0.0] + [NEVER] * (num_beams - 1))  # all are the same text yet: one counts
+        self._scores_n = torch.tensor([0.0] + [NEVER] * (num_beams - 1))  # beams are equal at first: one counts
         self._kept: list[list[int]] = [[]] * num_beams
         self._kept_scores_n = torch.full((num_beams,), NEVER)
         self.is_open = True
 
     @property
     def best(self) -> list[int]:
-        """The best of those that have ended, without the token that ends it."""
+        """Best finished text, without its `end` token."""
         tokens = self._kept[0]
         return tokens[:-1] if tokens and tokens[-1] == self._end else tokens
 
     def advance(self, logits_nv: Tensor) -> tuple[list[int], list[int]]:
-        """Take a step.
+        """Extend the beams by one token.
 
         Args:
-            logits_nv: of what follows each beam; before the first step all are the same.
+            logits_nv: next-token logits of each beam, [num_beams, v]. In the first step all rows are equal.
 
         Returns:
-            The beams that go on, by their numbers before this step, and the next token of each. Without a meaning where
-            `is_open` is now false.
+            For each new beam, the index of the beam that it extends and its new token. Both are meaningless if
+            `is_open` is now False.
         """
         n, v = logits_nv.shape
         scores_nv = logits_nv.float().log_softmax(-1) + self._scores_n.to(logits_nv.device)[:, None]
@@ -69,7 +72,7 @@ class Beams:
         return [places[number] // v for number in going.indices], [text[-1] for text in self._running]
 
     def _keep(self, texts: list[list[int]], scores_m: Tensor, ends_m: Tensor) -> None:
-        """Keep the best of those that end among the `num_beams` likeliest, and of those that are kept."""
+        """Keep the best of the kept texts and of those that end among the `num_beams` most likely candidates."""
         may_be_kept_m = ends_m & (torch.arange(len(texts)) < self.num_beams)
         ended_m = scores_m / len(texts[0]) + NEVER * ~may_be_kept_m
         best = torch.cat([self._kept_scores_n, ended_m]).topk(self.num_beams)

@@ -1,4 +1,4 @@
-"""Continuations of texts, the likeliest or drawn, with what each layer remembers of them."""
+"""Greedy, sampled and beam-search continuations of prompts, with the decode cache of each layer."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ from megatron_ext.evaluation.vocabulary import Vocabulary
 from megatron_ext.mixers.memory import Memory
 
 PIECE = 8192
-"""Tokens of all prompts together that are read at a time: a layer's activations of all of a long one take gigabytes."""
+"""Maximum tokens of a prefill forward pass, over all prompts of a batch. Without the limit, a layer's activations of a
+long prompt take gigabytes."""
 
 IsDone = Callable[[Sequence[int]], bool]
 
 
 class Continuations:
-    """Generation for prompts of about the same length together, each as if it stood alone.
+    """Batched generation for prompts of similar length.
 
-    There is no padding, which a mixer with a state would remember: prompts are read together as far as the shortest
-    goes, then token by token, the longer ones their own tokens while the shorter ones are already continued. So they
-    are grouped by length: the steps that this adds are at most as many as those that generate.
+    A prompt gets the same continuation as it would get alone. There is no padding, because a recurrent state would
+    include it. Prefill covers all prompts up to the length of the shortest. After that, decoding advances token by
+    token: longer prompts consume their own tokens while shorter ones already generate. Prompts are grouped by length,
+    so that this adds at most `max_tokens` steps to a batch.
 
     Args:
-        chunks: of the model on this rank, see `build_model`.
-        groups: process groups; tensor- and pipeline-parallel ranks give the same prompts.
-        device: of the model.
-        vocab_size: tokens to choose from; rows of padding beyond it count for nothing.
-        tokens_at_a_time: of all prompts of a batch with their continuations, at most; a single one may have more.
+        chunks: model chunks of this rank, as `build_model` returns them.
+        groups: process groups. Tensor- and pipeline-parallel ranks must pass the same prompts.
+        device: device of the model.
+        vocab_size: number of tokens in the vocabulary; padded rows of the output layer beyond it are ignored.
+        tokens_at_a_time: maximum tokens of a batch, prompts and continuations together. A batch of one prompt may
+            exceed it.
     """
 
     def __init__(
@@ -61,14 +64,14 @@ class Continuations:
         is_done: IsDone,
         draws: Sequence[Draw] | None = None,
     ) -> list[list[int]]:
-        """What follows each prompt, see `TextModel.generate`.
+        """Generate a continuation of each prompt, as in `TextModel.generate`.
 
         Args:
-            prompts: at least one token each.
-            max_tokens: how many at most.
-            end: token that ends a text, and is left out.
-            is_done: told what has been generated for a prompt, whether that is enough.
-            draws: how tokens are drawn, one for each prompt; None: the likeliest are taken.
+            prompts: tokens of each prompt, at least one.
+            max_tokens: maximum number of tokens to generate per prompt.
+            end: token that stops generation; it is not included in the result.
+            is_done: stopping criterion, called with the tokens generated for a prompt.
+            draws: sampling parameters, one per prompt; None: greedy decoding.
         """
         found: dict[int, list[int]] = {}
         for numbers in self._batches([len(prompt) for prompt in prompts], max_tokens):
@@ -79,7 +82,7 @@ class Continuations:
         return [found[number] for number in range(len(prompts))]
 
     def _batches(self, lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-        """Numbers of prompts that are continued together, the longest first."""
+        """Yield the indices of the prompts of each batch, longest prompt first."""
         batch: list[int] = []
         for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
             longest = lengths[batch[0]] if batch else lengths[number]
@@ -93,7 +96,7 @@ class Continuations:
 
     @contextmanager
     def _begun(self) -> Iterator[tuple[OutputLayer | None, list[Memory]]]:
-        """New texts: the output layer, where it is, and what will be remembered."""
+        """Begin new texts; yields the output layer (None on ranks without one) and the decode caches."""
         with ExitStack() as stack:
             memories = [memory for chunk in self._chunks for memory in stack.enter_context(remembering(chunk))]
             yield stack.enter_context(without_output_layer(self._chunks)), memories
@@ -113,7 +116,15 @@ class Continuations:
                 found = self._next(hidden_tbh, at, texts, output)
 
     def _read_on(self, texts: Sequence[Sequence[int]], start: int = 0) -> Tensor:
-        """Read more of each text, as much of all, from a position on; what the last piece of it is made into."""
+        """Run the model on the next tokens of each text, beginning at position `start`.
+
+        Args:
+            texts: next tokens of each text, the same number for all.
+            start: position of the first of these tokens.
+
+        Returns:
+            The stage's output for the last piece of at most `PIECE` tokens, [t, b, hidden_size].
+        """
         tokens_bt = torch.tensor([list(text) for text in texts], device=self._device)
         for piece_bt in tokens_bt.split(max(1, PIECE // len(texts)), dim=1):
             b, t = piece_bt.shape
@@ -123,7 +134,7 @@ class Continuations:
         return hidden_tbh
 
     def _next(self, hidden_tbh: Tensor, at: int, texts: Sequence[_Text], output: OutputLayer | None) -> list[int]:
-        """The token that is to stand at a position of each text, if it wants one there."""
+        """Choose the token at position `at` of each text; meaningless for a text that does not generate there."""
         chosen_b = torch.zeros(len(texts), dtype=torch.int64, device=self._device)
         if output is not None and texts[0].sampler is None:
             _, chosen_b = self._vocabulary.ask(hidden_tbh[-1], output.weight_vh, chosen_b)
@@ -137,7 +148,7 @@ class Continuations:
     def best_of_beams(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, end: int, is_done: IsDone, num_beams: int
     ) -> list[list[int]]:
-        """What a beam search finds to follow each prompt, one prompt at a time; see `Beams`."""
+        """Return the best continuation that a beam search finds for each prompt, one prompt at a time; see `Beams`."""
         return [self._search(prompt, Beams(num_beams, max_tokens, end, is_done)) for prompt in prompts]
 
     def _search(self, prompt: Sequence[int], beams: Beams) -> list[int]:
@@ -154,7 +165,7 @@ class Continuations:
         return beams.best
 
     def _logits(self, hidden_tbh: Tensor, output: OutputLayer | None) -> Tensor:
-        """Logits fp32 [b, v] of what follows the last position, on all stages: each follows the search by itself."""
+        """Return the next-token logits, fp32 [b, v], on all stages: every stage runs the search itself."""
         if output is None:
             logits_bv = torch.empty(hidden_tbh.shape[1], self._vocabulary.size, device=self._device)
         else:
@@ -163,7 +174,7 @@ class Continuations:
 
 
 class _Text:
-    """A prompt and what has been found to follow it."""
+    """Prompt and the tokens generated for it so far."""
 
     def __init__(self, prompt: Sequence[int], max_tokens: int, sampler: Sampler | None) -> None:
         self.prompt, self._max_tokens, self.sampler = prompt, max_tokens, sampler
@@ -171,16 +182,16 @@ class _Text:
         self.is_open = True
 
     def wants(self, at: int) -> bool:
-        """Whether the prompt has ended before a position, and the text has not."""
+        """Return True if a token is generated at this position: it is after the prompt and the text is open."""
         return self.is_open and at >= len(self.prompt)
 
     def draw(self, logits_v: Tensor) -> int:
-        """Draw the next token; all ranks that hold the text draw the same."""
+        """Draw the next token from the logits [v]."""
         assert self.sampler is not None
         return self.sampler(logits_v)
 
     def take(self, token: int, at: int, end: int, is_done: IsDone) -> None:
-        """Take a token at a position, if it is wanted there."""
+        """Append the token chosen for a position, if the text generates there."""
         if not self.wants(at):
             return
         if token == end:
@@ -190,7 +201,7 @@ class _Text:
         self.is_open = len(self.found) < self._max_tokens and not is_done(self.found)
 
     def token(self, at: int, filler: int) -> int:
-        """What stands at a position; the filler after the end."""
+        """Return the token at a position, or `filler` after the end."""
         if at < len(self.prompt):
             return self.prompt[at]
         place = at - len(self.prompt)

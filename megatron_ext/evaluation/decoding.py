@@ -1,4 +1,4 @@
-"""Decoding: a model that remembers what it has seen, given sequences piece by piece."""
+"""Incremental decoding with a decode cache in each layer."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from torch import Tensor
 from megatron_ext.mixers.memory import LooksBack, Memory
 
 _SEQUENCE_PARALLEL = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
-"""Where Megatron's configuration, linear layers and embeddings keep that sequences are cut."""
+"""Attributes of Megatron's configuration, linear layers and embeddings that enable sequence parallelism."""
 
 
 @contextmanager
 def remembering(module: torch.nn.Module) -> Iterator[list[Memory]]:
-    """Within it, each forward pass continues the sequences of the one before; without gradients.
+    """Context manager in which each forward pass continues the sequences of the previous one, without gradients.
 
-    What was seen is forgotten at the end. Sequence and context parallelism rest, as a single token has no parts: each
-    rank is given, and gives, whole sequences, tensor-parallel ranks the same ones.
+    The decode caches are dropped at the end. Sequence and context parallelism are off, because a single token cannot
+    be divided: each rank processes whole sequences. Tensor-parallel ranks must pass the same sequences.
 
     Args:
-        module: all parts of it that look back remember: a model, a pipeline stage's part of it, or a mixer.
+        module: a model, the part of it on one pipeline stage, or a mixer. All its `LooksBack` submodules get a decode
+            cache.
 
     Yields:
-        What each part of it remembers.
+        The decode cache of each of these submodules.
     """
     parts = [part for part in module.modules() if isinstance(part, LooksBack)]
     training = module.training
@@ -46,7 +47,7 @@ def remembering(module: torch.nn.Module) -> Iterator[list[Memory]]:
 
 @contextmanager
 def _whole_sequences(module: torch.nn.Module) -> Iterator[None]:
-    """Within it nothing is scattered over, or gathered from, sequence-parallel ranks."""
+    """Context manager in which sequence parallelism is off: no scatter to, or gather from, other ranks."""
     holders: dict[int, Any] = {}
     for part in module.modules():
         holders |= {id(holder): holder for holder in (part, getattr(part, "config", None))}
@@ -63,7 +64,7 @@ def _whole_sequences(module: torch.nn.Module) -> Iterator[None]:
 
 
 class Decoder:
-    """A language model in the middle of a batch of sequences; made by `decoding`.
+    """Language model with the decode state of a batch of sequences; created by `decoding`.
 
     Args:
         model: maps tokens [b, t] and their positions [b, t] to logits [b, t, vocabulary].
@@ -74,13 +75,13 @@ class Decoder:
         self._num_positions = 0
 
     def __call__(self, tokens_bt: Tensor) -> Tensor:
-        """Continue the sequences by one token or several.
+        """Extend the sequences by one or more tokens.
 
         Args:
             tokens_bt: int64 [b, t], on the model's device.
 
         Returns:
-            Logits of what follows each of them, [b, t, vocabulary].
+            Next-token logits at each position, [b, t, vocabulary].
         """
         b, t = tokens_bt.shape
         positions_t = torch.arange(self._num_positions, self._num_positions + t, device=tokens_bt.device)
@@ -91,10 +92,16 @@ class Decoder:
 
 @contextmanager
 def decoding(model: torch.nn.Module) -> Iterator[Decoder]:
-    """Begin new sequences with a language model, as built by `model.build_model`; see `remembering`.
+    """Context manager that begins new sequences with a language model, as in `remembering`.
+
+    Args:
+        model: a model from `build_model`.
+
+    Yields:
+        A decoder of new sequences.
 
     Raises:
-        ValueError: not all layers are in one process.
+        ValueError: the model is divided over pipeline stages.
     """
     if get_model_config(model).pipeline_model_parallel_size > 1:
         raise ValueError("decoding needs all layers: build the model without parallel.pipeline")

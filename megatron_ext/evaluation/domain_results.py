@@ -1,4 +1,4 @@
-"""Losses by domain with their uncertainty, as numbers and as a table."""
+"""Losses by domain with confidence intervals, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from megatron_ext.ratio import FEW_DOCUMENTS, FEWEST_DOCUMENTS, ratio_interval
 from megatron_ext.reports import table, write_both
 
 STEM = "domains"
-"""Of the names of the files."""
+"""Stem of the names of the output files."""
 
 MANIFEST_SPLITS = {"validation": "validation", "test": "test", "test_in_domain": "test"}
-"""Splits of the manifest, by what an evaluation calls them: text of a domain that is trained on never counts as out of
-domain, and the two kinds of test text are never added up."""
+"""Split in the manifest of each split of an evaluation. Test text of a training domain has a split of its own: it is
+never out of domain, and the two kinds of test text are never summed."""
 
 COLUMNS = ("domain", "split", "documents", "tokens", "nats a token", "{} % interval", "nats a byte", "bits a byte")
-"""Of the table, with a place for the interval's confidence in per cent."""
+"""Columns of the table; `{}` is replaced by the confidence of the interval in per cent."""
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class DomainOptions:
-    """How domains are evaluated.
+    """Options of the evaluation by domain.
 
     Attributes:
-        sequences: windows a domain, at most, spread over it; 0: all.
-        resamples: without effect, which is said; of the bootstrap that once gave the intervals, for older calls.
-        confidence: of the intervals, between 0 and 1.
-        seed: without effect, as `resamples`.
+        sequences: maximum windows per domain, spread evenly over it; 0: all.
+        resamples: deprecated, without effect except for a warning. It set the draws of an earlier bootstrap.
+        confidence: confidence level of the intervals, between 0 and 1.
+        seed: deprecated, as `resamples`.
     """
 
     sequences: NonNegativeInt = 0
@@ -45,7 +45,7 @@ class DomainOptions:
     seed: NonNegativeInt | None = None
 
     def warnings(self) -> list[str]:
-        """A line for what is given and has no effect; none where all has one."""
+        """Return one warning line if options without effect are set; otherwise an empty list."""
         given = [f"{STEM}.{name}" for name in ("resamples", "seed") if getattr(self, name) is not None]
         if not given:
             return []
@@ -58,17 +58,18 @@ class DomainLoss:
     """Loss on the text of one domain.
 
     Attributes:
-        domain: its name.
-        split: see `MANIFEST_SPLITS`.
-        documents: evaluated, in whole or in part.
-        tokens: predicted.
-        loss: nats a predicted token.
-        interval: of `loss`, see `spread_of_ratio`; the choice of documents varies in it, not the training run. None:
-            fewer than three documents.
-        loss_per_byte: nats a byte of UTF-8; None: not all of the domain was evaluated, whose bytes alone are known. The
-            bytes of first tokens that are not predicted (`data.reset_attention`) do not count either.
-        bits_per_byte: the same in bits.
-        first_tokens: labels that begin a document and are therefore left out, with `data.reset_attention`.
+        domain: name of the domain.
+        split: split of the evaluation, a key of `MANIFEST_SPLITS`.
+        documents: number of documents evaluated, in whole or in part.
+        tokens: number of predicted tokens.
+        loss: nats per predicted token.
+        interval: confidence interval of `loss` over the choice of documents, see `spread_of_ratio`. It does not cover
+            the variation between training runs. None: fewer than three documents.
+        loss_per_byte: nats per byte of UTF-8. The bytes of first tokens that are not predicted
+            (`data.reset_attention`) do not count. None: only a part of the domain was evaluated; only the bytes of the
+            whole domain are known.
+        bits_per_byte: `loss_per_byte` in bits.
+        first_tokens: labels that are left out because they begin a document, with `data.reset_attention`.
     """
 
     domain: str
@@ -88,14 +89,14 @@ def domain_losses(
     options: DomainOptions,
     first_bytes: Callable[[int], int] | None = None,
 ) -> list[DomainLoss]:
-    """What an evaluation by domain has found, with its uncertainty.
+    """Return the losses of an evaluation by domain with their confidence intervals.
 
     Args:
-        records: of `DomainEvaluator.evaluate`.
-        manifest: of the data.
-        options: see there.
-        first_bytes: bytes of text in the first tokens of a domain's documents, by the number of its record; asked for
-            those whose first tokens are not predicted. None: there are none.
+        records: records of `DomainEvaluator.evaluate`.
+        manifest: manifest of the data.
+        options: options of the evaluation.
+        first_bytes: function from the index of a record to the bytes of text in the first tokens of that domain's
+            documents. Called only for domains whose first tokens are not predicted. None: count no bytes for them.
     """
     return [_domain_loss(record, manifest, options, first_bytes, i) for i, record in enumerate(records)]
 
@@ -109,7 +110,7 @@ def _domain_loss(
 ) -> DomainLoss:
     nats, tokens = np.array(record["document_loss"]), np.array(record["document_tokens"], dtype=np.float64)
     (entry,) = manifest.select(MANIFEST_SPLITS[record["split"]], [record["domain"]])
-    # The first token of a domain is no label: nothing stands before it.
+    # The first token of a domain is not a label: it has no context.
     first_tokens = record.get("first_tokens", 0)
     is_whole = record["num_tokens"] + first_tokens == entry.tokens - 1
     per_byte = None
@@ -133,13 +134,13 @@ def write_domains(losses: Sequence[DomainLoss], options: DomainOptions, about: d
     """Write domains.json and domains.md.
 
     Args:
-        losses: by domain.
-        options: that they were found with.
-        about: which model it was, for the JSON.
-        folder: exists.
+        losses: losses by domain.
+        options: options of the evaluation.
+        about: description of the model for the JSON file.
+        folder: an existing folder.
 
     Returns:
-        The table.
+        The table in Markdown with its notes.
     """
     columns = [name.format(f"{100 * options.confidence:.6g}") for name in COLUMNS]
     lines = [*table(columns, [_cells(loss) for loss in losses]), *(f"\n{note}" for note in notes_of(losses))]
@@ -153,7 +154,7 @@ def _used(options: DomainOptions) -> dict[str, Any]:
 
 
 def notes_of(losses: Sequence[DomainLoss]) -> list[str]:
-    """What a reader must know of intervals that are wide or missing, and of empty columns; a sentence or two each."""
+    """Return notes for the reader on wide or missing intervals and on empty columns."""
     notes = ["Intervals: over the choice of documents (t, documents as clusters); another training run is not in them."]
     if none := [loss for loss in losses if loss.interval is None]:
         notes.append(f"No interval from fewer than {FEWEST_DOCUMENTS} documents: {_names(none)}.")

@@ -1,4 +1,4 @@
-"""Loss by domain: held-out text of the training domains, and test text, of domains never trained on or in domain."""
+"""Loss by domain: held-out text of the training domains, and in-domain and out-of-domain test text."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from megatron_ext.evaluation.progress import progress
 
 
 class LossModel(Protocol):
-    """What evaluation needs of a trainer: forward passes under its layout."""
+    """Interface that evaluation requires of a trainer: forward passes under its parallel layout."""
 
     groups: ProcessGroupCollection
 
     def losses(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Losses [b, t/cp], fp32, of each micro-batch; empty but on the last pipeline stage."""
+        """Return the losses [b, t/cp], fp32, of each micro-batch; empty except on the last pipeline stage."""
 
     def reduce(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sum over all data, in float64, known on every rank."""
+        """Sum over the data- and context-parallel group, in float64; every rank gets the result."""
 
 
 @dataclass(frozen=True)
 class EvaluationDomain:
-    """One domain to evaluate on.
+    """Domain to evaluate on.
 
     Attributes:
-        name: of the domain.
-        split: `validation` (text of a training domain, held out by its folder or by hash), `test` (out of domain) or
-            `test_in_domain` (text of a training domain in a folder `test`).
-        samples: its windows.
-        num_documents: documents of the whole domain.
+        name: name of the domain.
+        split: `validation` (text of a training domain, held out by folder or by hash), `test` (a domain that is not
+            trained on) or `test_in_domain` (text of a training domain in a folder `test`).
+        samples: windows of `seq_length` tokens.
+        num_documents: documents of the whole domain, evaluated or not.
     """
 
     name: str
@@ -57,15 +57,16 @@ def evaluation_domains(
     seq_length: int,
     max_sequences: int,
 ) -> list[EvaluationDomain]:
-    """Every domain to evaluate on: validation of the training domains, test of the test domains.
+    """Return the domains to evaluate on: validation text of training domains, and test text of test domains.
 
     Args:
         root: folder of the prepared data.
-        manifest: of that folder.
-        train_domains: trained on, by the manifest's names; those without validation text have none.
-        test_domains: tested on, by the manifest's names; those that are trained on are tested in domain.
-        seq_length: tokens a window.
-        max_sequences: windows a domain, at most; 0: all.
+        manifest: manifest of that folder.
+        train_domains: names of the training domains in the manifest. Those without validation text are skipped.
+        test_domains: names of the test domains in the manifest. One that is also trained on gets the split
+            `test_in_domain`.
+        seq_length: tokens per window.
+        max_sequences: maximum windows per domain; 0: all.
     """
     held_out = manifest.domain_names("validation")
     wanted = {
@@ -83,14 +84,14 @@ def evaluation_domains(
 
 
 class DomainEvaluator:
-    """Evaluates a model on domains, the work split over data-parallel ranks.
+    """Evaluator of a model on domains; the samples are divided over data-parallel ranks.
 
     Args:
         model: runs the forward passes.
-        domains: what to evaluate on.
-        micro_batch_size: samples a forward pass.
-        packing: what batches say of documents; as in training.
-        shows_progress: on standard error of the first rank.
+        domains: domains to evaluate on.
+        micro_batch_size: samples per forward pass.
+        packing: document information in the batches, the same as in training.
+        shows_progress: whether the first rank shows a progress line on standard error.
     """
 
     def __init__(
@@ -107,16 +108,17 @@ class DomainEvaluator:
         self._shows_progress = shows_progress
 
     def evaluate(self, step: int, tokens: int) -> list[dict[str, Any]]:
-        """One record a domain, as `evaluation.jsonl` keeps them; the same on every rank.
+        """Evaluate all domains.
 
         Args:
-            step: optimizer steps done.
+            step: number of optimizer steps done.
             tokens: training tokens consumed.
 
         Returns:
-            Records with step, tokens, domain, split, loss (nats a predicted token), num_tokens (predicted), documents
-            (numbers within the domain), document_loss (sum of nats), document_tokens (predicted) and first_tokens
-            (labels left out since they begin a document, see `Packing.within_documents`).
+            One record per domain in the format of `evaluation.jsonl`, the same on every rank. Fields: step, tokens,
+            domain, split, loss (nats per predicted token), num_tokens (predicted), documents (indices within the
+            domain), document_loss (sum of nats of each document), document_tokens (predicted tokens of each document)
+            and first_tokens (labels that are left out because they begin a document, see `Packing.within_documents`).
         """
         return [{"step": step, "tokens": tokens, **self._evaluate_domain(domain)} for domain in self._domains]
 
@@ -146,10 +148,13 @@ class DomainEvaluator:
         return -(-micro_batches // groups.pp.size())
 
     def _rounds(self, domain: EvaluationDomain) -> Iterator[list[Batch]]:
-        """This rank's micro-batches, a schedule's worth at a time; every rank has as many, padded at the end."""
+        """Yield this rank's micro-batches in lists of one schedule run each.
+
+        All ranks have the same number; missing ones are padding at the end.
+        """
         groups, size = self._model.groups, self._micro_batch_size
         dp_rank, dp_size = groups.dp.rank(), groups.dp.size()
-        per_round = groups.pp.size()  # what an interleaved schedule needs a multiple of
+        per_round = groups.pp.size()  # an interleaved schedule needs a multiple of it
         for first in range(0, -(-len(domain.samples) // (size * dp_size)), per_round):
             yield [
                 evaluation_batch(
@@ -164,7 +169,14 @@ class DomainEvaluator:
 
 
 def _add_by_document(sums: torch.Tensor, batch: Batch, losses_bt: torch.Tensor) -> None:
-    """Add to the documents' columns of `sums` [3, documents]: losses, their number, and labels that do not count."""
+    """Add a batch to the sums per document.
+
+    Args:
+        sums: float64 [3, documents]: sum of losses, number of counted labels, number of labels left out. Modified in
+            place.
+        batch: batch with document ids.
+        losses_bt: losses of the batch.
+    """
     assert batch.document_ids is not None
     real = batch.loss_mask.bool()
     documents = batch.document_ids[real].numpy()

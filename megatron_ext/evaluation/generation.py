@@ -1,4 +1,4 @@
-"""Generation: which token comes next, one after the other, and their text as it grows."""
+"""Token-by-token generation with greedy choice or sampling, and streaming of the text."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from megatron_ext.evaluation.text_model import Draw
 from megatron_ext.parallel.parameters import generator_for
 
 PROMPT_PIECE = 1024
-"""Tokens of a prompt that are read at a time: logits of all of a long one would not fit in memory."""
+"""Maximum prompt tokens of a prefill forward pass. The logits of a whole long prompt would not fit in memory."""
 
 REPLACEMENT = "\ufffd"
-"""What a decoder writes for bytes that are no character, or not yet."""
+"""Replacement character, which a tokenizer's decoder writes for bytes that do not (yet) form a character."""
 
 CONTEXT = 8
-"""Tokens before the next ones that decide how these are written; a character has at most four bytes."""
+"""Preceding tokens that are decoded together with new ones. They may affect the text of the new tokens: a character has
+up to four bytes."""
 
 Choose = Callable[[Tensor], int]
-"""From the logits of the vocabulary [v] to a token."""
+"""Function from logits [v] to a token."""
 
 
 def greedy(logits_v: Tensor) -> int:
-    """The likeliest token, the lowest one of equals."""
+    """Return the most likely token; the lowest id among equally likely ones."""
     return int(logits_v.argmax())
 
 
 class Sampler:
-    """Draws tokens; the same generator draws the same ones.
+    """Sampler of tokens with temperature, top-k, top-p and min-p.
 
     `top_p` is the nucleus of Holtzman et al. 2020 (arXiv 1904.09751), `min_p` that of Nguyen et al. 2024 (arXiv
     2407.01082).
 
     Args:
-        draw: how.
-        generator: of random numbers, on the CPU; None: what `draw.identity` says.
+        draw: sampling parameters.
+        generator: random generator on the CPU; None: one seeded with `draw.identity`.
     """
 
     def __init__(self, draw: Draw, generator: torch.Generator | None = None) -> None:
@@ -45,18 +46,23 @@ class Sampler:
         self._generator = generator_for(*draw.identity) if generator is None else generator
 
     def __call__(self, logits_v: Tensor) -> int:
-        """Draw one token from the logits [v] of any floating dtype."""
+        """Draw one token from logits [v] of any floating-point dtype."""
         p_v, tokens_v = self.likeliest(logits_v)
         return int(tokens_v[torch.multinomial(p_v, 1, generator=self._generator)])
 
     def likeliest(self, logits_v: Tensor) -> tuple[Tensor, Tensor]:
-        """Shares float64 [v] of which tokens are drawn, falling, and those tokens [v]; those left out have none."""
-        # On the CPU, so that the same probabilities are the same draw on every machine.
+        """Return the sampling weights of all tokens in descending order.
+
+        Returns:
+            Weights, float64 [v], not normalized: 0 for tokens that `top_k`, `top_p` or `min_p` exclude. And their
+            tokens, int64 [v].
+        """
+        # On the CPU, so that equal probabilities give the same draw on every machine.
         logits_v = logits_v.detach().to("cpu", torch.float64)
-        below_best_v = logits_v - logits_v.max()  # so that no temperature, however low, makes an infinity of it
+        below_best_v = logits_v - logits_v.max()  # no overflow at a very low temperature
         p_v, tokens_v = (below_best_v / self._draw.temperature).softmax(-1).sort(descending=True, stable=True)
         if self._draw.top_k is not None and self._draw.top_k < len(p_v):
-            p_v = p_v * (p_v >= p_v[self._draw.top_k - 1])  # with those that are as likely as the last one
+            p_v = p_v * (p_v >= p_v[self._draw.top_k - 1])  # ties with the k-th token stay
         p_v = p_v / p_v.sum()
         taken_v = (p_v.cumsum(-1) - p_v < self._draw.top_p) & (p_v >= self._draw.min_p * p_v[0])
         return p_v * taken_v, tokens_v
@@ -65,15 +71,15 @@ class Sampler:
 def generate(
     decoder: Decoder, prompt: Tensor, *, vocab_size: int, max_tokens: int, end: int | None, choose: Choose
 ) -> Iterator[int]:
-    """The tokens that follow a prompt, each as soon as it is chosen.
+    """Generate the continuation of a prompt, yielding each token as soon as it is chosen.
 
     Args:
-        decoder: of a sequence not yet begun.
-        prompt: its tokens, int64 [t] on the model's device, at least one.
-        vocab_size: tokens to choose from; the model's vocabulary may be padded beyond it.
-        max_tokens: how many at most.
-        end: token that ends the text, and is not given; None: there is none.
-        choose: takes one by its logits.
+        decoder: decoder of a new sequence.
+        prompt: int64 [t] on the model's device, at least one token.
+        vocab_size: number of tokens in the vocabulary; the logits may be padded beyond it.
+        max_tokens: maximum number of tokens to generate.
+        end: token that stops generation and is not yielded; None: there is none.
+        choose: function from logits to a token, such as `greedy` or a `Sampler`.
     """
     *earlier, tokens_bt = prompt[None].split(PROMPT_PIECE, dim=1)
     for piece_bt in earlier:
@@ -87,12 +93,14 @@ def generate(
 
 
 def text_of(tokens: Iterable[int], decode: Callable[[Sequence[int]], str], before: Sequence[int]) -> Iterator[str]:
-    """The text of tokens as they come; a character that several tokens share waits for the last of them.
+    """Decode a stream of tokens to pieces of text.
+
+    A character that spans several tokens is yielded with the last of them.
 
     Args:
-        tokens: in order.
-        decode: a tokenizer's.
-        before: tokens of the text before, which is not given.
+        tokens: tokens in order.
+        decode: decode function of a tokenizer.
+        before: preceding tokens, whose text is not yielded.
     """
     ids = list(before[-CONTEXT:])
     known = len(decode(ids))

@@ -1,4 +1,4 @@
-"""Generators of random numbers, kept from what happens between two steps."""
+"""Save and restore the states of the random generators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """After it the generators of this process (Python's, NumPy's, torch's, the device's) are what they were before."""
+    """Context manager that restores the random generators of this process: Python, NumPy, torch and the device."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):

@@ -1,4 +1,4 @@
-"""A language model with its tokenizer, under any layout: the `TextModel` that tests of language are given."""
+"""`TextModel` over a model and its tokenizer, under any parallel layout."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ from megatron_ext.platform import Platform
 
 
 class Coder(Protocol):
-    """What a language model needs of a tokenizer."""
+    """Tokenizer interface that `LanguageModel` requires."""
 
     @property
     def end_id(self) -> int:
-        """Token that ends a document."""
+        """Id of the end-of-document token."""
 
     @property
     def size(self) -> int:
-        """Tokens there are."""
+        """Number of tokens in the vocabulary."""
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, without special ones."""
+        """Tokenize a text without adding special tokens."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens."""
+        """Convert tokens to text."""
 
 
 class LanguageModel:
-    """A `TextModel` over a model's chunks; see there for what its calls mean.
+    """Implementation of `TextModel` over the model chunks of this rank.
 
-    It generates with what each layer remembers. Data-parallel ranks share the texts, and so do context-parallel ones,
-    each of which continues whole texts: keys and values of 100k tokens take 20 GB in bf16 at 24 layers of 2,048
-    features, without grouped queries or tensor parallelism, and states next to nothing.
+    Generation uses the decode cache of each layer. The prompts are divided over the ranks of the data-parallel and
+    context-parallel groups, and each rank continues whole texts. The keys and values of 100k tokens take 20 GB in bf16
+    with 24 layers and a hidden_size of 2,048, without grouped queries or tensor parallelism. Recurrent states take
+    almost nothing.
 
     Args:
-        chunks: of the model on this rank, see `build_model`.
-        coder: its tokenizer.
+        chunks: model chunks of this rank, as `build_model` returns them.
+        coder: tokenizer of the model.
         groups: process groups.
-        platform: where this runs.
-        max_length: tokens that a forward pass takes at most.
-        micro_batch_size: texts a forward pass.
-        multiple: see `NextTokens`.
+        platform: device and backend.
+        max_length: maximum number of tokens of a forward pass.
+        micro_batch_size: texts per forward pass.
+        multiple: lengths are padded to a multiple of it; see `NextTokens`.
     """
 
     def __init__(
@@ -74,24 +75,24 @@ class LanguageModel:
 
     @property
     def end_id(self) -> int:
-        """Token that ends a document."""
+        """Id of the end-of-document token."""
         return self._coder.end_id
 
     @property
     def max_length(self) -> int:
-        """Tokens that a forward pass takes at most."""
+        """Maximum number of tokens of a forward pass."""
         return self._max_length
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, without special ones."""
+        """Tokenize a text without adding special tokens."""
         return self._coder.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens."""
+        """Convert tokens to text."""
         return self._coder.decode(tokens)
 
     def scores(self, requests: Sequence[Request]) -> list[Score]:
-        """How likely continuations are; see `TextModel`."""
+        """Implement `TextModel.scores`."""
         texts = [_text_of(request) for request in requests]
         for text in texts:
             self._check_length(len(text.tokens))
@@ -102,7 +103,7 @@ class LanguageModel:
         ]
 
     def misses(self, texts: Sequence[Foretelling]) -> list[int]:
-        """How many tokens the model does not foretell; see `TextModel`."""
+        """Implement `TextModel.misses`."""
         asked = [_with_targets(text) for text in texts]
         for text in asked:
             self._check_length(len(text.tokens))
@@ -117,7 +118,7 @@ class LanguageModel:
         draws: Sequence[Draw] | None = None,
         num_beams: int = 1,
     ) -> list[list[int]]:
-        """Continuations, the likeliest or drawn; see `TextModel`."""
+        """Implement `TextModel.generate`."""
         for prompt in prompts:
             self._check_length(len(prompt) + max_tokens)
         write = Continuations(
@@ -149,7 +150,7 @@ def _text_of(request: Request) -> Text:
 
 
 def _with_targets(text: Foretelling) -> Text:
-    """The text up to its last token asked for, with `NOTHING` where none is asked for."""
+    """Cut the text before its last asked token; targets are `NOTHING` at positions that are not asked for."""
     if not text.asked or text.asked[0] < 1:
         raise ValueError("a text needs a token to foretell, and one before it")
     first, last = text.asked[0], text.asked[-1]

@@ -1,7 +1,7 @@
-"""What a model says of the tokens that come next, under any layout: how likely these are, and if any is likelier.
+"""Log-probabilities and wrong predictions of given next tokens, under any parallel layout.
 
-Only the positions that are asked for are multiplied with the vocabulary: the logits of all of a long text would take
-more memory than the model.
+The output layer is applied only to the requested positions. The logits of all positions of a long text would take more
+memory than the model.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from megatron_ext.parallel.schedule import evaluating, run_schedule
 from megatron_ext.platform import Platform
 
 NOTHING = -1
-"""In place of a token where none is asked for."""
+"""Placeholder for a target or text number that is not requested."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens that a model reads.
+    """Input tokens and the targets of their last positions.
 
     Attributes:
-        tokens: at least one.
-        targets: what comes after each of the last ones of them, or `NOTHING`, where that is not asked for.
+        tokens: input tokens, at least one.
+        targets: next token of each of the last `len(targets)` positions, or `NOTHING` where it is not requested.
     """
 
     tokens: Sequence[int]
@@ -44,11 +44,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model says of some texts, on every rank; n texts.
+    """Results of n texts, the same on every rank.
 
     Attributes:
-        log_probabilities: float64 [n], of all targets of a text, nats.
-        misses: int64 [n], targets that are not the likeliest token, the lowest one of equals.
+        log_probabilities: float64 [n], sum over the targets of a text, in nats.
+        misses: int64 [n], number of targets that are not the most likely token. Among equally likely tokens the lowest
+            id counts as the most likely.
     """
 
     log_probabilities: Tensor
@@ -57,13 +58,13 @@ class Answers:
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """Part of the texts, cut to this rank's t = T / cp positions.
+    """Micro-batch of texts, cut to this context-parallel rank's t = T / cp positions.
 
     Attributes:
         tokens: int64 [b, t].
         positions: int64 [b, t].
-        targets: int64 [b, t]; `NOTHING` where none is asked for.
-        numbers: int64 [b], which texts they are; `NOTHING` for padding.
+        targets: int64 [b, t]; `NOTHING` where no target is requested.
+        numbers: int64 [b], index of each text; `NOTHING` for a row of padding.
     """
 
     tokens: Tensor
@@ -73,18 +74,18 @@ class _MicroBatch:
 
 
 class NextTokens:
-    """Forward passes that ask a model for what comes next; its calls are collective.
+    """Forward passes that score given next tokens; a call is collective.
 
-    Texts are sorted by length, so that those read together have little padding, which stands behind the text, where
-    no causal mixer sees it.
+    Texts are sorted by length, so that a micro-batch has little padding. The padding follows the text, where it does
+    not affect a causal mixer.
 
     Args:
-        chunks: of the model on this rank, see `build_model`.
+        chunks: model chunks of this rank, as `build_model` returns them.
         groups: process groups.
-        platform: where this runs.
-        vocab_size: tokens to choose from; rows of padding beyond it count for nothing.
-        micro_batch_size: texts a forward pass.
-        multiple: lengths are padded to a multiple of it, which the layout must be able to cut.
+        platform: device and backend.
+        vocab_size: number of tokens in the vocabulary; padded rows of the output layer beyond it are ignored.
+        micro_batch_size: texts per forward pass.
+        multiple: lengths are padded to a multiple of it. The layout must be able to divide such a length.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class NextTokens:
         self._micro_batch_size, self._multiple = micro_batch_size, multiple
 
     def __call__(self, texts: Sequence[Text]) -> Answers:
-        """Ask for all texts, which every rank gives alike."""
+        """Score the targets of all texts; every rank passes the same texts."""
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number].tokens))
         found = torch.zeros(len(texts), 2, dtype=torch.float64, device=self._platform.device)
         with evaluating(self._chunks), without_output_layer(self._chunks) as output:
@@ -116,7 +117,7 @@ class NextTokens:
         return Answers(log_probabilities, misses.long())
 
     def _rounds(self, order: Sequence[int]) -> Iterator[list[int]]:
-        """Numbers of the texts of one run of the schedule, in all data-parallel ranks."""
+        """Yield the indices of the texts of each schedule run, over all data-parallel ranks."""
         per_round = self._micro_batch_size * self._groups.dp.size() * self._groups.pp.size()
         for first in range(0, len(order), per_round):
             yield list(order[first : first + per_round])
@@ -124,7 +125,7 @@ class NextTokens:
     def _run(
         self, texts: Sequence[Text], numbers: Sequence[int], output: OutputLayer | None
     ) -> list[tuple[_MicroBatch, Tensor]]:
-        """This rank's micro-batches with [b, 2] sums each; empty but on the last pipeline stage."""
+        """Return this rank's micro-batches with the [b, 2] sums of each; empty except on the last pipeline stage."""
         longest = max(len(texts[number].tokens) for number in numbers)
         length = -(-longest // self._multiple) * self._multiple
         batches = [self._micro_batch(texts, numbers, index, length) for index in range(self._groups.pp.size())]
@@ -158,7 +159,7 @@ class NextTokens:
         return _MicroBatch(cut(tokens), cut(positions), cut(targets), placed)
 
     def _ask(self, output: OutputLayer | None, batch: _MicroBatch, hidden_tbh: Tensor) -> Tensor:
-        """Sums [b, 2] over this rank's positions: log-probabilities, misses."""
+        """Return the sums [b, 2] of log-probabilities and misses over this rank's positions."""
         assert output is not None, "the schedule asks on the last stage"
         asked = batch.targets != NOTHING
         hidden_nh = output.whole_sequence(hidden_tbh).transpose(0, 1)[asked]
@@ -172,18 +173,18 @@ class NextTokens:
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """The last step of a model on the last pipeline stage.
+    """Output layer of a model, on the last pipeline stage.
 
     Attributes:
-        weight_vh: [v / tp, hidden], this rank's rows of the vocabulary.
-        sequence_group: ranks that hold parts of the sequence before it; None: it is whole.
+        weight_vh: [v / tp, hidden_size], this rank's rows of the vocabulary.
+        sequence_group: sequence-parallel group over which the hidden states are sharded; None: they are whole.
     """
 
     weight_vh: Tensor
     sequence_group: dist.ProcessGroup | None
 
     def whole_sequence(self, hidden_tbh: Tensor) -> Tensor:
-        """What sequence parallelism has scattered, put together."""
+        """Gather the hidden states [t, b, hidden_size] over the sequence-parallel group."""
         if self.sequence_group is None:
             return hidden_tbh
         gathered: Tensor = gather_from_sequence_parallel_region(
@@ -194,10 +195,10 @@ class OutputLayer:
 
 @contextmanager
 def without_output_layer(chunks: Sequence[torch.nn.Module]) -> Iterator[OutputLayer | None]:
-    """Within it the model gives its last hidden states [t, b, hidden].
+    """Context manager in which the model returns its last hidden states [t, b, hidden_size] instead of logits.
 
     Yields:
-        Its output layer; None on ranks without one.
+        The output layer; None on ranks without one.
     """
     models: list[GPTModel] = [unwrap_model(chunk) for chunk in chunks]
     last = next((model for model in models if model.post_process), None)
@@ -221,5 +222,5 @@ def _forward_step(ask: Any, batches: Iterator[_MicroBatch], model: torch.nn.Modu
 
 
 def _cut(whole_bt: Tensor, rank: int, size: int, device: torch.device) -> Tensor:
-    """This context-parallel rank's contiguous part, on its device."""
+    """Return this context-parallel rank's contiguous part of the sequence on the device."""
     return whole_bt.chunk(size, dim=1)[rank].contiguous().to(device)

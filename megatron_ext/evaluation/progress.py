@@ -1,4 +1,4 @@
-"""A line on standard error that says how far a suite is."""
+"""Progress line on standard error."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from tqdm import tqdm
 def progress(
     steps: Iterable[Any] | None, title: str, unit: str, *, total: int | None = None, is_shown: bool = True
 ) -> Any:
-    """Tqdm's line around an iteration, on the first rank alone; it is gone at the end. A short one shows none.
+    """Return a tqdm progress line, shown only on the first rank and removed at the end.
+
+    An iteration that ends within the first update interval shows no line.
 
     Args:
-        steps: what is gone through; None: whoever asks updates the line.
-        title: of the line.
-        unit: what a step is called.
-        total: steps there are, where they cannot be counted.
-        is_shown: False: nothing is shown on any rank.
+        steps: iterable to wrap; None: the caller updates the line.
+        title: title of the line.
+        unit: name of a step.
+        total: number of steps, if `steps` has no length.
+        is_shown: False disables the line on all ranks.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     hidden = not (is_shown and is_first)
-    # A log file gets a line now and then.
+    # A log file gets a line every 20 seconds only.
     interval = 0.5 if sys.stderr.isatty() else 20.0
     return tqdm(
         steps,
@@ -35,5 +37,5 @@ def progress(
         disable=hidden,
         leave=False,
         mininterval=interval,
-        delay=interval,  # else a line of zeros comes first
+        delay=interval,  # otherwise a line of zeros comes first
     )

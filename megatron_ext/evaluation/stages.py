@@ -1,4 +1,7 @@
-"""Pieces of texts through all pipeline stages, outside of Megatron's schedule: what layers remember is of one batch."""
+"""Forward passes through all pipeline stages without Megatron's schedule, for decoding.
+
+A decode cache belongs to one batch, so that several micro-batches cannot be in flight.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +16,25 @@ from megatron_ext.parallel.watchdog import alive
 
 
 class Stages:
-    """The model chunks of all pipeline stages, one after the other.
+    """Sequential execution of the model chunks of all pipeline stages.
 
     Args:
-        chunks: of this rank, in the order in which a text goes through them.
-        group: pipeline-parallel ranks.
+        chunks: model chunks of this rank, in the order of execution.
+        group: pipeline-parallel group.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], group: dist.ProcessGroup) -> None:
         self._chunks, self._group = list(chunks), group
 
     def __call__(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
-        """Forward pass; a collective call of the group.
+        """Run a forward pass; collective over the group.
 
         Args:
             tokens_bt: int64 [b, t], the same on all ranks.
             positions_bt: int64 [b, t].
 
         Returns:
-            What the last chunk of this rank gives: on the last stage the model's answer.
+            Output of the last chunk of this rank. On the last stage this is the output of the model.
         """
         alive()
         rank, last = self._group.rank(), self._group.size() - 1
@@ -51,14 +54,17 @@ class Stages:
         return hidden_tbh
 
     def _neighbour(self, step: int) -> int:
-        """Global rank; the last stage's next one is the first, with its next chunk."""
+        """Return the global rank of a neighbouring stage. The first stage, with its next chunk, follows the last."""
         return dist.get_global_rank(self._group, (self._group.rank() + step) % self._group.size())
 
     def said_by_last(self, answer: Tensor) -> Tensor:
-        """What the last stage gives for `answer`, on every stage; a collective call of the group.
+        """Broadcast `answer` from the last stage to all stages; collective over the group.
 
         Args:
-            answer: on other ranks of the same shape and type; overwritten.
+            answer: tensor of the same shape and dtype on every rank. Overwritten except on the last stage.
+
+        Returns:
+            The tensor of the last stage.
         """
         if self._group.size() > 1:
             dist.broadcast(answer, dist.get_process_group_ranks(self._group)[-1], group=self._group)

@@ -1,4 +1,4 @@
-"""What tests of language need of a model: how likely it finds a text, and how it goes on."""
+"""Model interface of the language tests: scores of continuations, prediction misses and generation."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens whose probability is asked for.
+    """Request for the probability of a continuation.
 
     Attributes:
-        context: what stands before them, at least one token.
-        continuation: the tokens, at least one.
+        context: tokens before the continuation, at least one.
+        continuation: tokens to score, at least one.
     """
 
     context: Sequence[int]
@@ -22,11 +22,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Foretelling:
-    """A text, some of whose tokens are to be foretold.
+    """Text in which the model predicts some of the tokens.
 
     Attributes:
-        tokens: of the whole text.
-        asked: positions of the tokens to foretell, rising, at least one; none is the first.
+        tokens: tokens of the whole text.
+        asked: positions of the tokens to predict, in ascending order, at least one. Position 0 is not allowed.
     """
 
     tokens: Sequence[int]
@@ -35,11 +35,11 @@ class Foretelling:
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a continuation is.
+    """Score of a continuation.
 
     Attributes:
-        log_probability: of all its tokens, in nats.
-        is_greedy: whether each of them is the likeliest, the lowest token of equals.
+        log_probability: sum of the log-probabilities of its tokens, in nats.
+        is_greedy: whether every token is the most likely one. Among equally likely tokens the lowest id counts.
     """
 
     log_probability: float
@@ -48,14 +48,15 @@ class Score:
 
 @dataclass(frozen=True)
 class Draw:
-    """How the tokens that go on a text are drawn.
+    """Sampling parameters of a continuation.
 
     Attributes:
-        identity: numbers that decide what is drawn, under any layout: two texts with the same ones draw alike.
-        temperature: divides the logits, above 0.
-        top_k: from so many likeliest tokens; None: from all.
-        top_p: then from the fewest likeliest of them whose probabilities sum up to at least that, in (0, 1].
-        min_p: then from those at least so likely, beside the likeliest one, in [0, 1].
+        identity: seed of the random generator. It determines the draws under any layout: texts with the same identity
+            use the same random numbers.
+        temperature: divisor of the logits, above 0.
+        top_k: number of most likely tokens to sample from; None: all tokens.
+        top_p: probability mass of the nucleus, in (0, 1]. Sampling keeps the fewest most likely tokens that reach it.
+        min_p: minimum probability relative to the most likely token, in [0, 1].
     """
 
     identity: tuple[int, ...]
@@ -66,35 +67,41 @@ class Draw:
 
 
 class TextModel(Protocol):
-    """A language model with its tokenizer, under any layout. Its calls are collective: every rank gives the same
-    arguments and gets the same results.
+    """Language model with its tokenizer, under any parallel layout.
+
+    The calls `scores`, `misses` and `generate` are collective: every rank passes the same arguments and gets the same
+    results.
     """
 
     @property
     def end_id(self) -> int:
-        """Token that ends a document."""
+        """Id of the end-of-document token."""
 
     @property
     def max_length(self) -> int:
-        """Tokens that a forward pass takes at most, those of a continuation but the last included."""
+        """Maximum number of tokens of a forward pass; the last token of a scored continuation does not count."""
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, without special ones; the names of such tokens in it are text."""
+        """Tokenize a text without special tokens; names of special tokens in the text are plain text."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens."""
+        """Convert tokens to text."""
 
     def scores(self, requests: Sequence[Request]) -> list[Score]:
-        """Scores in the order of the requests.
+        """Return the scores of continuations in the order of the requests.
 
         Raises:
             ValueError: a request is longer than `max_length` allows.
         """
 
     def misses(self, texts: Sequence[Foretelling]) -> list[int]:
-        """How many of the tokens asked for are not the likeliest after all tokens before them (teacher forcing).
+        """Count the asked tokens of each text that are not the most likely one given all tokens before them.
 
-        A text is read once, whatever is asked of it.
+        The true tokens are the context of every prediction (teacher forcing). A text takes one forward pass, however
+        many of its tokens are asked for.
+
+        Returns:
+            The number of wrong predictions of each text.
 
         Raises:
             ValueError: a text is longer than `max_length` allows.
@@ -108,15 +115,16 @@ class TextModel(Protocol):
         draws: Sequence[Draw] | None = None,
         num_beams: int = 1,
     ) -> list[list[int]]:
-        """The next tokens of each prompt, one after the other.
+        """Generate a continuation of each prompt.
 
         Args:
-            prompts: tokens, at least one each; with `max_tokens` they fit into `max_length`.
-            max_tokens: how many at most.
-            is_done: told what has been generated for a prompt after each token, whether that is enough.
-            draws: how tokens are drawn, one for each prompt; None: the likeliest are taken (greedy).
-            num_beams: more than one: the best text of a search with so many beams, without draws; see `Beams`.
+            prompts: tokens of each prompt, at least one. A prompt and `max_tokens` together fit into `max_length`.
+            max_tokens: maximum number of tokens to generate per prompt.
+            is_done: stopping criterion. It is called after each token with all tokens generated for a prompt, and
+                returns True to stop.
+            draws: sampling parameters, one per prompt; None: greedy decoding.
+            num_beams: beams of a beam search without sampling, see `Beams`; 1: no beam search.
 
         Returns:
-            What follows each prompt: the end-of-document token ends it and is left out.
+            The generated tokens of each prompt. The end-of-document token stops generation and is not included.
         """

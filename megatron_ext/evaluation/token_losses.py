@@ -1,4 +1,4 @@
-"""The loss of every token of some batches, under every layout."""
+"""Per-token losses of batches, under any parallel layout."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class TokenLosses:
     """Forward passes over this rank's model chunks.
 
     Args:
-        chunks: of this rank.
+        chunks: model chunks of this rank.
         groups: process groups.
-        platform: where this runs.
-        seq_length: tokens a sample, whole.
-        micro_batch_size: samples a forward pass.
-        reset_attention: documents of a sample are kept apart; batches say where they begin.
+        platform: device and backend.
+        seq_length: tokens of a whole sample, before it is divided over context-parallel ranks.
+        micro_batch_size: samples per forward pass.
+        reset_attention: mask attention across the documents of a sample and reset states. The batches must have
+            `cu_seqlens`.
     """
 
     def __init__(
@@ -45,16 +46,22 @@ class TokenLosses:
 
     @property
     def on_last_stage(self) -> bool:
-        """Whether this rank computes losses."""
+        """True on the last pipeline stage, which computes the losses."""
         return self.groups.pp.rank() == self.groups.pp.size() - 1
 
     def losses(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Losses [b, t/cp], fp32, of each micro-batch, without gradients; empty but on the last stage."""
+        """Return the losses [b, t/cp], fp32 on the CPU, of each micro-batch; empty except on the last stage.
+
+        The forward passes run without gradients.
+        """
         with evaluating(self.chunks):
             return [report["losses_bt"] for report in self.run(batches, _kept_loss, forward_only=True)]
 
     def reduce(self, sums: Tensor) -> Tensor:
-        """Sum over all data, in float64, known on every rank; only the last stage's values count."""
+        """Sum over the data- and context-parallel group, in float64 on the CPU; every rank gets the result.
+
+        Only the values of the last pipeline stage are used.
+        """
         total = sums.to(self.platform.device, torch.float64)
         dist.all_reduce(total, group=self.groups.dp_cp)
         last = dist.get_process_group_ranks(self.groups.pp)[-1]
@@ -62,7 +69,11 @@ class TokenLosses:
         return total.cpu()
 
     def run(self, batches: Sequence[Batch], loss: Callable[..., Any], *, forward_only: bool) -> list[dict[str, Tensor]]:
-        """What `loss` reports of each micro-batch; empty but on the last stage."""
+        """Run the pipeline schedule.
+
+        Returns:
+            The report of `loss` for each micro-batch; empty except on the last pipeline stage.
+        """
         reports: list[dict[str, Tensor]] = run_schedule(
             partial(_forward_step, loss, self._reset_attention),
             self.chunks,
@@ -85,10 +96,10 @@ def _forward_step(
 
 
 def packed(cu_seqlens: Tensor | None) -> PackedSeqParams:
-    """In Megatron's form, which it hands on to each mixer, where the documents of a batch begin.
+    """Return document boundaries as Megatron's `PackedSeqParams`, which Megatron passes to each mixer.
 
     Args:
-        cu_seqlens: see `Batch.cu_seqlens`; of whole samples.
+        cu_seqlens: `Batch.cu_seqlens` of whole samples.
     """
     assert cu_seqlens is not None, "batches without bounds of documents"
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)

@@ -1,4 +1,4 @@
-"""Log-probabilities and the likeliest token over a vocabulary that tensor-parallel ranks share."""
+"""Log-probabilities and most likely tokens over a vocabulary that is sharded over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 ROWS = 1024
-"""Positions whose logits are there at a time; a vocabulary of 50,000 takes 200 MB for them in fp32."""
+"""Positions whose logits are computed at a time; with a vocabulary of 50,000 they take 200 MB in fp32."""
 
 
 class Vocabulary:
-    """The output side of a model.
+    """Vocabulary whose output rows are sharded over a group.
 
     Args:
-        size: tokens to choose from; rows beyond it only fill the matrix up.
-        group: ranks that hold its rows, in order, as many each.
+        size: number of tokens; rows of the output layer beyond it are padding.
+        group: tensor-parallel group. Each rank holds an equal contiguous share of the rows, in rank order.
     """
 
     def __init__(self, size: int, group: dist.ProcessGroup) -> None:
         self.size, self._group = size, group
 
     def ask(self, hidden_nh: Tensor, weight_vh: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
-        """How likely tokens are, and which is the likeliest; a collective call, n the same on all ranks of the group.
+        """Compute log-probabilities of target tokens and the most likely tokens; collective over the group.
 
         Args:
-            hidden_nh: what the model has made of n positions.
-            weight_vh: this rank's rows of the output layer.
-            targets_n: int64, tokens whose probability is asked for.
+            hidden_nh: last hidden states [n, hidden_size], n the same on all ranks of the group.
+            weight_vh: this rank's rows of the output layer, [v / tp, hidden_size].
+            targets_n: int64 [n], tokens whose probability is requested.
 
         Returns:
-            float64 [n] log-probabilities in nats, by logits in the model's precision and a softmax in fp32; int64 [n]
-            likeliest tokens, the lowest one of equals.
+            Log-probabilities in nats, float64 [n]: the logits are in the model's precision and the softmax in fp32.
+            And the most likely tokens, int64 [n]: the lowest id among equally likely ones.
         """
         parts = zip(hidden_nh.to(weight_vh.dtype).split(ROWS), targets_n.split(ROWS), strict=True)
         answers = [self._ask(rows_nh @ weight_vh.T, rows_n) for rows_nh, rows_n in parts]
@@ -41,7 +41,7 @@ class Vocabulary:
         return torch.cat(log_p), torch.cat(best)
 
     def logits(self, hidden_nh: Tensor, weight_vh: Tensor) -> Tensor:
-        """Logits [n, v] in fp32 on every rank of the group, of few positions; a collective call, see `ask`."""
+        """Gather the logits, fp32 [n, v], of a few positions on every rank; collective, arguments as in `ask`."""
         own_nv = (hidden_nh.to(weight_vh.dtype) @ weight_vh.T).float().contiguous()
         parts = [torch.empty_like(own_nv) for _ in range(self._group.size())]
         dist.all_gather(parts, own_nv, group=self._group)
