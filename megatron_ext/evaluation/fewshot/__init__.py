@@ -1,1 +1,1 @@
-"""Few-shot tests through lm-evaluation-harness (`lm-eval`), which is imported where it is needed: it is an extra."""
+"""Few-shot tests with lm-evaluation-harness (`lm-eval`), an optional dependency that is imported lazily."""

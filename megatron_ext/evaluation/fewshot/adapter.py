@@ -1,6 +1,6 @@
-"""A `TextModel` as a model of lm-eval: what lm-eval asks, token for token as its own Hugging Face model would ask.
+"""Adapter from `TextModel` to lm-eval's model interface.
 
-Imports lm-eval.
+The model gets the same tokens as from lm-eval's own Hugging Face model. This module imports lm-eval.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from megatron_ext.errors import UserError
 from megatron_ext.evaluation.text_model import Draw, Request, TextModel
 
 MAX_TOKENS = 256
-"""Tokens that are generated at most where a task does not say: as many as by lm-eval's Hugging Face model."""
+"""Default maximum of generated tokens, the same as in lm-eval's Hugging Face model."""
 
 PIECE = 256
-"""Texts that the model is given at a time: enough to fill every layout, few enough to see how far it is."""
+"""Texts passed to the model per call: enough for every parallel layout, and few enough for a useful progress line."""
 
 USUAL = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
-"""Of a draw, where a task does not say: as transformers' `generate`, which lm-eval's Hugging Face model calls."""
+"""Default sampling parameters, those of transformers' `generate`, which lm-eval's Hugging Face model calls."""
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 Pair = tuple[Any, list[int], list[int]]
-"""Two texts (or none), and their tokens: what is given, and what is asked for."""
+"""Request of lm-eval: context and continuation as texts (or None), tokens of the context, and of the continuation."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """How a task wants text to go on.
+    """Generation settings of a task.
 
     Attributes:
-        until: texts that end it, and are cut off.
-        max_tokens: most tokens.
-        draw: how tokens are drawn, for any text; None: the likeliest are taken.
-        num_beams: of a beam search; 1: there is none.
+        until: stop texts; generation ends at the first one, which is cut off.
+        max_tokens: maximum number of tokens to generate.
+        draw: sampling parameters with an empty identity; None: greedy decoding or beam search.
+        num_beams: beams of a beam search; 1: no beam search.
     """
 
     until: tuple[str, ...]
@@ -52,15 +52,15 @@ class Generation:
 
 
 def generation_of(arguments: Mapping[str, Any], max_length: int) -> Generation:
-    """What a task's generation arguments ask for.
+    """Parse the generation arguments of a task.
 
     Args:
-        arguments: a task's `generation_kwargs`.
-        max_length: tokens that the model takes at most.
+        arguments: `generation_kwargs` of the task.
+        max_length: maximum number of tokens of a forward pass.
 
     Raises:
-        UserError: they ask for what is not done here, as a penalty for repeated tokens, or for as many tokens as leave
-            no room for a question.
+        UserError: an argument is not supported (a penalty for repeated tokens, for example) or out of range, or the
+            maximum of generated tokens leaves no room for a prompt.
     """
     given = dict(normalize_gen_kwargs(dict(arguments), MAX_TOKENS))
     until, max_tokens, draws = given.pop("until"), given.pop("max_gen_toks"), given.pop("do_sample")
@@ -100,18 +100,18 @@ def _draw_of(shape: Mapping[str, Any]) -> Draw:
 
 
 class SelectronLM(TemplateLM):
-    """A model of lm-eval over a `TextModel`.
+    """lm-eval model over a `TextModel`.
 
-    Its calls are collective: every rank runs lm-eval on all rows and asks the same, so that to lm-eval each is the one
-    rank there is (`rank` 0 of `world_size` 1, as its base class says).
+    Its calls are collective: every rank runs lm-eval on all rows and makes the same requests. Each rank therefore
+    keeps `rank` 0 and `world_size` 1 of the base class.
 
     Args:
-        model: what answers.
-        seed: of what is drawn.
+        model: model that computes the results.
+        seed: seed of sampling.
 
     Attributes:
-        asked: texts so far that the model was given; each choice of a question is one.
-        truncated: those of them that were longer than it takes, and lost their beginning.
+        asked: number of texts passed to the model so far; each choice of a question is one text.
+        truncated: number of these texts that were too long and lost their beginning.
     """
 
     def __init__(self, model: TextModel, seed: int = 0) -> None:
@@ -121,26 +121,26 @@ class SelectronLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Token that ends a document; it stands before a text without a context, too."""
+        """Id of the end-of-document token, which is also the context of a text without one."""
         return self._model.end_id
 
     @property
     def max_length(self) -> int:
-        """Tokens that a forward pass takes at most."""
+        """Maximum number of tokens of a forward pass."""
         return self._model.max_length
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Tokens of a text, without special ones."""
+        """Tokenize a text without adding special tokens; the arguments other than `string` are ignored."""
         return self._model.encode(string)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of whole texts, nats; a text longer than the model takes is read window by window."""
+        """Return the log-probability of each whole text, in nats; a text longer than `max_length` is cut to windows."""
         windows = [self._windows(text) for (text,) in (request.args for request in requests)]
         answers = iter(self._loglikelihood_tokens([pair for pairs in windows for pair in pairs], disable_tqdm))
         return [sum(next(answers)[0] for _ in pairs) for pairs in windows]
 
     def _windows(self, text: str) -> list[Pair]:
-        """Windows that predict each token once, with as much before it as the model takes."""
+        """Return windows of at most `max_length` tokens that together predict each token once."""
         tokens = self._model.encode(text)
         windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
         return [(None, *make_disjoint_window(window)) for window in windows]
@@ -148,16 +148,16 @@ class SelectronLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Pair], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Log-probability of tokens after others, in nats, and whether each of them is the likeliest."""
+        """Return for each request the log-probability in nats and whether all tokens are the most likely ones."""
         asked = [self._request(*request) for request in requests]
         scores = _in_pieces(asked, _size, self._model.scores, "Scoring", disable_tqdm)
         return [(score.log_probability, score.is_greedy) for score in scores]
 
     def _request(self, texts: Any, context: list[int], continuation: list[int]) -> Request:
-        """What is asked for, with the end of a context that is too long.
+        """Build a request; a context that is too long loses its beginning.
 
         Raises:
-            UserError: the tokens do not fit without their context either, or there are none.
+            UserError: the context or the continuation is empty, or the continuation alone is too long.
         """
         if not context or not 0 < len(continuation) <= self.max_length:
             problem = f"{len(continuation)} tokens are asked for after {len(context)}, of {str(texts)[:80]!r}"
@@ -167,7 +167,7 @@ class SelectronLM(TemplateLM):
         return Request(self._end_of(context, room), continuation)
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continuations of texts, cut before the first of a task's stop texts."""
+        """Generate a continuation of each text, cut before the first stop text of its task."""
         alike: dict[Generation, list[int]] = {}
         for number, request in enumerate(requests):
             _, arguments = request.args
@@ -179,7 +179,10 @@ class SelectronLM(TemplateLM):
         return [found[number] for number in range(len(requests))]
 
     def _question(self, text: str, generation: Generation) -> tuple[list[int], Draw | None]:
-        """Tokens of a prompt, and how those after it are drawn: each text by itself, the same text asked twice, too."""
+        """Return the tokens of a prompt and its sampling parameters.
+
+        Every prompt has random numbers of its own, even if the same text occurs twice.
+        """
         prompt = self._prompt(text, generation.max_tokens)
         draw = None if generation.draw is None else replace(generation.draw, identity=(self._seed, self.asked))
         return prompt, draw
@@ -197,9 +200,9 @@ class SelectronLM(TemplateLM):
         self, questions: Sequence[tuple[list[int], Draw | None]], generation: Generation, disable_tqdm: bool
     ) -> list[str]:
         decode = self._model.decode
-        # The end of a document ends a text as a token, and as characters that the model writes out.
+        # The end-of-document token also stops generation where the model writes it out as characters.
         stops = [stop for stop in handle_stop_sequences(list(generation.until), decode([self.eot_token_id])) if stop]
-        # As many last tokens as lm-eval looks at: where a search with beams ends is decided by them.
+        # lm-eval searches stop texts in as many last tokens. With other windows a beam search would end elsewhere.
         windows: defaultdict[int, list[str]] = defaultdict(list)
         for stop in stops:
             windows[len(self._model.encode(stop)) + 2].append(stop)
@@ -231,7 +234,10 @@ def _in_pieces(
     title: str,
     quiet: bool,
 ) -> list[Answer]:
-    """Answers in the order of what is asked; the longest first, so that those of a piece are of like lengths."""
+    """Process items in pieces of `PIECE`, longest first, and return the results in the order of the items.
+
+    The order by size gives items of similar length to each piece.
+    """
     order = sorted(range(len(asked)), key=lambda number: -size(asked[number]))
     found: dict[int, Answer] = {}
     with tqdm(total=len(asked), desc=title, disable=quiet) as progress:

@@ -1,4 +1,4 @@
-"""What few-shot tests are asked for."""
+"""Options of few-shot tests."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Split = Literal["published", "validation"]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class FewshotOptions:
-    """What to test on.
+    """Options of few-shot tests.
 
     Attributes:
-        tasks: lm-eval's names of tasks, groups and tags.
-        num_fewshot: examples before each question; None: as many as a task says, most often none.
-        limit: rows a task, the first ones; None: all.
-        data: folder with the files of `PUBLISHED_SETS`, one folder each; None: those tasks, too, read what lm-eval
-            does, from the Hugging Face hub, as all other tasks and groups do.
-        split: rows of the tasks over `data`; see `local_task`.
-        include_path: folder of the user's own definitions; None: lm-eval's alone.
-        confirm_run_unsafe_code: run what the model writes where a task judges it so, on every rank, with the rights of
-            this process; else such tasks are refused.
-        seed: of the choice of examples, and of what tasks have drawn; lm-eval's own unless told.
+        tasks: names of tasks, groups and tags in lm-eval.
+        num_fewshot: few-shot examples before each question; None: the default of each task, usually none.
+        limit: maximum rows per task, the first ones; None: all.
+        data: folder with the files of `PUBLISHED_SETS`, one subfolder each; None: read their rows from the Hugging
+            Face hub. All other tasks and groups always read the sources of their lm-eval definition.
+        split: rows of the tasks that are read from `data`; see `local_task`.
+        include_path: folder of the user's own task definitions; None: only those of lm-eval.
+        confirm_run_unsafe_code: allow tasks that run code written by the model, on every rank and with the rights of
+            this process; False: refuse such tasks.
+        seed: seed of the choice of examples and of sampling; the default is lm-eval's.
 
     Raises:
-        UserError: a split without `data`.
+        UserError: `split` is set without `data`.
     """
 
     tasks: Annotated[tuple[str, ...], Field(min_length=1)] = tuple(PUBLISHED_SETS)

@@ -1,4 +1,4 @@
-"""Test sets as their authors publish them, read from local files into the columns that lm-eval's tasks expect."""
+"""Readers of test sets in their authors' file formats, which convert rows to the columns of lm-eval's tasks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """Where the rows of one of lm-eval's tasks come from.
+    """Source of the rows of an lm-eval task.
 
     Attributes:
-        definition: file of lm-eval's own definition, within its folder of tasks.
-        folder: where the files lie, or below, within the user's folder.
-        files: by split, the names of its file, the authors' own first; the others are those of exported copies.
-        to_row: from a row of the file, and its number, to lm-eval's columns.
-        home: where the authors publish the files.
+        definition: file of lm-eval's definition, relative to its folder of tasks.
+        folder: subfolder of the user's folder that contains the files, at any depth.
+        files: name patterns of the file of each split. The authors' name is the first one; the others match exported
+            copies.
+        to_row: function from a row of the file and its index to a row with lm-eval's columns.
+        home: address at which the authors publish the files.
     """
 
     definition: str
@@ -47,7 +48,7 @@ def _openbookqa(row: Row, number: int) -> Row:
 
 
 def _multiple_choice(row: Row, stem_name: str) -> Row:
-    """AI2's own form keeps stem and choices in `question`; copies have a column for each."""
+    """Convert a multiple-choice row. AI2's files have stem and choices in `question`; copies have separate columns."""
     if isinstance(row.get("question"), dict):
         stem, listed = row["question"]["stem"], row["question"]["choices"]
         choices = {name: [choice[name] for choice in listed] for name in ("text", "label")}
@@ -65,7 +66,7 @@ def _winogrande(row: Row, number: int) -> Row:
 
 
 def _boolq(row: Row, number: int) -> Row:
-    """SuperGLUE's form, or that of BoolQ's authors: there the title stands apart, and the label is `answer`."""
+    """Convert a BoolQ row of SuperGLUE or of BoolQ's authors, who have a separate title and the label in `answer`."""
     title = f"{row['title']} -- " if "title" in row else ""
     label = row["label"] if "label" in row else row["answer"]
     _one_of(label, (False, True))
@@ -73,7 +74,7 @@ def _boolq(row: Row, number: int) -> Row:
 
 
 def _hellaswag(row: Row, number: int) -> Row:
-    """The authors' form, or with `ctx` alone where a copy's text has been cleaned up: it is not capitalised again."""
+    """Convert a HellaSwag row of the authors, or of a cleaned copy with only `ctx`, which must not be capitalized."""
     context = {name: row[name] for name in ("ctx_a", "ctx_b")} if "ctx_a" in row else {"ctx_a": row["ctx"], "ctx_b": ""}
     endings = list(row["endings"])
     label = _one_of(int(row["label"]), range(len(endings)))
@@ -147,19 +148,19 @@ PUBLISHED_SETS: dict[str, PublishedSet] = {
         "https://github.com/rowanz/hellaswag/tree/master/data",
     ),
 }
-"""By the name of lm-eval's task."""
+"""Supported test sets by the name of their lm-eval task."""
 
 
 def find_file(task: str, split: str, data: Path) -> Path:
-    """The file of a split of a task.
+    """Find the file of a split of a task.
 
     Args:
         task: one of `PUBLISHED_SETS`.
         split: train, validation or test.
-        data: the user's folder, with a folder for each test set.
+        data: the user's folder, with a subfolder for each test set.
 
     Raises:
-        UserError: there is none, or several of one name.
+        UserError: no file matches, or several match the same pattern.
     """
     test_set = PUBLISHED_SETS[task]
     folder = data / test_set.folder
@@ -179,10 +180,14 @@ def find_file(task: str, split: str, data: Path) -> Path:
 
 
 def read_rows(task: str, path: Path) -> list[Row]:
-    """Rows of a file of a task, in lm-eval's columns and the file's order.
+    """Read the rows of a task's file, with lm-eval's columns and in the order of the file.
+
+    Args:
+        task: one of `PUBLISHED_SETS`.
+        path: file with one JSON object per line.
 
     Raises:
-        UserError: a line that is no row of this test set, by its number, or no rows at all.
+        UserError: a line is not a row of this test set (the error gives its number), or the file has no rows.
     """
     to_row = PUBLISHED_SETS[task].to_row
     rows = []
@@ -201,7 +206,7 @@ _GET_AGAIN = "take the file as its authors publish it"
 
 
 def _with_labels(path: Path) -> Iterator[tuple[int, Row]]:
-    """Numbers of lines and rows; labels that stand in a file beside it, as PIQA's do, are added."""
+    """Yield line numbers and rows, with the labels of a separate `-labels.lst` file if there is one (PIQA)."""
     rows = list(_parsed(path))
     beside = path.with_name(f"{path.stem}-labels.lst")
     if not beside.exists():

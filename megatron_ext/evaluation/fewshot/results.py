@@ -1,4 +1,4 @@
-"""What few-shot tests found, as JSON and as a Markdown table."""
+"""Results of few-shot tests, as JSON and as a Markdown table."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ COLUMNS = ("task", "version", "examples", "rows", "filter", "metric", "value", "
 
 @dataclass(frozen=True)
 class Metric:
-    """One number of a task.
+    """Metric of a task.
 
     Attributes:
-        name: of lm-eval's metric.
-        filter: what lm-eval took from the answers before; `none`: all of them.
-        value: the number.
-        stderr: its standard error; None: lm-eval has none for this metric.
-        higher_is_better: None: lm-eval does not say.
+        name: name of the metric in lm-eval.
+        filter: name of lm-eval's filter on the answers; `none`: unfiltered.
+        value: value of the metric.
+        stderr: standard error; None: lm-eval has none for this metric.
+        higher_is_better: direction of the metric; None: not defined by lm-eval.
     """
 
     name: str
@@ -34,16 +34,16 @@ class Metric:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """All numbers of a task, or of a group of tasks.
+    """Metrics of a task, or of a group of tasks.
 
     Attributes:
-        name: lm-eval's.
-        version: of its definition; None: it has none.
-        num_fewshot: examples before each question.
-        rows: tested on; None: a group.
-        rows_there: rows there are; more if a limit was set.
+        name: name in lm-eval.
+        version: version of the definition; None: it has none.
+        num_fewshot: few-shot examples before each question; None: unknown.
+        rows: number of rows evaluated; None: a group.
+        rows_there: number of rows of the data set, more than `rows` if a limit was set; None: a group.
         sources: the user's files, by split; empty: lm-eval's own data.
-        metrics: in lm-eval's order.
+        metrics: metrics in lm-eval's order.
     """
 
     name: str
@@ -57,15 +57,15 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class FewshotResults:
-    """Of all tasks.
+    """Results of all tasks.
 
     Attributes:
-        tasks: in the order they were asked for.
-        asked: texts that the model was given; each choice of a question is one.
-        truncated: those of them that were longer than it takes, and lost their beginning.
-        seconds: that all took.
-        lm_eval: its version.
-        settings: what was asked for.
+        tasks: results of each task or group, in lm-eval's order.
+        asked: number of texts passed to the model; each choice of a question is one text.
+        truncated: number of these texts that were too long and lost their beginning.
+        seconds: duration of the whole evaluation.
+        lm_eval: version of lm-eval.
+        settings: options of the evaluation.
     """
 
     tasks: tuple[TaskResult, ...]
@@ -77,10 +77,10 @@ class FewshotResults:
 
 
 def task_results(found: Mapping[str, Any], sources: Mapping[str, Mapping[str, Path]]) -> tuple[TaskResult, ...]:
-    """Numbers out of what `lm_eval.evaluate` returns.
+    """Convert the results of `lm_eval.evaluate`.
 
     Args:
-        found: that.
+        found: return value of `lm_eval.evaluate`.
         sources: the user's files, by task and split.
     """
     return tuple(_task_result(name, found, sources.get(name, {})) for name in found["results"])
@@ -100,7 +100,7 @@ def _task_result(name: str, found: Mapping[str, Any], sources: Mapping[str, Path
 
 
 def _metrics(numbers: Mapping[str, Any], higher_is_better: Mapping[str, bool | None]) -> list[Metric]:
-    """lm-eval's keys are `acc,none` and `acc_stderr,none`; those without a comma tell about the task."""
+    """Return the metrics of a task. lm-eval's keys are `acc,none` and `acc_stderr,none`; others are not metrics."""
     metrics = []
     for key, value in numbers.items():
         name, comma, kind = key.partition(",")
@@ -112,7 +112,7 @@ def _metrics(numbers: Mapping[str, Any], higher_is_better: Mapping[str, bool | N
 
 
 def markdown(results: FewshotResults) -> str:
-    """The table; numbers with as many digits as lm-eval prints."""
+    """Return the results as a Markdown table, with the number of digits that lm-eval prints."""
     lines = table(COLUMNS, [_cells(task, metric) for task in results.tasks for metric in task.metrics])
     said = [f"lm-eval {results.lm_eval}, {results.seconds:.0f} s."]
     if results.truncated:
@@ -138,7 +138,7 @@ def _source_lines(results: FewshotResults) -> list[str]:
 
 
 def scores(results: FewshotResults) -> dict[str, float]:
-    """The numbers by `task/metric`, and `task/metric,filter` where answers were filtered; words are left out."""
+    """Return the finite numeric metrics by `task/metric`, or `task/metric,filter` if the answers were filtered."""
     return {
         f"{task.name}/{metric.name}{'' if metric.filter == 'none' else ',' + metric.filter}": float(metric.value)
         for task in results.tasks
@@ -148,12 +148,12 @@ def scores(results: FewshotResults) -> dict[str, float]:
 
 
 def write_results(results: FewshotResults, about: dict[str, Any], folder: Path) -> None:
-    """Write fewshot.json and fewshot.md into a folder, each whole or not at all.
+    """Write fewshot.json and fewshot.md to a folder, each atomically.
 
     Args:
-        results: what to write.
-        about: which model it was, for the JSON.
-        folder: exists.
+        results: results to write.
+        about: description of the model for the JSON file.
+        folder: an existing folder.
     """
     write_both(folder, "fewshot", {**about, **finite(_to_dict(results))}, markdown(results))
 

@@ -1,6 +1,6 @@
-"""Few-shot tests of a model: which tasks, over which rows, and what was found.
+"""Few-shot tests of a model with lm-eval.
 
-lm-eval is imported where it is called: it takes seconds, and is not installed everywhere.
+lm-eval is imported lazily: the import takes seconds, and the package is an optional dependency.
 """
 
 from __future__ import annotations
@@ -27,20 +27,24 @@ from megatron_ext.evaluation.generators import generators_kept
 from megatron_ext.evaluation.text_model import TextModel
 
 BOOTSTRAP_DRAWS = 100_000
-"""As many as lm-eval draws."""
+"""Bootstrap draws of standard errors, the default of lm-eval."""
 
 
 def evaluate_fewshot(model: TextModel, options: FewshotOptions) -> FewshotResults | None:
-    """Test a model. Collective: every rank calls it with the same options.
+    """Run few-shot tests of a model. Collective: every rank calls it with the same options.
 
-    The generators of random numbers of this process are afterwards what they were.
+    The random generators of this process are restored afterwards.
+
+    Args:
+        model: model to test.
+        options: tasks and their settings.
 
     Returns:
-        What was found, on the first rank; None on others, which print nothing either.
+        The results on the first rank; None on other ranks, whose output is also suppressed.
 
     Raises:
-        UserError: lm-eval is not installed, a task is not known, cannot be loaded, generates as is not done here or
-            runs code without leave, or a file is missing or damaged.
+        UserError: lm-eval is not installed; a task is unknown, cannot be loaded, needs unsupported generation
+            settings or runs code without permission; or a file is missing or damaged.
     """
     check_installed()
     is_first = not dist.is_initialized() or dist.get_rank() == 0
@@ -61,20 +65,20 @@ def evaluate_fewshot(model: TextModel, options: FewshotOptions) -> FewshotResult
 
 
 def check_installed() -> None:
-    """Raise a UserError if lm-eval is not there."""
+    """Raise a `UserError` if lm-eval is not installed."""
     if find_spec("lm_eval") is None:
         raise UserError("fewshot", "lm-eval is not installed", "pip install 'selectron[eval]'")
 
 
 def check_fewshot(options: FewshotOptions, max_length: int) -> None:
-    """Refuse what `evaluate_fewshot` would refuse, without a model: the tasks are loaded, and forgotten.
+    """Check the options without a model. The tasks are loaded and discarded.
 
     Args:
-        options: which tasks.
-        max_length: tokens that the model takes at most.
+        options: tasks and their settings.
+        max_length: maximum number of tokens of a forward pass.
 
     Raises:
-        UserError: see there.
+        UserError: as in `evaluate_fewshot`.
     """
     check_installed()
     with _own_random_numbers(), _silence():
@@ -85,7 +89,7 @@ def check_fewshot(options: FewshotOptions, max_length: int) -> None:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """What is printed within it is lost."""
+    """Context manager that discards standard output and standard error."""
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield
 
@@ -96,7 +100,7 @@ def _text(path: Path | None) -> str | None:
 
 @contextmanager
 def _own_random_numbers() -> Iterator[None]:
-    """Seeds as lm-eval sets them."""
+    """Context manager that seeds the random generators as lm-eval does and restores them afterwards."""
     from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 
     with generators_kept():
@@ -107,7 +111,7 @@ def _own_random_numbers() -> Iterator[None]:
 
 
 def _evaluate(model: TextModel, options: FewshotOptions, is_first: bool) -> dict[str, Any]:
-    """The fields of `FewshotResults` that lm-eval tells."""
+    """Run lm-eval and return the fields `tasks`, `asked` and `truncated` of `FewshotResults`."""
     from lm_eval.evaluator import evaluate
 
     from megatron_ext.evaluation.fewshot.adapter import SelectronLM
@@ -115,7 +119,7 @@ def _evaluate(model: TextModel, options: FewshotOptions, is_first: bool) -> dict
 
     loaded = load_tasks(options, model.max_length)
     lm = SelectronLM(model, options.seed)
-    # Some standard errors are drawn by processes that lm-eval starts: once, not on every rank.
+    # lm-eval starts processes to bootstrap some standard errors. One rank is enough for that.
     draws = BOOTSTRAP_DRAWS if is_first else 0
     found = evaluate(
         lm=lm,

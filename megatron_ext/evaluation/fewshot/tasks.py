@@ -1,6 +1,6 @@
-"""Tasks of lm-eval, the seven of `PUBLISHED_SETS` over the user's files: prompts, choices and metrics are lm-eval's.
+"""Tasks of lm-eval. Those of `PUBLISHED_SETS` can read local files; prompts, choices and metrics are always lm-eval's.
 
-Imports lm-eval.
+This module imports lm-eval.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from megatron_ext.evaluation.fewshot.options import FewshotOptions, Split
 from megatron_ext.evaluation.fewshot.published import PUBLISHED_SETS, Row, find_file, read_rows
 
 VALIDATION_ALONE = {"training_split": None, "test_split": "validation", "fewshot_split": "validation"}
-"""Rows and examples from one split: where both are the same, lm-eval leaves a row out of its own examples only if it is
-the test split."""
+"""Changes of a task's definition that take evaluated rows and few-shot examples from the validation split.
+
+The validation split becomes the test split: only there does lm-eval exclude a row from its own examples."""
 
 
 class LocalTask(ConfigurableTask):
-    """A task of lm-eval whose rows are given.
+    """lm-eval task over rows in memory.
 
     Args:
-        config: lm-eval's definition.
-        rows: by split.
-        sources: files they were read from, by split.
+        config: lm-eval's definition of the task.
+        rows: rows by split.
+        sources: files of the rows, by split.
     """
 
     def __init__(self, config: dict[str, Any], rows: Mapping[str, Sequence[Row]], sources: Mapping[str, Path]) -> None:
@@ -42,21 +43,22 @@ class LocalTask(ConfigurableTask):
         super().__init__(config=config)
 
     def download(self, dataset_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Take the rows that were given, where lm-eval would ask the hub."""
+        """Use the rows in memory instead of a download from the Hugging Face hub."""
         self.dataset = datasets.DatasetDict(
             {split: datasets.Dataset.from_list(list(rows)) for split, rows in self._rows.items()}
         )
 
 
 def local_task(task: str, data: Path, num_fewshot: int, split: Split) -> LocalTask:
-    """One of `PUBLISHED_SETS` over files in a folder.
+    """Load one of `PUBLISHED_SETS` from files in a folder.
 
     Args:
-        task: its name.
-        data: the user's folder, with a folder for each test set.
-        num_fewshot: examples before each question.
-        split: `published`: rows as lm-eval takes them, the test split's where their labels are published (ARC,
-            OpenBookQA), else validation; examples from the training rows. `validation`: both from the validation rows.
+        task: name of the task.
+        data: the user's folder, with a subfolder for each test set.
+        num_fewshot: few-shot examples before each question.
+        split: `published`: the rows that lm-eval evaluates, which are the test split if its labels are published (ARC,
+            OpenBookQA) and else the validation split; examples from the training split. `validation`: rows and
+            examples from the validation split.
 
     Raises:
         UserError: a file is missing or damaged, or has too few rows for that many examples.
@@ -66,7 +68,7 @@ def local_task(task: str, data: Path, num_fewshot: int, split: Split) -> LocalTa
     if split == "validation":
         config |= VALIDATION_ALONE
     elif not num_fewshot:
-        config["training_split"] = None  # its rows are not read
+        config["training_split"] = None  # without examples its rows are not needed
     evaluated = config.get("test_split") or config["validation_split"]
     examples = config.get("fewshot_split") or config["training_split"]
     wanted = dict.fromkeys([evaluated, examples] if num_fewshot else [evaluated])
@@ -80,18 +82,18 @@ def local_task(task: str, data: Path, num_fewshot: int, split: Split) -> LocalTa
 
 
 def load_tasks(options: FewshotOptions, max_length: int) -> dict[str, Any]:
-    """Tasks and groups as `lm_eval.evaluate` takes them, each told its examples.
+    """Load tasks and groups for `lm_eval.evaluate`, with the number and seed of their few-shot examples set.
 
     Args:
-        options: which, and over which rows.
-        max_length: tokens that the model takes at most.
+        options: tasks and the source of their rows.
+        max_length: maximum number of tokens of a forward pass.
 
     Raises:
-        UserError: see `evaluate_fewshot`.
+        UserError: as in `evaluate_fewshot`.
     """
     if options.include_path is not None and not options.include_path.is_dir():
         raise UserError("fewshot.include_path", f"{options.include_path} is no folder", "name one with lm-eval's YAMLs")
-    manager = TaskManager(include_path=options.include_path, include_defaults=False)  # the user's own
+    manager = TaskManager(include_path=options.include_path, include_defaults=False)  # only the user's definitions
     local = set() if options.data is None else set(PUBLISHED_SETS) - set(manager.all_tasks)
     if others := [name for name in options.tasks if name not in local and not _knows(manager, name)]:
         manager = _all_definitions(options.include_path)
@@ -114,7 +116,7 @@ def load_tasks(options: FewshotOptions, max_length: int) -> dict[str, Any]:
 
 @cache
 def _all_definitions(include_path: Path | None) -> TaskManager:
-    """lm-eval's and the user's. Reading them takes seconds: done once, and only where one of lm-eval's is asked for."""
+    """Index lm-eval's and the user's definitions. This takes seconds: it is cached, and skipped if not needed."""
     return TaskManager(include_path=include_path)
 
 
@@ -130,13 +132,13 @@ def _check_name(name: str, manager: TaskManager) -> None:
 
 
 def _members(name: str, manager: TaskManager) -> list[str]:
-    """The tasks of a tag, as some of them may be local; else the name itself."""
+    """Return the tasks of a tag, some of which may be local; the name itself if it is not a tag."""
     entry = manager.task_index.get(name)
     return sorted(entry.tags) if entry is not None and entry.kind is Kind.TAG else [name]
 
 
 def _load(manager: TaskManager, specs: list[str | LocalTask]) -> dict[str, Any]:
-    """Load tasks that lm-eval knows by name; most of them ask the Hugging Face hub for their rows."""
+    """Load tasks with lm-eval; most of those given by name read their rows from the Hugging Face hub."""
     try:
         return manager.load(specs)
     except OSError as error:
@@ -145,7 +147,7 @@ def _load(manager: TaskManager, specs: list[str | LocalTask]) -> dict[str, Any]:
         raise _not_loaded("rows could not be read", specs, error, mend) from error
     except ImportError as error:
         raise _not_loaded("a package is missing", specs, error, "install it, or leave the task out") from error
-    except Exception as error:  # of the task's own code
+    except Exception as error:  # a task's own code may raise anything
         mend = "mend the task or what it needs, or leave it out"
         raise _not_loaded(f"{type(error).__name__} in the task's definition", specs, error, mend) from error
 
@@ -157,7 +159,7 @@ def _not_loaded(problem: str, specs: list[str | LocalTask], error: Exception, me
 
 
 def _check_task(name: str, task: Any, options: FewshotOptions, max_length: int) -> None:
-    """Refuse what a text model cannot be asked, before it is asked anything."""
+    """Raise a `UserError` for a task that a text model cannot run, before the first forward pass."""
     elsewhere = "leave the task out"
     if getattr(task, "UNSAFE_CODE", False) and not options.confirm_run_unsafe_code:
         mend = f"set fewshot.confirm_run_unsafe_code to true where it may run, or {elsewhere}"
@@ -169,7 +171,10 @@ def _check_task(name: str, task: Any, options: FewshotOptions, max_length: int) 
 
 
 def _set_examples(task: Any, options: FewshotOptions) -> None:
-    """As `lm_eval.simple_evaluate` does: a task that says it takes none is left at that."""
+    """Set the number and seed of few-shot examples as `lm_eval.simple_evaluate` does.
+
+    A task whose definition sets 0 examples keeps 0.
+    """
     default = task.get_config("num_fewshot")
     if default is None or (options.num_fewshot is not None and default != 0):
         task.set_config(key="num_fewshot", value=options.num_fewshot or 0)

@@ -1,1 +1,1 @@
-"""Retrieval at length: what a model finds again in its context, by task, length and depth."""
+"""Long-context retrieval tests, by task, length and depth."""

@@ -1,4 +1,4 @@
-"""Tokens that tasks without text are made of."""
+"""Tokens for tasks without text."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from megatron_ext.evaluation.retrieval.words import words
 
 
 def ordinary_tokens(encode: Encode, end_id: int) -> tuple[int, ...]:
-    """Tokens of our words and of single characters, in order, each once, without the one that ends a document.
+    """Return the distinct tokens of the word lists and of single characters, sorted, without the end-of-document token.
 
-    Of a whole vocabulary many tokens hardly occur in text, and rows of padding never: a model cannot tell such ones
-    apart, whatever it is able to copy.
+    Many tokens of a vocabulary hardly occur in text, and padded rows never do. A model cannot distinguish such tokens,
+    however well it copies.
+
+    Args:
+        encode: encode function of the model's tokenizer.
+        end_id: id of the end-of-document token.
     """
     texts = [*string.ascii_letters, *string.digits, *string.punctuation]
     texts += [f" {word}" for kind in ("adjectives", "nouns") for word in words(kind)]
@@ -22,10 +26,10 @@ def ordinary_tokens(encode: Encode, end_id: int) -> tuple[int, ...]:
 
 
 def draw(rng: random.Random, alphabet: Sequence[int], count: int, place: Place) -> tuple[list[int], list[int]]:
-    """`count` tokens, none of them twice, and those that are left.
+    """Draw `count` distinct tokens; returns them and the remaining tokens of the alphabet.
 
     Raises:
-        Unfit: none would be left.
+        Unfit: no token would remain.
     """
     if count >= len(alphabet):
         raise Unfit(f"{place.task} takes more than {count} different tokens, and ordinary ones are {len(alphabet)}")
@@ -34,6 +38,6 @@ def draw(rng: random.Random, alphabet: Sequence[int], count: int, place: Place) 
 
 
 def check_length(place: Place, shortest: int) -> None:
-    """Raise `Unfit` for a length below the shortest that is the task."""
+    """Raise `Unfit` if the place's length is below `shortest`, the minimum of the task."""
     if place.length < shortest:
         raise Unfit(f"the shortest one takes {shortest} tokens")

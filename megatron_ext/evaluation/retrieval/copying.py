@@ -9,17 +9,17 @@ from megatron_ext.evaluation.retrieval.samples import Place, TokenSample
 
 MEMORIZED = 16
 VOCABULARY = 14
-"""Different tokens to copy; with the blank and the mark 16."""
+"""Number of distinct tokens to copy; 16 with the blank and the mark."""
 
 
 def make(place: Place, alphabet: Sequence[int]) -> TokenSample:
-    """Tokens at random places between blanks; after a mark they are to be repeated in order, without the blanks.
+    """Build a sequence of tokens at random positions between blanks, a mark, and the tokens in order without blanks.
 
-    Each is foretold with the right ones before it in sight, as a language model is trained; the paper's model sees
-    marks instead. One that never trained on such sequences is tested without an example.
+    The tokens after the mark are predicted with teacher forcing; the paper's model gets marks as input instead. There
+    is no example in the context, although a language model was not trained on such sequences.
 
     Raises:
-        Unfit: the sequence is too short, or ordinary tokens are too few.
+        Unfit: the sequence is too short, or the alphabet is too small.
     """
     check_length(place, 2 * MEMORIZED + 1)
     rng = place.random("sequence")

@@ -1,4 +1,4 @@
-"""The picture: mean scores as heat maps, a panel a task with depth, length to the right and depth downwards."""
+"""Heat maps of mean scores, one panel per task with a depth: columns are lengths, rows are depths."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from megatron_ext.evaluation.retrieval.tasks import TASKS
 DPI = 150
 PAPER, INK, MUTED, EMPTY = "#ffffff", "#1a1a1a", "#5c5c5c", "#e4e4e4"
 SCORES = LinearSegmentedColormap.from_list("scores", ["#fdf1e8", "#56B4E9", "#0072B2", "#00263d"])
-"""From light to dark, so that it reads without colour, too; grey is left for what was not tested."""
+"""Color map from light to dark, which is readable without color. Grey is reserved for what was not tested."""
 
 WHITE_ABOVE = 0.45
-"""Scores on whose colour white letters are easier to read than black ones."""
+"""Score above which white letters are easier to read on a cell than black ones."""
 
 COLUMNS = 3
 CELL = (0.56, 0.34)
-"""Inches of a cell."""
+"""Width and height of a cell in inches."""
 MARGIN = (0.95, 0.95)
-"""Inches of a panel beside and above its cells: title and labels."""
+"""Width and height of a panel's title and labels in inches."""
 
 NO_DEPTH = "tasks without a depth"
 
 Grid = npt.NDArray[np.float64]
 Panel = tuple[str, list[str], Grid]
-"""Title, labels of the rows, scores [rows, lengths]."""
+"""Panel: title, row labels, scores [rows, lengths]."""
 
 
 def draw(results: RetrievalResults) -> bytes:
-    """The picture as PNG: mean scores in per cent; `–` marks what was not tested.
+    """Draw the figure as PNG: mean scores in per cent, `–` for what was not tested.
 
-    Tasks without a depth share the last panel, one row a task.
+    Tasks without a depth share the last panel, with one row per task.
     """
     lengths = sorted(results.options.lengths)
     panels = _panels(results, lengths)
@@ -65,7 +65,7 @@ def draw(results: RetrievalResults) -> bytes:
 
 
 def _panels(results: RetrievalResults, lengths: Sequence[int]) -> list[Panel]:
-    """Title, labels of the rows and scores [rows, lengths] of each panel; NaN: not tested."""
+    """Return title, row labels and scores [rows, lengths] of each panel; NaN: not tested."""
     depths = sorted(results.options.depths)
     found = results.by_depth()
     with_depth = [task for task in results.options.tasks if TASKS[task].has_depth]
@@ -112,5 +112,5 @@ def _draw_scale(figure: Figure, image: AxesImage, axes: npt.NDArray[np.object_])
 
 
 def _length(tokens: int) -> str:
-    """`128k` for whole multiples of 1024."""
+    """Format a length, as `128k` for multiples of 1024."""
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)

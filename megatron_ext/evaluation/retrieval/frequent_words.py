@@ -1,4 +1,4 @@
-"""Common and frequent words of RULER (Hsieh et al. 2024, arXiv 2404.06654, section 3)."""
+"""Common-words and frequent-words tasks of RULER (Hsieh et al. 2024, arXiv 2404.06654, section 3)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron_ext.evaluation.retrieval.words import Distinct, coded, pair, words
 COMMON_TOKENS, FREQUENT_TOKENS = 120, 50
 COMMON = 10
 SHORT = 4096
-"""Tokens below which common words and the example are fewer, as in RULER."""
+"""Length in tokens below which the lists repeat words less often and the example is shorter, as in RULER."""
 
 SINGLE_WORDS = 8192
-"""Tokens up to which the words of our lists are enough; above, a word is an adjective and a noun."""
+"""Maximum length in tokens for which the word lists suffice. Above it, a word is an adjective and a noun."""
 
 COMMON_PROMPT = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
@@ -30,23 +30,23 @@ FREQUENT_PROMPT = (
 )
 
 DOTS = "..."
-"""What the most frequent word is replaced with."""
+"""Replacement of the most frequent word."""
 
 ZETA_2 = math.pi**2 / 6
 """Riemann's zeta function at the exponent of the words' frequencies, 2."""
 
 FEWEST_WORDS = 53
-"""From here on the fourth word is always more frequent than the fifth, so that the answer is one."""
+"""Number of words from which the fourth word is always more frequent than the fifth, so that the answer is unique."""
 
 TOKENS_A_CODED_WORD = 50
-"""Tokens of the length for each word of the vocabulary."""
+"""Tokens of length per word of the vocabulary."""
 
 
 def common_words(place: Place, _: Haystack) -> Draft:
-    """Ten words that stand thirty times each in a list, the others three times, after an example with its answer.
+    """Build a list in which ten words occur 30 times each and all others 3 times, after an example with its answer.
 
-    Below 4096 tokens six times and once. A piece of hay is one of the other words. RULER takes single words from lists
-    of its own at every length; above 8192 tokens ours would not be enough, and pairs are taken.
+    Below 4096 tokens the words occur 6 times and once. A piece of hay is one of the other words. RULER uses single
+    words at every length. Here a word is an adjective and a noun above 8192 tokens, for lack of single words.
     """
     is_short = place.length < SHORT
     repeats, example_repeats, example_words = ((6, 1), (3, 1), 20) if is_short else ((30, 3), (10, 3), 40)
@@ -63,9 +63,10 @@ def common_words(place: Place, _: Haystack) -> Draft:
 
 
 def frequent_words(place: Place, _: Haystack) -> Draft:
-    """Coded words whose frequency falls with the square of their rank; dots stand for the first, next come the answers.
+    """Build a text of coded words whose frequency falls with the square of their rank.
 
-    A piece of hay is one of N words; the word of rank k stands floor(N / (zeta(2) k^2)) times.
+    Dots replace the most frequent word, and the next three are the answers. Pieces of hay are words: of N words, the
+    word of rank k occurs floor(N / (zeta(2) k^2)) times.
     """
     ranks = max(FEWEST_WORDS, place.length // TOKENS_A_CODED_WORD)
     vocabulary = [DOTS, *Distinct(coded, place.random("words")).first(ranks - 1)]
@@ -79,7 +80,7 @@ def frequent_words(place: Place, _: Haystack) -> Draft:
 
 
 def _vocabulary(place: Place, taken: int) -> tuple[Distinct, int | None]:
-    """Words in the sample's order, and how many there are for the hay; None: as many as one likes."""
+    """Return the sample's stream of words, and the number left for the hay after `taken` words; None: unlimited."""
     rng = place.random("words")
     if place.length > SINGLE_WORDS:
         return Distinct(pair, rng), None
@@ -88,7 +89,7 @@ def _vocabulary(place: Place, taken: int) -> tuple[Distinct, int | None]:
 
 
 def _list_prompt(place: Place, common: Sequence[str], others: Sequence[str], repeats: tuple[int, int]) -> str:
-    """The question for a shuffled list, up to where the answer begins."""
+    """Return the question for a shuffled list, up to the start of the answer."""
     listed = [*common] * repeats[0] + [*others] * repeats[1]
     place.random(f"order {len(listed)}").shuffle(listed)
     return COMMON_PROMPT.format(context=_numbered(listed))

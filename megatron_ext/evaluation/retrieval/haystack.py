@@ -1,4 +1,4 @@
-"""Hay: the text that needles are hidden in."""
+"""Haystacks: texts in which needles are hidden."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from data_prep.documents import Problems
 from megatron_ext.errors import UserError
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-"""The sentences of passkey (Mohtashami & Jaggi 2023, arXiv 2305.16300) and of RULER's noise."""
+"""Noise sentences of passkey retrieval (Mohtashami & Jaggi 2023, arXiv 2305.16300) and of RULER."""
 
 CHARACTERS = 4_000_000
-"""Read at most: several times a context of 128k tokens."""
+"""Maximum number of characters to read, several times a context of 128k tokens."""
 
 LONGEST_SENTENCE = 60
-"""Words: what has no full stop, a table for example, is cut after as many."""
+"""Maximum number of words of a sentence. Text without full stops, such as a table, is cut after as many."""
 
 WHERE = "retrieval.haystack"
 MEND = "repair it or name another"
@@ -24,12 +24,12 @@ MEND = "repair it or name another"
 
 @dataclass(frozen=True)
 class Haystack:
-    """Pieces of hay in their order.
+    """Haystack as an ordered list of pieces.
 
     Attributes:
-        name: noise, or where the text is from.
+        name: `noise`, or the path of the text.
         pieces: lines of noise or sentences, at least one.
-        separator: between pieces and needles.
+        separator: text between pieces and needles.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Haystack:
     separator: str
 
     def cut(self, start: int, count: int) -> list[str]:
-        """`count` pieces from `start` on, from the first again after the last."""
+        """Return `count` pieces beginning at index `start`, with wrap-around."""
         return [self.pieces[index % len(self.pieces)] for index in range(start, start + count)]
 
 
@@ -45,13 +45,16 @@ NOISE_LINES = Haystack("noise", (NOISE,), "\n")
 
 
 def read_haystack(path: str | None) -> Haystack:
-    """The haystack of a corpus in sentences, or the noise. What `selectron prepare` reads is a corpus, tokens apart.
+    """Read a corpus as a haystack of sentences.
 
-    White space is squeezed to single blanks. Sentences end with a full stop, question or exclamation mark before a
-    blank; RULER takes nltk's model of sentences, which has to be downloaded.
+    White space is collapsed to single spaces. A sentence ends with a full stop, question mark or exclamation mark
+    before white space. RULER uses nltk's sentence model, which needs a download.
+
+    Args:
+        path: corpus in a format of `selectron prepare`, except token files; None: the noise sentences.
 
     Raises:
-        UserError: nothing is there, it cannot be read, or it holds no text.
+        UserError: the corpus does not exist, cannot be read or contains no text.
     """
     if path is None:
         return NOISE_LINES
@@ -68,7 +71,7 @@ def read_haystack(path: str | None) -> Haystack:
 
 
 def insert(hay: Sequence[str], needles: Sequence[tuple[float, str]]) -> list[str]:
-    """Hay with each needle before the piece at its depth: 0 is before the first, 1 after the last."""
+    """Insert needles into hay, each before the piece at its depth. Depth 0 is before all pieces, 1 after all."""
     found = list(hay)
     for depth, needle in sorted(needles, key=lambda one: one[0], reverse=True):
         found.insert(int(len(hay) * depth), needle)
@@ -84,7 +87,7 @@ def _sentences(text: str) -> list[str]:
 
 
 def _texts(source: str) -> Iterator[str]:
-    # Here, as every rank that trains imports this module, and few read a text: the formats bring pyarrow.
+    # Imported here: every training rank imports this module, few read a text, and the formats import pyarrow.
     from data_prep.reading.corpus import open_files
     from data_prep.reading.fields import Fields
 
@@ -94,12 +97,12 @@ def _texts(source: str) -> Iterator[str]:
         holds_tokens = error.where == "--source-tokenizer"
         problem = f"{source} holds tokens, no text" if holds_tokens else error.problem
         raise UserError(WHERE, problem, "name a file or folder with text in it") from error
-    # It is a text that the user chose: what is malformed is not passed over.
+    # The user chose this text: malformed records are errors, not skipped.
     try:
         for document in corpus.documents(Problems("stop")):
             yield document.text
     except UserError as error:
-        # Not the error's own mend: it names options of `selectron prepare`.
+        # Without the error's own hint, which names options of `selectron prepare`.
         raise UserError(WHERE, f"{error.where}: {error.problem}", MEND) from None
     except OSError as error:
         raise UserError(WHERE, f"{source} cannot be read ({error})", MEND) from error

@@ -1,4 +1,4 @@
-"""Induction: what followed a token before follows it again (Olsson et al. 2022, arXiv 2209.11895)."""
+"""Induction task: a token is followed by the same token as before (Olsson et al. 2022, arXiv 2209.11895)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ SEGMENT = 8
 
 
 def make(place: Place, alphabet: Sequence[int]) -> TokenSample:
-    """Random tokens, at a depth a segment that comes again at the end, where it is foretold but for its first token.
+    """Build random tokens with a segment at the place's depth and a copy of it at the end, to predict.
 
-    The segment's tokens stand nowhere else, so that one token before tells where to look; the paper repeats the whole
-    sequence. A language model that never trained on such sequences is tested without an example.
+    The first token of the copy is not predicted. The segment's tokens occur nowhere else, so that the preceding token
+    determines the answer. The paper repeats the whole sequence. There is no example in the context, although a
+    language model was not trained on such sequences.
 
     Raises:
-        Unfit: the sequence is too short, or ordinary tokens are too few.
+        Unfit: the sequence is too short, or the alphabet is too small.
     """
     assert place.depth is not None
     check_length(place, 2 * SEGMENT)

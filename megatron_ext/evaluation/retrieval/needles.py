@@ -1,4 +1,4 @@
-"""Needles in a haystack: the eight tasks of RULER (Hsieh et al. 2024, arXiv 2404.06654, section 3)."""
+"""Needle-in-a-haystack tasks: the eight of RULER (Hsieh et al. 2024, arXiv 2404.06654, section 3)."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ SEVERAL = (
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of RULER's table.
+    """Variant of the task, a row of RULER's table.
 
     Attributes:
-        hay: noise; text, the user's (RULER: Paul Graham's essays); or further needles.
-        key: what keys are: an adjective and a noun, or a UUID.
-        value: what values are: seven digits, or a UUID.
-        keys: needles' keys, those asked for included.
-        values: of a key.
-        queries: keys asked for, the first ones.
+        hay: `noise` sentences, the user's `text` (RULER: Paul Graham's essays), or more `needles`.
+        key: type of keys: `word` is an adjective and a noun.
+        value: type of values: `number` has seven digits.
+        keys: number of keys, including the queried ones.
+        values: number of values per key.
+        queries: number of queried keys, the first ones.
     """
 
     hay: Literal["noise", "text", "needles"]
@@ -51,7 +51,7 @@ class Variant:
 
     @property
     def has_depth(self) -> bool:
-        """Whether one needle is asked for; several lie at depths of their own."""
+        """True if a single needle is queried, whose depth can be set."""
         return self.values == self.queries == 1
 
 
@@ -79,10 +79,11 @@ DRAWS = {"word": pair, "number": _number, "uuid": _uuid}
 
 
 def draft(variant: Variant, place: Place, haystack: Haystack) -> Draft:
-    """Needles, the one asked for at the place's depth and all others anywhere, and the question for them.
+    """Build a context with needles and the question for them.
 
-    No two needles share a key or a value. A haystack of text begins at a sentence of the sample's own, where RULER's
-    samples all begin alike; it ends where there is no room for the next sentence.
+    A single queried needle is at the place's depth; all others are at random depths. All keys are distinct, and so are
+    all values. A haystack of text begins at a random sentence of the corpus (in RULER all samples begin at the same
+    one) and ends with the last whole sentence that fits.
     """
     keys = Distinct(DRAWS[variant.key], place.random("keys"))
     values = Distinct(DRAWS[variant.value], place.random("values"))
@@ -104,14 +105,14 @@ def draft(variant: Variant, place: Place, haystack: Haystack) -> Draft:
 
 
 def _needle(variant: Variant, keys: Distinct, values: Distinct, key: int, value: int) -> str:
-    """The needle with the key and the value of those numbers."""
+    """Return the needle with the key and the value of the given indices."""
     return NEEDLE.format(kind=variant.value, key=keys[key], value=values[value])
 
 
 def _hay(
     variant: Variant, place: Place, haystack: Haystack, needle: Callable[[int, int], str], own: int
 ) -> tuple[Callable[[int], list[str]], str]:
-    """What gives an amount of hay, and what stands between its pieces."""
+    """Return a function from a number of pieces to the hay, and the separator of the pieces."""
     if variant.hay == "needles":
         return lambda size: [needle(index, index) for index in range(own, own + size)], "\n"
     source = haystack if variant.hay == "text" else NOISE_LINES
@@ -120,5 +121,5 @@ def _hay(
 
 
 def _enumerate(names: Sequence[str]) -> str:
-    """`a`, or `a, b, and c`."""
+    """Join names as `a` or `a, b, and c`."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"

@@ -1,4 +1,4 @@
-"""What is tested, and how often."""
+"""Options of retrieval tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TaskName = Literal[
 ]
 TASK_NAMES: tuple[TaskName, ...] = get_args(TaskName)
 LENGTHS = tuple(1024 * 2**power for power in range(8))
-"""1k to 128k."""
+"""Default lengths in tokens, 1k to 128k."""
 
 
 def _each_once(values: list[TaskName] | list[int] | list[float]) -> list[TaskName] | list[int] | list[float]:
@@ -44,20 +44,20 @@ Once = AfterValidator(_each_once)
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RetrievalOptions:
-    """Tests of retrieval: every task at every length, those with a depth at every depth.
+    """Options of retrieval tests. Every task is tested at every length, and at every depth if it has one.
 
     Attributes:
-        tasks: their names.
-        lengths: tokens of the model's own, those that it generates included.
-        depths: where the answer stands, from 0 (the context's start) to 1 (its end). For tasks with one place only;
-            the others have theirs all over the context.
-        samples: of a task, length and depth.
-        seed: of the samples; sample i of a task, length and depth is the same whatever else is tested.
-        haystack: text between the needles, up to 4 million characters of it: what `selectron prepare --input` reads,
-            JSON lines, Parquet, tars or files of text, alone or in a folder; None: RULER's noise sentences, so that
-            niah_single_2 is niah_single_1 but for what is drawn.
-        unfit: what happens to a length beyond the model's, or too short for a task in the model's tokens: the run is
-            refused, or that length is left out and the results say so.
+        tasks: names of the tasks.
+        lengths: lengths in tokens of the model, including generated ones.
+        depths: relative positions of the answer, from 0 (start of the context) to 1 (end). Only for tasks with one
+            such position; other tasks spread theirs over the context.
+        samples: samples per task, length and depth.
+        seed: seed of the samples. Sample i of a task, length and depth does not depend on the other options.
+        haystack: source of the text between needles, in a format of `selectron prepare --input` (JSON lines, Parquet,
+            tar archives or text files, alone or in a folder). At most 4 million characters are read. None: RULER's
+            noise sentences; niah_single_2 then differs from niah_single_1 only in its random choices.
+        unfit: treatment of a length that exceeds the model's maximum or is too short for a task: `refuse` the run, or
+            `skip` that length of the task and list it in the results.
     """
 
     tasks: Annotated[list[TaskName], Field(min_length=1), Once] = Field(default_factory=lambda: list(TASK_NAMES))

@@ -17,9 +17,9 @@ QUESTION = "What is the pass key? The pass key is"
 
 
 def draft(place: Place, _: Haystack) -> Draft:
-    """A number between repetitions of the noise, which is its only hay.
+    """Build a prompt with a random number between repetitions of the noise; the haystack is not used.
 
-    The noise comes in whole repetitions, as in LongLoRA (arXiv 2309.12307); landmark attention cuts it anywhere.
+    The noise is repeated as a whole, as in LongLoRA (arXiv 2309.12307). Mohtashami & Jaggi cut it at any character.
     """
     assert place.depth is not None
     depth, key = place.depth, str(place.random("key").randint(1, LARGEST_KEY))

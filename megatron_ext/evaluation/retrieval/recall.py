@@ -11,18 +11,18 @@ from megatron_ext.evaluation.retrieval.samples import Place, TokenSample
 
 PAIRS = 16
 POWER = 0.01
-"""Of the law of gaps: the gap g has a probability proportional to g^(POWER - 1)."""
+"""Exponent of the gap distribution: the probability of a gap g is proportional to g^(POWER - 1)."""
 
 
 def make(place: Place, alphabet: Sequence[int]) -> TokenSample:
-    """Pairs of a key and a value at the start, then every key once more, its value foretold.
+    """Build a sequence of key-value pairs, followed by every key once more with its value to predict.
 
-    Keys, values and the tokens between the queries are all different sets, so that what follows a key is always its
-    value; the paper draws what is between from the whole vocabulary, or leaves it blank. A language model that never
-    trained on such sequences is tested without an example.
+    Keys, values and the tokens between the queries are disjoint sets, so that a key is always followed by its value.
+    The paper draws the tokens in between from the whole vocabulary, or uses a blank. There is no example in the
+    context, although a language model was not trained on such sequences.
 
     Raises:
-        Unfit: the sequence is too short, or ordinary tokens are too few.
+        Unfit: the sequence is too short, or the alphabet is too small.
     """
     check_length(place, 4 * PAIRS)
     rng = place.random("sequence")
@@ -37,6 +37,9 @@ def make(place: Place, alphabet: Sequence[int]) -> TokenSample:
 
 
 def _slots(rng: random.Random, count: int) -> list[int]:
-    """A slot of two tokens for each pair, drawn by the law of gaps without repetition (Efraimidis & Spirakis 2006)."""
+    """Draw a slot of two tokens for each pair from the gap distribution, without replacement.
+
+    The method is weighted reservoir sampling (Efraimidis & Spirakis 2006).
+    """
     weights = {slot: (slot + 1) ** (POWER - 1) for slot in range(count)}
     return heapq.nlargest(PAIRS, weights, key=lambda slot: rng.random() ** (1 / weights[slot]))

@@ -1,4 +1,4 @@
-"""Results as files: every answer as JSON, means as a table and as a picture."""
+"""Output files of retrieval tests: all answers as JSON, mean scores as tables and as a figure."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from megatron_ext.files import write_whole
 from megatron_ext.reports import csv_row, table
 
 SCHEMA = "selectron.retrieval.1"
-"""Of retrieval.json, beside which model it was: `schema`, `options`, `haystack`, `max_length` (the model's, tokens),
-`confidence`; `by_length` and `by_depth`, lists of `Summary`; `records`, of `Record`; `skipped`, of `Skipped`. Scores
-are from 0 to 1."""
+"""Schema of retrieval.json. Its fields besides the description of the model: `schema`, `options`, `haystack`,
+`max_length` (of the model, in tokens), `confidence`, `by_length` and `by_depth` (lists of `Summary`), `records` (a list
+of `Record`) and `skipped` (a list of `Skipped`). Scores are from 0 to 1."""
 
 STEM = "retrieval"
 
 
 def write_results(results: RetrievalResults, about: dict[str, Any], folder: Path) -> None:
-    """Write retrieval.json, .csv, .md and, if anything was tested, .png, each whole or not at all.
+    """Write retrieval.json, .csv, .md and, if anything was tested, .png, each atomically.
 
     Args:
-        results: what to write.
-        about: which model it was, for the JSON.
-        folder: exists; files of an earlier test in it are replaced.
+        results: results to write.
+        about: description of the model for the JSON file.
+        folder: an existing folder. Files of an earlier test in it are replaced.
     """
     picture = folder / f"{STEM}.png"
     if results.records:
-        from megatron_ext.evaluation.retrieval.figure import draw  # matplotlib, which no training step needs
+        from megatron_ext.evaluation.retrieval.figure import draw  # imports matplotlib, which training does not need
 
         write_whole(picture, draw(results))
     else:
-        picture.unlink(missing_ok=True)  # it would be that of an earlier test
+        picture.unlink(missing_ok=True)  # a figure of an earlier test
     texts = {
         "md": markdown(results),
         "csv": tidy(results),
@@ -47,7 +47,7 @@ def write_results(results: RetrievalResults, about: dict[str, Any], folder: Path
 
 
 def to_dict(results: RetrievalResults) -> dict[str, Any]:
-    """All of the results, as `SCHEMA` says."""
+    """Return the results with the fields of `SCHEMA`."""
     return {
         "schema": SCHEMA,
         "options": asdict(results.options),
@@ -62,7 +62,7 @@ def to_dict(results: RetrievalResults) -> dict[str, Any]:
 
 
 def tidy(results: RetrievalResults) -> str:
-    """CSV, a row a task, length and depth; an empty depth: the task has none."""
+    """Return a CSV table with a row per task, length and depth; the depth is empty for a task without one."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([field.name for field in fields(Summary)])
@@ -71,7 +71,7 @@ def tidy(results: RetrievalResults) -> str:
 
 
 def markdown(results: RetrievalResults) -> str:
-    """A table of tasks by lengths, and what was left out below it."""
+    """Return a Markdown table of tasks by lengths, followed by a list of what was skipped."""
     options = results.options
     lengths = sorted(options.lengths)
     found = {(one.task, one.length): one for one in results.by_length()}

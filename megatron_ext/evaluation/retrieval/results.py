@@ -1,4 +1,4 @@
-"""What was found: every answer, and means of scores with their intervals."""
+"""Results of retrieval tests: every answer, and mean scores with confidence intervals."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Record:
-    """One sample and what the model made of it.
+    """Sample and the model's answer.
 
     Attributes:
-        task: its name.
-        length: tokens asked for, those to generate included.
-        depth: where the answer stands, from 0 to 1; None: the task has no one place.
-        index: of the sample.
-        tokens: of the prompt, or of the whole sequence of a task without text.
-        score: from 0 to 1.
-        references: what an answer must hold; of a task without text, the tokens to foretell as text.
-        generated: what the model wrote; None: it was asked for probabilities.
+        task: name of the task.
+        length: length in tokens, including those to generate.
+        depth: relative position of the answer, from 0 to 1; None: the task has no depth.
+        index: index of the sample.
+        tokens: number of tokens of the prompt, or of the whole sequence of a task without text.
+        score: score from 0 to 1.
+        references: texts that an answer must contain. For a task without text: the text of each token to predict.
+        generated: text that the model generated; None: a task without text, which is not generated.
     """
 
     task: str
@@ -38,7 +38,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A task that was not tested at a length, and why."""
+    """Task that was not tested at a length, and the reason."""
 
     task: str
     length: int
@@ -47,16 +47,16 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Summary:
-    """The mean of a task's scores at a length.
+    """Mean score of a task at a length.
 
     Attributes:
-        task: its name.
-        length: tokens.
-        depth: the one depth; None: all, or the task has none.
-        samples: how many.
-        score: their mean.
-        low: lower end of Wilson's interval of 95 %.
-        high: its upper end.
+        task: name of the task.
+        length: length in tokens.
+        depth: depth of the samples; None: all depths, or the task has none.
+        samples: number of samples.
+        score: mean score.
+        low: lower end of the 95 % Wilson interval.
+        high: upper end of the interval.
     """
 
     task: str
@@ -70,14 +70,14 @@ class Summary:
 
 @dataclass(frozen=True)
 class RetrievalResults:
-    """All of a test.
+    """Results of a retrieval test.
 
     Attributes:
-        options: what was asked for.
-        haystack: what needles of text were hidden in: noise, or a path.
-        max_length: the model's.
-        records: by task, length, depth and index.
-        skipped: what was asked for and not tested.
+        options: options of the test.
+        haystack: name of the haystack: `noise`, or a path.
+        max_length: maximum number of tokens of a forward pass of the model.
+        records: records in the order of task, length, depth and index.
+        skipped: tasks and lengths that were requested but not tested.
     """
 
     options: RetrievalOptions
@@ -87,19 +87,25 @@ class RetrievalResults:
     skipped: Sequence[Skipped]
 
     def by_length(self) -> list[Summary]:
-        """One of each task and length, over all depths."""
+        """Return one summary per task and length, over all depths."""
         return _summaries([(record.task, record.length, None) for record in self.records], self.records)
 
     def by_depth(self) -> list[Summary]:
-        """One of each task, length and depth."""
+        """Return one summary per task, length and depth."""
         return _summaries([(record.task, record.length, record.depth) for record in self.records], self.records)
 
 
 def wilson_interval(mean: float, samples: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Wilson's score interval of a mean of scores from 0 to 1 (Wilson 1927).
+    """Return Wilson's score interval of a mean of scores from 0 to 1 (Wilson 1927).
 
-    It is the interval of a proportion. Of scores between 0 and 1 none vary more than those that are 0 or 1, so that it
-    is, if anything, too wide for them; and unlike a bootstrap it has a width where all samples score alike.
+    Wilson's interval is meant for proportions. Scores that are only 0 or 1 have the largest variance, so that the
+    interval is at most too wide for other scores. Unlike a bootstrap interval it has a width even if all samples have
+    the same score.
+
+    Args:
+        mean: mean of the scores.
+        samples: number of scores.
+        confidence: confidence level between 0 and 1.
     """
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     spread = z * ((mean * (1 - mean) + z * z / (4 * samples)) / samples) ** 0.5

@@ -1,4 +1,4 @@
-"""Runs the tests of retrieval over a model."""
+"""Retrieval tests of a model."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megatron_ext.evaluation.retrieval.tasks import TASKS, TextTask
 from megatron_ext.evaluation.text_model import Foretelling, TextModel
 
 TOGETHER = 1 << 22
-"""Tokens of samples that are there at a time, about; a list of as many takes some hundred megabytes."""
+"""Approximate number of sample tokens in memory at a time; as Python lists they take some hundred megabytes."""
 
 
 def evaluate_retrieval(model: TextModel, options: RetrievalOptions) -> RetrievalResults:
-    """Test what a model finds again in its context.
+    """Run retrieval tests of a model.
 
-    Collective, as the model's calls are: every rank gives the same options and gets the same results.
+    Collective: every rank passes the same options and gets the same results.
 
     Args:
-        model: under any layout.
-        options: what to test. Every length is checked before the model is first called.
+        model: model under any parallel layout.
+        options: tasks, lengths and depths. Every length is checked before the first forward pass.
 
     Raises:
         UserError: the haystack cannot be read, or a length does not fit and `options.unfit` is `refuse`.
@@ -42,16 +42,16 @@ def evaluate_retrieval(model: TextModel, options: RetrievalOptions) -> Retrieval
 
 
 def check_retrieval(model: TextModel, options: RetrievalOptions) -> None:
-    """Refuse what `evaluate_retrieval` would refuse, without calling the model.
+    """Check the options without a forward pass.
 
     Raises:
-        UserError: see there.
+        UserError: as in `evaluate_retrieval`.
     """
     _plan(model, options)
 
 
 def _plan(model: TextModel, options: RetrievalOptions) -> tuple[Material, list[list[Place]], list[Skipped]]:
-    """What samples are made of, places of the samples of each task and length that fits, and what does not fit."""
+    """Return the material, the places of each task and length that fits, and the lengths that do not fit."""
     alphabet = ordinary_tokens(model.encode, model.end_id)
     material = Material(model.encode, read_haystack(options.haystack), alphabet)
     cells, skipped = [], []
@@ -70,7 +70,7 @@ def _plan(model: TextModel, options: RetrievalOptions) -> tuple[Material, list[l
 
 
 def _parts(cells: Sequence[Sequence[Place]]) -> Iterator[Sequence[Place]]:
-    """Samples that are made and put to the model together: of one length, and of tasks that ask for the same."""
+    """Yield the places of samples that run together: of one length, and with the same generation settings."""
     alike: dict[Hashable, list[Place]] = {}
     for cell in cells:
         task = TASKS[cell[0].task]
@@ -82,7 +82,7 @@ def _parts(cells: Sequence[Sequence[Place]]) -> Iterator[Sequence[Place]]:
 
 
 def _places(name: TaskName, length: int, options: RetrievalOptions) -> list[Place]:
-    """All samples of a task and length, by depth."""
+    """Return the places of all samples of a task and length, by depth."""
     depths: Sequence[float | None] = options.depths if TASKS[name].has_depth else [None]
     return [Place(name, length, depth, options.seed, i) for depth in depths for i in range(options.samples)]
 
@@ -93,7 +93,7 @@ def _why_not(model: TextModel, places: Sequence[Place], material: Material) -> s
         return f"the model takes {model.max_length} tokens at most"
     task = TASKS[place.task]
     try:
-        # A sequence of tokens fits or not whatever is drawn; a text has as many tokens as its words happen to have.
+        # The length of a token sequence does not depend on the sample. That of a text does, through its words.
         for one in places if isinstance(task, TextTask) else [place]:
             task.check(one, material)
     except Unfit as reason:
@@ -108,7 +108,7 @@ def _run(model: TextModel, places: Sequence[Place], material: Material) -> list[
 
 
 def _write(model: TextModel, samples: Sequence[TextSample]) -> list[Record]:
-    """Let the model go on with prompts, of tasks that ask for the same."""
+    """Generate and score the answers of text samples, whose tasks have the same generation settings."""
     if not samples:
         return []
     tasks = [_text_task(sample) for sample in samples]
@@ -128,7 +128,7 @@ def _text_task(sample: TextSample) -> TextTask:
 
 
 def _foretell(model: TextModel, samples: Sequence[TokenSample]) -> list[Record]:
-    """Ask for the scored tokens, all before each given (teacher forcing): a sample is read once."""
+    """Score token samples with teacher forcing, one forward pass per sample."""
     if not samples:
         return []
     misses = model.misses([Foretelling(sample.tokens, sample.scored) for sample in samples])

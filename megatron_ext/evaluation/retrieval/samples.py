@@ -1,4 +1,4 @@
-"""Samples: where one stands, what one holds, and how one is fitted to a length."""
+"""Samples of retrieval tasks and their fit to a length in tokens."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from megatron_ext.evaluation.retrieval.haystack import Haystack
 from megatron_ext.evaluation.retrieval.options import TaskName
 
 Encode = Callable[[str], list[int]]
-"""From a text to tokens, without special ones."""
+"""Function from a text to tokens without special tokens."""
 
 FIRST_STEP = 8
-"""Pieces of hay of the second try at a size."""
+"""Pieces of hay that the second tried size has more than the smallest one."""
 
 GUESSES = 12
-"""Tries by interpolation; after them the interval is halved, which always ends."""
+"""Tries by interpolation; after them plain bisection, which always terminates."""
 
 
 class Unfit(Exception):
-    """A task does not fit into a length of the model's tokens."""
+    """Exception for a task that does not fit into a length in tokens of the model."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which sample: with the tokenizer and the haystack, all that a sample is a function of.
+    """Key of a sample. Together with the tokenizer and the haystack it determines the sample.
 
     Attributes:
-        task: its name.
-        length: tokens, those that are generated included.
-        depth: where the answer stands, from 0 to 1; None: the task has no one place.
-        seed: of the whole test.
-        index: of the sample at that place.
+        task: name of the task.
+        length: length in tokens, including generated ones.
+        depth: relative position of the answer in the context, from 0 to 1; None: the task has no depth.
+        seed: seed of the whole test.
+        index: index of the sample among those of the same task, length and depth.
     """
 
     task: TaskName
@@ -42,19 +42,19 @@ class Place:
     index: int
 
     def random(self, purpose: str) -> random.Random:
-        """A generator of this sample's own for one purpose; purposes do not disturb one another."""
-        # A text is hashed with SHA-512, which is the same in every process and version, unlike `hash`.
+        """Return a random generator for this sample and purpose; different purposes are independent."""
+        # `Random` hashes a text with SHA-512, which is the same in every process and version, unlike `hash`.
         return random.Random(f"{self.task} {self.length} {self.depth} {self.seed} {self.index} {purpose}")
 
 
 @dataclass(frozen=True)
 class Material:
-    """What samples are made of.
+    """Inputs from which samples are built.
 
     Attributes:
-        encode: the model's tokenizer.
+        encode: encode function of the model's tokenizer.
         haystack: text between needles.
-        alphabet: tokens that stand in ordinary text, for tasks without text, see `alphabet.py`.
+        alphabet: tokens that occur in ordinary text, for tasks without text; see `ordinary_tokens`.
     """
 
     encode: Encode
@@ -64,13 +64,13 @@ class Material:
 
 @dataclass(frozen=True)
 class Draft:
-    """A text sample but for its size. What is drawn at random is the same at every size, as far as it can be.
+    """Text sample whose amount of hay is open. Random choices are the same at every size, as far as possible.
 
     Attributes:
-        prompt: from the amount of hay, in pieces, to the whole prompt; the same amount gives the same prompt.
-        references: what an answer must hold.
-        smallest: pieces of hay below which it would not be the task.
-        largest: pieces of hay that there are; None: as many as one likes.
+        prompt: deterministic function from the number of pieces of hay to the whole prompt.
+        references: texts that an answer must contain.
+        smallest: minimum pieces of hay of a valid sample.
+        largest: maximum pieces of hay; None: unlimited.
     """
 
     prompt: Callable[[int], str]
@@ -81,14 +81,14 @@ class Draft:
 
 @dataclass(frozen=True)
 class TextSample:
-    """A prompt that the model goes on with.
+    """Prompt for the model to continue.
 
     Attributes:
-        place: which sample it is.
+        place: key of the sample.
         text: the prompt.
-        tokens: the same in tokens; with `max_tokens` they fit into the place's length.
-        references: what an answer must hold.
-        max_tokens: tokens to generate.
+        tokens: tokens of the prompt; with `max_tokens` they fit into the place's length.
+        references: texts that an answer must contain.
+        max_tokens: maximum number of tokens to generate.
     """
 
     place: Place
@@ -100,12 +100,12 @@ class TextSample:
 
 @dataclass(frozen=True)
 class TokenSample:
-    """A sequence without text, some of whose tokens the model is to foretell from all tokens before them.
+    """Token sequence in which the model predicts some tokens from all tokens before them.
 
     Attributes:
-        place: which sample it is.
-        tokens: the sequence, as long as the place says.
-        scored: positions of the tokens to foretell.
+        place: key of the sample.
+        tokens: the sequence, `place.length` tokens.
+        scored: positions of the tokens to predict, in ascending order.
     """
 
     place: Place
@@ -117,10 +117,16 @@ Sample = TextSample | TokenSample
 
 
 def fit(draft: Draft, place: Place, encode: Encode, max_tokens: int) -> TextSample:
-    """The draft with as much hay as its place's length has room for.
+    """Build the sample with as much hay as fits into the place's length.
+
+    Args:
+        draft: sample whose amount of hay is open.
+        place: key of the sample.
+        encode: encode function of the model's tokenizer.
+        max_tokens: tokens reserved for the answer.
 
     Raises:
-        Unfit: there is no room for the least hay.
+        Unfit: even the smallest amount of hay does not fit.
     """
     found = shortest(draft, place, encode, max_tokens)
     size, tokens = _largest_size(draft, encode, found, place.length - max_tokens)
@@ -128,10 +134,10 @@ def fit(draft: Draft, place: Place, encode: Encode, max_tokens: int) -> TextSamp
 
 
 def shortest(draft: Draft, place: Place, encode: Encode, max_tokens: int) -> list[int]:
-    """Tokens of the draft with the least hay.
+    """Return the tokens of the prompt with the smallest amount of hay.
 
     Raises:
-        Unfit: its place's length has no room for them.
+        Unfit: they do not fit into the place's length together with `max_tokens`.
     """
     tokens = encode(draft.prompt(draft.smallest))
     if len(tokens) + max_tokens > place.length:
@@ -140,13 +146,13 @@ def shortest(draft: Draft, place: Place, encode: Encode, max_tokens: int) -> lis
 
 
 def _largest_size(draft: Draft, encode: Encode, found: list[int], room: int) -> tuple[int, list[int]]:
-    """The largest amount of hay that fits, with its tokens: binary search, its guesses by interpolation.
+    """Return the largest amount of hay that fits, with its tokens, by an interpolating search.
 
-    A long prompt takes long to tokenise, and hay is of much the same density everywhere: a straight line through the
-    last two sizes hits the mark in a few tries, where halving takes a dozen and more.
+    Tokenizing a long prompt is slow. Hay has about the same density of tokens everywhere, so that linear interpolation
+    through the last two sizes takes a few tries, where bisection takes a dozen or more.
     """
     low = draft.smallest
-    high = low + room + 1 if draft.largest is None else draft.largest + 1  # a piece is a token at least
+    high = low + room + 1 if draft.largest is None else draft.largest + 1  # a piece has at least one token
     last, guess, tries = (low, len(found)), low + FIRST_STEP, 0
     while high - low > 1:
         size = min(max(guess, low + 1), high - 1)

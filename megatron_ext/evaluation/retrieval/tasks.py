@@ -1,4 +1,4 @@
-"""All tasks by their names."""
+"""Registry of the retrieval tasks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def _never(_: str) -> bool:
 
 @dataclass(frozen=True)
 class TextTask:
-    """A prompt and what the model writes after it.
+    """Task with a text prompt and a generated answer.
 
     Attributes:
-        draft: makes a sample but for its size.
-        max_tokens: that the model may write.
-        has_depth: whether there is one place that the answer stands at.
-        score: from the model's text and the references to 0 to 1.
-        is_over: whether what the model has written cannot change its score any more.
+        draft: builds a sample whose amount of hay is still open.
+        max_tokens: maximum number of tokens to generate.
+        has_depth: whether the answer is at one position of the context, so that the depth can be varied.
+        score: function from the generated text and the references to a score from 0 to 1.
+        is_over: stopping criterion: returns True if more text cannot change the score.
     """
 
     draft: Callable[[Place, Haystack], Draft]
@@ -36,28 +36,28 @@ class TextTask:
     is_over: Callable[[str], bool] = _never
 
     def sample(self, place: Place, material: Material) -> TextSample:
-        """The sample at a place; raises `Unfit` if its length is too short."""
+        """Build the sample of a place; raises `Unfit` if its length is too short."""
         return fit(self.draft(place, material.haystack), place, material.encode, self.max_tokens)
 
     def check(self, place: Place, material: Material) -> None:
-        """Raise `Unfit` if the place's length is too short for the task, without making the whole sample."""
+        """Raise `Unfit` if the place's length is too short for the task, without building the whole sample."""
         shortest(self.draft(place, material.haystack), place, material.encode, self.max_tokens)
 
 
 @dataclass(frozen=True)
 class TokenTask:
-    """A sequence of tokens, some of which the model is to foretell.
+    """Task with a synthetic token sequence, some of whose tokens the model predicts.
 
     Attributes:
-        make: the sample at a place, from an alphabet of tokens.
-        has_depth: whether there is one place that the answer stands at.
+        make: builds the sample of a place from an alphabet of tokens.
+        has_depth: whether the answer is at one position of the context, so that the depth can be varied.
     """
 
     make: Callable[[Place, Sequence[int]], TokenSample]
     has_depth: bool = False
 
     def sample(self, place: Place, material: Material) -> TokenSample:
-        """The sample at a place; raises `Unfit` if its length is too short."""
+        """Build the sample of a place; raises `Unfit` if its length is too short."""
         return self.make(place, material.alphabet)
 
     def check(self, place: Place, material: Material) -> None:

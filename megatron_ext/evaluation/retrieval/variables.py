@@ -1,4 +1,4 @@
-"""Variable tracking of RULER (Hsieh et al. 2024, arXiv 2404.06654, section 3): a chain of assignments in noise."""
+"""Variable-tracking task of RULER (Hsieh et al. 2024, arXiv 2404.06654, section 3): a chain of assignments in noise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_TOKENS = 30
 HOPS = 4
 NAME_LETTERS, EXAMPLE_NAME_LETTERS = 5, 3
 EXAMPLE_LINES = 10
-"""Of noise; with its assignments the example is about 500 tokens long."""
+"""Lines of noise in the example, which has about 500 tokens with its assignments."""
 
 KEYWORD = "VAR"
 
@@ -26,9 +26,9 @@ PROMPT = (
 
 
 def draft(place: Place, _: Haystack) -> Draft:
-    """An example with its answer, then a chain of one value and four hops, its lines in order between lines of noise.
+    """Build an example with its answer, and a chain of one value and four hops in order between lines of noise.
 
-    The blank at the prompt's end is RULER's.
+    The prompt ends with a space, as in RULER.
     """
     rng = place.random("example")
     value, other = (str(number) for number in rng.sample(range(10000, 100000), 2))
@@ -43,13 +43,13 @@ def draft(place: Place, _: Haystack) -> Draft:
 
 
 def _names(rng: random.Random, letters: int) -> list[str]:
-    """Names of a chain's variables; the keyword is none."""
+    """Draw the names of a chain's variables, none of which is the keyword."""
     drawn = Distinct(lambda rng: "".join(rng.choices(string.ascii_uppercase, k=letters)), rng).first(HOPS + 2)
     return [name for name in drawn if name != KEYWORD][: HOPS + 1]
 
 
 def _text(rng: random.Random, names: list[str], value: str, lines: int) -> str:
-    """The question for a chain in noise, up to where the answer begins."""
+    """Return the question for a chain in noise, up to the start of the answer."""
     sources = [value, *(f"{KEYWORD} {name}" for name in names[:-1])]
     chain = [f"{KEYWORD} {name} = {source}" for name, source in zip(names, sources, strict=True)]
     depths = sorted(rng.random() for _ in chain)

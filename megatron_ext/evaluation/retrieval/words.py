@@ -1,7 +1,7 @@
-"""Words of our own, from adjectives.txt and nouns.txt beside this file: no word holds another one.
+"""Word lists from adjectives.txt and nouns.txt in this folder. No word contains another one.
 
-RULER takes those of the package wonderwords, and for long lists a larger list of English words. Answers are looked for
-as parts of what a model writes: a word inside another one would be found where it does not stand.
+A reference counts as found if it is a substring of the answer, so that a word inside another one would be a false
+match. RULER takes its words from the package wonderwords, and for long lists from a larger English word list.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ LETTERS = string.ascii_lowercase
 
 @cache
 def words(kind: str) -> tuple[str, ...]:
-    """All `adjectives` or `nouns`, in the order of the alphabet."""
+    """Return all `adjectives` or `nouns`, in alphabetical order."""
     file = resources.files("megatron_ext.evaluation.retrieval").joinpath(f"{kind}.txt")
     return tuple(file.read_text(encoding="utf-8").split())
 
 
 def pair(rng: random.Random) -> str:
-    """An adjective and a noun, as RULER's keys are: `brave-falcon`."""
+    """Draw an adjective and a noun in the format of RULER's keys, such as `brave-falcon`."""
     return f"{rng.choice(words('adjectives'))}-{rng.choice(words('nouns'))}"
 
 
 def coded(rng: random.Random) -> str:
-    """Six letters at random."""
+    """Draw six random lower-case letters."""
     return "".join(rng.choices(LETTERS, k=6))
 
 
 class Distinct:
-    """A stream of things drawn at random, none of them twice; the first n are the same however many are asked for.
+    """Stream of distinct random strings. The first n do not depend on how many are requested.
 
     Args:
-        draw: makes one.
-        rng: what it draws from.
+        draw: function that draws one string.
+        rng: random generator passed to `draw`.
     """
 
     def __init__(self, draw: Callable[[random.Random], str], rng: random.Random) -> None:
@@ -50,7 +50,7 @@ class Distinct:
         return self._found[index]
 
     def first(self, count: int) -> list[str]:
-        """The first `count` of them."""
+        """Return the first `count` strings."""
         return [self[index] for index in range(count)]
 
     @staticmethod
