@@ -1,1 +1,1 @@
-"""What finished runs say: comparison at matched training loss, and the report of it."""
+"""Analysis of finished runs: comparison at matched training loss, scaling laws and reports."""

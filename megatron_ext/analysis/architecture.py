@@ -1,4 +1,4 @@
-"""Which runs are seeds of one architecture, and what each architecture is called in a report."""
+"""Grouping of runs into architectures, and the labels of architectures in a report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_ext.errors import UserError
 BASELINE = "attention"
 
 BLOCK = {"block": "transformer", "normalization": "rms_norm"}
-"""What stands around the mixers where a configuration, written before there was a choice, does not say."""
+"""Default block and normalization of a configuration that lacks these fields, written by an earlier version."""
 
 PLAIN: dict[str, dict[str, Any]] = {
     "attention": {
@@ -49,35 +49,37 @@ PLAIN: dict[str, dict[str, Any]] = {
     "rwkv7": {"decay_rank": None, "rate_rank": None, "gate_rank": None},
     "gla": {"expand_v": 2, "output_gate": True, "decay_rank": 16, "decay_temperature": 16.0},
 }
-"""Mixers as the study defines them, by field: what a configuration leaves out, and what a label need not say. All
-fields of all mixers stand here: one that a run of an earlier version lacks had this value."""
+"""Reference settings of each mixer: the defaults of missing fields, which a label does not show. All fields of all
+mixers are listed, because a run of an earlier version that lacks a field had this value."""
 
 TEXT, CHANGED = "data.text", "run.changed"
-"""Of a recipe what is no field: the training text, where runs differ in it, and what was changed on a run's way."""
+"""Entries of a recipe that are not configuration fields: the training text, if runs differ in it, and configuration
+changes during a run."""
 
 _OUTSIDE = ("data.train_domains", "mixers.")
-"""Beginnings of fields that are compared otherwise: domains by `read_runs` and as text, mixers with `PLAIN`."""
+"""Prefixes of fields that are compared differently: domains in `read_runs` and as text, mixers with `PLAIN`."""
 
 ALWAYS = ("score",)
-"""Settings a label always shows: approximate and exact selection are different architectures to the study."""
+"""Settings that a label always shows: approximate and exact selection are different architectures in the study."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Runs that differ in their seed alone, under one readable name."""
+    """Runs that differ only in their seed, with a readable label."""
 
     label: str
     runs: tuple[Run, ...]
 
 
 def group_runs(runs: Sequence[Run]) -> list[Architecture]:
-    """Group runs by everything that makes their result but the seed; the baseline comes first.
+    """Group runs by all settings that affect the result except the seed; the baseline comes first.
 
-    The baseline is `attention` as the study defines it, else the first architecture of attention layers alone, else
-    the first run's. Runs of equal mixers that differ elsewhere (width, learning rate, ...) are told apart by label.
+    The baseline is `attention` with the reference settings, else the first architecture with only attention layers,
+    else the architecture of the first run. Labels distinguish runs with equal mixers but other differences (width,
+    learning rate, ...).
 
     Raises:
-        UserError: two runs are of one architecture and one seed, which would count a measurement twice.
+        UserError: two runs have the same architecture and seed, which would count a measurement twice.
     """
     groups: dict[str, list[Run]] = {}
     recipes = recipes_of(runs)
@@ -97,7 +99,10 @@ def group_runs(runs: Sequence[Run]) -> list[Architecture]:
 
 
 def mixer_label(run: Run) -> str:
-    """What a run's layers are, whatever their number and width: the repeated part of its pattern, and settings."""
+    """Return a label of a run's mixers that does not depend on depth and width.
+
+    The label is the repeated part of the layer pattern, with the settings that differ from the reference settings.
+    """
     layers = parse_pattern(run.pattern)
     period = next(n for n in range(1, len(layers) + 1) if layers[:n] * (len(layers) // n) == layers)
     runs_of_one = [(name, len(list(some))) for name, some in groupby(layers[:period])]
@@ -106,10 +111,10 @@ def mixer_label(run: Run) -> str:
 
 
 def recipe(run: Run) -> dict[str, Any]:
-    """Dotted field -> value of all that decides a run's result but the seed and the text.
+    """Return all settings that affect a run's result except the seed and the text, as values by dotted field.
 
-    All fields count but those that are known not to change the result, see `effects.makes_a_recipe`; one that the run's
-    version did not have yet counts as its default.
+    Only fields that are known not to affect the result are excluded, see `effects.makes_a_recipe`. A field that the
+    run's version did not have gets its default value.
     """
     given = run.config.get("mixers") or {}
     mixers = {name: PLAIN.get(name, {}) | (given.get(name) or {}) for name in mixer_names(run.pattern)}
@@ -127,9 +132,9 @@ def recipe(run: Run) -> dict[str, Any]:
 
 
 def recipes_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The recipe of each run, with its training text where runs differ in it.
+    """Return the recipe of each run, with the digest of its training text if runs differ in it.
 
-    Of runs of an earlier version nobody knows the text: where all others have one, it is taken to be theirs.
+    The text of runs of an earlier version is unknown. If all other runs have the same text, it is assumed for them too.
     """
     texts = [None if run.size is None or run.size.data is None else run.size.data.train[:TEXT_DIGITS] for run in runs]
     differ = len({one for one in texts if one is not None}) > 1
@@ -137,11 +142,11 @@ def recipes_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 TEXT_DIGITS = 8
-"""Of a text's digest, in a label."""
+"""Number of digits of a text's digest in a label."""
 
 
 def _parts(weights: Mapping[str, float] | None) -> dict[str, float] | None:
-    """Weights in one unit and one order."""
+    """Normalize weights to a sum of 1, sorted by name."""
     if not weights or not sum(weights.values()):
         return None
     whole = sum(weights.values())
@@ -149,7 +154,7 @@ def _parts(weights: Mapping[str, float] | None) -> dict[str, float] | None:
 
 
 def mixer_names(pattern: str) -> list[str]:
-    """Mixers a layer pattern names, each once, in their order."""
+    """Return the distinct mixers of a layer pattern, in their order."""
     return list(dict.fromkeys(re.findall(r"[A-Za-z_]\w*", pattern)))
 
 
@@ -160,7 +165,7 @@ def _baseline_rank(architecture: Architecture) -> int:
 
 
 def _labels(runs: Sequence[Run], recipes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A label for each, telling apart those whose mixers would give them the same one."""
+    """Return a label for each run. Runs with the same mixers get their differing settings added."""
     names = [(_base_name(run.pattern), _settings(fields)) for run, fields in zip(runs, recipes, strict=True)]
     labels = []
     for name, fields in zip(names, recipes, strict=True):
@@ -170,16 +175,16 @@ def _labels(runs: Sequence[Run], recipes: Sequence[Mapping[str, Any]]) -> list[s
 
 
 def differing_settings(fields: Mapping[str, Any], twins: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Settings that tell a recipe from others: those in which any of them differs from it."""
+    """Return the settings of a recipe in which any of the others differs from it."""
     keys = sorted({key for twin in twins for key in twin})
     differing = _telling([key for key in keys if any(twin.get(key) != fields.get(key) for twin in twins)], twins)
     return [_setting(key, fields.get(key)) for key in differing]
 
 
 def _telling(keys: Sequence[str], twins: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys without those that tell twins apart just as another does: a wider model has wider heads, too."""
+    """Remove keys that distinguish the twins in the same way as another key, such as head_dim beside hidden_size."""
     told: dict[tuple[int, ...], str] = {}
-    for key in sorted(keys, key=lambda key: key != "model.hidden_size"):  # the cause before what follows from it
+    for key in sorted(keys, key=lambda key: key != "model.hidden_size"):  # prefer the cause to its consequences
         values = [twin.get(key) for twin in twins]
         told.setdefault(tuple(values.index(value) for value in values), key)
     return [key for key in keys if key in told.values()]
@@ -195,7 +200,7 @@ def _base_name(pattern: str) -> str:
 
 
 def _settings(fields: Mapping[str, Any]) -> list[str]:
-    """What of the block and the mixers' settings belongs in the name."""
+    """Return the settings of the block and the mixers that a label shows."""
     always: list[str] = []
     departures = [_setting(name, fields[f"model.{name}"]) for name in BLOCK if fields[f"model.{name}"] != BLOCK[name]]
     for key, value in fields.items():

@@ -1,4 +1,4 @@
-"""Numbers as a page shows them, and by what a reader sorts them."""
+"""Table cells of a report page: displayed text and sort value."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ MINUS = "\u2212"
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table.
+    """Cell of a table.
 
     Attributes:
-        text: shown.
-        value: that it is sorted by; None: by its text, or last where it is a dash.
-        note: shown small beside it.
-        is_text: whether it is words, not a number.
+        text: displayed text.
+        value: sort value; None: sorted by its text, or last if it is a dash.
+        note: additional text in small print.
+        is_text: whether the cell contains words instead of a number.
     """
 
     text: str
@@ -28,14 +28,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a page; the first cell of a row names it.
+    """Table of a page; the first cell of each row is the row's header.
 
     Attributes:
-        caption: what the numbers are.
-        columns: names.
-        rows: cells, as many as there are columns.
-        marked: number of the row that stands out.
-        below: whether notes stand below what they are of, for tables of many columns.
+        caption: description of the numbers.
+        columns: column names.
+        rows: rows with one cell per column.
+        marked: index of a highlighted row; None: none.
+        below: whether notes are below their cell's text instead of beside it, for tables with many columns.
     """
 
     caption: str
@@ -45,7 +45,7 @@ class Table:
     below: bool = False
 
     def is_text(self, column: int) -> bool:
-        """Whether a column is of words: it stands at the left, and its name does."""
+        """Return True if a column contains words, so that it is left-aligned with its name."""
         known = [row[column] for row in self.rows if row[column] != NOTHING]
         return bool(known) and all(cell.is_text for cell in known)
 
@@ -54,20 +54,20 @@ NOTHING = Cell("\u2013")
 
 
 def text(words: str, note: str = "") -> Cell:
-    """A cell of words."""
+    """Return a cell of words."""
     return Cell(words, note=note, is_text=True)
 
 
 def number(value: float) -> Cell:
-    """A loss, in nats a token, or another number of its size."""
+    """Format a loss in nats per token, or another number of that magnitude; NaN becomes a dash."""
     return NOTHING if math.isnan(value) else Cell(f"{value:.4f}".replace("-", MINUS), value)
 
 
 def signed(value: float) -> Cell:
-    """A difference of losses."""
+    """Format a difference of losses with its sign."""
     return Cell(f"{value:+.4f}".replace("-", MINUS), value)
 
 
 def count(value: int) -> Cell:
-    """A whole number, in groups of three digits."""
+    """Format an integer in groups of three digits."""
     return Cell(f"{value:,}".replace(",", "\u202f"), value)

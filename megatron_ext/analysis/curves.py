@@ -1,4 +1,4 @@
-"""Loss over training tokens: of training, and of each domain that was evaluated."""
+"""Figures of training loss and of loss by domain over training tokens."""
 
 from __future__ import annotations
 
@@ -34,26 +34,25 @@ MARKED = ("run", "architecture", "seed", "time", "step", "tokens", "done", "why"
 DOMAINS = ("run", "architecture", "seed", "split", "domain", "step", "tokens", "loss")
 
 BEGIN = 0.02
-"""Share of a run's tokens before which nothing is drawn: the fall from chance would flatten all that comes after."""
+"""Initial fraction of a run's tokens that is not drawn. The early fall of the loss would flatten the rest."""
 
 MOST_POINTS = 400
-"""Of a training curve: more than a picture has room for."""
+"""Maximum points of a training curve; more would not be visible."""
 
 LONGEST_WINDOW = 100
-"""Steps that a training curve averages over, and as a share of those until then: on a logarithmic axis it is as wide
-everywhere.
-"""
+"""Maximum number of steps that a point of a training curve averages over."""
 WINDOW = 0.1
+"""Averaging window as a fraction of the steps so far, which has a constant width on a logarithmic axis."""
 
 COLUMNS = 3
 
 
 def training_curves(architectures: Sequence[Architecture], decided: Sequence[Decided] = ()) -> Picture:
-    """Training loss of every run over its tokens, averaged as `smoothed` says.
+    """Build the figure of every run's training loss over tokens, averaged as in `smoothed`.
 
     Args:
-        architectures: the baseline first.
-        decided: what was done about steps that went wrong, which have ticks.
+        architectures: architectures, the baseline first.
+        decided: decisions about failed steps, which are marked with ticks.
     """
     decisions = {of.run.path: of.decisions for of in decided}
     rows = []
@@ -89,7 +88,7 @@ def training_curves(architectures: Sequence[Architecture], decided: Sequence[Dec
 
 
 def _tokens_at(run: Run, decisions: Sequence[Decision]) -> FloatArray:
-    """[M] training tokens at the steps of decisions; a step that was left out has those of the one before."""
+    """Return the training tokens [M] at the steps of decisions; a skipped step has those of the step before."""
     steps = np.array([one.step for one in decisions], dtype=np.int64)
     before = np.searchsorted(run.steps, steps, side="right")
     return np.concatenate([[0], run.tokens])[before].astype(np.float64)
@@ -106,14 +105,14 @@ def _marked_rows(
 
 
 def _told(decided: Sequence[Decided]) -> str:
-    """How many steps of each run."""
+    """Describe the number of marked steps of each run."""
     steps = {of.run.name: len({one.step for one in of.decisions}) for of in decided if of.decisions}
     named = [f"{number} of {name}" for name, number in list(steps.items())[:MANY]]
     return ", ".join(named) + (f" and of {len(steps) - MANY} more runs" if len(steps) > MANY else "")
 
 
 def domain_curves(architectures: Sequence[Architecture]) -> Picture:
-    """Loss of every run on each domain, at its evaluations, a panel a domain."""
+    """Build the figure of every run's loss on each domain at its evaluations, with a panel per domain."""
     panels = [(one.split, one.domain) for split in SPLITS for one in architectures[0].runs[0].split(split)]
 
     def draw(theme: Theme, stacked: bool) -> bytes:
@@ -143,9 +142,9 @@ def domain_curves(architectures: Sequence[Architecture]) -> Picture:
 
 
 def smoothed(run: Run) -> tuple[IntArray, IntArray, FloatArray]:
-    """Steps, tokens and training loss of the points that are drawn, the last step among them; [P] each.
+    """Return steps, tokens and averaged training loss of the points to draw, [P] each, including the last step.
 
-    A loss is the mean over the last tenth of the steps until then, at most 100.
+    A point's loss is the mean over the last tenth of the steps so far, at most 100 steps.
     """
     sums = np.concatenate([[0.0], np.cumsum(run.losses)])
     ends = np.arange(1, len(run.steps) + 1)
@@ -167,7 +166,7 @@ def _draw_domain(ax: Axes, architectures: Sequence[Architecture], panel: tuple[S
 
 
 def evaluated(run: Run, split: Split, domain: str) -> tuple[IntArray, FloatArray]:
-    """Tokens and loss of a run's evaluations of a domain, nats a token; [E] each."""
+    """Return tokens and loss (nats per token) of a run's evaluations on a domain, [E] each."""
     (one,) = (one for one in run.split(split) if one.domain == domain)
     tokens = run.tokens[np.searchsorted(run.steps, run.evaluation_steps)]
     return tokens, one.losses.sum(axis=1) / one.tokens.sum()
@@ -186,7 +185,7 @@ def _runs(architectures: Sequence[Architecture]) -> Iterator[tuple[Architecture,
 
 
 def _widths(architectures: Sequence[Architecture]) -> dict[str, float]:
-    """The baseline's line, which lies below the others, is the widest: where they meet, both are seen."""
+    """Return line widths by label. The baseline is drawn first and widest, so that it stays visible below others."""
     return {one.label: 1.2 if number else 2.4 for number, one in enumerate(architectures)}
 
 

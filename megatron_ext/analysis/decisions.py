@@ -1,4 +1,4 @@
-"""What runs did about steps that went wrong, what they left out of their data by it, and which ranks were slow."""
+"""Decisions of runs about failed steps, the data that runs skipped, and slow ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_ext.analysis.history import skipped
 from megatron_ext.analysis.runs import Record, Run, parse_lines
 
 DECISIONS, STRAGGLERS = "decisions.jsonl", "stragglers.jsonl"
-"""Of a run of which a step went wrong, and of one whose ranks were timed."""
+"""Files of a run: decisions about failed steps, and timings of the ranks."""
 
 Kind = Literal["again", "skip", "roll_back", "stop", "changed"]
 
@@ -25,7 +25,7 @@ DONE: dict[Kind, str] = {
     "stop": "run stopped",
     "changed": "went on changed",
 }
-"""What was done, in words."""
+"""Description of each kind of decision."""
 
 COLUMNS: dict[Kind, str] = {
     "again": "steps computed again",
@@ -34,17 +34,17 @@ COLUMNS: dict[Kind, str] = {
     "stop": "times stopped at a step",
     "changed": "times changed on the way",
 }
-"""Of the table of what happened."""
+"""Column of each kind of decision in the history table."""
 
 MOST_NAMED = 6
-"""Steps that a sentence names one by one."""
+"""Maximum number of steps that a sentence lists."""
 
 _LINE = ConfigDict(extra="ignore", strict=True)
 
 
 @checked_dataclass(frozen=True, config=_LINE)
 class Decision:
-    """A line of decisions.jsonl: a step that went wrong and what was done; `to_step`: where a roll-back went on."""
+    """Line of decisions.jsonl: a failed step and the decision about it; `to_step` is the target of a roll-back."""
 
     time: str
     step: PositiveInt
@@ -55,7 +55,7 @@ class Decision:
 
 @checked_dataclass(frozen=True, config=_LINE)
 class Timed:
-    """A line of stragglers.jsonl: after a step, a line for each rank that was slow."""
+    """Line of stragglers.jsonl: a message for each rank that was slow up to a step."""
 
     step: NonNegativeInt
     slow: list[str]
@@ -63,12 +63,12 @@ class Timed:
 
 @dataclass(frozen=True)
 class Decided:
-    """What a run's folder tells of its steps and ranks.
+    """Decisions and rank timings of a run.
 
     Attributes:
         run: the run.
-        decisions: in their order.
-        timed: whenever its ranks were compared.
+        decisions: decisions about failed steps, in the order of the file.
+        timed: comparisons of the ranks' timings, in the order of the file.
     """
 
     run: Run
@@ -77,16 +77,16 @@ class Decided:
 
 
 def read_decided(runs: Iterable[Run]) -> list[Decided]:
-    """Of each run, in their order.
+    """Read decisions and rank timings of each run, in the order of the runs.
 
     Raises:
-        UserError: a line is not what training has written.
+        UserError: a line is invalid.
     """
     return [Decided(run, _lines(run, DECISIONS, Decision), _lines(run, STRAGGLERS, Timed)) for run in runs]
 
 
 def counts(one: Decided) -> dict[str, Cell]:
-    """Steps of a run that something was done about, by column."""
+    """Return the number of steps of a run with each kind of decision, by column."""
     steps: dict[Kind, set[int]] = {kind: set() for kind in COLUMNS}
     for decision in one.decisions:
         steps[decision.decision].add(decision.step)
@@ -94,7 +94,7 @@ def counts(one: Decided) -> dict[str, Cell]:
 
 
 def decision_table(decided: Sequence[Decided]) -> Table:
-    """A row a decision."""
+    """Return a table with a row per decision."""
     rows = [
         [text(of.run.name), text(one.time), count(one.step), text(DONE[one.decision]), text(one.line)]
         for of in decided
@@ -105,7 +105,7 @@ def decision_table(decided: Sequence[Decided]) -> Table:
 
 
 def slow_table(decided: Sequence[Decided]) -> Table:
-    """A row a rank that was slow, however often."""
+    """Return a table with a row per rank that was slow at least once."""
     rows = []
     for of in decided:
         compared = len({one.step for one in of.timed})
@@ -119,7 +119,7 @@ def slow_table(decided: Sequence[Decided]) -> Table:
 
 
 def _slow_ranks(timed: Iterable[Timed]) -> dict[str, list[tuple[int, str]]]:
-    """Steps and lines that name it, by rank."""
+    """Return the steps and messages of each slow rank."""
     found: dict[str, list[tuple[int, str]]] = {}
     for one in timed:
         for line in one.slow:
@@ -129,7 +129,7 @@ def _slow_ranks(timed: Iterable[Timed]) -> dict[str, list[tuple[int, str]]]:
 
 
 def unlike_data(decided: Sequence[Decided]) -> list[str]:
-    """What each run left out of its data, a line a run; none where all left out the same."""
+    """Describe the data that each run skipped, one line per run; empty if all runs skipped the same."""
     found = [(_steps_without(one), _rolled_back(one), _shards_without(one.run)) for one in decided]
     if len(set(found)) == 1:
         return []
@@ -137,18 +137,18 @@ def unlike_data(decided: Sequence[Decided]) -> list[str]:
 
 
 def _steps_without(of: Decided) -> tuple[int, ...]:
-    """Steps that were skipped, and not made later: a run that went on from an earlier checkpoint may have."""
+    """Return the skipped steps that were not done later, after a resume from an earlier checkpoint."""
     done = set(of.run.steps.tolist())
     return tuple(sorted({one.step for one in of.decisions if one.decision == "skip"} - done))
 
 
 def _rolled_back(of: Decided) -> tuple[tuple[int, int], ...]:
-    """(first, last) step whose samples were left behind, of each roll-back."""
+    """Return the first and last step whose samples each roll-back skipped."""
     return tuple(((one.to_step or 0) + 1, one.step) for one in of.decisions if one.decision == "roll_back")
 
 
 def _shards_without(run: Run) -> tuple[tuple[tuple[str, ...], int, int | None], ...]:
-    """(shards, step from which, step until which) of each change of what a run did without."""
+    """Return (shards, first step, last step) for each change of the shards that a run skipped."""
     return tuple(
         (tuple(sorted(shard.shard for shard in one.record.shards)), one.record.step, one.until) for one in skipped(run)
     )

@@ -1,4 +1,4 @@
-"""The study's plot: evaluation loss over training loss, one line an architecture, and the gaps between the lines."""
+"""Figure of evaluation loss over training loss, with one line per architecture, and of the gaps to the baseline."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from megatron_ext.analysis.style import (
 )
 
 WIDE = (10.0, 6.6)
-"""Inches: panels of two splits side by side."""
+"""Size in inches with the panels of two splits side by side."""
 STACKED = (4.6, 11.6)
-"""Inches: panels of two splits below one another, for a phone."""
+"""Size in inches with the panels of two splits stacked, for narrow screens."""
 
 TITLES: dict[Split, str] = {
     "test": "Out of domain",
@@ -38,12 +38,12 @@ TITLES: dict[Split, str] = {
 
 
 DRAWN = ("panel", "architecture", "split", "run", "training_loss", "value", "low", "high")
-"""Columns of the picture's numbers, nats a token: of a panel `loss` a row an evaluation of a run, of a panel `gap` a
-row a training loss of an architecture, with its 95 % interval."""
+"""Columns of the plotted numbers, in nats per token. Panel `loss` has a row per run and evaluation. Panel `gap` has a
+row per architecture and training loss, with the 95 % interval."""
 
 
 def matched_loss(comparison: Comparison) -> Picture:
-    """The plot and its numbers."""
+    """Build the figure with its numbers."""
     rows = [*_loss_rows(comparison), *_gap_rows(comparison)]
     alt = "Loss out of domain and in domain over training loss, one line an architecture"
     if _has_gaps(comparison):
@@ -70,15 +70,15 @@ def _gap_rows(comparison: Comparison) -> Iterator[tuple[Any, ...]]:
 
 
 def draw(comparison: Comparison, theme: Theme = LIGHT, *, stacked: bool = False) -> bytes:
-    """The plot as PNG.
+    """Draw the figure as PNG.
 
-    Above, loss over training loss with a marker an evaluation, the final one large; below, the gap to the
-    baseline with its 95 % band, which the scale of the curves would hide. Training loss falls to the right, so that
-    training goes as one reads.
+    The upper panels show loss over training loss with a marker per evaluation, the last one large. The lower panels
+    show the gap to the baseline with its 95 % band, which is not visible at the scale of the curves. Training loss
+    falls to the right, so that training proceeds from left to right.
 
     Args:
-        comparison: what to draw.
-        theme: colours of paper and ink.
+        comparison: comparison to draw.
+        theme: colors.
         stacked: panels below one another instead of side by side.
     """
     splits: list[Split] = [split for split in TITLES if comparison.select(split)]
@@ -108,7 +108,7 @@ def _size(splits: int, with_gaps: bool, stacked: bool) -> tuple[float, float]:
 
 
 def _panels(figure: Figure, splits: Sequence[Split], with_gaps: bool, stacked: bool) -> dict[tuple[Split, bool], Axes]:
-    """Axes by (split, is it the gap's panel); all share the training loss on x."""
+    """Return the axes by (split, is gap panel); all share the x axis of training loss."""
     kinds = [False, True] if with_gaps else [False]
     ratio = {False: 1.6, True: 1.0}
     if stacked:
@@ -122,7 +122,7 @@ def _panels(figure: Figure, splits: Sequence[Split], with_gaps: bool, stacked: b
 
 
 def split_loss(run: Run, split: Split) -> FloatArray:
-    """[E] token-weighted mean loss over a split's domains at each evaluation, nats a token."""
+    """Return the token-weighted mean loss [E] over a split's domains at each evaluation, in nats per token."""
     domains = run.split(split)
     nats = np.sum([domain.losses.sum(axis=1) for domain in domains], axis=0)
     return nats / sum(int(domain.tokens.sum()) for domain in domains)
@@ -133,10 +133,10 @@ def _draw_curves(ax: Axes, comparison: Comparison, split: Split, lines: Styles) 
         style = lines.of[one.label]
         for run in one.runs:
             x, y = training_loss(run, comparison.window), split_loss(run, split)
-            order = np.argsort(x)  # as the interpolation sees it
+            order = np.argsort(x)  # the order of the interpolation
             ax.plot(x[order], y[order], style.line, color=style.color, linewidth=1.4, alpha=0.9)
             ax.plot(x, y, style.marker, color=style.color, markersize=3.2, linestyle="none")
-            edge = ax.get_facecolor()  # keeps final points apart where they lie over one another
+            edge = ax.get_facecolor()  # separates overlapping final points
             ax.plot(
                 x[-1],
                 y[-1],
@@ -156,7 +156,7 @@ def _draw_gaps(ax: Axes, comparison: Comparison, split: Split, lines: Styles) ->
     for one in measured[1:]:
         style = lines.of[one.architecture]
         ax.plot(x, one.gap.value, style.line, color=style.color, linewidth=1.4)
-        if not lines.many:  # so many bands would hide each other
+        if not lines.many:  # many bands would hide each other
             ax.fill_between(x, one.gap.low, one.gap.high, color=style.color, alpha=0.22, linewidth=0)
         at = list(comparison.levels)
         ax.plot(x[at], one.gap.value[at], style.marker, color=style.color, markersize=3.6, linestyle="none")
@@ -165,7 +165,7 @@ def _draw_gaps(ax: Axes, comparison: Comparison, split: Split, lines: Styles) ->
 def _label_axes(
     axes: dict[tuple[Split, bool], Axes], comparison: Comparison, with_gaps: bool, stacked: bool, theme: Theme
 ) -> None:
-    """Titles and units where a reader looks for them: y at the left, x at the bottom."""
+    """Add titles and units, with y labels only at the left and x labels only at the bottom."""
     leftmost = next(iter(axes))[0]
     for (split, is_gap), ax in axes.items():
         name = f"gap to {_short(comparison.baseline.label)}" if is_gap else "loss"
@@ -175,7 +175,7 @@ def _label_axes(
         if stacked or is_gap == with_gaps:
             ax.tick_params(labelbottom=True)
     last = list(axes.values())[-1]
-    last.xaxis.set_inverted(True)  # shared: one call turns all panels
+    last.xaxis.set_inverted(True)  # the x axis is shared: one call inverts all panels
     text = "training loss (nats per token), falling as training goes on \u2192"
     last.figure.supxlabel(text, fontsize=10, color=theme.ink)
 

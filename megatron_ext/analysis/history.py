@@ -1,6 +1,4 @@
-"""What happened to runs: their steps, time, throughput, memory and starts, how their configurations differ, and which
-shards they did without.
-"""
+"""History of runs: steps, time, throughput, memory, job starts, configuration differences and skipped shards."""
 
 from __future__ import annotations
 
@@ -20,10 +18,10 @@ from megatron_ext.events import launches, read_events
 from megatron_ext.files import read_regular
 
 SKIPPED = "skipped_shards.jsonl"
-"""Of a run that did without some of its data: a line whenever that changed."""
+"""File of a run that skipped a part of its data, with a line for each change of the skipped shards."""
 
 NAMES = ("run.name", "run.dir")
-"""Fields that differ between any two runs and say nothing."""
+"""Fields that always differ between runs and carry no information."""
 
 GIB = 2**30
 _FILE = ConfigDict(extra="ignore")
@@ -31,7 +29,7 @@ _FILE = ConfigDict(extra="ignore")
 
 @checked_dataclass(frozen=True, config=_FILE)
 class Shard:
-    """A shard that was skipped."""
+    """Skipped shard."""
 
     shard: str
     tokens: NonNegativeInt
@@ -40,7 +38,7 @@ class Shard:
 
 @checked_dataclass(frozen=True, config=_FILE)
 class Skipped:
-    """A line of skipped_shards.jsonl: what a run did without after `step` steps."""
+    """Line of skipped_shards.jsonl: the shards that a run skips after `step` steps."""
 
     step: NonNegativeInt
     tokens: NonNegativeInt
@@ -50,7 +48,7 @@ class Skipped:
 
 
 def happened(run: Run) -> dict[str, Cell]:
-    """A row of the table of what happened, by column."""
+    """Return a run's row of the history table, by column."""
     done, planned = int(run.steps[-1]), int(run.config["training"]["steps"])
     rates = run.tokens_per_second[np.isfinite(run.tokens_per_second)]
     return {
@@ -70,7 +68,7 @@ def _memory(peak: int | None) -> Cell:
 
 
 def _started(folder: Path) -> dict[str, Cell]:
-    """Of the jobs of a launched run: how many, how often they started, and what happened last."""
+    """Return the number of jobs of a launched run, their starts and the last event."""
     damaged: list[str] = []
     jobs = [read_events(launch, damaged) for launch in launches(folder)]
     events = [event for job in jobs for event in job]
@@ -83,7 +81,7 @@ def _started(folder: Path) -> dict[str, Cell]:
 
 
 def duration(seconds: float) -> Cell:
-    """Time in the largest unit that fits, and the next."""
+    """Format a time in its largest fitting unit and the next smaller one."""
     if not np.isfinite(seconds):
         return NOTHING
     whole = round(seconds)
@@ -96,9 +94,9 @@ def duration(seconds: float) -> Cell:
 
 
 def differences(runs: Sequence[Run]) -> tuple[list[str], list[list[Cell]]]:
-    """Fields of the configuration in which any two runs differ, and their values by run.
+    """Return the configuration fields in which any two runs differ, and their values by run.
 
-    What a mixer is set to differs from another setting of it, not from none of a run that is without it.
+    A mixer's field counts as different only between runs that have the field.
     """
     flat = [dict(_flatten(run.config)) for run in runs]
     fields = dict.fromkeys(field for one in flat for field in one if field not in NAMES)
@@ -110,7 +108,7 @@ def differences(runs: Sequence[Run]) -> tuple[list[str], list[list[Cell]]]:
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Dotted fields, and their values as text."""
+    """Return the leaf fields with dotted names, and their values as text."""
     flat: list[tuple[str, str]] = []
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -137,11 +135,11 @@ def _value(value: str | None) -> Cell:
 
 @dataclass(frozen=True)
 class Without:
-    """What a run did without for some of its steps.
+    """Shards that a run skipped for a range of steps.
 
     Attributes:
-        record: since when, and what.
-        until: last step of it; None: the run's end.
+        record: first step and shards.
+        until: last step; None: the end of the run.
     """
 
     record: Skipped
@@ -149,7 +147,7 @@ class Without:
 
 
 def skipped(run: Run) -> list[Without]:
-    """What a run did without, in the order of its steps: a shard may have been whole again later.
+    """Read the skipped shards of a run in the order of its steps. A shard may become readable again later.
 
     Raises:
         UserError: the file is damaged.

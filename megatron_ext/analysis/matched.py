@@ -1,15 +1,16 @@
-"""Architectures compared at matched training loss, with the uncertainty from the choice of documents and of batches.
+"""Comparison of architectures at matched training loss, with the uncertainty from documents and training batches.
 
-A run is read as a curve: training loss on x, evaluation loss on y, one point an evaluation. Between its points the
-curve is linear; beyond them it is unknown, so a comparison keeps to the training losses that every run has passed.
+A run is a curve of evaluation loss (y) over training loss (x), with one point per evaluation. The curve is linear
+between its points and unknown beyond them. A comparison is therefore restricted to training losses in the range of
+every run.
 
-Because x is held fixed, the loss at a given x is a fixed weighting of the losses at the evaluations, and so is a gap,
-for each document: what makes a document hard for all runs cancels in it. Its spread over documents is that of a ratio
-of sums (`spread_of_ratio`).
+At a fixed x, the loss of a document is a weighted sum of its losses at the evaluations, with the same weights for all
+documents. A gap between two runs is computed for each document in the same way, so that the difficulty of a document
+cancels. The spread of losses and gaps over documents is that of a ratio of sums (`spread_of_ratio`).
 
-Documents are not all: the batches of a window are few too, and an error of the training loss moves a point along x,
-which is as good as moving it along y by the slope of the curve. On short runs that is the larger part. So the scatter
-of the batches within each window counts as well (`matched_spread`).
+The second source of uncertainty is the training loss, which is a mean over the few batches of a window. An error in it
+moves a point along x, which is equivalent to moving it along y by the slope of the curve. In short runs this is the
+larger part. The scatter of the batches within each window is therefore included (`matched_spread`).
 """
 
 from __future__ import annotations
@@ -26,39 +27,42 @@ from megatron_ext.analysis.matched_spread import Reading, Together, batch_noise,
 from megatron_ext.analysis.runs import FloatArray, Run, Split
 
 ALL_DOMAINS = "all"
-"""Name of the token-weighted mean over a split's domains."""
+"""Domain name of the token-weighted mean over all domains of a split."""
 
 LONGEST_WINDOW = 20
-"""Steps: enough to average out most of a batch's own noise, short beside the change of the loss over a run."""
+"""Maximum averaging window in steps. It averages out most of the noise of single batches, and the loss changes little
+within it."""
 
 GRID_POINTS = 48
-"""Training losses at which the plotted curves are evaluated between the levels."""
+"""Number of training losses of the plotted gap curves, besides the tabulated levels."""
 
 RESOLUTION = 0.004
-"""Nats a token within which the study calls two losses at equal training loss the same."""
+"""Difference in nats per token below which the study treats two losses at equal training loss as the same."""
 
 CONFIDENCE = 0.95
-"""Of the intervals."""
+"""Confidence level of the intervals."""
 
 NORMAL_HALF_WIDTH = 1.96
-"""Standard errors on each side of a 95 % interval."""
+"""Half width of a 95 % interval of a normal variable, in standard errors."""
 
 ROUNDING = 1e-9
-"""Nats a token; differences below are of the arithmetic, not of documents."""
+"""Nats per token below which a difference is rounding error."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A quantity at G training losses; all [G], not a number where fewer than three documents say nothing of it.
+    """Estimate of a quantity at G training losses.
+
+    All fields are float64 [G]. Errors and interval ends are NaN if they are unknown: with fewer than three documents.
 
     Attributes:
-        value: on the sample as it is.
+        value: value of the sample.
         error: standard error over documents and training batches.
         document_error: standard error over documents alone.
-        low: lower end of the 95 % interval over documents and batches, by Student's t. Evaluated documents vary in it,
-            within each domain, and batches behind the training loss; seeds, training data and what the curve does
-            between evaluations do not.
-        high: upper end.
+        low: lower end of the 95 % interval by Student's t. It covers the choice of evaluated documents within each
+            domain, and of the batches in the training loss. It does not cover seeds, training data and the shape of
+            the curve between evaluations.
+        high: upper end of the interval.
     """
 
     value: FloatArray
@@ -70,17 +74,17 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Measured:
-    """One architecture on one domain (or `ALL_DOMAINS`) of one split, at the training losses of its comparison.
+    """Results of an architecture on a domain (or `ALL_DOMAINS`) of a split, at the training losses of the comparison.
 
     Attributes:
-        architecture: label.
-        split: `validation` (in-domain), `test` (out-of-domain) or `test_in_domain`.
-        domain: name.
-        loss: nats a token, mean over seeds.
-        gap: loss minus the baseline's at the same training loss; zero for the baseline itself.
-        seed_spread: [G] standard deviation of the loss over seeds; NaN with one seed.
-        documents: how many were scored: what the uncertainty rests on.
-        tokens: how many were scored.
+        architecture: label of the architecture.
+        split: `validation` (in domain), `test` (out of domain) or `test_in_domain`.
+        domain: name of the domain.
+        loss: nats per token, mean over seeds.
+        gap: loss minus the baseline's loss at the same training loss; zero for the baseline itself.
+        seed_spread: float64 [G], standard deviation of the loss over seeds; NaN with one seed.
+        documents: number of scored documents.
+        tokens: number of scored tokens.
     """
 
     architecture: str
@@ -93,16 +97,18 @@ class Measured:
     tokens: int
 
     def documents_needed(self, level: int, difference: float = RESOLUTION) -> int | None:
-        """Documents of this kind that would tell a gap of `difference` from none; None: these do not say.
+        """Return the number of documents needed to detect a gap of `difference`.
 
-        They say it by how they differ, which one document does not, nor several of which each is a domain's only one.
-
-        With as many the 95 % interval of the gap is `difference` on each side, as far as it comes from documents: their
-        part of the standard error falls with the root of their number. Batches and seeds are no matter of documents.
+        With this number, the half width of the gap's 95 % interval from documents alone is `difference`. The documents'
+        part of the standard error falls with the square root of their number. More documents do not reduce the
+        uncertainty from batches and seeds.
 
         Args:
             level: index of a training loss.
-            difference: nats a token, above 0.
+            difference: nats per token, above 0.
+
+        Returns:
+            None if the standard error over documents is unknown (too few documents) or zero.
         """
         half_width = NORMAL_HALF_WIDTH * float(self.gap.document_error[level])
         if math.isnan(half_width) or half_width < ROUNDING:
@@ -112,15 +118,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Architectures at matched training loss.
+    """Comparison of architectures at matched training loss.
 
     Attributes:
-        architectures: the baseline first.
+        architectures: architectures, the baseline first.
         window: steps over which a training loss is averaged.
-        training_losses: [G] falling, nats a token, from the highest to the lowest that all runs share; [0]: they share
-            none.
-        levels: indices into `training_losses` of the tabulated levels; the last one is the headline.
-        measured: every architecture on every domain and on all domains of each split.
+        training_losses: float64 [G], in descending order over the range that all runs share, nats per token; empty if
+            there is no such range.
+        levels: indices of the tabulated levels in `training_losses`; the last one is the headline.
+        measured: results of every architecture on every domain, and on all domains of each split together.
     """
 
     architectures: tuple[Architecture, ...]
@@ -131,12 +137,12 @@ class Comparison:
 
     @property
     def baseline(self) -> Architecture:
-        """What the gaps are against."""
+        """Architecture that the gaps refer to."""
         return self.architectures[0]
 
     @property
     def is_matched(self) -> bool:
-        """Whether the runs have a training loss in common."""
+        """True if the runs have a training loss in common."""
         return bool(self.levels)
 
     @property
@@ -145,20 +151,20 @@ class Comparison:
         return self.levels[-1]
 
     def select(self, split: Split, domain: str = ALL_DOMAINS) -> list[Measured]:
-        """Every architecture on one domain, the baseline first; empty where the split was not evaluated."""
+        """Return the results of all architectures on a domain, the baseline first; empty for an unevaluated split."""
         return [one for one in self.measured if one.split == split and one.domain == domain]
 
 
 def compare(runs: Sequence[Run], *, window: int | None = None, levels: int = 5) -> Comparison:
-    """Compare runs over the same data at matched training loss, as far as they have one in common.
+    """Compare runs on the same data at matched training loss.
 
     Args:
-        runs: from `read_runs`; those that differ in their seed alone are averaged.
+        runs: runs from `read_runs`. Runs that differ only in their seed are averaged.
         window: steps over which the training loss is averaged; None: `default_window`.
-        levels: tabulated training losses, evenly spaced, above the lowest common one.
+        levels: number of tabulated training losses, evenly spaced, in addition to the lowest common one.
 
     Raises:
-        UserError: one setting and seed is there twice.
+        UserError: two runs have the same architecture and seed.
     """
     window = default_window(runs) if window is None else window
     architectures = tuple(group_runs(runs))
@@ -180,17 +186,17 @@ def compare(runs: Sequence[Run], *, window: int | None = None, levels: int = 5) 
 
 
 def default_window(runs: Sequence[Run]) -> int:
-    """Steps a training loss is averaged over: the shortest stretch between evaluations in any run, at most 20.
+    """Return the averaging window of the training loss: the shortest evaluation interval of any run, at most 20 steps.
 
-    The loss of one step is that of one batch, and its noise would move a point along x by more than the gaps looked
-    for. The same window in all runs makes the lag that averaging brings the same too.
+    The loss of a single step is noisy: the noise of one batch would move a point along x by more than the gaps of
+    interest. With the same window in all runs, averaging delays all curves equally.
     """
     shortest = min(int(np.diff(run.evaluation_steps, prepend=0).min()) for run in runs)
     return min(shortest, LONGEST_WINDOW)
 
 
 def training_loss(run: Run, window: int) -> FloatArray:
-    """[E] training loss at each evaluation: mean over the `window` steps that end with it, nats a token."""
+    """Return the training loss [E] at each evaluation in nats per token: the mean over the last `window` steps."""
     ends = np.searchsorted(run.steps, run.evaluation_steps, side="right")
     starts = np.searchsorted(run.steps, run.evaluation_steps - window, side="right")
     sums = np.concatenate([[0.0], np.cumsum(run.losses)])
@@ -198,12 +204,12 @@ def training_loss(run: Run, window: int) -> FloatArray:
 
 
 def interpolation_weights(x: FloatArray, at: FloatArray) -> FloatArray:
-    """[G, E] weights that turn values at points `x` [E] into linear interpolations at `at` [G].
+    """Return the weights [G, E] of a linear interpolation from points `x` [E] to `at` [G].
 
-    Points are taken in the order of x, not of time; the values of points with equal x are averaged.
+    Points are sorted by x, not by time. Values at equal x are averaged.
 
     Raises:
-        ValueError: a point of `at` lies outside the range of `x`: nothing is extrapolated.
+        ValueError: a point of `at` is outside the range of `x`; there is no extrapolation.
     """
     if at.size and (at.min() < x.min() or at.max() > x.max()):
         raise ValueError(f"[{at.min()}, {at.max()}] is not within the measured range [{x.min()}, {x.max()}]")
@@ -214,12 +220,12 @@ def interpolation_weights(x: FloatArray, at: FloatArray) -> FloatArray:
 
 
 def _levels(high: float, low: float, levels: int) -> tuple[FloatArray, tuple[int, ...]]:
-    """Training losses to look at, falling, and which of them are tabulated: `levels` and the lowest one.
+    """Return the training losses of the comparison in descending order, and the indices of the tabulated ones.
 
     Args:
-        high: the highest training loss that every run has passed at its evaluations.
-        low: the lowest; above `high` if there is none.
-        levels: how many.
+        high: highest training loss in the range of every run.
+        low: lowest training loss in the range of every run; above `high` if the ranges do not overlap.
+        levels: number of tabulated losses, in addition to the lowest one.
     """
     if low > high:
         return np.empty(0), ()
@@ -231,7 +237,7 @@ def _levels(high: float, low: float, levels: int) -> tuple[FloatArray, tuple[int
 
 
 def _measure_split(labels: Sequence[str], readings: Sequence[Sequence[Reading]], split: Split) -> list[Measured]:
-    """All architectures on all domains together, then on each."""
+    """Return the results of all architectures on all domains together, then on each domain."""
     domains = readings[0][0].run.split(split)
     if not domains:
         return []
@@ -260,7 +266,7 @@ def _measures(labels: Sequence[str], split: Split, domain: str, together: Togeth
 
 
 def _estimate(signs: FloatArray, together: Together) -> Estimate:
-    """A combination of the architectures' losses with its uncertainty."""
+    """Estimate a signed sum of the architectures' losses with its uncertainty."""
     value, documents = together.value(signs), together.over_documents(signs)
     both = documents + together.over_batches(signs)
     half = both.half_width(CONFIDENCE)
@@ -268,5 +274,5 @@ def _estimate(signs: FloatArray, together: Together) -> Estimate:
 
 
 def _spread(losses: FloatArray) -> FloatArray:
-    """[G] standard deviation over seeds of `losses` [seeds, G]; one seed has none."""
+    """Return the standard deviation [G] over seeds of `losses` [seeds, G]; NaN with one seed."""
     return losses.std(axis=0, ddof=1) if len(losses) > 1 else np.full(losses.shape[1], np.nan)

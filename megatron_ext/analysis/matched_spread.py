@@ -1,4 +1,4 @@
-"""How far losses and gaps at matched training loss depend on the documents evaluated and the batches trained on."""
+"""Spread of losses and gaps at matched training loss over evaluated documents and training batches."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from megatron_ext.analysis.runs import FloatArray, IntArray, Run, Split
 from megatron_ext.ratio import FEWEST_DOCUMENTS, Spread, none_like, spread_of_ratio
 
 SHORTEST_NOISE_WINDOW = 6
-"""Steps: twice what a parabola fits exactly."""
+"""Minimum number of steps for an estimate of batch noise, twice the number that a parabola fits exactly."""
 
 PARABOLA = 3
-"""Degrees of freedom that a parabola through a window takes."""
+"""Degrees of freedom of a parabola fitted to a window."""
 
 
 def batch_noise(run: Run, window: int) -> tuple[FloatArray | None, ...]:
-    """Of each evaluation, [S] departures of the step losses behind its training loss from a parabola through them.
+    """Return the noise of the step losses in the window of each evaluation.
 
-    Learning within the window so does not count as noise. None: windows of less than six steps say too little.
+    The noise is the residual from a parabola fitted to the window, so that the trend of the loss does not count.
+
+    Returns:
+        For each evaluation the residuals [S]; None for a window of fewer than six steps.
     """
     return tuple(_departures(run, window, int(step)) for step in run.evaluation_steps)
 
@@ -36,7 +39,10 @@ def _departures(run: Run, window: int, step: int) -> FloatArray | None:
 
 
 def curve_slope(x: FloatArray, y: FloatArray, at: FloatArray) -> FloatArray:
-    """[G] slope at `at` [G] of y over x [E], by a parabola through all points: neighbours alone would be all noise."""
+    """Return the slope [G] of y over x [E] at `at` [G], of a parabola fitted to all points.
+
+    A slope from neighbouring points alone would be dominated by noise.
+    """
     degree = min(2, len(np.unique(x)) - 1)
     if degree == 0:
         return np.zeros_like(at)
@@ -46,14 +52,14 @@ def curve_slope(x: FloatArray, y: FloatArray, at: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True)
 class Reading:
-    """How a run is read at the training losses of the comparison.
+    """Interpolation of a run at the training losses of the comparison.
 
     Attributes:
         run: the run.
-        x: [E] its training losses.
-        grid: [G] the training losses it is read at.
-        weights: [G, E] of its evaluations.
-        noise: of each evaluation, see `batch_noise`.
+        x: [E], training losses of the evaluations.
+        grid: [G], training losses of the comparison.
+        weights: [G, E], interpolation weights of the evaluations.
+        noise: noise of each evaluation's training loss, from `batch_noise`.
     """
 
     run: Run
@@ -63,19 +69,19 @@ class Reading:
     noise: tuple[FloatArray | None, ...]
 
     def shifts(self, nats: FloatArray) -> FloatArray:
-        """[G, E] change of `nats` [E], read at the grid, with an error of the training loss at each evaluation."""
+        """Return the derivative [G, E] of `nats` [E], interpolated at the grid, by the training loss of each point."""
         return -curve_slope(self.x, nats, self.grid)[:, None] * self.weights
 
 
 @dataclass(frozen=True)
 class DomainReading:
-    """All runs of A architectures on one domain of D documents, at G training losses.
+    """Losses of all runs of A architectures on one domain of D documents, at G training losses.
 
     Attributes:
-        tokens: [D] of its documents.
-        nats: of each architecture and run, [G, D] losses of the documents.
-        shifts: of each architecture and run, [G, E] see `Reading.shifts`.
-        readings: the runs.
+        tokens: [D], tokens of each document.
+        nats: losses of the documents, [G, D], by architecture and run.
+        shifts: derivatives by the training losses, [G, E], by architecture and run; see `Reading.shifts`.
+        readings: interpolated runs by architecture.
     """
 
     tokens: IntArray
@@ -84,13 +90,13 @@ class DomainReading:
     readings: Sequence[Sequence[Reading]]
 
     def difference(self, signs: FloatArray) -> FloatArray:
-        """[G, D] losses of the documents, summed over architectures with `signs` [A], each the mean over its seeds."""
+        """Return the sum [G, D] of the documents' losses over architectures with `signs` [A], averaged over seeds."""
         parts = [sign * np.mean(nats, axis=0) for sign, nats in zip(signs, self.nats, strict=True) if sign]
         return np.asarray(sum(parts)) if parts else np.zeros_like(self.nats[0][0])
 
 
 def read_domain(readings: Sequence[Sequence[Reading]], split: Split, number: int) -> DomainReading:
-    """One domain of a split, by its number."""
+    """Interpolate all runs on a domain of a split, given by its index."""
     nats, shifts = [], []
     for runs in readings:
         losses = [one.run.split(split)[number].losses for one in runs]  # [E, D] each
@@ -100,14 +106,14 @@ def read_domain(readings: Sequence[Sequence[Reading]], split: Split, number: int
 
 
 class Together:
-    """Domains taken together: the token-weighted mean of their losses, at G training losses."""
+    """Token-weighted mean loss over several domains, at G training losses."""
 
     def __init__(self, domains: Sequence[DomainReading]) -> None:
         self._domains = domains
         self.tokens = int(sum(domain.tokens.sum() for domain in domains))
 
     def signs(self, architecture: int, beside: int | None = None) -> FloatArray:
-        """[A] an architecture's own loss, or what it is above another's."""
+        """Return the signs [A] of an architecture's loss, or of its difference to architecture `beside`."""
         signs = np.zeros(len(self._domains[0].nats))
         signs[architecture] += 1
         if beside is not None:
@@ -115,16 +121,16 @@ class Together:
         return signs
 
     def seeds(self, architecture: int) -> FloatArray:
-        """[seeds, G] losses of an architecture's runs."""
+        """Return the losses [seeds, G] of an architecture's runs."""
         sums = [[nats.sum(axis=1) for nats in domain.nats[architecture]] for domain in self._domains]
         return np.asarray(np.sum(sums, axis=0)) / self.tokens
 
     def value(self, signs: FloatArray) -> FloatArray:
-        """[G] the sum of losses with signs."""
+        """Return the signed sum [G] of the architectures' losses."""
         return np.asarray(sum(domain.difference(signs).sum(axis=1) for domain in self._domains)) / self.tokens
 
     def over_documents(self, signs: FloatArray) -> Spread:
-        """[G] spread if other documents were drawn within each domain; each domain keeps its share of the tokens."""
+        """Return the spread [G] over the choice of documents within each domain, with fixed token shares of domains."""
         nats = [domain.difference(signs) for domain in self._domains]
         if not signs.any():
             return none_like(np.zeros(len(nats[0])))
@@ -138,9 +144,9 @@ class Together:
         return found
 
     def over_batches(self, signs: FloatArray) -> Spread:
-        """[G] spread if other batches had come in the steps behind the training losses.
+        """Return the spread [G] over the choice of the batches in the windows of the training losses.
 
-        Runs of one seed saw the same batches at the same steps: what those do to both cancels in a difference.
+        Runs with the same seed have the same batches at the same steps, so that common noise cancels in a difference.
         """
         readings = self._domains[0].readings
         found = none_like(np.zeros(len(readings[0][0].grid)))
@@ -167,11 +173,11 @@ def _with_noise(reading: Reading) -> Iterator[tuple[int, FloatArray]]:
 
 
 def _strata(documents: Sequence[int]) -> list[list[int]]:
-    """Numbers of domains that are drawn from together, given how many documents each has.
+    """Return the indices of the domains of each stratum, given the number of documents of each domain.
 
-    Those of too few documents to show how these vary are taken as one, with the smallest others until there are enough:
-    domains differ by more than documents of one, so that the spread is rather too large (collapsed strata, Cochran
-    1977, Sampling Techniques, section 5A.12).
+    Domains with too few documents for a variance are merged to one stratum, with the smallest other domains until it
+    has enough documents. Domains differ more than documents of one domain, so that the spread tends to be too large
+    (collapsed strata, Cochran 1977, Sampling Techniques, section 5A.12).
     """
     order = sorted(range(len(documents)), key=lambda number: documents[number])
     small = [number for number in order if documents[number] < FEWEST_DOCUMENTS]

@@ -1,4 +1,4 @@
-"""Tables of a comparison at matched training loss, and its answer in words."""
+"""Tables and text summary of a comparison at matched training loss."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ COLUMNS = (
     "tokens",
     "documents_needed",
 )
-"""Columns of matched_loss.csv: a row an architecture, domain (or all) and training loss; losses in nats a token;
-documents_needed: to tell a gap of `RESOLUTION` from none; empty: the documents do not say."""
+"""Columns of matched_loss.csv, which has a row per architecture, domain (or all) and training loss. Losses are in nats
+per token. `documents_needed` is the number needed to detect a gap of `RESOLUTION`; empty: unknown."""
 
 
 def render_table(comparison: Comparison) -> str:
-    """matched_loss.csv: every architecture and domain at every tabulated training loss, see `COLUMNS`."""
+    """Return matched_loss.csv: every architecture and domain at every tabulated training loss; see `COLUMNS`."""
     seeds = {one.label: len(one.runs) for one in comparison.architectures}
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -67,12 +67,12 @@ def _csv_row(one: Measured, level: int, comparison: Comparison, seeds: int) -> l
 
 
 def splits_of(comparison: Comparison) -> list[Split]:
-    """Those that were evaluated."""
+    """Return the evaluated splits in the order of display."""
     return [split for split in SPLITS if comparison.select(split)]
 
 
 def unmatched(comparison: Comparison) -> str:
-    """Which two runs have no training loss in common, in a sentence without its full stop; empty: all have one."""
+    """Describe two runs without a common training loss, as a sentence without the full stop; empty if all have one."""
     if comparison.is_matched:
         return ""
     ranges = [(run, training_loss(run, comparison.window)) for one in comparison.architectures for run in one.runs]
@@ -90,7 +90,7 @@ def _range(losses: FloatArray) -> str:
 
 
 def range_table(comparison: Comparison) -> Table:
-    """A row a run: the training losses at which it was evaluated."""
+    """Return a table with the range of each run's training losses at its evaluations."""
     rows = []
     for one in comparison.architectures:
         for run in one.runs:
@@ -101,7 +101,12 @@ def range_table(comparison: Comparison) -> Table:
 
 
 def verdicts(comparison: Comparison) -> list[dict[str, str]]:
-    """Of each architecture but the baseline: out-of-domain loss is `higher`, `lower`, the `same`, or `unknown`."""
+    """Return for each architecture except the baseline if its out-of-domain loss differs from the baseline's.
+
+    Returns:
+        Mappings with `label`, `verdict` (`higher`, `lower`, `same` or `unknown`), `gap` and `interval`. Empty if there
+        is no common training loss.
+    """
     if not comparison.is_matched:
         return []
     at = comparison.headline
@@ -117,7 +122,7 @@ def verdicts(comparison: Comparison) -> list[dict[str, str]]:
 
 
 def answer_lines(comparison: Comparison) -> list[str]:
-    """What was compared and what came out, for the screen."""
+    """Return a summary of the comparison for the terminal, in lines."""
     runs = sum(len(one.runs) for one in comparison.architectures)
     architectures = f"{runs} runs of {len(comparison.architectures)} architectures"
     lines = [f"compared: {architectures}, with {comparison.baseline.label}"]
@@ -134,7 +139,7 @@ def answer_lines(comparison: Comparison) -> list[str]:
 
 
 def _verdict(gap: Estimate, at: int) -> str:
-    """Which way the interval lies; `same` where it holds zero, `unknown` where there is none."""
+    """Return the sign of the gap's interval: `same` if it contains zero, `unknown` if there is none."""
     if math.isnan(gap.low[at]):
         return "unknown"
     if gap.low[at] > 0:
@@ -143,7 +148,7 @@ def _verdict(gap: Estimate, at: int) -> str:
 
 
 def _interval(one: Measured, at: int) -> str:
-    """In words; empty: too few documents."""
+    """Format the interval of a gap; empty with too few documents."""
     if math.isnan(one.gap.low[at]):
         return ""
     return f"{signed(one.gap.low[at]).text} to {signed(one.gap.high[at]).text}"
@@ -154,7 +159,7 @@ def _gap(one: Measured, at: int, *, is_baseline: bool) -> Cell:
 
 
 def headline_table(comparison: Comparison) -> Table:
-    """A row an architecture: its losses and gaps at the lowest common training loss."""
+    """Return a table of losses and gaps at the lowest common training loss, with a row per architecture."""
     at, splits = comparison.headline, splits_of(comparison)
     several = any(len(one.runs) > 1 for one in comparison.architectures)
     columns = ["architecture"]
@@ -174,7 +179,7 @@ def headline_table(comparison: Comparison) -> Table:
 
 
 def precision_table(comparison: Comparison, resolution: float) -> Table:
-    """How sure the out-of-domain gaps are, and how many documents would make them surer."""
+    """Return a table of the standard errors of out-of-domain gaps, and of the documents needed to detect a gap."""
     at, measured = comparison.headline, comparison.select("test")
     rows = [
         [
@@ -192,7 +197,7 @@ def precision_table(comparison: Comparison, resolution: float) -> Table:
 
 
 def level_table(comparison: Comparison) -> Table:
-    """A row a tabulated training loss: the baseline's out-of-domain loss and everyone's gap to it."""
+    """Return a table of the baseline's out-of-domain loss and the gaps to it, with a row per training loss."""
     measured = comparison.select("test")
     rows = [
         [
@@ -210,7 +215,10 @@ def level_table(comparison: Comparison) -> Table:
 
 
 def domain_table(comparison: Comparison) -> Table:
-    """A row a domain and architecture at the headline level, domains in a fixed order, the baseline first in each."""
+    """Return a table of losses and gaps at the headline level, with a row per domain and architecture.
+
+    Domains have a fixed order, and the baseline is the first row of each domain.
+    """
     at = comparison.headline
     rows = []
     for split in SPLITS:
@@ -226,6 +234,6 @@ def domain_table(comparison: Comparison) -> Table:
 
 
 def small_domains(comparison: Comparison) -> Sequence[str]:
-    """Those whose intervals are rough, or that have none."""
+    """Return the domains with too few documents for a reliable interval."""
     few = {one.domain for one in comparison.measured if one.documents < FEW_DOCUMENTS}
     return sorted(few - {ALL_DOMAINS})

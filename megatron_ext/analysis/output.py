@@ -1,4 +1,4 @@
-"""Files of a report in a folder, which replace those of an earlier one."""
+"""Output files of a report, which replace those of an earlier report."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def replace_files(
     others: Collection[str] = (),
     keep: Path | None = None,
 ) -> None:
-    """Write files, each whole, and remove those that the report before has written and this one has not.
+    """Write files atomically, and remove files of the earlier report that the new one does not have.
 
-    A folder in `output` that is empty then goes, too.
+    Subfolders of `output` that become empty are removed.
 
     Args:
-        output: folder; made if it is not there.
+        output: folder; created if it does not exist.
         files: content by name.
-        record: name of a JSON file whose `files` are the names that the report before has written.
-        ours: what names of ours look like: nothing else is removed, whatever the record says.
-        others: names that this report has, too, and that something else writes; with the folder, as in the record.
-        keep: a file that stays.
+        record: name of a JSON file whose field `files` lists the files of the earlier report.
+        ours: pattern of the names that a report may have. No other file is removed, even if the record lists it.
+        others: names of files of the new report that are written elsewhere, relative to `output`. They are not removed.
+        keep: a file that is never removed.
 
     Raises:
         OSError: the folder cannot be written.
-        UserError: the report before is said to have written files elsewhere.
+        UserError: the record lists a file outside `output`.
     """
     output.mkdir(parents=True, exist_ok=True)
     for name in sorted(_earlier(output / record, ours) - set(files) - set(others)):

@@ -1,4 +1,4 @@
-"""The report's page: what stands in it, in which order, and the pictures inside it."""
+"""HTML page of a report, with embedded figures."""
 
 from __future__ import annotations
 
@@ -59,28 +59,29 @@ SECTIONS = {
     "definitions": "Definitions",
     "files": "Files",
 }
-"""Title by anchor, in their order; a page has those that there is something to say of."""
+"""Section titles by anchor, in the order of the page. A page omits sections without content."""
 
 
 REM_AN_INCH = 6.2
+"""Displayed width of a figure in rem per inch."""
 
 LONG = 12
-"""Rows of which more are folded where a reader looks for something else."""
+"""Number of rows above which a secondary table is collapsed."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a page is made of.
+    """Contents of a page.
 
     Attributes:
-        comparison: at matched training loss.
-        matched: its picture.
-        curves: of training, and of each domain.
-        suites: what other tests found.
-        scaling: laws; None: none were asked for.
-        decided: what the runs did about steps that went wrong; the baseline's first.
-        files: names of what lies beside the page.
-        left_out: runs that are not compared, and why, a sentence each.
+        comparison: comparison at matched training loss.
+        matched: figure of the comparison.
+        curves: figures of training loss and of loss by domain.
+        suites: results of the test suites.
+        scaling: scaling laws; None: not requested.
+        decided: decisions of the runs about failed steps, those of the baseline first.
+        files: names of the other files of the report.
+        left_out: one sentence for each run that is not compared, with the reason.
     """
 
     comparison: Comparison
@@ -94,12 +95,12 @@ class Contents:
 
     @property
     def runs(self) -> list[tuple[Architecture, Run]]:
-        """All runs, the baseline's first."""
+        """All runs with their architectures, those of the baseline first."""
         return [(one, run) for one in self.comparison.architectures for run in one.runs]
 
 
 def render_page(contents: Contents) -> str:
-    """index.html with its pictures inside: for wide and narrow screens, light and dark."""
+    """Render index.html with embedded figures for wide and narrow screens, in light and dark themes."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     source = resources.files("megatron_ext.analysis").joinpath("report.html.j2").read_text(encoding="utf-8")
     comparison, suites = contents.comparison, contents.suites
@@ -136,7 +137,7 @@ def render_page(contents: Contents) -> str:
 
 
 def _tables(contents: Contents) -> dict[str, Table | None]:
-    """By the anchor of their section; None: there is nothing to say."""
+    """Return the tables by anchor of their section; None for an empty table."""
     comparison, suites = contents.comparison, contents.suites
     runs = [run for _one, run in contents.runs]
     tables = _matched_tables(comparison) | {
@@ -167,7 +168,7 @@ def _matched_tables(comparison: Comparison) -> dict[str, Table]:
 
 
 def _compared(contents: Contents) -> dict[str, str]:
-    """What was compared, in a line."""
+    """Return a short description of the compared runs, by item."""
     runs = [run for _one, run in contents.runs]
     first, architectures = runs[0], contents.comparison.architectures
     mixers = dict.fromkeys(mixer_label(one.runs[0]) for one in architectures)
@@ -184,7 +185,7 @@ def _compared(contents: Contents) -> dict[str, str]:
 
 
 def _trained_on(run: Run) -> list[str]:
-    """By the configuration, else by what it was evaluated on: held-out text of the same domains."""
+    """Return the training domains of the configuration, else the domains of the validation split."""
     named = run.config.get("data", {}).get("train_domains")
     return named or [domain.domain for domain in run.split("validation")]
 
@@ -201,7 +202,7 @@ def _range(values: Sequence[int]) -> str:
 
 
 def _run_table(contents: Contents) -> Table:
-    """What a reader wants to know of runs, at their last evaluations."""
+    """Return a table of all runs with their losses at the last evaluation."""
     comparison = contents.comparison
     splits = splits_of(comparison)
     rows = []
@@ -223,7 +224,7 @@ def _difference_table(runs: Sequence[Run]) -> Table:
 
 
 def _history_table(decided: Sequence[Decided]) -> Table:
-    """Without columns of which nothing is known."""
+    """Return the history table without empty columns."""
     found = [happened(one.run) | counts(one) for one in decided]
     columns = [name for name in found[0] if any(one[name] != NOTHING for one in found)]
     rows = [[text(of.run.name), *(one[name] for name in columns)] for of, one in zip(decided, found, strict=True)]
@@ -262,7 +263,10 @@ def _heat_map(one: HeatMap) -> dict[str, Any]:
 
 
 def _rem(picture: bytes) -> float:
-    """How wide a picture is at most, so that words have one size in all; the widest fill the page."""
+    """Return the maximum displayed width of a figure in rem, which gives text the same size in all figures.
+
+    The width is limited to that of the page.
+    """
     return round(min(width_of(picture) / DPI * REM_AN_INCH, 62.0), 1)
 
 

@@ -1,4 +1,4 @@
-"""The report of runs: what there is to compare, read before the libraries that draw and fit are imported."""
+"""Entry point of the report; runs are read and checked before the slow imports of plotting and fitting libraries."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from megatron_ext.analysis.selection import select_runs
 
 
 def _nothing(_line: str) -> None:
-    """Say nothing."""
+    """Discard a line."""
 
 
 def write_report(
     run_dirs: Sequence[Path], output: Path, *, fit: bool = False, say: Callable[[str], object] = _nothing
 ) -> Path:
-    """Compare runs and write index.html, its pictures as PNG, and what they and the tables show as CSV.
+    """Compare runs and write index.html, its figures as PNG, and the numbers of figures and tables as CSV.
 
-    The page shows loss over tokens, the comparison at matched training loss, what happened to the runs, and what the
-    suites domains, retrieval and fewshot found of those that were put to them, each at its newest step; then
-    suites.json holds the numbers.
+    The page shows loss over tokens, the comparison at matched training loss and the history of the runs. It also shows
+    the results of the suites domains, retrieval and fewshot of runs that have them, each at its newest step. Their
+    numbers are in suites.json.
 
-    Files of an earlier report in `output` are replaced, each at once, and what it wrote and this one does not write
-    goes, its scaling laws too; nothing is written if the runs cannot be compared, or no law can be fitted to them.
+    Files of an earlier report in `output` are replaced atomically. Files of the earlier report that the new one does
+    not have are removed, including scaling laws. Nothing is written if the runs cannot be compared or a law cannot be
+    fitted.
 
     Args:
-        run_dirs: run folders, or folders of them; runs that differ in training.seed alone count as one architecture.
-        output: folder of the report; made if it is not there.
-        fit: fit scaling laws to the same runs, too, as `selectron fit` does; its files go to output/scaling.
-        say: takes a few lines on what was compared and found, at the end.
+        run_dirs: run folders, or folders of run folders. Runs that differ only in training.seed are one architecture.
+        output: folder of the report; created if it does not exist.
+        fit: also fit scaling laws to the runs, as `selectron fit` does, and write them to output/scaling.
+        say: called with each line of a summary at the end.
 
     Returns:
         The path of index.html.
 
     Raises:
-        UserError: a run folder is missing or damaged, the runs do not compare, no law can be fitted to them, or the
+        UserError: a run folder is missing or damaged, the runs cannot be compared, a law cannot be fitted, or the
             output cannot be written.
     """
     selected = select_runs(run_dirs)
     for line in (*text_warnings(selected.compared), *selected.left_out):
         print(f"warning: {line}", file=sys.stderr)
-    from megatron_ext.analysis.report_files import write_files  # with matplotlib and SciPy: a second of imports
+    from megatron_ext.analysis.report_files import write_files  # imports matplotlib and SciPy: a second
 
     return write_files(selected, run_dirs, output, fit=fit, say=say)

@@ -1,4 +1,4 @@
-"""The files of a report: pictures, tables and one HTML page that needs nothing beside it."""
+"""Output files of a report: figures, tables and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from megatron_ext.errors import UserError
 from megatron_ext.files import os_reason, write_whole
 
 SCALING = "scaling"
-"""Folder of the scaling laws in that of the report."""
+"""Subfolder of the report for scaling laws."""
 
 RECORD = "report.json"
 WRITTEN = re.compile(
     r"(training_loss|domain_loss|matched_loss|domains|retrieval|fewshot|suites)[A-Za-z0-9_.+-]*\.(png|csv|json)"
     rf"|{SCALING}/({fitting.WRITTEN.pattern}|fit\.(json|md))"
 )
-"""Names of the files beside index.html and report.json, those of a fit among them."""
+"""Pattern of the file names besides index.html and report.json, including those of a fit."""
 
 
 def write_files(
     selected: Selected, run_dirs: Sequence[Path], output: Path, *, fit: bool, say: Callable[[str], object]
 ) -> Path:
-    """Compare runs that have been read, and write what `report.write_report` describes.
+    """Compare the selected runs and write the report, as described in `report.write_report`.
 
     Args:
         selected: the runs.
-        run_dirs: see `report.write_report`, as all that follow.
+        run_dirs: arguments of the user, for messages.
         output: folder of the report.
-        fit: whether scaling laws are fitted.
-        say: takes lines.
+        fit: whether to fit scaling laws.
+        say: called with each line of a summary.
 
     Returns:
         The path of index.html.
 
     Raises:
-        UserError: the runs do not compare, no law can be fitted to them, or the output cannot be written.
+        UserError: the runs cannot be compared, a law cannot be fitted, or the output cannot be written.
     """
     runs = selected.compared
     laws = _fit(runs, run_dirs) if fit else None

@@ -1,4 +1,4 @@
-"""Which of several runs are trained or evaluated on other text than the rest, in sentences for the top of a report."""
+"""Warnings about runs that are trained or evaluated on other text than the rest, for the top of a report."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from megatron_ext.analysis.runs import Run, Texts
 
 _MOST_NAMED = 3
-"""Domains that a sentence names one by one."""
+"""Maximum number of domains or runs that a sentence lists."""
 
 
 def text_warnings(runs: Sequence[Run]) -> list[str]:
-    """What is to be known of the text of runs before their losses are compared; none where it is all the same.
+    """Return warnings about differences between the texts of runs; empty if all runs have the same text.
 
     Args:
-        runs: of one comparison.
+        runs: runs of one comparison.
     """
     known = [(run, run.size.data) for run in runs if run.size is not None and run.size.data is not None]
     said = [
@@ -52,7 +52,7 @@ def text_warnings(runs: Sequence[Run]) -> list[str]:
 def _unlike(
     known: Sequence[tuple[Run, Texts]], digest: Callable[[Texts], str], done: str, splits: Sequence[str]
 ) -> list[str]:
-    """A sentence for each run whose text is another than that of most runs, of the first among equals."""
+    """Return a sentence for each run whose text differs from the most common one; the first one wins a tie."""
     counts = Counter(digest(data) for _, data in known)
     if len(counts) < 2:
         return []

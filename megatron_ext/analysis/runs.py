@@ -1,4 +1,4 @@
-"""Run folders, read and checked: what a comparison needs of config.yaml, metrics.jsonl and evaluation.jsonl."""
+"""Reading and validation of run folders: config.yaml, metrics.jsonl, evaluation.jsonl and model.json."""
 
 from __future__ import annotations
 
@@ -27,22 +27,27 @@ Split = Literal["test", "validation", "test_in_domain"]
 Record = TypeVar("Record")
 
 SPLITS: dict[Split, str] = {"test": "out of domain", "validation": "in domain", "test_in_domain": "in domain test"}
-"""What reports call the splits, in the order in which they show them."""
+"""Names of the splits in reports, in the order of display."""
 
 CONFIG = "config.yaml"
 
 LOSS_TOLERANCE = 1e-3
-"""Relative disagreement allowed between a domain's loss and that of its documents: summing order and fp32, no more."""
+"""Allowed relative difference between a domain's loss and the mean over its documents. It covers only the order of
+summation and fp32 rounding."""
 
 _LINE = ConfigDict(extra="ignore", strict=True)
 
 _INT64 = Field(lt=1 << 63, ge=-(1 << 63))
-"""What arrays of whole numbers hold."""
+"""Constraint to the range of int64 arrays."""
 
 
 @checked_dataclass(frozen=True, config=_LINE)
 class StepRecord:
-    """A line of metrics.jsonl, as far as it is used here: loss in nats a token, tokens since the run began."""
+    """Line of metrics.jsonl with the fields that are used here.
+
+    `loss` is in nats per token, `tokens` counts all training tokens since the start of the run, `mfu` is a fraction of
+    the device's peak, and `peak_memory` is in bytes.
+    """
 
     step: Annotated[PositiveInt, _INT64]
     tokens: Annotated[NonNegativeInt, _INT64]
@@ -54,9 +59,10 @@ class StepRecord:
 
 @checked_dataclass(frozen=True, config=_LINE)
 class EvaluationRecord:
-    """A line of evaluation.jsonl: one domain at one step; losses in nats (`loss` a token, `document_loss` summed).
+    """Line of evaluation.jsonl: one domain at one step.
 
-    `data` is the beginning of a digest of all text that was evaluated on; None: it is from before that was kept.
+    `loss` is in nats per token, `document_loss` is the sum of nats of each document. `data` is the prefix of a digest
+    of all evaluated text; None: written by a version that did not record it.
     """
 
     step: Annotated[NonNegativeInt, _INT64]
@@ -72,7 +78,7 @@ class EvaluationRecord:
 
 @checked_dataclass(frozen=True, config=_LINE)
 class Texts:
-    """What a run is trained and evaluated on: digests, and what each domain holds (split, domain, documents, ...)."""
+    """Digests of a run's training and evaluation text, and a summary of each domain (split, domain, documents, ...)."""
 
     train: str
     evaluation: str
@@ -81,10 +87,10 @@ class Texts:
 
 @checked_dataclass(frozen=True, config=_LINE)
 class ModelSize:
-    """model.json: parameters of the whole model, and how many of them are embeddings and the output layer's.
+    """Contents of model.json: number of parameters of the whole model, of its embeddings and of its output layer.
 
-    `data` is what the run is trained on; None: it is from before that was kept. `changed` are changes of the steps
-    before that were allowed on the run's way: step, field, before and after of each.
+    `data` is the text of the run; None: written by a version that did not record it. `changed` lists the configuration
+    changes that were permitted when the run was resumed: step, field, old and new value of each.
     """
 
     parameters: PositiveInt
@@ -96,7 +102,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Line(Generic[Record]):
-    """A parsed line and where it stands, so that later checks can still name it."""
+    """Parsed line with its location (file and line number), which later error messages need."""
 
     where: str
     record: Record
@@ -104,14 +110,14 @@ class Line(Generic[Record]):
 
 @dataclass(frozen=True)
 class DomainEvaluations:
-    """One domain over all evaluations of a run.
+    """Losses of one domain over all evaluations of a run.
 
     Attributes:
-        split: `validation` is in-domain and held out, `test` out-of-domain, `test_in_domain` test text in-domain.
-        domain: its name.
-        documents: [D] identities, rising.
-        tokens: [D] tokens of each document.
-        losses: [E, D] nats, summed over each document's tokens, at each evaluation.
+        split: `validation` (in domain, held out), `test` (out of domain) or `test_in_domain` (test text, in domain).
+        domain: name of the domain.
+        documents: int64 [D], document ids in ascending order.
+        tokens: int64 [D], tokens of each document.
+        losses: float64 [E, D], sum of nats over each document's tokens at each evaluation.
     """
 
     split: Split
@@ -123,24 +129,24 @@ class DomainEvaluations:
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder.
+    """Contents of a run folder.
 
     Attributes:
         path: the folder.
-        name: run.name of its configuration.
+        name: run.name of the configuration.
         config: the configuration as plain mappings and values.
-        seed: training.seed.
-        steps: [S] optimizer steps, rising.
-        tokens: [S] training tokens up to and including each step.
-        losses: [S] training loss of each step's batch, nats a token.
-        tokens_per_second: [S], NaN where not recorded.
-        evaluation_steps: [E] steps after which the run was evaluated, rising.
-        domains: ordered by split and name; the same in every run of a comparison.
-        size: parameters of the model; None: the run is from before they were kept.
-        peak_memory: bytes, the largest of any step's; None: not recorded.
-        mfu: median share of the device's peak that was used; None: not recorded.
+        seed: training.seed of the configuration.
+        steps: int64 [S], optimizer steps in ascending order.
+        tokens: int64 [S], training tokens up to and including each step.
+        losses: float64 [S], training loss of each step's batch in nats per token.
+        tokens_per_second: float64 [S], NaN where not recorded.
+        evaluation_steps: int64 [E], steps after which the run was evaluated, in ascending order.
+        domains: evaluated domains in the order of split and name; the same in every run of a comparison.
+        size: number of parameters of the model; None: not recorded.
+        peak_memory: maximum over the steps in bytes; None: not recorded.
+        mfu: median model FLOPs utilization; None: not recorded.
         other_text_until: last step that was evaluated on other text than the newest evaluation; 0: none.
-        left_out: domains that only some evaluations have, as data.test_domains was changed on the run's way.
+        left_out: domains that only some evaluations have, because data.test_domains was changed during the run.
     """
 
     path: Path
@@ -161,34 +167,34 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Time of the optimizer steps; NaN where the time of one is not known."""
+        """Total time of the optimizer steps in seconds; NaN if the time of any step is unknown."""
         return float((np.diff(self.tokens, prepend=0) / self.tokens_per_second).sum())
 
     @property
     def pattern(self) -> str:
-        """model.pattern without blanks."""
+        """Value of model.pattern without white space."""
         return "".join(self.config["model"]["pattern"].split())
 
     def split(self, split: Split) -> tuple[DomainEvaluations, ...]:
-        """The domains of one split."""
+        """Return the domains of a split."""
         return tuple(domain for domain in self.domains if domain.split == split)
 
 
 def column_name(split: Split) -> str:
-    """What CSV files call a split."""
+    """Return the name of a split in CSV files."""
     return SPLITS[split].replace(" ", "_")
 
 
 def read_runs(paths: Sequence[Path], *, evaluated: bool = True) -> list[Run]:
-    """Read run folders that are to be compared.
+    """Read run folders for a comparison.
 
     Args:
         paths: run folders, or folders of run folders.
-        evaluated: whether each must have been evaluated, and out of domain; else they may.
+        evaluated: whether every run must have evaluations, including out-of-domain ones.
 
     Raises:
-        UserError: no folder, a folder given twice, one that `read_run` refuses, runs trained or evaluated on
-            different data, or without an evaluation that they must have.
+        UserError: no folder or the same folder twice is given, `read_run` rejects a folder, runs are trained or
+            evaluated on different data, or a required evaluation is missing.
     """
     if not paths:
         raise UserError("RUN", "no run folder given", "name at least one")
@@ -208,7 +214,7 @@ def read_runs(paths: Sequence[Path], *, evaluated: bool = True) -> list[Run]:
 
 
 def _without_left_out(runs: list[Run]) -> list[Run]:
-    """Runs without the domains that one of them was evaluated on at some of its steps only."""
+    """Remove from all runs the domains that some run evaluated at only a part of its steps."""
     names = {name for run in runs for name in run.left_out}
     return [
         replace(run, domains=tuple(one for one in run.domains if f"{one.domain} ({one.split})" not in names))
@@ -217,24 +223,24 @@ def _without_left_out(runs: list[Run]) -> list[Run]:
 
 
 def run_folders(path: Path) -> list[Path]:
-    """The folder itself, or the run folders in it, by name, where it is none."""
+    """Return the run folders in a folder, sorted by name; the folder itself if it is a run folder or has none."""
     if (path / CONFIG).exists() or not path.is_dir():
         return [path]
     return sorted(folder for folder in path.iterdir() if (folder / CONFIG).exists()) or [path]
 
 
 def read_run(path: Path, *, evaluated: bool = True) -> Run:
-    """Read one run folder.
+    """Read a run folder.
 
-    The last line of a killed run may be half-written, and its last evaluation may lack domains: both are left out,
-    with a warning on standard error. A resumed run may hold a step twice: the later line counts.
+    The last line of a killed run may be incomplete, and its last evaluation may lack domains. Both are skipped with a
+    warning on standard error. A resumed run may contain a step twice: the later line counts.
 
     Args:
         path: the folder.
-        evaluated: whether there must be an evaluation.
+        evaluated: whether at least one evaluation is required.
 
     Raises:
-        UserError: a file missing or damaged, a line that is not what it should be, no step, no evaluation.
+        UserError: a file is missing or damaged, a line is invalid, or there is no step or no required evaluation.
     """
     config = _read_config(path)
     metrics = _read_metrics(path / "metrics.jsonl")
@@ -276,7 +282,7 @@ def _read_bytes(path: Path, mend: str) -> bytes:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """config.yaml as plain mappings, with the fields that identify a run present and of their type."""
+    """Read config.yaml as plain mappings and check presence and type of the fields that identify a run."""
     file = path / CONFIG
     data = _read_bytes(file, "give the folder of a run: it holds config.yaml, metrics.jsonl and evaluation.jsonl")
     mend = "put back the configuration that was saved with the run"
@@ -308,7 +314,16 @@ def _read_size(path: Path) -> ModelSize | None:
 
 
 def parse_lines(path: Path, kind: type[Record], mend: str) -> Iterator[Line[Record]]:
-    """The lines of a JSON-lines file as records of `kind`."""
+    """Yield the lines of a JSON-lines file as records of type `kind`.
+
+    Args:
+        path: the file.
+        kind: pydantic dataclass of a line.
+        mend: hint for the user if the file cannot be read.
+
+    Raises:
+        UserError: the file cannot be read, or a line is invalid. An incomplete last line is skipped with a warning.
+    """
     adapter = TypeAdapter(kind)
     lines = _read_bytes(path, mend).split(b"\n")
     for number, text in enumerate(lines, start=1):
@@ -319,7 +334,7 @@ def parse_lines(path: Path, kind: type[Record], mend: str) -> Iterator[Line[Reco
             yield Line(where, adapter.validate_json(text))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            # Without a newline after it: the writer was stopped in the middle.
+            # The last line has no newline after it: the writer was killed.
             if first["type"] == "json_invalid" and number == len(lines):
                 _warn(where, "half-written last line ignored")
                 continue
@@ -327,14 +342,14 @@ def parse_lines(path: Path, kind: type[Record], mend: str) -> Iterator[Line[Reco
 
 
 def _problem(first: ErrorDetails) -> str:
-    """What is wrong with JSON, by the first of pydantic's findings."""
+    """Describe the first validation error of pydantic."""
     field = ".".join(str(part) for part in first["loc"])
     broken = first["type"] == "json_invalid" or not field
     return "is not a JSON object" if broken else f"{field}: {first['msg'].lower()}"
 
 
 def _read_metrics(path: Path) -> list[StepRecord]:
-    """The steps of a run in rising order; of a step written twice the later line."""
+    """Read the steps of a run in ascending order; of a step that was written twice the later line counts."""
     by_step = {line.record.step: line.record for line in parse_lines(path, StepRecord, "give the folder of a run")}
     if not by_step:
         raise UserError(str(path), "holds no step", "train the run first")
@@ -343,7 +358,7 @@ def _read_metrics(path: Path) -> list[StepRecord]:
 
 @dataclass(frozen=True)
 class _Scores:
-    """One evaluation line by document: identities rising and unique, with tokens and summed nats."""
+    """Evaluation of a domain by document: unique ids in ascending order, tokens and summed nats."""
 
     where: str
     documents: IntArray
@@ -356,7 +371,7 @@ def _scores(line: Line[EvaluationRecord]) -> _Scores:
     mend = "restore the file or repeat the run"
     if not len(record.documents) == len(record.document_loss) == len(record.document_tokens):
         raise UserError(line.where, "documents, document_loss and document_tokens differ in length", mend)
-    # A document that was scored in several pieces is one document: its pieces are not independent draws.
+    # A document that was scored in several pieces counts as one: its pieces are not independent samples.
     documents, index = np.unique(np.array(record.documents, dtype=np.int64), return_inverse=True)
     tokens = np.bincount(index, weights=record.document_tokens).astype(np.int64)
     losses = np.bincount(index, weights=record.document_loss).astype(np.float64)
@@ -370,7 +385,7 @@ def _scores(line: Line[EvaluationRecord]) -> _Scores:
 
 @dataclass(frozen=True)
 class _Evaluations:
-    """Evaluations that have a training loss beside them; see `Run`."""
+    """Evaluations at steps with a known training loss; the fields are those of `Run`."""
 
     steps: IntArray
     domains: tuple[DomainEvaluations, ...] = ()
@@ -406,17 +421,18 @@ def _read_evaluations(path: Path, steps: IntArray, *, needed: bool) -> _Evaluati
         _warn(str(path), f"{', '.join(names)} {problem}")
     domains = tuple(_stack(key, [by_step[step][key] for step in order]) for key in keys)
     newest = texts[order[-1]]
-    # Of other domains the text is another one, whatever that of the domains is which all evaluations have.
+    # The digest covers all domains: it can be compared only between evaluations of the same domains.
     like = [step for step in order if by_step[step].keys() == by_step[order[-1]].keys()]
     other = [step for step in like if texts[step] not in (None, newest)] if newest is not None else []
     return _Evaluations(np.array(order, dtype=np.int64), domains, max(other, default=0), names)
 
 
 def _drop_incomplete(path: Path, by_step: dict[int, Any], texts: Mapping[int, str | None]) -> None:
-    """Leave out a last evaluation that was interrupted between two domains; refuse a gap anywhere else.
+    """Drop the last evaluation if it was interrupted between two domains; missing domains elsewhere are an error.
 
-    Evaluations on other text may have other domains: test domains may be changed when a run goes on. Of a last one
-    that is the first of its text nobody knows; that it was interrupted is likelier.
+    Evaluations on other text may have other domains, because test domains may be changed when a run is resumed. If the
+    last evaluation is the only one on its text, it cannot be checked. It is then taken as interrupted if its domains
+    are a strict subset of those of the evaluation before.
     """
     last = max(by_step, default=0)
     for step in sorted(by_step):
@@ -450,7 +466,7 @@ def _same_documents(documents: IntArray, tokens: IntArray, other_documents: IntA
 
 
 def check_same_data(run: Run, first: Run) -> None:
-    """Losses compare only over the same documents, and training losses only over the same training domains."""
+    """Raise a `UserError` if a run is trained on other domains or evaluated on other documents than the first one."""
     where, mend = str(run.path), f"compare runs over the same data; the first run is {first.path}"
     train, first_train = (one.config.get("data", {}).get("train_domains") for one in (run, first))
     if train and first_train and sorted(train) != sorted(first_train) and not _same_domains(run, first):
@@ -466,7 +482,10 @@ def check_same_data(run: Run, first: Run) -> None:
 
 
 def _same_domains(run: Run, first: Run) -> bool:
-    """Whether two runs are known to be trained on domains of the same names, which users may spell in several ways."""
+    """Return True if both runs recorded the names of their training domains and these are equal.
+
+    The names in the configuration are not reliable for this, because a domain may be written in several ways.
+    """
     names = [
         {text["domain"] for text in one.size.data.texts if text["split"] == "train"}
         for one in (run, first)

@@ -1,4 +1,4 @@
-"""Which runs of the folders that a report is given can be compared, and why others cannot."""
+"""Selection of the runs of a report that can be compared, with the reasons for the others."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Selected:
     """Runs of a report.
 
     Attributes:
-        compared: those with out-of-domain evaluations over the same data.
-        unevaluated: those whose training loss alone is known.
-        left_out: of those that are not compared, the folder and why, in a sentence without its full stop.
+        compared: runs with out-of-domain evaluations on the same data.
+        unevaluated: runs without such evaluations, of which only the training loss is shown.
+        left_out: folder and reason for each run that is not compared, as a sentence without the full stop.
     """
 
     compared: list[Run]
@@ -29,16 +29,16 @@ class Selected:
 
 
 def select_runs(paths: Sequence[Path]) -> Selected:
-    """Read run folders, and those in folders of runs.
+    """Read run folders, and the run folders inside other folders.
 
-    A run that is named itself must be right; one in a folder of runs is left out where it is damaged or over other data
-    than the first, and has its training loss shown where it was not evaluated.
+    A run folder that is given directly must be valid. A run inside a folder of runs is left out if it is damaged or on
+    other data than the first run. If it was only not evaluated, its training loss is still shown.
 
     Args:
         paths: run folders, or folders of run folders.
 
     Raises:
-        UserError: as `read_runs`, for runs that are named and where no run can be compared.
+        UserError: as in `read_runs`, for run folders that are given directly, or if no run can be compared.
     """
     named = {path.resolve() for path in paths}
     folders = [folder for path in paths for folder in run_folders(path)]
@@ -53,7 +53,7 @@ def select_runs(paths: Sequence[Path]) -> Selected:
             run = read_run(folder, evaluated=is_named)
             check_same_data(run, compared[0] if compared else run)
             if run.split("test"):
-                group_runs([*compared, run])  # refuses one that is there twice
+                group_runs([*compared, run])  # raises if the run is there twice
                 compared.append(run)
                 continue
         except UserError as error:
@@ -64,12 +64,12 @@ def select_runs(paths: Sequence[Path]) -> Selected:
         unevaluated.append(run)
         left_out.append(f"{folder}: {NOT_EVALUATED}")
     if not compared:
-        return Selected(read_runs(paths), [], [])  # says why, or finds that there is nothing to say
+        return Selected(read_runs(paths), [], [])  # raises the error, if there is one
     return Selected(compared, unevaluated, left_out)
 
 
 def with_unevaluated(architectures: Sequence[Architecture], runs: Sequence[Run]) -> list[Architecture]:
-    """Architectures with further runs, each among its like, where there is one, else behind all others."""
+    """Add runs to the architectures with the same label, and new architectures for the others at the end."""
     found = list(architectures)
     for one in group_runs(runs) if runs else ():
         places = [place for place, known in enumerate(found) if known.label == one.label]

@@ -1,4 +1,4 @@
-"""How all pictures of a report look: colours of paper and ink, a line a run's architecture, axes, PNG."""
+"""Common style of all figures of a report: themes, line styles of architectures, axes and PNG output."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from megatron_ext.reports import csv_row
 DPI = 150
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Colours that people with a colour-vision deficiency tell apart (Okabe & Ito 2008), without its yellow and black."""
+"""Palette for color-vision deficiency (Okabe & Ito 2008), without its yellow and black."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 MANY = 8
-"""Architectures that a legend names one by one; of more, those of one mixer share a colour."""
+"""Maximum number of architectures with separate legend entries. With more, those of one mixer share a color."""
 
 PALEST = 0.62
-"""How far towards the paper the smallest model of a mixer is."""
+"""Fraction by which the color of the smallest model of a mixer is mixed with the background."""
 
 MAGNITUDES = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of paper, ink (the baseline's) and of the other lines. On dark paper the sky blue stands for the blue."""
+    """Colors of the background (`paper`), of text and the baseline (`ink`) and of the other lines (`palette`)."""
 
     paper: str
     ink: str
@@ -57,13 +57,13 @@ DARK = Theme(paper="#15181c", ink="#f0f0f0", muted="#a8adb3", grid="#30353b", pa
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture, and what it shows as numbers.
+    """Figure with its numbers.
 
     Attributes:
-        name: of its files.
-        alt: what it shows, in words.
-        tables: what is drawn as CSV, by file name.
-        draw: PNG in a theme; the second argument: panels below one another, for a phone.
+        name: stem of its file names.
+        alt: alternative text.
+        tables: plotted numbers as CSV, by file name.
+        draw: function from a theme, and whether panels are stacked for narrow screens, to a PNG.
     """
 
     name: str
@@ -72,11 +72,11 @@ class Picture:
     draw: Callable[[Theme, bool], bytes]
 
     def __post_init__(self) -> None:
-        # A page shows what the files hold: each is drawn once.
+        # The page and the files share a drawing: each variant is drawn once.
         object.__setattr__(self, "draw", cache(self.draw))
 
     def files(self) -> dict[str, bytes]:
-        """PNG and CSV by file name."""
+        """Return the PNG file and the CSV files by name."""
         return {f"{self.name}.png": self.draw(LIGHT, False)} | {
             name: text.encode() for name, text in self.tables.items()
         }
@@ -84,7 +84,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Style:
-    """A line."""
+    """Line style."""
 
     color: str
     marker: str
@@ -93,22 +93,22 @@ class Style:
 
 @dataclass(frozen=True)
 class Styles:
-    """Lines of architectures, by label, and what the legend says of them."""
+    """Line styles by architecture label (`of`) and by legend entry (`legend`)."""
 
     of: Mapping[str, Style]
     legend: Mapping[str, Style]
 
     @property
     def many(self) -> bool:
-        """Whether the legend does not name each."""
+        """True if architectures share legend entries."""
         return list(self.of) != list(self.legend)
 
 
 def styles(architectures: Sequence[Architecture], theme: Theme) -> Styles:
-    """Baseline in ink, the others through the palette; further rounds of it change the line.
+    """Assign line styles to architectures.
 
-    More architectures than `MANY` have the colour of their mixer: the smaller the model, and then the shorter the run,
-    the paler.
+    The baseline has the text color. The others cycle through the palette, and each further cycle changes the dash
+    pattern. More than `MANY` architectures have the color of their mixer, paler for smaller models and shorter runs.
     """
     labels = [one.label for one in architectures]
     mixers = [mixer_label(one.runs[0]) for one in architectures]
@@ -143,20 +143,20 @@ def _mixed(color: str, paper: str, share: float) -> str:
 
 
 def new_figure(size: tuple[float, float], theme: Theme) -> Figure:
-    """A figure that is drawn without a display; inches."""
+    """Create a figure that needs no display; `size` is in inches."""
     figure = Figure(figsize=size, dpi=DPI, layout="constrained", facecolor=theme.paper)
     FigureCanvasAgg(figure)
     return figure
 
 
 def width_of(picture: bytes) -> int:
-    """Pixels of a PNG."""
+    """Return the width of a PNG in pixels."""
     return int.from_bytes(picture[16:20], "big")
 
 
 def png(figure: Figure) -> bytes:
-    """The same figure gives the same bytes."""
-    # Names of domains and architectures may hold a $, which would begin a formula.
+    """Render a figure as PNG; equal figures give equal bytes."""
+    # Names of domains and architectures may contain a $, which would begin a formula.
     titles = {ax.get_title("left") for ax in figure.axes}
     in_legends = {id(text) for legend in figure.findobj(Legend) for text in legend.get_texts()}
     for text in cast("list[Text]", figure.findobj(Text)):
@@ -168,7 +168,7 @@ def png(figure: Figure) -> bytes:
 
 
 def as_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table as CSV; numbers with all digits that say something."""
+    """Format a table as CSV, floating-point numbers with 8 significant digits."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(columns)
@@ -177,7 +177,7 @@ def as_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def dress(ax: Axes, theme: Theme) -> None:
-    """Colours, grid and ticks of a plot."""
+    """Set colors, grid and ticks of a plot."""
     ax.set_facecolor(theme.paper)
     ax.grid(color=theme.grid, linewidth=0.7)
     ax.set_axisbelow(True)
@@ -192,11 +192,11 @@ def dress(ax: Axes, theme: Theme) -> None:
 
 
 def count_axis(axis: Axis, words: Callable[[float], str] | None = None) -> None:
-    """A logarithmic axis of parameters or tokens: 300k, 1M, 2B, and not more of them than there is room for.
+    """Set tick labels such as 300k, 1M, 2B on a logarithmic axis of parameters or tokens, without crowding.
 
     Args:
-        axis: with its limits.
-        words: of a value; None: `short_count`.
+        axis: axis whose limits are set.
+        words: format of a tick value; None: `short_count`.
     """
     said = words or short_count
     low, high = sorted(axis.get_view_interval())
@@ -211,7 +211,7 @@ def count_axis(axis: Axis, words: Callable[[float], str] | None = None) -> None:
 
 
 def short_count(value: float) -> str:
-    """1234567 as 1.23M."""
+    """Format a number with a magnitude letter, such as 1.23M for 1234567."""
     for size, letter in MAGNITUDES:
         if value >= 0.9995 * size:
             return f"{value / size:.3g}{letter}"
@@ -219,12 +219,12 @@ def short_count(value: float) -> str:
 
 
 def power_of_ten(value: float) -> str:
-    """20000000000 as 2e10."""
+    """Format a number with one digit and a power of ten, such as 2e10."""
     return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
 
 
 def legend_above(figure: Figure, entries: Mapping[str, Style], theme: Theme, *, narrow: bool) -> None:
-    """Names of the lines over the plots, in as many columns as their length leaves room for."""
+    """Add a legend above the plots, in as many columns as the length of the names allows."""
     width = 44 if narrow else 126
     names = ["\n".join(textwrap.wrap(label, min(width, 60))) for label in entries]
     longest = max(len(line) for name in names for line in name.split("\n"))

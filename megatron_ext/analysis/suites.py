@@ -1,4 +1,4 @@
-"""What suites of tests found of runs, read from the runs' folders and laid out for the report."""
+"""Results of the test suites in run folders (domains, retrieval, fewshot), prepared for the report."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ File = TypeVar("File")
 _FILE = ConfigDict(extra="ignore")
 
 LOSS = ("documents", "tokens", "loss", "loss_low", "loss_high", "nats_per_byte", "bits_per_byte")
-"""Columns of domains.csv beside the run's, the split's and the domain's; losses in nats a token."""
+"""Columns of domains.csv after those of run, split and domain; losses in nats per token."""
 MEAN = ("task", "length", "depth", "samples", "score", "low", "high")
-"""Columns of retrieval.csv beside the run's; an empty depth: over all depths."""
+"""Columns of retrieval.csv after those of the run; an empty depth: over all depths."""
 METRIC = ("name", "filter", "value", "stderr")
-"""Columns of fewshot.csv beside the run's and the task's."""
+"""Columns of fewshot.csv after those of run and task."""
 
 
 @checked_dataclass(frozen=True, config=_FILE)
 class Loss:
-    """The loss on a domain's text, in nats a token, with its interval; see `evaluation.domain_results.DomainLoss`."""
+    """Loss of a domain in nats per token, with its interval; a subset of `evaluation.domain_results.DomainLoss`."""
 
     domain: str
     split: Split
@@ -49,14 +49,14 @@ class Loss:
 
 @checked_dataclass(frozen=True, config=_FILE)
 class Confidence:
-    """Options of the suite `domains`, as far as they are used here."""
+    """Options of the suite `domains` that are used here."""
 
     confidence: float
 
 
 @checked_dataclass(frozen=True, config=_FILE)
 class Domains:
-    """domains.json, as far as it is used here."""
+    """Fields of domains.json that are used here."""
 
     step: int
     options: Confidence
@@ -65,7 +65,7 @@ class Domains:
 
 @checked_dataclass(frozen=True, config=_FILE)
 class Mean:
-    """The mean score of a retrieval task at a length, from 0 to 1, and its interval; `depth` None: over all."""
+    """Mean score of a retrieval task at a length, from 0 to 1, with its interval; `depth` None: over all depths."""
 
     task: str
     length: int
@@ -78,7 +78,7 @@ class Mean:
 
 @checked_dataclass(frozen=True, config=_FILE)
 class Retrieval:
-    """retrieval.json, as far as it is used here."""
+    """Fields of retrieval.json that are used here."""
 
     step: int
     confidence: float
@@ -88,7 +88,7 @@ class Retrieval:
 
 @checked_dataclass(frozen=True, config=_FILE)
 class Number:
-    """A metric of a few-shot task."""
+    """Metric of a few-shot task."""
 
     name: str
     filter: str
@@ -98,7 +98,7 @@ class Number:
 
 @checked_dataclass(frozen=True, config=_FILE)
 class Task:
-    """A few-shot task."""
+    """Results of a few-shot task."""
 
     num_fewshot: int | None
     rows: int | None
@@ -107,7 +107,7 @@ class Task:
 
 @checked_dataclass(frozen=True, config=_FILE)
 class Fewshot:
-    """fewshot.json, as far as it is used here."""
+    """Fields of fewshot.json that are used here."""
 
     step: int
     tasks: dict[str, Task]
@@ -115,15 +115,15 @@ class Fewshot:
 
 @dataclass(frozen=True)
 class Suites:
-    """The newest results of a run; None: it has none.
+    """Newest suite results of a run; None for a suite without results.
 
     Attributes:
-        run: its name.
-        architecture: its label.
-        domains: losses.
-        retrieval: means of scores.
-        picture: their heat map, PNG.
-        fewshot: by task.
+        run: name of the run.
+        architecture: label of its architecture.
+        domains: losses by domain.
+        retrieval: mean scores of the retrieval tests.
+        picture: heat map of the retrieval scores as PNG.
+        fewshot: few-shot results by task.
     """
 
     run: str
@@ -135,18 +135,18 @@ class Suites:
 
     @property
     def label(self) -> str:
-        """The run's name, and what architecture it is of unless that is the same."""
+        """Name of the run, followed by the label of its architecture if that is different."""
         return self.run if self.run == self.architecture else f"{self.run}: {self.architecture}"
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Scores of a run by length and depth.
+    """Heat map of a run's retrieval scores by length and depth.
 
     Attributes:
-        name: of its file.
+        name: file name without its suffix.
         title: run, architecture and step.
-        png: the picture.
+        png: the image.
     """
 
     name: str
@@ -155,10 +155,10 @@ class HeatMap:
 
 
 def read_suites(architectures: Sequence[Architecture]) -> list[Suites]:
-    """Results of the runs that have any, in their order.
+    """Read the results of all runs that have any, in the order of the runs.
 
     Raises:
-        UserError: a file of them is damaged.
+        UserError: a result file is damaged.
     """
     found = [_read(run.path, run.name, one.label) for one in architectures for run in one.runs]
     return [one for one in found if one.domains or one.retrieval or one.fewshot]
@@ -187,7 +187,7 @@ def _picture(path: Path | None) -> bytes | None:
 
 
 def _newest(folder: Path, name: str) -> Path | None:
-    """The file of the last step that has one, where `selectron evaluate` and training write it."""
+    """Find the file of the last step in `evaluation/step_*`, where `selectron evaluate` and training write it."""
     files = {path.parent.name.removeprefix("step_"): path for path in folder.glob(f"evaluation/step_*/{name}")}
     steps = [int(step) for step in files if step.isdecimal()]
     return files[str(max(steps))] if steps else None
@@ -203,7 +203,7 @@ def _parsed(path: Path | None, kind: type[File]) -> File | None:
 
 
 def to_dict(found: Sequence[Suites]) -> dict[str, Any]:
-    """All numbers: a list of runs a suite."""
+    """Return all numbers as a list of runs per suite, for JSON."""
     return {
         suite: [
             {"run": one.run, "architecture": one.architecture, **asdict(results)}
@@ -215,7 +215,7 @@ def to_dict(found: Sequence[Suites]) -> dict[str, Any]:
 
 
 def heat_maps(found: Sequence[Suites]) -> list[HeatMap]:
-    """Those of the runs that have one."""
+    """Return the heat maps of all runs that have one, under distinct names."""
     maps: list[HeatMap] = []
     for one in found:
         if one.retrieval is not None and one.picture is not None:
@@ -228,7 +228,7 @@ def heat_maps(found: Sequence[Suites]) -> list[HeatMap]:
 
 
 def as_tables(found: Sequence[Suites]) -> dict[str, str]:
-    """The same numbers as CSV, by file name; none for what no run was put to."""
+    """Return the numbers as CSV by file name, without the files of suites that no run has."""
     tables = {
         "domains.csv": (("split", "domain", *LOSS), _loss_rows(found)),
         "retrieval.csv": (MEAN, _mean_rows(found)),
@@ -266,14 +266,14 @@ def _metric_rows(found: Sequence[Suites]) -> Iterator[tuple[Any, ...]]:
 
 
 def _losses(found: Sequence[Suites]) -> list[tuple[Suites, int, Loss]]:
-    """Losses of all runs with their steps: domains as they are first met in each split, and of a domain run by run."""
+    """Return the losses of all runs with their steps, sorted by split, then by first occurrence of the domain."""
     known = [(one, one.domains.step, loss) for one in found if one.domains for loss in one.domains.domains]
     splits, domains = list(SPLITS), list(dict.fromkeys(loss.domain for *_, loss in known))
     return sorted(known, key=lambda row: (splits.index(row[2].split), domains.index(row[2].domain)))
 
 
 def loss_table(found: Sequence[Suites]) -> Table:
-    """A row a domain and run."""
+    """Return a table of losses with a row per domain and run."""
     sure = dict.fromkeys(f"{100 * one.domains.options.confidence:.6g} %" for one in found if one.domains)
     caption = (
         f"Losses with intervals of {' or '.join(sure)} over documents; "
@@ -294,12 +294,12 @@ def _loss_cells(one: Suites, step: int, loss: Loss) -> list[Cell]:
 
 
 def few_documents(found: Sequence[Suites]) -> list[str]:
-    """Domains whose intervals are rough, or that have none."""
+    """Return the domains with too few documents for a reliable interval."""
     return sorted({loss.domain for *_, loss in _losses(found) if loss.documents < FEW_DOCUMENTS})
 
 
 def retrieval_table(found: Sequence[Suites]) -> Table:
-    """A row a task and length, a column a run."""
+    """Return a table of retrieval scores with a row per task and length, and a column per run."""
     sure = dict.fromkeys(f"{100 * one.retrieval.confidence:.6g} %" for one in found if one.retrieval)
     intervals = " or ".join(sure)
     caption = f"Mean scores in per cent with Wilson's interval of {intervals}, over all depths"
@@ -307,13 +307,13 @@ def retrieval_table(found: Sequence[Suites]) -> Table:
 
 
 def fewshot_table(found: Sequence[Suites]) -> Table:
-    """A row a metric of a task, a column a run."""
+    """Return a table of few-shot results with a row per task and metric, and a column per run."""
     caption = "lm-eval's metrics with their standard errors"
     return _table(caption, [(one, one.fewshot.step, dict(_numbers(one.fewshot))) for one in found if one.fewshot])
 
 
 def _table(caption: str, columns: Sequence[tuple[Suites, int, dict[str, Cell]]]) -> Table:
-    """Rows in the order in which they are first met."""
+    """Build a table from columns by run, with rows in the order of first occurrence."""
     names = dict.fromkeys(name for *_, cells in columns for name in cells)
     return Table(
         f"{caption}; each run at its newest tested step",

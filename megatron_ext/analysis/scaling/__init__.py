@@ -1,1 +1,1 @@
-"""Scaling laws: how loss falls with parameters and tokens, and how sure that is."""
+"""Scaling laws of loss over parameters and tokens, with their uncertainty."""

@@ -1,4 +1,4 @@
-"""The command `selectron fit`: its arguments, where it writes, and what it prints."""
+"""Command `selectron fit`: arguments, execution and output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_ext.analysis.scaling.run_points import RunPoints
 
 FORMER = ("--bootstrap", "--seed")
-"""Options of the bootstrap that once gave the intervals."""
+"""Deprecated options of an earlier bootstrap, which have no effect."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,21 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--without-embeddings", action="store_true", help=without)
     highest = "leave out the N highest losses of each mixer (default %(default)s)"
     add("--drop-highest", type=int, default=0, metavar="N", help=highest)
-    for option in FORMER:  # scripts have them
+    for option in FORMER:  # accepted, because scripts may still pass them
         add(option, type=int, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fit, write what was found, and print it.
+    """Fit laws, write the results and print them.
 
     Args:
-        args: see `add_arguments`.
+        args: arguments declared by `add_arguments`.
 
     Returns:
         The exit code.
 
     Raises:
-        UserError: an option is out of its range, the file is at fault, or no law can be fitted to its points.
+        UserError: an option is out of range, the points cannot be read, or a law cannot be fitted to them.
     """
     for option in FORMER:
         if getattr(args, option.lstrip("-")) is not None:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.drop_highest < 0:
         raise UserError("--drop-highest", f"{args.drop_highest} is below 0", "give 0 to keep all points")
     where, points, runs = _read(args.points, embeddings=not args.without_embeddings)
-    # With matplotlib and SciPy, a second of imports: not before there is something to fit.
+    # Imports matplotlib and SciPy, which takes a second: only after the points have been read.
     from megatron_ext.analysis.scaling.fitting import Options, fit_all, numbers_of, text_of, write
 
     found = fit_all(points, where, Options(args.drop_highest), runs)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(paths: Sequence[Path], *, embeddings: bool) -> tuple[str, dict[str, Points], RunPoints]:
-    """What messages call it, the points by mixer, and the runs that they are of; none of a CSV file."""
+    """Return the source's name for messages, the points by mixer, and their runs (empty for a CSV file)."""
     from megatron_ext.analysis.scaling.points import read_points
     from megatron_ext.analysis.scaling.run_points import RunPoints, by_mixer, points_of_runs
 

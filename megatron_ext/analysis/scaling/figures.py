@@ -1,4 +1,4 @@
-"""Pictures of scaling laws: the surface with its points, the best loss for a compute, IsoFLOP parabolas, test loss."""
+"""Figures of scaling laws: loss surface, compute-optimal frontier, IsoFLOP parabolas and test loss."""
 
 from __future__ import annotations
 
@@ -32,30 +32,33 @@ from megatron_ext.analysis.style import (
 )
 
 WIDE, NARROW = (12.0, 4.8), (4.6, 4.4)
-"""Inches: two panels side by side, and one panel."""
+"""Sizes in inches: two panels side by side, and one panel."""
 COLOURS = "viridis"
 BEYOND = 2.0
-"""How far the plots go beyond the points, as a factor."""
+"""Factor by which the plots extend beyond the points."""
 CURVE_POINTS = 80
 SURFACE_POINTS = 40
-"""Of the grid that intervals are drawn on, each way: they are smooth."""
+"""Grid points per axis for the intervals of the surface, which are smooth."""
 
 WIDTHS = np.array([factor * 10.0**power for power in range(-3, 4) for factor in (1, 2, 5)])
-"""Steps between the shades of intervals' widths, in per cent of the loss; below the first there is none to be seen."""
+"""Possible boundaries between shades of interval widths, in per cent of the loss. Widths below the first are not
+shown."""
 
 MOST_SHADES, SHADE = 7, 0.11
-"""Shades at most, and how far each is from the one before, on the way to the colour of small print."""
+"""Maximum number of shades, and the step between them as a fraction of the way from `Theme.paper` to `Theme.muted`."""
 
 LAW = ("what", "params", "tokens", "flops", "loss", "low", "high")
-"""Columns of a law: its points; with 95 % intervals the law at the best size for a compute and its surface."""
+"""Columns of a law's numbers. Rows are points, the law at the optimal size for a compute, and its surface; the latter
+two with 95 % intervals."""
 ISOFLOP = ("what", "flops", "params", "loss")
-"""Columns of the parabolas' numbers: points, the curve of each budget, and where it is lowest."""
+"""Columns of the parabolas' numbers. Rows are points, the curve of each budget, and its minimum."""
 TEST_LOSS = ("what", "mixer", "training_loss", "test_loss", "low", "high")
-"""Columns of the numbers of test loss over training loss: models, and each mixer's line with its 95 % interval."""
+"""Columns of the numbers of test loss over training loss. Rows are models, and each mixer's line with its 95 %
+interval."""
 
 
 def law_picture(name: str, fitted: Fit, sure: Uncertainty, title: str) -> Picture:
-    """The law: the loss over parameters and tokens, shaded by how sure it is, and the best loss over compute."""
+    """Build the figure of a law: loss over parameters and tokens, shaded by its uncertainty, and over compute."""
 
     def draw(theme: Theme, stacked: bool) -> bytes:
         figure, (surface, frontier) = _figure(2, title, theme, stacked)
@@ -69,7 +72,7 @@ def law_picture(name: str, fitted: Fit, sure: Uncertainty, title: str) -> Pictur
 
 
 def budgets_picture(name: str, budgets: Sequence[Budget], title: str) -> Picture:
-    """IsoFLOP parabolas, each with its points and its lowest place."""
+    """Build the figure of IsoFLOP parabolas, each with its points and its minimum."""
 
     def draw(theme: Theme, stacked: bool) -> bytes:
         figure, (ax,) = _figure(1, title, theme, stacked)
@@ -94,7 +97,7 @@ def budgets_picture(name: str, budgets: Sequence[Budget], title: str) -> Picture
 
 
 def transfer_picture(name: str, lines: Mapping[str, Line]) -> Picture:
-    """Test loss over training loss: models by mixer, and the power law of each with its 95 % interval."""
+    """Build the figure of test loss over training loss: models by mixer, and power laws with 95 % intervals."""
 
     def draw(theme: Theme, stacked: bool) -> bytes:
         figure, (ax,) = _figure(1, "Test loss over training loss", theme, stacked)
@@ -159,7 +162,7 @@ def _draw_surface(ax: Axes, fitted: Fit, sure: Uncertainty, theme: Theme) -> Non
 
 
 def _label_places(law: ScalingLaw, n: FloatArray, d: FloatArray, levels: FloatArray) -> list[tuple[float, float]]:
-    """Where a line through the plot, from the lower left to the upper right, meets the contours: one label each."""
+    """Return the label positions: the crossings of the contours with a line from the lower left to the upper right."""
     way = np.linspace(0.04, 0.78, 400)
     x, y = (np.exp(np.log(ends[0]) + at * np.log(ends[-1] / ends[0])) for ends, at in ((n, way), (d, way + 0.17)))
     above = law.loss(x, y)[:, None] > levels
@@ -167,7 +170,7 @@ def _label_places(law: ScalingLaw, n: FloatArray, d: FloatArray, levels: FloatAr
 
 
 def _shade(ax: Axes, fitted: Fit, sure: Uncertainty, theme: Theme) -> None:
-    """The width of the loss's 95 % interval, in per cent of the loss: the less sure, the further from the paper."""
+    """Shade the plot by the width of the loss's 95 % interval in per cent, stronger for wider intervals."""
     if not sure.is_band_known:
         return
     params, tokens, losses, low, high = _surface(fitted, sure)
@@ -186,7 +189,7 @@ def _shade(ax: Axes, fitted: Fit, sure: Uncertainty, theme: Theme) -> None:
 
 
 def _steps(width: FloatArray) -> FloatArray:
-    """Levels about all widths: 1, 2, 5 and their tens, fewer where there would be too many to tell apart."""
+    """Return shade boundaries that enclose all widths: from the series 1, 2, 5, 10, thinned to `MOST_SHADES`."""
     first = max(int(np.searchsorted(WIDTHS, width.min(), side="right")) - 1, 0)
     last = max(int(np.searchsorted(WIDTHS, width.max())), first + 1)
     every = -(-(last - first) // MOST_SHADES)
@@ -195,14 +198,14 @@ def _steps(width: FloatArray) -> FloatArray:
 
 
 def _reach(fitted: Fit, number: int) -> tuple[FloatArray, FloatArray]:
-    """Parameters and tokens over the points and beyond, so many each."""
+    """Return `number` values each of parameters and tokens over the extended range of the points."""
     points = fitted.points
     n, d = (np.geomspace(x.min() / BEYOND, x.max() * BEYOND, number) for x in (points.params, points.tokens))
     return n, d
 
 
 def _surface(fitted: Fit, sure: Uncertainty) -> tuple[FloatArray, ...]:
-    """Params, tokens, loss and its interval; [D, N] each."""
+    """Return parameters, tokens, loss and its interval ends on a grid, [D, N] each."""
     params, tokens = np.meshgrid(*_reach(fitted, SURFACE_POINTS))
     return (params, tokens, fitted.law.loss(params, tokens), *sure.band(params, tokens))
 
@@ -223,7 +226,7 @@ def _draw_frontier(ax: Axes, fitted: Fit, sure: Uncertainty, theme: Theme) -> No
     bar.set_label("parameters", fontsize=9, color=theme.ink)
     count_axis(bar.ax.yaxis)
     bar.ax.tick_params(which="both", colors=theme.muted, labelsize=8.5)
-    room = 0.15 * float(np.ptp(seen))  # an interval may reach far beyond what was seen, and would flatten all else
+    room = 0.15 * float(np.ptp(seen))  # a wide interval must not determine the scale
     ax.set_ylim(float(seen.min()) - room, float(seen.max()) + room)
     ax.set(xscale="log", xlabel="compute (FLOPs: 6 x parameters x tokens)", ylabel="loss (nats per token)")
     count_axis(ax.xaxis, power_of_ten)
@@ -235,9 +238,9 @@ def _unsure(sure: Uncertainty) -> str:
 
 
 def _frontier(fitted: Fit, sure: Uncertainty) -> tuple[FloatArray, ...]:
-    """Params, tokens, compute, loss and its interval at the best size, over the points' compute and beyond; [G] each.
+    """Return parameters, tokens, compute, loss and its interval ends at the optimal size, [G] each.
 
-    The law falls.
+    The grid is the extended range of the points' compute. The law must have `falls` True.
     """
     points, law = fitted.points, fitted.law
     flops_p = 6 * points.params * points.tokens
@@ -260,7 +263,7 @@ def _law_rows(fitted: Fit, sure: Uncertainty) -> Iterator[tuple[Any, ...]]:
 
 
 def _cells(numbers: Iterable[float]) -> Iterator[float | str]:
-    """What is not known is empty."""
+    """Replace numbers that are not finite by empty cells."""
     return (float(x) if np.isfinite(x) else "" for x in numbers)
 
 
@@ -282,7 +285,7 @@ def _budget_rows(budgets: Sequence[Budget]) -> Iterator[tuple[Any, ...]]:
 
 
 def _line(line: Line) -> tuple[FloatArray, ...]:
-    """Training loss, test loss by the line and its interval, over the models' training losses; [G] each."""
+    """Return training loss, test loss by the line and its interval ends over the models' range, [G] each."""
     grid = np.linspace(line.log_train.min(), line.log_train.max(), CURVE_POINTS)
     half = line.half_width(grid)
     return tuple(np.exp(x) for x in (grid, line.at(grid), line.at(grid) - half, line.at(grid) + half))
@@ -296,12 +299,12 @@ def _transfer_rows(lines: Mapping[str, Line]) -> Iterator[tuple[Any, ...]]:
 
 
 def _colours(theme: Theme) -> Colormap:
-    """Viridis without the end that is near the paper: yellow on white, deep violet on black."""
+    """Return viridis without the end that is close to the background: yellow on white, dark violet on black."""
     low, high = (0.22, 1.0) if theme == DARK else (0.0, 0.9)
     return ListedColormap(colormaps[COLOURS](np.linspace(low, high, 256)))
 
 
 def _shades(number: int, theme: Theme) -> Sequence[tuple[float, float, float, float]]:
-    """Colours that rise."""
+    """Return colors in the order of the color map."""
     colours = _colours(theme)
     return [colours(place) for place in np.linspace(0.0, 1.0, number)]

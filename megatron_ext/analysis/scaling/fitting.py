@@ -1,4 +1,4 @@
-"""A scaling law of trained models, for each mixer, with its uncertainty: numbers, words, pictures and files."""
+"""Fit of a scaling law for each mixer, with uncertainty, and its output as numbers, text, figures and files."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ INTERVALS = (
 )
 
 WRITTEN = re.compile(r"(scaling|isoflop|test_loss)[A-Za-z0-9_.+-]*\.(png|csv)|points\.csv")
-"""Names of the files beside fit.json and fit.md."""
+"""Pattern of the file names besides fit.json and fit.md."""
 
 Pair = tuple[str, str, Difference]
-"""Two mixers, and how their test losses differ."""
+"""Names of two mixers, and the difference of their test losses."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was found of one mixer.
+    """Results of one mixer.
 
     Attributes:
         fitted: the law.
-        sure: its uncertainty.
-        tested: its back-test.
+        sure: uncertainty of the law.
+        tested: back-test on the largest models; None: too few other models.
         budgets: IsoFLOP parabolas.
-        best: how the best size grows with compute, by them.
-        transfer: test loss over training loss; None: there are no test losses, or too few.
+        best: power law of the optimal size over compute from the parabolas; None: fewer than two have a minimum.
+        transfer: power law of test loss over training loss; None: no or too few test losses.
     """
 
     fitted: Fit
@@ -72,10 +72,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Options:
-    """How laws are fitted.
+    """Options of the fit.
 
     Attributes:
-        drop_highest: so many of the highest losses of each mixer are left out.
+        drop_highest: number of points with the highest losses to leave out of each mixer.
     """
 
     drop_highest: int = 0
@@ -83,12 +83,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Fitting:
-    """What was found of all mixers.
+    """Results of all mixers.
 
     Attributes:
-        mixers: by name; a law of points without one is under the empty name.
-        apart: of each pair of mixers with test losses, in their order.
-        runs: that the points are of, and those that were left out; none of a CSV file.
+        mixers: results by mixer; the name is empty for points without a mixer.
+        apart: differences of each pair of mixers with test losses, in the order of the mixers.
+        runs: runs of the points, and runs that were left out; empty for points of a CSV file.
     """
 
     mixers: Mapping[str, Found]
@@ -97,21 +97,21 @@ class Fitting:
 
     @cached_property
     def pictures(self) -> list[Picture]:
-        """Of each mixer its law and its parabolas, and test loss over training loss of all."""
+        """Figures of each mixer's law and parabolas, and of test loss over training loss."""
         return _pictures(self.mixers)
 
 
 def fit_all(points: Mapping[str, Points], where: str, options: Options, runs: RunPoints | None = None) -> Fitting:
-    """Fit a law for each mixer; constants that its points do not tell are warned of on standard error.
+    """Fit a law for each mixer, with warnings on standard error about constants that the points do not determine.
 
     Args:
-        points: by mixer.
-        where: what messages call them.
-        options: how.
-        runs: that they are of.
+        points: points by mixer.
+        where: name of the points' source in messages.
+        options: options of the fit.
+        runs: runs of the points; None: the points are from a CSV file.
 
     Raises:
-        UserError: no law can be fitted to the points of a mixer.
+        UserError: a law cannot be fitted to the points of a mixer.
     """
     kept = {mixer: _kept(some, options.drop_highest) for mixer, some in points.items()}
     for mixer, some in kept.items():
@@ -131,15 +131,17 @@ def _named(where: str, mixer: str) -> str:
 
 
 def write(found: Fitting, output: Path, *, keep: Path | None = None) -> None:
-    """Write fit.json, fit.md, pictures with their numbers, and points.csv of runs; other files of an earlier fit go.
+    """Write fit.json, fit.md, figures with their numbers and, for runs, points.csv.
+
+    Other files of an earlier fit are removed.
 
     Args:
-        found: what was found.
-        output: folder; made if it is not there.
-        keep: a file that stays whatever its name, such as the one that the points are from.
+        found: results of the fit.
+        output: folder; created if it does not exist.
+        keep: a file that must not be removed or overwritten, such as the source of the points.
 
     Raises:
-        UserError: the output cannot be written.
+        UserError: the output cannot be written, or `keep` would be overwritten.
     """
     files = files_of(found)
     if keep is not None and keep.resolve() in {(output / name).resolve() for name in files}:
@@ -169,18 +171,18 @@ def _lines(found: Mapping[str, Found]) -> dict[str, Line]:
 
 
 def _differences(found: Mapping[str, Found]) -> list[Pair]:
-    """Of each pair of mixers, in their order."""
+    """Return the difference of each pair of mixers, in the order of the mixers."""
     return [(a, b, difference(one, other)) for (a, one), (b, other) in combinations(_lines(found).items(), 2)]
 
 
 def files_of(found: Fitting) -> dict[str, bytes]:
-    """What lies beside fit.json and fit.md: pictures with their numbers, and points.csv of runs."""
+    """Return the files besides fit.json and fit.md: figures with their numbers and, for runs, points.csv."""
     files = {name: content for picture in found.pictures for name, content in picture.files().items()}
     return files | ({"points.csv": as_csv(found.runs).encode()} if found.runs else {})
 
 
 def _pictures(mixers: Mapping[str, Found]) -> list[Picture]:
-    """Of each mixer its law and its parabolas, and test loss over training loss of all."""
+    """Build the figures of each mixer's law and parabolas, and of test loss over training loss."""
     from megatron_ext.analysis.scaling.figures import budgets_picture, law_picture, transfer_picture
 
     made: list[Picture] = []
@@ -197,7 +199,7 @@ def _pictures(mixers: Mapping[str, Found]) -> list[Picture]:
 
 
 def _free(taken: Collection[str], kind: str, mixer: str) -> str:
-    """A file name that no other mixer has: names that differ in signs alone would be one."""
+    """Return an unused file name; names of mixers that differ only in punctuation would otherwise collide."""
     plain = f"{kind}_{re.sub(r'[^A-Za-z0-9.+-]+', '_', mixer)}" if mixer else kind
     names = (f"{plain}{f'_{number}' if number > 1 else ''}" for number in count(1))
     return next(name for name in names if name not in taken)
@@ -208,7 +210,7 @@ def _title(mixer: str, what: str) -> str:
 
 
 def numbers_of(found: Fitting) -> dict[str, Any]:
-    """For machines: of the one law, or by mixer."""
+    """Return the contents of fit.json: the numbers of a single unnamed law, or the numbers by mixer."""
     by_mixer = {mixer: _numbers_of(one) for mixer, one in found.mixers.items()}
     if list(by_mixer) == [""]:
         return by_mixer[""]
@@ -264,7 +266,7 @@ def _numbers_of_line(line: Line | None) -> dict[str, Any] | None:
 
 
 def _known(interval: tuple[float, float]) -> list[float | None] | None:
-    """None of what is not known; an end that the points do not bound is None."""
+    """Convert an interval to JSON: None if it is unknown, and None for an unbounded end."""
     return None if math.isnan(interval[0]) else [end if math.isfinite(end) else None for end in interval]
 
 
@@ -283,7 +285,7 @@ def _numbers_of_test(tested: BackTest | None) -> dict[str, Any] | None:
 
 
 def text_of(found: Fitting) -> str:
-    """For readers: Markdown."""
+    """Return the contents of fit.md."""
     lines = [f"L(N, D) = E + A / N^alpha + B / D^beta, nats a token, with {INTERVALS}.", ""]
     columns = ["mixer", "points", *CONSTANTS, "objective"]
     rows = []
@@ -306,12 +308,12 @@ def text_of(found: Fitting) -> str:
 
 
 def warnings_of(found: Found) -> list[str]:
-    """What is not to be believed of a law, a sentence each, without its full stop."""
+    """Return the warnings about a law, as sentences without the full stop."""
     return [*unknown_of(found), *([] if found.fitted.law.falls else [WHY_NOT_FALLING])]
 
 
 def unknown_of(found: Found) -> list[str]:
-    """Why constants have no interval, a sentence each, without its full stop."""
+    """Return the reasons why constants have no interval, as sentences without the full stop."""
     return [*map(str, found.sure.untold), *([NO_FREEDOM] if found.sure.region is None else [])]
 
 
@@ -320,7 +322,7 @@ def _with_interval(value: float, interval: tuple[float, float]) -> str:
 
 
 def interval_words(interval: tuple[float, float], form: str) -> str:
-    """An interval in words, with the ends that the points bound; empty where it is not known."""
+    """Format an interval with its bounded ends; empty if it is unknown."""
     low, high = interval
     if math.isnan(low) or (math.isinf(low) and math.isinf(high)):
         return "" if math.isnan(low) else "not bounded"
@@ -330,7 +332,7 @@ def interval_words(interval: tuple[float, float], form: str) -> str:
 
 
 def allocation_line(found: Found) -> str:
-    """How the best numbers of parameters and tokens grow with compute by the law, in words."""
+    """Describe the growth of the optimal numbers of parameters and tokens with compute by the law."""
     law = found.fitted.law
     if not law.falls:
         return f"{WHY_NOT_FALLING}."
@@ -342,7 +344,7 @@ def allocation_line(found: Found) -> str:
 
 
 def test_line(tested: BackTest | None) -> str:
-    """A back-test in words."""
+    """Describe a back-test."""
     if tested is None:
         return "without the largest models too little is left to fit a law to."
     errors, n = np.abs(tested.errors), len(tested.held_out)
@@ -354,7 +356,7 @@ def test_line(tested: BackTest | None) -> str:
 
 
 def budget_line(found: Found) -> str:
-    """What IsoFLOP parabolas say, in words."""
+    """Describe the results of the IsoFLOP parabolas."""
     told = [one for one in found.budgets if one.best_params is not None]
     if not found.budgets:
         return "no four sizes have about the same compute."
@@ -368,7 +370,7 @@ def budget_line(found: Found) -> str:
 
 
 def transfer_line(line: Line) -> str:
-    """The power law of test loss, in words."""
+    """Describe the power law of test loss over training loss."""
     low, high = line.exponent_interval
     return (
         f"{line.factor:.4g} * loss^{line.exponent:.4g} (exponent {low:.3g} to {high:.3g}, 95 %), "
@@ -390,7 +392,7 @@ def _difference_lines(differences: Sequence[Pair]) -> list[str]:
 
 
 def apart_cells(apart: Difference) -> list[str]:
-    """The training loss in the middle of what two mixers share, and the ratio of their test losses there."""
+    """Format the middle of the training losses that two mixers share, and the ratio of their test losses there."""
     if apart.train_loss is None or apart.ratio is None or apart.interval is None:
         return ["none in common", "-"]
     low, high = (100 * (x - 1) for x in apart.interval)

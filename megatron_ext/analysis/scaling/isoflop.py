@@ -1,4 +1,4 @@
-"""IsoFLOP: the best size for a compute, as the bottom of a parabola (Hoffmann et al. 2022, arXiv 2203.15556, 3.2)."""
+"""IsoFLOP: optimal size at a compute as the minimum of a parabola (Hoffmann et al. 2022, arXiv 2203.15556, 3.2)."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from megatron_ext.analysis.scaling.law import ALIKE
 from megatron_ext.analysis.scaling.points import Points
 
 SAME_COMPUTE = 1.12
-"""Points of one budget differ in compute by this factor at most: tokens are rounded to batches, sizes to widths."""
+"""Maximum ratio of the compute of two points of one budget. Tokens are rounded to batches, and sizes to widths."""
 
 CLEAR_GAP, CLEARER = 1.02, 2.0
-"""Within that factor, budgets are apart where a gap in compute is at least the first, and that many times (in
-logarithms) the largest gap within the budgets on both sides."""
+"""Criterion that splits points within `SAME_COMPUTE` into two budgets: a gap in compute of at least the factor
+`CLEAR_GAP`, which is also (in logarithms) at least `CLEARER` times the largest other gap."""
 
 SAME_RUN = 1.01
-"""Models of one size whose compute differs by less are repetitions; by more, they cannot be of one budget."""
+"""Maximum ratio of the compute of repetitions. Models of one size that differ more should not be in one budget."""
 
 FEWEST_SIZES = 4
-"""Of a budget: a parabola goes through any three."""
+"""Minimum number of sizes of a budget; a parabola fits any three exactly."""
 
 SPREAD = 2.0
-"""Of a budget's sizes, at least, as a factor: what lies closer together shows the noise of its losses alone."""
+"""Minimum ratio of the largest to the smallest size of a budget. With a smaller ratio, losses differ only by noise."""
 
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Models of about the same compute.
+    """Models of about the same compute, with a parabola of their losses.
 
     Attributes:
         flops: geometric mean of 6 * params * tokens.
         points: the models.
-        curve: coefficients of the parabola of loss over the logarithm of params, the highest power first.
-        best_params: where the parabola is lowest; None: it is not, or beyond the sizes that were trained.
-        best_interval: 95 % interval of `best_params` for independent normal noise of the losses about the parabola, of
-            one size; None: they do not bound it on both sides, or `best_params` is None.
-        doubt: why the points may be of several budgets; empty: nothing says so.
+        curve: coefficients of the parabola of loss over log params, highest power first.
+        best_params: number of parameters at the minimum of the parabola; None: there is no minimum within the range of
+            the models.
+        best_interval: 95 % interval of `best_params`, for independent normal noise of equal variance; None: the
+            points do not bound it on both sides, or `best_params` is None.
+        doubt: reason to assume that the points are of several budgets; empty: none.
     """
 
     flops: float
@@ -55,19 +56,19 @@ class Budget:
 
     @property
     def best_tokens(self) -> float | None:
-        """Tokens for the best size."""
+        """Number of tokens at the optimal size; None if that is unknown."""
         return None if self.best_params is None else self.flops / (6.0 * self.best_params)
 
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """y = factor * x^exponent.
+    """Power law y = factor * x^exponent.
 
     Attributes:
-        factor: see above.
-        exponent: see above.
-        exponent_interval: 95 % interval by Student's t, from how the points scatter about the line in logarithms;
-            None: there are two, which show no scatter.
+        factor: value at x = 1.
+        exponent: slope in logarithms.
+        exponent_interval: 95 % interval by Student's t, from the scatter of the points about the line in logarithms;
+            None: there are only two points.
     """
 
     factor: float
@@ -76,13 +77,13 @@ class PowerLaw:
 
 
 def budgets(points: Points) -> list[Budget]:
-    """Budgets of four unlike sizes or more, by rising compute."""
+    """Group points into budgets with at least four distinct sizes, in ascending order of compute."""
     order = np.argsort(points.params * points.tokens, kind="stable")
     return [_budget(points.take(numbers)) for numbers in _groups(points, order)]
 
 
 def best_sizes(found: list[Budget]) -> PowerLaw | None:
-    """How the best number of parameters grows with compute; None where fewer than two budgets tell."""
+    """Fit a power law of the optimal number of parameters over compute; None if fewer than two budgets have one."""
     told = [(budget.flops, budget.best_params) for budget in found if budget.best_params is not None]
     if len(told) < 2:
         return None
@@ -98,10 +99,10 @@ def best_sizes(found: list[Budget]) -> PowerLaw | None:
 
 
 def _groups(points: Points, order: IntArray) -> Iterator[IntArray]:
-    """Numbers of the points of each budget, by rising compute; `order` rises in it.
+    """Yield the indices of the points of each budget, in ascending order of compute, as `order` is.
 
-    Points are cut at the largest gap in compute until no group is wider than `SAME_COMPUTE`, and further where a clear
-    gap has a budget on either side.
+    Points are split at the largest gap in compute until no group is wider than `SAME_COMPUTE`. A group is split further
+    at a clear gap with a budget on either side.
     """
     if not _is_budget(points, order):
         return
@@ -116,13 +117,13 @@ def _groups(points: Points, order: IntArray) -> Iterator[IntArray]:
 
 
 def _is_budget(points: Points, numbers: IntArray) -> bool:
-    """Whether points have enough unlike sizes, far enough apart; of any compute."""
+    """Return True if points have enough distinct sizes over a large enough range; compute is not checked."""
     sizes = np.unique(points.params[numbers])
     return len(sizes) >= FEWEST_SIZES and bool(sizes[-1] >= SPREAD * sizes[0])
 
 
 def _is_clear(points: Points, order: IntArray, gaps: FloatArray, cut: int) -> bool:
-    """Whether the gap before point `cut` parts two budgets."""
+    """Return True if the gap before point `cut` separates two budgets."""
     others = np.delete(gaps, cut - 1)
     wide = gaps[cut - 1] >= max(math.log(CLEAR_GAP), CLEARER * float(others.max(initial=0.0)))
     return bool(wide) and all(_is_budget(points, half) for half in (order[:cut], order[cut:]))
@@ -140,10 +141,10 @@ def _budget(points: Points) -> Budget:
 
 
 def _lowest_interval(points: Points) -> tuple[float, float] | None:
-    """Fieller's interval of the place where a parabola is lowest: where its slope may be 0 by a t-test.
+    """Return Fieller's interval of the minimum of a parabola: sizes at which a t-test does not reject a slope of 0.
 
-    The slope at x is 2 a x + b. It is 0 within t standard errors where (2 a x + b)^2 <= t^2 var(2 a x + b), which is
-    between the roots of a second parabola, or has no bound if that one opens downwards.
+    The slope at x is 2 a x + b. It is 0 within t standard errors if (2 a x + b)^2 <= t^2 var(2 a x + b). This is the
+    interval between the roots of a second parabola, or is unbounded if that one opens downwards.
     """
     freedom = len(points) - 3
     if freedom < 1:
@@ -158,7 +159,7 @@ def _lowest_interval(points: Points) -> tuple[float, float] | None:
     square = 4 * (a**2 - t_squared * covariance[0, 0])
     linear = 4 * (a * b - t_squared * covariance[0, 1])
     constant = b**2 - t_squared * covariance[1, 1]
-    inner = max(linear**2 - 4 * square * constant, 0.0)  # below 0 by rounding alone: the lowest place is between
+    inner = max(linear**2 - 4 * square * constant, 0.0)  # negative only by rounding: the minimum lies between
     if square <= 0:
         return None
     low, high = ((-linear + sign * math.sqrt(inner)) / (2 * square) for sign in (-1, 1))
@@ -166,7 +167,7 @@ def _lowest_interval(points: Points) -> tuple[float, float] | None:
 
 
 def _doubt(points: Points) -> str:
-    """Whether sizes are there several times at unlike compute, which one budget has no reason for."""
+    """Describe sizes that occur at several values of compute, which suggests several budgets; empty if none do."""
     order = np.argsort(points.params)
     log_n = np.log(points.params[order])
     log_flops = np.log(points.params[order] * points.tokens[order])

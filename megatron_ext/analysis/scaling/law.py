@@ -1,8 +1,8 @@
-"""L(N, D) = E + A / N^alpha + B / D^beta, fitted as by Hoffmann et al. 2022 (arXiv 2203.15556, section 3.3).
+"""Fit of the law L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al. 2022, arXiv 2203.15556, section 3.3).
 
-What is minimised is the sum, over the points, of Huber's loss of the difference of log losses. A mean in its place is
-so small that an optimiser's usual tolerances end it early, at another law; Besiroglu et al. 2024 (arXiv 2404.10102)
-found that to be the reason for constants that do not fit their own points.
+The objective is the sum over the points of the Huber loss of the difference of log losses. With the mean instead of the
+sum, the objective is so small that the default tolerances of an optimizer stop it too early. Besiroglu et al. 2024
+(arXiv 2404.10102) found this to be the reason for published constants that do not fit their own points.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_ext.analysis.scaling.points import Points
 from megatron_ext.errors import UserError
 
 DELTA = 1e-3
-"""Of Huber's loss: larger differences of log losses count linearly, so that single runs do not bend the law."""
+"""Threshold of the Huber loss. Larger differences of log losses count linearly, so that outliers have little weight."""
 
 STARTS = {
     "log_a": np.arange(0.0, 30.0, 5.0),
@@ -28,44 +28,46 @@ STARTS = {
     "alpha": np.arange(0.0, 2.5, 0.5),
     "beta": np.arange(0.0, 2.5, 0.5),
 }
-"""The grid of Hoffmann et al., appendix D.3: 4,500 starts."""
+"""Grid of 4,500 starting points (Hoffmann et al., appendix D.3)."""
 
 FEWEST_POINTS = 5
-"""As many as there are constants."""
+"""Minimum number of points, the number of constants."""
 
 LARGEST_LOG = 700.0
-"""Of a constant: the exponential of 710 is beyond double precision."""
+"""Maximum logarithm of a constant; the exponential of 710 overflows double precision."""
 
 ROUNDS = 20
-"""Of the optimiser, each from where the one before ended: it begins a new picture of the curvature, and may go on."""
+"""Maximum restarts of the optimizer. Each begins at the end of the one before with a new curvature estimate, which may
+allow further progress."""
 
 STEPS, FIRST_STEPS = 5000, 500
-"""Of a round at most; and from the starts, which have only to show where it is worth to go on."""
+"""Maximum iterations of a round, and of the first round from each start, which only selects the best start."""
 
 EXACT = 1e-16
-"""Of the scaled objective: residuals of 1e-11, which are rounding."""
+"""Value of the scaled objective that counts as an exact fit; its residuals of 1e-11 are rounding errors."""
 
 NEAR_STEPS = 200
-"""Of a fit that begins near its end."""
+"""Maximum function evaluations of a fit that starts near its optimum."""
 
 ALIKE = 0.05
-"""Relative spread within which sizes, numbers of tokens, and tokens a parameter count as one.
+"""Relative spread within which sizes, token counts, and tokens per parameter count as equal.
 
-Tokens are rounded to whole steps, which in a run of 20 steps is 2.5 % either way, and sizes to whole widths. What 5 %
-more tokens do to a loss is beta * 5 % of the term B / D^beta, a hundredth of a nat at most: as much as another seed
-does.
+Token counts are rounded to whole steps (2.5 % either way in a run of 20 steps), and sizes to whole widths. An increase
+of the tokens by 5 % changes a loss by beta * 5 % of the term B / D^beta. This is at most a hundredth of a nat, as much
+as the effect of another seed.
 """
 
 FAINT, RAISED = 1e-2, 0.5
-"""Of the lowest loss: a term below the first has no slope to come back by, and from the second on it has one."""
+"""Fractions of the lowest loss. A term below `FAINT` has too small a gradient to grow again. A refit starts such a term
+also at `RAISED`, where its gradient is large enough."""
 
 SAME_LOSS = 1e-6
-"""Relative spread within which losses count as one: they are not rounded to anything."""
+"""Relative spread within which losses count as equal; unlike sizes, they are not rounded."""
 
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    """L(N, D) = E + A / N^alpha + B / D^beta in nats a token, for N parameters and D tokens."""
+    """Law L(N, D) = E + A / N^alpha + B / D^beta in nats per token, for N parameters and D tokens."""
 
     E: float
     A: float
@@ -74,26 +76,26 @@ class ScalingLaw:
     beta: float
 
     def loss(self, params: FloatArray | float, tokens: FloatArray | float) -> FloatArray:
-        """Losses of models; arguments as numpy broadcasts them."""
+        """Return the losses of models; the arguments are broadcast."""
         return np.asarray(self.E + self.A * np.power(params, -self.alpha) + self.B * np.power(tokens, -self.beta))
 
     @property
     def falls(self) -> bool:
-        """Whether more parameters, and more tokens, lower the loss."""
+        """True if the loss falls with both parameters and tokens."""
         return self.alpha > 0 and self.beta > 0
 
     @property
     def params_exponent(self) -> float:
-        """Exponent a of the best number of parameters over compute, beta / (alpha + beta); that of tokens is 1 - a.
+        """Exponent a = beta / (alpha + beta) of the optimal number of parameters over compute; that of tokens is 1 - a.
 
-        Not a number where the loss does not fall with both parameters and tokens.
+        NaN if the loss does not fall with both parameters and tokens.
         """
         return self.beta / (self.alpha + self.beta) if self.falls else float("nan")
 
     def best_params(self, flops: FloatArray | float) -> FloatArray:
-        """Parameters of the lowest loss for a compute of 6 N D operations (Hoffmann et al., equation 4).
+        """Return the number of parameters with the lowest loss at a compute of 6 N D (Hoffmann et al., equation 4).
 
-        Not a number where the loss does not fall with both parameters and tokens.
+        NaN if the loss does not fall with both parameters and tokens.
         """
         if not self.falls:
             return np.full_like(flops, np.nan, dtype=np.float64)
@@ -103,12 +105,12 @@ class ScalingLaw:
 
 @dataclass(frozen=True)
 class Fit:
-    """A law and how well it fits.
+    """Fitted law.
 
     Attributes:
         law: the law.
-        objective: sum of Huber's losses.
-        points: it was fitted to.
+        objective: sum of Huber losses over the points.
+        points: points that the law was fitted to.
     """
 
     law: ScalingLaw
@@ -117,10 +119,11 @@ class Fit:
 
 
 class _Objective:
-    """Sum of Huber's losses over points, and its gradient.
+    """Sum of Huber losses over points, and its gradient.
 
-    Its arguments [5] are the logarithms of both terms at the points' mean logarithms, log E, alpha and beta: a change
-    of an exponent then turns a term about the middle of the points, where log A alone would have to follow it.
+    The arguments [5] are the logarithms of both terms at the points' mean log N and mean log D, log E, alpha and beta.
+    A change of an exponent then rotates its term about the center of the points. With log A and log B as arguments,
+    these would have to change with it.
     """
 
     def __init__(self, points: Points, delta: float = DELTA) -> None:
@@ -130,7 +133,7 @@ class _Objective:
         self._n, self._d = self._log_n - self.middle_n, self._log_d - self.middle_d
 
     def __call__(self, at: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Values [...] and gradients [..., 5] at arguments [..., 5]."""
+        """Return values [...] and gradients [..., 5] at arguments [..., 5]."""
         u, v, e, alpha, beta = np.moveaxis(at, -1, 0)[..., None]
         of_params, of_tokens = u - alpha * self._n, v - beta * self._d
         log_sum_p = np.logaddexp(np.logaddexp(of_params, of_tokens), e)
@@ -143,11 +146,11 @@ class _Objective:
         return (slope_p * (rest_p - slope_p / 2.0)).sum(-1), gradient_5
 
     def rest(self, at: FloatArray) -> FloatArray:
-        """[n] log losses of a law less those of the points, at arguments [5]."""
+        """Return the residuals [n] at arguments [5]: log losses of the law minus those of the points."""
         return np.logaddexp.reduce(self._terms(at), axis=0) - self._log_l
 
     def slopes(self, at: FloatArray) -> FloatArray:
-        """[n, 5] derivatives of `rest`."""
+        """Return the derivatives [n, 5] of `rest`."""
         terms = self._terms(at)
         of_params, of_tokens, constant = np.exp(terms - np.logaddexp.reduce(terms, axis=0))
         return np.stack([of_params, of_tokens, constant, -of_params * self._n, -of_tokens * self._d], axis=-1)
@@ -157,7 +160,7 @@ class _Objective:
         return np.stack([u - alpha * self._n, v - beta * self._d, np.full_like(self._n, e)])
 
     def near(self, start: FloatArray) -> FloatArray:
-        """Arguments of the smallest value near a start, by a trust region: far fewer steps than `_descend` needs."""
+        """Minimize from a nearby start with a trust-region method, in far fewer steps than `_descend`."""
         options = {"ftol": 1e-12, "xtol": 1e-12, "gtol": 1e-14, "max_nfev": NEAR_STEPS}
         found = least_squares(
             self.rest, start, self.slopes, loss="huber", f_scale=self._delta, x_scale="jac", **options
@@ -165,60 +168,65 @@ class _Objective:
         return np.asarray(found.x)
 
     def scaled(self, at: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Times 1 / delta^2: of the size that an optimiser's tolerances are made for."""
+        """Return value and gradient divided by delta^2, a scale that suits the tolerances of an optimizer."""
         value, gradient = self(at)
         return value / self._delta**2, gradient / self._delta**2
 
     def arguments(self, constants: FloatArray) -> FloatArray:
-        """Those of log A, log B, log E, alpha and beta, [..., 5] to [..., 5]."""
+        """Convert log A, log B, log E, alpha and beta [..., 5] to arguments [..., 5]."""
         at = np.array(constants, dtype=np.float64)
         at[..., 0] -= at[..., 3] * self.middle_n
         at[..., 1] -= at[..., 4] * self.middle_d
         return at
 
     def arguments_of(self, law: ScalingLaw) -> FloatArray:
-        """Those of a law."""
-        terms = np.maximum([law.A, law.B, law.E], np.finfo(np.float64).tiny)  # one that has vanished may be 0
+        """Return the arguments [5] of a law."""
+        terms = np.maximum([law.A, law.B, law.E], np.finfo(np.float64).tiny)  # a vanished term may be 0
         return self.arguments(np.array([*np.log(terms), law.alpha, law.beta]))
 
     def has_constants(self, at: FloatArray) -> bool:
-        """Whether arguments [5] are those of a law whose constants are numbers.
+        """Return True if arguments [5] correspond to finite constants.
 
-        Few points with much noise may have no best law: the fit then lowers the objective for ever by a steeper term,
-        until its constant is beyond all numbers.
+        A few noisy points may have no optimal law. The fit can then always lower the objective with a steeper term,
+        until the term's constant overflows.
         """
         u, v, e, alpha, beta = at
         logs = (u + alpha * self.middle_n, v + beta * self.middle_d, e)
         return bool(np.isfinite(at).all()) and max(logs) < LARGEST_LOG
 
     def law(self, at: FloatArray) -> ScalingLaw:
-        """Of arguments."""
+        """Return the law of arguments [5]."""
         u, v, e, alpha, beta = (float(x) for x in at)
         a, b = np.exp(u + alpha * self.middle_n), np.exp(v + beta * self.middle_d)
         return ScalingLaw(float(np.exp(e)), float(a), float(b), alpha, beta)
 
 
 def fit(points: Points) -> Fit:
-    """Fit a law: the best of what L-BFGS finds from the most promising start of each pair of exponents.
+    """Fit a law with L-BFGS from the best start of each pair of exponents in `STARTS`.
 
     Raises:
-        UserError: there are fewer than 5 points, or they cannot tell parameters and tokens apart.
+        UserError: there are fewer than 5 distinct points, or they do not separate the effects of parameters and tokens.
     """
     check_points(points)
     objective = _Objective(points)
     ends = [_descend(objective, start, rounds=1, steps=FIRST_STEPS) for start in _starts(objective)]
     nearest = min(ends, key=lambda end: float(objective(end)[0]))
-    # Points as few as constants have a long valley of laws through all of them, in which L-BFGS goes on for minutes.
+    # With as few points as constants, many laws fit exactly. In this flat valley L-BFGS alone takes minutes.
     nearest = _best(objective, [nearest, objective.near(nearest)])
     best = _best(objective, [nearest, _descend(objective, nearest, ROUNDS)])
     return Fit(objective.law(best), float(objective(best)[0]), points)
 
 
 def refit(points: Points, law: ScalingLaw, delta: float = DELTA) -> ScalingLaw:
-    """Fit a law to points from a law that is near, which is faster than `fit`; `delta` is Huber's.
+    """Fit a law, starting at a similar law, which is faster than `fit`.
 
-    A term that has vanished from the law would stay so whatever the points say. It is begun with once more, as a part
-    of their losses, and the better end counts.
+    A vanished term of the starting law would stay zero, because its gradient is zero. A second start therefore gives
+    such a term a fraction of the lowest loss, and the better result counts.
+
+    Args:
+        points: points to fit.
+        law: starting law.
+        delta: threshold of the Huber loss.
     """
     objective = _Objective(points, delta)
     starts = [objective.arguments_of(law)]
@@ -230,22 +238,23 @@ def refit(points: Points, law: ScalingLaw, delta: float = DELTA) -> ScalingLaw:
 
 
 def _best(objective: _Objective, ends: list[FloatArray]) -> FloatArray:
-    """Arguments of the smallest value, of those whose constants are numbers; the first where there are none."""
+    """Return the arguments with the smallest value among those with finite constants, or the first one if none are."""
     usable = [end for end in ends if objective.has_constants(end)] or ends[:1]
     return min(usable, key=lambda end: float(objective(end)[0]))
 
 
 def objective_of(law: ScalingLaw, points: Points) -> float:
-    """Sum of Huber's losses of a law over points."""
+    """Return the sum of Huber losses of a law over points."""
     objective = _Objective(points)
     return float(objective(objective.arguments_of(law))[0])
 
 
 def check_points(points: Points, where: str = "points") -> None:
-    """Refuse points that no law can be fitted to.
+    """Check that a law can be fitted to points.
 
     Raises:
-        UserError: why.
+        UserError: there are fewer than 5 distinct points, or sizes, token counts, tokens per parameter or losses are
+            all equal.
     """
     unlike = len(np.unique([points.params, points.tokens], axis=1).T)
     if unlike < FEWEST_POINTS:
@@ -266,7 +275,7 @@ def check_points(points: Points, where: str = "points") -> None:
 
 
 def number_unlike(values: FloatArray) -> int:
-    """How many unlike values there are: of those that lie within `ALIKE` of the smallest among them, one counts."""
+    """Count distinct values; values within `ALIKE` of the smallest value of their group count as one."""
     left, number = np.sort(np.log(values)), 0
     while len(left):
         left, number = left[left > left[0] + ALIKE], number + 1
@@ -274,7 +283,7 @@ def number_unlike(values: FloatArray) -> int:
 
 
 def _starts(objective: _Objective) -> Iterator[FloatArray]:
-    """Of each pair of exponents the start with the smallest objective."""
+    """Yield the start with the smallest objective for each pair of exponents."""
     others = list(product(STARTS["log_a"], STARTS["log_b"], STARTS["log_e"]))
     for exponents in product(STARTS["alpha"], STARTS["beta"]):
         starts = objective.arguments(np.array([[*other, *exponents] for other in others]))
@@ -282,7 +291,7 @@ def _starts(objective: _Objective) -> Iterator[FloatArray]:
 
 
 def _descend(objective: _Objective, start: FloatArray, rounds: int, steps: int = STEPS) -> FloatArray:
-    """Go down from a start until a round gains nothing."""
+    """Minimize with L-BFGS from a start, with restarts until a round makes no progress."""
     at, value = start, np.inf
     for _ in range(rounds):
         if float(objective.scaled(at)[0]) < EXACT:

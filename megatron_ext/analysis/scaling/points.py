@@ -1,4 +1,4 @@
-"""What a scaling law is fitted to: runs of unlike sizes and lengths, from a CSV file."""
+"""Points of a scaling law: trained models of different sizes and numbers of tokens, from a CSV file."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MIXER, TEST_LOSS = "mixer", "test_loss"
 
 @dataclass(frozen=True)
 class Points:
-    """Trained models, a point each.
+    """Points of a law, one per trained model.
 
     Attributes:
-        params: float64 [n], parameters.
-        tokens: float64 [n], training tokens.
-        losses: float64 [n], final loss in nats a token.
-        test_losses: float64 [n], the same on text unlike the training text; None: not known.
+        params: float64 [n], number of parameters.
+        tokens: float64 [n], number of training tokens.
+        losses: float64 [n], final training loss in nats per token.
+        test_losses: float64 [n], final loss on out-of-domain text in nats per token; None: unknown.
     """
 
     params: FloatArray
@@ -37,19 +37,21 @@ class Points:
         return len(self.losses)
 
     def take(self, which: IntArray | np.ndarray) -> Points:
-        """Some of the points: by their numbers, or where a mask says so."""
+        """Select points by indices or by a boolean mask."""
         test_losses = None if self.test_losses is None else self.test_losses[which]
         return Points(self.params[which], self.tokens[which], self.losses[which], test_losses)
 
 
 def read_points(path: Path) -> dict[str, Points]:
-    """Points of a CSV file: columns params, tokens and loss, and maybe mixer and test_loss; others are passed over.
+    """Read points from a CSV file with the columns params, tokens and loss, and optionally mixer and test_loss.
+
+    Other columns are ignored.
 
     Returns:
-        By mixer, in the order in which they first appear; all points under an empty name where there is no such column.
+        Points by mixer, in the order of first occurrence. Without a column mixer, all points are under an empty name.
 
     Raises:
-        UserError: there is no such file, it lacks a column or holds no points, or a value is no number above 0.
+        UserError: the file cannot be read, lacks a column or has no points, or a value is not a number above 0.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:

@@ -1,4 +1,4 @@
-"""Which runs are points of one law: those that differ in size, length, seed and what is tuned to a size alone."""
+"""Grouping of runs into laws. Runs of one law differ only in size, length, seed and settings tuned to a size."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ SIZE = (
     *("model.ffn_hidden_size", "training.steps", "training.global_batch_size"),
     *("optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.decay_steps"),
 )
-"""Fields in which the runs of one law may differ: parameters, tokens, and what is chosen by them."""
+"""Fields in which the runs of one law may differ: those of size and tokens, and those tuned to them."""
 
 OF_LAW = ": "
-"""Between the mixer and the settings by which laws of one mixer are told apart."""
+"""Separator between the mixer and the settings that distinguish several laws of one mixer."""
 
 
 def law_names(runs: Sequence[Run]) -> list[str]:
-    """What the law of each run is called: its mixer, see `mixer_label`, and what tells its recipe from others of it.
+    """Return the name of each run's law: its mixer label, and the settings that differ between runs of that mixer.
 
-    Runs of one mixer with another sequence length, optimizer, mixture or text are of another law.
+    Runs of a mixer with different sequence lengths, optimizers, data mixtures or texts belong to different laws.
 
     Args:
-        runs: of one fit.
+        runs: all runs of a fit.
     """
     labels = [mixer_label(run) for run in runs]
     recipes = [{field: value for field, value in one.items() if field not in SIZE} for one in recipes_of(runs)]

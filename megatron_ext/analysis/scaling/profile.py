@@ -1,17 +1,17 @@
 """Profile-likelihood confidence intervals of a scaling law (Bates & Watts 1988, chapter 6).
 
-Losses are taken to scatter about the law by a factor exp(sigma * e), e standard normal and independent, sigma unknown.
-A value of a constant, or of any function of the constants, lies in its 95 % interval if the least-squares fit that is
-forced to have it leaves a sum of squares of at most
+The model of the noise is a factor exp(sigma * e) on each loss, with e independent and standard normal and sigma
+unknown. A value of a constant, or of any function of the constants, is in its 95 % interval if the least-squares fit
+that is constrained to this value has a residual sum of squares of at most
 
     S_min * (1 + t^2 / (n - 5)),    t: 97.5 % quantile of Student's t with n - 5 degrees of freedom.
 
-For given exponents the law is linear in E, A and B. All that is needed is therefore a grid of exponents (two
-dimensions), and at each of its nodes a least-squares problem with the constraints E, A, B >= 0, which has a closed form
-on each of the seven sets of terms that do not vanish. No random draws are involved.
+For given exponents the law is linear in E, A and B. A two-dimensional grid of exponents is therefore sufficient. Each
+node has a least-squares problem with the constraints E, A, B >= 0. It has a closed form on each of the seven sets of
+terms that do not vanish. There are no random draws.
 
-Single runs may lie far off the law, and least squares would follow them. The squares are therefore those of Huber's
-pseudo-observations, see `robust`: without such runs they are the losses themselves, or nearly so.
+Single runs may be outliers, to which least squares are sensitive. The squares are therefore those of Huber's
+pseudo-observations, see `robust`. Without outliers these equal the losses, or nearly so.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from megatron_ext.analysis.scaling.robust import SMALLEST_NOISE, Robust, robust
 CONFIDENCE = 0.95
 
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -1.0, 4.0
-"""Exponents that are looked at. An interval that reaches an end of this range is open on that side: at exponents above,
-a term is seen in the smallest models alone, and losses change no more."""
+"""Range of the exponents. An interval that reaches an end of this range is unbounded on that side. With a larger
+exponent a term affects only the smallest models, so that the losses no longer change."""
 
 SEARCH_NODES, NODES = 21, 49
-"""Nodes of the grid on each axis, while its place is searched and at last; an end of an interval is found to about a
-hundredth of its length."""
+"""Nodes per axis of the search grid and of the final grid. The ends of an interval are accurate to about a hundredth of
+its length."""
 
 ROUNDS = 24
-"""Changes of the grid's place at most."""
+"""Maximum number of moves of the search grid."""
 
 BLOCK_ELEMENTS = 2**21
-"""Functions times nodes evaluated at a time (16 MiB an array)."""
+"""Maximum number of functions times nodes evaluated at a time (16 MiB per array)."""
 
 FACES = tuple(face for size in (1, 2, 3) for face in combinations(range(3), size))
-"""Sets of terms of E, A, B that do not vanish."""
+"""Sets of non-zero terms, as indices into (E, A, B)."""
 
 
 @dataclass(frozen=True)
 class _Face:
-    """Least squares at K nodes with some of the three terms, of which F are there.
+    """Unconstrained least squares at K nodes with F of the three terms.
 
     Attributes:
-        terms: their numbers.
-        terms_kf: [K, F] their factors, without constraints.
-        inverse_kff: [K, F, F] inverse of the triangular factor R of the design matrix.
-        rest_k: [K] sums of squares; infinite: the terms cannot be told apart.
+        terms: indices of the F terms.
+        terms_kf: [K, F], coefficients of the terms.
+        inverse_kff: [K, F, F], inverse of the triangular factor R of the design matrix.
+        rest_k: [K], residual sums of squares; infinite where the terms are collinear.
     """
 
     terms: tuple[int, ...]
@@ -70,25 +70,29 @@ class _Face:
 
 
 class _Squares:
-    """Sums of squares of log losses about laws; terms are heights at the points' mean logarithms, over the loss."""
+    """Residual sums of squares of log losses about laws.
+
+    A term is represented by its value at the points' mean log N and mean log D. Design columns are relative to the
+    losses of the robust law.
+    """
 
     def __init__(self, centre: Robust, points: Points) -> None:
         log_n, log_d = np.log(points.params), np.log(points.tokens)
         self.middles = float(log_n.mean()), float(log_d.mean())
         self.n, self.d = log_n - self.middles[0], log_d - self.middles[1]
         self.weights = 1 / centre.law.loss(points.params, points.tokens)
-        # log(m) = log(at) + (m - at) / at to first order about the centre's losses: targets for which m is linear.
+        # First order about the robust law's losses: log(m) = log(at) + (m - at) / at. The fit is then linear in m.
         self.targets = 1 + centre.rest
 
     def columns(self, alpha: FloatArray, beta: FloatArray) -> FloatArray:
-        """[K, n, 3] what E, A and B have a part in at K pairs of exponents."""
+        """Return the design matrices [K, n, 3] of E, A and B at K pairs of exponents."""
         ones = np.ones((len(alpha), len(self.n)))
         return self.weights[:, None] * np.stack(
             [ones, np.exp(-alpha[:, None] * self.n), np.exp(-beta[:, None] * self.d)], axis=-1
         )
 
     def faces(self, alpha: FloatArray, beta: FloatArray) -> list[_Face]:
-        """Least squares on every face."""
+        """Solve the least-squares problem of every face at K pairs of exponents."""
         columns_kn3 = self.columns(alpha, beta)
         q_kn3, r_k33 = np.linalg.qr(columns_kn3)
         of_targets_k3 = np.einsum("kni,n->ki", q_kn3, self.targets)
@@ -97,7 +101,14 @@ class _Squares:
 
 
 def _face(face: tuple[int, ...], columns_k3f: FloatArray, targets_k3: FloatArray, rest_k: FloatArray) -> _Face:
-    """Least squares with columns and targets in the space of all three terms, beside which `rest_k` is left."""
+    """Solve the least-squares problem of a face.
+
+    Args:
+        face: indices of its terms.
+        columns_k3f: design columns of the face in the orthonormal basis of all three terms.
+        targets_k3: targets in the same basis.
+        rest_k: residual sum of squares outside the space of this basis.
+    """
     lengths_kf = np.linalg.norm(columns_k3f, axis=1)
     q_k3f, r_kff = np.linalg.qr(columns_k3f / lengths_kf[:, None])
     is_told_k = np.abs(np.diagonal(r_kff, axis1=-2, axis2=-1)).min(-1) > 1e-10
@@ -109,23 +120,24 @@ def _face(face: tuple[int, ...], columns_k3f: FloatArray, targets_k3: FloatArray
 
 
 def _least(faces: Sequence[_Face]) -> FloatArray:
-    """[K] least sums of squares with E, A, B >= 0: the least of those faces whose terms are not negative."""
+    """Return the minimum sums of squares [K] with E, A, B >= 0, over the faces whose coefficients are not negative."""
     every = [np.where((face.terms_kf >= 0).all(-1), face.rest_k, np.inf) for face in faces]
     return np.asarray(np.min(every, axis=0))
 
 
 @dataclass(frozen=True)
 class Region:
-    """Laws that the points do not contradict, as ellipsoids of (E, A, B) at K pairs of exponents.
+    """Confidence region of laws, as ellipsoids of (E, A, B) at K pairs of exponents.
 
     Attributes:
-        alpha: [K].
-        beta: [K].
-        faces: least squares at the nodes.
-        limit: sum of squares at the region's boundary.
-        middles: mean logarithms of parameters and tokens, about which the terms' heights are given.
+        alpha: float64 [K], exponents of parameters in the region.
+        beta: float64 [K], exponents of tokens in the region.
+        faces: least-squares solutions at the K pairs.
+        limit: residual sum of squares at the boundary of the region.
+        middles: mean logarithms of parameters and tokens, at which the values of the terms are given.
         noise: estimate of sigma, the relative scatter of losses about the law.
-        is_open: whether alpha below, alpha above, beta below, beta above may lie outside the range looked at.
+        is_open: whether the region reaches the end of the exponents' range: alpha below, alpha above, beta below, beta
+            above.
     """
 
     alpha: FloatArray
@@ -137,15 +149,15 @@ class Region:
     is_open: tuple[bool, bool, bool, bool]
 
     def exponent(self, number: int) -> tuple[float, float]:
-        """The interval of alpha (0) or beta (1); infinite where it is open."""
+        """Return the interval of alpha (0) or beta (1), infinite on an open side."""
         values = (self.alpha, self.beta)[number]
         below, above = self.is_open[2 * number : 2 * number + 2]
         return -math.inf if below else float(values.min()), math.inf if above else float(values.max())
 
     def share(self) -> tuple[float, float]:
-        """The interval of beta / (alpha + beta), the exponent of the best size over compute, of laws that fall.
+        """Return the interval of beta / (alpha + beta), the exponent of the optimal size over compute.
 
-        Not a number where none of the laws falls with both parameters and tokens.
+        Only laws of the region that fall with both parameters and tokens count; NaN if there are none.
         """
         falls = (self.alpha > 0) & (self.beta > 0)
         if not falls.any():
@@ -157,12 +169,12 @@ class Region:
         return 0.0 if none else float(values.min()), 1.0 if one else float(values.max())
 
     def irreducible(self) -> tuple[float, float]:
-        """The interval of E."""
+        """Return the interval of E."""
         low, high = self._extremes(np.broadcast_to([1.0, 0.0, 0.0], (1, len(self.alpha), 3)))
         return float(low[0]), float(high[0])
 
     def factor(self, number: int) -> tuple[float, float]:
-        """The interval of A (0) or B (1); open above where that of its exponent is."""
+        """Return the interval of A (0) or B (1); unbounded above if the interval of its exponent is."""
         exponent = (self.alpha, self.beta)[number]
         row = np.zeros((1, len(exponent), 3))
         row[..., 1 + number] = np.exp(exponent * self.middles[number])
@@ -171,7 +183,7 @@ class Region:
         return 0.0 if below else float(low[0]), math.inf if above else float(high[0])
 
     def band(self, params: FloatArray, tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """The interval of the law's loss for each model, itself without the noise of a run; arguments [...]."""
+        """Return the interval of the law's loss for each model, without the noise of a single run; arguments [...]."""
         n, d = np.log(params).ravel() - self.middles[0], np.log(tokens).ravel() - self.middles[1]
         of_params, of_tokens = np.exp(-np.outer(n, self.alpha)), np.exp(-np.outer(d, self.beta))
         rows = np.stack([np.ones_like(of_params), of_params, of_tokens], axis=-1)
@@ -179,7 +191,7 @@ class Region:
         return low.reshape(np.shape(params)), high.reshape(np.shape(params))
 
     def _extremes(self, rows_pk3: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """[P] least and largest values of linear functions of (E, A, B) over the region, given by rows [P, K, 3]."""
+        """Return minimum and maximum [P] over the region of linear functions of (E, A, B), given as rows [P, K, 3]."""
         number, block = len(rows_pk3), max(1, BLOCK_ELEMENTS // rows_pk3.shape[1])
         low, high = np.full(number, np.inf), np.full(number, -np.inf)
         for face in self.faces:
@@ -197,7 +209,7 @@ class Region:
                 unit = ways_pkf / np.maximum(steep_pk, np.finfo(float).tiny)[..., None]
                 aside_pkf = room_k[:, None] * np.einsum("kfg,pkg->pkf", part.inverse_kff, unit)
                 for sign, ends in ((-1.0, low), (1.0, high)):
-                    # An extreme within the orthant counts; one outside lies on another face.
+                    # An extreme counts only within the orthant. Otherwise the extreme is on another face.
                     inside = (part.terms_kf + sign * aside_pkf >= 0).all(-1)
                     values = np.where(inside, centre_pk + sign * room_k * steep_pk, -sign * np.inf)
                     best = values.min(-1) if sign < 0 else values.max(-1)
@@ -206,7 +218,7 @@ class Region:
 
 
 def region_of(fitted: Fit) -> Region | None:
-    """The region of laws that the points of a fit do not contradict; None: there are no more points than constants."""
+    """Compute the 95 % confidence region of laws of a fit; None if there are not more points than constants."""
     freedom = len(fitted.points) - FEWEST_POINTS
     if freedom < 1:
         return None
@@ -228,7 +240,7 @@ def region_of(fitted: Fit) -> Region | None:
 
 
 class _Grid:
-    """A grid of exponents over the region, along the axes of its ellipse for small noise."""
+    """Grid of exponents over the region, along the axes of its ellipse in the limit of small noise."""
 
     def __init__(self, squares: _Squares, start: FloatArray, threshold: float, freedom: int) -> None:
         self._squares, self._threshold, self._floor = squares, threshold, freedom * SMALLEST_NOISE**2
@@ -242,17 +254,22 @@ class _Grid:
 
     @property
     def limit(self) -> float:
-        """Sum of squares at the region's boundary."""
+        """Residual sum of squares at the boundary of the region."""
         return self.least * self._threshold
 
     def settled(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-        """Alpha, beta and least sums of squares at the nodes, and the distance of neighbours along alpha and beta."""
+        """Fit the grid to the region.
+
+        Returns:
+            Alpha, beta and minimum sums of squares at the nodes, [K] each, and the distance of neighboring nodes along
+            alpha and beta, [2].
+        """
         low, high = np.full(2, -1.5), np.full(2, 1.5)
         for _ in range(ROUNDS):
             nodes = self._nodes(low, high, SEARCH_NODES)
             rest, step = self._look(self._centre[:, None] + self._axes @ nodes), (high - low) / (SEARCH_NODES - 1)
             found = nodes[:, rest <= self.limit]
-            if not found.size:  # nodes are further from each other than the region is wide
+            if not found.size:  # the region is smaller than the distance of the nodes
                 found = nodes[:, [int(rest.argmin())]]
             first, last = found.min(1), found.max(1)
             is_cut = first < low + step / 2, last > high - step / 2
@@ -271,7 +288,7 @@ class _Grid:
         return np.stack(np.meshgrid(*np.linspace(low, high, number).T)).reshape(2, -1)
 
     def _look(self, exponents: FloatArray) -> FloatArray:
-        """[K] least sums of squares at exponents [2, K], infinite outside their range."""
+        """Return minimum sums of squares [K] at exponents [2, K], infinite outside their range; updates `least`."""
         inside = ((exponents >= SMALLEST_EXPONENT - 1e-9) & (exponents <= LARGEST_EXPONENT + 1e-9)).all(0)
         rest = np.full(exponents.shape[1], np.inf)
         rest[inside] = _least(self._squares.faces(*exponents[:, inside]))
@@ -279,7 +296,7 @@ class _Grid:
         return rest
 
     def _ellipse(self) -> FloatArray:
-        """[2, 2] half axes of the region, a column each, to second order of the sum of squares at the centre."""
+        """Return the half axes of the region as columns [2, 2], by a second-order expansion at the center."""
         (full,) = (face for face in self._squares.faces(*self._centre[:, None]) if len(face.terms) == 3)
         columns_n3 = self._squares.columns(*self._centre[:, None])[0]
         slopes_n2 = -columns_n3[:, 1:] * full.terms_kf[0, 1:] * np.stack([self._squares.n, self._squares.d], axis=-1)

@@ -1,9 +1,9 @@
-"""Residuals of a law that single points far off it do not govern (Huber 1981, Robust Statistics, chapter 7).
+"""Robust residuals of a law, with limited influence of outliers (Huber 1981, Robust Statistics, chapter 7).
 
-`law.DELTA` bounds what a point counts at a fixed 0.1 % of its loss. Where losses scatter by more than that, the fit is
-nearly one of least absolute values, for which no good estimate of its uncertainty is known from few points. Intervals
-are therefore about a fit whose bound follows the scatter: 1.345 standard deviations, found together with the scatter
-(Huber's proposal 2), which loses 5 % of the efficiency of least squares for normal noise.
+`law.DELTA` limits the influence of a point at a fixed 0.1 % of its loss. If losses scatter more than that, the fit is
+nearly one of least absolute values, for which there is no good estimate of the uncertainty from few points. Intervals
+are therefore based on another fit, whose threshold is 1.345 standard deviations of the scatter. Threshold and scatter
+are estimated together (Huber's proposal 2). For normal noise this fit has 95 % of the efficiency of least squares.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from megatron_ext.analysis.runs import FloatArray
 from megatron_ext.analysis.scaling.law import FEWEST_POINTS, Fit, ScalingLaw, refit
 
 BOUND = 1.345
-"""Standard deviations from which on a residual counts no more than one of this size."""
+"""Threshold in standard deviations; larger residuals are clipped to it."""
 
 EXPECTED = 0.71016
 """Mean square of a standard normal variable that is clipped to +-`BOUND`."""
 
 SMALLEST_NOISE = 1e-8
-"""Standard deviation of log losses below which there is only rounding."""
+"""Standard deviation of log losses below which there are only rounding errors."""
 
 ROUNDS, SETTLED = 10, 0.02
-"""Rounds of fits and scatters at most, and the relative change of the scatter that ends them."""
+"""Maximum iterations of fit and scatter estimate, and the relative change of the scatter at which they stop."""
 
 
 @dataclass(frozen=True)
 class Robust:
-    """A robust fit for intervals.
+    """Robust fit for intervals.
 
     Attributes:
-        law: near the one that was fitted, and the same for points without noise.
-        rest: float64 [n], residuals of log losses as pseudo-observations: clipped, and enlarged so that the least
-            squares about the law with them has the variance of the robust fit.
+        law: law close to the fitted one; identical for points without noise.
+        rest: float64 [n], residuals of log losses as pseudo-observations. They are clipped, and scaled so that a
+            least-squares fit to them has the variance of the robust fit.
     """
 
     law: ScalingLaw
@@ -44,7 +44,7 @@ class Robust:
 
 
 def robust(fitted: Fit) -> Robust:
-    """The robust fit to more points than there are constants, from the law that was fitted to them."""
+    """Compute the robust fit from a fitted law; needs more points than constants."""
     points, law, freedom = fitted.points, fitted.law, len(fitted.points) - FEWEST_POINTS
     rest = _residuals(fitted, law)
     noise = max(math.sqrt(float(rest @ rest) / freedom), SMALLEST_NOISE)

@@ -1,4 +1,4 @@
-"""Runs as points of a scaling law."""
+"""Conversion of runs to points of a scaling law."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ METRICS = "metrics.jsonl"
 _LONGEST_LINE = 1 << 24
 
 WINDOW = 0.05
-"""Share of a run's steps, at its end, over which its training loss is averaged: that of one step is that of a batch."""
+"""Final fraction of a run's steps over which its training loss is averaged, because the loss of one batch is noisy."""
 
 LONGEST_WINDOW = 100
-"""Steps: over more of them the loss falls."""
+"""Maximum averaging window in steps; over more steps the loss changes."""
 
 
 @dataclass(frozen=True)
 class RunPoint:
-    """A finished run.
+    """Point of a finished run.
 
     Attributes:
-        run: its folder.
-        mixer: what its law is called: its layers, and of which recipe it is where runs differ; see `law_names`.
-        params: parameters.
-        tokens: training tokens.
-        loss: training loss in nats a token, mean over the last steps.
-        test_loss: in nats a token of all out-of-domain documents, after the last step; None: not evaluated then.
+        run: run folder.
+        mixer: name of the law that the run belongs to; see `law_names`.
+        params: number of parameters.
+        tokens: number of training tokens.
+        loss: training loss in nats per token, mean over the last steps.
+        test_loss: loss on all out-of-domain documents after the last step, in nats per token; None: not evaluated
+            after the last step.
     """
 
     run: Path
@@ -51,11 +52,11 @@ class RunPoint:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A run that is no point.
+    """Run that is left out of the fit.
 
     Attributes:
-        run: its folder.
-        reason: why.
+        run: run folder.
+        reason: reason for leaving it out.
     """
 
     run: Path
@@ -66,14 +67,14 @@ class LeftOut:
 
 
 class RunPoints(list[RunPoint]):
-    """Points of runs.
+    """List of the points of finished runs.
 
     Args:
-        points: of those that are finished.
-        left_out: the others.
+        points: points of finished runs.
+        left_out: runs that are left out.
 
     Attributes:
-        left_out: the others.
+        left_out: runs that are left out.
     """
 
     def __init__(self, points: Iterable[RunPoint] = (), left_out: Sequence[LeftOut] = ()) -> None:
@@ -82,16 +83,16 @@ class RunPoints(list[RunPoint]):
 
 
 def points_of_runs(paths: Sequence[Path], *, embeddings: bool = True) -> RunPoints:
-    """A point for each finished run.
+    """Read run folders and return a point for each finished run.
 
     Args:
-        paths: run folders, or folders of run folders; of these, runs that are not finished are left out, with a
+        paths: run folders, or folders of run folders. Unfinished runs inside a folder of runs are left out, with a
             warning on standard error.
-        embeddings: whether embeddings and the output layer count as parameters.
+        embeddings: whether to count the parameters of embeddings and output layer.
 
     Raises:
-        UserError: a folder is no run's or damaged, a run that is named itself is not finished, or none is; a run did
-            not keep the number of its parameters, or is over other data than the first.
+        UserError: a folder is not a valid run folder, a run folder that is given directly is unfinished, no run is
+            finished, a run has no recorded number of parameters, or runs are on different data.
     """
     folders, without_steps = _begun(paths)
     if not folders:
@@ -102,15 +103,15 @@ def points_of_runs(paths: Sequence[Path], *, embeddings: bool = True) -> RunPoin
 
 
 def points_of(runs: Sequence[Run], named: Sequence[Path] = (), *, embeddings: bool = True) -> RunPoints:
-    """The same of runs that are read already.
+    """Return a point for each finished run.
 
     Args:
         runs: the runs.
-        named: folders that were asked for: a run whose own folder is among them must be finished.
-        embeddings: as above.
+        named: folders given by the user. A run whose own folder is among them must be finished.
+        embeddings: whether to count the parameters of embeddings and output layer.
 
     Raises:
-        UserError: a run that is named is not finished, or none is; or a run did not keep the number of its parameters.
+        UserError: a run of `named` is unfinished, no run is finished, or a run has no recorded number of parameters.
     """
     reasons = {run.path: reason for run in runs if (reason := _unfinished(run))}
     asked = {path.resolve() for path in named}
@@ -133,7 +134,7 @@ def points_of(runs: Sequence[Run], named: Sequence[Path] = (), *, embeddings: bo
 
 
 def _begun(paths: Sequence[Path]) -> tuple[list[Path], list[LeftOut]]:
-    """Folders of runs, and those in a folder of runs that have no step yet, which cannot be read."""
+    """Return the run folders, and separately those inside a folder of runs that have no step yet."""
     folders: list[Path] = []
     left_out: list[LeftOut] = []
     for path in paths:
@@ -146,7 +147,7 @@ def _begun(paths: Sequence[Path]) -> tuple[list[Path], list[LeftOut]]:
 
 
 def _has_a_step(metrics: Path) -> bool:
-    """Whether there is a whole line: a killed run may have left a part of one."""
+    """Return True if there is a complete line; a killed run may have left a partial one."""
     if not metrics.is_file():
         return False
     with metrics.open("rb") as file:
@@ -154,7 +155,7 @@ def _has_a_step(metrics: Path) -> bool:
 
 
 def _unfinished(run: Run) -> str:
-    """Why a run is no point; empty: it is one."""
+    """Return the reason why a run is unfinished; empty if it is finished."""
     steps, last = int(run.config["training"]["steps"]), int(run.steps[-1])
     return "" if last == steps else f"stopped at step {last} of {steps}"
 
@@ -171,7 +172,7 @@ def _warn(left_out: Sequence[LeftOut]) -> None:
 
 
 def by_mixer(points: Sequence[RunPoint]) -> dict[str, Points]:
-    """Points by mixer, in the order in which they first appear; with test losses where all runs have them."""
+    """Group points by mixer in the order of first occurrence; with test losses only if all runs have them."""
     tested = _tested(points)
     found: dict[str, list[list[float]]] = {}
     for point in points:
@@ -181,7 +182,7 @@ def by_mixer(points: Sequence[RunPoint]) -> dict[str, Points]:
 
 
 def as_csv(points: Sequence[RunPoint]) -> str:
-    """The points as a CSV file that can be fitted again, with the runs they are of."""
+    """Return the points as a CSV file in the format of `read_points`, with a column for the run."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     tested = _tested(points)
@@ -198,7 +199,7 @@ def _tested(points: Sequence[RunPoint]) -> bool:
 
 
 def _separate(names: Sequence[str]) -> list[str]:
-    """What is said where the runs of one mixer are not of one law."""
+    """Return a warning for each mixer whose runs belong to several laws."""
     laws: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         laws.setdefault(name.partition(OF_LAW)[0], []).append(name)

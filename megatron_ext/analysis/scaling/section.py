@@ -1,4 +1,4 @@
-"""What a report says of scaling laws: the answer in a line a pair of mixers, tables, remarks and pictures."""
+"""Section of a report on scaling laws: conclusions for pairs of mixers, tables, remarks and figures."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from megatron_ext.analysis.scaling.untold import CONSTANTS, names_of
 from megatron_ext.analysis.style import Picture
 
 SURE = 0.05
-"""P-value below which two mixers' test losses are said to differ."""
+"""Significance level of the difference of two mixers' test losses."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """The section.
+    """Contents of the section.
 
     Attributes:
-        answers: whether mixers differ, a line a pair.
-        constants: of each mixer's law, with intervals.
-        remarks: on each mixer, and runs that were left out, by heading.
-        transfer: test loss over training loss; None: there are no test losses.
-        pairs: how mixers differ in it; None: there is no pair.
-        pictures: of laws, parabolas and test loss.
-        files: names of all that a fit writes.
+        answers: one line for each pair of mixers on their difference.
+        constants: table of the constants of each mixer's law, with intervals.
+        remarks: heading and text of remarks on each mixer and on runs that were left out.
+        transfer: table of the laws of test loss over training loss; None: there are no test losses.
+        pairs: table of the differences between mixers in these laws; None: there is no pair.
+        pictures: figures of laws, IsoFLOP parabolas and test loss.
+        files: names of all files of the fit.
     """
 
     answers: Sequence[str]
@@ -50,7 +50,7 @@ class Scaling:
 
 
 def section(found: Fitting) -> Scaling:
-    """Lay out what was found."""
+    """Build the section of a fit."""
     remarks = [remark for mixer, one in found.mixers.items() for remark in _remarks(mixer, one)]
     remarks += [("Left out", f"{one}.") for one in found.runs.left_out]
     return Scaling(
@@ -87,7 +87,7 @@ def _constants(found: Fitting) -> Table:
 
 
 def _exponent(one: Found) -> Cell:
-    """By the law; the parabolas' own is among the remarks."""
+    """Return the exponent of the optimal size by the law; that of the IsoFLOP parabolas is among the remarks."""
     law, untold = one.fitted.law, names_of(one.sure.untold)
     if not law.falls or "alpha" in untold or "beta" in untold:
         return NOTHING

@@ -1,7 +1,7 @@
-"""Loss on text unlike the training text as a power of training loss, for each mixer, and whether two mixers differ.
+"""Power law of test loss over training loss for each mixer, and tests of the difference of two mixers.
 
-L_test = factor * L_train^exponent is a line in logarithms: a least-squares fit, with the tests of linear regression
-(Draper & Smith 1998, chapter 1). A point is a trained model: its final losses.
+L_test = factor * L_train^exponent is a line in logarithms, fitted by least squares, with the tests of linear regression
+(Draper & Smith 1998, chapter 1). Each point has the final losses of a trained model.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from scipy.special import fdtrc, stdtrit  # scipy.stats takes half a second to i
 from megatron_ext.analysis.runs import FloatArray
 
 FEWEST = 3
-"""Models of a mixer: two losses lie on a line whatever they are."""
+"""Minimum number of models of a mixer; two points always lie on a line."""
 
 COVERAGE = 0.95
 
 ROUNDING = 1e-28
-"""Variance of logarithms of losses that is none, but rounding."""
+"""Variance of log losses that is only rounding error."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line through the logarithms of the losses of one mixer's models.
+    """Line of log test loss over log training loss of one mixer's models.
 
     Attributes:
-        exponent: its slope.
+        exponent: slope of the line.
         exponent_interval: 95 % interval of the slope.
-        log_factor: its value at a training loss of one nat.
-        deviation: standard deviation of what is left, as a share of the loss.
+        log_factor: value of the line at a training loss of 1 nat.
+        deviation: standard deviation of the residuals, relative to the loss.
         log_train: float64 [n], logarithms of training losses.
-        rest: float64 [n], logarithms of test losses less the line.
+        rest: float64 [n], residuals: logarithms of test losses minus the line.
     """
 
     exponent: float
@@ -45,51 +45,52 @@ class Line:
 
     @property
     def factor(self) -> float:
-        """Test loss at a training loss of one nat."""
+        """Test loss at a training loss of 1 nat by the line."""
         return float(np.exp(self.log_factor))
 
     @property
     def log_test(self) -> FloatArray:
-        """float64 [n], logarithms of test losses."""
+        """Logarithms of test losses, float64 [n]."""
         return self.at(self.log_train) + self.rest
 
     @property
     def freedom(self) -> int:
-        """Degrees of freedom of what is left."""
+        """Degrees of freedom of the residuals."""
         return len(self.rest) - 2
 
     def at(self, log_train: FloatArray | float) -> FloatArray:
-        """Logarithms of test losses by the line."""
+        """Return the logarithms of test losses by the line at logarithms of training losses."""
         return np.asarray(self.log_factor + self.exponent * np.asarray(log_train))
 
     def uncertainty(self, log_train: FloatArray | float) -> FloatArray:
-        """Variance of the line at a training loss, as a multiple of that of a point about it."""
+        """Return the variance of the line at log training losses, relative to the variance of a residual."""
         centred = self.log_train - self.log_train.mean()
         away = np.asarray(log_train) - self.log_train.mean()
         return np.asarray(1 / len(centred) + away**2 / float(centred @ centred))
 
     def covariance(self, origin: float) -> FloatArray:
-        """float64 [2, 2], covariance of the line's value at a logarithm of a training loss and of its slope."""
+        """Return the covariance of the line's value at log training loss `origin` and its slope, float64 [2, 2]."""
         x = self.log_train - origin
         design = np.stack([np.ones_like(x), x], axis=1)
         return np.asarray(max(self.deviation**2, ROUNDING) * np.linalg.inv(design.T @ design))
 
     def half_width(self, log_train: FloatArray | float) -> FloatArray:
-        """Half of the 95 % interval of the line at a training loss, in logarithms."""
+        """Return the half width of the line's 95 % interval at log training losses, in logarithms."""
         t = float(stdtrit(self.freedom, (1 + COVERAGE) / 2))
         return np.asarray(t * self.deviation * np.sqrt(self.uncertainty(log_train)))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Two mixers' lines.
+    """Difference of two mixers' lines.
 
     Attributes:
-        p_value: how probable lines at least as unlike are, if both mixers have the same one (Wald's test
-            of two constants, with a scatter of its own for each mixer).
-        train_loss: in the middle of the training losses that both mixers have; None: they have none in common.
-        ratio: there, test loss of the second mixer over that of the first; None: as above.
-        interval: 95 % interval of the ratio.
+        p_value: p-value of the null hypothesis that both mixers have the same line (Wald test of two constants, with a
+            separate scatter for each mixer).
+        train_loss: middle of the training losses that both mixers cover (geometric mean of the ends); None: their
+            ranges do not overlap.
+        ratio: test loss of the second mixer over that of the first at `train_loss`; None: as above.
+        interval: 95 % interval of the ratio; None: as above.
     """
 
     p_value: float
@@ -99,11 +100,14 @@ class Difference:
 
 
 def line_of(train: FloatArray, test: FloatArray) -> Line | None:
-    """The line of a mixer's models; None where they are fewer than three, or all of one training loss.
+    """Fit the line of a mixer's models.
 
     Args:
-        train: float64 [n], training losses in nats a token.
-        test: float64 [n], test losses.
+        train: float64 [n], training losses in nats per token.
+        test: float64 [n], test losses in nats per token.
+
+    Returns:
+        None for fewer than three models, or if all have the same training loss.
     """
     x, y = np.log(train), np.log(test)
     if len(x) < FEWEST or np.ptp(x) < 1e-9:
@@ -118,10 +122,10 @@ def line_of(train: FloatArray, test: FloatArray) -> Line | None:
 
 
 def difference(one: Line, other: Line) -> Difference:
-    """Whether two lines are one, and how far they are apart in the middle of what they share.
+    """Test if two lines are equal, and estimate their ratio in the middle of the common range.
 
-    The scatter of each mixer is its own, so that both tests have an approximate number of degrees of freedom: Welch
-    (1947) for the ratio, Krishnamoorthy & Yu (2004, Statistics & Probability Letters 66) for both constants together.
+    Each mixer has a separate scatter, so that degrees of freedom are approximate: Welch (1947) for the ratio,
+    Krishnamoorthy & Yu (2004, Statistics & Probability Letters 66) for both constants together.
     """
     p_value = _probability(one, other)
     low = max(one.log_train.min(), other.log_train.min())
@@ -138,10 +142,10 @@ def difference(one: Line, other: Line) -> Difference:
 
 
 def _probability(one: Line, other: Line) -> float:
-    """How probable constants at least as unlike are, if both mixers have the same ones."""
+    """Return the p-value of the null hypothesis that both lines have the same two constants."""
     lines = (one, other)
     if _rest_of_one_line(lines) <= ROUNDING * sum(len(line.rest) for line in lines):
-        return 1.0  # without noise, on one line
+        return 1.0  # no noise, and all points on one line
     origin = float(np.mean([line.log_train.mean() for line in lines]))
     apart = np.array([other.at(origin) - one.at(origin), other.exponent - one.exponent])
     covariances = [line.covariance(origin) for line in lines]
@@ -153,12 +157,12 @@ def _probability(one: Line, other: Line) -> float:
     freedom = constants * (constants + 1) / spread
     left = freedom - constants + 1
     if left <= 0:
-        return 1.0  # nearly all of the scatter is that of three models, which say nothing of its size
+        return 1.0  # nearly all scatter is from three models, too few to estimate it
     return float(fdtrc(constants, left, float(apart @ inverse @ apart) * left / (freedom * constants)))
 
 
 def _rest_of_one_line(lines: Sequence[Line]) -> float:
-    """Sum of squares that one line through all points leaves."""
+    """Return the residual sum of squares of one line through all points."""
     x = np.concatenate([line.log_train for line in lines])
     y = np.concatenate([line.log_test for line in lines])
     centred = x - x.mean()

@@ -1,4 +1,4 @@
-"""How sure a law is: intervals of its constants and losses, and the largest models left out and foretold."""
+"""Uncertainty of a law: intervals of its constants and losses, and a back-test on the largest models."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from megatron_ext.analysis.scaling.untold import Untold, names_of, untold
 from megatron_ext.errors import UserError
 
 HELD_OUT = 0.1
-"""Share of the points that a back-test leaves out: those of the largest models."""
+"""Fraction of the points that a back-test holds out, those of the largest models."""
 
 PARAMS_EXPONENT, TOKENS_EXPONENT = "params_exponent", "tokens_exponent"
-"""Exponents a and b of the best number of parameters and of tokens over compute: N ~ C^a, D ~ C^b, a + b = 1."""
+"""Exponents a and b of the optimal numbers of parameters and tokens over compute: N ~ C^a, D ~ C^b, a + b = 1."""
 
 NO_FREEDOM = f"{FEWEST_POINTS} points for {FEWEST_POINTS} constants leave nothing that shows the noise: no intervals"
 
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """95 % intervals of a law, by profile likelihood; see `region_of`.
+    """95 % profile-likelihood intervals of a law; see `region_of`.
 
-    What varies in them is the noise of the points about the law: of each model's seed, batches and evaluated text,
-    taken to be independent, normal in the logarithm of the loss and of one size. Whether the law has the right form is
-    not in them.
+    The intervals cover the noise of the points about the law, from each model's seed, batches and evaluated text. The
+    noise is assumed independent, normal in the log loss, and of equal variance. The intervals do not cover an error in
+    the form of the law.
 
     Attributes:
         fitted: the law and its points.
-        region: laws that the points do not contradict; None: there are no more points than constants.
-        untold: constants that the points do not tell whatever the noise: they have no intervals.
+        region: confidence region of laws; None: there are not more points than constants.
+        untold: constants without intervals, because the points do not determine them however small the noise is.
     """
 
     fitted: Fit
@@ -44,19 +44,20 @@ class Uncertainty:
 
     @property
     def is_band_known(self) -> bool:
-        """Whether the law's losses have intervals."""
+        """True if the law's losses have intervals."""
         return self.region is not None and not self.untold
 
     @property
     def noise(self) -> float | None:
-        """Estimated relative scatter of losses about the law; None: no more points than constants."""
+        """Estimated relative scatter of losses about the law; None: not more points than constants."""
         return None if self.region is None else self.region.noise
 
     def interval(self, name: str) -> tuple[float, float]:
-        """The 95 % interval of a constant, of `PARAMS_EXPONENT` or of `TOKENS_EXPONENT`.
+        """Return the 95 % interval of a constant, of `PARAMS_EXPONENT` or of `TOKENS_EXPONENT`.
 
-        Not a number where the points do not tell it; infinite on a side on which they do not bound it. The law is
-        fitted with Huber's loss and the interval by least squares; one that leaves the estimate out is extended to it.
+        The ends are NaN if the interval is unknown, and infinite on a side that the points do not bound. The law
+        is fitted with the Huber loss, but the interval is based on least squares. If it does not contain the estimate,
+        it is extended to it.
         """
         if name in (PARAMS_EXPONENT, TOKENS_EXPONENT):
             return self._share_interval(name)
@@ -80,9 +81,9 @@ class Uncertainty:
         return (low, high) if name == PARAMS_EXPONENT else (1 - high, 1 - low)
 
     def band(self, params: FloatArray, tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """The 95 % interval of the law's loss for each model, without the noise of a single run about the law.
+        """Return the 95 % interval of the law's loss for each model, without the noise of a single run about the law.
 
-        Not a number where a constant has no interval.
+        The ends are NaN if a constant has no interval.
         """
         if self.region is None or self.untold:
             return np.full_like(params, math.nan), np.full_like(params, math.nan)
@@ -96,18 +97,18 @@ def _extended(interval: tuple[float, float], value: float) -> tuple[float, float
 
 
 def uncertainty_of(fitted: Fit) -> Uncertainty:
-    """Intervals of a law that was fitted to its points."""
+    """Compute the intervals of a fitted law."""
     return Uncertainty(fitted, region_of(fitted), untold(fitted))
 
 
 @dataclass(frozen=True)
 class BackTest:
-    """What a law of the smaller models says of the largest ones.
+    """Predictions of the largest models by a law of the smaller ones.
 
     Attributes:
-        law: of the smaller ones.
-        held_out: the largest ones.
-        errors: float64 [n], what it says of each, less what was measured, as a share of that.
+        law: law of the smaller models.
+        held_out: the largest models.
+        errors: float64 [n], relative errors of the predicted losses: predicted / measured - 1.
     """
 
     law: ScalingLaw
@@ -116,10 +117,12 @@ class BackTest:
 
 
 def back_test(points: Points) -> BackTest | None:
-    """Fit a law without the largest tenth of the models, one at least, and all that are as large.
+    """Fit a law without the largest tenth of the models, and predict these.
+
+    At least one model is held out, and all models of the same size.
 
     Returns:
-        None where too little is left to fit a law to.
+        None if a law cannot be fitted to the remaining models.
     """
     smallest = np.sort(points.params)[-max(1, int(HELD_OUT * len(points)))]
     is_large = points.params >= smallest * (1 - 1e-6)

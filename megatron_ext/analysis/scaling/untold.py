@@ -1,4 +1,4 @@
-"""Which constants of a law its points do not tell, however small the noise is."""
+"""Constants of a law that its points do not determine (non-identifiable), however small the noise is."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from megatron_ext.analysis.scaling.points import Points
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
 
 FEWEST_VALUES = 3
-"""Unlike sizes: through two values of E + A / N^alpha goes a curve for every E. The same holds of tokens."""
+"""Minimum number of distinct sizes, and of distinct token counts. With two sizes, a curve E + A / N^alpha through both
+losses exists for every E."""
 
 FLAT = float(np.sqrt(np.finfo(np.float64).eps))
-"""Singular value below which a direction is flat: what is minimised goes with its square, and that is rounding."""
+"""Singular value below which a direction is flat. The objective depends on its square, which is a rounding error."""
 
 PART = 1e-6
-"""Of a flat direction, from which on a constant has part in it."""
+"""Minimum component of a constant in a flat direction to count as a part of it."""
 
 
 @dataclass(frozen=True)
 class Untold:
-    """Constants that cannot be told apart.
+    """Set of constants that the points do not determine.
 
     Attributes:
-        constants: their names, in the order of `CONSTANTS`.
-        why: what of the points does not tell them.
+        constants: names of the constants, in the order of `CONSTANTS`.
+        why: property of the points that is the reason.
     """
 
     constants: tuple[str, ...]
@@ -43,7 +44,7 @@ class Untold:
 
 
 def untold(fitted: Fit) -> list[Untold]:
-    """The constants that the points of a law do not tell, by the reason; none where they tell all."""
+    """Return the constants that the points of a law do not determine, by reason; empty if they determine all."""
     found = list(_of_few_values(fitted.points))
     known = {name for one in found for name in one.constants}
     flat = _flat(fitted)
@@ -53,36 +54,39 @@ def untold(fitted: Fit) -> list[Untold]:
 
 
 def names_of(found: Sequence[Untold]) -> list[str]:
-    """All constants that are untold, each once and in order."""
+    """Return the names of all undetermined constants, without duplicates, in the order of `CONSTANTS`."""
     return [name for name in CONSTANTS if any(name in one.constants for one in found)]
 
 
 def _of_few_values(points: Points) -> Iterator[Untold]:
-    """With two sizes the losses have two values of E + A / N^alpha, three unknowns; the like of tokens."""
+    """Yield constants that are undetermined because there are only two distinct sizes or token counts.
+
+    Two sizes give two values of E + A / N^alpha for three unknowns; the same holds for tokens.
+    """
     for what, values, constants in (
         ("sizes", points.params, ("E", "A", "alpha")),
         ("numbers of tokens", points.tokens, ("E", "B", "beta")),
     ):
-        if number_unlike(values) < FEWEST_VALUES:  # and not one: `check_points`
+        if number_unlike(values) < FEWEST_VALUES:  # two: `check_points` excludes one
             yield Untold(constants, f"two {what}")
 
 
 def _flat(fitted: Fit) -> tuple[str, ...]:
-    """Constants along which the losses do not change: those in the null space of their derivatives at the law."""
+    """Return the constants in the null space of the losses' derivatives at the law."""
     slopes_pc = _slopes(fitted)
     _, values_c, directions_cc = np.linalg.svd(slopes_pc)
     flat_c = np.concatenate([values_c, np.zeros(len(CONSTANTS) - len(values_c))]) < FLAT * values_c[0]
     has_part_c = (np.abs(directions_cc[flat_c]) > PART).any(axis=0)
     found = {name for name, has in zip(CONSTANTS, has_part_c, strict=True) if has}
-    # A is the height of its term at one parameter, far from all models: without the slope it is not known.
+    # A is the value of its term at N = 1, far from all models: it is undetermined if its exponent is.
     found |= {factor for factor, exponent in (("A", "alpha"), ("B", "beta")) if exponent in found}
     return tuple(name for name in CONSTANTS if name in found)
 
 
 def _slopes(fitted: Fit) -> FloatArray:
-    """Derivatives of the logarithms of the losses, [points, constants], each column of length one or none.
+    """Return the derivatives [points, constants] of the log losses, with columns normalized to length 1 or 0.
 
-    With L = E + a exp(-alpha n) + b exp(-beta d), where n and d are the logarithms less their means, they go with
+    With L = E + a exp(-alpha n) + b exp(-beta d), where n and d are the centered logarithms, they are proportional to
 
         1 / L,   exp(-alpha n) / L,   exp(-beta d) / L,   -n a exp(-alpha n) / L,   -d b exp(-beta d) / L.
     """
@@ -94,5 +98,5 @@ def _slopes(fitted: Fit) -> FloatArray:
     heights = 1 / losses, np.exp(-law.alpha * n) / losses, np.exp(-law.beta * d) / losses
     slopes_pc = np.stack([*heights, -n * of_params, -d * of_tokens], axis=-1)
     length_c = np.linalg.norm(slopes_pc, axis=0)
-    # A term that has vanished says nothing of its exponent.
+    # A vanished term does not determine its exponent.
     return np.asarray(np.where(length_c > FLAT**2, slopes_pc / np.maximum(length_c, FLAT**2), 0.0))
