@@ -95,7 +95,7 @@ def group_runs(runs: Sequence[Run]) -> list[Architecture]:
     firsts = [members[0] for members in members_of]
     labels = _labels(firsts, [recipe_of[id(run)] for run in firsts])
     architectures = [Architecture(label, tuple(members)) for label, members in zip(labels, members_of, strict=True)]
-    return sorted(architectures, key=_baseline_rank)  # stable: the order given holds among the rest
+    return sorted(architectures, key=_baseline_rank)  # stable: the others keep their order
 
 
 def mixer_label(run: Run) -> str:

@@ -55,7 +55,7 @@ class Decision:
 
 @checked_dataclass(frozen=True, config=_LINE)
 class Timed:
-    """Line of stragglers.jsonl: a message for each rank that was slow up to a step."""
+    """Line of stragglers.jsonl: a comparison of the ranks after a step, with a message for each slow rank."""
 
     step: NonNegativeInt
     slow: list[str]

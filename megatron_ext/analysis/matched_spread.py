@@ -69,7 +69,7 @@ class Reading:
     noise: tuple[FloatArray | None, ...]
 
     def shifts(self, nats: FloatArray) -> FloatArray:
-        """Return the derivative [G, E] of `nats` [E], interpolated at the grid, by the training loss of each point."""
+        """Return the derivative [G, E] of `nats` [E], interpolated at the grid, with respect to each training loss."""
         return -curve_slope(self.x, nats, self.grid)[:, None] * self.weights
 
 
@@ -80,7 +80,7 @@ class DomainReading:
     Attributes:
         tokens: [D], tokens of each document.
         nats: losses of the documents, [G, D], by architecture and run.
-        shifts: derivatives by the training losses, [G, E], by architecture and run; see `Reading.shifts`.
+        shifts: derivatives with respect to the training losses, [G, E], by architecture and run; see `Reading.shifts`.
         readings: interpolated runs by architecture.
     """
 

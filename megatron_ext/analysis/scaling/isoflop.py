@@ -99,7 +99,7 @@ def best_sizes(found: list[Budget]) -> PowerLaw | None:
 
 
 def _groups(points: Points, order: IntArray) -> Iterator[IntArray]:
-    """Yield the indices of the points of each budget, in ascending order of compute, as `order` is.
+    """Yield the indices of the points of each budget, in ascending order of compute. `order` has the same order.
 
     Points are split at the largest gap in compute until no group is wider than `SAME_COMPUTE`. A group is split further
     at a clear gap with a budget on either side.

@@ -24,7 +24,7 @@ class Points:
     Attributes:
         params: float64 [n], number of parameters.
         tokens: float64 [n], number of training tokens.
-        losses: float64 [n], final training loss in nats per token.
+        losses: float64 [n], final loss in nats per token.
         test_losses: float64 [n], final loss on out-of-domain text in nats per token; None: unknown.
     """
 
