@@ -95,7 +95,7 @@ def decoding(model: torch.nn.Module) -> Iterator[Decoder]:
     """Context manager that begins new sequences with a language model, as in `remembering`.
 
     Args:
-        model: a model from `build_model`.
+        model: the only chunk of `build_model` without pipeline parallelism.
 
     Yields:
         A decoder of new sequences.

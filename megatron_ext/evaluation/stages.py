@@ -54,7 +54,7 @@ class Stages:
         return hidden_tbh
 
     def _neighbour(self, step: int) -> int:
-        """Return the global rank of a neighbouring stage. The first stage, with its next chunk, follows the last."""
+        """Return the global rank of a neighboring stage. The first stage, with its next chunk, follows the last."""
         return dist.get_global_rank(self._group, (self._group.rank() + step) % self._group.size())
 
     def said_by_last(self, answer: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from megatron_ext.evaluation.retrieval.tasks import TASKS
 DPI = 150
 PAPER, INK, MUTED, EMPTY = "#ffffff", "#1a1a1a", "#5c5c5c", "#e4e4e4"
 SCORES = LinearSegmentedColormap.from_list("scores", ["#fdf1e8", "#56B4E9", "#0072B2", "#00263d"])
-"""Color map from light to dark, which is readable without color. Grey is reserved for what was not tested."""
+"""Color map from light to dark, which is readable without color. Gray is reserved for what was not tested."""
 
 WHITE_ABOVE = 0.45
 """Score above which white letters are easier to read on a cell than black ones."""
