@@ -1,1 +1,1 @@
-"""Sequence mixers: one file a family, known by name through the registry."""
+"""Sequence mixers: one file per family, registered by name (`registry`)."""

@@ -1,4 +1,4 @@
-"""Softmax attention (Transformer++) and the study's ablations of it."""
+"""Softmax attention (Transformer++) and the study's ablations of it (arXiv 2505.18522)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SoftmaxAttention(KeyValueMixer):
         self._frozen_keys: dict[tuple[int, int], Tensor] = {}
 
     def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: Part) -> Tensor:
-        """See `KeyValueMixer.attend`."""
+        """Implement `KeyValueMixer.attend`."""
         factors = self.mixer_config
         slopes = None
         if factors.position_encoding == "alibi":
@@ -44,20 +44,23 @@ class SoftmaxAttention(KeyValueMixer):
 
     @property
     def window(self) -> int | None:
-        """See `KeyValueMixer.window`."""
+        """Implement `KeyValueMixer.window`."""
         return self.mixer_config.window
 
     @property
     def projects_keys(self) -> bool:
-        """Random keys are not projected."""
+        """False if keys are frozen random vectors."""
         return not self.mixer_config.random_keys
 
     def frozen_keys(self, v_bshd: Tensor, first_position: int, part: Part) -> Tensor:
-        """Frozen keys [b, s, groups, d]: a function of (seed, layer, global head, position), alike in every layout."""
+        """Return frozen keys [b, s, groups, d].
+
+        They are a function of seed, layer, global group and position only, so they are identical in every layout.
+        """
         b, s, groups, d = v_bshd.shape
         units, end = (part.first_unit, groups), first_position + s
         if units not in self._frozen_keys or len(self._frozen_keys[units]) < end:
-            # A power of two: a sequence that grows by a token a call has new ones drawn seldom.
+            # Rounded up to a power of two, so that decoding token by token seldom draws new ones.
             count = 1 << (end - 1).bit_length()
             keys = [
                 _random_vectors(count, d, (self.mixer_config.random_keys_seed, self.layer_number, part.first_unit + i))
@@ -67,12 +70,12 @@ class SoftmaxAttention(KeyValueMixer):
         return self._frozen_keys[units][first_position:end].expand(b, -1, -1, -1)
 
     def mixing_flops(self, seq_length: int) -> float:
-        """Scores and weighted values over the keys a query sees on average."""
+        """Count scores and weighted values over the mean number of keys per query."""
         seen = keys_in_window(self.mixer_config.window, seq_length)
         return 4 * self.config.num_attention_heads * self.head_dim * seen
 
 
 def _random_vectors(count: int, width: int, identity: tuple[int, ...]) -> Tensor:
-    """Standard normal fp32 vectors [count, width] on the CPU: vector i is a function of `identity` and i."""
-    # torch draws in blocks of 16 numbers, and differently where a last block is not whole.
+    """Return standard normal fp32 vectors [count, width] on the CPU; vector i is a function of `identity` and i."""
+    # torch draws in blocks of 16 numbers, and differently if the last block is incomplete.
     return torch.randn(-(-count // 16) * 16, width, generator=generator_for(*identity))[:count]

@@ -1,8 +1,8 @@
-"""What every sequence mixer has in common: projections, tensor-parallel heads, the context-parallel exchange.
+"""Base class of all sequence mixers: projections, tensor-parallel heads, context-parallel exchange.
 
-A mixer's input projection yields, for each *unit*, one row of features. A unit is what can be given to another rank
-without breaking the mixer: a query group (its queries, key and value) or a head. Rows are interleaved per unit, so that
-a plain split along dim 0 is a split by units, over tensor-parallel ranks as over context-parallel ones.
+The input projection of a mixer yields one row of features for each *unit*. A unit is the smallest piece that can be
+moved to another rank: a query group (its queries, key and value) or a head. Rows are interleaved by unit, so a plain
+split along dim 0 is a split by units, over tensor-parallel and over context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_ext.parallel.transport import transport_of
 
 @dataclass
 class MixerSubmodules:
-    """The back-end's linears that a mixer is built from (Megatron's `ModuleSpec` submodules)."""
+    """Linear layers of the back-end that a mixer is built from (submodules of Megatron's `ModuleSpec`)."""
 
     in_proj: type
     out_proj: type
@@ -47,14 +47,14 @@ class MixerSubmodules:
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of the whole problem a call of `Mixer.mix` is given.
+    """Slice of the layer's units and of the sequence that one call of `Mixer.mix` processes.
 
     Attributes:
         first_unit: global index of the first unit.
-        num_units: units given.
-        first_position: position in the sequence of the first row given.
-        past: what lies before that row.
-        shared: features that every unit is given beside its own, [t, b, width]; see `Mixer.shared_features`.
+        num_units: number of units.
+        first_position: position in the sequence of the first row.
+        past: access to the positions before that row.
+        shared: features that all units share, [t, b, width]; see `Mixer.shared_features`.
         more: further features of these units, [t, b, units, width] each; see `Mixer.features`.
     """
 
@@ -67,12 +67,12 @@ class Part:
 
 
 class StateShape(NamedTuple):
-    """States of a unit.
+    """Shape of the recurrent states of a unit.
 
     Attributes:
-        states: how many.
-        key_dim: rows of each.
-        value_dim: columns of each, as wide as the values that are written to it.
+        states: number of states.
+        key_dim: rows of each state.
+        value_dim: columns of each state: the width of the values that are written to it.
     """
 
     states: int
@@ -81,11 +81,11 @@ class StateShape(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """In how many parts a rank exchanges what it has for whole sequences; see `Mixer.exchange_rounds`.
+    """Number of parts in which a rank exchanges its features for whole sequences; see `Mixer.exchange_rounds`.
 
     Attributes:
-        samples: in which it does its samples.
-        units: in which it does the units of those.
+        samples: number of parts that the samples are split into.
+        units: number of parts that the units of each of those are split into.
     """
 
     samples: int
@@ -93,39 +93,40 @@ class Rounds(NamedTuple):
 
 
 class Mixer(LooksBack, ABC):
-    """Base of every mixer; takes the place of self-attention in a Megatron `TransformerLayer`.
+    """Base class of every mixer; replaces self-attention in a Megatron `TransformerLayer`.
 
-    A subclass says how many units it has and how wide each is, and writes `mix`. Everything between processes is here.
+    A subclass defines the number and widths of its units and implements `mix`. This class contains all communication
+    between processes.
 
     Args:
         config: Megatron's configuration of the model.
-        submodules: linears to build.
-        mixer_config: the mixer's own small configuration.
+        submodules: linear layers to build.
+        mixer_config: settings of this mixer (`settings.SETTINGS`).
         layer_number: 1 for the first layer of the whole model.
         pg_collection: process groups; `tp` and `cp` are used.
-        cp_comm_type: Megatron's own choice of exchange for its own attention; not used.
+        cp_comm_type: Megatron's choice of exchange for its own attention; not used.
     """
 
     gathers_keys_and_values: ClassVar[bool] = False
-    """Whether context parallelism may gather the sequence of keys and values where units do not divide."""
+    """True if context parallelism may all-gather keys and values when the units do not divide by the group's size."""
 
     hands_on_states: ClassVar[bool] = False
-    """Whether context parallelism may leave the sequence in parts and hand a state on from one to the next."""
+    """True if context parallelism may keep the sequence sharded and pass recurrent states between ranks."""
 
     chunk_field: ClassVar[str | None] = None
-    """The field of its configuration with the size of the chunks that context parallelism fetches when chosen."""
+    """Field of the mixer's settings with the size of the chunks that context-parallel ranks fetch from each other."""
 
     units_are_groups: ClassVar[bool] = False
-    """Whether a unit is a query group, not a head."""
+    """True if a unit is a query group, False if it is a head."""
 
     needs_all_units: ClassVar[bool] = False
-    """Whether what a unit is given depends on the others of its layer, so that they must be mixed in one call."""
+    """True if the features of a unit depend on the other units, so that one call of `mix` must contain them all."""
 
     keeps_documents_apart: ClassVar[bool] = False
-    """Whether the mixer looks back in `mix` alone, so that a call of it for each document keeps others away."""
+    """True if only `mix` accesses earlier positions, so that one call per document separates packed documents."""
 
     shifts_tokens: ClassVar[bool] = False
-    """Whether the mixer mixes each token's hidden state with the one before by itself; see `rwkv7_block`."""
+    """True if the mixer itself combines each token's hidden state with the previous token's; see `rwkv7_block`."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class Mixer(LooksBack, ABC):
         self.mixer_config = mixer_config
         self.layer_number = layer_number
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
-        # Kept, as a group that is asked lets go of Python's lock, which the gradient's thread may have then.
+        # Cached: a call to a process group releases the GIL, which the autograd thread may then take.
         self.tp_size, self.tp_rank = self.tp_group.size(), self.tp_group.rank()
         self.cp_size, self.cp_rank = self.cp_group.size(), self.cp_group.rank()
         self.head_dim: int = config.kv_channels
@@ -157,7 +158,7 @@ class Mixer(LooksBack, ABC):
         )
 
     def build_input_projection(self, linear: type) -> None:
-        """Build what `features` projects with: the back-end's column-parallel linear, which a mixer may do without."""
+        """Build the projection of `features`: one column-parallel linear of the back-end. A mixer may override this."""
         self.in_proj = build_module(
             linear,
             self.config.hidden_size,
@@ -176,23 +177,23 @@ class Mixer(LooksBack, ABC):
 
     @abstractmethod
     def num_units(self) -> int:
-        """Units of the whole layer, over all ranks."""
+        """Return the number of units of the whole layer, over all ranks."""
 
     @abstractmethod
     def unit_width(self) -> int:
-        """Features that the input projection yields for a unit."""
+        """Return the number of features that the input projection yields for a unit."""
 
     @abstractmethod
     def output_width(self) -> int:
-        """Features that `mix` returns for a unit."""
+        """Return the number of features that `mix` returns for a unit."""
 
     @abstractmethod
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
         """Mix the sequence.
 
         Args:
-            x_tbuw: projected features, [t, b, units, unit_width], and maybe padding behind them; see `features`.
-            part: which units and positions these are, and what all units are given.
+            x_tbuw: projected features, [t, b, units, unit_width], possibly followed by padding; see `features`.
+            part: the units and positions of these rows, and the features that all units share.
 
         Returns:
             [t, b, units, output_width].
@@ -205,10 +206,11 @@ class Mixer(LooksBack, ABC):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """[t, b, hidden] (split by context, and by tensor with sequence parallelism) to the same shape, and no bias.
+        """Mix hidden states [t, b, hidden]; return the same shape and no bias.
 
-        Megatron passes every kind of attention input by keyword. A mixer is causal by itself and needs of them only
-        where documents begin, `cu_seqlens_q` as `mix_by_document` takes it, if they are to be kept apart.
+        The sequence is sharded over context-parallel ranks, and over tensor-parallel ranks with sequence parallelism.
+        Megatron passes every kind of attention input by keyword. A mixer is causal by itself, so it uses only the
+        document boundaries, and only if documents are kept apart: `cu_seqlens_q` as in `mix_by_document`.
         """
         if packed_seq_params is None and self._has_whole_sequences_sent(hidden_states):
             return self._mix_whole_sequences(hidden_states), None
@@ -221,23 +223,24 @@ class Mixer(LooksBack, ABC):
         return self.out_proj(o_tbuw.flatten(2))
 
     def features(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """What `mix` is given, of this rank's units and its part of the context: [t, b, units, width] each.
+        """Project hidden states to the inputs of `mix`, for this rank's units and sequence shard.
 
-        What is behind the first `unit_width` features is padding; `fusion.cut` leaves it out.
-        One tensor here. A mixer with more projections has more, whose widths add up to `unit_width`: put together, they
-        would be copied, only to be cut apart again. `mix` finds those behind the first in its `Part.more`.
+        Each tensor of the result is [t, b, units, width]. Features beyond the first `unit_width` are padding;
+        `fusion.cut` drops them. This implementation returns one tensor. A mixer with several projections returns
+        several, whose widths add up to `unit_width`. Concatenating them would copy them only to split them again. `mix`
+        receives all but the first as `Part.more`.
         """
         projected, _bias = self.in_proj(hidden_states)
         return (projected.unflatten(-1, (self.num_units_per_rank, -1)),)
 
     def shared_features(self, hidden_states: Tensor) -> Tensor | None:
-        """Features that every unit is given beside its own, [t, b, width], of this rank's part of the context."""
+        """Return the features that all units share, [t, b, width], for this rank's sequence shard, or None."""
         return None
 
     def project_for_all_units(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
-        """Hidden states times a weight [width, hidden] that all tensor-parallel ranks hold whole: [t, b, width].
+        """Multiply hidden states by a weight [width, hidden] replicated over tensor-parallel ranks: [t, b, width].
 
-        What the ranks' units send back is summed.
+        The gradient is summed over the tensor-parallel ranks, which use the result for different units.
         """
         if self.config.sequence_parallel:
             part = F.linear(hidden_states, self.replicated(weight))
@@ -245,8 +248,8 @@ class Mixer(LooksBack, ABC):
         return same_on_ranks(F.linear(hidden_states, weight), self.tp_group)
 
     def _mix_over_context(self, features_tbuw: tuple[Tensor, ...], shared_tbw: Tensor | None) -> Tensor:
-        """Mix this rank's units where it has a part of the sequence, or all of it."""
-        # While it decodes, each rank is given whole sequences.
+        """Mix this rank's units over its sequence shard, or over the whole sequence."""
+        # During decoding every rank processes whole sequences.
         cp, units = 1 if self.memory is not None else self.cp_size, self.num_units_per_rank
         x_tbuw, *more = features_tbuw
         assert cp == 1 or self.hands_on_states or self.gathers_keys_and_values, "the rules refuse this layout"
@@ -256,19 +259,20 @@ class Mixer(LooksBack, ABC):
 
     def _has_whole_sequences_sent(self, hidden_states: Tensor) -> bool:
         if self.memory is not None:
-            return False  # each rank is given whole sequences
+            return False  # decoding: every rank processes whole sequences
         return self.exchanges_heads(len(hidden_states) * (self.tp_size if self.config.sequence_parallel else 1))
 
     def _mix_whole_sequences(self, hidden_states: Tensor) -> Tensor:
-        """Exchange, mix whole sequences of the units that are this rank's meanwhile, and exchange back, in rounds.
+        """Exchange sequence shards for units, mix whole sequences of this rank's units, and exchange back, in rounds.
 
-        Messages of some samples travel while others are projected or mixed, those of some units while others are mixed.
+        Communication overlaps with computation: messages of some samples with the projections and the mixing of others,
+        messages of some units with the mixing of others.
         """
         rounds = self.exchange_rounds(hidden_states.shape[1])
         transport = transport_of(self.cp_group, self.config.context_transport)
         coming = []
         for some_tbh in hidden_states.chunk(rounds.samples, 1):
-            some_tbh = some_tbh.contiguous()  # as linears need it
+            some_tbh = some_tbh.contiguous()  # required by the linear layers
             shared = self.shared_features(some_tbh)
             whole = None if shared is None else gather_sequence(shared, self.cp_group)
             coming.append((sequence_to_heads(self.features(some_tbh), transport, rounds.units), whole))
@@ -285,22 +289,22 @@ class Mixer(LooksBack, ABC):
         return torch.cat(projected, 1) if len(projected) > 1 else projected[0]
 
     def exchange_rounds(self, num_samples: int) -> Rounds:
-        """Calls of `mix` for what this rank exchanges: of some samples as far as they divide, of some units beyond.
+        """Return how many calls of `mix` the exchange is split into: by samples as far as possible, then by units.
 
-        Rounds of samples come first, as projections hide messages, too, then.
+        Rounds of samples come first because they let projections overlap with communication, too.
 
         Args:
-            num_samples: of the micro-batch.
+            num_samples: samples of the micro-batch.
         """
         of_samples = gcd(self.config.context_exchange_rounds, num_samples)
         of_units = 1 if self.needs_all_units else self.config.context_exchange_rounds // of_samples
         return Rounds(of_samples, of_units)
 
     def exchanges_heads(self, num_positions: int) -> bool:
-        """Whether whole units change places with parts of the sequence; see `ParallelConfig.context_exchange`.
+        """Return whether units are exchanged for sequence shards (all-to-all); see `ParallelConfig.context_exchange`.
 
         Args:
-            num_positions: of a part.
+            num_positions: positions of a context-parallel rank's shard.
         """
         cp, chosen = self.cp_size, self.config.context_exchange
         if cp == 1 or self.num_units_per_rank % cp:
@@ -313,29 +317,31 @@ class Mixer(LooksBack, ABC):
         return chosen != own and heads <= in_parts
 
     def bytes_in_parts(self, num_positions: int) -> float | None:
-        """Bytes of a unit and sample that a rank receives forward from each other where the sequence stays in parts.
+        """Return the bytes a rank receives in the forward pass from each other rank if the sequence stays sharded.
+
+        The number is per unit and sample.
 
         Args:
-            num_positions: of a part.
+            num_positions: positions of a shard.
 
         Returns:
-            None where that can only be done by gathering all keys and values, if at all.
+            None if the only way is to gather all keys and values, or if there is no way.
         """
         return self.summary_size() * torch.float32.itemsize if self.hands_on_states else None
 
     def state_shape(self) -> StateShape:
-        """What a unit's states are that `states.walk_by_parts` hands on."""
+        """Return the shape of a unit's states that `states.walk_by_parts` passes between ranks."""
         raise AssertionError(f"{type(self).__name__} hands no states on")
 
     def summary_size(self) -> int:
-        """Numbers of a unit that a rank tells the others when states are handed on; see `states.walk_by_parts`."""
+        """Return the values per unit in the summary that a rank sends to the others; see `states.walk_by_parts`."""
         states, key_dim, value_dim = self.state_shape()
         return states * key_dim * (key_dim + value_dim)
 
     def summary_walks(self) -> float:
-        """Walks over its part that a rank's summary takes beside the one for its outputs, in times of that one.
+        """Return the cost of a rank's summary in scans over its shard, relative to the scan for its outputs.
 
-        Values are wider in that one by as much as keys are; see `states.walk_by_parts`.
+        `states.walk_by_parts` widens the values of that scan by `key_dim`.
         """
         _, key_dim, value_dim = self.state_shape()
         return key_dim / value_dim
@@ -343,27 +349,27 @@ class Mixer(LooksBack, ABC):
     def new_parameter_of_units(
         self, initializer: Initializer, *shape: int, in_fp32: bool = False
     ) -> torch.nn.Parameter:
-        """A parameter [units of this tensor-parallel rank, *shape]; see `own_units`.
+        """Return a new parameter [units of this tensor-parallel rank, *shape]; see `own_units`.
 
-        Weight decay is for what is a matrix in each unit.
+        Weight decay applies to parameters that are a matrix in each unit.
 
         Args:
-            initializer: of the whole parameter.
-            shape: of a unit.
-            in_fp32: whether `own_units` gives it in fp32 also in a run of 16 bits: what decays and steps are made of.
+            initializer: initializer of the whole parameter.
+            shape: shape of a unit's part.
+            in_fp32: True if `own_units` returns it in fp32 even in a 16-bit run, as decays and step sizes need.
         """
         whole, matrix = (self.num_units_per_rank, *shape), len(shape) > 1
         options = {"dtype": self.config.params_dtype, "split_over": self.tp_group, "in_fp32": in_fp32}
         return new_parameter(whole, initializer, weight_decay=matrix, **options)
 
     def replicated(self, parameter: Tensor) -> Tensor:
-        """A parameter that all tensor-parallel ranks hold whole but use for their own heads: its gradient is summed."""
+        """Return a replicated parameter that ranks use for different heads, so that its gradient must be summed."""
         return parameter if self.tp_size == 1 else same_on_ranks(parameter, self.tp_group)
 
     def own_units(self, parameter: Tensor, part: Part) -> Tensor:
-        """The rows of a parameter that belong to the units of `part`; dim 0 is this tensor-parallel rank's units.
+        """Return the rows of a parameter that belong to the units of `part`. Dim 0 indexes this rank's units.
 
-        In fp32 where the parameter is one that the forward pass takes so (`new_parameter_of_units`).
+        Parameters created with `in_fp32` (`new_parameter_of_units`) are returned in fp32.
         """
         start = part.first_unit - self.tp_rank * self.num_units_per_rank
         return in_fp32(parameter).narrow(0, start, part.num_units)
@@ -371,7 +377,7 @@ class Mixer(LooksBack, ABC):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Where each parameter lies in the whole model, for checkpoints that load at any layout."""
+        """Return the sharded state dict, which any parallel layout can load."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         own: dict[str, Tensor] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
@@ -386,7 +392,7 @@ class Mixer(LooksBack, ABC):
         return result
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        """As torch's, and into the fp32 values that parameters have beside them."""
+        """Load as torch does, and also into the fp32 values of parameters that have them."""
         super()._load_from_state_dict(state_dict, prefix, *more)
         for name, parameter in self._parameters.items():
             values = None if parameter is None else fp32_values(parameter)
@@ -394,26 +400,28 @@ class Mixer(LooksBack, ABC):
                 values.copy_(state_dict[prefix + name])
 
     def num_parameters(self) -> int:
-        """Parameters of the whole layer's mixer, over all tensor-parallel ranks."""
+        """Return the number of parameters of the whole layer's mixer, over all tensor-parallel ranks."""
         split = {True: self.tp_size, False: 1}
         return sum(p.numel() * split[getattr(p, "tensor_model_parallel", False)] for p in self.parameters())
 
     @abstractmethod
     def mixing_flops(self, seq_length: int) -> float:
-        """Floating-point operations a token and forward pass between activations, over all units.
+        """Return the FLOPs per token and forward pass of operations between activations, over all units.
 
-        Those with weights (projections, convolutions) are counted by the weights. Operations that the definition needs
-        (causal pairs counted once, a multiply-add as two), whatever an implementation spends.
+        Operations with weights (projections, convolutions) are not included; `training_flops` counts them by their
+        weights. The number follows from the definition, not from an implementation: causal pairs count once, a
+        multiply-add as two.
         """
 
     def training_flops(self, seq_length: int) -> float:
-        """Floating-point operations a token of forward and backward pass, projections included, over all units.
+        """Return the FLOPs per token of forward and backward pass, over all units, projections included.
 
-        Six a weight (PaLM, appendix B), three times the forward's for what is beside them; nothing for recomputation.
+        Six per weight (PaLM, appendix B) and three times the forward pass's for operations between activations.
+        Recomputation is not counted.
         """
         return 6 * self.num_parameters() + 3 * self.mixing_flops(seq_length)
 
 
 def batch_first(x_tbnd: Tensor) -> Tensor:
-    """[t, b, n, d] to the kernels' [b, t, n, d], or back."""
+    """Transpose [t, b, n, d] to the kernels' [b, t, n, d], or back."""
     return x_tbnd.transpose(0, 1)

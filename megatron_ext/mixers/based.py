@@ -1,6 +1,6 @@
-"""Based: linear attention with the first terms of the exponential (Arora et al. 2024, arXiv 2402.18668).
+"""Based: linear attention with the second-order Taylor features of exp (Arora et al. 2024, arXiv 2402.18668).
 
-The paper's models take turns with attention over a short window: `based,attention`, with `mixers.attention.window`.
+The paper's models alternate it with sliding-window attention: `based,attention`, with `mixers.attention.window`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from megatron_ext.mixers.stateful import walk
 
 @register("based")
 class Based(Mixer):
-    """Based's linear attention; its unit is a head.
+    """Based's linear attention; the unit is a head.
 
-    A key weighs 1 + s + s^2 / 2, s = q.k / sqrt(feature_dim), over the sum of all weights so far. Rows of the input
-    projection, per head: [query | key | value].
+    The weight of a key is 1 + s + s^2 / 2 with s = q.k / sqrt(feature_dim), divided by the sum of all weights so far.
+    Rows of the input projection, per head: [query | key | value].
     """
 
     hands_on_states: ClassVar[bool] = True
@@ -34,11 +34,11 @@ class Based(Mixer):
     mixer_config: BasedConfig
 
     def num_units(self) -> int:
-        """Heads."""
+        """Return the number of heads."""
         return self.config.num_attention_heads
 
     def unit_width(self) -> int:
-        """Query, key and value of a head."""
+        """Return the width of a head's query, key and value together."""
         return sum(self._widths)
 
     @property
@@ -47,11 +47,11 @@ class Based(Mixer):
         return [feature_dim, feature_dim, self.head_dim]
 
     def output_width(self) -> int:
-        """A head's output."""
+        """Return the width of a head's output."""
         return self.head_dim
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
-        """See `Mixer.mix`: the op, or a walk over the states of its features where something lies before."""
+        """Implement `Mixer.mix`: the `based` op, or a scan over its features if there are earlier positions."""
         q_btuf, k_btuf, v_btud = cut_heads(x_tbuw, self._widths)
         if part.past is BEGINNING:
             return batch_first(based(q_btuf, k_btuf, v_btud))
@@ -60,20 +60,20 @@ class Based(Mixer):
 
     @property
     def num_features(self) -> int:
-        """Features of a query or key."""
+        """Number of features of a query or key."""
         return num_features(self.mixer_config.feature_dim)
 
     def state_shape(self) -> StateShape:
-        """See `Mixer.state_shape`: the weights are summed like one more value."""
+        """Implement `Mixer.state_shape`: the sum of weights is one more value column."""
         return StateShape(1, self.num_features, self.head_dim + 1)
 
     def mixing_flops(self, seq_length: int) -> float:
-        """Writing to the state, reading from it, and the sum of weights."""
+        """Count the write to the state, the read from it, and the sum of weights."""
         return self.num_units() * 4 * self.num_features * (self.head_dim + 1)
 
 
 @fused
 def cut_heads(x_tbuw: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [b, t, u, ...], in memory [t, b, u, ...]."""
+    """Split rows into queries, keys and values [b, t, u, ...], stored as [t, b, u, ...]."""
     q, k, v = (x.contiguous().transpose(0, 1) for x in cut(x_tbuw, widths))
     return q, k, v

@@ -1,6 +1,6 @@
-"""Top-1 Chunk over context-parallel ranks: what is chosen is decided on a rank's own queries, then fetched whole.
+"""Top-1 Chunk under context parallelism: each rank chooses chunks for its own queries and fetches only those.
 
-Each rank holds a part of the sequence, whole chunks. The keys and values that none of its queries chose stay away.
+Each rank holds a shard of whole chunks. Keys and values that none of a rank's queries chose are not transferred.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ def choose_over_ranks(
 ) -> Tensor:
     """Choose each query's best earlier chunks of the whole sequence.
 
-    For `approx` the ranks gather every chunk's mean key. For `exact` and `exact_lse` each part's keys are passed on
-    from rank to rank, and a query keeps its best so far.
+    For `approx` the ranks gather every chunk's mean key. For `exact` and `exact_lse` the keys of each shard are passed
+    from rank to rank, and each query keeps its best chunks so far.
 
     Args:
-        q_bthd: queries of this rank's part [b, t, hq, d].
-        k_bthd: its keys [b, t, groups, d].
-        chunk_size: keys a chunk; t is a multiple.
-        top_k: how many chunks.
+        q_bthd: queries of this rank's shard [b, t, hq, d].
+        k_bthd: keys of this rank's shard [b, t, groups, d].
+        chunk_size: keys per chunk; divides t.
+        top_k: number of chunks to choose.
         score: as in `top1_chunk_attention`.
-        group: context-parallel group; rank r holds part r.
+        group: context-parallel group; rank r holds shard r.
 
     Returns:
-        int64 [b, t, hq, top_k], chunks counted in the whole sequence, best first, -1 where there is none.
+        Chunk indices in the whole sequence, int64 [b, t, hq, top_k], best first, -1 where there is none.
     """
     t, rank = q_bthd.shape[1], group.rank()
     if score == "approx":
@@ -50,18 +50,18 @@ def choose_over_ranks(
 def fetch_chosen(
     k_bthd: Tensor, v_bthd: Tensor, chosen_bthm: Tensor, *, chunk_size: int, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Bring the chunks that any query of a group chose to this rank, and put its own keys and values behind them.
+    """Fetch the chunks that any query of a group chose, and append this rank's own keys and values.
 
     Args:
-        k_bthd: keys of this rank's part [b, t, groups, d].
-        v_bthd: its values, as wide.
-        chosen_bthm: as from `choose_over_ranks`.
-        chunk_size: keys a chunk.
+        k_bthd: keys of this rank's shard [b, t, groups, d].
+        v_bthd: values of this rank's shard, of the same width.
+        chosen_bthm: result of `choose_over_ranks`.
+        chunk_size: keys per chunk.
         group: context-parallel group.
 
     Returns:
-        Keys and values [b, s, groups, d], and the choice, counted in their chunks. These are in the order of the
-        sequence; behind those of a query group that wants fewer than another stand zeros, which nobody chose.
+        Keys and values [b, s, groups, d], and the choice as indices of their chunks. The fetched chunks are in the
+        order of the sequence. Query groups that fetch fewer than others are padded with zeros, which no query chose.
     """
     count = k_bthd.shape[1] // chunk_size
     wanted_bgn = _wanted_elsewhere(chosen_bthm, k_bthd.shape[2], count, group)
@@ -72,14 +72,14 @@ def fetch_chosen(
     place_bgn = wanted_bgn.cumsum(-1) - 1
     packed_bgmcw = _packed(fetched_mcw, wanted_rbgn, place_bgn)
     k_bsgd, v_bsgd = packed_bgmcw.permute(0, 2, 3, 1, 4).flatten(1, 2).chunk(2, -1)
-    # This rank's own chunks come behind.
+    # This rank's own chunks follow the fetched ones.
     own_n = torch.arange(wanted_bgn.shape[-1], device=k_bthd.device) - group.rank() * count + packed_bgmcw.shape[2]
     selection = _counted_anew(chosen_bthm, torch.where(wanted_bgn, place_bgn, own_n))
     return torch.cat([k_bsgd, k_bthd], 1), torch.cat([v_bsgd, v_bthd], 1), selection
 
 
 def _packed(fetched_mcw: Tensor, wanted_rbgn: Tensor, place_bgn: Tensor) -> Tensor:
-    """What was fetched, by sample and group, at its place: [b, groups, most places, chunk_size, w], else zeros."""
+    """Arrange fetched chunks by sample and group, padded with zeros: [b, groups, most chunks, chunk_size, w]."""
     r, b, g, n = wanted_rbgn.nonzero(as_tuple=True)
     shape = (*place_bgn.shape[:2], int(place_bgn.max()) + 1, *fetched_mcw.shape[1:])
     at = (b, g, place_bgn[b, g, r * wanted_rbgn.shape[-1] + n])
@@ -87,10 +87,10 @@ def _packed(fetched_mcw: Tensor, wanted_rbgn: Tensor, place_bgn: Tensor) -> Tens
 
 
 def _wanted_elsewhere(chosen_bthm: Tensor, num_groups: int, count: int, group: ProcessGroup) -> Tensor:
-    """Which chunks of other ranks, `count` of each, any query of a group chose: bool [b, groups, chunks]."""
+    """Mark the chunks of other ranks (`count` per rank) that any query of a group chose: bool [b, groups, chunks]."""
     chosen_bgx = _by_group(chosen_bthm, num_groups)
     num_chunks, own = group.size() * count, group.rank() * count
-    # One column more, for the -1s to fall into.
+    # The extra column takes the entries of -1.
     wanted = torch.zeros(*chosen_bgx.shape[:2], num_chunks + 1, dtype=torch.bool, device=chosen_bgx.device)
     wanted.scatter_(-1, chosen_bgx.where(chosen_bgx >= 0, num_chunks), True)
     wanted[..., own : own + count] = False
@@ -98,7 +98,7 @@ def _wanted_elsewhere(chosen_bthm: Tensor, num_groups: int, count: int, group: P
 
 
 def _counted_anew(chosen_bthm: Tensor, index_bgn: Tensor) -> Tensor:
-    """The choice [b, t, hq, top_k] with a group's chunk n called index[n]; what is -1 remains that."""
+    """Map a choice [b, t, hq, top_k] through `index_bgn`, an index per group and chunk; -1 stays -1."""
     b, t, hq, top_k = chosen_bthm.shape
     chosen_bgx = _by_group(chosen_bthm, index_bgn.shape[1])
     found_bgx = torch.where(chosen_bgx >= 0, index_bgn.gather(-1, chosen_bgx.clamp(min=0)), -1)
@@ -106,5 +106,5 @@ def _counted_anew(chosen_bthm: Tensor, index_bgn: Tensor) -> Tensor:
 
 
 def _by_group(x_bthm: Tensor, num_groups: int) -> Tensor:
-    """[b, t, hq, top_k] as [b, groups, all of a group]."""
+    """Regroup [b, t, hq, top_k] to [b, groups, t * heads of a group * top_k]."""
     return x_bthm.unflatten(2, (num_groups, -1)).transpose(1, 2).flatten(2)

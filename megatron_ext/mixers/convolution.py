@@ -1,4 +1,4 @@
-"""The rows before those given, which the short causal convolution of many stateful mixers sees."""
+"""Earlier rows that the short causal convolution of stateful mixers needs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from megatron_ext.mixers.past import Past
 
 
 def rows_before(x_tbuw: Tensor, weight_uwk: Tensor, past: Past) -> Tensor:
-    """The rows before x that its convolution sees, [kernel - 1, b, u, w]; zeros before the sequence.
+    """Return the rows before x that its convolution sees, [kernel - 1, b, u, w]; zeros before the sequence.
 
     Args:
-        x_tbuw: [t, b, u, w].
-        weight_uwk: [u, w, kernel].
-        past: what lies before x.
+        x_tbuw: input of the convolution [t, b, u, w].
+        weight_uwk: weight of the convolution [u, w, kernel].
+        past: access to the positions before x.
     """
     return past.rows_before("convolution", x_tbuw, weight_uwk.shape[-1] - 1)

@@ -1,6 +1,6 @@
-"""The delta rule: a state that is corrected towards each value.
+"""DeltaNet and gated DeltaNet: a recurrent state updated by the delta rule.
 
-DeltaNet: Yang, Wang, Zhang, Shen, Kim 2024 (arXiv 2406.06484). With a decay, gated DeltaNet: Yang, Kautz, Hatamizadeh
+DeltaNet: Yang, Wang, Zhang, Shen, Kim 2024 (arXiv 2406.06484). Gated DeltaNet adds a decay: Yang, Kautz, Hatamizadeh
 2024 (arXiv 2412.06464).
 """
 
@@ -23,7 +23,7 @@ from megatron_ext.parallel.parameters import uniform_within
 
 @register("deltanet")
 class DeltaNet(StatefulMixer):
-    """DeltaNet; its unit is a head with its own query, key, value, gate and step.
+    """DeltaNet; the unit is a head with its own query, key, value, output gate and beta.
 
     Rows of the input projection, per head: [query | key | value | output gate | beta].
     """
@@ -31,16 +31,16 @@ class DeltaNet(StatefulMixer):
     mixer_config: DeltaNetConfig
 
     def add_parameters(self) -> None:
-        """Convolution of each head, begun as torch's."""
+        """Create each head's convolution, initialised as torch does."""
         kernel = self.mixer_config.conv_kernel_size
         self.conv_weight = self.new_parameter_of_units(uniform_within(kernel**-0.5), self.qkv_width, kernel)
 
     def unit_width(self) -> int:
-        """Query, key, value, output gate and beta of a head."""
+        """Return the width of a head's query, key, value, output gate and beta together."""
         return super().unit_width() + 1
 
     def read_states(self, x_tbuw: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-        """See `StatefulMixer.read_states`: short convolution, delta rule."""
+        """Implement `StatefulMixer.read_states`: short convolution, delta rule."""
         num_scalars = self.unit_width() - sum(self.head_widths)
         qkv, gate, scalars = cut(x_tbuw, [self.qkv_width, self.gate_width, num_scalars])
         weight = self.own_units(self.conv_weight, part)
@@ -50,17 +50,17 @@ class DeltaNet(StatefulMixer):
         return walk(gated_delta_rule, q, k, v, decay, beta, part=part), batch_first(gate)
 
     def log_forgetting(self, scalars_tbuw: Tensor, part: Part) -> Tensor | None:
-        """Log decay of the state [b, t, units], <= 0, fp32, from the scalars of the rows; None: it does not decay."""
+        """Compute the state's log decay [b, t, units], <= 0, fp32, from the rows' scalars; None: no decay."""
         return None
 
     def mixing_flops(self, seq_length: int) -> float:
-        """State update and read-out: three products of key and value width."""
+        """Count the update of the state and the read from it: three products of key and value width."""
         return self.num_units() * 6 * self.head_dim * self.value_dim
 
 
 @register("gated_deltanet")
 class GatedDeltaNet(DeltaNet):
-    """Gated DeltaNet: a head has a decay, too.
+    """Gated DeltaNet: DeltaNet with a decay per head.
 
     Rows of the input projection, per head: [query | key | value | output gate | beta | alpha].
     """
@@ -68,17 +68,17 @@ class GatedDeltaNet(DeltaNet):
     mixer_config: GatedDeltaNetConfig
 
     def add_parameters(self) -> None:
-        """Convolution, decay and step of each head."""
+        """Create the convolution, decay and step bias of each head."""
         super().add_parameters()
         self.log_decay = self.new_parameter_of_units(log_uniform_decay_from_zero, in_fp32=True)
         self.step_bias = self.new_parameter_of_units(inverse_softplus_step, in_fp32=True)
 
     def unit_width(self) -> int:
-        """Query, key, value, output gate, beta and alpha of a head."""
+        """Return the width of a head's query, key, value, output gate, beta and alpha together."""
         return super().unit_width() + 1
 
     def log_forgetting(self, scalars_tbuw: Tensor, part: Part) -> Tensor:
-        """See `forgetting`."""
+        """Compute the log decay with `forgetting`."""
         return forgetting(
             scalars_tbuw[..., 1], self.own_units(self.step_bias, part), self.own_units(self.log_decay, part)
         )
@@ -86,12 +86,12 @@ class GatedDeltaNet(DeltaNet):
 
 @fused
 def strengths(beta_tbu: Tensor) -> Tensor:
-    """How strongly each token writes, [b, t, u], fp32."""
+    """Compute each token's write strength, sigmoid(beta): [b, t, u], fp32."""
     return batch_first(beta_tbu).float().sigmoid().contiguous()
 
 
 @fused
 def forgetting(alpha_tbu: Tensor, step_bias_u: Tensor, log_decay_u: Tensor) -> Tensor:
-    """-A softplus(alpha + bias), [b, t, u], fp32."""
+    """Compute the log decay -A softplus(alpha + bias): [b, t, u], fp32."""
     step = F.softplus(batch_first(alpha_tbu).float() + step_bias_u.float())
     return (-log_decay_u.float().exp() * step).contiguous()

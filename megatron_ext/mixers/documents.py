@@ -1,4 +1,4 @@
-"""Documents packed into one sample, each mixed as if it were alone."""
+"""Mixing of documents packed into one sample, each as if it were alone."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ PieceMix = Callable[[tuple[Tensor, ...], Tensor | None], Tensor]
 """Mixes features [n, b, units, width] and shared features [n, b, width] of b pieces: [n, b, units, output_width]."""
 
 TOGETHER = ("cuda",)
-"""Kinds of device on which a call costs more than padding: pieces of like lengths share one there."""
+"""Device types on which a call costs more than padding, so that pieces of similar length are batched."""
 
 SHORTEST = 64
-"""Positions, to which shorter pieces are padded where they share a call."""
+"""Number of positions to which shorter pieces are padded when batched."""
 
 
 def mix_by_document(
     mix: PieceMix, features_tbuw: Sequence[Tensor], shared_tbw: Tensor | None, cu_seqlens: Tensor
 ) -> Tensor:
-    """Mix each document's piece by itself: nothing of another one can reach it.
+    """Mix each document separately, so that no information passes between documents.
 
-    A mixer that looks back in `Mixer.mix` alone begins anew with each sample of each call of it: its keys, its states,
-    its convolution, its chunks and its positions. So each piece is a sample: of a call of its own on a CPU; elsewhere
-    (`TOGETHER`) those of like lengths share one, the shorter ones with zeros behind them, where nothing looks back to.
+    A mixer that accesses earlier positions only in `Mixer.mix` starts anew with each sample of each call: keys, states,
+    convolution, chunks and positions. So each piece becomes a sample. On a CPU it is the only one of its call. On
+    devices in `TOGETHER`, pieces of similar length share a call. Shorter ones are padded with zeros at the end, which
+    causal mixers never read.
 
     Args:
-        mix: of pieces of one length.
+        mix: mixes pieces of one length.
         features_tbuw: projected features, [t, b, units, width] each.
-        shared_tbw: what all units are given, [t, b, width], or None.
-        cu_seqlens: int [n + 1], rising, where the n pieces begin among the b * t tokens, row after row, and b * t;
-            every row begins one. On a GPU it is waited for; leave it on the CPU.
+        shared_tbw: features that all units share, [t, b, width], or None.
+        cu_seqlens: int [n + 1], ascending: offsets of the n pieces among the b * t tokens, row by row, and b * t at the
+            end. A piece begins at the start of every row. Reading a GPU tensor synchronises; keep it on the CPU.
 
     Returns:
         [t, b, units, output_width].
@@ -59,7 +60,7 @@ def mix_by_document(
 
 def _mix_one_by_one(mix: Callable[[tuple[Tensor, ...]], Tensor], flat: list[Tensor], bounds: list[int]) -> Tensor:
     lengths = [end - start for start, end in pairwise(bounds)]
-    # Split at once, as gradients are joined at once.
+    # One split, so that the backward pass concatenates the gradients once.
     pieces = zip(*(x.unsqueeze(1).split(lengths) for x in flat), strict=True)
     return torch.cat([mix(piece) for piece in pieces]).squeeze(1)
 
@@ -81,11 +82,11 @@ def _mix_together(
 
 @lru_cache(maxsize=2)
 def _plan(bounds: tuple[int, ...], longest: int, device: torch.device) -> tuple[list[tuple[int, int]], Tensor]:
-    """Plan which pieces share a call; every layer asks for the same batch's.
+    """Plan the calls that pieces share; cached, as every layer needs the same plan.
 
     Returns:
-        (padded length, pieces) of each call; and of each token its row, counted through [length, pieces] of the calls
-        one after the other.
+        (padded length, pieces) of each call, and for each token its row in the concatenation of the calls' flattened
+        [length, pieces].
     """
     calls: dict[int, list[tuple[int, int]]] = {}
     for start, end in pairwise(bounds):
@@ -99,14 +100,14 @@ def _plan(bounds: tuple[int, ...], longest: int, device: torch.device) -> tuple[
 
 
 def _padded(length: int, longest: int) -> int:
-    """The next power of two or three quarters of one: few lengths, each at most a half more than what is padded."""
+    """Round a piece's length up to one of few: a power of two or three quarters of one, at least `SHORTEST`."""
     power = max(SHORTEST, 1 << (length - 1).bit_length())
     three_quarters = power * 3 // 4
     return min(three_quarters if power > SHORTEST and length <= three_quarters else power, longest)
 
 
 class _Rows(torch.autograd.Function):
-    """`x.index_select(0, rows)` of rows that differ: its gradient is written where torch's is added up."""
+    """`x.index_select(0, rows)` for distinct rows: backward copies the gradient, where torch's accumulates it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""GLA: a state whose key features fade each by itself (Yang, Wang, Shen, Panda, Kim 2023, arXiv 2312.06635)."""
+"""GLA: linear attention with a decay per key feature (Yang, Wang, Shen, Panda, Kim 2023, arXiv 2312.06635)."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from megatron_ext.parallel.parameters import new_parameter, normal, zeros
 class GLA(StatefulMixer):
     """Gated linear attention; see `StatefulMixer` for the rows of its projection.
 
-    A token's decays, one a key feature of each head, are sigmoid(up(down(hidden)) + bias)^(1 / temperature); all heads
+    A token has one decay per key feature of each head: sigmoid(up(down(hidden)) + bias)^(1 / temperature). All heads
     share `down`.
     """
 
     mixer_config: GLAConfig
 
     def add_parameters(self) -> None:
-        """The two matrices that decays are made with."""
+        """Create the low-rank projection to the decays, and its bias."""
         rank, start = self.mixer_config.decay_rank, normal(self.config.init_method_std)
         self.decay_down = new_parameter((rank, self.config.hidden_size), start, dtype=self.config.params_dtype)
         self.decay_up = self.new_parameter_of_units(start, self.head_dim, rank)
         self.decay_bias = self.new_parameter_of_units(zeros, self.head_dim, in_fp32=True)
 
     def shared_features(self, hidden_states: Tensor) -> Tensor:
-        """See `Mixer.shared_features`: what decays are made from."""
+        """Implement `Mixer.shared_features`: the low-rank projection `down` of the decays."""
         return self.project_for_all_units(hidden_states, self.decay_down)
 
     def read_states(self, x_tbuw: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-        """See `StatefulMixer.read_states`: fade each key feature, add."""
+        """Implement `StatefulMixer.read_states`: scan with a decay per key feature."""
         assert part.shared is not None
         up, bias = (self.own_units(p, part) for p in (self.decay_up, self.decay_bias))
         logits = F.linear(part.shared, up.flatten(0, 1)).unflatten(-1, up.shape[:2])
@@ -51,6 +51,6 @@ class GLA(StatefulMixer):
 def decaying_heads(
     x_tbuw: Tensor, logits_tbud: Tensor, bias_ud: Tensor, temperature: float, widths: Sequence[int]
 ) -> tuple[Tensor, ...]:
-    """The parts of the rows, and log decays, <= 0 and fp32: [b, t, u, width] each."""
+    """Split the rows, and compute the log decays (<= 0, fp32): [b, t, u, width] each."""
     decay = F.logsigmoid(logits_tbud.float() + bias_ud.float()) / temperature
     return tuple(batch_first(x).contiguous() for x in (*cut(x_tbuw, widths), decay))

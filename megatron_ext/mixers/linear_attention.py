@@ -1,4 +1,4 @@
-"""Linear attention: a state that only adds (Katharopoulos et al. 2020, arXiv 2006.16236)."""
+"""Linear attention: a recurrent state without decay (Katharopoulos et al. 2020, arXiv 2006.16236)."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class LinearAttention(StatefulMixer):
     mixer_config: LinearAttentionConfig
 
     def read_states(self, x_tbuw: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-        """See `StatefulMixer.read_states`: the sum of all products of features so far."""
+        """Implement `StatefulMixer.read_states`: the state sums the outer products of mapped keys and values."""
         *heads, gate = mapped_heads(x_tbuw, self.mixer_config.feature_map, self.head_widths)
         return walk(gated_linear_attention, *heads, part=part), gate
 
 
 @fused
 def mapped_heads(x_tbuw: Tensor, feature_map: str, widths: Sequence[int]) -> tuple[Tensor, ...]:
-    """Features of queries and keys, and the other parts as they are: [b, t, u, width] each."""
+    """Apply the feature map to queries and keys, and split off the other features unchanged: [b, t, u, width] each."""
     q, k, *others = cut(x_tbuw, widths)
     q, k = (FEATURE_MAPS[feature_map](x) for x in (q, k))
     return tuple(batch_first(x).contiguous() for x in (q, k, *others))

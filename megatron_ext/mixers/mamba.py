@@ -1,4 +1,4 @@
-"""Mamba: a diagonal state a channel, with a step, an input and an output of each token's choice.
+"""Mamba: a diagonal recurrent state per channel with data-dependent step, B and C.
 
 Gu, Dao 2023 (arXiv 2312.00752).
 """
@@ -26,12 +26,12 @@ from megatron_ext.parallel.parameters import normal, ones, uniform_within
 
 @register("mamba")
 class Mamba(Mixer):
-    """Mamba; its unit is a head, which is no more than head_dim * expand of the layer's channels.
+    """Mamba; the unit is a head, here simply head_dim * expand channels of the layer.
 
-    Rows of the input projection, per head: [x | gate z]. A token's B and C, and what its step sizes are made from, are
-    a projection of the channels of all heads: ranks that hold different heads sum their parts of it.
+    Rows of the input projection, per head: [x | gate z]. A token's B, C and low-rank input of the step sizes are
+    projected from the channels of all heads, so ranks that hold different heads sum their partial products.
 
-    Suffixes: u head, w channel of a head, n state, r what a token's projection has: rank of the steps, B and C.
+    Suffixes: u head, w channel of a head, n state, r output of a token's projection: dt_rank + 2 * state_size.
     """
 
     hands_on_states: ClassVar[bool] = True
@@ -54,23 +54,23 @@ class Mamba(Mixer):
 
     @property
     def dt_rank(self) -> int:
-        """Width of what all step sizes of a token are made from."""
+        """Rank of the projection to the step sizes."""
         return self.mixer_config.dt_rank or -(-self.config.hidden_size // 16)
 
     def num_units(self) -> int:
-        """Heads."""
+        """Return the number of heads."""
         return self.config.num_attention_heads
 
     def unit_width(self) -> int:
-        """A head's channels and their gate."""
+        """Return the width of a head's channels and their gate together."""
         return 2 * self.output_width()
 
     def output_width(self) -> int:
-        """A head's channels."""
+        """Return the number of a head's channels."""
         return self.head_dim * self.mixer_config.expand
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
-        """See `Mixer.mix`: short convolution, selective scan, gate."""
+        """Implement `Mixer.mix`: short convolution, selective scan, gate."""
         x, z = cut(x_tbuw, [self.output_width()] * 2)
         weight, bias = (self.own_units(p, part) for p in (self.conv_weight, self.conv_bias))
         before = rows_before(x, weight, part.past)
@@ -84,7 +84,7 @@ class Mamba(Mixer):
         return gated(self._scan(x_btuw, dt_btuw, B_btn, C_btn, part), z)
 
     def _scan(self, x_btuw: Tensor, dt_btuw: Tensor, B_btn: Tensor, C_btn: Tensor, part: Part) -> Tensor:
-        """What each token reads from its channels' states, [b, t, u, w]."""
+        """Run the selective scan and return the tokens' outputs, [b, t, u, w]."""
         A_log, D = (self.own_units(p, part).float().flatten(0, 1) for p in (self.A_log, self.D))
         dt_btc = dt_btuw.flatten(2)
         inputs = (x_btuw.flatten(2), dt_btc, -A_log.exp(), B_btn, C_btn)
@@ -96,38 +96,38 @@ class Mamba(Mixer):
         return part.past.walk_diagonal("state", from_state, kept).unflatten(2, (part.num_units, -1))
 
     def _project_all_channels(self, x_btuw: Tensor, part: Part) -> Tensor:
-        """The projection of the layer's channels [b, t, dt_rank + 2n], fp32, the same on all ranks of the layer."""
-        # In fp32, so that what 16 bits would round off the ranks' parts does not depend on how many ranks there are.
+        """Project the layer's channels to [b, t, dt_rank + 2n], fp32, identical on all ranks of the layer."""
+        # In fp32, as 16-bit rounding of the partial products would depend on the number of ranks.
         own = linear_to_fp32(x_btuw.flatten(2), self.own_units(self.x_proj, part).transpose(0, 1).flatten(1))
         total = sum_over_ranks(own, self.tp_group)
-        # Context-parallel ranks that have exchanged sequence for heads hold different heads, too.
+        # After the all-to-all, context-parallel ranks hold different heads, too.
         return total if part.num_units == self.num_units_per_rank else sum_over_ranks(total, self.cp_group)
 
     def summary_size(self) -> int:
-        """See `Mixer.summary_size`."""
+        """Implement `Mixer.summary_size`."""
         return 2 * self.output_width() * self.mixer_config.state_size
 
     def summary_walks(self) -> float:
-        """See `Mixer.summary_walks`: the part is walked over again, see `states.diagonal_state_before`."""
+        """Implement `Mixer.summary_walks`: one more scan, see `states.diagonal_state_before`."""
         return 1.0
 
     def mixing_flops(self, seq_length: int) -> float:
-        """The state: decay, write, read."""
+        """Count the state's decay, the write to it and the read from it."""
         return self.num_units() * self.output_width() * 6 * self.mixer_config.state_size
 
 
 @fused
 def steps(logits_btuw: Tensor, bias_uw: Tensor) -> Tensor:
-    """Step sizes [b, t, u, w], fp32."""
+    """Compute the step sizes [b, t, u, w], fp32."""
     return F.softplus(logits_btuw + bias_uw.float())
 
 
 @fused
 def gated(y_btuw: Tensor, gate_tbuw: Tensor) -> Tensor:
-    """Times SiLU of the gate, [t, b, u, w]."""
+    """Multiply by SiLU of the gate: [t, b, u, w]."""
     return (batch_first(y_btuw).float() * F.silu(gate_tbuw.float())).to(gate_tbuw.dtype).contiguous()
 
 
 def log_of_one_to_size(whole: Tensor, _: torch.Generator) -> None:
-    """log(1), ..., log(n) for every channel, n the last dimension: S4D-real (Gu et al. 2022, arXiv 2206.11893)."""
+    """Fill each channel with log(1), ..., log(n), n the last dimension: S4D-real (Gu et al. 2022, arXiv 2206.11893)."""
     whole.copy_(torch.arange(1.0, whole.shape[-1] + 1).log().expand_as(whole))

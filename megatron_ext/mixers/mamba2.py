@@ -1,4 +1,4 @@
-"""Mamba-2: a state a head with a step and a decay of each token's choice (Dao, Gu 2024, arXiv 2405.21060)."""
+"""Mamba-2: a matrix-valued state per head with data-dependent step and decay (Dao, Gu 2024, arXiv 2405.21060)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megatron_ext.parallel.parameters import ones, uniform_within
 
 @register("mamba2")
 class Mamba2(Mixer):
-    """Mamba-2; its unit is a query group, whose heads share B and C as in one of Mamba-2's own groups.
+    """Mamba-2; the unit is a query group, whose heads share B and C as in one of Mamba-2's groups.
 
-    Rows of the input projection, per group: [x of its heads | B | C | gate z of its heads | step of its heads], the
-    step only where the decay depends on the data.
+    Rows of the input projection, per group: [x of its heads | B | C | gate z of its heads | step of its heads]. The
+    step is there only if the decay is data-dependent.
 
-    Suffixes: u group, h head of a group, d value dim, n state dim, w width of what a group has.
+    Suffixes: u group, h head of a group, d value dim, n state dim, w width of a group's features.
     """
 
     hands_on_states: ClassVar[bool] = True
@@ -49,7 +49,7 @@ class Mamba2(Mixer):
 
     @property
     def heads_per_group(self) -> int:
-        """Heads that share B and C."""
+        """Number of heads that share B and C."""
         return self.config.num_attention_heads // self.config.num_query_groups
 
     @property
@@ -59,28 +59,28 @@ class Mamba2(Mixer):
 
     @property
     def conv_width(self) -> int:
-        """Features of a group's x, B and C."""
+        """Width of a group's x, B and C together."""
         return self.output_width() + 2 * self.mixer_config.state_size
 
     @property
     def step_width(self) -> int:
-        """Features of a group's steps."""
+        """Width of a group's steps."""
         return self.heads_per_group if self.mixer_config.decay == "data_dependent" else 0
 
     def num_units(self) -> int:
-        """Query groups."""
+        """Return the number of query groups."""
         return self.config.num_query_groups
 
     def unit_width(self) -> int:
-        """The group's x, B, C, gate and steps."""
+        """Return the width of a group's x, B, C, gate and steps together."""
         return self.conv_width + self.output_width() + self.step_width
 
     def output_width(self) -> int:
-        """One output for each head of the group."""
+        """Return the width of the outputs of all heads of a group."""
         return self.heads_per_group * self.value_dim
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
-        """See `Mixer.mix`: short convolution, walk over the states, skip, gate, norm."""
+        """Implement `Mixer.mix`: short convolution, scan, skip, gate, norm."""
         width = self.output_width()
         xbc, gate, step = cut(x_tbuw, [self.conv_width, width, self.step_width])
         x_btuw, b_btun, c_btun = self._convolved(xbc, part)
@@ -98,7 +98,7 @@ class Mamba2(Mixer):
         return short_convolution(xbc_tbuw, rows_before(xbc_tbuw, weight, part.past), weight, bias, widths=widths)
 
     def _read_states(self, x_btuhd: Tensor, b_btun: Tensor, c_btun: Tensor, step_tbuh: Tensor, part: Part) -> Tensor:
-        """What each token reads from its head's state, [b, t, u, h, d]: S <- e^g S + B (step x)^T;  S^T C."""
+        """Scan S <- e^g S + B (step x)^T and return the read-outs S^T C, [b, t, u, h, d]."""
         k, q = b_btun, c_btun
         if self.heads_per_group > 1:
             k, q = (y.repeat_interleave(self.heads_per_group, 2) for y in (k, q))
@@ -112,25 +112,25 @@ class Mamba2(Mixer):
         return o.unflatten(2, (-1, self.heads_per_group))
 
     def state_shape(self) -> StateShape:
-        """See `Mixer.state_shape`."""
+        """Implement `Mixer.state_shape`."""
         return StateShape(self.heads_per_group, self.mixer_config.state_size, self.value_dim)
 
     def mixing_flops(self, seq_length: int) -> float:
-        """Writing to the state, reading from it."""
+        """Count the write to the state and the read from it."""
         return self.num_units() * self.heads_per_group * 4 * self.mixer_config.state_size * self.value_dim
 
 
 @fused
 def activated(xbc_tbuw: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
-    """SiLU, cut into x, B and C: [b, t, u, w] each."""
+    """Apply SiLU and split into x, B and C: [b, t, u, w] each."""
     return tuple(batch_first(y).contiguous() for y in cut(F.silu(xbc_tbuw), widths))
 
 
 @fused
 def stepped(x_btuhd: Tensor, step_tbuh: Tensor | None, bias_uh: Tensor, log_decay_uh: Tensor) -> tuple[Tensor, Tensor]:
-    """What is written, step x [b, t, u * h, d], and the log decay -A step [b, t, u * h], fp32.
+    """Compute the written values, step * x [b, t, u * h, d], and the log decay -A * step [b, t, u * h], fp32.
 
-    The step is softplus of what the token says and the head's bias; of the bias alone where the token says nothing.
+    The step is softplus of the head's bias, plus the token's logit if there is one.
     """
     bias_uh = bias_uh.float()
     step = F.softplus(bias_uh if step_tbuh is None else batch_first(step_tbuh).float() + bias_uh)
@@ -143,7 +143,10 @@ def stepped(x_btuhd: Tensor, step_tbuh: Tensor | None, bias_uh: Tensor, log_deca
 def gated(
     y_btuhd: Tensor, x_btuhd: Tensor, skip_uh: Tensor, gate_tbuw: Tensor, norm_weight_uw: Tensor | None, epsilon: float
 ) -> Tensor:
-    """What is read and the skip of x, times SiLU of the gate; RMSNorm over all heads of a group: [t, b, u, w]."""
+    """Add the skip of x, multiply by SiLU of the gate, and apply RMSNorm over all heads of a group: [t, b, u, w].
+
+    The norm is left out if `norm_weight_uw` is None.
+    """
     y = y_btuhd.float() + skip_uh.float()[..., None] * x_btuhd.float()
     y_tbuw = batch_first(y.flatten(-2)) * F.silu(gate_tbuw.float())
     if norm_weight_uw is not None:

@@ -1,4 +1,4 @@
-"""Modules that look back in the sequence, and what they remember of it while a model decodes token by token."""
+"""Decode caches, and the base class of modules that access earlier positions of the sequence."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_ext.parallel.states import DiagonalWalk, Walk
 
 
 class Memory(Past):
-    """What one module has seen so far, in this process.
+    """Decode cache of one module in this process.
 
-    It keeps states, the last rows of convolutions, and keys and values: all of them, or those in a window.
+    It holds recurrent states, the last rows of convolutions, and keys and values: all of them, or those in a window.
 
     Attributes:
-        num_positions: positions seen.
+        num_positions: number of positions processed so far.
     """
 
     def __init__(self) -> None:
@@ -29,12 +29,12 @@ class Memory(Past):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held, room for more included."""
+        """Bytes allocated, spare capacity included."""
         held = [*self._kept.values(), *self._states.values(), *(rows.room for rows in self._rows.values())]
         return sum(x.untyped_storage().nbytes() for x in held)
 
     def advance(self, count: int) -> int:
-        """Count positions that are given now. Returns the first of them."""
+        """Advance by `count` positions and return the first of them."""
         assert self._kept or self._states or self._rows or not self.num_positions, (
             "a mixer asks `Part.past` for what came before; this one does not"
         )
@@ -42,7 +42,7 @@ class Memory(Past):
         return self.num_positions - count
 
     def rows_before(self, name: str, x: Tensor, count: int) -> Tensor:
-        """See `Past.rows_before`."""
+        """Implement `Past.rows_before`."""
         before = self._kept.get(name)
         if before is None:
             before = x.new_zeros(count, *x.shape[1:])
@@ -50,7 +50,7 @@ class Memory(Past):
         return before
 
     def rows_so_far(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
-        """See `Past.rows_so_far`."""
+        """Implement `Past.rows_so_far`."""
         if window is None:
             return self._rows.setdefault(name, _Rows()).extended_by(x_tbnw)
         rows = torch.cat([self._kept[name], x_tbnw]) if name in self._kept else x_tbnw
@@ -58,20 +58,20 @@ class Memory(Past):
         return rows
 
     def walk(self, name: str, walk: Walk, v_bthe: Tensor, key_dim: int) -> Tensor:
-        """See `Past.walk`."""
+        """Implement `Past.walk`."""
         out, self._states[name] = walk(v_bthe, self._states.get(name))
         return out
 
     def walk_diagonal(self, name: str, walk: DiagonalWalk, kept: Tensor) -> Tensor:
-        """See `Past.walk_diagonal`."""
+        """Implement `Past.walk_diagonal`."""
         out, self._states[name] = walk(self._states.get(name))
         return out
 
     def take(self, numbers_n: Tensor) -> None:
-        """Go on with some of the sequences, each as often as it is named.
+        """Reorder the cached sequences: keep those with the given indices, in that order, with repetitions.
 
         Args:
-            numbers_n: int64, of the sequences, on the device of what is remembered.
+            numbers_n: indices of sequences, int64, on the device of the cache.
         """
         self._kept = {name: rows.index_select(1, numbers_n) for name, rows in self._kept.items()}
         self._states = {name: state.index_select(0, numbers_n) for name, state in self._states.items()}
@@ -80,18 +80,18 @@ class Memory(Past):
 
     def _keep_last(self, name: str, rows: Tensor, count: int) -> None:
         last = rows[max(len(rows) - count, 0) :]
-        # A view would hold all rows in memory, and what else the layer has projected beside them.
+        # A view would keep the storage of all rows alive, and of the other features in the same projection.
         self._kept[name] = last.clone() if last.untyped_storage().nbytes() > last.nbytes else last
 
 
 class _Rows:
-    """Rows that are all kept, in room for more, so that not all of them are copied for each that comes."""
+    """Growing row buffer with spare capacity, so that appending does not copy all rows each time."""
 
     def __init__(self) -> None:
         self._count, self.room = 0, torch.empty(0)
 
     def extended_by(self, x: Tensor) -> Tensor:
-        """All rows so far, x [t, ...] the last of them; a view until the next call."""
+        """Append x [t, ...] and return all rows so far; a view that is valid until the next call."""
         start, self._count = self._count, self._count + len(x)
         if self._count > len(self.room):
             room = x.new_empty(max(self._count, 3 * start // 2), *x.shape[1:])
@@ -102,21 +102,21 @@ class _Rows:
         return self.room[: self._count]
 
     def take(self, numbers_n: Tensor) -> None:
-        """See `Memory.take`."""
+        """Reorder the sequences as `Memory.take` does."""
         room = self.room.new_empty(len(self.room), len(numbers_n), *self.room.shape[2:])
         torch.index_select(self.room[: self._count], 1, numbers_n, out=room[: self._count])
         self.room = room
 
 
 class LooksBack(MegatronModule):
-    """A module of a layer that needs something of earlier positions.
+    """Base class of modules that access earlier positions of the sequence.
 
     Args:
         config: Megatron's configuration of the model.
-        sequence_group: ranks that hold the parts of the sequence, in order.
+        sequence_group: ranks that hold the shards of the sequence, in order.
 
     Attributes:
-        memory: what the module has seen, while it decodes; see `evaluation.decoding`.
+        memory: decode cache; None outside decoding. See `evaluation.decoding`.
     """
 
     def __init__(self, config: TransformerConfig, sequence_group: ProcessGroup) -> None:
@@ -126,5 +126,5 @@ class LooksBack(MegatronModule):
 
     @property
     def past(self) -> Past:
-        """What lies before this rank's part of the sequence."""
+        """Access to the positions before this rank's sequence shard: the decode cache, or the other ranks."""
         return self._others if self.memory is None else self.memory

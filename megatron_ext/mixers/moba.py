@@ -1,4 +1,4 @@
-"""MoBA: each query attends to its own block and those with the best mean keys (Lu et al. 2025, arXiv 2502.13189)."""
+"""MoBA: attention to the query's own block and those with the best mean keys (Lu et al. 2025, arXiv 2502.13189)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ext.mixers.top1_chunk import Top1Chunk
 class MoBA(Top1Chunk):
     """Mixture of block attention with grouped queries.
 
-    That is chunk selection by the mean key, with the own chunk, in one softmax.
+    Equals Top-1 Chunk with the `approx` score and the query's own chunk, in one softmax.
     """
 
     chunk_field: ClassVar[str] = "block_size"
@@ -22,6 +22,6 @@ class MoBA(Top1Chunk):
 
     @property
     def selection(self) -> Top1ChunkConfig:
-        """See `Top1Chunk.selection`; its `top_k` does not count the own chunk."""
+        """Settings of the equivalent Top-1 Chunk, whose `top_k` does not count the query's own chunk."""
         own = self.mixer_config
         return Top1ChunkConfig(chunk_size=own.block_size, top_k=own.top_k - 1, score="approx")

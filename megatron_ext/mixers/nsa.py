@@ -17,10 +17,10 @@ from megatron_ext.mixers.settings import NUM_BRANCHES, NSAConfig
 
 @plain_dataclass(frozen=True, kw_only=True)
 class GatedPart(Part):
-    """A part with the gates of its queries.
+    """`Part` with the gates of its queries.
 
     Attributes:
-        gates_bthx: [b, t, hq, branches], fp32, in (0, 1).
+        gates_bthx: gates [b, t, hq, branches], fp32, in (0, 1).
     """
 
     gates_bthx: Tensor
@@ -28,33 +28,33 @@ class GatedPart(Part):
 
 @register("nsa")
 class NSA(KeyValueMixer):
-    """Native Sparse Attention with grouped queries, which share their selection.
+    """Native Sparse Attention with grouped queries; the queries of a group share their selection.
 
-    Rows of the input projection, per group: [queries | key | value | gates], three gates a query head: compressed,
-    selected, window.
+    Rows of the input projection, per group: [queries | key | value | gates]. Each query head has three gates:
+    compressed, selected, window.
     """
 
-    moves_queries: ClassVar[bool] = False  # their gates stay
+    moves_queries: ClassVar[bool] = False  # the gates are not exchanged
     mixer_config: NSAConfig
 
     def unit_width(self) -> int:
-        """The group's queries, its key, its value and its queries' gates."""
+        """Return the width of the group's queries, key, value and gates together."""
         return super().unit_width() + self._num_gates
 
     @property
     def _num_gates(self) -> int:
-        """Gates of a group."""
+        """Number of gates of a group."""
         return NUM_BRANCHES * self.queries_per_group
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
-        """See `Mixer.mix`: the gates stay with this part's queries; the other rows go the way of `KeyValueMixer`."""
+        """Implement `Mixer.mix`: split off the gates, and process the other rows as `KeyValueMixer` does."""
         t, b, u, _ = x_tbuw.shape
         rows, gates = cut(x_tbuw, [super().unit_width(), self._num_gates])
         gates_tbhx = gates.float().sigmoid().reshape(t, b, u * self.queries_per_group, NUM_BRANCHES)
         return super().mix(rows, GatedPart(**vars(part), gates_bthx=batch_first(gates_tbhx)))
 
     def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: Part) -> Tensor:
-        """See `KeyValueMixer.attend`."""
+        """Implement `KeyValueMixer.attend`."""
         assert isinstance(part, GatedPart), "mix gives the gates along"
         chosen = self.mixer_config
         return native_sparse_attention(
@@ -69,7 +69,7 @@ class NSA(KeyValueMixer):
         )
 
     def mixing_flops(self, seq_length: int) -> float:
-        """Scores and weighted values in the three branches; the selected blocks count in full, the own one too."""
+        """Count scores and weighted values of the three branches. Selected blocks count in full, also the query's."""
         chosen = self.mixer_config
         compressed = seq_length / chosen.block_size / 2
         selected = min(chosen.num_selected * chosen.block_size, seq_length / 2)

@@ -1,4 +1,4 @@
-"""What lies before the rows that a mixer is given: nothing, the parts of other ranks, or what was seen (`memory`)."""
+"""Access to the positions before a mixer's input: none, shards of other ranks, or the decode cache (`memory`)."""
 
 from __future__ import annotations
 
@@ -12,79 +12,82 @@ from megatron_ext.parallel.states import DiagonalWalk, Walk, diagonal_state_befo
 
 
 class Past(ABC):
-    """What a mixer asks for all that it needs of earlier positions.
+    """Interface through which a mixer accesses earlier positions.
 
-    A mixer that looks back through its `Part.past` alone works on a whole sequence, on a context-parallel rank's part
-    of it and token by token. A name tells apart the things that a layer asks for, each of them once a call.
+    A mixer that accesses them only through `Part.past` works on a whole sequence, on a context-parallel shard and token
+    by token. Each access of a layer has its own name, used once per call.
     """
 
     @property
     def ranks(self) -> ProcessGroup | None:
-        """Ranks that hold the sequence in parts, for a mixer with an exchange of its own; None: it is all here."""
+        """Context-parallel group, for a mixer with its own exchange; None if the whole sequence is on this rank."""
         return None
 
     @abstractmethod
     def rows_before(self, name: str, x: Tensor, count: int) -> Tensor:
-        """The last rows before x, with zeros before the sequence: [count, ...].
+        """Return the last rows before x, with zeros before the sequence: [count, ...].
 
         Args:
-            name: of these rows in the layer.
-            x: the rows given, [t, ...].
-            count: how many.
+            name: identifies these rows within the layer.
+            x: current rows, [t, ...].
+            count: number of rows to return.
         """
 
     @abstractmethod
     def rows_so_far(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
-        """The rows of the sequence up to the last one given: [s, b, n, w], s >= t.
+        """Return the rows of the sequence up to the last current one: [s, b, n, w], s >= t.
 
         Args:
-            name: of these rows in the layer.
-            x_tbnw: the rows given, [t, b, n, w].
-            window: rows that a position can see, its own included: those further back may be missing. None: all.
+            name: identifies these rows within the layer.
+            x_tbnw: current rows, [t, b, n, w].
+            window: number of rows a position can see, its own included. Rows further back may be missing. None: all.
         """
 
     @abstractmethod
     def walk(self, name: str, walk: Walk, v_bthe: Tensor, key_dim: int) -> Tensor:
-        """What a walk gives from the state before it.
+        """Run a scan from the state that earlier positions have left.
 
         Args:
-            name: of the state in the layer.
-            walk: over the rows given, an op with keys of its own; linear in values and state together.
-            v_bthe: its values [b, t, h, e].
+            name: identifies the state within the layer.
+            walk: scan over the current rows, an op with its own keys; jointly linear in values and state.
+            v_bthe: values [b, t, h, e].
             key_dim: d of the state [b, h, d, e].
 
         Returns:
-            The walk's outputs.
+            Outputs of the scan.
         """
 
     @abstractmethod
     def walk_diagonal(self, name: str, walk: DiagonalWalk, kept: Tensor) -> Tensor:
-        """As `walk`, where each number of the state goes by itself.
+        """Run a scan whose state is updated elementwise, from the state that earlier positions have left.
 
         Args:
-            name: of the state in the layer.
-            walk: over the rows given; affine in the state.
-            kept: how much of each number of the state the walk keeps, of the state's shape.
+            name: identifies the state within the layer.
+            walk: scan over the current rows; affine in the state.
+            kept: factor by which the scan multiplies each element of the initial state, of the state's shape.
+
+        Returns:
+            Outputs of the scan.
         """
 
 
 class Beginning(Past):
-    """Nothing: the sequence begins with the rows given."""
+    """Empty past: the sequence begins with the current rows."""
 
     def rows_before(self, name: str, x: Tensor, count: int) -> Tensor:
-        """See `Past.rows_before`."""
+        """Implement `Past.rows_before`."""
         return x.new_zeros(count, *x.shape[1:])
 
     def rows_so_far(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
-        """See `Past.rows_so_far`."""
+        """Implement `Past.rows_so_far`."""
         return x_tbnw
 
     def walk(self, name: str, walk: Walk, v_bthe: Tensor, key_dim: int) -> Tensor:
-        """See `Past.walk`."""
+        """Implement `Past.walk`."""
         return walk(v_bthe, None)[0]
 
     def walk_diagonal(self, name: str, walk: DiagonalWalk, kept: Tensor) -> Tensor:
-        """See `Past.walk_diagonal`."""
+        """Implement `Past.walk_diagonal`."""
         return walk(None)[0]
 
 
@@ -92,10 +95,10 @@ BEGINNING = Beginning()
 
 
 class OtherRanks(Past):
-    """The parts of the context-parallel ranks before this one.
+    """Past of a context-parallel rank: the shards of the ranks before it.
 
     Args:
-        group: rank r holds part r; the parts are of one length.
+        group: context-parallel group; rank r holds shard r, and all shards have the same length.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -103,22 +106,22 @@ class OtherRanks(Past):
 
     @property
     def ranks(self) -> ProcessGroup:
-        """See `Past.ranks`."""
+        """Implement `Past.ranks`."""
         return self._group
 
     def rows_before(self, name: str, x: Tensor, count: int) -> Tensor:
-        """See `Past.rows_before`."""
+        """Implement `Past.rows_before`."""
         return rows_before(x, count, self._group)
 
     def rows_so_far(self, name: str, x_tbnw: Tensor, window: int | None = None) -> Tensor:
-        """See `Past.rows_so_far`."""
+        """Implement `Past.rows_so_far`."""
         return gather_sequence(x_tbnw, self._group)[: (self._group.rank() + 1) * len(x_tbnw)]
 
     def walk(self, name: str, walk: Walk, v_bthe: Tensor, key_dim: int) -> Tensor:
-        """See `Past.walk`."""
+        """Implement `Past.walk`."""
         return walk_by_parts(walk, v_bthe, key_dim, self._group)
 
     def walk_diagonal(self, name: str, walk: DiagonalWalk, kept: Tensor) -> Tensor:
-        """See `Past.walk_diagonal`."""
+        """Implement `Past.walk_diagonal`."""
         _, written = walk(None)
         return walk(diagonal_state_before(kept, written, self._group))[0]

@@ -1,4 +1,4 @@
-"""The mixers by name. A mixer's file registers itself; `MIXERS` holds them all once this module is imported."""
+"""Registry of mixers by name. Each mixer's file registers itself; `load_all` imports them all."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron_ext.mixers.settings import SETTINGS
 
 @dataclass(frozen=True)
 class MixerEntry:
-    """A mixer as the configuration, the specs and the report know it.
+    """Registered mixer.
 
     Attributes:
-        name: in `model.pattern` and under `mixers.`.
-        module: what takes the place of self-attention.
-        config_type: its own small configuration.
+        name: its name in `model.pattern` and under `mixers.`.
+        module: class that replaces self-attention.
+        config_type: class of its settings.
     """
 
     name: str
@@ -28,27 +28,27 @@ class MixerEntry:
 
     @property
     def gathers_keys_and_values(self) -> bool:
-        """Whether context parallelism can do without heads that divide."""
+        """True if context parallelism works even if the number of units does not divide by the group's size."""
         return self.module.gathers_keys_and_values
 
     @property
     def hands_on_states(self) -> bool:
-        """Whether context parallelism can hand states on."""
+        """True if context parallelism can pass recurrent states between ranks."""
         return self.module.hands_on_states
 
     @property
     def chunk_field(self) -> str | None:
-        """The field with the size of the chunks that context parallelism can fetch; None: it fetches none."""
+        """Field with the size of the chunks that context-parallel ranks can fetch; None if the mixer fetches none."""
         return self.module.chunk_field
 
     @property
     def units_are_groups(self) -> bool:
-        """Whether a unit is a query group."""
+        """True if a unit is a query group."""
         return self.module.units_are_groups
 
     @property
     def keeps_documents_apart(self) -> bool:
-        """Whether a token can be kept from other documents of its sample."""
+        """True if packed documents can be mixed separately."""
         return self.module.keeps_documents_apart
 
 
@@ -56,11 +56,14 @@ MIXERS: dict[str, MixerEntry] = {}
 
 
 def register(name: str, config_type: type | None = None) -> Callable[[type[Mixer]], type[Mixer]]:
-    """Class decorator: make a mixer known under a name.
+    """Return a class decorator that registers a mixer under a name.
 
     Args:
         name: see `MixerEntry`.
-        config_type: its own small configuration; None: that of `settings.SETTINGS`.
+        config_type: class of its settings; None: the entry of `settings.SETTINGS`.
+
+    Raises:
+        ValueError: the name is taken (raised by the decorator).
     """
 
     def add(module: type[Mixer]) -> type[Mixer]:
@@ -73,7 +76,7 @@ def register(name: str, config_type: type | None = None) -> Callable[[type[Mixer
 
 
 def load_all() -> dict[str, MixerEntry]:
-    """Import every file of this folder, so that each registers itself, and return the mixers by name."""
+    """Import every module of this package, so that each mixer registers itself, and return the mixers by name."""
     for info in pkgutil.iter_modules(megatron_ext.mixers.__path__):
         importlib.import_module(f"{megatron_ext.mixers.__name__}.{info.name}")
     return MIXERS

@@ -1,4 +1,4 @@
-"""RetNet: a state a head that fades at a fixed rate of its own (Sun et al. 2023, arXiv 2307.08621)."""
+"""RetNet: linear attention with a fixed decay per head (Sun et al. 2023, arXiv 2307.08621)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from megatron_ext.mixers.stateful import StatefulMixer, walk
 class RetNet(StatefulMixer):
     """Multi-scale retention; see `StatefulMixer` for the rows of its projection.
 
-    Head h of the whole layer keeps 1 - 2^(-5-h) of its state from token to token; queries and keys are rotated by
-    position. The paper's norm of a head's output has no weight; this one has.
+    The decay of head h of the whole layer is 1 - 2^(-5-h). Queries and keys are rotated by position. Unlike in the
+    paper, the norm of a head's output has a weight.
     """
 
     mixer_config: RetNetConfig
 
     def read_states(self, x_tbuw: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-        """See `StatefulMixer.read_states`: rotate, fade and add."""
+        """Implement `StatefulMixer.read_states`: rotate, then scan with a fixed decay."""
         by = rotation(part.first_position, len(x_tbuw), self.head_dim, self.config.rotary_base, x_tbuw.device)
         q, k, v, gate = rotated_heads(x_tbuw, by, self.head_widths)
         return walk(gated_linear_attention, q, k, v, log_fading(part, q.device), part=part), gate
 
 
 def log_fading(part: Part, device: torch.device) -> Tensor:
-    """Log decay of each head [u], fp32."""
+    """Return each head's log decay [u], fp32."""
     heads = torch.arange(part.first_unit, part.first_unit + part.num_units, device=device)
-    # log(1 - x) for small x: fp32 would round 1 - x first.
+    # log1p: fp32 would round 1 - x for small x.
     return torch.log1p(-torch.exp2(-5.0 - heads.float()))

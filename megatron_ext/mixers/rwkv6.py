@@ -1,4 +1,4 @@
-"""RWKV-6, Finch: a state whose key features fade by the token (Peng et al. 2024, arXiv 2404.05892)."""
+"""RWKV-6 (Finch): a recurrent state with data-dependent decay per key feature (Peng et al. 2024, arXiv 2404.05892)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from megatron_ext.parallel.parameters import Initializer, by_channel, uniform_wi
 class RWKV6(RWKVMixer):
     """RWKV-6's time mixing; see `RWKVMixer`.
 
-    The token chooses how much of the one before it is mixed in, for decay, key, value, receptance and gate (`mu`, in
-    this order) each by itself. Features of a head: receptance, key, value, decay's logits, gate.
+    The share of the previous token in the mixtures is data-dependent, separately for decay, key, value, receptance and
+    gate (the order of `mu`). Features of a head: receptance, key, value, decay logits, gate.
     """
 
     num_features: ClassVar[int] = 5
     mixer_config: RWKV6Config
 
     def add_parameters(self) -> None:
-        """What mixtures, gate and decays are made with, and the bonus of the present token."""
+        """Create the parameters of mixtures, gate and decays, and the bonus of the current token."""
         hidden, mix_rank, decay_rank = self.config.hidden_size, self.mixer_config.mix_rank, self.mixer_config.decay_rank
         plain, steep = ramp(self.layers_left), ramp(0.5 * self.layers_left)
         of_values = ramp(self.layers_left, lowered=0.3 * self.depth)
@@ -48,14 +48,14 @@ class RWKV6(RWKVMixer):
         self.bonus = self.new_parameter_of_units(_initial_bonus(self.depth), self.head_dim)
 
     def project(self, x_tbh: Tensor, before_1bh: Tensor) -> tuple[Tensor, ...]:
-        """See `RWKVMixer.project`."""
+        """Implement `RWKVMixer.project`."""
         w, k, v, r, g = self._inputs(x_tbh, before_1bh)
         of_decay = self.to_heads(self.narrow(w, self.decay_down).tanh(), self.decay_up)
         r, k, v, g = map(self.to_heads, (r, k, v, g), (self.r_proj, self.k_proj, self.v_proj, self.g_proj))
         return r, k, v, of_decay, g
 
     def _inputs(self, x_tbh: Tensor, before_1bh: Tensor) -> tuple[Tensor, ...]:
-        """The five mixtures, [t, b, h] each."""
+        """Compute the five mixtures, [t, b, h] each."""
         names = (self.mu_of_mixing, self.mu, self.mix_down, self.mix_up)
         mu_of_mixing_h, mu_ih, down_irh, up_ihr = (self.replicated(p) for p in names)
         (mixed_tbh,) = mixtures(x_tbh, before_1bh, mu_of_mixing_h[None])
@@ -64,7 +64,7 @@ class RWKV6(RWKVMixer):
         return mixtures(x_tbh, before_1bh, mu_ih, more_itbh)
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
-        """See `Mixer.mix`: walk over the states, norm, gate."""
+        """Implement `Mixer.mix`: scan, norm, gate."""
         r, k, v, of_decay, g = x_tbuw, *part.more
         base, bonus = (self.own_units(p, part) for p in (self.decay_base, self.bonus))
         heads = decaying_heads(r, k, v, of_decay, base)
@@ -72,7 +72,7 @@ class RWKV6(RWKVMixer):
         return gated(o, g, *self.own_group_norm(part))
 
     def mixing_flops(self, seq_length: int) -> float:
-        """Writing to the state, reading from it, the bonus of the present token."""
+        """Count the write to the state, the read from it, and the bonus of the current token."""
         return self.num_units() * (4 * self.head_dim**2 + 5 * self.head_dim)
 
 
@@ -80,14 +80,14 @@ class RWKV6(RWKVMixer):
 def decaying_heads(
     r_tbud: Tensor, k_tbud: Tensor, v_tbud: Tensor, of_decay_tbud: Tensor, base_ud: Tensor
 ) -> tuple[Tensor, ...]:
-    """Receptances, keys, values and log decays, fp32: [b, t, u, d] each."""
+    """Return receptances, keys, values and log decays (fp32): [b, t, u, d] each."""
     log_decay = -(base_ud.float() + of_decay_tbud.float()).exp()
     return tuple(batch_first(x).contiguous() for x in (r_tbud, k_tbud, v_tbud, log_decay))
 
 
 @fused
 def gated(o_btud: Tensor, gate_tbud: Tensor, weight_ud: Tensor, bias_ud: Tensor, epsilon: float) -> Tensor:
-    """The norm of each head's output, times SiLU of its gate: [t, b, u, d]."""
+    """Normalise each head's output and multiply by SiLU of its gate: [t, b, u, d]."""
     normed = normed_heads(o_btud, weight_ud, bias_ud, epsilon)
     return (normed * F.silu(gate_tbud.float())).to(gate_tbud.dtype).contiguous()
 

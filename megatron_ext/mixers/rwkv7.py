@@ -1,4 +1,4 @@
-"""RWKV-7, Goose: a state that is corrected towards each value, and whose key features fade by the token.
+"""RWKV-7 (Goose): a recurrent state with a generalised delta rule and data-dependent decay per key feature.
 
 Peng et al. 2025 (arXiv 2503.14456).
 """
@@ -23,25 +23,26 @@ from megatron_ext.mixers.token_shift import mixtures, ramp, ramps
 from megatron_ext.parallel.parameters import Initializer, by_channel, constant, normal, zeros
 
 LEAST_LOG_DECAY = -math.exp(-0.5)
-"""The paper's: of a key feature at least 0.545 is left after a token, before anything is removed."""
+"""Lower bound of the log decay, as in the paper: a key feature keeps at least 0.545 per token, before any removal."""
 
 
 @register("rwkv7")
 class RWKV7(RWKVMixer):
     """RWKV-7's time mixing; see `RWKVMixer`.
 
-    Every layer is as the paper's first: later ones there mix the first layer's values into their own (the value
-    residual), which would have to travel along the pipeline beside the hidden states, and is left out here.
+    Every layer is like the paper's first. The paper's later layers mix the first layer's values into their own (the
+    value residual). That is left out here, because those values would have to pass through the pipeline with the hidden
+    states.
 
     Rows of `mu`, as in the authors' code: receptance, decay, key, value, learning rate, gate. Features of a head:
-    receptance, key, value, decay's logits, learning rate's logits, gate.
+    receptance, key, value, decay logits, learning rate logits, gate.
     """
 
     num_features: ClassVar[int] = 6
     mixer_config: RWKV7Config
 
     def add_parameters(self) -> None:
-        """Mixtures; what decays, learning rates and gates are made with; what keys and the bonus are scaled with."""
+        """Create the parameters of mixtures, decays, learning rates and gates, and the scales of keys and bonus."""
         hidden, left = self.config.hidden_size, self.layers_left
         starts = ramps(*(ramp(share * left) for share in (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)))
         self.mu = self.new_of_all_ranks(starts, 6, hidden, weight_decay=False)
@@ -57,9 +58,9 @@ class RWKV7(RWKVMixer):
         self.bonus = self.new_parameter_of_units(constant(-0.04), self.head_dim)
 
     def _new_low_rank(self, rank: int | None, factor: float) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
-        """Two matrices through a narrow middle: down [r, h], zeros, and up [u, d, r].
+        """Return new low-rank matrices: down [r, h], zeros, and up [u, d, r].
 
-        Entries of `up` spread as those of the authors' orthogonal matrix, whose columns are of length 0.1.
+        Entries of `up` have the spread of the authors' orthogonal matrix, whose columns have length 0.1.
         """
         rank = rank or default_rank(factor, self.config.hidden_size)
         down = self.new_of_all_ranks(zeros, rank, self.config.hidden_size)
@@ -68,7 +69,7 @@ class RWKV7(RWKVMixer):
         )
 
     def project(self, x_tbh: Tensor, before_1bh: Tensor) -> tuple[Tensor, ...]:
-        """See `RWKVMixer.project`."""
+        """Implement `RWKVMixer.project`."""
         r, w, k, v, a, g = mixtures(x_tbh, before_1bh, self.replicated(self.mu))
         of_decay = self.to_heads(self.narrow(w, self.decay_down).tanh(), self.decay_up)
         of_rate = self.to_heads(self.narrow(a, self.rate_down), self.rate_up)
@@ -77,7 +78,7 @@ class RWKV7(RWKVMixer):
         return r, k, v, of_decay, of_rate, gate
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
-        """See `Mixer.mix`: walk over the states, norm, bonus of the present token, gate."""
+        """Implement `Mixer.mix`: scan, norm, bonus of the current token, gate."""
         r, k, v, of_decay, of_rate, gate = x_tbuw, *part.more
         names = (self.decay_base, self.rate_base, self.removal_scale, self.key_rate)
         heads = moving_heads(r, k, v, of_decay, of_rate, *(self.own_units(p, part) for p in names))
@@ -86,17 +87,17 @@ class RWKV7(RWKVMixer):
         return gated(o, r, k, v, self.own_units(self.bonus, part), gate, *self.own_group_norm(part))
 
     def mixing_flops(self, seq_length: int) -> float:
-        """Reading what is removed, removing it, writing, reading; the bonus of the present token."""
+        """Count the read of the removed value, its removal, the write, the read, and the bonus of the current token."""
         return self.num_units() * (8 * self.head_dim**2 + 5 * self.head_dim)
 
 
 def default_rank(factor: float, hidden_size: int) -> int:
-    """Width of the middle of a pair of matrices, where none is given: as in the authors' code."""
+    """Return the default rank of a low-rank projection, as in the authors' code."""
     return max(32, round(factor * math.sqrt(hidden_size) / 32) * 32)
 
 
 def _receptance_key_value_first(r: Tensor, k: Tensor, v: Tensor, w: Tensor, a: Tensor, b: Tensor, **more: Any) -> Any:
-    """`rwkv7` with its inputs in the order of `walk`, and the bound that `moving_heads` keeps."""
+    """Call `rwkv7` with inputs in the order of `walk`, and the decay bound that `moving_heads` guarantees."""
     return rwkv7(r, w, k, v, a, b, log_decay_bound=LEAST_LOG_DECAY, **more)
 
 
@@ -112,7 +113,7 @@ def moving_heads(
     removal_scale_ud: Tensor,
     key_rate_ud: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Receptances, keys, values, log decays (fp32), what is removed and where it goes: [b, t, u, d] each."""
+    """Return receptances, keys, values, log decays (fp32), removal keys and their replacements: [b, t, u, d] each."""
     log_decay = LEAST_LOG_DECAY * (decay_base_ud.float() + of_decay_tbud.float()).sigmoid()
     rate = (rate_base_ud.float() + of_rate_tbud.float()).sigmoid()
     removed = F.normalize(k_tbud.float() * removal_scale_ud.float(), dim=-1)
@@ -133,7 +134,7 @@ def gated(
     bias_ud: Tensor,
     epsilon: float,
 ) -> Tensor:
-    """The norm of each head's output and the bonus of the present token, times the gate: [t, b, u, d]."""
+    """Normalise each head's output, add the bonus of the current token, and multiply by the gate: [t, b, u, d]."""
     bonus = (r_btud.float() * k_btud.float() * bonus_ud.float()).sum(-1, keepdim=True) * v_btud.float()
     o_tbud = normed_heads(o_btud, weight_ud, bias_ud, epsilon) + batch_first(bonus)
     return (o_tbud * gate_tbud.float()).to(gate_tbud.dtype).contiguous()
@@ -152,7 +153,7 @@ def _initial_removal(channel: Tensor) -> Tensor:
 
 
 def _zigzag(channel: Tensor, head_dim: int) -> Tensor:
-    """In each head a signed square from -1 to 1."""
+    """Return a signed square from -1 to 1 along the channels of each head."""
     half = (head_dim - 1) / 2
     line = (channel % head_dim - half) / half
     return line * line.abs()

@@ -1,4 +1,4 @@
-"""The settings of the mixers here, their fields of `mixers.<name>`: without torch, for who only reads about a model."""
+"""Settings of the built-in mixers: the fields of `mixers.<name>`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from pydantic.dataclasses import dataclass
 from megatron_ext.config.schema import STRICT, PowerOfTwo
 
 NUM_BRANCHES = 3
-"""Of NSA: compression, selection, window."""
+"""Number of branches of NSA: compression, selection and window."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AttentionConfig:
-    """The ablation factors of the study (arXiv 2505.18522); the defaults are Transformer++.
+    """Settings of softmax attention: the ablation factors of the study (arXiv 2505.18522).
+
+    The defaults are Transformer++.
 
     Attributes:
-        window: keys a query sees, itself included; None: all before it.
-        temperature: divides the products of queries and keys; below 1 the softmax is sharper. ALiBi's bias is not
-            divided: a slope is what a token of distance costs, whatever the temperature, so that the study's two
-            factors can be varied one by one. (Divided with the products, it would be a sharper ALiBi, too.)
-        random_keys: keys are frozen random vectors, one a position and key head, so that scores carry no relation
-            between tokens. Nothing is projected or rotated for them, and queries are not rotated either.
-        random_keys_seed: of those vectors.
+        window: number of keys a query sees, its own included; None: all up to its own.
+        temperature: divisor of the query-key products; below 1 the softmax is sharper. ALiBi's bias is not divided, so
+            that its cost per token of distance does not depend on the temperature. The study's two factors can thus be
+            varied independently.
+        random_keys: True: keys are frozen random vectors, one per position and key head, so that scores carry no
+            relation between tokens. Keys are then neither projected nor rotated, and queries are not rotated either.
+        random_keys_seed: seed of those vectors.
         position_encoding: rotary, none, ALiBi's biases, or a learned table added at the model's input.
     """
 
@@ -37,10 +39,10 @@ class AttentionConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Top1ElementConfig:
-    """Top-1 Element.
+    """Settings of Top-1 Element.
 
     Attributes:
-        estimator: of the gradient through the choice: straight-through softmax, or the chosen probability alone.
+        estimator: gradient estimator of the choice: straight-through softmax, or the chosen probability alone.
         position_encoding: rotary or none.
     """
 
@@ -50,14 +52,14 @@ class Top1ElementConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Top1ChunkConfig:
-    """Top-1 Chunk.
+    """Settings of Top-1 Chunk.
 
     Attributes:
-        chunk_size: keys a chunk, a power of two; the GPU kernels take 32 to 512.
-        top_k: complete earlier chunks each query chooses, at most 16.
-        score: of a chunk: the query with its mean key (`approx`), the best of its keys (`exact`), or the logarithm of
-            the sum of exponentials over its keys (`exact_lse`).
-        local: whether the query's own chunk, up to the query, takes part.
+        chunk_size: keys per chunk, a power of two; the GPU kernels take 32 to 512.
+        top_k: number of complete earlier chunks that each query chooses, at most 16.
+        score: score of a chunk: the product of query and mean key (`approx`), the maximum over its keys (`exact`), or
+            the log-sum-exp over its keys (`exact_lse`).
+        local: True if the query also attends to its own chunk, up to its own position.
         position_encoding: rotary or none.
     """
 
@@ -70,11 +72,11 @@ class Top1ChunkConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class MoBAConfig:
-    """MoBA.
+    """Settings of MoBA.
 
     Attributes:
-        block_size: keys a block, a power of two; the GPU kernels take 32 to 512.
-        top_k: blocks that each query attends to, its own included: 2 to 17.
+        block_size: keys per block, a power of two; the GPU kernels take 32 to 512.
+        top_k: number of blocks that each query attends to, its own included: 2 to 17.
         position_encoding: rotary or none.
     """
 
@@ -85,13 +87,13 @@ class MoBAConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class NSAConfig:
-    """Native Sparse Attention.
+    """Settings of Native Sparse Attention.
 
     Attributes:
-        block_size: keys a block, a power of two; of compression and of selection.
-        num_selected: blocks each query attends to in full, its own, the one before and the first one included; less
-            than 3 is taken as 3.
-        window: keys a query sees in the window branch, itself included.
+        block_size: keys per block, a power of two, for compression and selection.
+        num_selected: number of blocks that each query attends to in full. They include its own block, the one before
+            and the first one; values below 3 mean 3.
+        window: number of keys a query sees in the window branch, its own included.
         position_encoding: rotary or none.
     """
 
@@ -103,10 +105,10 @@ class NSAConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BasedConfig:
-    """Based.
+    """Settings of Based.
 
     Attributes:
-        feature_dim: width of a head's queries and keys, from which the features are made.
+        feature_dim: width of a head's queries and keys before the feature map.
     """
 
     feature_dim: PositiveInt = 16
@@ -114,14 +116,14 @@ class BasedConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LinearAttentionConfig:
-    """Linear attention.
+    """Settings of linear attention.
 
-    The sum of weights that the paper divides by is left out: the norm of each head's output would undo it.
+    The paper's division by the sum of weights is left out: the norm of each head's output would cancel it.
 
     Attributes:
-        feature_map: of queries and keys: elu(x) + 1 (the paper's), relu, or none.
-        expand_v: width of a value head over that of a key head.
-        output_gate: whether a SiLU gate follows the output norm.
+        feature_map: map of queries and keys: elu(x) + 1 (as in the paper), relu, or none.
+        expand_v: width of a value head divided by that of a key head.
+        output_gate: True if a SiLU gate follows the output norm.
     """
 
     feature_map: Literal["elu", "relu", "identity"] = "elu"
@@ -131,11 +133,11 @@ class LinearAttentionConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RetNetConfig:
-    """RetNet.
+    """Settings of RetNet.
 
     Attributes:
-        expand_v: width of a value head over that of a key head; the paper has 2.
-        output_gate: whether a SiLU gate follows the output norm.
+        expand_v: width of a value head divided by that of a key head; 2 in the paper.
+        output_gate: True if a SiLU gate follows the output norm.
     """
 
     expand_v: PositiveInt = 2
@@ -144,13 +146,13 @@ class RetNetConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GLAConfig:
-    """GLA.
+    """Settings of GLA.
 
     Attributes:
-        expand_v: width of a value head over that of a key head; the paper has 2.
-        output_gate: whether a SiLU gate follows the output norm.
-        decay_rank: width of what all decays of a token are made from.
-        decay_temperature: what the logarithm of a decay is divided by.
+        expand_v: width of a value head divided by that of a key head; 2 in the paper.
+        output_gate: True if a SiLU gate follows the output norm.
+        decay_rank: rank of the projection to the decays.
+        decay_temperature: divisor of the logarithm of a decay.
     """
 
     expand_v: PositiveInt = 2
@@ -161,12 +163,12 @@ class GLAConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DeltaNetConfig:
-    """DeltaNet.
+    """Settings of DeltaNet.
 
     Attributes:
-        conv_kernel_size: positions, the own one included, that the short causal convolution over q, k and v sees.
-        expand_v: width of a value head over that of a key head.
-        output_gate: whether a SiLU gate follows the output norm.
+        conv_kernel_size: kernel size of the short causal convolution over q, k and v, the current position included.
+        expand_v: width of a value head divided by that of a key head.
+        output_gate: True if a SiLU gate follows the output norm.
     """
 
     conv_kernel_size: PositiveInt = 4
@@ -176,20 +178,20 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GatedDeltaNetConfig(DeltaNetConfig):
-    """Gated DeltaNet: the fields of DeltaNet."""
+    """Settings of gated DeltaNet: the fields of `DeltaNetConfig`, with the output gate on by default."""
 
     output_gate: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class MambaConfig:
-    """Mamba.
+    """Settings of Mamba.
 
     Attributes:
-        state_size: numbers in a channel's state.
-        expand: channels of a head over head_dim.
-        conv_kernel_size: positions, the own one included, that the short causal convolution over the channels sees.
-        dt_rank: width of what all step sizes of a token are made from; None: a 16th of the hidden size, rounded up.
+        state_size: size of a channel's state.
+        expand: channels of a head divided by head_dim.
+        conv_kernel_size: kernel size of the short causal convolution over the channels, the current position included.
+        dt_rank: rank of the projection to the step sizes; None: hidden_size / 16, rounded up.
     """
 
     state_size: PositiveInt = 16
@@ -200,16 +202,16 @@ class MambaConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Mamba2Config:
-    """Mamba-2.
+    """Settings of Mamba-2.
 
     Attributes:
         state_size: width of B and C, which write to the state and read from it.
-        expand: width of a head's value over head_dim.
-        conv_kernel_size: positions, the own one included, that the short causal convolution over x, B and C sees.
-        convolution: whether there is that convolution; SiLU follows either way.
-        decay: what a head's step and decay are: of each token's choice; fixed, one learned step for every token; or
-            none, where the state only adds x as it is.
-        group_norm: whether an RMSNorm over the heads of a group follows the gate.
+        expand: width of a head's value divided by head_dim.
+        conv_kernel_size: kernel size of the short causal convolution over x, B and C, the current position included.
+        convolution: True to apply that convolution; SiLU follows in both cases.
+        decay: `data_dependent`: a head's step size and decay depend on the token; `fixed`: one learned step size for
+            all tokens; `none`: no step size and no decay, the state only accumulates.
+        group_norm: True if an RMSNorm over the heads of a group follows the gate.
     """
 
     state_size: PositiveInt = 128
@@ -222,11 +224,11 @@ class Mamba2Config:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RWKV6Config:
-    """RWKV-6.
+    """Settings of RWKV-6.
 
     Attributes:
-        mix_rank: width of what each of a token's five mixtures is made from.
-        decay_rank: width of what all decays of a token are made from.
+        mix_rank: rank of the projections to each of a token's five mixtures.
+        decay_rank: rank of the projection to the decays.
     """
 
     mix_rank: PositiveInt = 32
@@ -235,12 +237,12 @@ class RWKV6Config:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RWKV7Config:
-    """RWKV-7. A rank left at None is c * sqrt(hidden size), rounded to a multiple of 32, at least 32.
+    """Settings of RWKV-7. A rank of None is c * sqrt(hidden_size), rounded to a multiple of 32 and at least 32.
 
     Attributes:
-        decay_rank: width of what all decays of a token are made from; c is 2.5 * head_dim / 64.
-        rate_rank: width of what its in-context learning rates are made from; c as of the decays.
-        gate_rank: width of what its gates are made from; c is 5.
+        decay_rank: rank of the projection to the decays; c = 2.5 * head_dim / 64.
+        rate_rank: rank of the projection to the in-context learning rates; c as for the decays.
+        gate_rank: rank of the projection to the gates; c = 5.
     """
 
     decay_rank: PositiveInt | None = None
@@ -265,4 +267,4 @@ SETTINGS: dict[str, type] = {
     "rwkv6": RWKV6Config,
     "rwkv7": RWKV7Config,
 }
-"""By the mixer's name. A mixer in a file of its own may bring its settings itself; see `registry.register`."""
+"""Settings class by mixer name. A mixer outside this package can pass its own class to `registry.register`."""

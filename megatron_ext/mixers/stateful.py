@@ -1,4 +1,4 @@
-"""What the mixers with a state a head have in common: heads as units, the norm and the gate of a head's output."""
+"""Base class of mixers with one matrix-valued recurrent state per head: heads as units, output norm and gate."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def walk(
     part: Part,
     scale: float | None = None,
 ) -> Tensor:
-    """What each token reads from its head's state, [b, t, heads, e].
+    """Scan over the rows of `part` and return the tokens' read-outs of their head's state, [b, t, heads, e].
 
     Args:
         op: a stateful op of `kernels`; its inputs follow.
         q_bthd: queries [b, t, heads, d].
-        k_bthd: keys.
+        k_bthd: keys [b, t, heads, d].
         v_bthe: values [b, t, heads, e].
-        more_bth: what else it takes, such as decays.
-        part: which part these are, and the past that the state before them comes from.
-        scale: of the op.
+        more_bth: further inputs of the op, such as decays.
+        part: units and positions of these rows; its past provides the initial state.
+        scale: scale argument of the op.
     """
 
     def from_state(values: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -42,10 +42,10 @@ def walk(
 
 
 class StatefulMixer(Mixer):
-    """Base of mixers whose unit is a head with its own query, key, value and state.
+    """Base class of mixers whose unit is a head with its own query, key, value and state.
 
-    Rows of the input projection begin with [query | key | value | output gate], the gate only where the mixer's
-    configuration has `output_gate`; what a mixer adds comes behind. Its configuration also has `expand_v`.
+    Rows of the input projection begin with [query | key | value | output gate]. The gate is there only if the mixer's
+    configuration has `output_gate`. Features that a subclass adds follow. The configuration also has `expand_v`.
     """
 
     hands_on_states: ClassVar[bool] = True
@@ -57,7 +57,7 @@ class StatefulMixer(Mixer):
         self.norm_weight = new_parameter((self.value_dim,), ones, dtype=self.config.params_dtype)
 
     def add_parameters(self) -> None:
-        """Add the parameters that a mixer has beside its projections and its norm."""
+        """Create the parameters that a mixer has besides its projections and its norm."""
 
     @property
     def value_dim(self) -> int:
@@ -75,30 +75,30 @@ class StatefulMixer(Mixer):
         return self.value_dim if self.mixer_config.output_gate else 0
 
     def num_units(self) -> int:
-        """Heads."""
+        """Return the number of heads."""
         return self.config.num_attention_heads
 
     def unit_width(self) -> int:
-        """Query, key, value and output gate of a head."""
+        """Return the width of a head's query, key, value and output gate together."""
         return self.qkv_width + self.gate_width
 
     def output_width(self) -> int:
-        """A head's output."""
+        """Return the width of a head's output."""
         return self.value_dim
 
     def mix(self, x_tbuw: Tensor, part: Part) -> Tensor:
-        """See `Mixer.mix`: walk over the states, gated norm."""
+        """Implement `Mixer.mix`: scan, gated norm."""
         read_btue, gate_btue = self.read_states(x_tbuw, part)
         gate = gate_btue if self.mixer_config.output_gate else None
         return gated_norm(read_btue, gate, self.replicated(self.norm_weight), self.config.layernorm_epsilon)
 
     @abstractmethod
     def read_states(self, x_tbuw: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-        """What each token reads from its head's state, and its output gate.
+        """Return each token's read-out of its head's state, and its output gate.
 
         Args:
             x_tbuw: projected features; see `head_widths`.
-            part: which units these are.
+            part: units and positions of these rows.
 
         Returns:
             [b, t, units, value_dim] and [b, t, units, gate_width].
@@ -106,30 +106,30 @@ class StatefulMixer(Mixer):
 
     @property
     def head_widths(self) -> list[int]:
-        """Features of a head's query, key, value and output gate, each."""
+        """Widths of a head's query, key, value and output gate."""
         return [self.head_dim, self.head_dim, self.value_dim, self.gate_width]
 
     def state_shape(self) -> StateShape:
-        """See `Mixer.state_shape`."""
+        """Implement `Mixer.state_shape`."""
         return StateShape(1, self.head_dim, self.value_dim)
 
     def mixing_flops(self, seq_length: int) -> float:
-        """Writing to the state and reading from it."""
+        """Count the write to the state and the read from it."""
         return self.num_units() * 4 * self.head_dim * self.value_dim
 
 
 @fused
 def gated_norm(o_btue: Tensor, gate_btue: Tensor | None, weight_e: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm of each head's output, times SiLU of its gate where there is one, in fp32.
+    """Apply RMSNorm to each head's output and multiply by SiLU of its gate, if any, in fp32.
 
     Args:
-        o_btue: [b, t, u, e].
-        gate_btue: [b, t, u, e] or None.
-        weight_e: of the norm.
-        epsilon: of the norm.
+        o_btue: head outputs [b, t, u, e].
+        gate_btue: gates [b, t, u, e] or None.
+        weight_e: weight of the norm.
+        epsilon: epsilon of the norm.
 
     Returns:
-        [t, b, u, e] in the output's dtype.
+        [t, b, u, e] in the dtype of `o_btue`.
     """
     normed_btue = F.rms_norm(o_btue.float(), weight_e.shape, weight_e.float(), epsilon)
     if gate_btue is not None:

@@ -1,4 +1,4 @@
-"""RWKV's token shift: each token's hidden state mixed with that of the token before it."""
+"""RWKV's token shift: interpolation between the hidden states of each token and the previous one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron_ext.parallel.parameters import Initializer, by_channel
 
 @fused
 def mixtures(x_tbh: Tensor, before_1bh: Tensor, mu_ih: Tensor, more_itbh: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Each token mixed with the one before it, in some ways: x_t + (x_{t-1} - x_t) * mu.
+    """Interpolate between each token and the previous one with several weights: x_t + (x_{t-1} - x_t) * mu.
 
     Args:
         x_tbh: hidden states [t, b, hidden].
-        before_1bh: the row before the first, see `Past.rows_before`.
-        mu_ih: share of the token before, by channel, in each of the mixtures.
-        more_itbh: what is added to it, by the token.
+        before_1bh: row before the first; see `Past.rows_before`.
+        mu_ih: weight of the previous token by channel, for each of the i mixtures.
+        more_itbh: token-dependent addition to the weight, or None.
 
     Returns:
         The mixtures, [t, b, hidden] each.
@@ -28,15 +28,15 @@ def mixtures(x_tbh: Tensor, before_1bh: Tensor, mu_ih: Tensor, more_itbh: Tensor
 
 
 def ramp(exponent: float, lowered: float = 0.0) -> Initializer:
-    """Initial mu, from the token before in the first channel to the token itself in the last ones.
+    """Return an initializer of mu that falls with the channel, from the previous token's share to the token's own.
 
-    In channel c of C it is 1 - (c/C)^exponent - lowered, as in the authors' code (github.com/BlinkDL/RWKV-LM).
+    Channel c of C starts at 1 - (c/C)^exponent - lowered, as in the authors' code (github.com/BlinkDL/RWKV-LM).
     """
     return by_channel(lambda channel: 1 - (channel / len(channel)) ** exponent - lowered)
 
 
 def ramps(*of_rows: Initializer) -> Initializer:
-    """Each row its own."""
+    """Return an initializer that fills each row with its own initializer."""
 
     def fill(whole: Tensor, generator: torch.Generator) -> None:
         for row, start in zip(whole, of_rows, strict=True):
@@ -46,5 +46,5 @@ def ramps(*of_rows: Initializer) -> Initializer:
 
 
 def layers_left(layer_number: int, num_layers: int) -> float:
-    """Share of the model's layers that are not below this one: 1 for the first, which has the number 1."""
+    """Return the share of the model's layers from this one up: 1 for layer number 1, the first."""
     return 1 - (layer_number - 1) / num_layers

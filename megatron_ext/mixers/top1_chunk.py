@@ -1,4 +1,4 @@
-"""Top-1 Chunk: each query attends to its own chunk and the best-scoring earlier ones (arXiv 2505.18522)."""
+"""Top-1 Chunk: each query attends to its own chunk and the best-scoring earlier chunks (arXiv 2505.18522)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Top1Chunk(KeyValueMixer):
 
     @property
     def selection(self) -> Top1ChunkConfig:
-        """What is chosen, and how."""
+        """Settings of the selection."""
         return self.mixer_config
 
     def bytes_in_parts(self, num_positions: int) -> float | None:
-        """See `Mixer.bytes_in_parts`: at most all keys and values, and what the choice is made from.
+        """Implement `Mixer.bytes_in_parts`: an upper bound, all keys and values and the inputs of the choice.
 
-        A bound, as what is chosen is not known before; it is alike on all ranks.
+        The choice itself is not known beforehand. The bound is identical on all ranks.
         """
         chosen = self.selection
         if num_positions % chosen.chunk_size:
@@ -38,7 +38,7 @@ class Top1Chunk(KeyValueMixer):
         return num_positions * self.head_dim * (2 + scored) * self.config.params_dtype.itemsize
 
     def attend_to_past(self, q_bthd: Tensor, k_tbgd: Tensor | None, v_tbgd: Tensor, part: Part) -> Tensor:
-        """See `KeyValueMixer.attend_to_past`: of other ranks' chunks, those that are chosen here are fetched."""
+        """Implement `KeyValueMixer.attend_to_past`: fetch from other ranks only the chunks that are chosen here."""
         chosen, group = self.selection, part.past.ranks
         gathers = self.config.context_exchange == "heads" or len(v_tbgd) % chosen.chunk_size
         if group is None or gathers:
@@ -56,7 +56,7 @@ class Top1Chunk(KeyValueMixer):
         return self._attend(q_bthd, k, v, k.shape[1] - q_bthd.shape[1], choice)
 
     def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: Part) -> Tensor:
-        """See `KeyValueMixer.attend`."""
+        """Implement `KeyValueMixer.attend`."""
         return self._attend(q_bthd, k_bshd, v_bshd, query_offset)
 
     def _attend(
@@ -76,7 +76,7 @@ class Top1Chunk(KeyValueMixer):
         )
 
     def mixing_flops(self, seq_length: int) -> float:
-        """Attention to the own and the chosen chunks, and the scores that the choice needs."""
+        """Count attention to the query's own chunk and the chosen ones, and the scores of the choice."""
         chosen = self.selection
         c, before = chosen.chunk_size, max(seq_length - chosen.chunk_size, 0) / 2
         scored = before / c if chosen.score == "approx" else before

@@ -1,4 +1,4 @@
-"""Top-1 Element: each query takes the one value whose key scores highest (arXiv 2505.18522)."""
+"""Top-1 Element: each query returns the value whose key has the highest score (arXiv 2505.18522)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Top1Element(KeyValueMixer):
     mixer_config: Top1ElementConfig
 
     def attend(self, q_bthd: Tensor, k_bshd: Tensor, v_bshd: Tensor, query_offset: int, part: Part) -> Tensor:
-        """See `KeyValueMixer.attend`."""
+        """Implement `KeyValueMixer.attend`."""
         return top1_element_attention(
             q_bthd, k_bshd, v_bshd, estimator=self.mixer_config.estimator, query_offset=query_offset
         )
 
     def mixing_flops(self, seq_length: int) -> float:
-        """Scores over all keys before a query; the value is copied."""
+        """Count the scores over all keys up to a query; the value is only copied."""
         return self.config.num_attention_heads * self.head_dim * (seq_length + 1)
