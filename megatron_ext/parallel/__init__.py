@@ -1,1 +1,1 @@
-"""Process groups, exchanges over them, and parameters that know how they are split."""
+"""Process groups, collectives, and parameters with their sharding."""

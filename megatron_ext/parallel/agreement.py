@@ -1,7 +1,7 @@
-"""Collectives of small values, and checks that are made alike on all ranks.
+"""Collectives of small values, and checks whose outcome is identical on all ranks.
 
-Values travel as JSON in tensors of bytes. torch's own collectives of objects unpickle what they receive, which lets any
-peer that reaches a rank run code on it.
+Values are sent as JSON in byte tensors. torch's object collectives unpickle what they receive, so any peer that can
+reach a rank could run code on it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from megatron_ext.errors import UserError
 
 
 def on_every_rank(check: Callable[[], object]) -> None:
-    """Run a check whose work the ranks share; if it fails on any, fail on all with the first one's error.
+    """Run a check on every rank. If it fails on any, raise the error of the first failing rank on all.
 
-    A collective call; without a process group, this process is all there is.
+    A collective call. Without a process group, only this process runs the check.
 
     Args:
-        check: finds nothing, or raises a `UserError`.
+        check: raises a `UserError` if it fails.
 
     Raises:
-        UserError: the error of the first rank that has one, of the same class.
+        UserError: the error of the first failing rank, of the same class.
     """
     error: UserError | None = None
     try:
@@ -43,12 +43,13 @@ def on_every_rank(check: Callable[[], object]) -> None:
 
 
 def from_every_rank(value: Any) -> list[Any]:
-    """The value of each rank, in the order of the ranks, on all of them.
+    """Gather the value of each rank, in the order of the ranks, on all ranks.
 
-    A collective call; without a process group, this process is all there is.
+    A collective call. Without a process group, the result is this process's value alone.
 
     Args:
-        value: this rank's, of what JSON has: numbers, texts, None, lists (a tuple becomes one), dictionaries by text.
+        value: this rank's value, of JSON types: numbers, strings, None, lists (tuples become lists) and dictionaries
+            with string keys.
     """
     if not dist.is_initialized():
         return [value]
@@ -56,20 +57,20 @@ def from_every_rank(value: Any) -> list[Any]:
 
 
 def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """As `from_every_rank`, of the ranks of a group."""
+    """Gather values as `from_every_rank` does, over the ranks of a group."""
     return [json.loads(content) for content in _gathered(_encoded(value), group, None) or ()]
 
 
 def gather_on_first(content: bytes) -> list[bytes] | None:
-    """The bytes of each rank, in the order of the ranks, on rank 0, and None on the others; a collective call."""
+    """Gather the bytes of each rank, in the order of the ranks, on rank 0; None on the others. A collective call."""
     return _gathered(content, None, 0)
 
 
 def from_first_rank(value: Any) -> Any:
-    """Rank 0's value, as JSON has it, on all ranks; a collective call.
+    """Broadcast rank 0's value, of JSON types, to all ranks; a collective call.
 
     Args:
-        value: on rank 0; what the others give is not looked at.
+        value: the value on rank 0; ignored on other ranks.
     """
     content = _encoded(value) if dist.get_rank() == 0 else b""
     size = torch.tensor([len(content)], dtype=torch.int64, device=_device(None))
@@ -104,14 +105,14 @@ def _gathered(content: bytes, group: dist.ProcessGroup | None, to: int | None) -
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the tensors of a group's messages lie."""
+    """Return the device of a group's messages."""
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def _bytes(content: bytes, length: int, device: torch.device) -> Tensor:
-    """Bytes as a tensor, uint8 [length], filled up with zeros."""
+    """Return bytes as a tensor, uint8 [length], padded with zeros."""
     return torch.frombuffer(bytearray(content.ljust(max(length, 1), b"\0")), dtype=torch.uint8).to(device)
 
 
@@ -123,7 +124,7 @@ def _content(bytes_x: Tensor) -> bytes:
 
 
 def _parts(error: UserError) -> tuple[str, list[str], list[str]]:
-    """An error as JSON has it: its class, what that is made of, and what every `UserError` is made of."""
+    """Return an error as JSON types: its class, the arguments of that class, and those of a plain `UserError`."""
     kind, arguments = cast(tuple[type, tuple[str, ...]], error.__reduce__()[:2])
     return _name(kind), list(arguments), [error.where, error.problem, error.mend]
 
@@ -138,7 +139,7 @@ def _name(kind: type) -> str:
 
 
 def _kinds(kind: type[UserError]) -> Iterator[type[UserError]]:
-    """A class of errors and all that are derived from it; those of modules that nobody has imported are not raised."""
+    """Iterate over an error class and all its subclasses in imported modules."""
     yield kind
     for derived in kind.__subclasses__():
         yield from _kinds(derived)

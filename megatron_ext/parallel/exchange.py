@@ -1,7 +1,7 @@
-"""Differentiable exchanges between the ranks of a group.
+"""Differentiable collectives over the ranks of a group.
 
-Those of the sequence: each rank holds a contiguous part of it. Tensors are sequence-first, as Megatron's: [t, b, n, w],
-with n heads (or query groups) of width w.
+In those over the sequence each rank holds a contiguous shard of it. Tensors are sequence-first, as in Megatron:
+[t, b, n, w], with n heads (or query groups) of width w.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ Move = Callable[[Tensor, ProcessGroup], Tensor]
 def all_to_all(
     rows_nx: Tensor, group: ProcessGroup, sent: list[int] | None = None, received: list[int] | None = None
 ) -> Tensor:
-    """Send rows to each rank, and receive some from each, both in the order of the ranks; no gradient.
+    """Send rows to each rank and receive rows from each, both in the order of the ranks; not differentiable.
 
     Args:
         rows_nx: rows of any shape.
-        group: whose ranks take part.
-        sent: how many go to each rank; None: as many to each.
-        received: how many come from each; None: likewise.
+        group: ranks that take part.
+        sent: number of rows for each rank; None: equally many.
+        received: number of rows from each rank; None: equally many.
+
+    Returns:
+        The received rows.
     """
     rows_nx = rows_nx.contiguous()
     received_nx = rows_nx.new_empty(len(rows_nx) if received is None else sum(received), *rows_nx.shape[1:])
@@ -47,7 +50,7 @@ def _sum_to_parts(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """One of the exchanges above forward, and the one that its gradient takes back."""
+    """One of the collectives above, with its transpose in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x_tbnw: Tensor, there: Move, back: Move, group: ProcessGroup) -> Tensor:
@@ -60,25 +63,25 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange(x_tbnw: Tensor, there: Move, back: Move, group: ProcessGroup) -> Tensor:
-    """Move rows between ranks; the gradient is moved back.
+    """Move rows between ranks; the backward pass applies the transpose.
 
     Args:
         x_tbnw: rows of this rank.
-        there: how they are moved.
-        back: how what is given of the result is.
-        group: whose ranks take part.
+        there: collective of the forward pass.
+        back: collective of the backward pass.
+        group: ranks that take part.
     """
     moved: Tensor = _Exchange.apply(x_tbnw, there, back, group)
     return moved
 
 
 def gather_sequence(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
-    """All parts of the sequence, in order: [t/cp, b, n, w] to [t, b, n, w]; gradients are summed back to their part."""
+    """All-gather the sequence: [t/cp, b, n, w] to [t, b, n, w]; the backward pass reduce-scatters the gradient."""
     return x_tbnw if group.size() == 1 else exchange(x_tbnw, _gather_sequence, _sum_to_parts, group)
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum forward and backward: every rank uses the total for its own channels, and so has a part of its gradient."""
+    """All-reduce in both passes: each rank uses the total for its own channels, so each has a part of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -91,7 +94,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _SumOfGradients(torch.autograd.Function):
-    """Nothing forward; backward the sum over ranks."""
+    """Identity in the forward pass, all-reduce in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -110,11 +113,11 @@ def _all_reduced(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum of what the ranks of a group hold, for ranks that each go on with the total in a way of their own.
+    """All-reduce x over ranks that use the total in different ways.
 
     Args:
-        x: of one shape on all ranks.
-        group: whose ranks sum.
+        x: summand, of the same shape on all ranks.
+        group: ranks that take part.
 
     Returns:
         The total, of x's shape. Its gradient is the sum of the ranks' gradients.
@@ -123,9 +126,9 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def same_on_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return x, which the ranks of a group hold alike and each use in a way of their own: its gradient is summed.
+    """Return x, which is identical on all ranks but used in different ways; the backward pass sums its gradient.
 
-    Megatron's `copy_to_tensor_model_parallel_region` (0.16.1) leaves a gradient as it is, without a word, where that
-    does not lie contiguous in memory, as those of einsum do not.
+    Megatron's `copy_to_tensor_model_parallel_region` (0.16.1) silently does not reduce a non-contiguous gradient, such
+    as those of einsum.
     """
     return x if group.size() == 1 else _SumOfGradients.apply(x, group)

@@ -1,4 +1,4 @@
-"""Blocks fetched from the ranks that hold them."""
+"""Differentiable fetch of blocks from the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from megatron_ext.parallel.exchange import all_to_all
 
 
 def fetch_blocks(blocks_nx: Tensor, wanted_rn: Tensor, group: ProcessGroup) -> Tensor:
-    """The blocks of every rank that this rank wants (all-to-all, of uneven sizes).
+    """Fetch the blocks of every rank that this rank needs (all-to-all of uneven sizes).
 
-    Each rank tells the others what it wants of theirs, a byte a block, and is sent that and no more. The gradient of a
-    block goes back to its owner, which sums those of all ranks that fetched it in the order of the ranks.
+    Each rank sends the others a mask of the blocks it needs, one byte per block, and receives only those. A block's
+    gradient returns to its owner, which sums the gradients of all ranks that fetched it in the order of the ranks.
 
     Args:
-        blocks_nx: this rank's blocks [n, ...], of one shape on all ranks; it must need a gradient on all or none.
-        wanted_rn: bool [ranks, n], which blocks of each rank this one wants.
-        group: whose ranks take part, all of them, in the backward pass too.
+        blocks_nx: this rank's blocks [n, ...], of the same shape on all ranks; requires a gradient on all ranks or on
+            none.
+        wanted_rn: bool [ranks, n], the blocks of each rank that this rank needs.
+        group: ranks that take part, all of them, also in the backward pass.
 
     Returns:
-        [wanted blocks, ...], by rank, then by block.
+        [fetched blocks, ...], ordered by rank, then by block.
     """
     return _Fetch.apply(blocks_nx, wanted_rn, group)
 
@@ -32,7 +33,7 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, blocks_nx: Tensor, wanted_rn: Tensor, group: ProcessGroup) -> Tensor:
         asked_rn = all_to_all(wanted_rn.to(torch.uint8), group)
-        # Which of this rank's blocks go out: rank after rank, a block once for each that asked for it.
+        # Blocks to send, rank by rank; a block appears once per rank that asked for it.
         given_m = asked_rn.nonzero()[:, 1]
         ctx.group, ctx.num_blocks, ctx.given_m = group, len(blocks_nx), given_m
         ctx.given, ctx.fetched = asked_rn.sum(1).tolist(), wanted_rn.sum(1).tolist()
@@ -43,7 +44,7 @@ class _Fetch(torch.autograd.Function):
         back_mx = all_to_all(grad_mx, ctx.group, ctx.fetched, ctx.given)
         dtype = torch.promote_types(grad_mx.dtype, torch.float32)
         total_nx = grad_mx.new_zeros(ctx.num_blocks, *grad_mx.shape[1:], dtype=dtype)
-        # A rank's blocks are distinct, so that nothing depends on the order within a step.
+        # The blocks of one rank are distinct, so that the sum does not depend on an order within a step.
         for place, part in zip(ctx.given_m.split(ctx.given), back_mx.split(ctx.given), strict=True):
             total_nx[place] += part
         return total_nx.to(grad_mx.dtype), None, None

@@ -1,11 +1,11 @@
-"""Parameters that the forward pass takes in fp32 in a run of 16 bits: those that a state's decay and step are made of.
+"""Parameters that a 16-bit run uses in fp32 in the forward pass: those that determine a state's decay and step size.
 
-A bf16 number near log(A) or a step's bias is up to 2^-9 off, which the exponential turns into a decay or step that is
-some per cent off and moves in jumps as large. Authors keep such parameters in fp32. Optimizers and their wrappers
-(Megatron's buffers, DeepSpeed's flat groups, ZeRO-3's shares) take a model of one dtype, so the parameter itself stays
-in the run's, with the optimizer's fp32 copy of it as ever. Its `fp32_values` are that copy, whole on every rank:
-`optim.fp32_values` brings them up to date after each update, and checkpoints hold them as the parameter. Gradients are
-those of the parameter, rounded to its dtype as all others are.
+In bf16 a number near log(A) or a step's bias has an error of up to 2^-9. The exponential turns that into errors of some
+per cent in the decay or step, which then changes in equally large jumps. The mixers' authors keep such parameters in
+fp32. Optimizers and their wrappers (Megatron's buffers, DeepSpeed's flat groups, ZeRO-3's shards) take a model of one
+dtype. So the parameter itself has the run's dtype, and the optimizer has its usual fp32 copy. `fp32_values` are that
+copy, whole on every rank. `optim.fp32_values` updates them after each step, and checkpoints store them as the
+parameter. Gradients are those of the parameter, rounded to its dtype like all others.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from torch import Tensor
 
 
 def keep_fp32_values(parameter: torch.nn.Parameter) -> None:
-    """Let a parameter of 16 bits have fp32 values beside it; one in fp32 is its own."""
+    """Attach fp32 values to a 16-bit parameter. An fp32 parameter needs none."""
     if parameter.dtype.itemsize < torch.float32.itemsize:
         parameter.fp32_values = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)  # type: ignore[attr-defined]
 
 
 def fp32_values(parameter: Tensor) -> Tensor | None:
-    """The fp32 tensor beside a parameter, of its shape; None: it has none."""
+    """Return the fp32 values attached to a parameter, of its shape, or None."""
     values: Tensor | None = getattr(parameter, "fp32_values", None)
     return values
 
 
 def stored(parameter: Tensor) -> Tensor:
-    """What of a parameter a checkpoint holds: its fp32 values, or else itself."""
+    """Return the tensor that checkpoints store for a parameter: its fp32 values if it has any, else itself."""
     values = fp32_values(parameter)
     return parameter if values is None else values
 
 
 def with_fp32_values(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those of some parameters that have fp32 values beside them, each once."""
+    """Return the parameters that have fp32 values, without duplicates."""
     found = {id(parameter): parameter for parameter in parameters if fp32_values(parameter) is not None}
     return list(found.values())
 
 
 def in_fp32(parameter: Tensor) -> Tensor:
-    """A parameter as the forward pass takes it: by its fp32 values where it has any, and its gradient to itself."""
+    """Return a parameter as the forward pass uses it: its fp32 values if any. The gradient goes to the parameter."""
     values = fp32_values(parameter)
     if values is None:
         return parameter
@@ -51,7 +51,7 @@ def in_fp32(parameter: Tensor) -> Tensor:
 
 
 def set_values(parameter: Tensor, values: Tensor) -> None:
-    """Give a parameter values, and its fp32 values, if it has any."""
+    """Set a parameter and its fp32 values, if it has any."""
     with torch.no_grad():
         parameter.copy_(values)
         if (own := fp32_values(parameter)) is not None:
@@ -62,7 +62,7 @@ class _Taken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, values: Tensor) -> Tensor:
         ctx.dtype = parameter.dtype
-        return values.clone()  # the optimizer writes over `values`
+        return values.clone()  # the optimizer overwrites `values`
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

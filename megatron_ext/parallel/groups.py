@@ -1,4 +1,4 @@
-"""Process groups of a run, made once and passed on as arguments."""
+"""Process groups of a run, created once and passed as arguments."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megatron_ext.parallel.transport import forget_transports
 
 
 def make_process_groups(parallel: ParallelConfig, seed: int, *, with_gloo: bool = True) -> ProcessGroupCollection:
-    """Arrange the world's processes as the configuration says.
+    """Create the process groups of a parallel layout.
 
-    Megatron's schedules and optimizers still look some groups up in its global state, so they are made there; ours
-    take them from the collection that is returned. Rank order, fastest first: tensor, context, data, pipeline.
+    Megatron's schedules and optimizers look some groups up in its global state, so that is initialised. Our code takes
+    them from the returned collection. Rank order, fastest first: tensor, context, data, pipeline.
 
     Args:
-        parallel: sizes of the model-parallel dimensions; the data-parallel size is what is left.
-        seed: of Megatron's generator states (dropout; initial weights do not depend on it).
-        with_gloo: also make the groups that Megatron has for what it exchanges through the CPU.
+        parallel: sizes of the model-parallel dimensions; the data-parallel size follows from the world size.
+        seed: seed of Megatron's generator states (dropout; initial weights do not depend on it).
+        with_gloo: True: also create Megatron's gloo groups for communication on the CPU.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
@@ -37,12 +37,12 @@ def make_process_groups(parallel: ParallelConfig, seed: int, *, with_gloo: bool 
 
 @contextmanager
 def groups_of_one_process(communication: str) -> Iterator[ProcessGroupCollection]:
-    """The groups of this process alone, with no launcher and no port.
+    """Context manager that provides the groups of a single process, without launcher and port.
 
     Args:
-        communication: torch.distributed's backend.
+        communication: backend of torch.distributed.
     """
-    store = dist.HashStore()  # type: ignore[attr-defined]  # it is there, and not in its list of names
+    store = dist.HashStore()  # type: ignore[attr-defined]  # it exists, but is missing from the type stubs
     dist.init_process_group(communication, store=store, rank=0, world_size=1)
     try:
         yield make_process_groups(ParallelConfig(), seed=1)
@@ -52,6 +52,6 @@ def groups_of_one_process(communication: str) -> Iterator[ProcessGroupCollection
 
 
 def destroy_process_groups() -> None:
-    """Forget the groups, so that others can be made in the same processes (tests do)."""
+    """Destroy the groups, so that others can be created in the same processes (e.g. in tests)."""
     forget_transports()
     parallel_state.destroy_model_parallel()

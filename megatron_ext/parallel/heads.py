@@ -1,11 +1,11 @@
-"""Parts of the sequence for whole heads, and back (all-to-all), while other heads are mixed.
+"""All-to-all between sequence shards of all heads and whole sequences of some heads, overlapped with mixing.
 
-Under context parallelism each rank holds a contiguous part of the sequence of all heads, and a mixer needs the whole
-sequence of some. Tensors are [t, b, n, w] as in `exchange`.
+Under context parallelism each rank holds a contiguous sequence shard of all heads, and a mixer needs the whole sequence
+of some heads. Tensors are [t, b, n, w] as in `exchange`.
 
-A message is two nodes of autograd's graph, one that sends and one that waits. What is computed between them is computed
-while the message is under way, in the backward pass too, where the waiting node sends the gradient and the sending one
-waits for it: autograd goes through nodes that are ready in the reverse order of the forward pass.
+A message is two nodes of the autograd graph: one sends and one waits. Computation between the two overlaps with the
+message. In the backward pass the waiting node sends the gradient and the sending node waits for it, and autograd runs
+ready nodes in the reverse order of the forward pass, so the overlap is the same.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from megatron_ext.parallel.transport import Sent, Transport
 
 
 class _Message:
-    """What is under way, forward or backward: never both at once."""
+    """Message in flight, in the forward or the backward pass: never in both at once."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._sent: Sent | None = None
 
     def send(self, parts_nx: Tensor) -> Tensor:
-        """Send part r to rank r; what comes from it will be part r of the result."""
+        """Send part r to rank r, and return the received parts; part r comes from rank r."""
         self._sent = self._transport.send(parts_nx)
         return self._sent.received_nx
 
     def wait(self) -> None:
-        """On a GPU it is the stream that waits, not the host."""
+        """Wait for the message. On a GPU only the stream waits, not the host."""
         assert self._sent is not None
         self._sent.wait()
         self._sent = None
@@ -64,11 +64,11 @@ class _Wait(torch.autograd.Function):
 
 
 class UnderWay:
-    """What every rank of a group has sent to every other.
+    """All-to-all message in flight.
 
     Args:
-        parts_nx: [ranks, ...], what goes to each.
-        transport: between the ranks.
+        parts_nx: parts to send, [ranks, ...].
+        transport: transport of the group.
     """
 
     def __init__(self, parts_nx: Tensor, transport: Transport) -> None:
@@ -76,7 +76,7 @@ class UnderWay:
         self._parts_nx = _Send.apply(parts_nx, self._message)
 
     def arrived(self) -> Tensor:
-        """[ranks, ...], what came from each."""
+        """Wait for the message and return the received parts, [ranks, ...]."""
         arrived_nx: Tensor = _Wait.apply(self._parts_nx, self._message)
         return arrived_nx
 
@@ -84,18 +84,18 @@ class UnderWay:
 def sequence_to_heads(
     features_tbnw: Sequence[Tensor], transport: Transport, rounds: int = 1
 ) -> Iterator[tuple[Tensor, ...]]:
-    """From a part of the sequence of all heads to the whole sequence of a part of the heads, some at a time.
+    """Exchange a sequence shard of all heads for the whole sequence of some heads, in several messages.
 
-    All are sent at once, so that the others travel while the first are mixed.
+    All messages are sent at once, so that later ones overlap with the mixing of earlier ones.
 
     Args:
-        features_tbnw: [t/cp, b, n, width] each; n must divide by cp * rounds.
-        transport: of the context-parallel group; rank r gets heads [r*n/cp, (r+1)*n/cp).
-        rounds: how many messages a tensor is sent in.
+        features_tbnw: [t/cp, b, n, width] each; n must be divisible by cp * rounds.
+        transport: transport of the context-parallel group; rank r gets heads [r*n/cp, (r+1)*n/cp).
+        rounds: number of messages per tensor.
 
     Returns:
-        For each round, in the order of the heads, [t, b, n / (cp * rounds), width] of each tensor; to be waited for
-        where it is asked for.
+        Iterator over the rounds, in the order of the heads: [t, b, n / (cp * rounds), width] of each tensor. Each step
+        waits for the messages of its round.
     """
     cut = [x.unflatten(2, (transport.size, rounds, -1)).unbind(3) for x in features_tbnw]
     coming = deque(
@@ -110,10 +110,10 @@ def _arrivals(coming: deque[list[UnderWay]]) -> Iterator[tuple[Tensor, ...]]:
 
 
 def heads_to_sequence(x_tbnw: Tensor, transport: Transport) -> UnderWay:
-    """The way back of a round's heads, [t, b, n, w] of the whole sequence; `all_heads` takes what has arrived."""
+    """Send a round's heads back, from [t, b, n, w] of the whole sequence; `all_heads` receives them."""
     return UnderWay(x_tbnw.unflatten(0, (transport.size, -1)), transport)
 
 
 def all_heads(rounds: Sequence[UnderWay]) -> Tensor:
-    """A part of the sequence of all heads, [t/cp, b, n, w], of what every round has sent back."""
+    """Wait for the heads of all rounds and return the sequence shard of all heads, [t/cp, b, n, w]."""
     return torch.stack([x.arrived().permute(1, 2, 0, 3, 4) for x in rounds], 3).flatten(2, 4)

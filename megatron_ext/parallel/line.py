@@ -1,4 +1,4 @@
-"""What each rank shows to all later ones, passed on from neighbour to neighbour."""
+"""Point-to-point transfer of each rank's shard to all later ranks, from neighbour to neighbour."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch.distributed import ProcessGroup
 
 
 def parts_before(x: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """This rank's part of a sequence, and then those of the ranks before it, the nearest first.
+    """Iterate over this rank's shard of a sequence and then those of the ranks before it, the nearest first.
 
-    A part travels along the line of ranks, one step for each that is taken here, while the one before it is used. Two
-    parts at a time are held beside this rank's own. No gradient is sent back.
+    A shard moves along the ranks by one step per iteration, while the previous one is in use. At most two shards are
+    held besides this rank's own. Not differentiable.
 
     Args:
-        x: this rank's part, of one shape on all ranks.
-        group: rank r holds part r. Every rank must take all that comes.
+        x: this rank's shard, of the same shape on all ranks.
+        group: rank r holds shard r. Every rank must exhaust the iterator.
 
     Yields:
-        (rank that holds the part, the part).
+        (rank that holds the shard, the shard).
     """
     rank, size = group.rank(), group.size()
     visiting = x.detach().contiguous()
     for source in range(rank, -1, -1):
-        # The first part has no successor here; the last rank hands nothing on.
+        # No shard precedes rank 0's; the last rank sends nothing.
         coming = torch.empty_like(visiting) if source > 0 else None
         moves = [] if rank + 1 == size else [dist.P2POp(dist.isend, visiting, group=group, group_peer=rank + 1)]
         if coming is not None:

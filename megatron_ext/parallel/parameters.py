@@ -1,7 +1,7 @@
-"""Parameters of our own modules, and initial weights that do not depend on the layout.
+"""Parameters of our modules, and initial weights that do not depend on the parallel layout.
 
-Every weight starts from values that are a function of (seed, its global name) alone: drawn whole on the CPU, then cut
-for this rank. One process, TP2, PP2 or a GPU start from the same model, so their loss curves can be compared.
+The initial value of a weight is a function of the seed and its global name only. It is drawn whole on the CPU and then
+sharded. One process, TP2, PP2 and a GPU thus start from the same model, so their loss curves can be compared.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from torch.distributed import ProcessGroup
 from megatron_ext.parallel.fp32_values import keep_fp32_values, set_values
 
 Initializer = Callable[[Tensor, torch.Generator], None]
-"""Fills a whole, unsplit fp32 CPU tensor in place.
+"""Fills a whole, unsharded fp32 CPU tensor in place.
 
-It must not know the module: a circle through a parameter, which autograd holds too, is never freed, nor what is in it.
+It must not reference the module. Autograd holds parameters too, so the garbage collector would never free a reference
+cycle through a parameter.
 """
 
 _AT_ONCE = 8
@@ -40,16 +41,16 @@ def new_parameter(
     weight_decay: bool = True,
     in_fp32: bool = False,
 ) -> torch.nn.Parameter:
-    """An uninitialised parameter of a mixer, on the current device.
+    """Create an uninitialised parameter of a mixer on the current device.
 
     Args:
-        shape: of this rank's part.
-        initializer: of the whole parameter; used by `initialize_model`.
-        dtype: of the parameter.
-        split_over: tensor-parallel group over which dim 0 is split; None: every rank has the whole parameter, and its
-            gradient must be summed over tensor-parallel ranks where they see different heads (see `Mixer.replicated`).
-        weight_decay: False: the optimizer leaves it out, as it does every vector.
-        in_fp32: whether the forward pass takes it in fp32 whatever its dtype; see `fp32_values`.
+        shape: shape of this rank's shard.
+        initializer: initializer of the whole parameter, used by `initialize_model`.
+        dtype: dtype of the parameter.
+        split_over: tensor-parallel group over which dim 0 is sharded. None: the parameter is replicated, and its
+            gradient must be summed over tensor-parallel ranks that process different heads (see `Mixer.replicated`).
+        weight_decay: False: excluded from weight decay, as every vector is.
+        in_fp32: True if the forward pass uses it in fp32 whatever its dtype; see `fp32_values`.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
@@ -63,7 +64,7 @@ def new_parameter(
 
 
 def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters of a model chunk by the name they have in the whole model, whatever stage holds them."""
+    """Iterate over the parameters of a model chunk with their names in the whole model, on any pipeline stage."""
     for name, parameter in model.named_parameters():
         parts = name.split(".")
         if name.startswith("decoder.layers."):
@@ -75,12 +76,12 @@ def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """How many parameters a model has, as it is trained: with the rows that fill up the vocabulary.
+    """Number of parameters of a model as it is trained, including the padding rows of the vocabulary.
 
     Attributes:
-        parameters: all of them; a weight that is shared counts once.
-        embedding_parameters: those of the input's word and position embeddings among them.
-        output_layer_parameters: those of the output layer; 0 where it shares the embedding's.
+        parameters: all parameters; a shared weight counts once.
+        embedding_parameters: those of the input's word and position embeddings.
+        output_layer_parameters: those of the output layer; 0 if it shares the embedding's.
     """
 
     parameters: int
@@ -89,14 +90,14 @@ class ParameterCount:
 
 
 def count_parameters(chunks: Iterable[torch.nn.Module], tp_size: int) -> ParameterCount:
-    """Parameters of a stage's chunks, wrapped or not, with the parts of all `tp_size` tensor-parallel ranks."""
+    """Count the parameters of a stage's chunks, wrapped or not, over all `tp_size` tensor-parallel ranks."""
     total = embedding = output = 0
     for model in (module for chunk in chunks for module in chunk.modules() if isinstance(module, GPTModel)):
         for name, parameter in global_parameters(model):
             split = getattr(parameter, "tensor_model_parallel", False)
             count = parameter.numel() * (tp_size if split else 1)
             if name.startswith("embedding."):
-                if not model.pre_process:  # the last stage's copy of the first one's
+                if not model.pre_process:  # copy of the first stage's embedding
                     continue
                 embedding += count
             elif name.startswith("output_layer."):
@@ -106,18 +107,18 @@ def count_parameters(chunks: Iterable[torch.nn.Module], tp_size: int) -> Paramet
 
 
 def initialize_model(chunks: Iterable[GPTModel], seed: int, tp_group: ProcessGroup) -> None:
-    """Give every parameter of this rank its initial value (see the module's docstring).
+    """Set every parameter of this rank to its initial value (see the module's docstring).
 
-    Norm weights are 1, their biases 0; matrices are normal with the configuration's standard deviation, those that
-    write into the residual stream divided by the square root of their number (GPT-2); a mixer's own parameters follow
-    their `initializer`.
+    Norm weights are 1 and norm biases 0. Matrices are normal with the configuration's standard deviation. For those
+    that write into the residual stream it is divided by the square root of their number (GPT-2). A mixer's own
+    parameters use their `initializer`.
 
     Args:
         chunks: model chunks of this rank, not yet wrapped.
-        seed: of the whole model.
+        seed: seed of the whole model.
         tp_group: tensor-parallel group.
     """
-    # Each has a generator of its own, so they are drawn side by side; few at once, as they are whole and in fp32.
+    # Each has its own generator, so threads can draw them. Few at once, as each is whole and in fp32.
     with ThreadPoolExecutor(min(_AT_ONCE, torch.get_num_threads())) as threads:
         drawn = [
             threads.submit(_initialize, name, parameter, model.config, seed, tp_group)
@@ -129,7 +130,7 @@ def initialize_model(chunks: Iterable[GPTModel], seed: int, tp_group: ProcessGro
 
 
 def initialize_mixer(mixer: MegatronModule, seed: int, tp_group: ProcessGroup) -> None:
-    """Give every parameter of a mixer that stands alone its initial value, by the rules of `initialize_model`."""
+    """Set every parameter of a stand-alone mixer to its initial value, by the rules of `initialize_model`."""
     for name, parameter in mixer.named_parameters():
         _initialize(name, parameter, mixer.config, seed, tp_group)
 
@@ -152,7 +153,7 @@ def _initialize(name: str, parameter: Tensor, config: TransformerConfig, seed: i
 
 
 def generator_for(*identity: int | str) -> torch.Generator:
-    """A CPU generator whose stream is a function of `identity` alone, in every process and on every machine."""
+    """Return a CPU generator whose stream is a function of `identity` only, in every process and on every machine."""
     digest = hashlib.blake2b(repr(identity).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
@@ -169,17 +170,17 @@ def _default_initializer(name: str, config: TransformerConfig) -> Initializer:
 
 
 def ones(whole: Tensor, _: torch.Generator) -> None:
-    """All ones."""
+    """Fill with ones."""
     whole.fill_(1.0)
 
 
 def zeros(whole: Tensor, _: torch.Generator) -> None:
-    """All zeros."""
+    """Fill with zeros."""
     whole.zero_()
 
 
 def constant(value: float) -> Initializer:
-    """One value everywhere."""
+    """Return an initializer that fills with one value."""
 
     def fill(whole: Tensor, _: torch.Generator) -> None:
         whole.fill_(value)
@@ -188,10 +189,10 @@ def constant(value: float) -> Initializer:
 
 
 def by_channel(values: Callable[[Tensor], Tensor]) -> Initializer:
-    """A formula of the channel.
+    """Return an initializer that applies a formula to the channel index.
 
     Args:
-        values: from 0, 1, ... (float64), the numbers of the whole tensor's elements, to what these begin with.
+        values: maps the indices 0, 1, ... (float64) of the whole tensor's elements to their initial values.
     """
 
     def fill(whole: Tensor, _: torch.Generator) -> None:
@@ -201,7 +202,7 @@ def by_channel(values: Callable[[Tensor], Tensor]) -> Initializer:
 
 
 def normal(std: float) -> Initializer:
-    """Normal values of mean 0."""
+    """Return an initializer with normal values of mean 0 and standard deviation `std`."""
 
     def fill(whole: Tensor, generator: torch.Generator) -> None:
         whole.normal_(0.0, std, generator=generator)
@@ -210,7 +211,7 @@ def normal(std: float) -> Initializer:
 
 
 def uniform_within(bound: float) -> Initializer:
-    """Uniform values of mean 0, at most `bound` in size."""
+    """Return an initializer with values uniform in [-bound, bound]."""
 
     def fill(whole: Tensor, generator: torch.Generator) -> None:
         whole.uniform_(-bound, bound, generator=generator)
@@ -219,5 +220,5 @@ def uniform_within(bound: float) -> Initializer:
 
 
 def _own_part_of_halves(whole: Tensor, tp_group: ProcessGroup) -> Tensor:
-    """SwiGLU's first matrix is [gate; value], and Megatron gives each tensor-parallel rank a part of both."""
+    """Shard SwiGLU's first matrix [gate; value] as Megatron does: each rank gets a part of both halves."""
     return torch.cat([half.chunk(tp_group.size())[tp_group.rank()] for half in whole.chunk(2)])

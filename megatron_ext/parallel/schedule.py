@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron_ext.parallel.watchdog import alive
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
-"""Takes a micro-batch and a chunk; gives the chunk's output and what the last stage does with it."""
+"""Maps micro-batches and a chunk to the chunk's output and the function that the last stage applies to it."""
 
 
 def run_schedule(
@@ -26,19 +26,19 @@ def run_schedule(
     forward_only: bool,
     collects: bool = False,
 ) -> list[Any]:
-    """Send micro-batches through the pipeline; a collective call.
+    """Run micro-batches through the pipeline; a collective call.
 
     Args:
         forward_step: see `ForwardStep`.
-        chunks: of this rank.
-        micro_batches: of this rank; every rank has as many.
-        seq_length: tokens a sample, whole.
-        micro_batch_size: samples a micro-batch.
-        forward_only: without gradients.
-        collects: what the last stage does gives any data (it is called with `non_loss_data=True`), not a loss.
+        chunks: model chunks of this rank.
+        micro_batches: micro-batches of this rank; every rank has equally many.
+        seq_length: tokens per sample of the whole sequence.
+        micro_batch_size: samples per micro-batch.
+        forward_only: True: no backward pass.
+        collects: True: the last stage's function is called with `non_loss_data=True` and may return any data.
 
     Returns:
-        What the last stage has made of each micro-batch; empty on the others.
+        Results of the last stage's function, one per micro-batch; empty on other stages.
     """
     alive()
     iterators = [iter(micro_batches) for _ in chunks]
@@ -58,10 +58,10 @@ def run_schedule(
 
 @contextmanager
 def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within it the chunks are in evaluation mode and no gradients are kept.
+    """Context manager that sets the chunks to evaluation mode, without gradients and without FP8.
 
-    Nothing is in 8 bits: tests come in any length, which products in 8 bits do not take, and say what the weights are
-    worth, however they were trained.
+    FP8 matrix products do not take every sequence length of the tests. The tests also measure the weights however they
+    were trained.
     """
     was_training = [chunk.training for chunk in chunks]
     blocks = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerBlock)]

@@ -1,4 +1,4 @@
-"""Handing on along ranks each of which holds a contiguous part of the sequence."""
+"""Recurrent states of a sequence that is sharded over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from torch.distributed import ProcessGroup
 from megatron_ext.parallel.exchange import gather_sequence
 
 Walk = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""From values [b, t, h, e] and the state before them [b, h, d, e], None for zeros, to outputs and the state after."""
+"""Scan from values [b, t, h, e] and the initial state [b, h, d, e] (None: zeros) to outputs and the final state."""
 
 DiagonalWalk = Callable[[Tensor | None], tuple[Tensor, Tensor]]
-"""From the state before, None for zeros, to outputs and the state after them."""
+"""Scan from the initial state (None: zeros) to outputs and the final state."""
 
 
 def walk_by_parts(walk: Walk, v_bthe: Tensor, key_dim: int, group: ProcessGroup) -> Tensor:
-    """What a walk over the whole sequence gives for this rank's part.
+    """Run a scan over the whole sequence and return the outputs of this rank's shard.
 
-    A walk from the state S gives N S + O and ends in M S + W, each column of values by itself. So one walk over the
-    values [v | 0] from the state [0 | I] gives [O | N] and ends in [W | M]; every rank tells the others W and M, and
-    puts together the state before its part. The gradient goes the same way back.
+    A scan over a shard from the state S yields the outputs N S + O and the final state M S + W, separately for each
+    column of the values. So one scan over the values [v | 0] from the state [0 | I] yields [O | N] and [W | M]. The
+    ranks all-gather W and M, and each computes the initial state of its shard from them. The backward pass uses the
+    same exchange.
 
     Args:
-        walk: over this rank's part, an op with keys of its own; linear in values and state together.
-        v_bthe: values of this rank's part [b, t, h, e].
+        walk: scan over this rank's shard, an op with its own keys; jointly linear in values and state.
+        v_bthe: values of this rank's shard [b, t, h, e].
         key_dim: d.
-        group: context-parallel group; rank r holds part r.
+        group: context-parallel group; rank r holds shard r.
 
     Returns:
-        [b, t, h, e] in the dtype of the walk's outputs.
+        [b, t, h, e] in the dtype of the scan's outputs.
     """
     b, t, h, e = v_bthe.shape
     identity = torch.eye(key_dim, device=v_bthe.device).expand(b, h, -1, -1)
@@ -45,22 +46,22 @@ def walk_by_parts(walk: Walk, v_bthe: Tensor, key_dim: int, group: ProcessGroup)
 
     state = _put_together(last, after, torch.zeros_like(last[..., :e]), group)
     from_zeros, of_state = (x.transpose(1, 2).flatten(0, 1) for x in given.split([e, key_dim], -1))
-    # In one product the sum is rounded once.
+    # baddbmm rounds the sum once.
     out = torch.baddbmm(from_zeros, of_state, state.to(given.dtype).flatten(0, 1))
     return out.unflatten(0, (b, h)).transpose(1, 2)
 
 
 def diagonal_state_before(kept: Tensor, written: Tensor, group: ProcessGroup) -> Tensor:
-    """The state that the parts before this rank's leave behind, zeros on the first rank.
+    """Return the state at the beginning of this rank's shard; zeros on the first rank.
 
-    Each number of a state goes by itself: what this rank's part makes of S is kept S + W. What each token reads from
-    the state would be as large as the states of all tokens here, so that, other than in `walk_by_parts`, the part is
-    walked over again.
+    The state is updated elementwise: this rank's shard maps the state S to kept * S + W. Unlike in `walk_by_parts`, the
+    caller scans its shard again from the result. The contribution of S to each token's read-out would be as large as
+    the states of all tokens.
 
     Args:
-        kept: how much of each number this part keeps, of any shape.
-        written: W, the state after this part from zeros.
-        group: context-parallel group; rank r holds part r.
+        kept: factor by which this shard multiplies each element of the state, of any shape.
+        written: W, the final state of this shard from zeros.
+        group: context-parallel group; rank r holds shard r.
     """
 
     def after(summary: Tensor, state: Tensor) -> Tensor:
@@ -72,8 +73,8 @@ def diagonal_state_before(kept: Tensor, written: Tensor, group: ProcessGroup) ->
 def _put_together(
     summary: Tensor, after: Callable[[Tensor, Tensor], Tensor], state: Tensor, group: ProcessGroup
 ) -> Tensor:
-    """The state before this rank's part, from every rank's summary and the state before the first."""
-    # All of them on every rank: backward, all ranks must take part in the exchange.
+    """Compute the initial state of this rank's shard from all ranks' summaries and the state before the first."""
+    # Every rank uses all summaries, as all ranks must take part in the exchange of the backward pass.
     before = [state]
     for of_part in gather_sequence(summary[None], group)[:-1]:
         before.append(after(of_part, before[-1]))
@@ -81,15 +82,15 @@ def _put_together(
 
 
 def rows_before(x_tbuw: Tensor, count: int, group: ProcessGroup) -> Tensor:
-    """The last rows of the part before this rank's, zeros on the first rank: [count, b, u, w].
+    """Return the last rows of the previous rank's shard, zeros on the first rank: [count, b, u, w].
 
     Args:
-        x_tbuw: this rank's part of the sequence [t, b, u, w].
-        count: how many; nothing is exchanged for 0.
-        group: ranks that hold the parts, in order.
+        x_tbuw: this rank's sequence shard [t, b, u, w].
+        count: number of rows; nothing is exchanged for 0.
+        group: ranks that hold the shards, in order.
 
     Raises:
-        ValueError: the parts are shorter than that.
+        ValueError: a shard has fewer than `count` rows.
     """
     if count == 0:
         return x_tbuw[:0]

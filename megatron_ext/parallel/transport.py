@@ -1,8 +1,8 @@
-"""How parts travel between the ranks of a group: in NCCL's kernels, or by the GPUs' copy engines.
+"""Transports of all-to-all messages: NCCL's kernels, or the GPUs' copy engines.
 
-NCCL moves data with kernels, which take multiprocessors from what is computed meanwhile. Copy engines take none: each
-rank packs what the others get into memory that all ranks of a node can read (torch's symmetric memory), and fetches its
-own parts out of theirs.
+NCCL moves data with kernels, which occupy multiprocessors that computation could use. Copy engines occupy none. Each
+rank packs the parts for the others into memory that all ranks of a node can read (torch's symmetric memory), and copies
+its own parts from the others' memory.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megatron_ext.parallel.agreement import gather_values
 
 
 class Sent(NamedTuple):
-    """A message under way.
+    """Message in flight.
 
     Attributes:
-        received_nx: [ranks, ...], what comes from each; there once it has been waited for.
-        wait: makes the current stream wait for it, on a CPU the process.
+        received_nx: received parts, [ranks, ...]; valid after `wait`.
+        wait: makes the current stream wait for the message; on a CPU, blocks the process.
     """
 
     received_nx: Tensor
@@ -35,16 +35,16 @@ class Sent(NamedTuple):
 
 
 class Transport(Protocol):
-    """Takes parts from every rank of a group to every other.
+    """All-to-all messages between the ranks of a group.
 
     Attributes:
-        size: ranks of the group.
+        size: number of ranks.
     """
 
     size: int
 
     def send(self, parts_nx: Tensor) -> Sent:
-        """Send part r to rank r, without waiting; all ranks send as much, in the same order.
+        """Send part r to rank r without waiting. All ranks send messages of equal sizes in the same order.
 
         Args:
             parts_nx: [ranks, ...] of any strides.
@@ -52,32 +52,32 @@ class Transport(Protocol):
 
 
 class Collective:
-    """An all-to-all of the group's backend: NCCL's, or gloo's."""
+    """All-to-all of the group's backend: NCCL or gloo."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self.size = group, group.size()
 
     def send(self, parts_nx: Tensor) -> Sent:
-        """See `Transport`."""
+        """Implement `Transport.send`."""
         sent_nx = parts_nx.contiguous()
         received_nx = torch.empty_like(sent_nx)
         work = dist.all_to_all_single(received_nx, sent_nx, group=self._group, async_op=True)
 
-        def wait(_kept: Tensor = sent_nx) -> None:  # whose memory must not be used anew before it is sent
+        def wait(_kept: Tensor = sent_nx) -> None:  # keeps the memory alive until it is sent
             work.wait()
 
         return Sent(received_nx, wait)
 
 
 class _Outbox:
-    """Memory of this rank that the others read.
+    """Memory of this rank that the other ranks can read.
 
     Raises:
-        UserError: they cannot, as where there is no NVLink between GPUs.
+        UserError: the GPUs cannot share memory, e.g. without NVLink.
     """
 
     def __init__(self, num_bytes: int, group: ProcessGroup, device: torch.device) -> None:
-        import torch.distributed._symmetric_memory as symmetric_memory  # which nothing else here needs
+        import torch.distributed._symmetric_memory as symmetric_memory  # needed only here
 
         self.num_bytes = num_bytes
         own = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -90,29 +90,30 @@ class _Outbox:
         self._parts: dict[Any, tuple[Tensor, ...]] = {}
 
     def of(self, rank: int, like: Tensor) -> tuple[Tensor, ...]:
-        """What a rank's begins with, as parts of the shape and dtype of another's; made once, the host has no time."""
+        """Return the start of a rank's outbox as parts of the shape and dtype of `like`; cached to save host time."""
         key = rank, like.shape, like.dtype
         if key not in self._parts:
             self._parts[key] = self._shared.get_buffer(rank, like.shape, like.dtype).unbind()
         return self._parts[key]
 
     def meet(self) -> None:
-        """The current stream goes on once those of all ranks are here."""
+        """Make the current stream wait until the streams of all ranks have arrived here."""
         self._shared.barrier()
 
 
 class CopyEngines:
-    """Each rank fetches its parts from the others' memory, on a stream of its own.
+    """Transport in which each rank copies its parts from the others' memory, on a separate stream.
 
-    An outbox is filled by the stream that computes where parts have to be put in order, which takes a kernel, and else
-    by the engines' own, beside what is computed. All ranks meet before they read, as each must be filled, and after it,
-    as then it may be filled anew: which happens once the stream that computes has waited for the message.
+    Packing into an outbox needs a kernel if the parts are strided. It then runs on the computing stream. Otherwise the
+    copy engines pack on the separate stream, overlapping with computation. All ranks synchronise before reading, so
+    that every outbox is filled, and after reading. An outbox is reused once the computing stream has waited for its
+    message.
 
     Args:
         group: ranks of one node.
 
     Raises:
-        UserError: they are not.
+        UserError: the ranks are on several hosts.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -129,7 +130,7 @@ class CopyEngines:
         self._free: list[_Outbox] = []
 
     def send(self, parts_nx: Tensor) -> Sent:
-        """See `Transport`; the first messages of a size wait for all ranks, to share memory for them."""
+        """Implement `Transport.send`; the first messages of a size wait for all ranks, to allocate shared memory."""
         outbox = self._take(parts_nx.nbytes)
         outgoing = outbox.of(self._rank, parts_nx)
         received_nx = parts_nx.new_empty(parts_nx.shape)
@@ -148,20 +149,20 @@ class CopyEngines:
             if in_order:
                 pack()
             outbox.meet()
-            for step in range(1, self.size):  # no two ranks begin with the same one
+            for step in range(1, self.size):  # no two ranks read from the same rank at once
                 rank = (self._rank + step) % self.size
                 received[rank].copy_(outbox.of(rank, parts_nx)[self._rank])
             outbox.meet()
             arrived.record()
 
-        def wait(_kept: Tensor | None = parts_nx if in_order else None) -> None:  # it may be read until then
+        def wait(_kept: Tensor | None = parts_nx if in_order else None) -> None:  # keeps it alive until read
             torch.cuda.current_stream().wait_event(arrived)
             self._free.append(outbox)
 
         return Sent(received_nx, wait)
 
     def _take(self, num_bytes: int) -> _Outbox:
-        """The smallest that is free and large enough: the same on all ranks, as their messages are."""
+        """Return the smallest free outbox that is large enough: the same on all ranks, as their messages are."""
         fitting = [box for box in self._free if box.num_bytes >= num_bytes]
         if not fitting:
             return _Outbox(num_bytes, self._group, self._device)
@@ -172,13 +173,13 @@ class CopyEngines:
 
 @cache
 def transport_of(group: ProcessGroup, name: TransportName) -> Transport:
-    """What takes parts between the ranks of a group, one for all layers; see `ParallelConfig.context_transport`.
+    """Return the transport of a group, shared by all layers; see `ParallelConfig.context_transport`.
 
-    A collective call where it is the first of its kind for the group.
+    The first call for each group and name is collective.
     """
     return CopyEngines(group) if name == "copy_engine" else Collective(group)
 
 
 def forget_transports() -> None:
-    """Let go of the memory of groups that are no longer."""
+    """Release the transports and their memory, for groups that no longer exist."""
     transport_of.cache_clear()

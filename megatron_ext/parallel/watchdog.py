@@ -1,8 +1,8 @@
-"""A rank that gets no further ends itself and says where it was: a silent hang becomes an exit.
+"""Watchdog that ends a rank without progress and prints its stacks, so that a silent hang becomes an exit.
 
-A rank that is stopped, or a link that is cut without a word, leaves all others in a collective. They would wait until
-the group's own time-out, and those outside a collective for ever. Each rank watches itself: no other need be there for
-that. The watch is Python's faulthandler: a thread in C, which needs neither the interpreter's lock nor a signal.
+A rank that is stopped, or a link that drops silently, leaves all other ranks in a collective. They would wait until the
+group's time-out, and ranks outside a collective forever. Each rank watches itself, so that no other process is needed.
+The watchdog is Python's faulthandler: a C thread that needs neither the GIL nor a signal.
 """
 
 from __future__ import annotations
@@ -15,31 +15,33 @@ from datetime import timedelta
 from megatron_ext.heartbeat import Heartbeat
 
 STANDARD_ERROR = 2
-"""The descriptor: what Python has made of `sys.stderr` does not matter when a process ends."""
+"""File descriptor of standard error, used instead of `sys.stderr`, which may be replaced or closed."""
 
 GROUP_TIMEOUT = timedelta(minutes=10)
-"""A collective's, where nothing is watched."""
+"""Time-out of collectives without a watchdog."""
 
 _seconds = 0.0
 _heartbeat: Heartbeat | None = None
 
 
 def group_timeout(seconds: float) -> timedelta:
-    """Time-out of the collectives of ranks with a watch: later than it, as NCCL's own ends a rank without its stacks.
+    """Return the time-out of collectives under a watchdog.
+
+    It is later than the watchdog, because NCCL's time-out ends a rank without printing stacks.
 
     Args:
-        seconds: as for `watching`.
+        seconds: limit of the watchdog, as in `watching`.
     """
     return max(GROUP_TIMEOUT, timedelta(seconds=seconds, minutes=1)) if seconds else GROUP_TIMEOUT
 
 
 @contextmanager
 def watching(seconds: float, heartbeat: Heartbeat | None = None) -> Iterator[None]:
-    """Within it this process ends with exit code 1, and its stacks on standard error, when it gets no further.
+    """Context manager under which this process ends with exit code 1 and prints its stacks if it makes no progress.
 
     Args:
-        seconds: from one `alive` to the next at most; 0: nothing is watched.
-        heartbeat: writes down that it gets further.
+        seconds: longest time between two calls of `alive`; 0: no watchdog.
+        heartbeat: receives a beat at each call of `alive`.
     """
     global _seconds, _heartbeat
     _seconds, _heartbeat = seconds, heartbeat
@@ -52,7 +54,7 @@ def watching(seconds: float, heartbeat: Heartbeat | None = None) -> Iterator[Non
 
 
 def alive() -> None:
-    """Say that this process has got further: every forward pass does, and what lies between two has the same limit."""
+    """Record progress of this process and restart the watchdog. Every forward pass calls it."""
     if _heartbeat is not None:
         _heartbeat.beat()
     if _seconds:

@@ -1,9 +1,9 @@
-"""Queries of a causal sequence, shared out so that each rank has as many keys to look at as any other.
+"""Zigzag load balancing of causal attention: each rank gets queries with equally many visible keys.
 
-Of 2 n pieces of the sequence, rank r of n holds pieces 2 r and 2 r + 1, and works on pieces r and 2 n - 1 - r: an early
-one, whose queries see few keys, and a late one. As in Llama 3's context parallelism (Grattafiori et al. 2024,
-arXiv 2407.21783, section 3.3.2), but for the time of the attention alone: what is around it keeps its part of the
-sequence, with whatever looks back in it.
+Rank r of n holds pieces 2r and 2r + 1 of 2n pieces of the sequence, and processes pieces r and 2n - 1 - r: an early
+one, whose queries see few keys, and a late one. Llama 3's context parallelism does the same (Grattafiori et al. 2024,
+arXiv 2407.21783, section 3.3.2). Here only the queries of attention are exchanged. The other operations keep contiguous
+shards, which those that access earlier positions need.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from megatron_ext.parallel.exchange import all_to_all, exchange
 
 
 def to_zigzag(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
-    """From a rank's part of the sequence to the two pieces that it works on, the early one first.
+    """Exchange a rank's sequence shard for the two pieces that it processes, the early one first.
 
     Args:
         x_tbnw: [t, b, n, w], t even.
-        group: rank r holds part r.
+        group: rank r holds shard r.
 
     Returns:
-        [t, b, n, w]. The gradient takes the way back.
+        [t, b, n, w]. The backward pass applies the inverse exchange.
     """
     return exchange(x_tbnw, _to_zigzag, _from_zigzag, group)
 
 
 def from_zigzag(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
-    """The inverse of `to_zigzag`."""
+    """Apply the inverse of `to_zigzag`."""
     return exchange(x_tbnw, _from_zigzag, _to_zigzag, group)
 
 
 def zigzag_pieces(group: ProcessGroup) -> tuple[int, int]:
-    """Which of the 2 n pieces this rank works on."""
+    """Return the indices of the two pieces that this rank processes, of 2n."""
     return group.rank(), 2 * group.size() - 1 - group.rank()
 
 
 def _to_zigzag(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
     sent, order = _sent(len(x_tbnw), group)
-    # The early piece comes from a lower rank than the late one, or from the same.
+    # Received rows are ordered by rank, and the early piece comes from the same or a lower rank.
     return all_to_all(_in_order(x_tbnw, order), group, sent, _received(len(x_tbnw), group))
 
 
@@ -50,7 +50,7 @@ def _from_zigzag(x_tbnw: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _sent(num_rows: int, group: ProcessGroup) -> tuple[list[int], list[int]]:
-    """How many rows of its part a rank sends to each other for the zigzag, and its two pieces in the ranks' order."""
+    """Return the number of rows sent to each rank, and the order of this rank's two pieces by receiving rank."""
     size, held = group.size(), (2 * group.rank(), 2 * group.rank() + 1)
     workers = [min(piece, 2 * size - 1 - piece) for piece in held]
     return _count(workers, num_rows // 2, size), [0, 1] if workers[0] <= workers[1] else [1, 0]
@@ -65,5 +65,5 @@ def _count(ranks: list[int], rows: int, size: int) -> list[int]:
 
 
 def _in_order(x_tbnw: Tensor, order: list[int]) -> Tensor:
-    """The two halves, in an order that is its own inverse."""
+    """Return the two halves in the given order; each order is its own inverse."""
     return x_tbnw if order == [0, 1] else torch.cat(x_tbnw.chunk(2)[::-1])
