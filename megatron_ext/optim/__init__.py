@@ -1,1 +1,1 @@
-"""Optimizers behind one interface."""
+"""Optimizers behind one interface: Megatron's and DeepSpeed's ZeRO."""

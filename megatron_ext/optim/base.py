@@ -1,4 +1,4 @@
-"""The one interface behind which every optimizer stands: Megatron's, and DeepSpeed's ZeRO."""
+"""Common interface of all optimizers: Megatron's, and DeepSpeed's ZeRO."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from megatron_ext.parallel.fp32_values import stored, with_fp32_values
 
 
 class RunOptimizer(ABC):
-    """Owns the wrapped model chunks, their gradients, the optimizer and the learning-rate schedule.
+    """Base class that owns the wrapped model chunks, their gradients, the optimizer and the learning-rate schedule.
 
     Args:
-        chunks: model chunks of this rank, wrapped: gradients accumulate in fp32, reduced over data-parallel ranks.
-        adams: what updates them.
-        schedule: of their learning rate.
-        shares_state: whether data-parallel ranks hold different parts of the optimizer's state.
-        group: of those ranks, which hold the same part of the model.
+        chunks: wrapped model chunks of this rank; gradients accumulate in fp32 and are reduced over data-parallel
+            ranks.
+        adams: Adam optimizers that update the parameters.
+        schedule: learning-rate schedule of all of them.
+        shares_state: True if the optimizer state is sharded over data-parallel ranks.
+        group: data-parallel group, whose ranks hold the same part of the model.
     """
 
     def __init__(
@@ -55,11 +56,11 @@ class RunOptimizer(ABC):
         """Set gradients to zero."""
 
     def finish_step(self, goes_on: Callable[[float], bool]) -> None:
-        """Clip the gradients, update parameters, advance the schedule; or drop the gradients, and all stays as it was.
+        """Clip the gradients, update the parameters and advance the schedule; or drop the gradients and change nothing.
 
         Args:
-            goes_on: which of them, by the gradient's norm over all ranks, before clipping; inf or nan if it is not
-                finite. On every rank alike.
+            goes_on: decides by the gradient norm over all ranks, before clipping; inf or nan if it is not finite. It
+                must return the same on every rank.
         """
         updated = False
 
@@ -67,7 +68,7 @@ class RunOptimizer(ABC):
             nonlocal updated
             updated = goes_on(grad_norm)
             if updated:
-                self._scheduler.step(increment=1)  # before the update: step 1 already has a rate above zero
+                self._scheduler.step(increment=1)  # before the update, so that step 1 has a rate above zero
             return updated
 
         self._finish_step(at_next_rate)
@@ -76,42 +77,42 @@ class RunOptimizer(ABC):
 
     @abstractmethod
     def _finish_step(self, goes_on: Callable[[float], bool]) -> None:
-        """Clip the gradients and update parameters, or drop the gradients."""
+        """Clip the gradients and update the parameters, or drop the gradients."""
 
     def skip(self) -> None:
-        """Let a step whose gradients were dropped count as done: the schedule goes on, Adam's own count does not."""
+        """Count a step whose gradients were dropped: advance the schedule, but not Adam's step count."""
         self._scheduler.step(increment=1)
         self._skipped += 1
 
     @property
     def lr(self) -> float:
-        """Learning rate of the last update (of parameters with no multiplier of their own)."""
+        """Learning rate of the last update, for parameters without a multiplier."""
         return float(self._adams[0].param_groups[0]["lr"])
 
     def testing(self) -> AbstractContextManager[Sequence[torch.nn.Module]]:
-        """Gives the chunks for tests between steps; a collective call.
+        """Return a context manager that provides the chunks for tests between steps; a collective call.
 
-        Within it each rank holds its model-parallel part of all parameters, and its forward passes are no one else's
-        affair but its model-parallel group's: data-parallel ranks may make more or fewer.
+        Within it each rank holds its model-parallel part of all parameters. Forward passes then involve only the
+        model-parallel group, so data-parallel ranks may run different numbers of them.
         """
         return nullcontext(self.chunks)
 
     # --- its state ---------------------------------------------------------------------------------------------------
 
     def whole(self) -> AbstractContextManager[None]:
-        """Within it every rank holds its model-parallel part of the parameters whole; a collective call.
+        """Return a context manager under which no parameter is sharded over data-parallel ranks; a collective call.
 
-        Where data-parallel ranks share parameters out (ZeRO-3), what the first of them writes into its own is what all
-        have afterwards.
+        Each rank holds its model-parallel part of the parameters. With ZeRO-3, values that the first data-parallel rank
+        writes to its parameters are those of all ranks afterwards.
         """
         return nullcontext()
 
     def held_by_model(self) -> list[Tensor]:
-        """What is `stored` of parameters and buffers, as it lies in memory, in an order that stays.
+        """Return the `stored` tensors of parameters and buffers, as they are in memory, in a fixed order.
 
-        One that is shared comes more than once.
+        A shared tensor appears more than once.
         """
-        # Not by parameters() and buffers(), which look for what is shared: a save has training wait for this.
+        # parameters() and buffers() would spend time on removing duplicates, and a save blocks training meanwhile.
         return [
             stored(tensor).detach()
             for module in self._modules
@@ -121,25 +122,28 @@ class RunOptimizer(ABC):
 
     @abstractmethod
     def make_moments(self) -> None:
-        """Make Adam's moments, if there are none: the first step would, and a checkpoint is loaded into them."""
+        """Allocate Adam's moments if there are none.
+
+        The first step would, but a checkpoint may be loaded into them before.
+        """
 
     @abstractmethod
     def stretches(self) -> Iterator[Stretch]:
-        """Optimizer state as this rank holds it, in an order that stays; what is written into it is to be `take`n."""
+        """Iterate over the optimizer state of this rank in a fixed order. After writing to it, call `take`."""
 
     def plain_state(self) -> dict[str, Any]:
-        """What of its state is no tensor."""
+        """Return the part of the state that is not tensors."""
         return {"schedule": {**self._scheduler.state_dict(), "skipped": self._skipped}}
 
     def take(self, stretches: Sequence[Stretch], plain: dict[str, Any]) -> None:
-        """Go on from a saved state.
+        """Resume from a saved state.
 
         Args:
-            stretches: this rank's, the saved values written into them.
-            plain: as it was saved.
+            stretches: state of this rank, with the saved values written to it.
+            plain: saved result of `plain_state`.
         """
         done = go_on_from(self._scheduler, plain["schedule"])
-        self._skipped = int(plain["schedule"].get("skipped", 0))  # older checkpoints do not say: there was no skipping
+        self._skipped = int(plain["schedule"].get("skipped", 0))  # older checkpoints lack it: nothing was skipped
         for adam in self._adams:
             set_steps(adam, done - self._skipped)
         self._spread_fp32_values()
@@ -148,17 +152,17 @@ class RunOptimizer(ABC):
 
     @abstractmethod
     def masters(self, parameters: Sequence[Tensor]) -> Iterator[Master]:
-        """The fp32 copies of some parameters as this rank holds them; views where the optimizer has them."""
+        """Iterate over the fp32 copies of parameters on this rank; views into the optimizer's tensors if possible."""
 
     def _write_master(self, master: Master, values: Tensor) -> None:
-        """Give an optimizer's copy its values."""
+        """Write values to one of the optimizer's fp32 copies."""
         master.values.copy_(values)
 
     def _begin_with_fp32_values(self) -> None:
-        """Let the optimizer's copies begin with the initial values themselves; they were made from rounded ones."""
+        """Initialise the optimizer's fp32 copies with the exact initial values; they were made from rounded ones."""
         for master in self.masters(self._in_fp32):
             self._write_master(master, values_at(master))
 
     def _spread_fp32_values(self) -> None:
-        """Let the forward pass have what the optimizer holds; a collective call."""
+        """Copy the optimizer's fp32 copies to the parameters' fp32 values; a collective call."""
         spread(self._in_fp32, self.masters(self._in_fp32), self._group)

@@ -1,4 +1,4 @@
-"""How DeepSpeed joins a run: in torch's process group, with Megatron's groups as it asks for them."""
+"""DeepSpeed on top of torch's process group and Megatron's process groups."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 def join_process_group(communication: str) -> None:
-    """Let DeepSpeed use the process group that is there.
+    """Make DeepSpeed use the existing process group.
 
     Args:
-        communication: torch.distributed's backend.
+        communication: backend of torch.distributed.
     """
-    # On a CPU it would compile an exchange of its own, which training does not call.
+    # On a CPU it would otherwise compile its shared-memory collectives, which training does not use.
     __compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=communication, dist_init_required=False)
 
 
 class GroupsForDeepSpeed:
-    """What DeepSpeed calls `mpu`: the functions that Megatron's module of that name once had.
+    """DeepSpeed's `mpu`: the functions that Megatron's module of that name once had.
 
     Its data-parallel group is DP x CP, over which parameters are replicated; its model-parallel group is TP x PP. It
-    has no function with `sequence_parallel` in its name: with one, DeepSpeed takes its own sequence parallelism for
-    granted.
+    has no function with `sequence_parallel` in its name, because DeepSpeed would then assume its own sequence
+    parallelism.
 
     Args:
-        groups: of this rank.
+        groups: process groups of this rank.
     """
 
     def __init__(self, groups: ProcessGroupCollection) -> None:

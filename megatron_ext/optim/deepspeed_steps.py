@@ -1,7 +1,7 @@
-"""A step of DeepSpeed's optimizers that asks, once the gradient's norm is known, whether it is to go on.
+"""Step of DeepSpeed's optimizers with a decision by the caller after the gradient norm is known.
 
-Theirs takes the norm and updates, or, for overflow, decides by itself that it does not. What a run does with a gradient
-that is not finite is for the run to say, before anything is changed.
+DeepSpeed's own step computes the norm and updates, or decides itself not to update because of overflow. Here the run
+decides on a gradient that is not finite, before anything changes.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 _INVALID = -1.0
-"""What DeepSpeed puts for a norm that is not finite; it drops the gradients then."""
+"""DeepSpeed's value of a norm that is not finite; the step then drops the gradients."""
 
 
 def step_if(zero: Any, step: Callable[[], object], goes_on: Callable[[float], bool]) -> None:
-    """Make a step of an optimizer, or drop its gradients.
+    """Run a step of an optimizer, or drop its gradients.
 
     Args:
         zero: DeepSpeed's optimizer, at any stage.
-        step: makes its step; what drives the optimizer may have something to do around it.
-        goes_on: whether to update, by the gradient's norm over all ranks, before clipping; inf if it is not finite.
+        step: runs the step; may be that of a wrapper of the optimizer, such as the engine.
+        goes_on: returns whether to update, given the gradient norm over all ranks before clipping; inf if it is not
+            finite.
     """
     if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
         of_groups = zero._get_norm_groups
@@ -43,14 +44,14 @@ def step_if(zero: Any, step: Callable[[], object], goes_on: Callable[[float], bo
         found = scaled(*arguments, **named)
         return found if goes_on(float(found) / float(zero.loss_scale)) else torch.tensor(_INVALID)
 
-    # It heeds the norm if it is to look for overflow, and would look for it in the gradients, too.
+    # It uses the norm only if it checks for overflow, and would then also check the gradients.
     with _instead(zero, scaled_global_norm=norm, check_grad_overflow=True, check_overflow=lambda *_, **__: None):
         step()
 
 
 @contextmanager
 def _instead(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Within it attributes of an object are others."""
+    """Context manager that temporarily replaces attributes of an object."""
     own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     vars(owner).update(attributes)
     try:

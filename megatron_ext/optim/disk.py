@@ -1,4 +1,4 @@
-"""What DeepSpeed needs to keep state on a local disk (NVMe), looked at before it starts: it would end in assertions."""
+"""Checks of DeepSpeed's offloading to a local disk (NVMe), before DeepSpeed would fail with assertions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron_ext.files import os_reason
 
 
 def check_disk(sections: Mapping[str, Mapping[str, Any]], chunk: torch.nn.Module, data_parallel_size: int) -> None:
-    """Refuse offloading to a disk that cannot work here.
+    """Check that offloading to a disk can work here.
 
     Args:
-        sections: of DeepSpeed's `zero_optimization`, those whose state lies on a disk, by name; none is fine.
-        chunk: the model, unshared.
-        data_parallel_size: ranks that share a parameter.
+        sections: those sections of DeepSpeed's `zero_optimization` that offload to a disk, by name; may be empty.
+        chunk: the model, not yet sharded.
+        data_parallel_size: number of ranks that a parameter is sharded over.
 
     Raises:
         UserError: the folder cannot be written to, a buffer is too small, or DeepSpeed cannot build its operator.
@@ -48,7 +48,7 @@ def _check_folder(folder: Path, where: str) -> None:
 
 
 def _check_buffer(buffer_size: int, chunk: torch.nn.Module, data_parallel_size: int) -> None:
-    """A rank's share of each parameter goes through one buffer; counts are of elements."""
+    """Check that the buffer holds a rank's shard of the largest parameter; sizes are numbers of elements."""
     name, parameter = max(chunk.named_parameters(), key=lambda named: named[1].numel())
     share = -(-parameter.numel() // data_parallel_size)
     if buffer_size < share:

@@ -1,4 +1,4 @@
-"""fp32 values beside parameters (`parallel.fp32_values`), kept the same as the optimizer's own fp32 copy."""
+"""Synchronisation of the parameters' fp32 values (`parallel.fp32_values`) with the optimizer's own fp32 copies."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_ext.parallel.fp32_values import fp32_values
 
 
 class Master(NamedTuple):
-    """Consecutive elements of a parameter as the optimizer of this rank holds them.
+    """The optimizer's fp32 copy of consecutive elements of a parameter, on this rank.
 
     Attributes:
-        parameter: this rank's, whole.
+        parameter: this rank's parameter, whole.
         start: index of the first of these elements in the flattened parameter.
-        values: fp32, 1-D.
+        values: fp32 copy, 1-D.
     """
 
     parameter: Tensor
@@ -27,18 +27,18 @@ class Master(NamedTuple):
 
 
 def values_at(master: Master) -> Tensor:
-    """The elements of a parameter's fp32 values that a master is of."""
+    """Return the elements of a parameter's fp32 values that correspond to a master."""
     values = fp32_values(master.parameter)
     assert values is not None, "masters are asked for of such parameters alone"
     return values.view(-1)[master.start : master.start + len(master.values)]
 
 
 def spread(parameters: Sequence[Tensor], masters: Iterable[Master], group: dist.ProcessGroup | None) -> None:
-    """Write the optimizer's values into the fp32 values of parameters; a collective call where they are shared out.
+    """Write the optimizer's fp32 copies to the parameters' fp32 values; a collective call if the copies are sharded.
 
     Args:
-        parameters: all that have such values, in the same order on all ranks of the group.
-        masters: what this rank's optimizer holds of them.
+        parameters: all parameters with fp32 values, in the same order on all ranks of the group.
+        masters: fp32 copies that this rank's optimizer holds.
         group: ranks that hold different elements, each of them once; None: every rank holds all.
     """
     if not parameters:

@@ -1,4 +1,4 @@
-"""Megatron's AdamW, whole on every data-parallel rank or sharded over them (its distributed optimizer)."""
+"""Megatron's AdamW, replicated over data-parallel ranks or sharded over them (its distributed optimizer)."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from megatron_ext.platform import DTYPES, Platform
 
 
 class MegatronRunOptimizer(RunOptimizer):
-    """`RunOptimizer` over Megatron's DistributedDataParallel and optimizer.
+    """`RunOptimizer` for Megatron's DistributedDataParallel and optimizer.
 
     Args:
         chunks: model chunks of this rank, not yet wrapped.
-        config: of the optimizer.
-        steps: of the whole run: the length of the schedule.
+        config: settings of the optimizer.
+        steps: steps of the whole run: the length of the schedule.
         precision: bf16 or fp32.
         groups: process groups.
-        platform: where this runs.
+        platform: device and back-end of this run.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class MegatronRunOptimizer(RunOptimizer):
         transformer_config = get_model_config(chunks[0])
         transformer_config.finalize_model_grads_func = finalize_model_grads
         transformer_config.grad_scale_func = self._optimizer.scale_loss
-        if overlapped:  # but for the last micro-batch, schedules keep gradients from being sent
+        if overlapped:  # schedules disable gradient reduction until the last micro-batch
             until_last = [chunk.no_sync for chunk in wrapped]
             transformer_config.no_sync_func = until_last if len(until_last) > 1 else until_last[0]
         self._platform, self._clip_grad = platform, config.clip_grad
@@ -84,7 +84,7 @@ class MegatronRunOptimizer(RunOptimizer):
         self._optimizer.zero_grad()
 
     def _finish_step(self, goes_on: Callable[[float], bool]) -> None:
-        """What Megatron's own `step` does, but for the question; a step begins with gradients at zero."""
+        """Do the same as Megatron's `step`, but ask `goes_on` before the update."""
         with self._platform.optimizer_context():
             overflowed = self._optimizer.prepare_grads()
             assert not overflowed, "it looks for overflow with fp16 alone"
@@ -98,14 +98,14 @@ class MegatronRunOptimizer(RunOptimizer):
             self._optimizer.step_with_ready_grads()
 
     def stretches(self) -> Iterator[Stretch]:
-        """Optimizer state as this rank holds it."""
+        """Implement `RunOptimizer.stretches`."""
         for part in self._parts:
             for parameter, start, main in _held(part):
                 moments = {moment: part.optimizer.state[main][moment].view(-1) for moment in MOMENTS}
                 yield Stretch(parameter, start, {"param": main.detach().view(-1), **moments})
 
     def masters(self, parameters: Sequence[Tensor]) -> Iterator[Master]:
-        """See `RunOptimizer.masters`."""
+        """Implement `RunOptimizer.masters`."""
         wanted = {id(parameter) for parameter in parameters}
         for part in self._parts if wanted else ():
             for parameter, start, main in _held(part):
@@ -113,7 +113,7 @@ class MegatronRunOptimizer(RunOptimizer):
                     yield Master(parameter, start, main.detach().view(-1))
 
     def make_moments(self) -> None:
-        """Make Adam's moments, if there are none."""
+        """Implement `RunOptimizer.make_moments`."""
         for part in self._parts:
             if part.optimizer.state:
                 continue
@@ -124,7 +124,7 @@ class MegatronRunOptimizer(RunOptimizer):
 
 
 def _wrap(chunk: MegatronModule, sharded: bool, overlapped: bool) -> DistributedDataParallel:
-    """A chunk whose gradients, where others have the same, are summed in pieces while the backward pass goes on."""
+    """Wrap a chunk; if `overlapped`, gradients are reduced in buckets during the backward pass."""
     wrapping = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=sharded, overlap_grad_reduce=overlapped
     )
@@ -132,19 +132,19 @@ def _wrap(chunk: MegatronModule, sharded: bool, overlapped: bool) -> Distributed
 
 
 def _held(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
-    """Each parameter that this rank updates elements of, where they begin, and their precise values."""
+    """Iterate over the parameters that this rank updates (in part): (parameter, first element, fp32 copy)."""
     return _of_distributed(part) if isinstance(part, DistributedOptimizer) else _of_whole(part)
 
 
 def _of_distributed(part: DistributedOptimizer) -> Iterator[tuple[Tensor, int, Tensor]]:
-    """Each parameter that this rank updates a stretch of, where that begins, and its precise values."""
+    """Implement `_held` for the distributed optimizer, where this rank updates a stretch of a parameter."""
     for parameter, (group, order) in part.model_param_group_index_map.items():
         start = part._get_model_param_range_map(parameter)["param"].start
         yield parameter, start, part.optimizer.param_groups[group]["params"][order]
 
 
 def _of_whole(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
-    """The same where every rank updates all."""
+    """Implement `_held` for optimizers where every rank updates whole parameters."""
     if isinstance(part, Float16OptimizerWithFloat16Params):
         for groups in ((part.float16_groups, part.fp32_from_float16_groups), (part.fp32_from_fp32_groups,) * 2):
             for parameters, mains in zip(*groups, strict=True):

@@ -1,4 +1,4 @@
-"""Parameters by how AdamW treats them, for optimizers that Megatron does not make."""
+"""Parameter groups with and without weight decay, for optimizers that Megatron does not create."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from megatron_ext.errors import UserError
 
 
 def adamw_groups(chunks: Sequence[torch.nn.Module]) -> list[dict[str, Any]]:
-    """Groups with weight decay and without; vectors have none, nor what says so (`parallel.parameters`).
+    """Return parameter groups with and without weight decay.
+
+    Vectors have none, nor do parameters with `no_weight_decay` (`parallel.parameters`).
 
     Returns:
-        Groups that are not empty, with `wd_mult` for Megatron's schedule.
+        The non-empty groups, with `wd_mult` for Megatron's schedule.
 
     Raises:
-        UserError: parameters have several dtypes. DeepSpeed flattens a group into one tensor, and torch would promote
-            those of 16 bits without a word.
+        UserError: parameters have several dtypes. DeepSpeed flattens a group into one tensor, and torch would silently
+            promote the 16-bit ones.
     """
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
@@ -37,7 +39,7 @@ def adamw_groups(chunks: Sequence[torch.nn.Module]) -> list[dict[str, Any]]:
 
 
 def adamw(chunks: Sequence[torch.nn.Module], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Torch's AdamW over all parameters; its rates are the schedule's to set."""
+    """Create torch's AdamW over all parameters; the schedule sets its rates."""
     beta1, beta2 = config.betas
     return torch.optim.AdamW(
         adamw_groups(chunks),

@@ -1,4 +1,4 @@
-"""The learning-rate schedule: Megatron's, over the parameter groups of any optimizer."""
+"""Megatron's learning-rate schedule over the parameter groups of any optimizer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _STYLES = {"cosine": "cosine", "wsd": "WSD", "constant": "constant"}
 
 
 def make_schedule(optimizer: Any, config: OptimizerConfig, steps: int) -> OptimizerParamScheduler:
-    """The schedule of a run, before its first step.
+    """Create the schedule of a run, before its first step.
 
     Args:
-        optimizer: anything with `param_groups`; a group's `wd_mult` multiplies its weight decay.
-        config: of the optimizer.
-        steps: of the whole run.
+        optimizer: any object with `param_groups`; `wd_mult` of a group multiplies its weight decay.
+        config: settings of the optimizer.
+        steps: steps of the whole run.
     """
     return OptimizerParamScheduler(
         optimizer,
@@ -38,10 +38,10 @@ def make_schedule(optimizer: Any, config: OptimizerConfig, steps: int) -> Optimi
 
 
 def go_on_from(schedule: OptimizerParamScheduler, saved: dict[str, Any]) -> int:
-    """Go on where a saved schedule was, with the run's own rates, which may have changed.
+    """Resume from a saved schedule, with the rates of the current configuration, which may have changed.
 
     Returns:
-        Steps done.
+        Number of steps done.
     """
     done = int(saved["num_steps"])
     schedule.num_steps = 0
@@ -52,17 +52,19 @@ def go_on_from(schedule: OptimizerParamScheduler, saved: dict[str, Any]) -> int:
 def first_other_rate(
     before: OptimizerConfig, steps_before: int, after: OptimizerConfig, steps: int, done: int
 ) -> tuple[int, float, float] | None:
-    """The first of the steps done at which two schedules have different rates.
+    """Find the first completed step at which two schedules have different rates.
+
+    Beyond `_MOST_COMPARED` steps, only about that many are compared, and those around each bend of both schedules.
 
     Args:
-        before: of the run that did them.
-        steps_before: of that whole run.
-        after: of the run that is to go on.
-        steps: of this whole run.
-        done: steps; of more than `_MOST_COMPARED`, as many are compared, and those around each bend of both schedules.
+        before: settings of the run that did the steps.
+        steps_before: steps of that whole run.
+        after: settings of the run that is to continue.
+        steps: steps of this whole run.
+        done: number of steps done.
 
     Returns:
-        (step, rate before, rate after), steps counted from 1; None: they are the same.
+        (step, rate before, rate after), steps counted from 1; None if the rates are the same.
     """
     schedules = [make_schedule(_NoParameters(), before, steps_before), make_schedule(_NoParameters(), after, steps)]
     bends = {bend + near for one in schedules for bend in _bends(one) for near in (0, 1)}
@@ -81,16 +83,16 @@ def first_other_rate(
 
 _MOST_COMPARED = 4096
 _SAME_RATE = 1e-9
-"""Relative difference up to which rates are the same: formulas of equal value round differently."""
+"""Relative difference up to which rates count as equal: equivalent formulas round differently."""
 
 
 class _NoParameters:
-    """An optimizer without parameters, for a schedule whose rates alone are asked for."""
+    """Optimizer without parameters, for a schedule of which only the rates are needed."""
 
     def __init__(self) -> None:
         self.param_groups: list[dict[str, Any]] = []
 
 
 def _bends(schedule: OptimizerParamScheduler) -> tuple[int, ...]:
-    """Steps at which the schedule's formula changes."""
+    """Return the steps at which the schedule's formula changes."""
     return schedule.lr_warmup_steps, schedule.lr_decay_steps - (schedule.wsd_decay_steps or 0), schedule.lr_decay_steps

@@ -1,9 +1,9 @@
-"""The one form in which every optimizer's state is saved: Adam's moments and fp32 parameters, in the model's shapes.
+"""Common checkpoint format of every optimizer: Adam's moments and fp32 parameters, in the model's shapes.
 
-`optimizer.state.{param, exp_avg, exp_avg_sq}.<the parameter's key>` is a tensor of the parameter's whole shape, fp32.
+`optimizer.state.{param, exp_avg, exp_avg_sq}.<key of the parameter>` is an fp32 tensor of the parameter's whole shape.
 Sharded optimizers hold a stretch of each flattened parameter. A stretch is a few boxes of the parameter, so each rank
-writes its own and reads what it needs, whoever wrote it, and nothing is gathered. It is loaded to where it lies in
-memory. Steps are the schedule's.
+writes its own boxes and reads those it needs, from any layout, and nothing is gathered. Loading writes directly to the
+optimizer's memory. The step count is the schedule's.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from megatron_ext.parallel.fp32_values import stored
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a part of a tensor begins, and its sizes."""
+"""Offset and shape of a part of a tensor."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Optimizer state of consecutive elements of a parameter, as a rank holds it.
+    """Optimizer state of consecutive elements of a parameter on one rank.
 
     Attributes:
-        parameter: this rank's, whole.
+        parameter: this rank's parameter, whole.
         start: index of the first of these elements in the flattened parameter.
-        tensors: 1-D, fp32, by kind: `param`, the precise parameter, and `MOMENTS`. Views where the optimizer has them.
+        tensors: 1-D fp32 tensors by kind: `param` (the fp32 copy of the parameter) and `MOMENTS`. Views into the
+            optimizer's tensors if possible.
     """
 
     parameter: Tensor
@@ -42,12 +43,12 @@ class Stretch:
 
 
 def placed_state(model_state: dict[str, Any], stretches: Iterable[Stretch], *, sharded: bool) -> dict[str, Any]:
-    """Optimizer state placed in the whole model, for dist_checkpointing.
+    """Return the optimizer state as ShardedTensors of the whole model, for dist_checkpointing.
 
     Args:
-        model_state: the model's sharded state dictionary, with what is `stored` of its parameters itself as data.
-        stretches: what this rank holds.
-        sharded: whether data-parallel ranks hold different stretches, or all the same.
+        model_state: sharded state dict of the model, whose data are the parameters' `stored` tensors themselves.
+        stretches: optimizer state of this rank.
+        sharded: True if data-parallel ranks hold different stretches, False if all hold the same.
 
     Returns:
         ShardedTensors that share memory with the stretches.
@@ -55,7 +56,7 @@ def placed_state(model_state: dict[str, Any], stretches: Iterable[Stretch], *, s
     places: dict[int, list[ShardedTensor]] = {}
     for base in nested_values(model_state):
         if isinstance(base, (ShardedTensor, ShardedTensorFactory)):
-            # One parameter may be parts that lie apart in the whole tensor: SwiGLU's gate and value.
+            # A parameter may map to separate parts of the whole tensor: SwiGLU's gate and value.
             parts = base.build() if isinstance(base, ShardedTensorFactory) else [base]
             places[id(base.data)] = list(nested_values(parts))
     placed: dict[str, Any] = {}
@@ -67,7 +68,7 @@ def placed_state(model_state: dict[str, Any], stretches: Iterable[Stretch], *, s
 
 
 def _parts_within(stretch: Stretch, place: ShardedTensor, sharded: bool) -> Iterator[ShardedTensor]:
-    """The boxes of a stretch that lie within one placed part of its parameter."""
+    """Iterate over the boxes of a stretch within one placed part of its parameter."""
     assert place.data is not None
     assert place.prepend_axis_num == 0, "layers are stored one by one"
     assert place.data.is_contiguous(), f"{place.key} is cut along its rows alone"
@@ -92,12 +93,12 @@ def _parts_within(stretch: Stretch, place: ShardedTensor, sharded: bool) -> Iter
 
 
 def _of_the_only_holder(replica_id: Any) -> Any:
-    """A model's replicas are numbered (pipeline, tensor, data-parallel rank); of the last there is one here."""
+    """Return a replica id (pipeline, tensor, data-parallel rank) with data-parallel rank 0: there is one holder."""
     return (*replica_id[:-1], 0) if isinstance(replica_id, tuple) else 0
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The fewest boxes, in order, that together are elements start .. stop - 1 of a row-major tensor."""
+    """Iterate over the fewest boxes, in order, that cover elements start .. stop - 1 of a row-major tensor."""
     if start >= stop:
         return
     if not shape:
@@ -128,11 +129,11 @@ def _flat_index(offset: tuple[int, ...], shape: tuple[int, ...]) -> int:
 
 
 def make_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor] | None = None) -> None:
-    """Give torch's AdamW the state that it makes at its first step, so that there is something to load into.
+    """Allocate the state that torch's AdamW creates at its first step, so that a checkpoint can be loaded into it.
 
     Args:
         optimizer: torch's AdamW.
-        parameters: that it will update, where its groups do not hold them; None: those of its groups.
+        parameters: parameters that it will update, if its groups do not hold them; None: those of its groups.
     """
     for parameter in parameters or [p for group in optimizer.param_groups for p in group["params"]]:
         if not optimizer.state[parameter]:
@@ -143,11 +144,11 @@ def make_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor] 
 
 
 def set_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Let every parameter's Adam have done as many steps; a tensor each, as AdamW adds to every one in place."""
+    """Set the step count of every parameter in Adam. Each gets its own tensor, as AdamW increments them in place."""
     for state in optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"] = torch.full_like(state["step"], steps)
-    for group in optimizer.param_groups:  # fused optimizers keep it here
+    for group in optimizer.param_groups:  # fused optimizers store it here
         if "step" in group:
             is_tensor = isinstance(group["step"], Tensor)
             group["step"] = torch.full_like(group["step"], steps) if is_tensor else steps

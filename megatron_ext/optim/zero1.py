@@ -1,8 +1,8 @@
-"""ZeRO-1: DeepSpeed's optimizer, driven directly under Megatron's schedules, pipelined ones included.
+"""ZeRO-1: DeepSpeed's optimizer, driven directly under Megatron's schedules, including pipelined ones.
 
-DeepSpeed's engine would want to run the schedule itself. Its optimizer alone does not: Megatron accumulates gradients
-of all micro-batches, sums them over tensor-parallel ranks and tied embeddings, divides by the tokens, and then hands
-them over to be reduced over data-parallel ranks (Rajbhandari et al., arXiv 1910.02054).
+DeepSpeed's engine would run the schedule itself, but its optimizer alone does not. Megatron accumulates the gradients
+of all micro-batches, sums them over tensor-parallel ranks and tied embeddings, and divides by the tokens. Then
+DeepSpeed's optimizer reduces them over data-parallel ranks (Rajbhandari et al. 2020, arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from megatron_ext.platform import Platform
 
 
 class Zero1RunOptimizer(RunOptimizer):
-    """`RunOptimizer` over DeepSpeed's ZeRO-1.
+    """`RunOptimizer` for DeepSpeed's ZeRO-1.
 
     Args:
         chunks: model chunks of this rank.
-        config: of the optimizer.
-        steps: of the whole run: the length of the schedule.
+        config: settings of the optimizer.
+        steps: steps of the whole run: the length of the schedule.
         groups: process groups.
-        platform: where this runs.
-        settings: DeepSpeed's configuration, whole.
+        platform: device and back-end of this run.
+        settings: the whole DeepSpeed configuration.
 
     Raises:
         UserError: the model has parameters of several dtypes.
@@ -69,7 +69,7 @@ class Zero1RunOptimizer(RunOptimizer):
             mpu=GroupsForDeepSpeed(groups),
             clip_grad=config.clip_grad,
             partition_grads=False,
-            gradient_average=False,  # they are sums, divided by the tokens of the whole batch
+            gradient_average=False,  # already divided by the tokens of the whole batch
             gradient_accumulation_dtype=torch.float32,
             communication_data_type=torch.float32,
             check_grad_overflow=False,
@@ -89,7 +89,7 @@ class Zero1RunOptimizer(RunOptimizer):
         step_if(self._zero, self._zero.step, goes_on)
 
     def _reduce(self, chunks: Sequence[ZeroChunk], *arguments: Any, **options: Any) -> None:
-        """What Megatron calls when all micro-batches are through; see its `finalize_model_grads`."""
+        """Finalise gradients after all micro-batches: replacement of Megatron's `finalize_model_grads`."""
         for chunk in chunks:
             chunk.gradients_to_megatron()
         finalize_model_grads(list(chunks), *arguments, **options)
@@ -99,24 +99,24 @@ class Zero1RunOptimizer(RunOptimizer):
         self._zero.reduce_gradients(pipeline_parallel=True)
 
     def make_moments(self) -> None:
-        """Make Adam's moments, if there are none."""
+        """Implement `RunOptimizer.make_moments`."""
         make_linked_moments(self._zero)
 
     def stretches(self) -> Iterator[Stretch]:
-        """Optimizer state as this rank holds it."""
+        """Implement `RunOptimizer.stretches`."""
         return linked_stretches(self._zero)
 
     def masters(self, parameters: Sequence[Tensor]) -> Iterator[Master]:
-        """See `RunOptimizer.masters`."""
+        """Implement `RunOptimizer.masters`."""
         return linked_masters(parameters)
 
 
 class ZeroChunk(torch.nn.Module):
-    """A model chunk as Megatron's schedules want it: they call what its DistributedDataParallel has.
+    """Model chunk with the methods of Megatron's DistributedDataParallel that its schedules call.
 
     Args:
         module: the chunk.
-        zero: keeps its gradients.
+        zero: DeepSpeed's optimizer, which accumulates the gradients.
     """
 
     def __init__(self, module: MegatronModule, zero: DeepSpeedZeroOptimizer) -> None:
@@ -124,22 +124,22 @@ class ZeroChunk(torch.nn.Module):
         self.module = module
         self.config = get_model_config(module)
         self.ddp_config = DistributedDataParallelConfig()  # read by finalize_model_grads
-        # bf16 gradients are added up in an fp32 attribute of DeepSpeed's.
+        # DeepSpeed accumulates bf16 gradients in this fp32 attribute.
         self._attribute = "grad_accum" if zero.use_grad_accum_attribute else "grad"
 
     def forward(self, *inputs: Any, **named: Any) -> Tensor:
-        """As the chunk's."""
+        """Call the chunk."""
         return self.module(*inputs, **named)
 
     def gradients_to_megatron(self) -> None:
-        """Let Megatron find accumulated gradients where its own wrapper keeps them."""
+        """Set `main_grad`, where Megatron expects accumulated gradients, to DeepSpeed's gradients."""
         for parameter in self.module.parameters():
             gradient = getattr(parameter, self._attribute)
             assert gradient is not None, "every parameter takes part in every step"
             parameter.main_grad = gradient
 
     def gradients_to_deepspeed(self) -> None:
-        """Hand on what Megatron made of them, which may be other tensors."""
+        """Copy `main_grad` back to DeepSpeed's gradients if Megatron replaced the tensor."""
         for parameter in self.module.parameters():
             gradient = getattr(parameter, self._attribute)
             if parameter.main_grad is not gradient:
@@ -147,20 +147,20 @@ class ZeroChunk(torch.nn.Module):
             del parameter.main_grad
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Nothing: DeepSpeed reduces over data-parallel ranks afterwards. Sums can be taken in either order."""
+        """Do nothing: DeepSpeed reduces over data-parallel ranks later, and the order of the sums does not matter."""
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply gradients."""
+        """Multiply all gradients by a factor."""
         torch._foreach_mul_([p.main_grad for p in self.module.parameters()], factor)
 
 
 class _ZeroOptimizer(DeepSpeedZeroOptimizer):
-    """DeepSpeed's, with gradients reduced and their norm taken in few calls.
+    """DeepSpeed's optimizer with few kernel launches for gradient reduction and norm.
 
-    A group's gradients are added up in one flat fp32 tensor, laid out as its parameters are, and one reduce-scatter
-    gives each data-parallel rank the sum of its part. DeepSpeed would put them together at the end of a step, add them
-    up for all ranks and take its part of each: hundreds of kernels, and a GPU waits for each to be launched. That is
-    left as it is where the optimizer is offloaded.
+    A group's gradients accumulate in one flat fp32 tensor with the layout of its parameters. One reduce-scatter gives
+    each data-parallel rank the sum of its part. DeepSpeed would concatenate them at the end of a step, all-reduce them
+    and take its part of each: hundreds of kernels, whose launches a GPU waits for. With an offloaded optimizer
+    DeepSpeed's own way remains.
     """
 
     _flat: Sequence[Tensor] = ()
@@ -181,7 +181,7 @@ class _ZeroOptimizer(DeepSpeedZeroOptimizer):
                 setattr(parameter, attribute, gradients[start : start + parameter.numel()].view_as(parameter))
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Sum gradients over data-parallel ranks."""
+        """Reduce gradients over data-parallel ranks."""
         if self.cpu_offload:
             super().reduce_gradients(pipeline_parallel)
             return
@@ -191,12 +191,12 @@ class _ZeroOptimizer(DeepSpeedZeroOptimizer):
             self.averaged_gradients[number] = part
 
     def get_grad_norm_direct(self, gradients: Iterable[Tensor], params: Iterable[Any], norm_type: float = 2) -> Tensor:
-        """The 2-norm of a group's gradient over all ranks; -1 if it is not finite.
+        """Return the 2-norm of a group's gradient over all ranks; -1 if it is not finite.
 
         Args:
-            gradients: this rank's part: of each of the parameters, then what fills the partition up.
-            params: of which this rank holds a part.
-            norm_type: 2; DeepSpeed asks for no other.
+            gradients: this rank's part: one tensor per parameter, followed by the padding of the partition.
+            params: parameters of which this rank holds a part.
+            norm_type: 2; DeepSpeed uses no other value here.
         """
         assert norm_type == 2
         parts = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
@@ -216,9 +216,9 @@ class _ZeroOptimizer(DeepSpeedZeroOptimizer):
 
 
 def make_linked_moments(zero: DeepSpeedZeroOptimizer) -> None:
-    """Make Adam's moments for all groups before any is updated, at stage 1 or 2.
+    """Allocate Adam's moments of all groups before any is updated, at stage 1 or 2.
 
-    DeepSpeed ties parameters to what moments there are after the update of the first group, and never again.
+    DeepSpeed links parameters to existing moments only once, after the update of the first group.
     """
     if not zero._hp_optimizer_states_linked:
         make_moments(zero.optimizer)
@@ -226,7 +226,7 @@ def make_linked_moments(zero: DeepSpeedZeroOptimizer) -> None:
 
 
 def linked_stretches(zero: DeepSpeedZeroOptimizer) -> Iterator[Stretch]:
-    """Optimizer state that DeepSpeed has tied to its parameters, at stage 1 or 2."""
+    """Iterate over the optimizer state that DeepSpeed has linked to its parameters, at stage 1 or 2."""
     for group in zero.bit16_groups:
         for parameter in group:
             held = parameter._hp_mapping
@@ -237,7 +237,7 @@ def linked_stretches(zero: DeepSpeedZeroOptimizer) -> Iterator[Stretch]:
 
 
 def linked_masters(parameters: Iterable[Any]) -> Iterator[Master]:
-    """The fp32 copies that DeepSpeed has tied to parameters, at stage 1 or 2."""
+    """Iterate over the fp32 copies that DeepSpeed has linked to parameters, at stage 1 or 2."""
     for parameter in parameters:
         held = parameter._hp_mapping
         if held is not None:
@@ -245,7 +245,7 @@ def linked_masters(parameters: Iterable[Any]) -> Iterator[Master]:
 
 
 def _count_tied_weights_once(chunks: Sequence[torch.nn.Module]) -> None:
-    """Leave the last stage's copy of a tied embedding out of the gradient's norm."""
+    """Exclude the last stage's copy of a tied embedding from the gradient norm."""
     for chunk in chunks:
         for parameter in chunk.parameters():
             if getattr(parameter, "shared", False):
@@ -261,6 +261,6 @@ def _sizes_and_offload(settings: Mapping[str, Any], platform: Platform) -> dict[
         "reduce_bucket_size": zero.reduce_bucket_size,
         "allgather_bucket_size": zero.allgather_bucket_size,
         "offload_optimizer_config": offload,
-        "contiguous_gradients": offload is not None,  # the way to the CPU leads through one buffer
+        "contiguous_gradients": offload is not None,  # offloading copies through one buffer
         "overlap_comm": False,
     }

@@ -1,7 +1,7 @@
-"""ZeRO-2 and ZeRO-3: DeepSpeed's engine as the one model chunk of Megatron's schedule without a pipeline.
+"""ZeRO-2 and ZeRO-3: DeepSpeed's engine as the only model chunk of Megatron's schedule without a pipeline.
 
-The engine reduces gradients in every micro-batch's backward pass and gives each data-parallel rank its part; with
-ZeRO-3 parameters, too, are shared out, and gathered around their use (Rajbhandari et al., arXiv 1910.02054).
+The engine reduces gradients in every micro-batch's backward pass and gives each data-parallel rank its shard. With
+ZeRO-3, parameters are sharded too, and gathered when used (Rajbhandari et al. 2020, arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from megatron_ext.platform import Platform
 
 
 class EngineRunOptimizer(RunOptimizer):
-    """`RunOptimizer` over DeepSpeed's engine, at stage 2 or 3.
+    """`RunOptimizer` for DeepSpeed's engine at stage 2 or 3.
 
     Args:
         chunks: the model, one chunk.
-        config: of the optimizer.
-        steps: of the whole run: the length of the schedule.
+        config: settings of the optimizer.
+        steps: steps of the whole run: the length of the schedule.
         groups: process groups.
-        platform: where this runs.
-        settings: DeepSpeed's configuration, whole.
+        platform: device and back-end of this run.
+        settings: the whole DeepSpeed configuration.
 
     Raises:
         UserError: the model has parameters of several dtypes.
@@ -77,20 +77,20 @@ class EngineRunOptimizer(RunOptimizer):
         super().__init__([EngineChunk(self._engine)], [base], schedule, shares_state=True, group=groups.dp_cp)
 
     def whole(self) -> AbstractContextManager[None]:
-        """Within it every rank holds its model-parallel part of the parameters whole; a collective call."""
+        """Implement `RunOptimizer.whole`."""
         if not self._shares_parameters:
             return nullcontext()
         return GatheredParameters(self._parameters, modifier_rank=0)
 
     @contextmanager
     def testing(self) -> Iterator[Sequence[torch.nn.Module]]:
-        """See `RunOptimizer.testing`; the engine, which counts passes and expects a backward one, has no part in it."""
+        """Implement `RunOptimizer.testing` without the engine, which expects a backward pass per forward pass."""
         with self.whole(), self._without_hooks():
             yield [self._engine.module]
 
     @contextmanager
     def _without_hooks(self) -> Iterator[None]:
-        """Within it ZeRO-3 does not gather parameters around their use; it learns their order anew afterwards."""
+        """Context manager under which ZeRO-3 does not gather parameters when used; it traces their order anew later."""
         if not self._shares_parameters:
             yield
             return
@@ -101,33 +101,34 @@ class EngineRunOptimizer(RunOptimizer):
         try:
             yield
         finally:
-            parameter_offload.FWD_MODULE_STACK.pop()  # the model, which is put there again
+            parameter_offload.FWD_MODULE_STACK.pop()  # the model, which the next line pushes again
             hooks.setup_zero_stage3_hooks()
 
     def begin_step(self) -> None:
-        """Nothing: the engine's own step leaves gradients at zero."""
+        """Do nothing: the engine's own step sets gradients to zero."""
 
     def _finish_step(self, goes_on: Callable[[float], bool]) -> None:
         self.make_moments()
         step_if(self._zero, self._engine.step, goes_on)
 
     def _count_tokens(self, chunks: Sequence[torch.nn.Module], num_tokens: Tensor, *_: Any, **__: Any) -> None:
-        """What Megatron calls when all micro-batches are through: gradients are reduced by then, as averages of sums.
+        """Divide gradients by the tokens of the batch: replacement of Megatron's `finalize_model_grads`.
 
-        DeepSpeed divides them by its loss scale on the way to the optimizer, so that is where the tokens go.
+        Gradients are already reduced, as averages over ranks of sums over tokens. DeepSpeed divides them by its loss
+        scale before the update, so the number of tokens enters there.
         """
         dist.all_reduce(num_tokens, group=self._groups.dp_cp)
         self._zero.loss_scale = float(num_tokens) / self._groups.dp_cp.size()
 
     def make_moments(self) -> None:
-        """Make Adam's moments, if there are none; those of shares are made at the start."""
+        """Implement `RunOptimizer.make_moments`; with ZeRO-3 the constructor has already allocated them."""
         if not self._shares_parameters:
             make_linked_moments(self._zero)
 
     def _make_moments_of_shares(self) -> None:
-        """Make Adam's moments for all that ZeRO-3 gave this rank, before there are gradients.
+        """Allocate Adam's moments of this rank's ZeRO-3 shards, before there are gradients.
 
-        What lies on a disk (NVMe) is brought from there and back, and gradients would be lost on that way.
+        State on a disk (NVMe) is swapped in and out for this, which would lose gradients.
         """
         zero = self._zero
         for number, flat in enumerate(zero.fp32_partitioned_groups_flat):
@@ -139,14 +140,14 @@ class EngineRunOptimizer(RunOptimizer):
                 zero._optimizer_states_and_gradient_swap_out(number)
 
     def take(self, stretches: Sequence[Stretch], plain: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Implement `RunOptimizer.take`; state on a disk is written back."""
         for stretch in stretches:
             if self._on_disk(stretch.parameter):
                 self._bring_to_disk(stretch)
         super().take(stretches, plain)
 
     def stretches(self) -> Iterator[Stretch]:
-        """Optimizer state as this rank holds it."""
+        """Implement `RunOptimizer.stretches`."""
         if not self._shares_parameters:
             yield from linked_stretches(self._zero)
             return
@@ -156,7 +157,7 @@ class EngineRunOptimizer(RunOptimizer):
                 yield share
 
     def masters(self, parameters: Sequence[Tensor]) -> Iterator[Master]:
-        """See `RunOptimizer.masters`."""
+        """Implement `RunOptimizer.masters`."""
         if not self._shares_parameters:
             yield from linked_masters(parameters)
             return
@@ -166,15 +167,15 @@ class EngineRunOptimizer(RunOptimizer):
                 yield Master(parameter, share.start, share.tensors["param"])
 
     def _write_master(self, master: Master, values: Tensor) -> None:
-        """See `RunOptimizer._write_master`."""
+        """Implement `RunOptimizer._write_master`; a copy on a disk is written back."""
         super()._write_master(master, values)
         if self._on_disk(master.parameter):
             self._bring_to_disk(Stretch(master.parameter, master.start, {"param": master.values}))
 
     def _share(self, parameter: Any, kinds: Sequence[str] = ("param", *MOMENTS)) -> Stretch | None:
-        """The share of a parameter that ZeRO-3 gave this rank; None where others have all of it.
+        """Return the ZeRO-3 shard of a parameter on this rank; None if it lies beyond the parameter's end.
 
-        Shares are of one size, so the last ones are padded.
+        Shards have equal sizes, so the last ones are padded.
         """
         size, numel = parameter.ds_tensor.ds_numel, parameter.ds_numel
         start = dist.get_rank(parameter.ds_process_group) * size
@@ -186,12 +187,12 @@ class EngineRunOptimizer(RunOptimizer):
             # DeepSpeed's public functions for this would copy what is offloaded onto the GPU.
             state = None if kind == "param" else kind
             held, _ = self._zero._get_fp32_opt_state_partition(parameter, True, state)
-            # From a disk it comes in a buffer that is for the next one, too.
+            # State on a disk is read into a buffer that the next read reuses.
             tensors[kind] = (held.clone() if on_disk else held).detach()[:length]
         return Stretch(parameter, start, tensors)
 
     def _on_disk(self, parameter: Any) -> bool:
-        """Whether DeepSpeed keeps this parameter's optimizer state on a disk."""
+        """Return whether DeepSpeed keeps this parameter's optimizer state on a disk."""
         if not self._shares_parameters:
             return False
         group, *_ = self._zero.grad_position[self._zero.get_param_id(parameter)]
@@ -206,34 +207,35 @@ class EngineRunOptimizer(RunOptimizer):
 
 
 class EngineChunk(torch.nn.Module):
-    """The engine as Megatron's schedules want a model chunk.
+    """DeepSpeed's engine with the interface that Megatron's schedules expect of a model chunk.
 
     Args:
-        engine: DeepSpeed's.
+        engine: DeepSpeed's engine.
     """
 
     def __init__(self, engine: Any) -> None:
         super().__init__()
         self._engine: Any
-        object.__setattr__(self, "_engine", engine)  # no child: its parameters are the module's
+        object.__setattr__(self, "_engine", engine)  # not a submodule: its parameters are those of `module`
         self.module = engine.module
         self.config = get_model_config(engine.module)
 
     def forward(self, *inputs: Any, **named: Any) -> Tensor:
-        """As the chunk's; the engine notes what it must do in the backward pass."""
+        """Call the chunk through the engine, which prepares its backward pass."""
         return self._engine(*inputs, **named)
 
     def train(self, mode: bool = True) -> EngineChunk:
-        """Set training or evaluation mode of the engine, too."""
+        """Set training or evaluation mode, also of the engine."""
         self._engine.train(mode)
         self.training = mode
         return self
 
 
 def _sum_over_sequence_parallel_ranks(chunk: torch.nn.Module, tp_group: dist.ProcessGroup) -> None:
-    """Sum gradients that Megatron would sum after the backward pass: by then the engine has shared them out.
+    """Sum gradients over sequence-parallel ranks in hooks.
 
-    The hooks stand before the engine's own, which it makes at its initialisation.
+    Megatron would sum them after the backward pass, but by then the engine has sharded them. The hooks run before the
+    engine's own, which its initialisation registers.
     """
 
     def summed(gradient: Tensor) -> Tensor:
