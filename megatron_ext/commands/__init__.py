@@ -1,1 +1,1 @@
-"""The verbs of `selectron`, a file each."""
+"""Small sub-commands of `selectron`, one per file."""

@@ -1,4 +1,4 @@
-"""`selectron doctor`: print what is installed and what a run here would use."""
+"""`selectron doctor`: print the installed packages and the implementations that a run on this machine would use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def run() -> int:
-    """Print versions, device, back-end and what each mixer computes with.
+    """Print versions, device, back-end and the implementation of each mixer's ops.
 
     Returns:
         0.
@@ -19,7 +19,7 @@ def run() -> int:
             print(f"{name:<24}{metadata.version(name)}")
         except metadata.PackageNotFoundError:
             print(f"{name:<24}not installed")
-    sys.stdout.flush()  # what follows imports torch and Megatron for some seconds
+    sys.stdout.flush()  # the imports of torch and Megatron take seconds
     from megatron_ext.platform import choose_backend, select_platform
 
     platform = select_platform()
@@ -27,7 +27,7 @@ def run() -> int:
     print(f"{'back-end':<24}{choose_backend('auto', platform)}")
     complaint = _kernels_complaint()
     print(f"{'import kernels':<24}{complaint or 'ours'}")
-    if complaint:  # nothing below would run
+    if complaint:  # the rest needs our `kernels`
         return 0
     from megatron_ext.diagnosis import implementations
 
@@ -39,7 +39,10 @@ def run() -> int:
 
 
 def _kernels_complaint() -> str | None:
-    """What is wrong with the import name `kernels`; asked by path, as a foreign package of that name shadows ours."""
+    """Return the problem with the import name `kernels`, or None.
+
+    The check is loaded by path, because a foreign package of that name shadows ours.
+    """
     import runpy
 
     path = Path(__file__).resolve().parents[2] / "kernels" / "ownership.py"

@@ -1,4 +1,4 @@
-"""Warnings of libraries that come with every run and that no user can mend, silenced by their text."""
+"""Filters for library warnings that appear in every run and that users cannot fix."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import warnings
 
 
 def hush_libraries() -> None:
-    """Leave out what libraries say on every run and no user can mend; `selectron doctor` tells what matters."""
+    """Ignore library warnings that appear in every run and that users cannot fix.
+
+    `selectron doctor` reports the relevant facts.
+    """
     for message in (
         r"(Transformer Engine and )?Apex (is|are) not installed",
-        r"full scope is deprecated",  # a default of megatron-core's own
-        r"The \.grad attribute of a Tensor that is not a leaf",  # Megatron looks at shards of parameters
+        r"full scope is deprecated",  # caused by a default of megatron-core
+        r"The \.grad attribute of a Tensor that is not a leaf",  # Megatron accesses `.grad` of parameter shards
         r"`torch\.distributed\.\w+` is deprecated",
         r"`load_state_dict` is deprecated",  # Megatron loads checkpoints with it
         r"Detected a Jax installation but could not find the shared object file for the Transformer Engine Jax",
-        r"Triton is not supported on current platform",  # flash-linear-attention's, on a CPU
-        r"Warning: Profiler clears events at the end of each cycle",  # there is one cycle
+        r"Triton is not supported on current platform",  # from flash-linear-attention on a CPU
+        r"Warning: Profiler clears events at the end of each cycle",  # we use a single cycle
         r"When using sequence parallelism it is recommended to set",  # on the CPU there are no connections to limit
     ):
         warnings.filterwarnings("ignore", message=message)

@@ -1,4 +1,4 @@
-"""`selectron --version`."""
+"""`selectron --version`: print the version."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_ext.source import commit
 
 
 def run() -> int:
-    """Print the version, and the commit of a checkout.
+    """Print the version, and the commit if run from a checkout.
 
     Returns:
         0.
