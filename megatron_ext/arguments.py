@@ -1,4 +1,4 @@
-"""How arguments of commands are read."""
+"""Argument parser of all commands."""
 
 from __future__ import annotations
 
@@ -16,30 +16,36 @@ from megatron_ext.launch.resuming import with_resume
 from megatron_ext.paths import check_text
 
 FREE_TEXT = {"prompt", "eos_token", "tiktoken_pattern"}
-"""Options whose value is text of a user's own, and no name or path."""
+"""Options whose value is arbitrary text, not a name or path."""
 
 _YAML_BLANKS = {ord("\n"): " ", ord("\t"): " "}
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with errors in the form of all others: one line, exit code 2.
+    """argparse parser with the error format of all commands: one line, exit code 2.
 
-    Options may stand between positional arguments, those of a sub-command, too: argparse itself looks for that only
-    where it is asked for, and never in a sub-command.
+    Options may stand between positional arguments, also those of a sub-command. argparse supports that only on request
+    (`parse_intermixed_args`), and never in a sub-command.
     """
 
     _looking = False
 
     def add_argument(self, *names: Any, **given: Any) -> Any:
-        """See argparse, which says that a positional argument of any number is required unless it has a default."""
+        """Add an argument as argparse does. Optional positional arguments (`nargs="*"`) default to an empty list.
+
+        argparse reports them as required if they have no default.
+        """
         if given.get("nargs") == "*" and not names[0].startswith("-"):
             given.setdefault("default", [])
         return super().add_argument(*names, **given)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See argparse; its form for intermixed arguments calls this one again."""
+        """Parse as argparse does, with intermixed arguments if possible.
+
+        `parse_known_intermixed_args` calls this method again.
+        """
         args = None if args is None else self._with_counts(args)
-        if self._looking or self._subparsers is not None:  # with sub-commands it cannot
+        if self._looking or self._subparsers is not None:  # argparse cannot intermix with sub-commands
             return super().parse_known_args(args, namespace)
         self._looking = True
         try:
@@ -49,7 +55,7 @@ class Parser(argparse.ArgumentParser):
             self._looking = False
 
     def _with_counts(self, args: Sequence[str]) -> list[str]:
-        """Give each option of an optional whole number its default where no number follows: `--trial key=value`."""
+        """Insert the default of options with an optional integer if no number follows: `--trial key=value`."""
         counts = {
             name: one.const
             for one in self._actions
@@ -63,25 +69,25 @@ class Parser(argparse.ArgumentParser):
         ]
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See argparse; names and paths with control characters are refused, whatever the option."""
+        """Parse as argparse does, and refuse names and paths with control characters."""
         parsed = super().parse_args(args, namespace)
         for action in self._actions:
             value = getattr(parsed, action.dest, None)
             for one in value if isinstance(value, list) else [value]:
                 if isinstance(one, str | Path) and action.dest not in FREE_TEXT:
-                    # An override is YAML, which may have several lines; its value is checked with its field.
+                    # An override is YAML, which may have several lines. Its value is checked with its field.
                     text = str(one).translate(_YAML_BLANKS) if action.dest == "overrides" else str(one)
                     check_text(action.option_strings[-1] if action.option_strings else str(action.metavar), text)
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong in one line, with the name that was probably meant, and end."""
+        """Print the error in one line, with a suggestion for a misspelt name, and exit with code 2."""
         message += self._meant(message)
         reporting.report_user_error(f"{message}; see `{self.prog} --help`")
         raise SystemExit(EXIT_USER_ERROR)
 
     def _meant(self, message: str) -> str:
-        """Suggest an option or a choice for one that argparse does not know; empty for another complaint."""
+        """Return a suggestion for an unknown option or choice; empty for other errors."""
         unknown = re.search(r"^unrecognized arguments: (?:.* )?(--[\w-]+)", message)
         if unknown:
             shown = (one for one in self._all_actions() if one.help != argparse.SUPPRESS)
@@ -89,14 +95,14 @@ class Parser(argparse.ArgumentParser):
         else:
             unknown = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
             known = set(re.findall(r"[\w.-]+", unknown[2])) if unknown else set()
-        if not unknown or unknown[1] in known:  # an option of another sub-command, or one with a value too many
+        if not unknown or unknown[1] in known:  # option of another sub-command, or a surplus value
             return ""
         longer = sorted(name for name in known if name.startswith(unknown[1]))
         close = longer or difflib.get_close_matches(unknown[1], sorted(known), n=1, cutoff=0.6)
         return f"; did you mean {close[0]}?" if close else ""
 
     def _all_actions(self) -> Iterator[argparse.Action]:
-        """Those of this parser and of its sub-commands."""
+        """Iterate over the actions of this parser and of its sub-commands."""
         for action in self._actions:
             yield action
             if isinstance(action.choices, dict):

@@ -1,4 +1,4 @@
-"""Megatron's transformer layer, whose feed-forward may be computed again in the backward pass."""
+"""Megatron's transformer layer with optional recomputation of the feed-forward."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 class BlockLayer(TransformerLayer):
     """norm, mixer, residual, norm, feed-forward, residual.
 
-    With `recompute_feed_forward` in the model's configuration, nothing behind the mixer's residual is kept for the
-    backward pass. Megatron's own `recompute_modules=["mlp"]` keeps the norm's output, too, and its recomputation of
-    norms needs Transformer Engine.
+    With `recompute_feed_forward` in the configuration, no activation after the mixer's residual is saved for the
+    backward pass. Megatron's `recompute_modules=["mlp"]` also saves the norm's output, and its recomputation of norms
+    requires Transformer Engine.
     """
 
     def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -28,7 +28,7 @@ class BlockLayer(TransformerLayer):
             output: Tensor = forward(x, *args, **kwargs)
             return output
 
-        if self.config.fp8:  # to be computed again as it was, in 8 bits, which Megatron's does not do
+        if self.config.fp8:  # Megatron's `checkpoint` does not recompute in FP8
             from megatron.core.extensions.transformer_engine import te_checkpoint
 
             rng, tp_group = get_cuda_rng_tracker, self.pg_collection.tp

@@ -1,6 +1,6 @@
-"""The `selectron` command: reads the arguments of a verb and calls the module that does its work.
+"""Entry point of the `selectron` command: parses the arguments of a sub-command and calls its module.
 
-That module is imported only when its verb runs, so that help is shown at once.
+A sub-command's module is imported only when it runs, so that help appears at once.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ if TYPE_CHECKING:
     from megatron_ext.config.traits import Mixers
 
 EXIT_INTERRUPTED = 130
-TRIAL_STEPS = 5  # unless another number is asked for: compilation and allocation end with the first two
-EXIT_NO_READER = 141  # as a shell says of a program that SIGPIPE ended
+TRIAL_STEPS = 5  # of --trial by default; the first two include compilation and allocation
+EXIT_NO_READER = 141  # a shell's exit code for SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        arguments: what follows `selectron`; None: of this process.
+        arguments: arguments after `selectron`; None: those of this process.
 
     Returns:
-        0: done; 2: the user's error, printed as one line; 75: stopped when asked to, and can be resumed;
-        130: interrupted; 141: nobody reads what it prints any more.
-        Anything else is an exception of ours.
+        0: done. 2: user error, printed as one line. 75: stopped on request, can be resumed. 130: interrupted. 141: the
+        reader of standard output is gone. Any other failure is an exception of ours.
     """
     garbage.process_is_ours(arguments is None)
     quiet.hush_libraries()
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: Sequence[str] | None) -> int:
     try:
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
-        sys.stdout.flush()  # here, where it is known what to do if nobody reads it
+        sys.stdout.flush()  # here, where a broken pipe is handled
         return code
     except UserError as error:
         reporting.report_user_error(str(error))
@@ -65,7 +64,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         if refusal := reporting.disk_refusal(error):
             reporting.report_user_error(str(refusal))
             return EXIT_USER_ERROR
-        # A rank that ends by the user's error closes its connections; what its peers then raise is no news.
+        # A rank that exits with a user error closes its connections, which raises exceptions in its peers.
         if reporting.reported_by_another():
             return EXIT_USER_ERROR
         if reporting.has_peers():
@@ -74,7 +73,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _has_lost_its_reader() -> bool:
-    """Whether standard output leads nowhere, as after `| head`; if so, what is left for it is dropped."""
+    """Return whether the reader of standard output is gone, as after `| head`; if so, discard the remaining output."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
     lost = any(event & select.POLLERR for _, event in output.poll(0))
@@ -84,7 +83,7 @@ def _has_lost_its_reader() -> bool:
 
 
 def _end_at_once() -> NoReturn:
-    """Show the traceback and leave: threads of communication libraries may never end, and the peers wait."""
+    """Print the traceback and exit at once: threads of communication libraries may never end while peers wait."""
     traceback.print_exc()
     sys.stderr.flush()
     os._exit(1)
@@ -92,7 +91,7 @@ def _end_at_once() -> NoReturn:
 
 @dataclass(frozen=True, kw_only=True)
 class _Verb:
-    """A sub-command: its line in the help, its arguments, what it does."""
+    """Sub-command: its line in the help, its arguments, and its function."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -182,7 +181,7 @@ def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _trial(args: argparse.Namespace, whole: RunConfig, processes: int | None) -> RunConfig:
-    """The configuration of a trial, checked as the run's is."""
+    """Return the configuration of a trial, after the same checks as that of a run."""
     from megatron_ext.config.trial import trial_config
 
     if args.resume or args.from_step is not None:
@@ -193,7 +192,10 @@ def _trial(args: argparse.Namespace, whole: RunConfig, processes: int | None) ->
 
 
 def _as_ranks(verb: str, arguments: Sequence[str], processes: int | None, work: Callable[[], int | None]) -> int:
-    """Do a rank's work: in this process, if it is one or the only one, else in as many as were asked for."""
+    """Run a rank's work in this process, or start as many processes as requested.
+
+    This process runs it if it already is a rank or is the only one.
+    """
     if "RANK" not in os.environ:
         from megatron_ext.launch import local
 
@@ -205,7 +207,7 @@ def _as_ranks(verb: str, arguments: Sequence[str], processes: int | None, work: 
 
 
 def _world_size(asked: int | None) -> int | None:
-    """Return the processes of the run: what torchrun says, or what was asked for."""
+    """Return the number of processes of the run: from torchrun's environment, or as requested."""
     if asked is not None and asked < 1:
         raise UserError("--processes", f"{asked} is less than 1", "give 1 or more")
     if "RANK" not in os.environ:
@@ -219,12 +221,12 @@ def _world_size(asked: int | None) -> int | None:
 
 
 def _checked_config(args: argparse.Namespace, processes: int | None) -> RunConfig:
-    # Printing starts nothing: without a number of processes, one replica of the model is what it is checked for.
+    # --print-config starts no process. Without a number of them, check for one replica of the model.
     return _config(args.config, args.overrides, processes or (None if args.print_config else 1))
 
 
 def _config(path: Path, overrides: Sequence[str], processes: int | None) -> RunConfig:
-    """A whole configuration, checked for a number of processes; None: as many as one replica of the model has."""
+    """Load and check a configuration for a number of processes; None: as many as one replica of the model needs."""
     config = _load(path, overrides)
     _check(config, processes)
     return config
@@ -279,7 +281,10 @@ def _launch(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _of_status(name: str) -> Callable[..., Any]:
-    """A function of `launch.status_command` that takes a parser or its arguments; imported when it is called."""
+    """Return a function of `launch.status_command` that is imported on its first call.
+
+    It takes a parser or its parsed arguments.
+    """
 
     def call(given: Any, *_: Any) -> Any:
         from megatron_ext.launch import status_command
@@ -456,7 +461,7 @@ def _bench(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    """It has no arguments."""
+    """Add no arguments."""
 
 
 def _doctor(args: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Credentials in addresses, removed wherever an address is shown or saved."""
+"""Removal of credentials from URLs before they are shown or saved."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import re
 from typing import Any
 
 REDACTED = "***"
-"""Stands in the place of what was removed."""
+"""Replacement of removed credentials."""
 
 _USER_ALONE = {
     *("abfs", "abfss", "adl", "az", "ftp", "hdfs", "hf"),
     *("scp", "sftp", "smb", "ssh", "wasb", "wasbs", "webhdfs"),
 }
-"""Schemes with a container's or a user's name before `@`, which is no secret; of others it may be a token."""
+"""Schemes whose part before `@` is a container or user name and not secret; in other schemes it may be a token."""
 
-# A password may hold slashes that nobody has escaped, as keys of S3 do; a port before a path with @ is none.
+# A password may contain unescaped slashes, as S3 keys do. A port before a path with @ is not a password.
 _PASSWORD = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<user>[^\s/@:?#]*):(?!\d{1,5}/)(?:(?!://)[^\s@?#])*@")
 _USER = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<user>[^\s/@:?#]+)@")
 _PARAMETER = re.compile(
@@ -25,10 +25,10 @@ _PARAMETER = re.compile(
 
 
 def redacted(text: str) -> str:
-    """A text whose addresses have no passwords, tokens and signatures any more.
+    """Remove passwords, tokens and signatures from the URLs in a text.
 
     Args:
-        text: an address, or text with some in it; any other comes back as it is.
+        text: a URL, or text that contains URLs; other text is returned unchanged.
     """
     if "://" not in text:
         return text
@@ -44,7 +44,7 @@ def _without_token(match: re.Match[str]) -> str:
 
 
 def without_secrets_of(address: str, text: str) -> str:
-    """A text, such as a library's about an address, without the credentials of that address."""
+    """Remove the credentials of a URL from a text, such as a library's message about it."""
     for match in (*_PASSWORD.finditer(address), *_USER.finditer(address)):
         if match["scheme"].lower() not in _USER_ALONE or ":" in match[0].partition("://")[2]:
             text = text.replace(match[0].partition("://")[2].removesuffix("@"), REDACTED)
@@ -54,7 +54,7 @@ def without_secrets_of(address: str, text: str) -> str:
 
 
 def redacted_tree(value: Any) -> Any:
-    """Plain lists and dictionaries with all texts redacted."""
+    """Redact all strings in nested lists and dictionaries."""
     if isinstance(value, str):
         return redacted(value)
     if isinstance(value, dict):
@@ -65,5 +65,5 @@ def redacted_tree(value: Any) -> Any:
 
 
 def is_redacted(address: str) -> bool:
-    """Whether an address was saved without its credentials."""
+    """Return whether a URL was saved without its credentials."""
     return "://" in address and REDACTED in address

@@ -1,4 +1,4 @@
-"""What each mixer would use on this machine, found out by running it."""
+"""Detection of the implementations that each mixer uses on this machine, by running it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LENGTH, HIDDEN, HEADS = 256, 128, 2
 
 
 def implementations(platform: Platform) -> Iterator[tuple[str, list[tuple[str, Choice]]]]:
-    """Each mixer with its default settings, and which implementation each of its ops took and why.
+    """Iterate over the mixers with the implementation that each of their ops chose, and the reason.
 
-    In bf16, two heads of 64, 256 tokens, in a process group of this process alone.
+    Each runs with its default settings in bf16, with two heads of 64 and 256 tokens, in a single-process group.
     """
     with groups_of_one_process(platform.communication) as groups:
         for name in sorted(load_all()):

@@ -1,4 +1,4 @@
-"""The one exception that stands for a mistake of the user's, with the form of its message."""
+"""Exception for user errors, with its message format and exit codes."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from megatron_ext.credentials import redacted
 from megatron_ext.printable import printable
 
 EXIT_USER_ERROR = 2
-"""Exit code of every command when the user's input is at fault."""
+"""Exit code of every command on a user error."""
 
 EXIT_STOPPED = 75
-"""Exit code of work that was asked to stop and can be resumed (EX_TEMPFAIL of sysexits.h: try again later)."""
+"""Exit code of work that stopped on request and can be resumed (EX_TEMPFAIL of sysexits.h: try again later)."""
 
 
 class UserError(Exception):
-    """A mistake in what the user gave: a field, a file, a combination.
+    """Error in the user's input: a field, a file or a combination.
 
-    The command line prints it as one line on standard error and exits with code 2, without a traceback.
-    Control characters in it, from a file's text or a name, are shown as escapes, and credentials in addresses as ***.
+    The command line prints it as one line on standard error and exits with code 2, without a traceback. Control
+    characters in it, from a file's text or a name, are shown as escapes, and credentials in URLs as ***.
 
     Args:
-        where: the configuration field (dotted), command-line option or file at fault.
-        problem: what is wrong with it, naming the offending value.
-        mend: what the user can do about it.
+        where: configuration field (dotted), command-line option or file with the error.
+        problem: description of the error with the offending value.
+        mend: hint how to fix it.
     """
 
     def __init__(self, where: str, problem: str, mend: str) -> None:
@@ -31,5 +31,5 @@ class UserError(Exception):
         self.mend = mend
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, str, str]]:
-        """Rebuild from its parts, so that the error survives the trip between processes."""
+        """Pickle by its arguments, so that the error can be passed between processes."""
         return type(self), (self.where, self.problem, self.mend)

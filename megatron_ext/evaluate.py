@@ -1,4 +1,4 @@
-"""The `evaluate` verb: its arguments, and what they ask for, read before anything is started."""
+"""Sub-command `evaluate`: its arguments, validated before anything starts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_ext.training.suites import SUITES, check_names, read_overrides
 OF_THE_MACHINE = re.compile(
     r"parallel\.\w+|run\.(device|backend)|training\.micro_batch_size|data\.(path|cache_dir|cache_gib|verify|train_domains|test_domains|seq_length)"
 )
-"""Fields of a run that may be others than it was trained with: its model stays what it is."""
+"""Fields that an evaluation may override, because they do not change the trained model."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
+    """Add the arguments of the command."""
     add = parser.add_argument
     add("run", type=Path, metavar="RUN_OR_CHECKPOINT", help="folder of a run, or of one of its checkpoints")
     fields = "a suite's, e.g. domains.sequences=64; or the run's, e.g. parallel.tensor=2 data.path=DIR"
@@ -33,13 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def work(args: argparse.Namespace) -> Callable[[], None]:
-    """What a rank does, once all that is asked for has been found right.
+    """Validate the arguments and return the function that each rank runs.
 
     Args:
         args: see `add_arguments`.
 
     Raises:
-        UserError: a suite or a field is not there, or a value is out of its range.
+        UserError: a suite or a field does not exist, or a value is out of range.
     """
     names = [name.strip() for name in args.suite.split(",")]
     check_names("--suite", names)
@@ -61,7 +61,7 @@ def _evaluate(
 
 
 def _checkpoint(path: Path, step: int | None) -> tuple[Path, int | None]:
-    """The run's folder, and the step that a checkpoint's own folder says."""
+    """Return the run's folder, and the step from the name of a checkpoint's folder."""
     found = re.fullmatch(r"step_(\d+)", path.name)
     if found is None or path.parent.name != "checkpoints":
         return path, step
@@ -71,7 +71,7 @@ def _checkpoint(path: Path, step: int | None) -> tuple[Path, int | None]:
 
 
 def _sorted(overrides: Sequence[str], suites: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Overrides of each suite, without its name, and those of the run."""
+    """Split overrides into those of each suite, without its name, and those of the run."""
     own: dict[str, list[str]] = {name: [] for name in suites}
     of_the_run = []
     for override in overrides:

@@ -1,4 +1,4 @@
-"""What the batch script of a launched run has noted: RUN/launch/N/events.tsv, see slurm/train.sbatch."""
+"""Events that the batch script of a launched run records in RUN/launch/N/events.tsv; see launch/train.sbatch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from megatron_ext.files import os_reason, read_regular
 
 EVENTS = "events.tsv"
 LAUNCH = "launch"
-"""Folder of a run's jobs, and of what the jobs of a sweep's runs share."""
+"""Name of the folder with a run's jobs, and of the folder that the jobs of a sweep's runs share."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """A line that a job's script wrote.
+    """Event recorded by a job's script.
 
     Attributes:
         time: UTC, ISO 8601.
-        restarts: of the job until then.
-        what: happened.
+        restarts: number of restarts of the job so far.
+        what: description of the event.
     """
 
     time: str
@@ -29,25 +29,25 @@ class Event:
 
     @property
     def is_start(self) -> bool:
-        """Whether training was started."""
+        """True if training started."""
         return self.what.startswith("begun")
 
 
 def launches(run_folder: Path) -> list[Path]:
-    """Folders of a run's jobs, the newest last."""
+    """Return the folders of a run's jobs, the newest last."""
     folders = [path for path in (run_folder / LAUNCH).glob("*") if path.name.isdecimal()]
     return sorted(folders, key=lambda path: int(path.name))
 
 
 def read_events(launch: Path, damaged: list[str] | None = None) -> list[Event]:
-    """What happened to a job, in order; a line that is being written is left out.
+    """Read the events of a job in order, without an incomplete last line.
 
     Args:
         launch: folder of the job.
-        damaged: gets a line for each that is none of a job's script, which is left out; None: it is raised.
+        damaged: receives a message for each invalid line, which is then skipped; None: raise an error instead.
 
     Raises:
-        UserError: a line is none of a job's script, or the file cannot be read.
+        UserError: a line is invalid or the file cannot be read, and `damaged` is None.
     """
     path, events = launch / EVENTS, []
     try:

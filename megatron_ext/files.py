@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: written beside, forced to disk, then renamed; and what is no file here."""
+"""Atomic file writes (temporary file, fsync, rename), and safe opening of regular files."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from pathlib import Path
 from typing import IO
 
 LARGEST_READ = 1 << 30
-"""Bytes of a file that is read whole; the records of a million steps have a third of it."""
+"""Maximum size in bytes of a file that is read whole; records of a million steps take a third of it."""
 
 LARGEST_POINTER = 1 << 16
-"""Bytes of a file that holds a name or a number."""
+"""Maximum size in bytes of a file with a name or a number."""
 
 LARGEST_VOCABULARY = 1 << 27
-"""Bytes of a tokenizer's or an index's file, which takes several times as much memory; a million tokens have half."""
+"""Maximum size in bytes of a tokenizer or index file; a million tokens take half of it. Parsing takes several times as
+much memory.
+"""
 
 
 def is_url(path: str) -> bool:
-    """Whether a name leads elsewhere, s3://bucket/folder, and not to a path of this machine."""
+    """Return whether a name is a URL such as s3://bucket/folder, not a local path."""
     return "://" in path
 
 
 def force_to_disk(path: Path) -> None:
-    """Flush a file or a folder's entries to the device."""
+    """Flush a file, or a folder's entries, to the device."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -36,7 +38,10 @@ def force_to_disk(path: Path) -> None:
 
 
 def os_reason(error: OSError) -> str:
-    """What the system said, in one line; errors of several files (`shutil.Error`) or of libraries lack `strerror`."""
+    """Return the reason of an error in one line.
+
+    Errors of several files (`shutil.Error`) and of libraries have no `strerror`.
+    """
     if error.strerror:
         return error.strerror
     if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list) and error.args[0]:
@@ -48,7 +53,10 @@ def os_reason(error: OSError) -> str:
 
 @contextmanager
 def renamed_when_whole(beside: Path, path: Path) -> Iterator[None]:
-    """Within it `beside` is written; then it is forced to disk and takes the name `path`. An error removes it."""
+    """Context manager in which the caller writes `beside`, which is then flushed to disk and renamed to `path`.
+
+    An exception removes `beside`.
+    """
     try:
         yield
         force_to_disk(beside)
@@ -56,7 +64,7 @@ def renamed_when_whole(beside: Path, path: Path) -> Iterator[None]:
     except BaseException as error:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # a write does not say of which file
+        if isinstance(error, OSError) and error.filename is None:  # errors of write() lack the file name
             error.filename = str(path)
         raise
     force_to_disk(path.parent)
@@ -66,7 +74,7 @@ def write_private(path: Path, content: bytes) -> None:
     """Write a new file that only its owner can read.
 
     Raises:
-        OSError: it is there already, or cannot be written.
+        OSError: it exists already, or cannot be written.
     """
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -74,26 +82,26 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees either what was there before or all of `content`."""
+    """Write a file atomically: readers see either the previous content or all of `content`."""
     beside = path.with_name(f".{path.name}.partial")
-    if beside.is_symlink():  # none of ours
+    if beside.is_symlink():  # not created by us
         beside.unlink()
     with renamed_when_whole(beside, path), os.fdopen(open_to_write(beside, os.O_TRUNC), "wb") as file:
         file.write(content)
 
 
 def open_to_write(path: Path, flags: int = 0) -> int:
-    """Open a file for writing, made if it is not there; a link, which may lead anywhere, is not followed.
+    """Open a file for writing, and create it if necessary; do not follow a symbolic link.
 
     Args:
-        path: of the file.
-        flags: besides those for writing: os.O_TRUNC, os.O_APPEND.
+        path: path of the file.
+        flags: additional flags: os.O_TRUNC, os.O_APPEND.
 
     Returns:
-        Its descriptor, which the caller closes.
+        A file descriptor, which the caller closes.
 
     Raises:
-        OSError: it cannot be opened, is a link, or is no regular file.
+        OSError: it cannot be opened, is a symbolic link, or is not a regular file.
     """
     always = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -111,13 +119,13 @@ def open_to_append(path: Path) -> IO[str]:
 
 
 def open_regular(path: Path) -> int:
-    """Open a file for reading; a pipe or a device, which may never end, is none.
+    """Open a regular file for reading; refuse pipes and devices, which may never end.
 
     Returns:
-        Its descriptor, which the caller closes.
+        A file descriptor, which the caller closes.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, or is not a regular file.
     """
     return _checked_regular(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), path)
 
@@ -133,17 +141,17 @@ def _checked_regular(descriptor: int, path: Path) -> int:
 
 
 def read_regular(path: Path, limit: int = LARGEST_READ) -> bytes:
-    """The content of a regular file.
+    """Read a regular file.
 
     Args:
-        path: of the file.
-        limit: bytes that it may have.
+        path: path of the file.
+        limit: maximum size in bytes.
 
     Raises:
         OSError: it cannot be read, or is larger.
     """
     with os.fdopen(open_regular(path), "rb") as file:
-        is_larger = os.fstat(file.fileno()).st_size > limit  # said at once; but files of /proc have no size
+        is_larger = os.fstat(file.fileno()).st_size > limit  # early refusal; files in /proc report size 0
         content = b"" if is_larger else file.read(limit + 1)
     if is_larger or len(content) > limit:
         raise OSError(errno.EFBIG, f"has more than {limit} bytes", str(path))

@@ -1,4 +1,4 @@
-"""What a command imports is not looked through for garbage."""
+"""Exclusion of imported modules from garbage collection."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _is_ours = False
 
 
 def process_is_ours(is_ours: bool) -> None:
-    """Say whether the command is all that this process does: what has been imported then is never looked through."""
+    """Set whether the command is all that this process does. If so, objects of imports are never collected."""
     global _is_ours
     _is_ours = is_ours
 
 
 @contextmanager
 def unlooked_for() -> Iterator[None]:
-    """Around imports of torch and Megatron, whose million objects stay until the process ends.
+    """Context manager around imports of torch and Megatron, whose million objects live until the process ends.
 
-    Looking through them for garbage, again and again while they become more, and once more at the end, takes a quarter
-    of the time of a short run. Where a caller has other objects, those must not stay with them.
+    Garbage collections during these imports and at exit take a quarter of the time of a short run. Objects are frozen
+    only if the process is ours, as a caller's objects would be frozen, too.
     """
     is_collecting = gc.isenabled()
     gc.disable()

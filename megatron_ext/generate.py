@@ -1,4 +1,4 @@
-"""What `selectron generate` does: a trained run's model continues a text."""
+"""Sub-command `generate`: continue a text with a trained run's model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGEST_SEED = 2**63 - 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
+    """Add the arguments of the command."""
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="folder of a run")
     prompt = parser.add_mutually_exclusive_group(required=True)
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the text that follows a prompt to standard output, as it comes.
+    """Write the continuation of a prompt to standard output as it is generated.
 
     Args:
         args: see `add_arguments`.
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         The exit code.
 
     Raises:
-        UserError: an option is out of its range; the run, its tokenizer or its checkpoint is not there.
+        UserError: an option is out of range, or the run, its tokenizer or its checkpoint does not exist.
     """
     _check_options(args)
     _continue(_prompt(args), args)
@@ -85,7 +85,7 @@ def _content(path: Path) -> str:
 
 
 def _continue(prompt: str, args: argparse.Namespace) -> None:
-    # Here, not above: help and mistakes do not wait for torch.
+    # Imported here so that help and errors do not wait for torch.
     import torch
 
     from megatron_ext.platform import before_megatron

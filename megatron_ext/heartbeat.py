@@ -1,7 +1,7 @@
-"""How far each rank of a run is: a small file for each, which a thread of it writes over every few seconds.
+"""Heartbeats: a small file per rank, which a thread of the rank rewrites every few seconds.
 
-Whoever looks for the rank that keeps all others waiting finds it there: it has made fewer passes than they, or writes
-no more, as its process or its machine is gone or stopped.
+They identify the rank that blocks all others: it has made fewer passes than they have, or it stopped writing because
+its process or machine is gone or stopped.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from megatron_ext.json_text import parse_json
 
 FOLDER = "heartbeats"
 _MOST = 1 << 53
-"""Above any number of a sign; Python's whole numbers may be too large for its own floats."""
+"""Bound of the numbers in a heartbeat; larger Python integers may not fit a float."""
 
 _WIDTH = 320
-"""Bytes of a file: it is written over in one call, so that a reader sees one line or the other."""
+"""Size of a file in bytes. It is overwritten in one call, so that a reader sees either the old line or the new one."""
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What a rank last wrote; times in seconds since 1970, by the clock of its machine.
+    """Heartbeat of a rank. Times are in seconds since 1970, by the clock of its machine.
 
     Attributes:
-        rank: its number.
-        host: its machine.
-        pid: its process there.
-        seconds: between two signs.
-        step: steps done.
-        passes: forward passes, and what else it does in turn with the other ranks, since its start.
-        further: when it last got further.
-        written: when it wrote this.
-        ended: whether it will write no more.
-        start: token of the run's lock during this start of the run; empty: it is of older code.
+        rank: rank number.
+        host: host name.
+        pid: process id on the host.
+        seconds: interval between heartbeats.
+        step: number of steps done.
+        passes: number of forward passes, and of other operations in step with the other ranks, since its start.
+        further: time of the last progress.
+        written: time of this heartbeat.
+        ended: True if this is the last one.
+        start: token of the run's lock during this start of the run; empty if written by older code.
     """
 
     rank: int
@@ -57,16 +57,16 @@ class Sign:
 
 
 class Heartbeat:
-    """Writes the signs of one rank, until it is closed.
+    """Writer of one rank's heartbeats, until it is closed.
 
     Args:
-        folder: of the run.
-        rank: this process's.
-        seconds: between two signs; 0: none is written.
+        folder: folder of the run.
+        rank: rank of this process.
+        seconds: interval between heartbeats; 0: write none.
         start: see `Sign`.
 
     Attributes:
-        step: steps done.
+        step: number of steps done.
     """
 
     def __init__(self, folder: Path, rank: int, seconds: float, start: str = "") -> None:
@@ -79,12 +79,12 @@ class Heartbeat:
             self._thread.start()
 
     def beat(self) -> None:
-        """Say that this rank has got further."""
+        """Record progress of this rank."""
         self._passes += 1
         self._further = time.time()
 
     def close(self) -> None:
-        """Write a last sign, and no more."""
+        """Write the last heartbeat and stop."""
         if self._seconds:
             self._closed.set()
             self._thread.join()
@@ -95,7 +95,7 @@ class Heartbeat:
             ended = self._closed.wait(self._seconds)
             try:
                 self._write(ended)
-            except OSError:  # no reason to end a run: what it needs the disk for tells of that
+            except OSError:  # not fatal: writes that the run needs will report it
                 continue
 
     def _write(self, ended: bool) -> None:
@@ -120,11 +120,11 @@ class Heartbeat:
 
 
 def signs(run_folder: Path, damaged: list[str] | None = None) -> list[Sign]:
-    """Last signs of the ranks of a run, in the order of the ranks; files that hold none are left out.
+    """Read the last heartbeats of a run, ordered by rank; invalid files are skipped.
 
     Args:
-        run_folder: of the run.
-        damaged: gets a line for each file that is not empty and holds no sign.
+        run_folder: folder of the run.
+        damaged: receives a message for each non-empty file without a valid heartbeat.
     """
     found = []
     for path in sorted((run_folder / FOLDER).glob("rank_*")):
@@ -142,10 +142,10 @@ def signs(run_folder: Path, damaged: list[str] | None = None) -> list[Sign]:
 
 
 def _sign(content: bytes) -> Sign:
-    """A sign from a file's content.
+    """Parse the content of a heartbeat file.
 
     Raises:
-        ValueError, TypeError: it is none.
+        ValueError, TypeError: the content is invalid.
     """
     sign = Sign(**parse_json(content))
     numbers = (sign.seconds, sign.further, sign.written)
@@ -157,16 +157,16 @@ def _sign(content: bytes) -> Sign:
 
 
 def forget(run_folder: Path) -> None:
-    """Remove the signs of an earlier start, which may have had more ranks."""
+    """Remove the heartbeats of an earlier start, which may have had more ranks."""
     for path in (run_folder / FOLDER).glob("rank_*"):
         path.unlink(missing_ok=True)
 
 
 def troubles(found: Sequence[Sign], now: float) -> list[str]:
-    """A line for each rank that does not write, or that keeps the others waiting.
+    """Return a message for each rank that has stopped writing or that blocks the others.
 
     Args:
-        found: the signs of a run.
+        found: heartbeats of a run.
         now: seconds since 1970.
     """
     lines, alive = [], []
@@ -177,7 +177,7 @@ def troubles(found: Sequence[Sign], now: float) -> list[str]:
         else:
             why = "its process or its machine is gone, stopped or cut off"
             lines.append(f"rank {sign.rank} on {sign.host} wrote nothing for {silent:.0f} s: {why}")
-    # Who gets further is not kept from it; and what the others are waiting for was last done by none of them.
+    # Only ranks without progress are compared. The one with fewer passes than the median blocks the others.
     waiting = [sign for sign in alive if not sign.ended and now - sign.further > 3 * sign.seconds]
     passes = median(sign.passes for sign in waiting) if waiting else 0
     for sign in waiting:

@@ -1,4 +1,4 @@
-"""JSON from files that others may have written."""
+"""JSON parsing of files from untrusted sources."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: it is no JSON, no UTF-8, or nested too deeply to be read.
+        ValueError: it is not JSON, not UTF-8, or nested too deeply.
     """
     try:
         return json.loads(text)

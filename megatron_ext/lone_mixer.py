@@ -1,4 +1,4 @@
-"""One mixer alone, in one process, with no model around it: what diagnosis runs and the benchmark times."""
+"""Stand-alone mixer in one process, for diagnosis and benchmarks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megatron_ext.specs import mixer_spec
 def lone_mixer_shape(
     name: str, *, hidden_size: int, heads: int, head_dim: int, length: int, groups: int | None = None
 ) -> ModelShape:
-    """A model of one layer with the named mixer's default settings, in bf16, with Megatron's own linears.
+    """Return the shape of a one-layer model with the named mixer's default settings, in bf16, with the local back-end.
 
     Args:
-        name: of the mixer.
+        name: name of the mixer.
         hidden_size: width of the hidden states.
-        heads: query heads.
+        heads: number of query heads.
         head_dim: width of a head.
-        length: tokens of a sequence, at most.
-        groups: query groups; None: as many as heads.
+        length: maximum number of tokens of a sequence.
+        groups: number of query groups; None: as many as heads.
     """
     return ModelShape(
         model=ModelConfig(
@@ -48,13 +48,13 @@ def lone_mixer_shape(
 
 
 def build_lone_mixer(shape: ModelShape, platform: Platform, groups: ProcessGroupCollection, seed: int) -> Mixer:
-    """The mixer of a model of one layer, on the platform's device, begun as in training.
+    """Build the mixer of a one-layer model on the platform's device, initialised as in training.
 
     Args:
         shape: see `lone_mixer_shape`.
-        platform: where it computes.
+        platform: device and communication back-end.
         groups: process groups of this process alone.
-        seed: of its weights.
+        seed: seed of the weights.
     """
     (name,) = shape.mixers
     spec = mixer_spec(name, shape.mixer_configs[name], shape.backend)

@@ -1,11 +1,11 @@
-"""Lets megatron-core run on CPU and gloo, without altering torch for anyone else.
+"""Adapter that runs megatron-core on CPU and gloo without changing torch for other code.
 
 megatron-core 0.16 names CUDA in its own modules: `torch.cuda.current_device()` as the device of new tensors,
 `device="cuda"` literals, CUDA's generator state, streams, and comparisons such as
-`param.type() == "torch.cuda.FloatTensor"`. The adapter rebinds one name, `torch`, inside the modules of
-`megatron.core` to a proxy that answers those questions for the CPU and passes everything else through. Modules
-imported later are rebound as they are imported. Only the type comparisons, which are methods of tensors, cannot be
-reached this way: `tensor_types_as_cuda` stands around the few calls that make them.
+`param.type() == "torch.cuda.FloatTensor"`. The adapter rebinds the name `torch` in the modules of `megatron.core` to a
+proxy, which implements these for the CPU and forwards everything else. Modules imported later are rebound on import.
+Type comparisons call methods of tensors, which a proxy cannot replace: `tensor_types_as_cuda` wraps the few calls that
+make them.
 
 Nothing here has any effect where CUDA is used.
 """
@@ -25,8 +25,10 @@ import torch
 CPU = torch.device("cpu")
 _PREFIX = "megatron.core"
 _UNCOMPILED = "_torchdynamo_orig_callable"
-"""Where torch.compile keeps the function that it was given. Megatron has small ones compiled as it is imported, which
-on the CPU takes a C++ compiler and up to 20 s a process."""
+"""Attribute in which torch.compile keeps the original function.
+
+Megatron compiles small functions on import, which on the CPU takes a C++ compiler and up to 20 s per process.
+"""
 _FACTORIES = (
     *("arange", "as_tensor", "empty", "empty_like", "full", "full_like", "ones", "ones_like"),
     *("rand", "randint", "randn", "randperm", "tensor", "zeros", "zeros_like"),
@@ -34,7 +36,7 @@ _FACTORIES = (
 
 
 class _NoStream:
-    """Stands for a CUDA stream or event: on the CPU everything is in order already."""
+    """Replacement for a CUDA stream or event: on the CPU operations run in order."""
 
     def wait_stream(self, *_: object) -> None: ...
 
@@ -46,11 +48,11 @@ class _NoStream:
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """What CUDA housekeeping amounts to on the CPU."""
+    """Do nothing, in place of CUDA functions without meaning on the CPU."""
 
 
 class _CpuCuda(types.ModuleType):
-    """`torch.cuda` as megatron.core sees it."""
+    """`torch.cuda` as seen by megatron.core."""
 
     Stream = staticmethod(lambda *_, **__: _NoStream())
     Event = staticmethod(lambda *_, **__: _NoStream())
@@ -74,14 +76,14 @@ class _CpuCuda(types.ModuleType):
 
 
 class _CpuTorch(types.ModuleType):
-    """`torch` as megatron.core sees it."""
+    """`torch` as seen by megatron.core."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The tensor factory, with any CUDA device (by name, index or object) read as the CPU."""
+    """Wrap a tensor factory so that any CUDA device (by name, index or object) means the CPU."""
 
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
@@ -104,7 +106,7 @@ _proxy: types.ModuleType | None = None
 
 
 class _RebindingLoader(importlib.abc.Loader):
-    """Runs a module of megatron.core, then rebinds its `torch`."""
+    """Loader that executes a module of megatron.core and then rebinds its `torch`."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader
@@ -121,7 +123,7 @@ class _RebindingLoader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Sees every later import of a module of megatron.core."""
+    """Finder that intercepts later imports of megatron.core's modules."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -146,10 +148,10 @@ def _rebind(module: types.ModuleType) -> None:
 
 
 def _l2_norm(_chunk: int, _overflow: object, tensor_lists: list[list[torch.Tensor]], *_: object) -> tuple[Any, None]:
-    """The norm of all tensors together, accumulated in float64.
+    """Compute the norm of all tensors together, accumulated in float64.
 
-    torch.norm on the CPU accumulates in fp32 one element after another: over a million gradients it is off by 2e-5,
-    and by something else in another layout.
+    torch.norm on the CPU accumulates sequentially in fp32. For a million gradients its error is 2e-5, and differs
+    between layouts.
     """
     norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensors in tensor_lists for tensor in tensors]
     return torch.linalg.vector_norm(torch.stack(norms)).float().reshape(1), None
@@ -158,7 +160,7 @@ def _l2_norm(_chunk: int, _overflow: object, tensor_lists: list[list[torch.Tenso
 def _use_the_cpu_generator(random: Any) -> None:
     """Make Megatron's tracker of generator states keep states of the CPU's generator.
 
-    Its own `fork` warns when the CPU generator moved inside it; here that generator is the one that is forked.
+    Its own `fork` warns if the CPU generator changes inside, but here that is the generator to fork.
     """
 
     class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
@@ -178,7 +180,7 @@ def _use_the_cpu_generator(random: Any) -> None:
 
 
 def _use_torch_adamw(optimizer: Any) -> None:
-    """Where Transformer Engine or apex is installed Megatron would take their fused optimizers, which need a GPU."""
+    """Select torch's optimizers. Megatron prefers Transformer Engine's or apex's fused ones, which need a GPU."""
     optimizer.Adam, optimizer.SGD, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, torch.optim.SGD, True
 
 
@@ -205,7 +207,7 @@ _ADAPTED: dict[str, Callable[[Any], None]] = {
 
 
 def install() -> None:
-    """Rebind `torch` in every module of megatron.core, those imported already and those to come. Idempotent."""
+    """Rebind `torch` in every module of megatron.core, imported already or later. Idempotent."""
     global _proxy
     if _proxy is not None:
         return
@@ -217,16 +219,16 @@ def install() -> None:
 
 
 def installed() -> bool:
-    """Whether megatron.core is being run on the CPU by this adapter."""
+    """Return whether this adapter runs megatron.core on the CPU."""
     return _proxy is not None
 
 
 @contextlib.contextmanager
 def tensor_types_as_cuda() -> Iterator[None]:
-    """While inside, CPU tensors say they are of CUDA types, and `.cuda()` leaves them where they are.
+    """Context manager under which CPU tensors report CUDA types, and `.cuda()` returns them unchanged.
 
-    Megatron's optimizers compare `Tensor.type()` with `torch.cuda.*` when they are built, stepped, saved and loaded;
-    its tied embedding calls `.cuda()` when pipeline stages are built. No effect unless the adapter is installed.
+    Megatron's optimizers compare `Tensor.type()` with `torch.cuda.*` when they are built, stepped, saved and loaded.
+    Its tied embedding calls `.cuda()` when pipeline stages are built. No effect unless the adapter is installed.
     """
     if not installed():
         yield

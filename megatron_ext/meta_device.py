@@ -1,4 +1,4 @@
-"""Building models without memory for their numbers."""
+"""Construction of models on the meta device, without memory for their values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ext.errors import UserError
 
 
 class _OnMeta(TorchFunctionMode):
-    """Every new tensor is on the meta device, on whatever it is asked for."""
+    """Mode in which every tensor with an explicit device is created on the meta device."""
 
     def __torch_function__(
         self,
@@ -30,20 +30,23 @@ class _OnMeta(TorchFunctionMode):
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Within it models are built without memory. A backward pass knows nothing of it: see `ledger.Watched`."""
+    """Context manager under which models are built on the meta device.
+
+    It does not affect tensors that a backward pass creates; `ledger.Watched` does.
+    """
     with torch.device("meta"), _OnMeta():
         yield
 
 
 @contextmanager
 def sizes_of(where: str) -> Iterator[None]:
-    """Within it, a size that no tensor can have, or no memory of this machine, is the user's error.
+    """Context manager that turns torch's errors on impossible tensor sizes, or lack of memory, into user errors.
 
     Args:
-        where: what says the sizes, for the message.
+        where: source of the sizes, for the message.
 
     Raises:
-        UserError: torch refuses a size, or the allocator does.
+        UserError: torch or the allocator refuses a size.
     """
     try:
         yield
@@ -57,4 +60,4 @@ def sizes_of(where: str) -> Iterator[None]:
 
 _SHOWN = 140
 _OF_SIZES = ("overflow", "allocate memory", "out of memory")
-"""In what torch says of sizes that are too large for its integers, or for the memory."""
+"""Substrings of torch's messages about sizes that exceed its integers or the memory."""

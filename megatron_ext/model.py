@@ -1,4 +1,4 @@
-"""From the configuration to the model chunks of this rank."""
+"""Construction of this rank's model chunks from the configuration."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from megatron_ext.specs import Backend, layer_specs, provider
 
 @dataclass
 class MixerTransformerConfig(TransformerConfig):
-    """Megatron's configuration with what our mixers need besides.
+    """Megatron's transformer configuration with the additional fields of our mixers.
 
     Attributes:
         rotary_base: base of the rotary frequencies, which mixers apply themselves.
-        context_exchange: what mixers exchange under context parallelism; see `ParallelConfig`.
-        context_exchange_rounds: in how many messages heads are exchanged.
-        context_transport: how those travel.
-        branches_per_layer: how often a layer adds to the residual stream.
+        context_exchange: exchange between context-parallel ranks; see `ParallelConfig`.
+        context_exchange_rounds: number of messages in which heads are exchanged.
+        context_transport: transport of those messages.
+        branches_per_layer: number of additions to the residual stream per layer.
         recompute_feed_forward: see `BlockLayer`.
     """
 
@@ -47,17 +47,17 @@ class MixerTransformerConfig(TransformerConfig):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a model is built from, beside the process groups.
+    """Inputs of model construction other than process groups.
 
     Attributes:
-        model: sizes; its derived fields filled in.
-        mixers: the mixer's name for each layer.
-        mixer_configs: by mixer name, its typed configuration.
-        parallel: the layout.
+        model: sizes, with derived fields filled in.
+        mixers: mixer name of each layer.
+        mixer_configs: settings by mixer name.
+        parallel: parallel layout.
         vocab_size: tokens of the tokenizer, before padding.
         precision: bf16 or fp32.
         recompute: none, mlp or full; see `TrainingConfig`.
-        backend: whose linears and norms.
+        backend: source of linear layers and norms.
         fp8: none, tensorwise or blockwise; see `TrainingConfig`.
     """
 
@@ -73,25 +73,25 @@ class ModelShape:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: the same in every layout, so that checkpoints and losses are."""
+        """Rows of the embedding. Independent of the layout, so that checkpoints and losses are, too."""
         multiple = self.model.vocab_size_multiple
         return -(-self.vocab_size // multiple) * multiple
 
     @property
     def feed_forward_parameters(self) -> int:
-        """Weights of a layer's feed-forward: three matrices of SwiGLU, two of RWKV-7's channel mix, or none."""
+        """Weights of a layer's feed-forward: three matrices for SwiGLU, two for RWKV-7's channel mix, or none."""
         matrices = {"transformer": 3, "rwkv7": 2, "mixer": 0}[self.model.block]
         return matrices * self.model.hidden_size * (self.model.ffn_hidden_size or 0)
 
     @property
     def learns_positions(self) -> bool:
-        """Whether a learned position table is added at the input: some layer's mixer asks for it."""
+        """True if some layer's mixer requires a learned position table at the input."""
         used = {name: self.mixer_configs[name] for name in self.mixers}
         return any(getattr(config, "position_encoding", None) == "learned" for config in used.values())
 
 
 def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransformerConfig:
-    """Megatron's configuration of the block: its norm, SwiGLU or squared ReLU, no biases of matrices, no dropout."""
+    """Return Megatron's configuration: norm, SwiGLU or squared ReLU, no biases of matrices, no dropout."""
     model, parallel, dtype = shape.model, shape.parallel, DTYPES[shape.precision]
     assert parallel.sequence != "auto" or parallel.tensor == 1, "resolved by training.build.model_shape"
     interleaved, swiglu = parallel.virtual_pipeline > 1, model.block == "transformer"
@@ -114,7 +114,7 @@ def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransforme
         attention_dropout=0.0,
         hidden_dropout=0.0,
         init_method_std=model.init_std,
-        # Megatron's initialisation marks tensor-parallel weights, so it runs; initialize_model gives the values.
+        # Megatron's initialisation must run, as it marks tensor-parallel weights. initialize_model sets the values.
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
         embedding_init_method=_leave_as_is,
@@ -137,7 +137,7 @@ def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransforme
         overlap_p2p_comm=interleaved and not batched,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
-        # SwiGLU in one kernel that keeps its input alone; compiled, which is not worth its time on a CPU.
+        # One compiled kernel for SwiGLU, which saves only its input; compilation does not pay off on a CPU.
         bias_activation_fusion=swiglu and platform.is_cuda,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -148,42 +148,43 @@ def transformer_config(shape: ModelShape, platform: Platform) -> MixerTransforme
 
 
 def _recompute(shape: ModelShape) -> dict[str, Any]:
-    """What is recomputed, as the model's configuration says it."""
+    """Return the fields of the transformer configuration that control recomputation."""
     if shape.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return {"recompute_feed_forward": shape.recompute == "mlp"}
 
 
 def _fp8(shape: ModelShape) -> dict[str, Any]:
-    """Which products are in 8 bits, as the model's configuration says it.
+    """Return the fields of the transformer configuration that control FP8 matrix products.
 
-    Of Megatron's recipes those whose scales follow from the values at hand: a run that goes on has none to keep.
+    Only Megatron's recipes with scales from current values are used, so that there is no scaling history to checkpoint.
     """
     formats = {"tensorwise": "hybrid", "blockwise": "e4m3"}
     return {} if shape.fp8 == "none" else {"fp8": formats[shape.fp8], "fp8_recipe": shape.fp8}
 
 
 def _leave_as_is(_: torch.Tensor) -> None:
-    """An initialiser that does nothing."""
+    """Leave the weight uninitialised."""
 
 
 def build_model(
     shape: ModelShape, platform: Platform, groups: ProcessGroupCollection, seed: int | None
 ) -> list[MegatronModule]:
-    """The model chunks of this rank, initialised, on the platform's device.
+    """Build the model chunks of this rank on the platform's device, initialised.
 
     Args:
-        shape: what they are built from.
-        platform: where they compute.
+        shape: inputs of the construction.
+        platform: device and communication back-end.
         groups: process groups.
-        seed: of the initial weights; None: these are left as memory happens to be, to be filled.
+        seed: seed of the initial weights; None: leave the weights uninitialised, to be loaded.
 
     Returns:
-        One `LanguageModel` for each virtual pipeline stage, wrapped for bf16 where that is the precision. A chunk maps
-        tokens [b, t] and labels [b, t] to losses [b, t] on the last stage, hidden states [t, b, hidden] elsewhere.
+        One `LanguageModel` per virtual pipeline stage, wrapped in `Float16Module` if the precision is bf16. A chunk
+        maps tokens [b, t] and labels [b, t] to losses [b, t] on the last stage, and to hidden states [t, b, hidden]
+        elsewhere.
 
     Raises:
-        UserError: a matrix has a size that products in 8 bits, where they are asked for, do not take.
+        UserError: FP8 is requested and a matrix has a size that FP8 products do not support.
     """
     config = transformer_config(shape, platform)
     with platform.optimizer_context():
@@ -203,13 +204,13 @@ def build_model(
 
 
 def check_tiles(linears: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Products in 8 bits take matrices whose sides, split over tensor-parallel ranks, are multiples of 16.
+    """Check that the sides of FP8 matrices, after tensor-parallel sharding, are multiples of 16.
 
     Args:
-        linears: whose products are: name and weight [outputs, inputs] of each.
+        linears: (name, weight [outputs, inputs]) of each linear layer with FP8 products.
 
     Raises:
-        UserError: one has sides that are not.
+        UserError: a side is not a multiple of 16.
     """
     for name, weight in linears:
         outputs, inputs = weight.shape
@@ -250,12 +251,12 @@ def _build_chunk(
 
 
 def packed_flops_per_token(shape: ModelShape, chunks: Sequence[torch.nn.Module], lengths: Mapping[int, int]) -> float:
-    """As `training_flops_per_token`, of documents that are kept apart.
+    """Compute `training_flops_per_token` for packed documents that are kept apart.
 
     Args:
-        shape: of the model.
-        chunks: of it.
-        lengths: how many documents, or pieces of them, of each length there are.
+        shape: shape of the model.
+        chunks: chunks of the model.
+        lengths: number of documents, or pieces of documents, by length.
     """
     tokens = sum(length * count for length, count in lengths.items())
     costs = (count * length * training_flops_per_token(shape, chunks, length) for length, count in lengths.items())
@@ -263,9 +264,9 @@ def packed_flops_per_token(shape: ModelShape, chunks: Sequence[torch.nn.Module],
 
 
 def training_flops_per_token(shape: ModelShape, chunks: Sequence[torch.nn.Module], seq_length: int) -> float:
-    """Model FLOPs a token of forward and backward pass, of the layers in these chunks and the output layer.
+    """Compute model FLOPs per token of forward and backward pass, for these chunks' layers and output layer.
 
-    Counted as `Mixer.training_flops` counts; the embedding is a look-up and not counted.
+    Follows `Mixer.training_flops`. The embedding is a look-up and not counted.
     """
     total = 0.0
     for chunk in chunks:

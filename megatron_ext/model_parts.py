@@ -1,4 +1,4 @@
-"""Which module of a model is of which part."""
+"""Assignment of a model's modules to the parts of `parts`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron_ext.parts import EMBEDDING, FEED_FORWARD, LOSS, MIXER, NORMS
 
 
 class Member(NamedTuple):
-    """A module of a part; one within another is of its own part.
+    """Module that belongs to a part; a module nested in another belongs to its own part.
 
     Attributes:
-        module: whose `forward` does the part's work; recomputation calls it again in the backward pass.
-        part: of `parts.MODEL`.
-        layer: its layer's number from 1 in the whole model; None: it is of no layer.
+        module: module whose `forward` does the part's work; recomputation calls it again in the backward pass.
+        part: element of `parts.MODEL`.
+        layer: layer number in the whole model, from 1; None: outside the layers.
     """
 
     module: nn.Module
@@ -31,7 +31,7 @@ class Member(NamedTuple):
 
 
 def members(chunks: Iterable[nn.Module]) -> Iterator[Member]:
-    """All modules of parts in model chunks, wrapped or not."""
+    """Iterate over the modules of all parts in model chunks, wrapped or not."""
     for chunk in chunks:
         for module in chunk.modules():
             yield from _members(module)
@@ -39,7 +39,7 @@ def members(chunks: Iterable[nn.Module]) -> Iterator[Member]:
 
 def _members(module: nn.Module) -> Iterator[Member]:
     if isinstance(module, GPTModel):
-        yield Member(module, LOSS, None)  # all that is not the embedding or the layers
+        yield Member(module, LOSS, None)  # everything but the embedding and the layers
         if module.pre_process:
             yield Member(module.embedding, EMBEDDING, None)
     elif isinstance(module, TransformerBlock):
@@ -54,7 +54,15 @@ def _members(module: nn.Module) -> Iterator[Member]:
 
 @contextmanager
 def within(owner: Any, method: str, around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Have a method of one object, and of no other of its class, do its work within something."""
+    """Context manager under which one object's method runs inside another context manager.
+
+    Other objects of the class are not affected.
+
+    Args:
+        owner: the object.
+        method: name of its method.
+        around: creates the context manager for each call.
+    """
     original: Callable[..., Any] = getattr(owner, method)
     is_own = method in vars(owner)
 

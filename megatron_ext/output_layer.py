@@ -1,4 +1,4 @@
-"""The output layer of a language model, which gives losses where it gets labels, and never holds all logits then."""
+"""Output layer of a language model that computes losses from labels without materialising all logits."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kernels.linear_cross_entropy import linear_cross_entropy
 
 
 class LossOutputLayer(ColumnParallelLinear):
-    """Megatron's output layer, vocabulary split over tensor-parallel ranks, with the loss in it.
+    """Megatron's output layer, sharded over the vocabulary, with an integrated loss.
 
-    In it, and not beside it, since what owns a weight is what DeepSpeed's stage 3 gathers it for.
+    The loss is part of the layer because DeepSpeed's stage 3 gathers a weight only for the module that owns it.
 
     Attributes:
-        num_tokens: tokens of the vocabulary; the rows of all ranks after them, which fill the matrix up, get no
-            probability and no gradient.
+        num_tokens: tokens of the vocabulary. Later rows, over all ranks, are padding: they get no probability and no
+            gradient.
     """
 
     num_tokens: int
@@ -36,18 +36,18 @@ class LossOutputLayer(ColumnParallelLinear):
         labels_bt: Tensor | None = None,
         loss_mask_bt: Tensor | None = None,
     ) -> Any:
-        """Logits as Megatron gives them, or losses.
+        """Compute logits as Megatron does, or losses if there are labels.
 
         Args:
-            input_: hidden states [t, b, h], under sequence parallelism this rank's part of t.
-            weight: [v / tp, h], where it is the embedding's; None: the layer's own.
-            runtime_gather_output: see Megatron; of logits.
-            labels_bt: [b, t] int64; None: logits are wanted.
-            loss_mask_bt: [b, t], 0 where no gradient comes back, see `linear_cross_entropy`; None: nowhere.
+            input_: hidden states [t, b, h]; with sequence parallelism this rank's shard of t.
+            weight: [v / tp, h], the embedding's weight if it is shared; None: the layer's own.
+            runtime_gather_output: as in Megatron, for logits.
+            labels_bt: [b, t] int64; None: compute logits.
+            loss_mask_bt: [b, t], 0 where the loss gets no gradient, see `linear_cross_entropy`; None: all ones.
 
         Returns:
-            Losses [b, t] in nats, fp32; or what Megatron's layer returns: logits of all rows, also those beyond the
-            tokens.
+            Losses [b, t] in nats, fp32. Without labels the result of Megatron's layer: logits of all rows, padding
+            included.
         """
         if labels_bt is None:
             return super().forward(input_, weight, runtime_gather_output)
@@ -57,7 +57,7 @@ class LossOutputLayer(ColumnParallelLinear):
         else:
             hidden_tbh = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
         first_label = self.tp_group.rank() * len(weight_vh)
-        # Hidden states stay as they lie: Megatron's sum over ranks loses itself on a gradient that is not dense.
+        # No transposition of hidden states: Megatron's all-reduce skips a gradient that is not contiguous.
         losses_tb = linear_cross_entropy(
             hidden_tbh,
             weight_vh,
@@ -71,16 +71,16 @@ class LossOutputLayer(ColumnParallelLinear):
 
 
 class LanguageModel(GPTModel):
-    """Megatron's GPT, whose losses come from the output layer itself.
+    """Megatron's GPT with losses from `LossOutputLayer`.
 
     Args:
-        num_tokens: tokens of the vocabulary, at most Megatron's `vocab_size`, which counts rows.
+        num_tokens: tokens of the vocabulary, at most Megatron's `vocab_size`, which includes padding rows.
     """
 
     def __init__(self, *args: Any, num_tokens: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.post_process:
-            # Megatron names the class of its output layer itself; what the layer has and how it is stored stays.
+            # Megatron hard-codes the class of its output layer; its parameters and checkpoint format stay the same.
             self.output_layer.__class__ = LossOutputLayer
             self.output_layer.num_tokens = num_tokens
 

@@ -1,6 +1,6 @@
-"""The parts of a step that time and memory are told of. Which module is of which, `model_parts` says.
+"""Parts of a training step for which time and memory are reported; `model_parts` assigns modules to them.
 
-Reading this takes no time: reports and plans are made where Megatron is not imported.
+This module is fast to import, because reports and plans are made without Megatron.
 """
 
 MIXER, FEED_FORWARD, NORMS = "mixer", "feed-forward", "norms and residual"

@@ -1,4 +1,4 @@
-"""Paths that come from the text of a file: manifests, indices, sweeps and checkpoints may be written by strangers."""
+"""Validation of paths from untrusted files: manifests, indices, sweeps and checkpoints."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from megatron_ext.errors import UserError
 from megatron_ext.printable import control_characters, printable
 
 MAX_NAME_BYTES = 255
-"""Bytes of one component of a path, as Linux file systems have it."""
+"""Maximum size in bytes of one component of a path, as in Linux file systems."""
 
 MAX_PATH_BYTES = 1024
-"""Bytes of a whole relative path; no prepared folder or checkpoint comes near."""
+"""Maximum size in bytes of a relative path, far above those of prepared folders and checkpoints."""
 
 _DRIVE = re.compile(r"[A-Za-z]:")
 
 
 def check_text(where: str, text: str) -> None:
-    """Refuse control characters in a name or path of the user's: a newline ends a directive in a batch script.
+    """Refuse control characters in a user's name or path: a newline ends a directive in a batch script.
 
     Args:
         where: option or field, for the message.
         text: its value.
 
     Raises:
-        UserError: there are some.
+        UserError: the text contains control characters.
     """
     if found := control_characters(text):
         shown = printable(repr(text)) if len(text) <= 100 else printable(repr(text[:100])) + "..."
@@ -33,18 +33,18 @@ def check_text(where: str, text: str) -> None:
 
 
 def relative_name(name: object, where: str) -> str:
-    """Check the text of a path that must lie below some folder; the file system is not looked at.
+    """Validate a path that must lie below some folder, without access to the file system.
 
     Args:
-        name: as a file has it.
-        where: file, and field in it, that the name was read from; for the message.
+        name: path as read from a file.
+        where: file and field that the path was read from, for the message.
 
     Returns:
-        The name without `.` components and doubled slashes.
+        The path without `.` components and doubled slashes.
 
     Raises:
-        UserError: it is no text, is empty or too long, is absolute or holds `..`, a backslash, a drive, an address
-            (`://`) or control characters.
+        UserError: it is not a string, is empty or too long, is absolute, or contains `..`, a backslash, a drive, a URL
+            scheme (`://`) or control characters.
     """
     problem = _problem(name)
     if problem is not None:
@@ -55,17 +55,17 @@ def relative_name(name: object, where: str) -> str:
 
 
 def path_within(folder: Path, name: object, where: str, *, follow_links: bool = False) -> Path:
-    """The path of a file below a folder, from a name that some file gives.
+    """Return the path of a file below a folder, from a relative path in an untrusted file.
 
     Args:
-        folder: the name is relative to it; it may itself be reached by links, and need not exist.
-        name: as a file has it.
-        where: file, and field in it, that the name was read from; for the message.
-        follow_links: also accept a name that is there as a link out of the folder. Only for files that are read alone,
-            and whose content is checked: caches of downloaded files are folders of such links.
+        folder: base folder; it may itself be reached by symbolic links, and need not exist.
+        name: path as read from a file.
+        where: file and field that the path was read from, for the message.
+        follow_links: True: accept symbolic links that lead out of the folder. Only for files that are read individually
+            and whose content is verified: caches of downloaded files are folders of such links.
 
     Raises:
-        UserError: see `relative_name`; or a link on the way leads out of the folder.
+        UserError: see `relative_name`; or a symbolic link leads out of the folder.
     """
     path = folder / relative_name(name, where)
     if not follow_links and not path.resolve().is_relative_to(folder.resolve()):
@@ -75,7 +75,7 @@ def path_within(folder: Path, name: object, where: str, *, follow_links: bool = 
 
 
 def _problem(name: object) -> str | None:
-    """The reason why a name is refused; None where it is good."""
+    """Return the reason why a path is refused, or None."""
     if not isinstance(name, str):
         return "is no text"
     if not PurePosixPath(name).parts:

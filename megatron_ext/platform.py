@@ -1,6 +1,6 @@
-"""The one place that knows CUDA with NCCL from the CPU with gloo.
+"""Selection between CUDA with NCCL and the CPU with gloo: all code that differs between them.
 
-Everything else asks the `Platform` for its device and backend and is the same on both.
+Other code takes device and back-end from `Platform` and is identical on both.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in
 _PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12}
 
 _CPU_SIZE, _CUDA_SIZE = 768, 4096
-"""Of square matrices whose product is timed: some milliseconds of a processor, a fraction of one of a GPU."""
+"""Sizes of the square matrices in `product_seconds`: milliseconds on a CPU, a fraction of one on a GPU."""
 
 
 @dataclass(frozen=True)
 class Platform:
-    """Where this process computes and how it talks to the others.
+    """Device and communication back-end of this process.
 
     Attributes:
         device: device of this process's tensors.
-        communication: torch.distributed's backend.
+        communication: back-end of torch.distributed.
     """
 
     device: torch.device
@@ -44,20 +44,20 @@ class Platform:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether this is CUDA with NCCL."""
+        """True for CUDA with NCCL."""
         return self.device.type == "cuda"
 
     def peak_memory_bytes(self) -> int:
-        """Largest memory this process has used: allocated on the GPU, or resident on the CPU."""
+        """Return the peak memory of this process in bytes: allocated on the GPU, or resident on the CPU."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
-        """Matrix-product peak in FLOP/s that utilisation (MFU) is a fraction of; None where it is not known.
+        """Return the matrix-product peak in FLOP/s, the reference of MFU; None if unknown.
 
-        On a GPU the data sheet's bf16 figure, whatever the dtype, as the field counts it; on the CPU what a matrix
-        product of this process reaches now, measured.
+        On a GPU it is the data sheet's bf16 figure for every dtype, as is common for MFU. On the CPU it is measured
+        now, with a matrix product in this process.
         """
         if not self.is_cuda:
             return 2 * _CPU_SIZE**3 / self.product_seconds(dtype)
@@ -65,12 +65,12 @@ class Platform:
         return next((peak for part, peak in _PEAK_BF16.items() if part in name), None)
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has finished all queued work."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
     def product_seconds(self, dtype: torch.dtype, repeats: int = 5) -> float:
-        """The least time that a matrix product of a fixed size takes this process now, of several."""
+        """Return the minimum time in seconds of a matrix product of fixed size, over several repeats."""
         size = _CUDA_SIZE if self.is_cuda else _CPU_SIZE
         a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
         seconds = []
@@ -83,25 +83,25 @@ class Platform:
         return min(seconds)
 
     def optimizer_context(self) -> AbstractContextManager[None]:
-        """Stands around Megatron calls that ask tensors for their CUDA type (see `megatron_cpu`)."""
+        """Return a context manager for Megatron calls that check tensors for CUDA types (see `megatron_cpu`)."""
         return megatron_cpu.tensor_types_as_cuda()
 
 
 def before_megatron() -> None:
-    """To be called before megatron-core is imported, where that can be; `select_platform` makes up for it later.
+    """Prepare for the import of megatron-core, if called before it; otherwise `select_platform` does it later.
 
-    Without CUDA nothing of Megatron is compiled. Told so in time, it does not import torch's compiler either, which
-    takes a quarter of the time in which a rank starts.
+    Without CUDA nothing of Megatron is compiled. If it is disabled before the import, Megatron does not import torch's
+    compiler, which saves a quarter of a rank's start-up time.
     """
     if not torch.cuda.is_available():
         megatron_cpu.install()
 
 
 def platform_of(device: Literal["auto", "cpu", "cuda"], parallel: ParallelConfig) -> Platform:
-    """`select_platform` for a rank of a run with this `run.device` and layout.
+    """Call `select_platform` for a rank of a run with this `run.device` and layout.
 
-    What copy engines bring is not to wait behind kernels that were launched before it, nor they behind it: with a queue
-    for each stream a step of Top-1 Chunk on four H200s is 2 to 3 % shorter (docs/benchmarks/training.md).
+    Copy engines help only if their copies and earlier kernels do not wait for each other. With one queue per stream, a
+    step of Top-1 Chunk on four H200s is 2 to 3 % shorter (docs/benchmarks/training.md).
     """
     one_queue = parallel.tensor > 1 or parallel.context_transport != "copy_engine"
     return select_platform(device, local_rank(), one_queue=one_queue)
@@ -110,19 +110,20 @@ def platform_of(device: Literal["auto", "cpu", "cuda"], parallel: ParallelConfig
 def select_platform(
     device: Literal["auto", "cpu", "cuda"] = "auto", local_rank: int = 0, *, one_queue: bool = True
 ) -> Platform:
-    """Choose the platform of this process and make megatron-core ready for it.
+    """Choose the platform of this process and prepare megatron-core for it.
 
     Args:
         device: the configuration's `run.device`.
         local_rank: rank of this process on its machine: the index of its GPU.
-        one_queue: whether all streams share one to the GPU, unless CUDA_DEVICE_MAX_CONNECTIONS is set; see below.
+        one_queue: True: all streams share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, unless it is set).
 
     Raises:
-        UserError: a GPU is asked for and there is none, or fewer than processes.
+        UserError: a GPU is requested and there is none, there are fewer GPUs than processes, or the CPU is requested on
+            a machine with CUDA.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    # DeepSpeed asks the environment for both, and would guess the first.
+    # DeepSpeed reads both variables, and would guess the first.
     os.environ.setdefault("DS_ACCELERATOR", device)
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     if device == "cpu":
@@ -142,31 +143,31 @@ def select_platform(
             "start at most one process a GPU, or use run.device=cpu",
         )
     if one_queue:
-        # Megatron asks for it: kernels and exchanges of tensor and sequence parallelism keep the order they came in.
+        # Required by Megatron: keeps kernels and collectives of tensor and sequence parallelism in launch order.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     torch.cuda.set_device(local_rank)
     return Platform(torch.device("cuda", local_rank), "nccl")
 
 
 def start_process_group(platform: Platform, timeout: timedelta = timedelta(minutes=10)) -> None:
-    """Join the default process group named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    """Initialise the default process group from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, unless there is one."""
     if not dist.is_initialized():
         device_id = platform.device if platform.is_cuda else None
         dist.init_process_group(platform.communication, timeout=timeout, device_id=device_id)
 
 
 def local_rank() -> int:
-    """Rank of this process on its machine, from LOCAL_RANK (0 where it is not set)."""
+    """Return the rank of this process on its machine, from LOCAL_RANK (default 0)."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def choose_backend(
     backend: Literal["auto", "local", "transformer_engine"], platform: Platform
 ) -> Literal["local", "transformer_engine"]:
-    """Megatron's modules for norms and linears: its own or Transformer Engine's.
+    """Choose the source of norms and linear layers: Megatron or Transformer Engine.
 
     Raises:
-        UserError: Transformer Engine is asked for where it cannot run.
+        UserError: Transformer Engine is requested but cannot run here.
     """
     have_te = find_spec("transformer_engine") is not None
     if backend == "auto":

@@ -1,4 +1,4 @@
-"""Text from files and options, made safe for a terminal: control and bidirectional characters become escapes."""
+"""Escaping of control and bidirectional characters, to make text from files and options safe for a terminal."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import IO, Any, cast
 
 _BIDI = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Characters that reorder what stands beside them on a screen."""
+"""Characters that change the display order of their neighbours."""
 
 _CURSOR_UP = "\x1b[A"
-"""What progress bars print when there are several."""
+"""Escape sequence that progress bars print if there are several."""
 
 _CATEGORIES = frozenset({"Cc", "Cs", "Zl", "Zp"})
 """Unicode categories of control characters, lone surrogates, and line and paragraph separators."""
 
 
 def is_control(character: str) -> bool:
-    """Whether a character moves a cursor, ends a line, reorders its neighbours or cannot be encoded."""
+    """Return whether a character moves the cursor, ends a line, reorders its neighbours or cannot be encoded."""
     return unicodedata.category(character) in _CATEGORIES or character in _BIDI
 
 
 def control_characters(text: str) -> str:
-    """The control characters of a text, in their order; empty where there are none."""
+    """Return the control characters of a text in their order; empty if there are none."""
     return "" if text.isprintable() else "".join(filter(is_control, text))
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""A text with each control character as its Python escape: an ANSI sequence shows as `\x1b[31m`.
+    r"""Replace each control character by its Python escape: an ANSI sequence becomes `\x1b[31m`.
 
     Args:
-        text: from a file, an option or a machine.
-        keep: characters that stay, such as a newline in output of several lines.
+        text: text from a file, an option or a machine.
+        keep: characters to keep, such as the newline in multi-line output.
     """
     if text.isprintable():
         return text
@@ -44,12 +44,12 @@ def printable(text: str, keep: str = "") -> str:
 
 
 class EscapedOutput:
-    """A text stream that shows control characters as escapes, but for line ends, tabs and what progress bars need.
+    """Text stream that escapes control characters, except line ends, tabs and the sequences of progress bars.
 
-    What a run, a file or a model is called or says then moves no cursor and sets no title, whoever prints it.
+    Names and messages of runs, files or models then cannot move the cursor or set the terminal's title.
 
     Args:
-        stream: where the text goes; everything but writing is its own.
+        stream: underlying stream; all attributes but the write methods are its own.
     """
 
     def __init__(self, stream: IO[str]) -> None:
@@ -66,19 +66,19 @@ class EscapedOutput:
             self.write(line)
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else of the stream."""
+        """Return an attribute of the underlying stream."""
         return getattr(self._stream, name)
 
 
 @contextmanager
 def escaped_output() -> Iterator[None]:
-    """Within it, `sys.stdout` and `sys.stderr` are `EscapedOutput`."""
+    """Context manager that replaces `sys.stdout` and `sys.stderr` by `EscapedOutput`."""
     out, err = EscapedOutput(sys.stdout), EscapedOutput(sys.stderr)
     with redirect_stdout(cast("IO[str]", out)), redirect_stderr(cast("IO[str]", err)):
         yield
 
 
 def text_output() -> IO[str]:
-    """Standard output for text that is asked for as it is: unchanged into a file or a pipe, escaped on a screen."""
+    """Return standard output for verbatim text: unescaped if it is a file or a pipe, escaped on a terminal."""
     out = sys.stdout
     return out._stream if isinstance(out, EscapedOutput) and not out.isatty() else out

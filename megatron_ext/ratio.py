@@ -1,9 +1,9 @@
-"""The uncertainty of a loss a token when documents, not tokens, are drawn independently.
+"""Uncertainty of a loss per token if documents, not tokens, are sampled independently.
 
-A loss a token is a ratio of sums over documents. Its tokens are alike within a document and documents are of very
-unlike lengths, so a few long ones carry most of the uncertainty; a percentile bootstrap of few documents then gives
+A loss per token is a ratio of sums over documents. Tokens of a document are correlated, and document lengths vary
+widely, so a few long documents carry most of the uncertainty. A percentile bootstrap of few documents then gives
 intervals that are far too short. Here the ratio is a regression through the origin with documents as clusters: variance
-by the bias-reduced estimator CR2, degrees of freedom by Bell & McCaffrey 2002 (Survey Methodology 28), see also
+by the bias-reduced estimator CR2, degrees of freedom by Bell & McCaffrey 2002 (Survey Methodology 28). See also
 Pustejovsky & Tipton 2018 (Journal of Business & Economic Statistics 36).
 """
 
@@ -18,56 +18,56 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 
 FEWEST_DOCUMENTS = 3
-"""Of which an interval is given: of two, one may be nearly all of the text."""
+"""Minimum number of documents for an interval: of two, one may contain nearly all of the text."""
 
 FEW_DOCUMENTS = 20
-"""Below this an interval rests on the documents' being alike in kind, which so few do not show; pages say so."""
+"""Below this number an interval assumes that the documents are similar, which so few cannot show."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Sampling variance of estimates, and what it is known from.
+    """Sampling variance of estimates, with its degrees of freedom.
 
     Attributes:
-        variance: float64 [...], not a number: not known.
-        freedom: float64 [...], degrees of freedom of a t-distribution that has the same relative precision.
+        variance: float64 [...]; NaN: unknown.
+        freedom: float64 [...], degrees of freedom of a t-distribution with the same relative precision.
     """
 
     variance: FloatArray
     freedom: FloatArray
 
     def half_width(self, confidence: float) -> FloatArray:
-        """Half of the intervals, [...]."""
-        from scipy.special import stdtrit  # a third of a second, which every rank that trains would wait for
+        """Return half of the width of the confidence intervals, [...]."""
+        from scipy.special import stdtrit  # imported late: it would delay every training rank by a third of a second
 
         return np.asarray(stdtrit(self.freedom, (1 + confidence) / 2) * np.sqrt(self.variance))
 
     def __add__(self, other: Spread) -> Spread:
-        """Of a sum of independent estimates (Satterthwaite 1946)."""
+        """Return the spread of a sum of independent estimates (Satterthwaite 1946)."""
         variance = self.variance + other.variance
         weight = self.variance**2 / self.freedom + other.variance**2 / other.freedom
         freedom = np.divide(variance**2, weight, out=np.full_like(variance, np.inf), where=weight > 0)
         return Spread(variance, np.where(np.isnan(variance), np.nan, freedom))
 
     def times(self, factor: float) -> Spread:
-        """Of the estimates multiplied by a constant."""
+        """Return the spread of the estimates multiplied by a constant."""
         return Spread(self.variance * factor**2, self.freedom)
 
 
 def none_like(values: FloatArray) -> Spread:
-    """No variance: of constants."""
+    """Return the spread of constants: zero variance."""
     return Spread(np.zeros_like(values), np.full_like(values, np.inf))
 
 
 def spread_of_ratio(nats: FloatArray, tokens: FloatArray) -> Spread:
-    """The spread of sum(nats) / sum(tokens) over documents that are drawn independently, lengths included.
+    """Compute the spread of sum(nats) / sum(tokens) over independently sampled documents of random lengths.
 
     Args:
-        nats: [..., documents] summed losses, or differences of them; documents without tokens do not count.
-        tokens: [documents] tokens they are the losses of.
+        nats: [..., documents] summed losses, or differences of them; documents without tokens are ignored.
+        tokens: [documents] number of tokens of these losses.
 
     Returns:
-        [...]; not a number with fewer than `FEWEST_DOCUMENTS`.
+        Spread of shape [...]; NaN with fewer than `FEWEST_DOCUMENTS` documents.
     """
     nats, tokens = nats[..., tokens > 0], tokens[tokens > 0].astype(np.float64)
     shape = nats.shape[:-1]
@@ -80,14 +80,13 @@ def spread_of_ratio(nats: FloatArray, tokens: FloatArray) -> Spread:
 
 
 def _freedom(share: FloatArray) -> float:
-    """Bell & McCaffrey's degrees of freedom, if mean losses of documents vary alike whatever their lengths.
+    """Compute Bell & McCaffrey's degrees of freedom if the variance of a mean loss is the same for all documents.
 
-    The residuals of nats, over all tokens, then have covariances proportional to
+    The residuals of nats, divided by all tokens, then have covariances proportional to
 
-        G[i, j] = h[i] h[j] (q - h[i] - h[j]) + [i = j] h[i]^2,    h: shares of the tokens, q = sum(h^2),
+        G[i, j] = h[i] h[j] (q - h[i] - h[j]) + [i = j] h[i]^2,    h: shares of the tokens, q = sum(h^2).
 
-    and the variance is sum(a[i] rest[i]^2) with a = 1 / (1 - h): it has trace(a G)^2 / trace((a G)^2) degrees of
-    freedom.
+    The variance is sum(a[i] rest[i]^2) with a = 1 / (1 - h). It has trace(a G)^2 / trace((a G)^2) degrees of freedom.
     """
     squares = share**2
     q, w = float(squares.sum()), squares / (1 - share)
@@ -99,15 +98,15 @@ def _freedom(share: FloatArray) -> float:
 
 
 def ratio_interval(nats: FloatArray, tokens: FloatArray, confidence: float) -> tuple[float, float] | None:
-    """Interval of a loss a token over documents that are drawn independently; see `spread_of_ratio`.
+    """Compute the interval of a loss per token over independently sampled documents; see `spread_of_ratio`.
 
     Args:
         nats: [documents] summed losses.
-        tokens: [documents] tokens they are the losses of.
+        tokens: [documents] number of tokens of these losses.
         confidence: between 0 and 1.
 
     Returns:
-        None with fewer than `FEWEST_DOCUMENTS` documents.
+        (lower, upper), or None with fewer than `FEWEST_DOCUMENTS` documents.
     """
     half = float(spread_of_ratio(nats, tokens).half_width(confidence))
     if math.isnan(half):

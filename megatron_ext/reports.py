@@ -1,4 +1,4 @@
-"""What every report is made of: Markdown tables, numbers of three digits, a JSON and a Markdown file that are whole."""
+"""Building blocks of reports: Markdown tables, CSV cells, number formats, and atomic JSON and Markdown files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]inf")
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table. White space in a cell becomes single blanks: a line break would end its row.
+    """Return the lines of a Markdown table.
 
-    Control characters are shown as escapes.
+    White space in a cell becomes single blanks, as a line break would end its row. Control characters are escaped.
     """
     lines = [columns, ["---"] * len(columns), *rows]
     return ["| " + " | ".join(map(_cell, cells)) + " |" for cells in lines]
@@ -30,7 +30,7 @@ def _cell(text: str) -> str:
 
 
 def csv_row(cells: Iterable[Any]) -> list[Any]:
-    """Cells of a CSV file; text that a spreadsheet would take for a formula gets an apostrophe in front."""
+    """Return the cells of a CSV row; text that a spreadsheet would interpret as a formula gets a leading apostrophe."""
     return [_csv_text(cell) if isinstance(cell, str) else cell for cell in cells]
 
 
@@ -41,20 +41,20 @@ def _csv_text(text: str) -> str:
 
 
 def digits(x: float) -> str:
-    """A number with three significant digits, and all digits before the point."""
+    """Format a number with three significant digits, but all digits before the decimal point."""
     if x == 0 or not math.isfinite(x):
         return str(x)
     return f"{x:.{max(0, 2 - math.floor(math.log10(abs(x))))}f}"
 
 
 def finite(x: Any) -> Any:
-    """JSON has no infinity and no NaN: they become words."""
+    """Replace infinities and NaN, which JSON lacks, by strings, in nested dictionaries."""
     if isinstance(x, dict):
         return {key: finite(value) for key, value in x.items()}
     return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def write_both(folder: Path, stem: str, numbers: dict[str, Any], text: str) -> None:
-    """Write a report's STEM.json and STEM.md, each whole or not at all."""
+    """Write a report's STEM.json and STEM.md, each atomically."""
     write_whole(folder / f"{stem}.json", (json.dumps(numbers, indent=1) + "\n").encode())
     write_whole(folder / f"{stem}.md", text.encode())

@@ -1,4 +1,4 @@
-"""Folders for a while: gone when they are no longer needed, whatever ends their process."""
+"""Temporary folders that are removed when no longer needed, however their process ends."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ from megatron_ext.signals import handled
 
 _NEW = ".held.new"
 _HELD = ".held"
-"""File inside a folder that its process holds locked: tells one that is in use from one that a killed process left."""
+"""Name of a file in the folder that its process keeps locked.
+
+The lock distinguishes a folder in use from one that a killed process has left.
+"""
 
 
 @contextmanager
 def ended_by_exceptions() -> Iterator[list[BaseException]]:
-    """Within it, any signal that would end the process is an exception, as Ctrl-C is; exit codes are a shell's.
+    """Context manager that turns signals which would end the process into exceptions, with a shell's exit codes.
+
+    It has no effect outside the main thread.
 
     Yields:
-        The exceptions that were raised so.
+        The exceptions that were raised by signals.
     """
     ends: list[BaseException] = []
 
@@ -47,29 +52,28 @@ def ended_by_exceptions() -> Iterator[list[BaseException]]:
 
 @contextmanager
 def scratch_folder(kind: str, parent: Path | None = None) -> Iterator[Path]:
-    """A folder that only this user can read, removed when the block ends, be it by a signal; see `keep`.
+    """Context manager that provides a folder which only this user can read, and removes it at the end; see `keep`.
 
-    It is empty but for a hidden file of its own.
-
-    SIGKILL, or a lost machine, leaves it there: the next call of this kind on the machine removes it.
+    The folder is empty except for a hidden file. It is also removed if a signal ends the process. SIGKILL or a lost
+    machine leave it behind; the next call of the same kind on the machine removes it.
 
     Args:
-        kind: what is kept there, in a word, for its name.
-        parent: folder that it lies in; None: on a disk of this machine (`TMPDIR`).
+        kind: word for the folder's name that describes its content.
+        parent: folder to create it in; None: `TMPDIR`.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: the folder cannot be created.
     """
-    # Several machines may share the disk, and see no locks of each other's.
+    # Several machines may share the disk and not see each other's locks.
     start = f"selectron-{kind}-{socket.gethostname()}-"
     _clear(Path(tempfile.gettempdir()) if parent is None else parent, start)
     with ended_by_exceptions():
         folder = Path(tempfile.mkdtemp(prefix=start, dir=parent))
         try:
             with (folder / _NEW).open("w") as lock:
-                with suppress(OSError):  # of a disk without locks, where no call can tell what is in use
+                with suppress(OSError):  # no locks on this file system: nobody can tell what is in use
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    Path(lock.name).rename(folder / _HELD)  # locked from the moment on at which others may find it
+                    Path(lock.name).rename(folder / _HELD)  # locked before others can find it
                 yield folder
         finally:
             if (folder / _HELD).exists() or (folder / _NEW).exists():
@@ -77,16 +81,16 @@ def scratch_folder(kind: str, parent: Path | None = None) -> Iterator[Path]:
 
 
 def keep(folder: Path) -> None:
-    """Let a scratch folder stay when its block ends; no later call removes it."""
+    """Keep a scratch folder when its context ends; no later call removes it."""
     for name in (_HELD, _NEW):
         (folder / name).unlink(missing_ok=True)
 
 
 def own_folder() -> Path:
-    """This user's folder in `TMPDIR`, which no other user can read or write.
+    """Return this user's folder in `TMPDIR`, which no other user can read or write.
 
     Raises:
-        OSError: it cannot be made, or somebody else has made something else of that name.
+        OSError: it cannot be created, or the name is taken by something else.
     """
     folder = Path(tempfile.gettempdir()) / f"selectron-{os.getuid()}"
     with suppress(FileExistsError):
@@ -98,9 +102,9 @@ def own_folder() -> Path:
 
 
 def _clear(parent: Path, start: str) -> None:
-    """Remove folders of which no process is at work any more: this user's own, and no links."""
+    """Remove this user's folders that no process uses any more; links are not followed."""
     for folder in parent.glob(f"{glob.escape(start)}*"):
-        with suppress(OSError):  # it is in use, of another user, or gone by now
+        with suppress(OSError):  # in use, another user's, or already gone
             found = folder.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
                 continue

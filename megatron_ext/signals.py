@@ -1,4 +1,4 @@
-"""Signals that are handled for a while."""
+"""Temporary signal handlers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 @contextmanager
 def handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Within it a handler has these signals; behind it they are as they were before.
+    """Context manager that installs a handler for signals and restores the previous ones at the end.
 
     Raises:
         ValueError: there are signals, and this is not the main thread.

@@ -1,4 +1,4 @@
-"""Where the code that runs is from."""
+"""Location and version of the running source code."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-"""The source tree, or the folder of installed packages."""
+"""Source tree, or the folder of installed packages."""
 
 
 def commit() -> str | None:
-    """Commit of the source tree, with a + if it has been changed; None for an installed package."""
+    """Return the commit of the source tree, with a + if it has changes; None for an installed package."""
     git = ("git", "-C", str(ROOT))
     if output(*git, "rev-parse", "--show-toplevel") != str(ROOT):
         return None
@@ -19,7 +19,7 @@ def commit() -> str | None:
 
 
 def output(*command: str) -> str | None:
-    """First line that a command prints; None if it fails or is not there."""
+    """Return the first line that a command prints; None if it fails or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):

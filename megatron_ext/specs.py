@@ -1,4 +1,4 @@
-"""From a layer pattern and a back-end to Megatron's ModuleSpecs."""
+"""Megatron's ModuleSpecs from a layer pattern and a back-end."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LAYERS: dict[str, type[TransformerLayer]] = {
     "rwkv7": RWKV7Layer,
     "mixer": BlockLayer,
 }
-"""What stands around a mixer, by `model.block`."""
+"""Layer class around a mixer, by `model.block`."""
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm in Megatron's form: its weight says whether sequence-parallel ranks must sum its gradient.
+    """torch's RMSNorm in Megatron's form: a weight attribute marks that sequence-parallel ranks must sum its gradient.
 
-    Megatron's own wrapper of it refuses sequence parallelism.
+    Megatron's own wrapper refuses sequence parallelism.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -42,7 +42,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """torch's LayerNorm, with its bias, in the same form."""
+    """torch's LayerNorm, with bias, in the form of `RMSNorm`."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
@@ -52,19 +52,19 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 class LocalBackend(LocalSpecProvider):
-    """Megatron's own linears and torch's norms."""
+    """Back-end with Megatron's own linear layers and torch's norms."""
 
     def column_parallel_linear(self) -> type:
-        """The linear that splits its outputs over tensor-parallel ranks."""
+        """Return the class of the linear layer whose outputs are sharded over tensor-parallel ranks."""
         return AlignedColumnParallelLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        """The block's norm."""
+        """Return the class of the block's norm."""
         return RMSNorm if rms_norm else LayerNorm
 
 
 def provider(backend: Backend) -> BackendSpecProvider:
-    """The modules of a back-end."""
+    """Return the modules of a back-end."""
     if backend == "local":
         return LocalBackend()
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -79,20 +79,20 @@ def layer_specs(
     block: str = "transformer",
     normalization: str = "rms_norm",
 ) -> list[ModuleSpec]:
-    """One spec a layer: norm, mixer, residual, and unless the block is `mixer` norm, feed-forward, residual.
+    """Return one spec per layer: norm, mixer, residual, and unless the block is `mixer`, norm, feed-forward, residual.
 
     Args:
-        mixers: the mixer's name for each layer.
-        mixer_configs: by mixer name, its typed configuration.
-        backend: whose linears and norms.
-        block: what stands around the mixers, a key of `LAYERS`.
+        mixers: mixer name of each layer.
+        mixer_configs: settings by mixer name.
+        backend: source of linear layers and norms.
+        block: layer around the mixers, a key of `LAYERS`.
         normalization: rms_norm or layer_norm.
     """
     return [layer_spec(name, mixer_configs[name], backend, block, normalization) for name in mixers]
 
 
 def mixer_spec(mixer: str, mixer_config: Any, backend: Backend) -> ModuleSpec:
-    """The spec of the named mixer alone."""
+    """Return the spec of the named mixer alone."""
     modules = provider(backend)
     linears = MixerSubmodules(in_proj=modules.column_parallel_linear(), out_proj=modules.row_parallel_linear())
     return ModuleSpec(load_all()[mixer].module, params={"mixer_config": mixer_config}, submodules=linears)
@@ -101,7 +101,7 @@ def mixer_spec(mixer: str, mixer_config: Any, backend: Backend) -> ModuleSpec:
 def layer_spec(
     mixer: str, mixer_config: Any, backend: Backend, block: str = "transformer", normalization: str = "rms_norm"
 ) -> ModuleSpec:
-    """The spec of one layer with the named mixer."""
+    """Return the spec of one layer with the named mixer; see `layer_specs`."""
     modules = provider(backend)
     column, row = modules.column_parallel_linear(), modules.row_parallel_linear()
     norm = modules.layer_norm(rms_norm=normalization == "rms_norm")
@@ -110,7 +110,7 @@ def layer_spec(
         self_attention=mixer_spec(mixer, mixer_config, backend),
         self_attn_bda=get_bias_dropout_add,
     )
-    if block != "mixer":  # what is left out, Megatron's layer passes through
+    if block != "mixer":  # Megatron's layer replaces missing submodules by the identity
         layer.pre_mlp_layernorm = norm
         layer.mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
         layer.mlp_bda = get_bias_dropout_add
