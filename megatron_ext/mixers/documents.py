@@ -13,7 +13,10 @@ from torch import Tensor
 from kernels.fusion import shapes_vary
 
 PieceMix = Callable[[tuple[Tensor, ...], Tensor | None], Tensor]
-"""Mixes features [n, b, units, width] and shared features [n, b, width] of b pieces: [n, b, units, output_width]."""
+"""Function from features [n, b, units, width] and shared features [n, b, width] of b pieces to the mixed features.
+
+The result is [n, b, units, output_width].
+"""
 
 TOGETHER = ("cuda",)
 """Device types on which a call costs more than padding, so that pieces of similar length are batched."""

@@ -66,12 +66,12 @@ class StatefulMixer(Mixer):
 
     @property
     def qkv_width(self) -> int:
-        """Features of a head's query, key and value."""
+        """Width of a head's query, key and value together."""
         return 2 * self.head_dim + self.value_dim
 
     @property
     def gate_width(self) -> int:
-        """Features of a head's output gate."""
+        """Width of a head's output gate; 0 without one."""
         return self.value_dim if self.mixer_config.output_gate else 0
 
     def num_units(self) -> int:

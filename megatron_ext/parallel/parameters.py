@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from megatron_ext.parallel.fp32_values import keep_fp32_values, set_values
 
 Initializer = Callable[[Tensor, torch.Generator], None]
-"""Fills a whole, unsharded fp32 CPU tensor in place.
+"""Function that fills a whole, unsharded fp32 CPU tensor in place.
 
 It must not reference the module. Autograd holds parameters too, so the garbage collector would never free a reference
 cycle through a parameter.

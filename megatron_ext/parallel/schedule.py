@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron_ext.parallel.watchdog import alive
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
-"""Maps micro-batches and a chunk to the chunk's output and the function that the last stage applies to it."""
+"""Function from micro-batches and a chunk to the chunk's output and the function that the last stage applies to it."""
 
 
 def run_schedule(
