@@ -108,7 +108,7 @@ class Mixer(LooksBack, ABC):
     """
 
     gathers_keys_and_values: ClassVar[bool] = False
-    """True if context parallelism may all-gather keys and values when the units do not divide by the group's size."""
+    """True if context parallelism may all-gather keys and values when the group size does not divide the units."""
 
     hands_on_states: ClassVar[bool] = False
     """True if context parallelism may keep the sequence sharded and pass recurrent states between ranks."""
@@ -363,7 +363,7 @@ class Mixer(LooksBack, ABC):
         return new_parameter(whole, initializer, weight_decay=matrix, **options)
 
     def replicated(self, parameter: Tensor) -> Tensor:
-        """Return a replicated parameter that ranks use for different heads, so that its gradient must be summed."""
+        """Return a replicated parameter that ranks use for different heads; the backward pass sums its gradient."""
         return parameter if self.tp_size == 1 else same_on_ranks(parameter, self.tp_group)
 
     def own_units(self, parameter: Tensor, part: Part) -> Tensor:

@@ -28,7 +28,7 @@ class MixerEntry:
 
     @property
     def gathers_keys_and_values(self) -> bool:
-        """True if context parallelism works even if the number of units does not divide by the group's size."""
+        """True if context parallelism also works when the group size does not divide the number of units."""
         return self.module.gathers_keys_and_values
 
     @property
