@@ -1,1 +1,1 @@
-"""Training: from a configuration to a run."""
+"""Training of a run: data, steps, checkpoints, recovery and evaluation."""

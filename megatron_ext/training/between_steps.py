@@ -1,4 +1,4 @@
-"""Suites of tests between two optimizer steps, under the run's own layout."""
+"""Evaluation suites between two optimizer steps, under the run's own layout."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Testing = Callable[[], AbstractContextManager[Sequence[torch.nn.Module]]]
 
 
 class SuitesBetweenSteps:
-    """Tests the model that a run trains; training goes on as if it had not happened.
+    """Evaluate the model of a run between steps, without affecting training.
 
-    A collective call, like those that follow; nothing is asked of the model yet.
+    Construction is a collective call, like the methods. It checks the options but does not run the model.
 
     Args:
-        evaluated: the run's model, as it is now and will be.
-        testing: gives its chunks as they can be tested, see `RunOptimizer.testing`.
+        evaluated: the run's model.
+        testing: context manager that yields the model chunks in evaluation state, see `RunOptimizer.testing`.
         options: of each suite, by name.
         folder: of the run.
 
     Raises:
-        UserError: a suite would refuse its options once it ran: a file, a task or a length is not what it must be.
+        UserError: a suite would reject its options when it runs, e.g. a file, a task or a length.
     """
 
     def __init__(self, evaluated: Evaluated, testing: Testing, options: Mapping[str, Any], folder: Path) -> None:
@@ -46,10 +46,10 @@ class SuitesBetweenSteps:
         """Run all suites and write their results, as `selectron evaluate` does.
 
         Args:
-            progress: how far the run is.
+            progress: of the run.
 
         Returns:
-            Records as `suites.jsonl` keeps them; empty but on the first rank.
+            Records for `suites.jsonl`; empty except on the first rank.
         """
         output = results_folder(self._folder, progress.step)
         on_every_rank(lambda: make_folder(output))

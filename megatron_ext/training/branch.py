@@ -1,8 +1,9 @@
-"""Runs that begin from another run's checkpoint.
+"""Runs that start from a checkpoint of another run.
 
-Of one long run whose rate stays (warm-up-stable-decay), short ones branch off in which it falls: models of several
-token counts for little more than the longest costs (Hu et al. 2024, arXiv 2404.06395; Haegele et al. 2024,
-arXiv 2405.18392). A branch is to the last bit the run that its configuration would have made from the start.
+A trunk run trains with a constant learning rate (warm-up-stable-decay). Short branches start from it and decay the
+rate. This yields models at several token budgets for little more than the cost of the longest run (Hu et al. 2024,
+arXiv 2404.06395; Haegele et al. 2024, arXiv 2405.18392). A branch is bitwise identical to a run with the branch's
+configuration that is trained from scratch.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ EXAMPLE = "give one like runs/trunk/checkpoints/step_400"
 
 @dataclass(frozen=True)
 class Branch:
-    """Where a run begins.
+    """Checkpoint of another run from which a run starts.
 
     Attributes:
         run: folder of the other run.
-        checkpoints: the other run's.
+        checkpoints: checkpoint folder of the other run.
         step: of the checkpoint.
     """
 
@@ -34,16 +35,17 @@ class Branch:
     step: int
 
     def check_rate(self, lr: float, *, is_allowed: bool = False) -> None:
-        """Whether the other run had, at its step, the learning rate that this run's schedule has there.
+        """Check that the other run used this run's learning rate at the branch step.
 
-        Configurations are compared by `Continuing`; this holds the other run's records against them.
+        `Continuing` compares the configurations. This compares with the rate that the other run recorded.
 
         Args:
             lr: this run's learning rate at the step.
-            is_allowed: whether another rate is.
+            is_allowed: accept a different rate.
 
         Raises:
-            UserError: it had another: no run from the start would have come there.
+            UserError: the rate differs, so a run trained from scratch could not reach this state. Or the other run
+                has no record of the step.
         """
         found = lr_at(self.run, self.step)
         if found is None:
@@ -56,10 +58,10 @@ class Branch:
 
 
 def branch_of(checkpoint: str, steps: int) -> Branch:
-    """The checkpoint that a run of `steps` steps is to begin from.
+    """Find the checkpoint that a run of `steps` steps branches from.
 
     Raises:
-        UserError: there is no such checkpoint, it holds a model alone, or is not before the run's end.
+        UserError: the checkpoint does not exist, contains only a model, or does not precede the run's last step.
     """
     path = Path(checkpoint)
     checkpoints = CheckpointFolder(path.parent)

@@ -1,4 +1,7 @@
-"""From a whole run configuration to the parts that train: the only place that takes it apart for them."""
+"""Construction of model, optimizer and trainer from the whole run configuration.
+
+No other module passes sections of the configuration to these components.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from megatron_ext.training.trainer import Trainer
 
 
 def model_shape(config: RunConfig, platform: Platform, vocab_size: int) -> ModelShape:
-    """What the model of a checked and derived configuration is built from."""
+    """Return the description from which the model is built, for a checked configuration with derived fields."""
     mixers = parse_pattern(config.model.pattern)
     backend, fp8 = choose_backend(config.run.backend, platform), config.training.fp8
     if fp8 != "none" and backend == "local":
@@ -54,14 +57,14 @@ def _mixer_config(config: RunConfig, name: str) -> Any:
 def build_trainer(
     config: RunConfig, shape: ModelShape, groups: ProcessGroupCollection, platform: Platform, *, begins: bool = True
 ) -> Trainer:
-    """Model, optimizer and schedule of this rank, ready for the first step.
+    """Build this rank's model, optimizer and schedule, ready for the first step.
 
     Args:
-        config: checked and derived.
+        config: checked configuration with derived fields.
         shape: of the model.
         groups: process groups.
-        platform: where this runs.
-        begins: False: weights are about to be loaded, so none are drawn.
+        platform: of this process.
+        begins: initialize the weights. False: they will be loaded.
     """
     chunks = build_model(shape, platform, groups, config.training.seed if begins else None)
     optimizer = _optimizer(config, chunks, groups, platform)
@@ -76,7 +79,7 @@ def _optimizer(
     if optimizer.sharding not in STAGES:
         return MegatronRunOptimizer(chunks, optimizer, training.steps, training.precision, groups, platform)
     settings = deepspeed_config(optimizer, training, layout_of(config, dist.get_world_size()).num_micro_batches)
-    # DeepSpeed takes seconds to import, and not every run needs it.
+    # Imported here: DeepSpeed takes seconds to import, and not every run needs it.
     if optimizer.sharding == "zero1":
         from megatron_ext.optim.zero1 import Zero1RunOptimizer
 

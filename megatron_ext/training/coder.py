@@ -1,4 +1,4 @@
-"""The tokenizer that a run keeps: what text is to the run's model, whoever made the tokens."""
+"""Tokenizer stored in a run folder, with one interface for all kinds of tokenizers."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ from megatron_ext.files import LARGEST_VOCABULARY, read_regular, write_whole
 from megatron_ext.paths import path_within
 
 ENTRY = "tokenizer_entry.json"
-"""Beside a tokenizer that is no tokenizer.json: what the data's manifest says of it, see `TokenizerEntry`."""
+"""File beside a tokenizer that is not a tokenizer.json: its entry in the data's manifest, see `TokenizerEntry`."""
 
 _FILES = {"tiktoken": TiktokenTokenizer.file_name, "rwkv": RwkvTokenizer.file_name}
-"""Names of the kept files; the manifest's own name could be that of another file of the run."""
+"""Names of the stored files. The manifest's own name could collide with another file of the run."""
 
 
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
-"""What decoders put in place of bytes that are no whole character; three bytes of UTF-8 itself."""
+"""Character that decoders substitute for invalid UTF-8; its own UTF-8 encoding has three bytes."""
 
 
 class Coder:
-    """A run's tokenizer. As in training nothing is added, and text cannot end a document.
+    """Tokenizer of a run.
+
+    As in training, no special tokens are added, and text cannot produce the end-of-document token.
 
     Args:
-        tokenizer: reads and writes text.
-        end_id: token that ends a document; None: nothing says which.
-        size: tokens there are.
+        tokenizer: encodes and decodes text.
+        end_id: end-of-document token; None: unknown.
+        size: vocabulary size.
     """
 
     def __init__(self, tokenizer: TextTokenizer, end_id: int | None, size: int) -> None:
@@ -45,10 +47,10 @@ class Coder:
 
     @property
     def end_id(self) -> int:
-        """Token that ends a document.
+        """End-of-document token.
 
         Raises:
-            UserError: nothing says which.
+            UserError: it is unknown.
         """
         if self._end_id is None:
             mend = "name it as eos_token in the run's tokenizer_config.json"
@@ -57,14 +59,14 @@ class Coder:
 
     @property
     def known_end(self) -> int | None:
-        """Token that ends a document; None: nothing says which."""
+        """End-of-document token; None: unknown."""
         return self._end_id
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text.
+        """Return the tokens of a text.
 
         Raises:
-            UserError: the tokenizer has neither tokens for some of it nor an unknown token.
+            UserError: part of the text has no token and there is no unknown token.
         """
         try:
             return self._tokenizer.encode_batch([text])[0]
@@ -73,14 +75,14 @@ class Coder:
             raise UserError("the run's tokenizer", problem, "give text without it") from None
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens."""
+        """Return the text of tokens."""
         return self._tokenizer.decode(list(tokens))
 
     def bytes_of(self, tokens: Sequence[int]) -> int:
-        """Bytes of UTF-8 in the text of tokens, each by itself.
+        """Count the UTF-8 bytes of the text of tokens, decoding each token on its own.
 
-        An end of document has none. A token that holds a part of a character counts a byte for each piece that cannot
-        be read, of which it may have up to three.
+        An end-of-document token counts 0. A token with part of a character counts one byte per replacement character
+        of its decoded text. Up to three bytes share one replacement character, so the count may be too low.
         """
         count = 0
         for token, times in Counter(tokens).items():
@@ -91,12 +93,12 @@ class Coder:
 
 
 def keep_coder(file: Path, entry: TokenizerEntry, folder: Path) -> None:
-    """Keep a tokenizer in a run's folder; a tokenizer.json as `tokenizer_files` does, which conversion copies.
+    """Store a tokenizer in a run folder; a tokenizer.json as `tokenizer_files` does, where conversion finds it.
 
     Args:
         file: of the tokenizer.
-        entry: what the data's manifest says of it.
-        folder: exists.
+        entry: of the tokenizer in the data's manifest.
+        folder: existing run folder.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -110,7 +112,7 @@ def keep_coder(file: Path, entry: TokenizerEntry, folder: Path) -> None:
 
 
 def coder_in(folder: Path) -> Coder | None:
-    """The tokenizer that a run's folder keeps; None: it keeps none.
+    """Return the tokenizer stored in a run folder; None: there is none.
 
     Raises:
         UserError: its files cannot be read.
@@ -126,7 +128,7 @@ def coder_in(folder: Path) -> Coder | None:
 
 
 def coder_of(file: Path, entry: TokenizerEntry) -> Coder:
-    """The tokenizer in a file, which may be called otherwise than its entry says."""
+    """Load a tokenizer from a file, whose name may differ from that in its entry."""
     tokenizer = kept_tokenizer(file.parent, replace(entry, file=file.name))
     return Coder(tokenizer, entry.eos_id, entry.vocab_size)
 

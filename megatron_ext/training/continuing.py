@@ -1,7 +1,8 @@
-"""What a run that goes on from a checkpoint may differ in: one judgement for `--resume` and `run.branch_from`.
+"""Permitted differences between a run and the checkpoint it continues from, for `--resume` and `run.branch_from`.
 
-The checkpoint's record says with which configuration and data it was made. What differs is either without effect on
-the steps before (and said), or refused by name, or allowed by name (and noted, so that a report knows of it).
+The checkpoint's record contains the configuration and data it was made with. A difference that does not affect the
+completed steps is printed. Any other difference is an error that names the field, unless the user allowed it by name.
+An allowed difference is recorded, so that reports can mention it.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from megatron_ext.training.records import RunRecords
 
 ALLOW, ALLOW_DATA = "run.allow_changed", "run.allow_other_data"
 TEXT = "data"
-"""What a change of the training text is noted as."""
+"""Field name under which a change of the training text is recorded."""
 
 _BRANCH = "run.branch_from"
 _PLACES = {"run.dir", "run.name", _BRANCH, ALLOW, ALLOW_DATA}
-"""Not compared: where a run is, and what it begins from, change as a matter of course."""
+"""Fields that are not compared: the run's location, its origin and the permissions themselves."""
 
 _SAID = {
     Effect.NOTHING: "the losses do not depend on it",
@@ -46,12 +47,12 @@ _SAID = {
 
 @dataclass(frozen=True)
 class GoesOn:
-    """How a run differs from the checkpoint that it goes on from.
+    """Differences between a run and the checkpoint that it continues from.
 
     Attributes:
-        said: lines for the screen.
-        noted: changes of the steps before, or of the data, that were allowed: step, field, before and after.
-        changed: all those that the checkpoint's own past has, and `noted`.
+        said: lines to print.
+        noted: allowed changes that affect the completed steps or the data: step, field, before and after.
+        changed: the changes in the checkpoint's own record, then `noted`.
     """
 
     said: Sequence[str] = ()
@@ -61,12 +62,12 @@ class GoesOn:
 
 @dataclass(frozen=True)
 class Continuing:
-    """A run that is to go on from a checkpoint.
+    """Run that is to continue from a checkpoint.
 
     Attributes:
-        config: checked and derived.
-        identity: see `training.identity`; None: the data was not opened, and is not compared.
-        is_branch: whether the checkpoint is another run's.
+        config: checked configuration with derived fields.
+        identity: see `training.identity`; None: the data was not opened and is not compared.
+        is_branch: the checkpoint belongs to another run.
     """
 
     config: RunConfig
@@ -74,22 +75,22 @@ class Continuing:
     is_branch: bool = False
 
     def compare(self, record: Record, checkpoint: Path) -> GoesOn:
-        """How the run differs from a checkpoint.
+        """Compare the run with a checkpoint.
 
         Args:
-            record: the checkpoint's.
+            record: of the checkpoint.
             checkpoint: its folder.
 
         Raises:
-            DamagedCheckpoint: its record does not say in a known form what it was made with.
-            UserError: it differs in what the steps before were made with, or in its training text, and nobody has
-                allowed that by name.
+            DamagedCheckpoint: an entry of its record is malformed.
+            UserError: the model, the training of the completed steps or the training text differs, and this was not
+                allowed by name.
         """
         check_identity(record.identity, checkpoint / RECORD)
         step = record.progress.step
         after = flat(self.config)
         before, is_whole = _fields_of(record.identity, checkpoint, step)
-        if not is_whole:  # nothing is known of the others
+        if not is_whole:  # unknown fields count as unchanged
             before = {**after, **before}
         found = changes(before, after, _defaults_of_mixers(after))
         found = without_synonyms(found, record.identity, self.identity or known_domains(self.config, record.identity))
@@ -108,7 +109,7 @@ class Continuing:
         return GoesOn(said, noted, [*record.identity.get(CHANGED, ()), *noted])
 
     def _refuse(self, found: Sequence[Change], rate: str | None, checkpoint: Path) -> None:
-        """Refuse changes of the model, and those of the steps before that are not allowed by name."""
+        """Reject changes of the model, and changes of the completed steps that are not allowed by name."""
         allowed = self.config.run.allow_changed
         model = [one for one in found if one.effect is Effect.MODEL]
         past = [one for one in found if _changes_the_past(one, rate) and one.field not in allowed]
@@ -129,7 +130,7 @@ class Continuing:
         raise UserError(first.field, problem, mend)
 
     def _refuse_changed_trunk(self, record: Record, checkpoint: Path) -> None:
-        """Refuse a checkpoint of a run that was itself changed on its way: no run from the start comes there."""
+        """Reject a trunk that was itself changed: a run trained from scratch could not reach its checkpoint."""
         allowed = self.config.run
         for one in record.identity.get(CHANGED, ()):
             if one["field"] == TEXT:
@@ -142,7 +143,7 @@ class Continuing:
                 raise UserError("run.branch_from", problem, f"branch off before it, or add {mend}")
 
     def _other_text(self, record: Record, checkpoint: Path, found: Sequence[Change]) -> list[str]:
-        """How the training text differs, where that is allowed."""
+        """Return the differences of the training text if they are allowed."""
         before = record.identity
         if self.identity is None:
             return []
@@ -169,7 +170,7 @@ class Continuing:
                 return []
             return [f"it has {', '.join(names[1])}, and had {', '.join(names[0])}"]
         old, new = before[DATA], self.identity[DATA]
-        if any(one.field == TRAIN_DOMAINS for one in found):  # allowed by that name: text that both have must be equal
+        if any(one.field == TRAIN_DOMAINS for one in found):  # allowed: common domains must be equal
             both = set(names[0] or ()) & set(names[1])
             old, new = ({"texts": [text for text in one["texts"] if text["domain"] in both]} for one in (old, new))
             return differences(old, new, "train")
@@ -216,14 +217,14 @@ class Continuing:
 
 
 def say_goes_on(goes_on: GoesOn, records: RunRecords | None) -> None:
-    """Say on the first rank how a run goes on, and keep in decisions.jsonl which changes of its past were allowed.
+    """Print on the first rank how a run differs from its checkpoint, and record the allowed changes in decisions.jsonl.
 
     Args:
-        goes_on: see `Continuing.compare`.
-        records: of the run, which one rank has.
+        goes_on: result of `Continuing.compare`.
+        records: of the run; None except on the first rank.
 
     Raises:
-        UserError: the disk refuses.
+        UserError: the file cannot be written.
     """
     if records is None:
         return
@@ -242,7 +243,7 @@ def _changes_the_past(change: Change, rate: str | None) -> bool:
 
 
 def _other_rate(found: Sequence[Change], before: Mapping[str, Any], after: Mapping[str, Any], step: int) -> str | None:
-    """A phrase for the first of the steps done whose learning rate would have been another; None: there is none."""
+    """Describe the first completed step whose learning rate would have differed; None: there is none."""
     if not any(one.effect is Effect.SCHEDULE for one in found):
         return None
     other = first_other_rate(*_schedule(before), *_schedule(after), step)
@@ -257,9 +258,9 @@ def _shown(change: Change) -> str:
 
 
 def _fields_of(identity: Mapping[str, Any], checkpoint: Path, step: int) -> tuple[dict[str, Any], bool]:
-    """Fields of the configuration that made a checkpoint, and whether these are all.
+    """Return the configuration fields of a checkpoint, and whether they are complete.
 
-    One of an earlier version does not say all: the run's folder has its configuration.
+    A checkpoint of an earlier version stores only some fields. The others are read from the run folder.
     """
     if FIELDS in identity:
         return with_defaults(identity[FIELDS]), True
@@ -267,7 +268,7 @@ def _fields_of(identity: Mapping[str, Any], checkpoint: Path, step: int) -> tupl
     for field in ("data.reset_positions", "data.reset_attention"):
         if field in known:
             known[field] = bool(known[field])
-    for field in (*DOMAIN_FIELDS, "data.tokenizer"):  # what they mean; how they were written, the file says
+    for field in (*DOMAIN_FIELDS, "data.tokenizer"):  # these hold resolved values; the file has the configured ones
         known.pop(field, None)
     path = config_file_at(checkpoint.parents[1], step)
     if path is None:
@@ -276,7 +277,7 @@ def _fields_of(identity: Mapping[str, Any], checkpoint: Path, step: int) -> tupl
 
 
 def _defaults_of_mixers(used: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults of the fields of the mixers that a configuration uses, by dotted name."""
+    """Return the defaults of all fields of the configured mixers, by dotted name."""
     known = load_all()
     found: dict[str, Any] = {}
     for name in {field.split(".")[1] for field in used if field.startswith("mixers.")}:

@@ -1,4 +1,4 @@
-"""The run's data, checked before the first step."""
+"""Loading and validation of a run's data before the first step."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from megatron_ext.platform import local_rank
 
 @dataclass(frozen=True)
 class RunData:
-    """Prepared data that was found whole.
+    """Prepared data after validation.
 
     Attributes:
-        root: folder of the manifest; a cache's own of data that lies elsewhere.
-        manifest: what it holds.
-        tokenizer_file: of the tokenizer that made its tokens.
-        train_domains: trained on.
-        test_domains: tested on, out of domain or, those that are trained on, in domain.
+        root: folder of the manifest; the cache folder if the data is remote.
+        manifest: of the data.
+        tokenizer_file: tokenizer that produced the tokens.
+        train_domains: domains to train on.
+        test_domains: domains to test on, in-domain if they are also in `train_domains`, else out-of-domain.
         samples: training samples in the run's order.
-        weights: of the training domains, if they have any.
-        damages: shards of training text that the samples do without.
-        verified: files whose sha256 was compared, by all ranks; see `Verified`.
-        unchanged: how many of them an earlier start of the run had read.
-        warnings: what the run can be made without, and the user should know.
-        record: what is trained and evaluated on, see `data_record`.
+        weights: sampling weights of the training domains, if configured.
+        damages: damaged training shards that the samples leave out.
+        verified: files whose sha256 was compared, on all ranks; see `Verified`.
+        unchanged: number of verified files that were not read again, since an earlier start of the run had read them.
+        warnings: lines to print.
+        record: identifies the training and evaluation text, see `data_record`.
     """
 
     root: Path
@@ -63,22 +63,22 @@ class RunData:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the tokenizer."""
+        """Vocabulary size of the tokenizer."""
         return self.manifest.tokenizer.vocab_size
 
 
 def open_data(
     data: DataConfig, seed: int, known: Mapping[str, Stamp] | None = None, failed: Iterable[str] = ()
 ) -> RunData:
-    """Check manifest, tokenizer and shards, and open the training samples; a collective call.
+    """Check the manifest, tokenizer and shards, and open the training samples; a collective call.
 
-    The ranks share the work of reading the shards; an error that one finds is raised on all.
+    The ranks divide the shards among themselves. An error of one rank is raised on all.
 
     Args:
-        data: the run's data.
-        seed: of the samples' order.
-        known: what an earlier start of the run has compared; see `Verified`.
-        failed: shards that failed while the run read them; every machine looks at them whole, whatever is known.
+        data: data section of the configuration.
+        seed: of the sample order.
+        known: files that an earlier start of the run has verified; see `Verified`.
+        failed: shards that failed while the run read them. Every machine reads them in full, even if they are `known`.
 
     Raises:
         UserError: something is missing, damaged or from another tokenizer.
@@ -94,7 +94,7 @@ def open_data(
     splits = {"train": train, "validation": train, "test": test}
     damages = _verified(verified, manifest, splits, data, cache, doubted)
     small = None if cache is None else cache.is_small_for(_read(manifest, train, damages))
-    # What the cache has removed takes up room as long as it is open: below a limit only one of them may.
+    # A shard that the cache has evicted occupies disk space while it is open. In a small cache only one may be open.
     most_open = None if small is None else 1
     store = TokenStore(root, manifest, "train", train, None if cache is None else cache.holding, most_open)
     samples = TrainingSamples(store, data.seq_length, seed, weights, [one.shard for one in damages])
@@ -109,10 +109,10 @@ def open_data(
 
 
 def open_tests(data: DataConfig) -> tuple[Path, Manifest, list[str], list[str]]:
-    """Check the manifest, and text to evaluate on, without training text; a collective call.
+    """Check the manifest and the evaluation text, but not the training text; a collective call.
 
     Returns:
-        Folder of the manifest, see `RunData.root`, what it holds, and `chosen_domains` of it.
+        Folder of the manifest (see `RunData.root`), manifest, training domains and test domains (see `chosen_domains`).
 
     Raises:
         UserError: see `open_data`.
@@ -124,13 +124,12 @@ def open_tests(data: DataConfig) -> tuple[Path, Manifest, list[str], list[str]]:
 
 
 def chosen_domains(data: DataConfig, manifest: Manifest) -> tuple[list[str], list[str]]:
-    """Domains to train on and to test on, by the manifest's names.
+    """Return the domains to train on and to test on, by their names in the manifest.
 
-    Where no test domains are named they are all that have test text: those without training text, and those that are
-    trained on. Of one that was prepared for training and is left out of it, nothing is evaluated unless it is named.
+    By default all domains with test text are tested, except those that have training text but are not trained on.
 
     Raises:
-        UserError: a domain that is named, or the split, is not there.
+        UserError: a named domain or a split does not exist.
     """
     train = _chosen(manifest, "train", data.train_domains)
     idle = set(manifest.domain_names("train")).difference(train)
@@ -139,7 +138,7 @@ def chosen_domains(data: DataConfig, manifest: Manifest) -> tuple[list[str], lis
 
 
 def _opened(data: DataConfig) -> tuple[Path, Manifest, ShardCache | None]:
-    """Folder of the manifest, the manifest, and the cache of data that lies elsewhere."""
+    """Return the manifest's folder, the manifest, and the cache of remote data (None: the data is local)."""
     cache = ShardCache(data.path, Path(data.cache_dir or ""), data.cache_gib) if is_url(data.path) else None
     root = Path(data.path) if cache is None else cache.root
     return root, load_manifest(root), cache
@@ -153,7 +152,7 @@ def _verified(
     cache: ShardCache | None,
     doubted: frozenset[str],
 ) -> list[Damage]:
-    """Shards of training text to do without, the same on every rank; any other damage is an error."""
+    """Check the shards and return the damaged training shards to skip, on every rank; other damage is an error."""
     damages: list[Damage] = []
     for split, names in domains.items():
         present = [domain for domain in names if domain in manifest.domain_names(split)]
@@ -171,10 +170,11 @@ def _verified(
 def _looks(
     verified: Verified, split: str, data: DataConfig, cache: ShardCache | None, doubted: frozenset[str]
 ) -> list[dict[str, Any]]:
-    """How shards are checked: who checks which, and by what.
+    """Return keyword arguments of the shard checks: which ranks check which shards, and how.
 
-    The ranks share them. Of a cache, shards of training text are looked for at their address; the others are copied, to
-    every machine. What has failed before is read whole by a rank of each machine: it may be whole on another one.
+    The ranks divide the shards. With a cache, training shards are only looked up at their remote address. Evaluation
+    shards are downloaded to every machine. A shard that failed before is read in full by one rank of each machine,
+    since it may be intact on another machine.
     """
     shared: dict[str, Any] = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     usual: Check = verified.check
@@ -183,7 +183,7 @@ def _looks(
     if cache is not None:
         whole = cache.renew
         if split == "train":
-            usual, threads = cache.check, 1  # of a list that is here
+            usual, threads = cache.check, 1  # from a local listing
         else:
             usual, shared = cache.keep, {}
     elif data.verify == "size":
@@ -195,7 +195,7 @@ def _looks(
 
 
 def _where(wanted: Callable[[str], bool], check: Check) -> Check:
-    """A check of some shards alone, by the name of their tar in the manifest."""
+    """Restrict a check to some shards, by the name of their tar file in the manifest."""
 
     def check_some(shard: ShardEntry) -> None:
         if wanted(shard.file):
@@ -205,7 +205,7 @@ def _where(wanted: Callable[[str], bool], check: Check) -> Check:
 
 
 def _of_every_rank(find: Callable[[], list[Damage]]) -> list[Damage]:
-    """What the ranks found together, each shard once."""
+    """Merge the damages that all ranks found, each shard once; a collective call."""
     found: list[Damage] = []
     on_every_rank(lambda: found.extend(find()))
     of_ranks = chain.from_iterable(from_every_rank([asdict(one) for one in found]))
@@ -213,13 +213,13 @@ def _of_every_rank(find: Callable[[], list[Damage]]) -> list[Damage]:
 
 
 def _read(manifest: Manifest, domains: list[str], damages: Sequence[Damage]) -> list[ShardEntry]:
-    """Shards of training text that samples are read from."""
+    """Return the training shards that samples are read from."""
     lost = {damage.shard for damage in damages}
     return [shard for entry in manifest.select("train", domains) for shard in entry.shards if shard.file not in lost]
 
 
 def _chosen(manifest: Manifest, split: str, asked: list[str] | None) -> list[str]:
-    """The manifest's own names of the domains asked for; all of the split where none are."""
+    """Return the manifest's names of the requested domains; all of the split if `asked` is None."""
     present = manifest.domain_names(split)
     for name in (asked or []) if present else []:
         if match_domain(name, present) is None:
@@ -229,7 +229,7 @@ def _chosen(manifest: Manifest, split: str, asked: list[str] | None) -> list[str
 
 
 def packing_of(data: DataConfig) -> Packing:
-    """What the batches of a run say of documents."""
+    """Return the document information that the run's batches contain."""
     apart = data.reset_attention
     return Packing(data.document_boundaries or apart, data.reset_positions or apart, apart)
 
@@ -245,7 +245,7 @@ def step_batches(
     cp_size: int,
     packing: Packing = NO_PACKING,
 ) -> list[Batch]:
-    """This rank's micro-batches of the step that begins at a sample."""
+    """Return this rank's micro-batches of the step that begins at `first_sample`."""
     return [
         training_batch(
             samples,

@@ -1,4 +1,4 @@
-"""What a run decided about steps that went wrong or were changed: a line each in decisions.jsonl, and said aloud."""
+"""Decisions of a run about faulty steps and allowed changes. Each is one line of decisions.jsonl and is printed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ AGAIN, SKIP, ROLL_BACK, STOP, WENT_ON = "again", "skip", "roll_back", "stop", "c
 
 
 def note(records: RunRecords, decision: str, step: int, line: str, **details: Any) -> None:
-    """Keep a decision, and say it.
+    """Record a decision and print it.
 
     Args:
         records: of the run.
-        decision: one of those above.
-        step: that it is about.
+        decision: one of the constants of this module.
+        step: that it concerns.
         line: what happened and what is done.
-        details: numbers; those that are not finite become null.
+        details: further fields of the record; numbers that are not finite become null.
 
     Raises:
-        UserError: the disk refuses.
+        UserError: the file cannot be written.
     """
     numbers = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in details.items()}
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -39,7 +39,7 @@ def note(records: RunRecords, decision: str, step: int, line: str, **details: An
 
 
 def read_decisions(folder: Path) -> list[dict[str, Any]]:
-    """Decisions of a run, in order; a line that a killed run was writing is left out."""
+    """Return the decisions of a run in order, without a last line that a killed run left incomplete."""
     path = folder / DECISIONS
     lines = read_regular(path).decode().split("\n")[:-1] if path.exists() else []
     return [_decision(f"{path}:{number}", line) for number, line in enumerate(lines, start=1)]
@@ -57,13 +57,13 @@ def _decision(where: str, line: str) -> dict[str, Any]:
 
 
 def copy_decisions(source: Path, folder: Path, step: int) -> None:
-    """Let the decisions of a run begin with those that a checkpoint of another run came about by.
+    """Replace a branch's decisions by those of its trunk that led to the checkpoint it starts from.
 
     Args:
-        source: folder of the other run.
-        folder: of the run; what it decided before is of a start that did not come to a checkpoint.
-        step: of the checkpoint. Of a roll-back to it or to a later one it holds nothing, and nothing of what was
-            changed when the other run went on from it.
+        source: folder of the other run (the trunk).
+        folder: of the run. Its previous decisions stem from a start that reached no checkpoint.
+        step: of the checkpoint. Left out are roll-backs to this step or a later one, and changes that were allowed when
+            the other run resumed from this step.
     """
     lines = [json.dumps(record) for record in read_decisions(source) if _is_before(record, step)]
     if lines or (folder / DECISIONS).exists():
@@ -77,12 +77,12 @@ def _is_before(record: Mapping[str, Any], step: int) -> bool:
 
 
 def interventions(folder: Path) -> int:
-    """Steps of a run that were skipped or rolled back."""
+    """Count the steps of a run that were skipped or rolled back."""
     return len({record["step"] for record in read_decisions(folder) if record["decision"] in (SKIP, ROLL_BACK)})
 
 
 def place_in_data(folder: Path, progress: Progress) -> Progress:
-    """Progress from a checkpoint on; a run that rolled back to it has left out samples that lie ahead of it."""
+    """Return the progress to continue with from a checkpoint. After a roll-back, the faulty samples are left out."""
     for record in reversed(read_decisions(folder)):
         if record["decision"] == ROLL_BACK and record["to_step"] == progress.step:
             return Progress(progress.step, max(progress.samples, record["samples"]), progress.tokens)

@@ -1,4 +1,4 @@
-"""Domains and weights that two configurations write in two ways and that mean the same."""
+"""Equivalent spellings of domains and weights in two configurations."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron_ext.data.blend import shares
 
 TRAIN_DOMAINS, WEIGHTS = "data.train_domains", "data.weights"
 DOMAIN_FIELDS = (TRAIN_DOMAINS, WEIGHTS)
-"""Fields of which checkpoints keep what they mean for the data, beside how they were written."""
+"""Fields that checkpoints store twice: as configured, and resolved against the data."""
 
 
 def without_synonyms(found: Sequence[Change], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Changes without those of `DOMAIN_FIELDS` that mean the same.
+    """Return changes without those of `DOMAIN_FIELDS` whose values are equivalent.
 
     Args:
         found: differences between two configurations.
@@ -32,17 +32,17 @@ def without_synonyms(found: Sequence[Change], before: Mapping[str, Any], after: 
 
 
 def known_domains(config: RunConfig, before: Mapping[str, Any]) -> dict[str, Any]:
-    """`DOMAIN_FIELDS` as an identity has them, for a run whose data is not opened.
+    """Return `DOMAIN_FIELDS` resolved as in an identity, for a run whose data is not opened.
 
     Args:
         config: of the run.
-        before: identity of its checkpoint, which has the data's own names of the domains.
+        before: identity of its checkpoint, which contains the data's own domain names.
     """
     names = before.get(TRAIN_DOMAINS) or []
     asked, weights = config.data.train_domains, config.data.weights
     if weights is not None:
         weights = {match_domain(name, names) or name: weight for name, weight in weights.items()}
-        asked = [*weights] if asked is None else asked  # each domain that is trained on must have one
+        asked = [*weights] if asked is None else asked  # each training domain must have a weight
     if asked is not None:
         found = {match_domain(name, names) or name for name in asked}
         asked = [name for name in names if name in found] + sorted(found.difference(names))
@@ -50,7 +50,7 @@ def known_domains(config: RunConfig, before: Mapping[str, Any]) -> dict[str, Any
 
 
 def _meaning(field: str, value: Any, identity: Mapping[str, Any]) -> Any:
-    """What a field's value, as an identity has it, makes of the data."""
+    """Return the resolved meaning of a field's value: domain names, or weights normalized to shares."""
     if field == TRAIN_DOMAINS or value is None:
         return value
     names = identity.get(TRAIN_DOMAINS) or sorted(value)

@@ -1,4 +1,4 @@
-"""What `selectron evaluate` does: a trained run's model is put to the tests of some suites, under any layout."""
+"""Implementation of `selectron evaluate`: run evaluation suites on a trained model under any layout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WITHOUT_TRAINING = (
     "optimizer.deepspeed=null",
     "training.recompute=none",
 )
-"""What a run's configuration need not say where nothing is learned, and what it must not stand in the way of."""
+"""Overrides that switch off the optimizer and recomputation settings of the run, which evaluation does not use."""
 
 
 def evaluate(
@@ -35,14 +35,14 @@ def evaluate(
     """Evaluate as one rank of the world that the environment describes.
 
     Args:
-        folder: of the run.
-        suites: options of those that are asked for, by name, see `training.suites`.
+        folder: run folder.
+        suites: options of the requested suites by name, see `training.suites`.
         step: of the checkpoint; None: the newest.
-        overrides: of the run's configuration.
-        output: for the results; None: `evaluation/step_N` in the run's folder.
+        overrides: of the run's configuration, `section.field=value`.
+        output: folder for the results; None: `evaluation/step_N` in the run folder.
 
     Raises:
-        UserError: the run, its data, the layout or an option is not what it must be.
+        UserError: the run, its data, the layout or an option is invalid.
     """
     run = open_run(folder, step, [*WITHOUT_TRAINING, *overrides])
     start_process_group(run.platform)
@@ -50,7 +50,7 @@ def evaluate(
         _check_layout(run)
         groups = make_process_groups(run.config.parallel, run.seed)
         unloaded = _evaluated(run, groups)
-        for name, options in suites.items():  # all of them before the first computes for minutes
+        for name, options in suites.items():  # check all before the first one computes for minutes
             _check(name, options, unloaded)
         output = output or results_folder(run.folder, run.record.progress.step)
         on_every_rank(lambda: make_folder(output))
@@ -64,7 +64,7 @@ def evaluate(
 
 
 def _check(name: str, options: Any, unloaded: Evaluated) -> None:
-    """Refuse on all ranks what one refuses; `check_domains` does so itself, as ranks share its reading."""
+    """Check options and raise one rank's error on all; `check_domains` is itself collective (ranks share reads)."""
     check_options = SUITES[name].check()
     if name == "domains":
         check_options(unloaded, options)
@@ -73,7 +73,7 @@ def _check(name: str, options: Any, unloaded: Evaluated) -> None:
 
 
 def _evaluated(run: TrainedRun, groups: ProcessGroupCollection) -> Evaluated:
-    """The run without its weights."""
+    """Return the run to evaluate, still without weights."""
     return Evaluated(
         config=run.config,
         name=run.folder.name,
@@ -87,7 +87,7 @@ def _evaluated(run: TrainedRun, groups: ProcessGroupCollection) -> Evaluated:
 
 
 def _check_layout(run: TrainedRun) -> None:
-    """The rules of a training run, with a batch that any number of ranks can share."""
+    """Apply the layout rules of training, with a batch size that any number of ranks can divide."""
     training = run.config.training
     batch = training.micro_batch_size * dist.get_world_size() * run.config.parallel.pipeline
     config = replace(run.config, training=replace(training, global_batch_size=batch))

@@ -1,4 +1,4 @@
-"""What is wrong with a step, if something is: seen before parameters are updated."""
+"""Detection of non-finite values and spikes in loss and gradient norm, before the parameters are updated."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LOSS, NORM = "loss", "gradient's norm"
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a step.
+    """Fault of a step.
 
     Attributes:
-        kind: the field `resilience.on_...` that says what is done.
-        problem: in words.
+        kind: selects the field `resilience.on_...` that gives the action.
+        problem: message.
     """
 
     kind: Literal["nonfinite", "spike"]
@@ -28,10 +28,10 @@ class Fault:
 
 
 class StepGuard:
-    """Judges steps by themselves and by those before.
+    """Detect faulty steps from their own values and from the steps before.
 
     Args:
-        config: what is far above the steps before.
+        config: thresholds.
         history: loss and gradient norm of the steps before, the newest last.
     """
 
@@ -40,15 +40,15 @@ class StepGuard:
         self.remember(history)
 
     def remember(self, history: Iterable[tuple[float, float]]) -> None:
-        """Compare with these steps from now on."""
+        """Replace the steps that later ones are compared with."""
         self._window = deque(history, maxlen=self._config.spike_window)
 
     def judge(self, loss: float, grad_norm: float) -> Fault | None:
-        """What is wrong with a step; None: nothing.
+        """Return the fault of a step; None: there is none.
 
         Args:
-            loss: of the whole batch.
-            grad_norm: of the whole gradient, before clipping.
+            loss: mean over the whole batch, in nats per token.
+            grad_norm: global gradient norm before clipping.
         """
         values = {LOSS: loss, NORM: grad_norm}
         for name, value in values.items():
@@ -64,5 +64,5 @@ class StepGuard:
         return None
 
     def accept(self, loss: float, grad_norm: float) -> None:
-        """Count a step among those that later ones are compared with."""
+        """Add a step to those that later ones are compared with."""
         self._window.append((loss, grad_norm))

@@ -1,4 +1,4 @@
-"""First lines of a run's log: what is trained, how it is spread, on what, for how long, and where the results go."""
+"""Summary at the start of a run's log: model, layout, data, tokens and output files."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def header(
     """Summarise a run that is about to train.
 
     Args:
-        config: whole.
+        config: whole configuration.
         folder: of the run.
         data: of the run.
-        size: of the whole model.
+        size: parameters of the whole model.
         layout: of the run.
-        platform: where this process computes.
-        progress: how far the run is.
+        platform: of this process.
+        progress: of the run.
 
     Returns:
-        A line for each subject.
+        Text with one line per subject.
     """
     training, length = config.training, config.data.seq_length
     begins = "from the start" if progress.step == 0 else f"from step {progress.step:,}"

@@ -1,4 +1,4 @@
-"""Lock of a run's folder while this process trains the run."""
+"""Lock of a run folder while this process trains the run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron_ext.run_folder.lock import FOLDER, LockLost, RunLock, held, take
 from megatron_ext.training.records import TENSORBOARD
 
 WRITTEN = (FOLDER, HEARTBEATS, TENSORBOARD, NOTES, "launch", "evaluation")
-"""Folders of a run in which files are replaced and removed. Checkpoints may lie on another disk, by a link."""
+"""Folders of a run in which files are replaced and removed. Checkpoints may be a link to another disk."""
 
 
 @contextmanager
 def holding(folder: Path) -> Iterator[RunLock | None]:
-    """Hold the lock of a run on its first rank; on the others this does nothing.
+    """Context manager that holds the lock of a run on its first rank and does nothing on the others.
 
     Args:
         folder: of the run.
@@ -44,6 +44,6 @@ def holding(folder: Path) -> Iterator[RunLock | None]:
 
 
 def _end_at_once(error: LockLost) -> NoReturn:
-    """End a process that is stuck, most often in an exchange with ranks that are gone, once another has its run."""
+    """Exit if the lock is lost and this process is stuck, most often in a collective with ranks that are gone."""
     print(f"selectron: error: {error}", file=sys.stderr, flush=True)
     os._exit(EXIT_USER_ERROR)

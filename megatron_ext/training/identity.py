@@ -1,4 +1,4 @@
-"""What every checkpoint of a run says of the run: its configuration, its data, and what was changed on the way."""
+"""Identity of a run in each of its checkpoints: configuration, data and allowed changes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.training.datasets import RunData
 
 FIELDS, DATA, CHANGED = "config", "data", "changed"
-"""Entries of an identity: all fields of the configuration by dotted name; the record of the data, see
-`data.identity.data_record`; changes of the steps before that were allowed by name, see `training.continuing`."""
+"""Entries of an identity: all configuration fields by dotted name; the record of the data, see
+`data.identity.data_record`; allowed changes that affect earlier steps, see `training.continuing`.
+"""
 
 _ENTRY = ConfigDict(extra="ignore", strict=True)
 
@@ -56,18 +57,18 @@ _ENTRIES: dict[str, TypeAdapter[Any]] = {
     "data.weights": TypeAdapter(dict[str, float] | None),
     "data.tokenizer": TypeAdapter(str | None),
 }
-"""Entries that a run is compared with, which a checkpoint of an earlier version may lack."""
+"""Entries that a run is compared with, and their types. A checkpoint of an earlier version may lack some."""
 
 
 def check_identity(identity: Mapping[str, Any], file: Path) -> None:
-    """Refuse an identity whose entries are not of the kind that `identity` writes.
+    """Reject an identity whose entries have the wrong type.
 
     Args:
-        identity: of a checkpoint's record.
-        file: that holds the record.
+        identity: from a checkpoint's record.
+        file: that contains the record.
 
     Raises:
-        DamagedCheckpoint: an entry is of another kind.
+        DamagedCheckpoint: an entry has the wrong type.
     """
     for name, kind in _ENTRIES.items():
         try:
@@ -81,10 +82,10 @@ def check_identity(identity: Mapping[str, Any], file: Path) -> None:
 
 
 def identity(config: RunConfig, data: RunData) -> dict[str, Any]:
-    """What a run is, as plain values.
+    """Return the identity of a run as plain values.
 
-    The model's fields stand at the top, too, for programs that read a checkpoint without a configuration; domains and
-    weights there are what they mean for the data.
+    The model's fields are also top-level entries, for programs that read a checkpoint without a configuration. The
+    top-level domains and weights are resolved against the data.
     """
     used = {name: config.mixers.get(name, {}) for name in sorted(set(parse_pattern(config.model.pattern)))}
     return {
@@ -92,7 +93,7 @@ def identity(config: RunConfig, data: RunData) -> dict[str, Any]:
         **{f"mixers.{name}.{field}": value for name, fields in used.items() for field, value in fields.items()},
         "data.seq_length": config.data.seq_length,
         "data.train_domains": data.train_domains,
-        # What a checkpoint from before there were such fields says of them: nothing.
+        # The following are None if unset: equal to the identity of a checkpoint from before these fields existed.
         "data.weights": data.weights,
         "data.reset_positions": config.data.reset_positions or None,
         "data.reset_attention": config.data.reset_attention or None,

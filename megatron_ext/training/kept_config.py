@@ -1,4 +1,4 @@
-"""The configurations that a run's folder keeps: today's, and those that others replaced on the way."""
+"""Configuration files in a run folder: the current one and those it replaced."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _UNTIL = "config.until_step_"
 
 
 def keep_config(config: RunConfig, folder: Path, step: int) -> None:
-    """Keep the configuration; one that it replaces (another layout, say) stays as the one until this step.
+    """Write the configuration. A different previous one is kept as `config.until_step_N.yaml`, N being `step`.
 
-    What was allowed to be changed was allowed for one start, and is not kept.
+    `run.allow_changed` and `run.allow_other_data` apply to one start only and are not written.
     """
     config = replace(config, run=replace(config.run, allow_changed=[], allow_other_data=False))
     current = folder / CONFIG
@@ -26,7 +26,7 @@ def keep_config(config: RunConfig, folder: Path, step: int) -> None:
 
 
 def config_file_at(folder: Path, step: int) -> Path | None:
-    """The configuration with which a run did a step, as far as its folder keeps it; None: it keeps none."""
+    """Return the file of the configuration with which a run did a step; None: the folder has none."""
     older = {}
     for path in folder.glob(f"{_UNTIL}*.yaml"):
         number = path.stem.removeprefix(_UNTIL)

@@ -1,4 +1,4 @@
-"""The training loop: steps, metrics, evaluations, checkpoints, and a stop when one is asked for."""
+"""The training loop: steps, metrics, evaluations, checkpoints and graceful stop."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from megatron_ext.training.trainer import StepResult, Trainer
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks think alike of at a step.
+    """Values of a step that all ranks agree on.
 
     Attributes:
-        peak_memory: bytes, the largest of all ranks.
-        is_asked_to_stop: any rank was.
-        is_saving: any rank is at work for a checkpoint.
-        loss: of the step, nats a token; nan if it is not finite.
+        peak_memory: bytes, the maximum over all ranks.
+        is_asked_to_stop: any rank was asked to stop.
+        is_saving: any rank is still writing a checkpoint.
+        loss: of the step, in nats per token; nan if it is not finite.
         grad_norm: of the step, before clipping; nan if it is not finite.
     """
 
@@ -52,27 +52,28 @@ class Agreed:
 
 @dataclass
 class TrainingLoop:
-    """One run, from where it stands to its last step.
+    """Training of one run from its current progress to its last step.
 
     Attributes:
-        trainer: makes the steps.
+        trainer: executes the steps.
         samples: training samples in the run's order.
-        evaluator: evaluates by domain.
-        store: keeps checkpoints.
-        recovery: does what is to be done about steps that go wrong.
-        stragglers: compares the ranks' paces.
-        heartbeat: says how far this rank is.
-        training: length and rhythm.
-        layout: how the run is spread.
-        records: files of the run; on one rank only.
-        flops_per_token: model FLOPs of forward and backward, of the whole model.
-        peak_flops: of all devices together; None where unknown.
-        progress: how far the run is.
-        last_evaluation: step of the newest evaluation by domain there is; 0: none.
-        packing: what batches say of documents.
-        suites: other tests between steps; None: there are none.
-        last_suites: step of their newest results; 0: none.
-        seconds: that each evaluation, run of suites, save (training waits) and its write took, by those names.
+        evaluator: evaluates the loss by domain.
+        store: saves checkpoints.
+        recovery: handles faulty steps.
+        stragglers: compares the speeds of the ranks.
+        heartbeat: publishes the progress of this rank.
+        training: number of steps and intervals.
+        layout: parallel layout.
+        records: files of the run; None except on the first rank.
+        flops_per_token: model FLOPs of forward and backward pass, of the whole model.
+        peak_flops: FLOP/s of all devices together; None: unknown.
+        progress: current step, samples and tokens.
+        last_evaluation: step of the newest evaluation by domain in the records; 0: none.
+        packing: document information that the batches contain.
+        suites: other suites to run between steps; None: there are none.
+        last_suites: step of the newest suite results in the records; 0: none.
+        seconds: durations in seconds by name: `evaluation`, `suites`, `save` (training waits) and `write` (wait for the
+            last checkpoint).
     """
 
     trainer: Trainer
@@ -95,10 +96,10 @@ class TrainingLoop:
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def run(self, stop: StopRequest) -> bool:
-        """Train to the last step, or until a stop is asked for; a checkpoint is left either way.
+        """Train to the last step or until a stop is requested, and save a checkpoint in both cases.
 
         Returns:
-            Whether the run is finished.
+            True if the run is finished.
         """
         try:
             finished = self._run(stop)
@@ -111,13 +112,13 @@ class TrainingLoop:
 
     def _run(self, stop: StopRequest) -> bool:
         if self.progress.step > self.last_evaluation and self._is_due(self.training.evaluate_every, False):
-            self._evaluate()  # the stop that this run continues from came before it
+            self._evaluate()  # the run was stopped before this evaluation
         if self.progress.step > self.last_suites and self._is_due(self.training.evaluate_suites_every, False):
             self._run_suites()
         while self.progress.step < self.training.steps:
             before = self.progress.step
             asked = self._step(stop)
-            if self.progress.step <= before:  # rolled back to a step whose checkpoint and tests there are
+            if self.progress.step <= before:  # rolled back to a step that has been evaluated and saved
                 if asked:
                     break
                 continue
@@ -133,9 +134,8 @@ class TrainingLoop:
         return self.progress.step == self.training.steps
 
     def _save(self) -> None:
-        on_every_rank(
-            self.store.check_writable
-        )  # the ranks write each for itself, and one alone knows whether they may
+        # Each rank writes, but only the first one holds the lock and can tell whether it may.
+        on_every_rank(self.store.check_writable)
         if self.records is not None:
             self.records.flush()
         with self._timed("save"):
@@ -164,7 +164,7 @@ class TrainingLoop:
             self.records.suites(records)
 
     def _step(self, stop: StopRequest) -> bool:
-        """One optimizer step and its metrics. Returns whether any rank was asked to stop."""
+        """Do one optimizer step and record its metrics. Return True if any rank was asked to stop."""
         started = time.perf_counter()
         batches = self._batches()
         reading = time.perf_counter() - started
@@ -188,7 +188,7 @@ class TrainingLoop:
             self.progress = self.recovery.after(result, self.progress, samples)
         self.heartbeat.step = self.progress.step
         self.stragglers.after_step(step, reading)
-        if not agreed.is_saving:  # on any rank: all bring it forward at this step
+        if not agreed.is_saving:  # all ranks call `advance` at the same steps
             self.store.advance()
         return agreed.is_asked_to_stop
 
@@ -206,7 +206,7 @@ class TrainingLoop:
         )
 
     def _agree(self, stop: StopRequest, loss: float, grad_norm: float) -> Agreed:
-        """The largest of each value over all ranks: one exchange a step for what all must think alike of."""
+        """Reduce all values that ranks must agree on to their maximum, in one all-reduce per step."""
         finite = [value if math.isfinite(value) else 0.0 for value in (loss, grad_norm)]
         broken = [float(not math.isfinite(value)) for value in (loss, grad_norm)]
         flags = float(stop.signal_name is not None), float(self.store.is_busy)

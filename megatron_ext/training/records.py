@@ -1,4 +1,4 @@
-"""What a run leaves behind while it trains: records in JSON lines, TensorBoard scalars, a progress line."""
+"""Records that a run writes while it trains: JSON lines, TensorBoard scalars, a progress bar."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ TENSORBOARD = "tensorboard"
 _KEPT = (METRICS, EVALUATION, SUITES)
 
 DATA = "data"
-"""Field of a record that says which text it is of: the beginning of a digest."""
+"""Field of a record with the first digits of the digest of the text it refers to."""
 
 _NO_SCALARS = ("step", DATA)
 
 
 class RunRecords:
-    """Writes a run's records; one process of the run has it.
+    """Write the records of a run; only the first rank has one.
 
     Args:
         folder: of the run.
-        name: shown on the progress line.
-        first_step: steps done before: what older records say of later steps is dropped.
+        name: label of the progress bar.
+        first_step: number of completed steps. Records of later steps are dropped.
         steps: of the whole run.
-        guard: called before anything is written; raises where this process may not.
-        texts: what each line of a file says of its data, by the file's name: METRICS, EVALUATION.
+        guard: called before each write; raises if this process may no longer write.
+        texts: value of the field `DATA` in each record, by file name (METRICS, EVALUATION).
 
     Attributes:
-        last_evaluation: step of the newest evaluation by domain that older records hold; 0: none.
-        last_suites: the same of the other suites.
+        last_evaluation: step of the newest evaluation by domain in the existing records; 0: none.
+        last_suites: step of the newest results of the other suites; 0: none.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RunRecords:
         threading.excepthook = _left_to_the_writer
         self._open(first_step)
         self.last_evaluation, self.last_suites = (_last_step(folder / name) for name in (EVALUATION, SUITES))
-        interval = 0.5 if sys.stderr.isatty() else 20.0  # a log file gets a line now and then
+        interval = 0.5 if sys.stderr.isatty() else 20.0  # fewer lines in a log file
         self._bar = tqdm(
             total=steps,
             initial=first_step,
@@ -68,12 +68,12 @@ class RunRecords:
             unit="step",
             dynamic_ncols=True,
             mininterval=interval,
-            delay=interval,  # else a line of zeros comes first
+            delay=interval,  # otherwise the first line shows zeros
             file=sys.stderr,
         )
 
     def _open(self, first_step: int) -> None:
-        """Open the records after a step. A run without a board, as a branch that begins, gets one of all of them."""
+        """Open the record files without later steps. Without TensorBoard files (new branch), add all records."""
         has_board = any((self._folder / TENSORBOARD).glob("events.*"))
         self._files = {name: _reopened(self._folder / name, first_step) for name in _KEPT}
         self._board = SummaryWriter(str(self._folder / TENSORBOARD), purge_step=first_step + 1 if has_board else 1)
@@ -84,10 +84,10 @@ class RunRecords:
             self._board.flush()
 
     def rewind(self, step: int) -> None:
-        """Drop what the records say of later steps, which will be done again.
+        """Drop the records of later steps, which will be repeated.
 
         Raises:
-            UserError: as from `step`.
+            UserError: see `step`.
         """
         with self._writing():
             self._close_files()
@@ -96,22 +96,27 @@ class RunRecords:
         self._bar.refresh()
 
     def history(self, steps: int) -> list[tuple[float, float]]:
-        """Loss and gradient norm of the newest steps that the records hold, as many as there are."""
+        """Return loss and gradient norm of the newest steps in the records, at most `steps` pairs."""
         lines = read_regular(self._folder / METRICS).decode().splitlines()[-steps:] if steps else []
         return [(record["loss"], record["grad_norm"]) for record in map(parse_json, lines)]
 
     def flush(self) -> None:
-        """Write out the board, which else is written every two minutes: before a checkpoint, so that a run that is
-        killed after it and goes on from there has its steps.
+        """Flush the TensorBoard file, which is otherwise written every two minutes.
+
+        Call it before a checkpoint: a run that is killed afterwards and resumes from it then has the steps before it.
 
         Raises:
-            UserError: as from `step`.
+            UserError: see `step`.
         """
         with self._writing():
             self._board.flush()
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Keep the metrics of an optimizer step (`step`, `loss`, ...)."""
+        """Write the metrics of an optimizer step (`step`, `loss`, ...).
+
+        Raises:
+            UserError: a file cannot be written.
+        """
         with self._writing():
             self._keep(METRICS, metrics)
         told = f"loss {metrics['loss']:.4f}, {metrics['tokens_per_second']:,.0f} tokens/s"
@@ -119,7 +124,7 @@ class RunRecords:
         self._bar.update()
 
     def evaluation(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the records of one evaluation, one a domain."""
+        """Write the records of one evaluation, one per domain."""
         with self._writing():
             for record in records:
                 self._keep(EVALUATION, record)
@@ -127,7 +132,7 @@ class RunRecords:
         self.say(f"step {records[0]['step']}: {told}" if records else "")
 
     def suites(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Keep what suites found: step, tokens, suite and its scores by name, a record a suite."""
+        """Write the results of suites, one record per suite: step, tokens, suite and its scores by name."""
         with self._writing():
             for record in records:
                 self._keep(SUITES, record)
@@ -135,15 +140,15 @@ class RunRecords:
             self.say(f"step {record['step']}: {record['suite']}: {len(record['scores'])} scores, see evaluation/")
 
     def say(self, line: str) -> None:
-        """Print a line above the progress line."""
+        """Print a line above the progress bar."""
         if line:
             self._bar.write(line, file=sys.stderr)
 
     def close(self) -> None:
-        """Finish the files.
+        """Close the files.
 
         Raises:
-            UserError: as from `step` and `evaluation`, the disk refuses.
+            UserError: see `step`.
         """
         self._bar.close()
         with self._writing():
@@ -152,25 +157,25 @@ class RunRecords:
     def _close_files(self) -> None:
         for file in self._files.values():
             file.close()
-        self._board.flush()  # tells of what its thread could not write; closing does not
+        self._board.flush()  # raises the write errors of its thread; closing does not
         self._board.close()
 
     def keep(self, name: str, record: Mapping[str, Any]) -> None:
-        """Keep a record in a file of another name, which is opened for it alone.
+        """Append a record to another file, which is opened for this record alone.
 
         Raises:
-            UserError: as from `step`.
+            UserError: see `step`.
         """
         with self._writing(), open_to_append(self._folder / name) as file:
             file.write(json.dumps(record) + "\n")
 
     def left_out(self) -> None:
-        """A step counts as done, and has no metrics."""
+        """Advance the progress bar by a step that has no metrics."""
         self._bar.update()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Around whatever writes: a disk that is full or gone is no fault of ours."""
+        """Context manager for writes: call the guard, and raise an OSError as a UserError."""
         self._guard()
         try:
             yield
@@ -179,7 +184,7 @@ class RunRecords:
             raise UserError(str(self._folder), problem, "make room and start again with --resume=auto") from error
 
     def _keep(self, name: str, record: Mapping[str, Any]) -> None:
-        """One whole line at a time: what a killed run leaves can be read."""
+        """Write one whole line and flush, so that a killed run leaves readable records."""
         if name in self._texts:
             record = {**record, DATA: self._texts[name]}
         self._files[name].write(json.dumps(record) + "\n")
@@ -192,7 +197,7 @@ class RunRecords:
 
 
 def _scalars(name: str, record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Tags and values that the board shows of a record."""
+    """Yield the TensorBoard tags and values of a record."""
     if name == METRICS:
         yield from (
             (f"train/{key}", value) for key, value in record.items() if key not in _NO_SCALARS and value is not None
@@ -204,7 +209,7 @@ def _scalars(name: str, record: Mapping[str, Any]) -> Iterator[tuple[str, float]
 
 
 def _records_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole records of a file, none where there is no file."""
+    """Yield the complete records of a file; none if it does not exist."""
     if not path.exists():
         return
     for line in read_regular(path).decode().splitlines(keepends=True):
@@ -214,13 +219,13 @@ def _records_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _left_to_the_writer(failed: threading.ExceptHookArgs) -> None:
-    """TensorBoard keeps the error of its thread for its next call, which raises it: a traceback would say it twice."""
+    """Ignore errors of TensorBoard's writer thread: its next call raises them, so a traceback would be a repetition."""
     if not isinstance(failed.thread, _AsyncWriterThread):
         threading.__excepthook__(failed)
 
 
 def _reopened(path: Path, first_step: int) -> IO[str]:
-    """The file, open for appending, without lines of steps that will be done again and without a half-written one."""
+    """Open a file to append, without records of steps that will be repeated and without an incomplete last line."""
     if path.exists():
         kept = [
             line for line in read_regular(path).decode().splitlines(keepends=True) if _step_of(line, path) <= first_step
@@ -230,10 +235,10 @@ def _reopened(path: Path, first_step: int) -> IO[str]:
 
 
 def lr_at(folder: Path, step: int) -> float | None:
-    """Learning rate of a step that a run's records hold, of a step done twice the later one; None: they do not.
+    """Return the recorded learning rate of a step (the last record if it was repeated); None: there is no record.
 
     Raises:
-        UserError: a line is no record.
+        UserError: a line is not a valid record.
     """
     path = folder / METRICS
     lines = read_regular(path).decode().splitlines(keepends=True) if path.exists() else []
@@ -242,9 +247,9 @@ def lr_at(folder: Path, step: int) -> float | None:
 
 
 def copy_records(source: Path, folder: Path) -> None:
-    """Let the records of a run begin with those of another; its board shows them once it has begun.
+    """Replace the records of a run by those of another. `RunRecords` then adds them to TensorBoard.
 
-    What the run wrote before is of a start that did not come to a checkpoint.
+    Previous records of the run stem from a start that reached no checkpoint.
     """
     if (folder / TENSORBOARD).exists():
         shutil.rmtree(folder / TENSORBOARD)
@@ -262,7 +267,7 @@ def _step_of(line: str, path: Path) -> float:
     try:
         return int(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):
-        if not line.endswith("\n"):  # what a killed run was writing
+        if not line.endswith("\n"):  # incomplete line of a killed run
             return float("inf")
         raise UserError(
             str(path), f"has a line that is no record: {line.rstrip()[:60]!r}", "remove that line"

@@ -1,4 +1,4 @@
-"""Steps that go wrong: computed again, left out, rolled back, or the end of the run; see `ResilienceConfig`."""
+"""Actions on faulty steps: compute again, skip, roll back, or stop the run; see `ResilienceConfig`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from megatron_ext.training.records import RunRecords
 from megatron_ext.training.trainer import StepResult
 
 MOST_NAMED = 4
-"""Ranks that a line names one by one; decisions.jsonl has all."""
+"""Maximum number of ranks that a message names. decisions.jsonl has all."""
 
 _LOWER_RATE = "optimizer.lr lower with run.allow_changed=[optimizer.lr]"
 
 
 @dataclass(frozen=True)
 class Unsound:
-    """A rank of which something is not finite.
+    """Rank with a non-finite loss or gradient.
 
     Attributes:
-        rank: its number and host.
-        parameter: whose gradient was the first; None: the loss was not finite, or nobody looked.
+        rank: number and host name.
+        parameter: with the first non-finite gradient; None: the loss was not finite, or gradients were not checked.
     """
 
     rank: str
@@ -42,14 +42,14 @@ class Unsound:
 
 
 class Recovery:
-    """Does what a run's configuration says about steps that go wrong, on all ranks alike.
+    """Apply the configured actions to faulty steps, identically on all ranks.
 
     Args:
-        config: what is to be done.
+        config: the actions.
         folder: of the run.
         optimizer: of the run.
         store: of its checkpoints.
-        records: of the run; on the first rank only.
+        records: of the run; None except on the first rank.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Recovery:
         self.guard = StepGuard(config, self._history())
 
     def attempts(self, step: int, attempt: Callable[[bool], StepResult]) -> StepResult:
-        """The first attempt at a step that goes right, or the last one that may be made.
+        """Repeat a step until an attempt succeeds or the retries are used up, and return the last result.
 
         Args:
             step: its number.
-            attempt: makes one; gets whether it is to look for gradients that are not finite.
+            attempt: executes the step. Its argument tells it to look for non-finite gradients.
         """
         result = attempt(False)
         for left in range(self._config.retries, 0, -1):
@@ -77,7 +77,7 @@ class Recovery:
                 break
             fault, found = result.fault, self._found(result)
             self._note(AGAIN, step, f"{fault.problem}{_on(found)}: computed again", result, found)
-            # A loss that is not finite names its rank by itself.
+            # A non-finite loss identifies its rank without checking gradients.
             result = attempt(math.isfinite(result.loss) and not math.isfinite(result.grad_norm))
             if result.fault is None:
                 line = f"right when computed again: loss {result.loss:.4f}; a machine had erred{_on(found)}"
@@ -87,18 +87,18 @@ class Recovery:
         return result
 
     def after(self, result: StepResult, before: Progress, samples: int) -> Progress:
-        """Do what is to be done about a step that stayed wrong.
+        """Apply the configured action to a step whose last attempt is faulty.
 
         Args:
             result: of the step.
-            before: the run's progress without it.
-            samples: of a step.
+            before: progress of the run before the step.
+            samples: per step.
 
         Returns:
-            The run's progress from which it goes on.
+            Progress from which the run continues.
 
         Raises:
-            UserError: the run is to stop.
+            UserError: the run stops.
         """
         assert result.fault is not None
         found = self._found(result)
@@ -148,7 +148,7 @@ class Recovery:
         mend: str,
         more: str = "",
     ) -> UserError:
-        """The error of a run that stops; the state before the step, which is sound, is kept."""
+        """Return the error of a run that stops, after saving the valid state before the faulty step."""
         assert result.fault is not None
         tried = " each time that it was computed" if self._config.retries else ""
         problem = f"in step {before.step + 1} {result.fault.problem}{_on(found)}{tried}"
@@ -161,7 +161,7 @@ class Recovery:
         return UserError(field, said, mend)
 
     def _found(self, result: StepResult) -> list[Unsound]:
-        """Ranks whose own losses were not finite; or, if an attempt looked for it, whose own gradient was not."""
+        """Gather the ranks whose own loss, or (if an attempt checked them) own gradients, were not finite."""
         here = None
         if not result.is_sound_here or result.unsound_gradient is not None:
             here = Unsound(f"{dist.get_rank()} ({socket.gethostname()})", result.unsound_gradient)
@@ -185,14 +185,14 @@ class Recovery:
         note(self._records, decision, step, line, loss=result.loss, grad_norm=result.grad_norm, **details)
 
     def _history(self) -> list[tuple[float, float]]:
-        """Loss and gradient norm of the newest steps, which the first rank's records hold, on every rank."""
+        """Return loss and gradient norm of the newest steps from the first rank's records, on every rank."""
         window = self._config.spike_window if self._config.on_spike != "ignore" else 0
         history, *_ = from_every_rank([] if self._records is None else self._records.history(window))
         return [(loss, norm) for loss, norm in history]
 
 
 def _on(found: Sequence[Unsound]) -> str:
-    """Where the fault was, by what is known of it."""
+    """Describe the ranks and parameters of a fault."""
     of_parameter: dict[str | None, list[str]] = {}
     for one in found:
         of_parameter.setdefault(one.parameter, []).append(one.rank)

@@ -1,4 +1,7 @@
-"""A run from its configuration: the parts are made here, in the order in which they can fail."""
+"""Training of a run from its configuration.
+
+The components are built in the order in which they can fail.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ from megatron_ext.training.trainer import Trainer
 
 MODEL = "model.json"
 DIGITS = 16
-"""Of a digest, in each record."""
+"""Hexadecimal digits of a data digest that each record contains."""
 
 
 def train(
@@ -72,17 +75,17 @@ def train(
     """Train as one rank of the world that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
     Args:
-        config: checked and derived.
-        resume: see `Resume`. If the newest checkpoint is damaged, the one before takes its place, with a warning.
-        from_step: continue from the checkpoint of this step instead, and no other.
-        trial_of: the configuration is a trial of this one (`config.trial`), in a folder that a next one replaces; the
-            first rank prints the estimate of the whole run.
+        config: checked configuration with derived fields.
+        resume: see `Resume`. If the newest checkpoint is damaged, the one before it is used, with a warning.
+        from_step: continue from the checkpoint of exactly this step.
+        trial_of: configuration of the whole run if `config` is a trial of it (`config.trial`). The next trial replaces
+            the trial's folder. The first rank prints the estimate for the whole run.
 
     Returns:
-        Whether the run is finished; else it was asked to stop, and has left a checkpoint to continue from.
+        True if the run is finished. False if it was asked to stop; it has then saved a checkpoint to continue from.
 
     Raises:
-        UserError: the data, the run's folder or a checkpoint is not what it must be, or the disk is full.
+        UserError: the data, the run folder or a checkpoint is invalid, or the disk is full.
     """
     folder = run_folder(config)
     step = starting_step(folder, resume, from_step, is_trial=trial_of is not None)
@@ -93,7 +96,7 @@ def train(
     if step is None and config.run.branch_from is not None:
         branch = branch_of(config.run.branch_from, config.training.steps)
     with holding(folder) as lock, stop_on_signals() as stop:
-        if lock is not None:  # another process may have gone on with the run until it gave the lock up
+        if lock is not None:  # until it released the lock, another process may have continued the run
             step = starting_step(folder, resume, from_step, is_trial=trial_of is not None)
         platform = platform_of(config.run.device, config.parallel)
         start_process_group(platform, group_timeout(config.run.hang_timeout))
@@ -109,7 +112,7 @@ def train(
 
 
 def _record(store: CheckpointStore, step: int | None, from_step: int | None) -> Record | None:
-    """The checked record of the checkpoint to continue from; None: begin anew."""
+    """Check the checkpoint to continue from and return its record; None: start from the beginning."""
     if step is None or from_step is not None:
         return None if step is None else store.check(step)
     record, damages = store.check_newest()
@@ -141,7 +144,7 @@ def _train(
     if branch is not None:
         branch.check_rate(trainer.optimizer.lr, is_allowed=bool(goes_on.changed))
     loop = _loop(config, folder, data, shape, trainer, store, record, branch, lock)
-    say_goes_on(goes_on, loop.records)  # said when nothing can be refused any more: an error stands alone
+    say_goes_on(goes_on, loop.records)  # after the last check that can fail: an error is printed alone
     if data.unchanged:
         told = f"{data.unchanged} of {len(data.verified)} files are as they were when their sha256 was compared"
         say_on_first_rank(f"data: {told}, and not read again")
@@ -158,7 +161,7 @@ def _train(
     elif dist.get_rank() == 0:
         print(_of_trial(trial_of, folder, loop, finished))
     if not finished:
-        dist.barrier()  # a launcher that meets a code other than 0 ends the ranks that are not done
+        dist.barrier()  # a launcher that sees a non-zero exit code kills the ranks that are still running
     return finished
 
 
@@ -172,7 +175,7 @@ def _start_of(
     record_of: Callable[[CheckpointStore], Record | None],
     lock: RunLock | None,
 ) -> tuple[CheckpointStore, CheckpointStore, Record | None, GoesOn]:
-    """The run's store, that of the checkpoint it starts from, its record (None: there is none), and what differs."""
+    """Return the run's store, the store and record (None: no checkpoint) it starts from, and the differences."""
     own = identity(config, data)
     continuing = Continuing(config, own, is_branch=branch is not None)
     store = CheckpointStore(
@@ -223,7 +226,7 @@ def _loop(
         config.data.seq_length,
         training.evaluation_sequences,
     )
-    with trainer.optimizer.whole():  # weights are counted
+    with trainer.optimizer.whole():  # the parameters are counted, so they must be gathered
         flops, peak = flops_and_peak(config, shape, trainer, data.samples)
         size = model_size(trainer)
     suites = _suites(config, folder, data, trainer, progress)
@@ -258,7 +261,7 @@ def _loop(
 def _suites(
     config: RunConfig, folder: Path, data: RunData, trainer: Trainer, progress: Progress
 ) -> SuitesBetweenSteps | None:
-    """What the run is tested with between steps; None: nothing."""
+    """Return the suites that evaluate the run between steps; None: there are none."""
     options = check_suites(config)
     if not options:
         return None
@@ -285,7 +288,7 @@ def _records(
     branch: Branch | None,
     lock: RunLock | None,
 ) -> RunRecords | None:
-    """The run's folder and files, made by the first rank once everything before has been found right."""
+    """Create the run folder and its files on the first rank, after all other checks; None on the other ranks."""
     if lock is None:
         return None
     lock.check()
@@ -304,7 +307,7 @@ def _records(
         keep_coder(data.tokenizer_file, data.manifest.tokenizer, folder)
         forget(folder)
         if progress.step and branch is None:
-            CheckpointFolder(folder / CHECKPOINTS).go_back(progress.step)  # before the records of later steps go
+            CheckpointFolder(folder / CHECKPOINTS).go_back(progress.step)  # before later records are dropped
         texts = {METRICS: data.record["train"][:DIGITS], EVALUATION: data.record["evaluation"][:DIGITS]}
         return RunRecords(folder, config.run.name, progress.step, config.training.steps, lock.check_soon, texts)
     except OSError as error:
@@ -314,18 +317,20 @@ def _records(
 def flops_and_peak(
     config: RunConfig, shape: ModelShape, trainer: Trainer, samples: PackedSamples | None
 ) -> tuple[float, float | None]:
-    """What utilisation (MFU) is counted by, on every rank; to be called where the optimizer's parameters are `whole`.
+    """Return the model FLOPs per token and the peak FLOP/s, from which MFU is computed.
+
+    A collective call. Call it where the optimizer's parameters are `whole`.
 
     Args:
         config: of the run.
         shape: of its model.
-        trainer: has the model.
-        samples: what it trains on: with `data.reset_attention` the documents of the first of them say how many tokens
-            one attends to. None: samples are whole.
+        trainer: holds the model.
+        samples: training samples. With `data.reset_attention`, the document lengths of the first samples determine how
+            many tokens each token attends to. None: each sample counts as one document.
 
     Returns:
-        Model FLOPs a token of forward and backward pass, of the whole model, and the peak in FLOP/s of all devices
-        together; None where that is not known.
+        FLOPs per token of the forward and backward pass of the whole model, and the summed peak in FLOP/s of all
+        devices; None where the peak is unknown.
     """
     platform = trainer.platform
     lengths = Counter({config.data.seq_length: 1})
@@ -337,7 +342,7 @@ def flops_and_peak(
 
 
 def model_size(trainer: Trainer) -> ParameterCount:
-    """Number of parameters of the whole model, on every rank; to be called where the optimizer's are `whole`."""
+    """Count the parameters of the whole model; a collective call where the optimizer's parameters are `whole`."""
     counts = asdict(count_parameters(trainer.optimizer.chunks, trainer.groups.tp.size())).items()
     return ParameterCount(**{name: int(_sum_over(n, trainer.platform, trainer.groups.pp)) for name, n in counts})
 

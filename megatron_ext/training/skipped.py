@@ -1,4 +1,4 @@
-"""What a run does without is said aloud and kept beside its other records: `data.on_damaged: skip`."""
+"""Warnings and records of skipped damaged shards (`data.on_damaged: skip`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SKIPPED = "skipped_shards.jsonl"
 
 
 def warnings(damages: Sequence[Damage], samples: TrainingSamples) -> Iterator[str]:
-    """A line for each shard, and one for what is lost with them; none if nothing is."""
+    """Yield a warning for each skipped shard and one for the total; nothing without damages."""
     for damage in damages:
         yield f"selectron: warning: {damage.problem}: skipped ({damage.tokens:,} tokens)"
     if damages:
@@ -30,13 +30,16 @@ def warnings(damages: Sequence[Damage], samples: TrainingSamples) -> Iterator[st
 
 
 def keep(folder: Path, damages: Sequence[Damage], samples: TrainingSamples, step: int) -> None:
-    """Write down what is skipped from a step on, if that has changed.
+    """Record the shards that are skipped from a step on, if they have changed.
 
     Args:
         folder: of the run.
-        damages: what is skipped.
-        samples: without it.
-        step: steps done before.
+        damages: skipped shards.
+        samples: training samples without them.
+        step: number of completed steps.
+
+    Raises:
+        UserError: the file has a line that is not a valid record.
     """
     path = folder / SKIPPED
     lines = read_regular(path).decode().splitlines() if path.exists() else []
@@ -60,7 +63,7 @@ def keep(folder: Path, damages: Sequence[Damage], samples: TrainingSamples, step
 
 
 def copy_skipped(source: Path, folder: Path, step: int) -> None:
-    """Let what a run does without begin with what another run did without until a checkpoint.
+    """Copy another run's records of skipped shards up to a checkpoint.
 
     Args:
         source: folder of the other run.

@@ -1,4 +1,4 @@
-"""Where a run starts: at its beginning, or at one of its checkpoints."""
+"""Starting point of a run: its beginning or one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from megatron_ext.training.records import METRICS
 CHECKPOINTS = "checkpoints"
 
 Resume = Literal["auto"] | bool
-"""Whether a run is to go on from a checkpoint. True: from the newest, which there must be; auto: from the newest, or
-from its beginning where there is none; False: from its beginning."""
+"""Resume from a checkpoint. True: from the newest, which must exist. "auto": from the newest if there is one, else from
+the beginning. False: from the beginning.
+"""
 
 
 def run_folder(config: RunConfig) -> Path:
-    """The run's folder."""
+    """Return the run folder, `run.dir/run.name`."""
     return Path(config.run.dir) / config.run.name
 
 
 def refuse_existing(folder: Path) -> None:
-    """Refuse a folder in which a run has begun.
+    """Reject a folder in which a run has begun.
 
     Raises:
-        UserError: it has.
+        UserError: a run has begun there.
     """
     if (folder / CHECKPOINTS / "latest").exists():
         raise UserError("run.name", f"{folder} holds a run already", "add --resume, or choose another run.name")
@@ -44,16 +45,16 @@ def refuse_existing(folder: Path) -> None:
 
 
 def starting_step(folder: Path, resume: Resume, from_step: int | None, *, is_trial: bool = False) -> int | None:
-    """Step of the checkpoint to go on from; None: the run's beginning.
+    """Return the step of the checkpoint to continue from; None: start from the beginning.
 
     Args:
-        folder: of the run.
+        folder: run folder.
         resume: see `Resume`.
-        from_step: go on from the checkpoint of this step, and no other.
-        is_trial: whether the run is one, which takes the place of an earlier one.
+        from_step: continue from the checkpoint of exactly this step.
+        is_trial: the run is a trial, which replaces an earlier trial.
 
     Raises:
-        UserError: there is a run already and nobody asked to continue it, it cannot be continued, or there is none.
+        UserError: a run exists and `resume` is False, no checkpoint exists to resume from, or it holds only a model.
     """
     if is_trial and trial.is_trial(folder):
         return None
@@ -73,12 +74,12 @@ def starting_step(folder: Path, resume: Resume, from_step: int | None, *, is_tri
 
 
 def check_can_start(config: RunConfig, resume: Resume) -> None:
-    """Refuse a job, before it is submitted, that could not start: checks all that can be checked without the data.
+    """Check before a job is submitted that it could start, as far as this is possible without the data.
 
-    A run that ended before its first checkpoint may be resumed; it begins anew.
+    A run that ended before its first checkpoint may be resumed; it starts from the beginning.
 
     Raises:
-        UserError: see `starting_step`; or a field differs with which the steps before were made.
+        UserError: see `starting_step`; or a field differs that affects the completed steps.
     """
     folder = run_folder(config)
     if not resume:
@@ -91,12 +92,12 @@ def check_can_start(config: RunConfig, resume: Resume) -> None:
 
 
 def check_finished(config: RunConfig, step: int) -> None:
-    """Judge and say what differs from the last checkpoint of a finished run, and that it is finished.
+    """Compare a finished run with its last checkpoint, and print the differences and that it is finished.
 
-    Its data is not opened: it may be gone.
+    The data is not opened: it may have been removed.
 
     Raises:
-        UserError: a field differs with which its steps were made.
+        UserError: a field differs that affects the completed steps.
     """
     _say_changes(config, step)
     say_on_first_rank(f"{run_folder(config)} is finished: step {step} of {config.training.steps}")
@@ -114,7 +115,7 @@ def _say_changes(config: RunConfig, step: int) -> None:
 
 
 def say_on_first_rank(line: str) -> None:
-    """Print a line on standard error, once a run."""
+    """Print a line to standard error on the first rank."""
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     if rank == 0:
         print(line, file=sys.stderr)

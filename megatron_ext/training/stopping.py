@@ -1,4 +1,4 @@
-"""A stop that is asked for: SIGTERM, SIGINT and SIGUSR1 let the step in hand finish."""
+"""Graceful stop: on SIGTERM, SIGINT or SIGUSR1 the current step finishes first."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from types import FrameType
 from megatron_ext.signals import handled
 
 AGAIN_SECONDS = 1.0
-"""Seconds after which a second Ctrl-C is the user's: a terminal and a program that passes it on send one each."""
+"""Seconds within which a second SIGINT is ignored: a terminal and a launcher that forwards signals each send one."""
 
 _SAID = b"selectron: stopping with a checkpoint after this step; Ctrl-C once more ends at once, without one\n"
 
 
 class StopRequest:
-    """Remembers the signal by which this process was asked to stop. A second Ctrl-C ends it at once.
+    """Record the signal that asked this process to stop. A second Ctrl-C interrupts it at once.
 
     Attributes:
-        signal_name: e.g. `SIGTERM`; None while nobody has asked.
+        signal_name: e.g. `SIGTERM`; None: no stop was requested.
     """
 
     def __init__(self) -> None:
@@ -29,10 +29,10 @@ class StopRequest:
         self._interrupted: float | None = None
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        """The signal handler.
+        """Handle a signal.
 
         Raises:
-            KeyboardInterrupt: SIGINT came a second time.
+            KeyboardInterrupt: SIGINT arrived a second time.
         """
         self.signal_name = signal.Signals(number).name
         if number != signal.SIGINT:
@@ -43,12 +43,12 @@ class StopRequest:
         if self._interrupted is None:
             self._interrupted = now
             if os.environ.get("RANK", "0") == "0":
-                os.write(2, _SAID)  # what Python buffers may be in use at this moment
+                os.write(2, _SAID)  # unbuffered: the handler may have interrupted a write to Python's buffers
 
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """While inside, SIGTERM, SIGINT and SIGUSR1 (which Slurm sends before a job's time is up) are only remembered."""
+    """Context manager that only records SIGTERM, SIGINT and SIGUSR1 (which Slurm sends before the time limit)."""
     request = StopRequest()
     with handled((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), request):
         yield request

@@ -1,4 +1,4 @@
-"""Which ranks are slower than the others: each is timed alone, as in a step all wait for the slowest."""
+"""Detection of slow ranks. Each rank is timed on its own, as within a step all ranks wait for the slowest."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatron_ext.training.records import RunRecords
 
 STRAGGLERS = "stragglers.jsonl"
 _COUNTS = 0.01
-"""Seconds a step below which the reading of samples is nobody's trouble."""
+"""Seconds per step of waiting for samples below which a rank never counts as slow."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How quick a rank is.
+    """Speed of a rank.
 
     Attributes:
-        rank: its number.
-        host: its machine.
+        rank: global rank.
+        host: host name.
         product: seconds of a matrix product of a fixed size.
-        reading: seconds a step in which it waited for its samples.
+        reading: mean seconds per step in which the rank waited for its samples.
     """
 
     rank: int
@@ -35,14 +35,14 @@ class Pace:
 
 
 class Stragglers:
-    """Compares the ranks' paces.
+    """Compare the speeds of the ranks at regular intervals.
 
     Args:
-        config: how often, and what is slow.
+        config: interval and threshold.
         precision: of the run.
-        platform: where this runs.
-        rank: this process's.
-        records: of the run; on the first rank only.
+        platform: of this process.
+        rank: of this process.
+        records: of the run; None except on the first rank.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Stragglers:
         self._steps, self._reading = 0, 0.0
 
     def after_step(self, step: int, reading: float) -> None:
-        """Count a step, and compare if it is time; a collective call.
+        """Count a step, and compare the ranks if a comparison is due; a collective call.
 
         Args:
-            step: that was done.
+            step: that was completed.
             reading: seconds in which this rank waited for its samples.
         """
         self._steps, self._reading = self._steps + 1, self._reading + reading
@@ -80,10 +80,10 @@ class Stragglers:
 
 
 def slow_ones(paces: Sequence[Pace], factor: float) -> list[str]:
-    """A line for each rank that is slower than the others by a factor, in either way.
+    """Return a message for each rank that is slower than the others by `factor` in either measure.
 
-    Each is compared with the median of the others. In one over all ranks its own time has a part: of two ranks none
-    could ever take twice as long, and one that took 2.9 times as long as the other would not count as slow by half.
+    Each rank is compared with the median of the other ranks. The median over all ranks would include the rank's own
+    time: of two ranks, none could then be twice as slow as the median.
     """
     lines = []
     for what, name, least in (("product", "a matrix product", 0.0), ("reading", "reading a step's samples", _COUNTS)):

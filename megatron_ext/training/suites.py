@@ -1,4 +1,7 @@
-"""Suites of tests by name: what each is told, and what does it. Importing this is quick; a suite takes seconds."""
+"""Registry of evaluation suites: their options and functions by name.
+
+Importing this module is fast, as a suite's own modules are imported on first use.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Suite:
-    """Tests of a model. Its parts are named as `pkgutil.resolve_name` takes them, and imported when asked for.
+    """Evaluation suite. Its parts are given as `pkgutil.resolve_name` strings and imported on first use.
 
     Attributes:
-        options: dataclass of what it is told.
+        options: dataclass of its options.
         function: see `training.testing.Test`.
         checker: see `training.testing.Check`.
-        in_training: whether it can run between steps; loss by domain has its own rhythm, `training.evaluate_every`.
+        in_training: it can run between steps. Loss by domain has its own interval, `training.evaluate_every`.
     """
 
     options: str
@@ -30,31 +33,31 @@ class Suite:
     in_training: bool = True
 
     def options_of(self, name: str, fields: dict[str, Any]) -> Any:
-        """Its typed options.
+        """Return the validated options.
 
         Args:
-            name: the suite's, for messages.
-            fields: of its options, as plain values.
+            name: of the suite, for messages.
+            fields: options as plain values.
 
         Raises:
-            UserError: a field is not there, or a value is out of its range.
+            UserError: a field is unknown or missing, or a value is out of range.
         """
         from megatron_ext.config.validate import validate
 
         return validate(self.options_type(), fields, prefix=f"{name}.")
 
     def options_type(self) -> type[Any]:
-        """The dataclass."""
+        """Import and return the options dataclass."""
         found: type[Any] = resolve_name(self.options)
         return found
 
     def test(self) -> Callable[..., Any]:
-        """The function."""
+        """Import and return the evaluation function."""
         found: Callable[..., Any] = resolve_name(self.function)
         return found
 
     def check(self) -> Callable[..., None]:
-        """What refuses the options before anything is computed."""
+        """Import and return the function that checks the options before anything is computed."""
         found: Callable[..., None] = resolve_name(self.checker)
         return found
 
@@ -82,7 +85,7 @@ SUITES: dict[str, Suite] = {
 
 
 def read_overrides(name: str, overrides: Sequence[str]) -> Any:
-    """The options of a suite from `field=value`, see `Suite.options_of`."""
+    """Parse the options of a suite from `field=value` strings, see `Suite.options_of`."""
     from megatron_ext.config.load import read_fields
 
     suite = SUITES[name]
@@ -90,15 +93,15 @@ def read_overrides(name: str, overrides: Sequence[str]) -> Any:
 
 
 def check_names(where: str, names: Sequence[str], known: Mapping[str, Suite] = SUITES) -> None:
-    """Refuse a name that is no suite's.
+    """Reject names of unknown suites.
 
     Args:
-        where: they were given.
+        where: origin of the names, for the message.
         names: of suites.
-        known: to choose from.
+        known: available suites.
 
     Raises:
-        UserError: one is unknown.
+        UserError: a name is unknown.
     """
     for name in names:
         if name not in known:
@@ -106,10 +109,10 @@ def check_names(where: str, names: Sequence[str], known: Mapping[str, Suite] = S
 
 
 def check_suites(config: RunConfig) -> dict[str, Any]:
-    """The options of the suites that a run is tested with between steps, by name, as far as a configuration tells.
+    """Check the suites to run between steps, as far as the configuration allows, and return their options by name.
 
     Raises:
-        UserError: a suite is unknown or cannot run here, or is told what is not there, out of range or too long.
+        UserError: a suite is unknown or cannot run here, or an option is missing, out of range or too long.
     """
     names, kinds = config.training.evaluate_suites, {name: one for name, one in SUITES.items() if one.in_training}
     check_names("training.evaluate_suites", names, kinds)

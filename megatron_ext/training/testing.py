@@ -1,4 +1,4 @@
-"""What suites do: a model is put to the test under any layout, its results are written and its scores known."""
+"""Evaluation suites: each tests a model under any layout, writes its results and returns its scores."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ from megatron_ext.training.datasets import open_tests, packing_of
 from megatron_ext.training.starting import say_on_first_rank
 
 MULTIPLE = 64
-"""Lengths are padded to a multiple of it: few shapes, for which kernels are chosen and compiled."""
+"""Sequence lengths are padded to a multiple of this, so that kernels are tuned and compiled for few shapes."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A model that is put to the test.
+    """Model to evaluate.
 
     Attributes:
-        config: of its run, whole; the layout is that of the groups.
+        config: of its run. The layout is the one of `groups`.
         name: of the run.
-        progress: how far it has been trained.
-        tokenizer_sha256: of the tokenizer of its training data; None: not known.
+        progress: step, samples and tokens it was trained for.
+        tokenizer_sha256: digest of the training data's tokenizer; None: unknown.
         coder: its tokenizer.
-        chunks: of it on this rank.
+        chunks: model chunks of this rank.
         groups: process groups.
-        platform: where this runs.
+        platform: of this process.
     """
 
     config: RunConfig
@@ -68,17 +68,17 @@ class Evaluated:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Which model it is."""
+        """Identification of the model in results: run, step and tokens."""
         return {"run": self.name, "step": self.progress.step, "tokens": self.progress.tokens}
 
     def token_losses(self) -> TokenLosses:
-        """Losses of tokens, in samples as the run was trained on."""
+        """Return an evaluator of per-token losses, with the run's sequence length and micro-batch size."""
         data, training = self.config.data, self.config.training
         sizes = data.seq_length, training.micro_batch_size
         return TokenLosses(self.chunks, self.groups, self.platform, *sizes, reset_attention=data.reset_attention)
 
     def language_model(self) -> LanguageModel:
-        """The model with its tokenizer."""
+        """Return the model together with its tokenizer."""
         longest = self.config.model.max_position_embeddings
         assert longest is not None, "derived"
         return LanguageModel(
@@ -93,7 +93,7 @@ class Evaluated:
 
 
 def _multiple(config: RunConfig) -> int:
-    """What lengths must be multiples of, so that the layout can cut them."""
+    """Return the multiple to pad sequence lengths to, so that the layout can split them."""
     parallel, traits = config.parallel, load_all()
     ranks = parallel.context * (parallel.tensor if sequence_parallel(config) else 1)
     mixers = {name: config.mixers.get(name, {}) for name in parse_pattern(config.model.pattern)}
@@ -103,11 +103,11 @@ def _multiple(config: RunConfig) -> int:
 
 @dataclass(frozen=True)
 class Tested:
-    """What a suite found, on the first rank.
+    """Results of a suite, on the first rank.
 
     Attributes:
-        summary: a table.
-        scores: numbers of the table by name, as records of a run keep them.
+        summary: Markdown table.
+        scores: by name, as the run's records contain them.
     """
 
     summary: str
@@ -115,21 +115,28 @@ class Tested:
 
 
 Test = Callable[[Evaluated, Any, Path], Tested | None]
-"""Tests a model with the suite's own options. The first rank writes results into a folder, and has them."""
+"""Function that evaluates a model with the suite's options. The first rank writes the results to the folder and returns
+them, the other ranks return None.
+"""
 
 
 Check = Callable[[Evaluated, Any], None]
-"""Refuses options that the test of the same suite would refuse, by tokenizer, files and layout, with a UserError. It
-computes nothing: the model's chunks may be missing."""
+"""Function that raises a UserError for options that the suite's test would reject, given tokenizer, files and layout.
+It computes nothing, so the model's chunks may be missing.
+"""
 
 
 def results_folder(run: Path, step: int) -> Path:
-    """Where results of a run's step are, unless told otherwise."""
+    """Return the default folder for results of a run's step."""
     return path_within(run, f"evaluation/step_{step}", str(run))
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder for results; raises a UserError if it cannot be made or written to."""
+    """Create a folder for results.
+
+    Raises:
+        UserError: the folder cannot be created or written to.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -140,7 +147,7 @@ def make_folder(folder: Path) -> None:
 
 
 def domains(evaluated: Evaluated, options: DomainOptions, output: Path) -> Tested | None:
-    """Loss by domain; see `Test`. `check_domains` has compared the text's sha256."""
+    """Evaluate the loss by domain; see `Test`. `check_domains` has already compared the text's sha256."""
     config, progress = evaluated.config, evaluated.progress
     data = config.data
     manifest, found = _open_domains(evaluated, options, replace(data, verify="size"))
@@ -157,7 +164,7 @@ def domains(evaluated: Evaluated, options: DomainOptions, output: Path) -> Teste
 
 
 def check_domains(evaluated: Evaluated, options: DomainOptions) -> None:
-    """Refuse data that are missing, damaged or of another tokenizer; see `Check`. A collective call."""
+    """Reject data that is missing, damaged or from another tokenizer; see `Check`. A collective call."""
     for line in options.warnings():
         say_on_first_rank(line)
     _open_domains(evaluated, options, evaluated.config.data)
@@ -178,7 +185,7 @@ def _check_tokens(evaluated: Evaluated, manifest: Manifest) -> None:
 
 
 def retrieval(evaluated: Evaluated, options: RetrievalOptions, output: Path) -> Tested | None:
-    """What the model finds again in its context; see `Test`."""
+    """Evaluate retrieval from the context; see `Test`."""
     results = evaluate_retrieval(evaluated.language_model(), options)
     if dist.get_rank() != 0:
         return None
@@ -188,17 +195,17 @@ def retrieval(evaluated: Evaluated, options: RetrievalOptions, output: Path) -> 
 
 
 def check_retrieval_options(evaluated: Evaluated, options: RetrievalOptions) -> None:
-    """Refuse lengths that do not fit and a haystack that cannot be read; see `Check`."""
+    """Reject lengths that do not fit and a haystack that cannot be read; see `Check`."""
     check_retrieval(evaluated.language_model(), options)
 
 
 def check_fewshot_options(evaluated: Evaluated, options: FewshotOptions) -> None:
-    """Refuse tasks that cannot be loaded; see `Check`."""
+    """Reject tasks that cannot be loaded; see `Check`."""
     check_fewshot(options, evaluated.language_model().max_length)
 
 
 def fewshot(evaluated: Evaluated, options: FewshotOptions, output: Path) -> Tested | None:
-    """Tasks of lm-eval; see `Test`."""
+    """Evaluate few-shot tasks with lm-eval; see `Test`."""
     results = evaluate_fewshot(evaluated.language_model(), options)
     if results is None:
         return None

@@ -1,4 +1,4 @@
-"""A trained run, opened to be used: its model under any layout, whatever layout it was trained in."""
+"""Trained runs opened for use: the model under any layout, independent of the training layout."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ AS_NEW = {
     "run.backend": "auto",
     "training.fp8": "none",
 }
-"""Fields that belong to the machines a run was trained on, and what they are elsewhere."""
+"""Fields that depend on the machines of the training run, with their values on another machine."""
 
 
 _PADDING = 1 << 27
-"""Numbers that a model may have beyond the bytes of its checkpoint: a converted one lacks the vocabulary's padding."""
+"""Allowed excess of the model's parameters over the checkpoint's bytes: a converted model lacks vocabulary padding."""
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What a run folder says of its model, found whole.
+    """Validated content of a run folder that describes the model.
 
     Attributes:
-        folder: of the run.
-        config: of the run, with what belonged to its machines changed.
+        folder: run folder.
+        config: of the run, with the fields of `AS_NEW` and the overrides replaced.
         record: of the checkpoint to use.
-        shape: what the model is built from.
+        shape: from which the model is built.
         seed: of the run.
-        coder: the tokenizer that made its tokens.
-        platform: where this process computes.
+        coder: tokenizer of the training data.
+        platform: of this process.
     """
 
     folder: Path
@@ -67,15 +67,15 @@ class TrainedRun:
 
 
 def open_run(folder: Path, step: int | None = None, overrides: Sequence[str] = ()) -> TrainedRun:
-    """Read what a run was, for use on this machine, in one process unless told otherwise.
+    """Read a trained run for use on this machine, by default in one process.
 
     Args:
-        folder: of the run.
-        step: of the checkpoint that will be used; None: the newest.
-        overrides: of its configuration, `section.field=value`: a layout, say.
+        folder: run folder.
+        step: of the checkpoint to use; None: the newest.
+        overrides: of its configuration, `section.field=value`, e.g. a layout.
 
     Raises:
-        UserError: no run or no such checkpoint is there, or its tokenizer is missing.
+        UserError: the run or the checkpoint does not exist, or the tokenizer is missing.
     """
     if not (folder / CONFIG).is_file():
         problem = f"holds no {CONFIG}" if folder.is_dir() else "is no folder"
@@ -85,13 +85,13 @@ def open_run(folder: Path, step: int | None = None, overrides: Sequence[str] = (
     record = _record(CheckpointFolder(folder / CHECKPOINTS, _another(folder)), step)
     coder = _coder(folder, config)
     platform = platform_of(config.run.device, config.parallel)
-    # A converted model may have rows for more tokens than its tokenizer knows.
+    # A converted model may have embedding rows for more tokens than its tokenizer has.
     shape = model_shape(config, platform, record.identity.get("data.vocab_size", coder.size))
     return TrainedRun(folder, config, record, shape, config.training.seed, coder, platform)
 
 
 def _coder(folder: Path, config: RunConfig) -> Coder:
-    """The tokenizer that the run keeps, or else, as earlier versions kept none, its data's."""
+    """Return the tokenizer in the run folder, else that of the data: runs of earlier versions stored none."""
     kept = coder_in(folder)
     if kept is not None:
         return kept
@@ -103,10 +103,10 @@ def _coder(folder: Path, config: RunConfig) -> Coder:
 
 @contextmanager
 def trained_model(run: TrainedRun) -> Iterator[torch.nn.Module]:
-    """The model of a run, with the weights of a checkpoint; within a process group of this process alone.
+    """Context manager that yields the model of a run with its trained weights, in a single-process group.
 
     Args:
-        run: whose model.
+        run: to load the model of.
 
     Raises:
         UserError: the checkpoint is damaged.
@@ -117,14 +117,14 @@ def trained_model(run: TrainedRun) -> Iterator[torch.nn.Module]:
 
 
 def trained_chunks(run: TrainedRun, groups: ProcessGroupCollection) -> list[MegatronModule]:
-    """The model chunks of this rank, with the weights of a checkpoint; a collective call.
+    """Build this rank's model chunks and load the checkpoint's weights; a collective call.
 
     Args:
-        run: whose model.
-        groups: arranged as `run.config.parallel` says.
+        run: to load the model of.
+        groups: process groups of the layout `run.config.parallel`.
 
     Raises:
-        UserError: the checkpoint is damaged, or the configuration's model is larger.
+        UserError: the checkpoint is damaged, or the configured model is larger than the checkpoint.
     """
     store = CheckpointStore(run.folder / CHECKPOINTS, {}, groups, run.platform, another=_another(run.folder))
     record = store.check(run.record.progress.step)
@@ -135,7 +135,7 @@ def trained_chunks(run: TrainedRun, groups: ProcessGroupCollection) -> list[Mega
             described = build_model(run.shape, run.platform, groups, seed=None)
         _check_numbers(described, sum(content.size for content in record.files.values()), where)
 
-    if not run.platform.is_cuda:  # a GPU refuses at once what it has no memory for
+    if not run.platform.is_cuda:  # on a GPU an allocation that is too large fails at once
         on_every_rank(check_numbers)
     with sizes_of(where):
         chunks = build_model(run.shape, run.platform, groups, run.seed)
@@ -144,7 +144,7 @@ def trained_chunks(run: TrainedRun, groups: ProcessGroupCollection) -> list[Mega
 
 
 def _check_numbers(chunks: Sequence[torch.nn.Module], num_bytes: int, where: str) -> None:
-    """Refuse a model that a checkpoint cannot hold, before there is memory for it; loading compares each shape."""
+    """Reject a model larger than its checkpoint before memory is allocated for it. Loading compares each shape."""
     named = [one for chunk in chunks for one in chunk.named_parameters()]
     if sum(parameter.numel() for _, parameter in named) <= num_bytes + _PADDING:
         return
@@ -154,7 +154,7 @@ def _check_numbers(chunks: Sequence[torch.nn.Module], num_bytes: int, where: str
 
 
 def _another(folder: Path) -> str:
-    """What can be done where a checkpoint is no good; the same where it was named by its own folder."""
+    """Return the advice for an unusable checkpoint, the same whether or not it was given by its own folder."""
     return f"give {folder} with another --step"
 
 

@@ -1,4 +1,4 @@
-"""One optimizer step, under every layout."""
+"""Forward, backward and optimizer step, under every layout."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Judge = Callable[[float, float], Fault | None]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an optimizer step was.
+    """Result of an optimizer step.
 
     Attributes:
-        loss: nats a predicted token, over the whole batch, before the update.
-        tokens: tokens of the whole batch that were read.
+        loss: mean over the whole batch before the update, in nats per predicted token.
+        tokens: input tokens of the whole batch.
         predicted: labels of the whole batch that count; see `Batch.loss_mask`.
         grad_norm: global norm of the gradient, before clipping.
         lr: learning rate of the update.
         fault: why there was no update; None: there was one.
-        is_sound_here: whether the losses of this rank's own micro-batches are finite.
-        unsound_gradient: parameter whose gradient of this rank's own micro-batches was the first that was not finite;
-            None: there was none, or nobody looked.
+        is_sound_here: False if the step is faulty and the loss of this rank's own micro-batches is not finite.
+        unsound_gradient: parameter with the first non-finite gradient of this rank's own micro-batches; None: there was
+            none, or gradients were not checked.
     """
 
     loss: float
@@ -46,14 +46,14 @@ class StepResult:
 
 
 class Trainer(TokenLosses):
-    """Runs Megatron's schedule over this rank's model chunks, for losses alone or to learn from them.
+    """Run Megatron's pipeline schedule over this rank's model chunks, forward only or with an optimizer step.
 
     Args:
         optimizer: owns the wrapped chunks.
         groups: process groups.
-        platform: where this runs.
-        seq_length: tokens a sample, whole.
-        micro_batch_size: samples a forward pass.
+        platform: of this process.
+        seq_length: tokens per sample, before it is split over context-parallel ranks.
+        micro_batch_size: samples per forward pass.
         reset_attention: see `TokenLosses`.
     """
 
@@ -72,13 +72,13 @@ class Trainer(TokenLosses):
         self.optimizer = optimizer
 
     def train_step(self, batches: Sequence[Batch], judge: Judge | None = None, watched: bool = False) -> StepResult:
-        """One optimizer step over this rank's micro-batches, of which every rank has as many.
+        """Do one optimizer step over this rank's micro-batches, of which every rank has the same number.
 
         Args:
             batches: of this rank.
-            judge: says of the step's loss and gradient norm what is wrong with them, on all ranks alike; then nothing
-                is updated. None: every step is right.
-            watched: whether to look for gradients that are not finite, which takes time; see `watched_gradients`.
+            judge: returns the fault for the step's loss and gradient norm, the same on all ranks. If there is a
+                fault, nothing is updated. None: no step is faulty.
+            watched: look for non-finite gradients, which takes time; see `watched_gradients`.
         """
         self.optimizer.begin_step()
         unsound_gradient = None
@@ -107,8 +107,15 @@ class Trainer(TokenLosses):
 
 
 def summed_loss(batch: Batch, losses_bt: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The sum and its count travel together; Megatron divides the gradient by the count of the whole batch."""
+    """Return a micro-batch's summed loss, its number of labels, and both as a tensor to report.
+
+    Megatron divides the gradient by the number of labels of the whole batch.
+
+    Args:
+        batch: micro-batch of this rank.
+        losses_bt: loss of each token in nats, (batch, tokens).
+    """
     total = (losses_bt.float() * batch.loss_mask).sum()
     tokens = batch.loss_mask.sum()
-    # It stays on the device: to fetch it here would let the GPU run dry in every micro-batch.
+    # No copy to the host here: it would stall the GPU in every micro-batch.
     return total, tokens.to(torch.int), {"loss_and_tokens": torch.stack([total.detach(), tokens])}

@@ -1,4 +1,4 @@
-"""A trial run: its folder, and the estimate of the whole run that its steps allow."""
+"""Trial runs: their folder, and the estimate for the whole run that is derived from their steps."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from megatron_ext.files import os_reason, write_whole
 from megatron_ext.run_folder import lock
 
 MARK = "trial.json"
-"""File that makes a folder a trial's, which the next trial may replace; at the end it holds the estimate."""
+"""File that marks a trial's folder, which the next trial may replace. The finished trial writes its estimate there."""
 
 _SETTLING = 2
-"""First steps that compile, allocate and tune; they are not representative."""
+"""First steps to leave out: they include compilation, allocation and autotuning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Measured in a trial, for the whole run.
+    """Estimate for a whole run, measured in a trial.
 
     Attributes:
         steps: of the trial.
-        step_seconds: median of the steps after the first two (of all, where there are no more than two).
-        first_step_seconds: with compilation.
-        tokens_per_second: of the whole machine, at that pace.
-        mfu: share of the peak of all devices; None: it is not known.
-        peak_memory: bytes, of the rank that used most: allocated on a GPU, resident on a CPU.
+        step_seconds: median over the steps after the first two (over all if there are at most two).
+        first_step_seconds: including compilation.
+        tokens_per_second: of all devices together, at `step_seconds`.
+        mfu: fraction of the peak FLOP/s of all devices; None: unknown.
+        peak_memory: bytes of the rank that used most: allocated on a GPU, resident on a CPU.
         evaluation_seconds: of one evaluation by domain; None: there are none.
-        suites_seconds: of the other suites once; None: there are none.
+        suites_seconds: of one run of the other suites; None: there are none.
         checkpoint_bytes: of one checkpoint.
-        checkpoint_seconds: until one checkpoint was written.
-        checkpoint_waits: seconds of them in which training waited.
+        checkpoint_seconds: from the start of a save until the checkpoint is written.
+        checkpoint_waits: part of `checkpoint_seconds` in which training waits.
         whole_seconds: of the whole run, with its evaluations and checkpoints.
         whole_steps: of the whole run.
-        whole_tokens: that the whole run trains on.
-        losses: of each step, nats a token.
+        whole_tokens: trained on by the whole run.
+        losses: of each step, in nats per token.
     """
 
     steps: int
@@ -63,23 +63,23 @@ class Estimate:
 
 
 def is_trial(folder: Path) -> bool:
-    """Whether a folder is that of a trial, and not of a run."""
+    """Return True if a folder belongs to a trial rather than to a run."""
     return (folder / MARK).exists()
 
 
 def begin(folder: Path) -> None:
-    """Make the folder of a trial, in the place of an earlier one; one process does.
+    """Create the folder of a trial, replacing an earlier trial; for one process only.
 
     Raises:
-        UserError: the folder cannot be removed or made.
+        UserError: the folder cannot be removed or created.
     """
     try:
         for path in folder.iterdir() if is_trial(folder) else ():
-            if path.name == lock.FOLDER:  # which this process holds
+            if path.name == lock.FOLDER:  # lock held by this process
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-            elif path.name != MARK:  # stays: a kill in between leaves a trial
+            elif path.name != MARK:  # kept, so that the folder stays a trial's if this process is killed here
                 path.unlink()
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / MARK, b"{}\n")
@@ -88,16 +88,16 @@ def begin(folder: Path) -> None:
 
 
 def conclude(whole: RunConfig, folder: Path, checkpoints: Path, seconds: Mapping[str, Sequence[float]]) -> str:
-    """Estimate the whole run, keep the estimate in the trial's folder and remove its checkpoint; one process does.
+    """Estimate the whole run, write the estimate to the trial's folder and remove its checkpoint; for one process only.
 
     Args:
         whole: configuration of the whole run.
-        folder: of the trial, which is finished.
+        folder: of the finished trial.
         checkpoints: folder of its checkpoints.
-        seconds: that evaluations and checkpoints took, see `TrainingLoop.seconds`.
+        seconds: durations of evaluations and checkpoints, see `TrainingLoop.seconds`.
 
     Returns:
-        Lines for the user.
+        Text to print.
     """
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     size = sum(path.stat().st_size for path in checkpoints.rglob("*") if path.is_file())
@@ -144,7 +144,7 @@ def _of(seconds: Mapping[str, Sequence[float]], name: str) -> float | None:
 
 
 def _times(steps: int, every: int) -> int:
-    """How often something is done that is done at the end, too; 0: never."""
+    """Return how often something is done every `every` steps and at the last step; 0 if `every` is 0."""
     return math.ceil(steps / every) if every else 0
 
 

@@ -1,12 +1,11 @@
-"""Which gradient of a rank is the first that is not finite, before ranks add theirs up: then it is on all of them.
+"""Detection of a rank's first non-finite gradient, before the gradients are reduced and all ranks have it.
 
-Looking costs a pass over every gradient, so it is done in a step that is computed again because its gradient's norm was
-not finite, and in no other. It is autograd that is asked, so it is alike under every optimizer: Megatron's and
-DeepSpeed's reduce gradients, and give them away (ZeRO-2 and ZeRO-3 in the backward pass), only after autograd has made
-them.
+The check costs a pass over every gradient. It is therefore done only when a step is repeated because its gradient norm
+was not finite. It uses autograd hooks and so works under every optimizer: Megatron and DeepSpeed reduce and release
+gradients (ZeRO-2 and ZeRO-3 during the backward pass) only after autograd has computed them.
 
-What it cannot tell: the ranks of one model-parallel group hand gradients on to each other in the backward pass, so all
-of them may have one that is not finite. And a sum may be infinite of which every part is finite: then no rank has any.
+Limitations: the ranks of a model-parallel group exchange gradients in the backward pass, so all of them may have a
+non-finite one. A sum may overflow although each summand is finite; then no rank is found.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ _LAYER = re.compile(r"(.*layers\.)\d+")
 
 @contextmanager
 def watched_gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[Callable[[], str | None]]:
-    """Within it the gradients of model chunks are looked at as the backward pass makes them.
+    """Context manager that checks the gradients of model chunks while the backward pass computes them.
 
     Args:
         chunks: of this rank, wrapped or not.
 
     Yields:
-        What gives, after the backward pass, the parameter whose gradient was the first that was not finite; None: all
-        were.
+        Function to call after the backward pass. It returns the name of the parameter whose gradient was the first
+        non-finite one; None: all were finite.
     """
     seen: list[tuple[str, Tensor]] = []
 
@@ -40,7 +39,7 @@ def watched_gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[Callable[[]
     named = [pair for chunk in chunks for pair in named_in_model(chunk) if pair[1].requires_grad]
     hooks = [parameter.register_hook(look(name)) for name, parameter in named]
     try:
-        # The answers stay on the device until all are there: one by one, each would have it wait.
+        # The results stay on the device until the end: reading each one would synchronize every time.
         yield lambda: next((name for name, is_finite in seen if not is_finite), None)
     finally:
         for hook in hooks:
@@ -48,7 +47,7 @@ def watched_gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[Callable[[]
 
 
 def named_in_model(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters by their names in the whole model, in which layers of later pipeline stages have higher numbers."""
+    """Yield parameters with their names in the whole model, with layers numbered across pipeline stages."""
     layers = {
         name: f"{found[1]}{module.layer_number - 1}"
         for name, module in chunk.named_modules()
