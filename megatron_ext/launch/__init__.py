@@ -1,1 +1,1 @@
-"""Starting the processes of a run."""
+"""Launching of runs: local processes, Slurm jobs, sweeps, pre-flight checks and status."""

@@ -1,4 +1,4 @@
-"""Jobs of a sweep as an array of Slurm: a task a run, each with a script, a log and a number of its own."""
+"""Slurm job arrays for sweeps: one task per run, each with its own script, log and job number."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ exec bash "$job/{SCRIPT}" >>"$job/job-$number.log" 2>&1
 
 @dataclass(frozen=True)
 class Array:
-    """An array of a sweep.
+    """Job array of a sweep.
 
     Attributes:
         folder: RUNS/launch/arrays/N.
@@ -41,12 +41,12 @@ class Array:
 
     @property
     def script(self) -> Path:
-        """The batch script."""
+        """Batch script."""
         return self.folder / _ARRAY
 
     @property
     def jobs(self) -> list[Job]:
-        """Its tasks' jobs, in their order.
+        """Jobs of its tasks, in order.
 
         Raises:
             UserError: the file that lists them is damaged.
@@ -58,15 +58,15 @@ class Array:
             raise UserError(str(path), problem_of(error), f"remove {self.folder} if its jobs have ended") from error
 
     def submit(self) -> None:
-        """Submit it, and note the number of each job.
+        """Submit the array, and write the number of each job to its folder.
 
         Raises:
-            UserError: Slurm refuses.
+            UserError: Slurm rejects it.
         """
         self.keep_number(slurm.submit(self.script))
 
     def keep_number(self, number: str) -> None:
-        """Note the number that Slurm gave it with each of its jobs."""
+        """Write the job numbers of the tasks, given the array's number from Slurm."""
         for task, job in enumerate(self.jobs):
             job.keep_number(f"{number}_{task}")
 
@@ -77,11 +77,11 @@ def write_array(
     """Write an array's folder.
 
     Args:
-        runs: of the sweep.
-        jobs: one of each run.
-        resources: of each.
-        parallel: most tasks at a time; None: as many as Slurm gives.
-        after: job that must end well before these begin; None: there is none.
+        runs: folder of the sweep.
+        jobs: one per run.
+        resources: of each run.
+        parallel: maximum number of concurrent tasks; None: unlimited.
+        after: number of a job that must end successfully before these start; None: there is none.
 
     Raises:
         UserError: the folder cannot be written.
@@ -93,9 +93,9 @@ def write_array(
         raise unwritable(folder, error) from error
     limit = f"%{parallel}" if parallel else ""
     options = [
-        *sbatch_options(resources, folder, "array.log"),  # each task has a log of its own besides
+        *sbatch_options(resources, folder, "array.log"),  # each task also has its own log
         f"{tasks(len(jobs))}{limit}",
-        # What waits for a run that does not end well would wait for ever.
+        # Without this, jobs would wait forever for a run that failed.
         *([f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []),
     ]
     lines = [
@@ -115,23 +115,23 @@ def write_array(
 
 
 def _inside(runs: Path, name: str, where: str) -> Path:
-    """A job's folder, which is below the sweep's; jobs' numbers are written there."""
-    # Records have absolute paths, which may lead to the runs by other links than this call's.
+    """Return a job's folder after checking that it is below the sweep's folder, since job numbers are written there."""
+    # The file has absolute paths, which may lead to the runs through other links than this call's path.
     path = Path(name)
     inner = path.resolve().relative_to(runs.resolve()) if path.resolve().is_relative_to(runs.resolve()) else path
     return path_within(runs, str(inner), where)
 
 
 def tasks(number: int) -> str:
-    """The option of sbatch for as many tasks."""
+    """Return the sbatch option for an array of `number` tasks."""
     return f"--array=0-{number - 1}"
 
 
 def find_lost(runs: Path) -> None:
-    """Note the numbers of arrays that were submitted by a call that was stopped before it could.
+    """Write the job numbers of arrays whose submitting call was killed before it could.
 
     Raises:
-        UserError: Slurm does not answer.
+        UserError: Slurm does not respond.
     """
     lost = [array for array in _arrays(runs) if any(job.number is None for job in array.jobs)]
     numbers = slurm.numbers_by_script() if lost else {}

@@ -1,4 +1,4 @@
-"""Runs of a sweep that branch off other runs of it (`run.branch_from`), and so wait for them."""
+"""Dependencies between runs of a sweep: branches (`run.branch_from`) wait for their trunks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _CHECKPOINT, _EXAMPLE = re.compile(r"step_(\d+)"), "checkpoints/step_400"
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether there is a folder that has the name of a checkpoint."""
+    """Return True if a path is a folder with the name of a checkpoint."""
     return _CHECKPOINT.fullmatch(path.name) is not None and path.is_dir()
 
 
 def trunks_of(folder: Path, configs: Mapping[str, RunConfig]) -> dict[str, str]:
-    """The trunk of each run that branches off another one of its sweep.
+    """Return the trunk of each run that branches from another run of its sweep.
 
     Args:
-        folder: of the runs' folders.
-        configs: of the sweep's runs, by their names.
+        folder: contains the run folders.
+        configs: of the sweep's runs, by name.
 
     Raises:
-        UserError: a trunk does not keep the checkpoint that a run begins from, or runs wait for each other.
+        UserError: a trunk does not keep the checkpoint that a run branches from, or the dependencies are cyclic.
     """
     trunks = {}
     for name, config in configs.items():
@@ -53,11 +53,11 @@ def trunks_of(folder: Path, configs: Mapping[str, RunConfig]) -> dict[str, str]:
 
 
 def in_order(names: Iterable[str], trunks: Mapping[str, str]) -> dict[str | None, list[str]]:
-    """Runs by the one of them that they wait for, None where there is none, in an order in which none waits in vain.
+    """Group runs by the trunk they wait for (None: no trunk in `names`), each group after that of its trunk.
 
     Args:
         names: of the runs.
-        trunks: of each that branches off another.
+        trunks: trunk of each run that branches from another run.
     """
     names = list(names)
     waiting = {name: trunks[name] if trunks.get(name) in names else None for name in names}
@@ -68,7 +68,7 @@ def in_order(names: Iterable[str], trunks: Mapping[str, str]) -> dict[str | None
 
 
 def _check_kept(where: str, trunk: str, training: TrainingConfig, step: int) -> None:
-    """Refuse a checkpoint that a trunk does not write, or may remove before it ends."""
+    """Reject a checkpoint that a trunk does not write, or may remove before it ends."""
     every, last = training.checkpoint_every, training.steps
     if step != last and (not every or step % every or step > last):
         rhythm = f"every {every} steps" if every else "none"

@@ -1,4 +1,4 @@
-"""Runs that `selectron train` was called for by hand, which have no job: what their lock and records say of them."""
+"""State of runs started directly with `selectron train`, without a job, from their lock and records."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class ManualStart:
-    """A start of a run by `selectron train` itself, not by a launched job.
+    """Start of a run by `selectron train` itself rather than by a launched job.
 
     Attributes:
-        is_running: whether its process trains.
-        is_stopped: whether it ended in order: finished, or stopped with a checkpoint.
-        said: in words.
-        output: file that it prints to; empty: a terminal or a pipe, which keeps nothing, or it is not known.
+        is_running: its process is training.
+        is_stopped: it exited properly, either finished or stopped with a checkpoint.
+        said: description.
+        output: file with its output; empty: a terminal or pipe, or unknown.
     """
 
     is_running: bool
@@ -31,23 +31,24 @@ class ManualStart:
 
 
 def has_begun(run: Path) -> bool:
-    """Whether a process has trained a run, launched or not."""
+    """Return True if a process has trained the run, launched or not."""
     return any((run / name).exists() for name in (METRICS, HEARTBEATS, LOCK))
 
 
 def manual_start(run: Path, last_event: str | None) -> ManualStart | None:
-    """The newest start of a run, if a user called `selectron train` for it; None: a launched job made it, or none is.
+    """Return the newest start of a run if it was by hand; None: it was by a launched job, or there is none.
 
     Args:
-        run: folder of the run.
-        last_event: time of the last event of its newest job, UTC, ISO 8601; None: there is no such job.
+        run: run folder.
+        last_event: time of the last event of its newest job, UTC, ISO 8601; empty: the job has no events; None: there
+            is no job.
     """
     state = lock_state(run / LOCK)
     holder = None if state is None else state.holder
     if state is None or holder is None:
         return ManualStart(False, True, "no process is known") if last_event is None and has_begun(run) else None
     if last_event is not None and (holder.launch or holder.since <= last_event):
-        return None  # the job's own
+        return None  # started by the job
     return ManualStart(state.is_held, holder.released, _said(state, holder), holder.output)
 
 

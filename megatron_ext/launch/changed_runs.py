@@ -1,7 +1,7 @@
-"""Runs of a sweep whose configuration or data have changed since they were begun.
+"""Detection of sweep runs whose configuration or data have changed since they were started.
 
-A sweep's runs are told apart by name. One that was begun, or is finished, under another configuration or on other data
-is not the run that the sweep now describes: it is refused until the user gives it another name, or begins it anew.
+Runs of a sweep are identified by name. A run that was started with another configuration or other data is not the run
+that the sweep now describes. It is rejected until the user renames it or restarts it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from megatron_ext.launch.job import Job, newest_job, next_folder
 from megatron_ext.launch.readings import UNREADABLE
 
 DATA = "data.json"
-"""In a job's folder: digests of the data that it was launched for."""
+"""File in a job's folder with digests of the data at launch."""
 
 REPLACED = Path(LAUNCH) / "replaced"
-"""In a sweep's folder: runs that were begun anew, as they were."""
+"""Folder in a sweep's folder with the earlier versions of restarted runs."""
 
 TRAINING_TEXT = "training text"
 CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
@@ -41,24 +41,24 @@ _MOST_RUNS, _MOST_FIELDS, _MOST_CHARACTERS = 3, 4, 60
 
 @dataclass(frozen=True)
 class Changed:
-    """A run that is not what the sweep says any more.
+    """Run that differs from its description in the sweep.
 
     Attributes:
         name: of the run.
-        what: differs: fields with both values, data by kind.
+        what: differences: fields with both values, and kinds of data.
     """
 
     name: str
     what: tuple[str, ...]
 
     def __str__(self) -> str:
-        """As a message names it."""
+        """Format the run and its differences for a message."""
         more = f" and {len(self.what) - _MOST_FIELDS} more fields" if len(self.what) > _MOST_FIELDS else ""
         return f"{self.name} ({', '.join(self.what[:_MOST_FIELDS])}{more})"
 
 
 def keep_data_digests(job: Job, config: RunConfig) -> None:
-    """Note in a job's folder what data it is launched for, as far as that can be read here.
+    """Write digests of the data to a job's folder, if the data can be read here.
 
     Args:
         job: written.
@@ -70,10 +70,10 @@ def keep_data_digests(job: Job, config: RunConfig) -> None:
 
 
 def data_digests(data: DataConfig) -> dict[str, str] | None:
-    """Digests of prepared data: training text, text to evaluate on, tokenizer; None: its manifest cannot be read here.
+    """Return digests of training text, evaluation text and tokenizer; None: the manifest cannot be read here.
 
     Args:
-        data: of a configuration.
+        data: data section of a configuration.
     """
     if is_url(data.path):
         return None
@@ -96,12 +96,12 @@ def _digests(path: str, domains: tuple[str, ...] | None) -> dict[str, str] | Non
 
 
 def changed_runs(folder: Path, configs: Mapping[str, RunConfig], is_finished: Callable[[Path], bool]) -> list[Changed]:
-    """Runs of a sweep that were begun otherwise than it says now.
+    """Return the runs of a sweep that were started with a different configuration or data.
 
     Args:
-        folder: of the runs' folders.
+        folder: contains the run folders.
         configs: of the sweep's runs, by name.
-        is_finished: whether the run of a folder is.
+        is_finished: returns True if the run of a folder is finished.
     """
     found = []
     for name, config in configs.items():
@@ -112,25 +112,25 @@ def changed_runs(folder: Path, configs: Mapping[str, RunConfig], is_finished: Ca
 
 
 def _differences(run: Path, config: RunConfig, finished: bool) -> list[str]:
-    """What of a run differs from how it was begun; nothing where it has no job, or has not trained and will not."""
+    """Return how a run differs from its start; empty if it has no job, or ended without training."""
     job = newest_job(run)
     if job is None:
         return []
     trained = (run / METRICS).exists() or (run / CHECKPOINTS).exists()
     ended = [event.what for event in read_events(job.folder, [])[-1:] if event.what.startswith(_ENDED)]
     if ended and not trained:
-        return []  # a mistake may have been mended
+        return []  # the change may fix the error
     data = _changed_data(job, config)
     own = [run / CONFIG] if trained and (ended or finished) else []
     fields = _first_readable([*own, job.folder / CONFIG])
     if fields is None:
-        return data  # of damaged files nothing is known; status says so
+        return data  # unreadable configurations are not compared; `selectron status` reports them
     found = [one for one in changes(fields, flat(config)) if _counts(one, fields, finished)]
     return [*(_phrase(one) for one in found if not _means_the_same(one, job, config)), *data]
 
 
 def _first_readable(paths: Sequence[Path]) -> dict[str, Any] | None:
-    """Fields of the first of some configurations that can be read; None: none can."""
+    """Return the fields of the first readable configuration; None: none is readable."""
     for path in paths:
         try:
             return flat(read_tree(path))
@@ -140,7 +140,7 @@ def _first_readable(paths: Sequence[Path]) -> dict[str, Any] | None:
 
 
 def _means_the_same(change: Change, job: Job, config: RunConfig) -> bool:
-    """Whether domains or weights are written otherwise and make the same run."""
+    """Return True if domains or weights are written differently but are equivalent."""
     if change.field == "data.train_domains":
         before, now = _digests_of(job), data_digests(config.data)
         return now is not None and before.get(TRAINING_TEXT) == now[TRAINING_TEXT]
@@ -151,16 +151,16 @@ def _means_the_same(change: Change, job: Job, config: RunConfig) -> bool:
 
 
 def _parts(weights: Mapping[str, float]) -> dict[str, Fraction]:
-    """Weights as parts of the whole."""
-    exact = {name: Fraction(repr(float(weight))) for name, weight in weights.items()}  # 0.1 is meant as a tenth
+    """Return weights as exact fractions of their sum."""
+    exact = {name: Fraction(repr(float(weight))) for name, weight in weights.items()}  # 0.1 counts as exactly 1/10
     whole = sum(exact.values())
     return {name: weight / whole for name, weight in exact.items()} if whole else exact
 
 
 def _counts(change: Change, before: Mapping[str, Any], finished: bool) -> bool:
-    """Whether a change makes another run. Of one that goes on, the steps to come may be changed."""
+    """Return True if a change makes it another run. An unfinished run may change what affects future steps only."""
     if change.field.startswith("mixers.") and change.field not in before:
-        return False  # a field that the mixer did not have then, or of a mixer that came with another pattern
+        return False  # field was added to the mixer later, or came with a pattern change
     ignored = {Effect.NOTHING} if finished else {Effect.NOTHING, Effect.MEASURED, Effect.FUTURE}
     return change.effect not in ignored
 
@@ -181,7 +181,7 @@ def _changed_data(job: Job, config: RunConfig) -> list[str]:
 
 
 def _digests_of(job: Job) -> dict[str, Any]:
-    """Digests that a job's folder keeps; none of one that older code began, or whose data could not be read there."""
+    """Return the digests in a job's folder; empty if it was started by older code, or its data could not be read."""
     try:
         found = parse_json(read_regular(job.folder / DATA))
     except UNREADABLE:
@@ -190,14 +190,14 @@ def _digests_of(job: Job) -> dict[str, Any]:
 
 
 def without_digests(folder: Path, configs: Mapping[str, RunConfig]) -> list[str]:
-    """Names of runs whose jobs were launched by code that kept no digests of their data."""
+    """Return the names of runs whose jobs were launched without data digests although the data is readable now."""
     jobs = {name: newest_job(folder / name) for name in configs}
     known = {name for name, config in configs.items() if data_digests(config.data) is not None}
     return [name for name, job in jobs.items() if job and name in known and not (job.folder / DATA).exists()]
 
 
 def refusal(sweep: Path, changed: Sequence[Changed]) -> UserError:
-    """The error that names changed runs, and what the user can choose."""
+    """Return the error that names changed runs and the user's options."""
     more = f" and {len(changed) - _MOST_RUNS} more" if len(changed) > _MOST_RUNS else ""
     named = "; ".join(map(str, changed[:_MOST_RUNS]))
     problem = f"{len(changed)} of its runs were begun otherwise than it says now: {named}{more}"
@@ -207,15 +207,15 @@ def refusal(sweep: Path, changed: Sequence[Changed]) -> UserError:
 
 
 def check_restarts(restarts: Sequence[str], configs: Mapping[str, RunConfig], trunks: Mapping[str, str]) -> None:
-    """Refuse to begin runs anew that are not of the sweep, or without those that branch off them.
+    """Check that runs to restart belong to the sweep and that their branches are restarted, too.
 
     Args:
         restarts: names of runs.
         configs: of the sweep's runs.
-        trunks: of each run that branches off another.
+        trunks: trunk of each run that branches from another run.
 
     Raises:
-        UserError: there is no such run, or one that branches off it would stay.
+        UserError: there is no such run, or a branch of it would stay.
     """
     for name in restarts:
         if name not in configs:
@@ -226,14 +226,14 @@ def check_restarts(restarts: Sequence[str], configs: Mapping[str, RunConfig], tr
 
 
 def set_aside(folder: Path, name: str) -> Path | None:
-    """Move a run out of a sweep, so that it begins anew; nothing of it is removed.
+    """Move a run aside, so that it starts from the beginning; nothing is deleted.
 
     Args:
-        folder: of the runs' folders.
-        name: of the run, which nothing trains and which has no job.
+        folder: contains the run folders.
+        name: of the run, which must not have a live job or process.
 
     Returns:
-        Where it is now; None: it was not there.
+        Its new location; None: it did not exist.
 
     Raises:
         OSError: it cannot be moved.

@@ -1,4 +1,4 @@
-"""`selectron launch` and `selectron sweep`."""
+"""Commands `selectron launch` and `selectron sweep`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from megatron_ext.run_folder.lock import FOLDER
 from megatron_ext.run_folder.lock_file import lock_state
 
 _OF_SLURM = ("nodes", "gpus_per_node", "processes_per_node", "cpus_per_task", "partition", "time", "container")
-"""Options that mean nothing to a run on this machine."""
+"""Options that do not apply to a run on this machine."""
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `selectron launch` beside the configuration."""
+    """Add the arguments of `selectron launch` other than the configuration."""
     add_where(parser)
     how = parser.add_argument_group("how it goes on")
     add_resume(how, "continue a run that is there")
@@ -52,7 +52,7 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sweep(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `selectron sweep`."""
+    """Add the arguments of `selectron sweep`."""
     parser.add_argument(
         "sweep", type=Path, metavar="SWEEP", help="YAML file with config, axes and runs, see the README"
     )
@@ -67,7 +67,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 
 
 def add_where(parser: argparse.ArgumentParser) -> None:
-    """What a job is, for each run of a sweep as for a single one."""
+    """Add the arguments that describe a job, common to single runs and sweeps."""
     where = parser.add_argument_group("where it runs")
     where.add_argument("--nodes", type=int, metavar="N", help="nodes (default 1)")
     where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of each node, a process for each")
@@ -95,10 +95,10 @@ def add_where(parser: argparse.ArgumentParser) -> None:
 
 
 def world_size(args: argparse.Namespace) -> int:
-    """Check the options, and count the processes of the run that is launched.
+    """Check the options and return the number of processes of the launched run.
 
     Raises:
-        UserError: an option is not what it must be.
+        UserError: an option is invalid.
     """
     if args.local is not None:
         for option in _OF_SLURM:
@@ -134,19 +134,19 @@ def _resources(args: argparse.Namespace, run_name: str) -> Resources:
 
 
 def launch(args: argparse.Namespace, config: RunConfig, check_can_start: Callable[[], None]) -> int:
-    """Write the job of a run and submit it, or start it here.
+    """Write the job of a run, and submit it or start it on this machine.
 
     Args:
         args: see `add_launch`; checked by `world_size`.
-        config: checked for as many processes.
-        check_can_start: raises a UserError if the run's folder holds a run that is not to be resumed, or if it holds
-            none and one is to be resumed.
+        config: checked for that number of processes.
+        check_can_start: raises a UserError if the run folder contains a run that is not to be resumed, or if it
+            contains none although one is to be resumed.
 
     Returns:
-        The exit code.
+        Exit code.
 
     Raises:
-        UserError: something is missing, here or in the cluster.
+        UserError: something is missing on this machine or in the cluster.
     """
     folder = Path(config.run.dir) / config.run.name
     resources = _resources(args, config.run.name)
@@ -184,18 +184,18 @@ def _how_to_follow(job: Job) -> str:
 
 
 def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: Sequence[str]) -> int:
-    """Launch all runs of a sweep that are not finished.
+    """Launch all unfinished runs of a sweep.
 
     Args:
         args: see `add_sweep`; checked by `world_size`.
-        configs: whole and checked, by the runs' names.
-        listing: lines that say what they are.
+        configs: whole, checked configurations by run name.
+        listing: lines that describe the runs.
 
     Returns:
-        The exit code.
+        Exit code.
 
     Raises:
-        UserError: something is missing, here or in the cluster.
+        UserError: something is missing on this machine or in the cluster.
     """
     if args.parallel is not None and args.parallel < 1:
         raise UserError("--parallel", f"{args.parallel} is less than 1", "give 1 or more")
@@ -211,11 +211,11 @@ def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: S
         begun = runs.unfinished | {name: configs[name] for name in args.restart}
         check_paths(begun, resources, _python(args), runs.waiting, sweep=args.sweep)
     except UserError as error:
-        if not args.dry_run:  # runs may be planned, and listed, where their data is not
+        if not args.dry_run:  # a dry run is allowed on a machine without the data
             raise
         print(f"selectron: warning: {error}", file=sys.stderr)
     if args.local is None:
-        resources.check()  # again, as it has a name now
+        resources.check()  # again, with the job's name
         options = sbatch_options(resources, folder.absolute(), "array.log")
         _check_cluster(args, resources, [*options, tasks(max(runs.largest_array(), 1))])
     if args.dry_run:
@@ -234,10 +234,10 @@ def sweep(args: argparse.Namespace, configs: Mapping[str, RunConfig], listing: S
 
 
 def _check_unchanged(args: argparse.Namespace, runs: Sweep) -> None:
-    """Refuse runs that were begun otherwise than the sweep says now; a dry run warns of them.
+    """Reject runs that were started with a different configuration or data; a dry run prints a warning.
 
     Raises:
-        UserError: there are some, and nobody said that they are to begin anew.
+        UserError: there are changed runs that `--restart` does not name.
     """
     unknown = [name for name in runs.without_digests if name not in args.restart]
     if unknown:
@@ -253,16 +253,16 @@ def _check_unchanged(args: argparse.Namespace, runs: Sweep) -> None:
 
 
 def _refuse_under_way(folder: Path) -> None:
-    """Refuse a run that has a job of Slurm's which waits or runs, or that a process trains.
+    """Reject a run that has a waiting or running Slurm job, or that a process trains.
 
     Raises:
-        UserError: it does.
+        UserError: it has one.
     """
     refuse_held(folder)
     if is_claimed(folder):
         raise UserError("--restart", f"{folder} is trained by another process", "wait for it, or end it with Ctrl-C")
     newest = jobs_of(folder)[-1:]
-    # One without number and events may have been submitted by a call that was stopped before it could note it.
+    # A job without number and events may have been submitted by a call that was killed before it wrote the number.
     if any(job.number is not None or not (job.folder / EVENTS).exists() for job in newest):
         _refuse_alive(folder)
 
@@ -274,17 +274,17 @@ def check_paths(
     waiting: Collection[str] = (),
     sweep: Path | None = None,
 ) -> None:
-    """Refuse paths that are not there. Of those that a container has from elsewhere it is said that nobody looked.
+    """Check that the paths of runs exist. Print a warning for container paths that this machine cannot see.
 
     Args:
-        configs: of the runs that are to begin, by their names in a sweep; a single run's by "".
-        resources: of each.
+        configs: of the runs that will start, by name within a sweep; a single run has the name "".
+        resources: of each run.
         python: interpreter of the ranks.
-        waiting: runs that begin from a checkpoint which need not be there yet.
-        sweep: file that the runs are of; None: a single run's.
+        waiting: runs that branch from a checkpoint that another run has yet to write.
+        sweep: file of the sweep; None: a single run.
 
     Raises:
-        UserError: there is no such folder, checkpoint, program or mount.
+        UserError: a folder, checkpoint, program or mount does not exist.
     """
     resources.check_mounts()
     if resources.container is None and shutil.which(python) is None:
@@ -304,20 +304,20 @@ def check_paths(
 
 
 def _begins_from(config: RunConfig, *, is_waiting: bool) -> Iterator[tuple[str, str, Callable[[Path], bool], str, str]]:
-    """Folders that a run needs when it begins: the field, the path, whether it is one, of what kind, and the mend."""
+    """Yield the folders that a run needs at its start, as field, path, existence test, kind and advice."""
     if not is_url(config.data.path):
         yield "data.path", config.data.path, Path.is_dir, "folder", "prepare it with `selectron prepare`"
-    own = Path(config.run.dir) / config.run.name / "checkpoints"  # of which it goes on from the newest, if it has begun
+    own = Path(config.run.dir) / config.run.name / "checkpoints"  # if it exists, the run resumes from there instead
     if config.run.branch_from is not None and not is_waiting and not own.exists():
         mend = "give one like runs/trunk/checkpoints/step_400"
         yield "run.branch_from", config.run.branch_from, is_checkpoint, "checkpoint", mend
 
 
 def _check_cluster(args: argparse.Namespace, resources: Resources, options: Sequence[str]) -> None:
-    """Refuse what the cluster has not; a dry run where there is none to ask says so, and goes on.
+    """Check the request against the cluster. Without a cluster, a dry run only prints a warning.
 
     Raises:
-        UserError: it has not what is asked for, or there is none.
+        UserError: the cluster lacks what is requested, or there is no cluster.
     """
     try:
         slurm.check_installed()
@@ -337,7 +337,7 @@ def _python(args: argparse.Namespace) -> str:
 
 def _refuse_alive(folder: Path) -> None:
     numbers = slurm.numbers_by_script()
-    for job in jobs_of(folder)[-1:]:  # which a call may have submitted that was stopped before it could note its number
+    for job in jobs_of(folder)[-1:]:  # a call that was killed may have submitted it without writing its number
         if job.number is None and str(job.script) in numbers:
             job.keep_number(numbers[str(job.script)])
     newest = newest_job(folder)
@@ -348,10 +348,10 @@ def _refuse_alive(folder: Path) -> None:
 
 
 def refuse_held(folder: Path) -> None:
-    """Refuse a run that a process trains, whoever began it.
+    """Reject a run that a process trains, however it was started.
 
     Raises:
-        UserError: one does.
+        UserError: a process trains it.
     """
     state = lock_state(folder / FOLDER)
     if state is None or not state.is_held:
@@ -359,7 +359,7 @@ def refuse_held(folder: Path) -> None:
     job = state.holder.process.job if state.holder else None
     if job is not None and shutil.which("squeue") is not None:
         found = slurm.job_state(job)
-        if found is None or not found.is_alive:  # it had no time to release the lock
+        if found is None or not found.is_alive:  # it was killed before it released the lock
             return
     signs = f"; its last sign is {state.quiet_seconds:.0f} s old"
     hint = lock_file.ending(state.holder)

@@ -1,4 +1,4 @@
-"""A job without Slurm: its script as a process of this machine."""
+"""Execution of a job's script as a local process, without Slurm."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from megatron_ext.signals import handled
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SECONDS_TO_SHOW = 5.0
-"""For what the script has printed to be written, once it has ended; ranks that outlive it may go on."""
+"""Seconds to wait, after the script's exit, until its output is written. Surviving ranks may keep the pipe open."""
 
 
 def start_here(job: Job, processes: int, lock: int, out: IO[bytes], err: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start a job's script, in a session of its own.
+    """Start a job's script in its own session.
 
     Args:
         job: written.
         processes: of its run.
-        lock: see `claim`; closed here. It is the script's then, and free when it has ended, however this process ends.
-        out: its standard output.
-        err: its standard error.
+        lock: see `claim`. It is passed to the script and closed here, so it is released when the script exits, however
+            this process ends.
+        out: standard output.
+        err: standard error.
     """
     with open(lock, "rb") as held:
         return subprocess.Popen(
@@ -42,9 +43,9 @@ def start_here(job: Job, processes: int, lock: int, out: IO[bytes], err: IO[byte
 
 
 def run_here(job: Job, processes: int, lock: int) -> int:
-    """Run a job's script to its end; what it prints is shown and kept in the job's log.
+    """Run a job's script to its end, printing its output and appending it to the job's log.
 
-    SIGINT, SIGTERM and SIGUSR1 are passed on; SIGHUP, of a terminal that is closed, ends it as SIGTERM does.
+    SIGINT, SIGTERM and SIGUSR1 are forwarded. SIGHUP, from a closed terminal, is forwarded as SIGTERM.
 
     Args:
         job: written.
@@ -52,7 +53,7 @@ def run_here(job: Job, processes: int, lock: int) -> int:
         lock: see `claim`.
 
     Returns:
-        The script's exit code, as a shell says it.
+        The script's exit code, in the shell's convention (128 + n for signal n).
     """
     with _passed_on() as has_begun:
         sys.stdout.flush()
@@ -71,10 +72,9 @@ def run_here(job: Job, processes: int, lock: int) -> int:
 
 
 def _shown_and_kept(job: Job, descriptor: int) -> subprocess.Popen[bytes]:
-    """What writes its input to this process's standard output or error, and to the job's log.
+    """Start a `tee` process that copies its input to this process's standard output or error and to the job's log.
 
-    A process of its own, in a session of its own: the run goes on, and so does its log, when this process is killed or
-    its terminal is gone.
+    It is a process in its own session: the run and its log continue when this process is killed or its terminal closes.
     """
     command = ["tee", "--append", "--output-error=warn-nopipe", str(job.log)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=descriptor, start_new_session=True)
@@ -82,10 +82,10 @@ def _shown_and_kept(job: Job, descriptor: int) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def _passed_on() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
-    """Within it signals are passed on to a script.
+    """Context manager that forwards signals to a script.
 
     Yields:
-        To be called with the script when it has been started; signals before are passed on then.
+        Function to call with the script once it has started. Earlier signals are forwarded then.
     """
     script: list[subprocess.Popen[bytes]] = []
     waiting: list[int] = []
@@ -94,8 +94,8 @@ def _passed_on() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
         if not script:
             waiting.append(number)
         elif number == signal.SIGINT:
-            with suppress(ProcessLookupError):  # it ends by itself at this moment
-                os.killpg(script[0].pid, number)  # as a terminal does: a second Ctrl-C kills ranks that hang
+            with suppress(ProcessLookupError):  # it has just exited
+                os.killpg(script[0].pid, number)  # to the group, like a terminal: a second Ctrl-C kills hanging ranks
         else:
             script[0].send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
@@ -104,6 +104,6 @@ def _passed_on() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
         for number in waiting:
             pass_on(number, None)
 
-    # One that is ignored stays so, as SIGHUP does under nohup.
+    # Ignored signals stay ignored, e.g. SIGHUP under nohup.
     with handled([number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN], pass_on):
         yield has_begun

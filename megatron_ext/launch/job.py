@@ -1,4 +1,4 @@
-"""The folder of a launched job: a batch script, and what the run is made of as it was then."""
+"""Folder of a launched job: batch script, and copies of configuration and code as of the launch."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ TEMPLATE = Path(__file__).with_name("train.sbatch")
 PACKAGES = ("megatron_ext", "kernels", "data_prep")
 SCRIPT, CODE, NUMBER = "job.sbatch", "code", "job_id"
 SUBMISSION = "submission"
-"""Lock of a run while a call submits a job of it."""
+"""Lock of a run while a call submits one of its jobs."""
 PRIVATE = "private.yaml"
-"""The address of the data where it has credentials, which config.yaml leaves out; only its owner can read it."""
+"""File with the data's address if that contains credentials, which config.yaml omits; readable by its owner only."""
 
 _NUMBER = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?")
 _NUMBER_HINT = "write the job's number into it (see squeue), or remove it if the job has ended"
@@ -41,7 +41,7 @@ _BEGIN, _END = "# >>> job\n", "# <<< job\n"
 
 @dataclass(frozen=True)
 class Job:
-    """A launched job of a run.
+    """Launched job of a run.
 
     Attributes:
         folder: RUN/launch/N.
@@ -51,10 +51,10 @@ class Job:
 
     @property
     def number(self) -> str | None:
-        """Slurm's; None where it was not submitted, or runs without Slurm.
+        """Slurm's job number; None: the job was not submitted, or runs without Slurm.
 
         Raises:
-            UserError: the file that holds it is damaged.
+            UserError: the file that contains it is damaged.
         """
         path = self.folder / NUMBER
         try:
@@ -63,49 +63,49 @@ class Job:
             raise UserError(str(path), f"cannot be read ({os_reason(error)})", _NUMBER_HINT) from error
         if number is not None and not _NUMBER.fullmatch(number):
             raise UserError(str(path), f"{number[:40]!r} is no number of a job of Slurm's", _NUMBER_HINT)
-        return number  # it becomes an argument, and part of a log's name
+        return number  # validated, as it becomes a command argument and part of a file name
 
     @property
     def is_begun(self) -> bool:
-        """Whether it was submitted, or runs or ran here; a dry run's, for example, is not."""
+        """True if it was submitted, or has started here. A dry run's job, for example, is not."""
         return (self.folder / NUMBER).exists() or (self.folder / EVENTS).exists()
 
     @property
     def run(self) -> Path:
-        """Folder of the run."""
+        """Run folder."""
         return self.folder.parents[1]
 
     @property
     def script(self) -> Path:
-        """The batch script."""
+        """Batch script."""
         return self.folder / SCRIPT
 
     @property
     def log(self) -> Path:
-        """What the job prints, all its starts one after the other."""
+        """Log file of all starts of the job."""
         return self.folder / f"job-{self.number or 'local'}.log"
 
     def keep_number(self, number: str) -> None:
-        """Note the number that Slurm gave it."""
+        """Write Slurm's job number to the folder."""
         write_whole(self.folder / NUMBER, f"{number}\n".encode())
 
 
 def jobs_of(run_folder: Path) -> list[Job]:
-    """Jobs of a run, the newest last."""
+    """Return the jobs of a run, the newest last."""
     return [Job(path) for path in launches(run_folder)]
 
 
 def newest_job(run_folder: Path) -> Job | None:
-    """The newest job of a run that is begun; None: there is none."""
+    """Return the newest job of a run that was submitted or started; None: there is none."""
     begun = [job for job in jobs_of(run_folder) if job.is_begun]
     return begun[-1] if begun else None
 
 
 def claim(run_folder: Path) -> int | None:
-    """Take a run's lock for processes that are started here, which inherit it.
+    """Take a run's lock for processes started here, which inherit it.
 
     Returns:
-        A file descriptor that holds it as long as any process has it open; None: another process has it.
+        File descriptor that holds the lock while any process has it open; None: another process holds the lock.
 
     Raises:
         UserError: the folder cannot be written.
@@ -116,7 +116,7 @@ def claim(run_folder: Path) -> int | None:
         lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
     except OSError as error:
         raise unwritable(folder, error) from error
-    for _ in range(_CLAIM_TRIES):  # whoever looks whether it is free holds it for a moment
+    for _ in range(_CLAIM_TRIES):  # `is_claimed` in another process holds it for a moment
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -129,7 +129,7 @@ def claim(run_folder: Path) -> int | None:
 
 
 def is_claimed(run_folder: Path) -> bool:
-    """Whether processes that were started here train a run."""
+    """Return True if processes started on this machine train a run."""
     path = run_folder / LAUNCH / "lock"
     if not path.exists():
         return False
@@ -142,16 +142,16 @@ def is_claimed(run_folder: Path) -> bool:
 
 
 def local_environment(processes: int) -> dict[str, str]:
-    """Variables with which a job's script runs here, whatever Slurm job this process is part of."""
+    """Return the environment for a job's script on this machine, without variables of a surrounding Slurm job."""
     given = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     return given | {"SELECTRON_PROCESSES": str(processes)}
 
 
 def copy_code(folder: Path) -> Path:
-    """Copy the code as it is now to a folder of this name, and return it.
+    """Copy the current code to `folder` and return the folder.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the folder cannot be written.
     """
     try:
         for package in PACKAGES:
@@ -164,20 +164,20 @@ def copy_code(folder: Path) -> Path:
 def write_job(
     config: RunConfig, run_folder: Path, resources: Resources, python: str, *, code: Path | None = None
 ) -> Job:
-    """Write a job's folder, with the configuration and the code as they are now.
+    """Write a job's folder with the current configuration and code.
 
     Args:
-        config: whole, see `load.resolve`.
+        config: whole configuration, see `load.resolve`.
         run_folder: of the run.
         resources: checked.
         python: interpreter of the ranks.
-        code: a copy that several jobs share; None: this one gets its own.
+        code: copy of the code shared by several jobs; None: make a copy for this job.
 
     Raises:
         UserError: the folder cannot be written.
     """
     folder = (run_folder / LAUNCH).absolute()
-    sbatch_options(resources, folder, "")  # refused before anything is made
+    sbatch_options(resources, folder, "")  # raises before anything is written
     _container(resources, folder.parents[1])
     try:
         folder = next_folder(folder)
@@ -197,10 +197,10 @@ def write_job(
 
 
 def next_folder(above: Path) -> Path:
-    """Make the next of the folders `1`, `2`, ... in a folder: of several calls at once each gets another one.
+    """Create the next of the numbered folders `1`, `2`, ... in `above`. Concurrent calls get different folders.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     above.mkdir(parents=True, exist_ok=True)
     number = 1 + max((int(path.name) for path in above.iterdir() if path.name.isdecimal()), default=0)
@@ -215,13 +215,15 @@ def next_folder(above: Path) -> Path:
 
 @contextmanager
 def submitting(*run_folders: Path) -> Iterator[None]:
-    """Keep other calls from launching runs, from the look whether they have jobs until those of this call are noted.
+    """Context manager that prevents concurrent launches of the same runs.
+
+    Check inside it for existing jobs, and record the new jobs before leaving it.
 
     Args:
         run_folders: of the runs.
 
     Raises:
-        UserError: another call launches one of them, or its folder cannot be written.
+        UserError: another call launches one of the runs, or a folder cannot be written.
     """
     hint = "wait until that call is done, then see `selectron status`"
     with ExitStack() as taken:
@@ -235,12 +237,12 @@ def submitting(*run_folders: Path) -> Iterator[None]:
 
 
 def unwritable(folder: Path, error: OSError) -> UserError:
-    """What is said of a folder in which nothing can be made."""
+    """Return the error for a folder in which nothing can be created."""
     return UserError(str(folder), f"cannot be written ({os_reason(error)})", "choose another run.dir")
 
 
 def script(job: Job, resources: Resources, python: str) -> str:
-    """The template with a job's own lines between its marks."""
+    """Return the batch script: the template with the job's settings between its markers."""
     head, rest = TEMPLATE.read_text().split(_BEGIN)
     _, body = rest.split(_END)
     options = sbatch_options(resources, job.folder, "job-%j.log")
@@ -256,7 +258,7 @@ def script(job: Job, resources: Resources, python: str) -> str:
         f"inside=({_words(inside)})",
         f"config=({_words(configurations)})",
         f"preflight=({_words(resources.preflight)})",
-        # Safe: else Python would find what stands in the working folder, a checkout that has moved on, before it.
+        # PYTHONSAFEPATH: otherwise Python would import from the working folder first, e.g. a checkout that has changed.
         f"code={shlex.quote(str(job.folder / CODE))}",
         'export PYTHONPATH="$code${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1',
     ]
@@ -264,12 +266,12 @@ def script(job: Job, resources: Resources, python: str) -> str:
 
 
 def sbatch_options(resources: Resources, folder: Path, log: str) -> list[str]:
-    """Options of sbatch for a job that starts anew and goes on writing to a file.
+    """Return the sbatch options of a job that is requeued and appends to one log.
 
     Args:
         resources: checked.
-        folder: of the file, absolute.
-        log: its name, a pattern of Slurm's.
+        folder: of the log, absolute.
+        log: file name, a Slurm filename pattern.
 
     Raises:
         UserError: a path cannot be written in a batch script.
@@ -283,7 +285,7 @@ def sbatch_options(resources: Resources, folder: Path, log: str) -> list[str]:
         raise UserError("run.dir", problem, "choose a path without")
     return [
         f"--job-name={resources.job_name}",
-        # Slurm reads % in a file's name as the beginning of a pattern.
+        # In a file name Slurm treats % as the start of a pattern.
         f"--output={str(folder).replace('%', '%%')}/{log}",
         "--open-mode=append",
         "--requeue",
@@ -297,7 +299,7 @@ def _words(words: Sequence[str]) -> str:
 
 
 def _container(resources: Resources, runs: Path) -> tuple[list[str], list[str]]:
-    """Options of srun, and the command that a rank is begun with."""
+    """Return the srun options and the command prefix that start a rank in its container."""
     if resources.container is None:
         return [], []
     seen, here = resources.mounts_in(runs), Path.cwd()
@@ -305,7 +307,7 @@ def _container(resources: Resources, runs: Path) -> tuple[list[str], list[str]]:
         if {",", ":"}.intersection(str(path)):
             problem = f"{path} holds a comma or a colon, with which lists of mounts are written"
             raise UserError(where, problem, "choose a path without, or leave --container out")
-    # An image has a working folder of its own, and run.dir and data.path are most often relative to this one.
+    # An image has its own working folder, but run.dir and data.path are usually relative to the current one.
     if resources.container.endswith(".sif"):
         return [], ["apptainer", "exec", "--nv", f"--pwd={here}", f"--bind={','.join(seen)}", resources.container]
     mounts = ",".join(path if ":" in path else f"{path}:{path}" for path in seen)

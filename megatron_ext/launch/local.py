@@ -1,4 +1,4 @@
-"""Start the processes of a run on this machine, and end them together."""
+"""Start and termination of the processes of a run on this machine."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long the launcher waits once a process has failed.
+    """Waiting times of the launcher after a process has failed.
 
     Attributes:
-        to_terminate: seconds in which the others may end by themselves, for instance with the same error.
-        to_kill: seconds after SIGTERM until SIGKILL; a survivor may hang in a collective for ever.
+        to_terminate: seconds in which the other processes may exit by themselves, e.g. with the same error.
+        to_kill: seconds between SIGTERM and SIGKILL, as a survivor may hang in a collective forever.
     """
 
     to_terminate: float = 5.0
@@ -51,8 +51,8 @@ def rank_command(verb: str, arguments: Sequence[str]) -> list[str]:
 def launch(command: Sequence[str], processes: int, patience: Patience | None = None) -> int:
     """Run copies of a command as the ranks of one run and wait for all of them.
 
-    Rank 0 writes to this process's standard output and error, the others to log files, whose end is shown if they
-    crash. SIGTERM, SIGINT and SIGUSR1 are passed on once to every rank; a second SIGINT kills them.
+    Rank 0 writes to this process's standard output and error. The other ranks write to log files, whose end is printed
+    if they crash. The first SIGTERM, SIGINT and SIGUSR1 are forwarded to every rank. A second SIGINT kills the ranks.
 
     Args:
         command: what each rank executes.
@@ -60,13 +60,13 @@ def launch(command: Sequence[str], processes: int, patience: Patience | None = N
         patience: waiting times after a failure.
 
     Returns:
-        0 if all ended with 0; 75 if some ended with it and the others with 0: the run was stopped; 2 if any ended by
-        the user's error, which is then printed, once; else the exit code of the rank that failed first (128 + the
-        signal's number for one that a signal ended).
+        0: all ranks returned 0. 75: the run was stopped, i.e. some ranks returned 75 and the others 0. 2: a rank ended
+        with a user error, which is printed once. Else the exit code of the rank that failed first (128 + the signal's
+        number if a signal ended it).
     """
     with scratch_folder("ranks") as folder:
         group = _Group(command, processes, folder, patience or Patience())
-        group.start()  # a signal before all have started ends all: there is nothing to save yet
+        group.start()  # not covered by `handled`: until all have started, a signal ends the launcher
         with handled((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), group.forward):
             group.wait()
         code, keep_logs = _conclude(group, folder)
@@ -78,12 +78,12 @@ def launch(command: Sequence[str], processes: int, patience: Patience | None = N
 def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
     """Return the variables that make a process one rank of a local run, as torchrun would set them.
 
+    All servers listen on the loopback interface only, because anyone who can connect to them can execute code.
+
     Args:
-        rank: its number.
+        rank: global rank.
         processes: number of ranks.
         port: of the launcher's rendezvous store, see `rendezvous_store`.
-
-    Nothing listens but on the loopback interface: whoever reaches a store or a rank can make it do anything.
     """
     threads = str(max(1, (os.cpu_count() or 1) // processes))
     return {
@@ -93,7 +93,7 @@ def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # The store is the launcher's, as under torchrun: a port that was only looked for could be taken meanwhile.
+        # The launcher serves the store, as under torchrun: a port that was merely found free could be taken by then.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "GLOO_SOCKET_IFNAME": LOOPBACK,
@@ -104,12 +104,12 @@ def rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def only_rank() -> Iterator[None]:
-    """Make this process the only rank of a run within the block; restore the environment after it.
+    """Context manager that makes this process the only rank of a run, and restores the environment afterwards.
 
-    A program that calls a command as a function would otherwise hand the variables to what it starts next: a rank of a
-    Slurm job that inherits TORCHELASTIC_USE_AGENT_STORE waits for a store that nobody serves.
+    Otherwise a program that calls a command as a function would pass the variables on to its later child processes. A
+    rank of a Slurm job that inherits TORCHELASTIC_USE_AGENT_STORE waits for a store that nobody serves.
     """
-    store = rendezvous_store()  # served while it lives
+    store = rendezvous_store()  # served while the object exists
     variables = rank_environment(0, 1, store.port)
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -124,9 +124,9 @@ def only_rank() -> Iterator[None]:
 
 
 def rendezvous_store() -> TCPStore:
-    """Return a store on a free port of the loopback interface, served by this process while the object lives.
+    """Return a store on a free port of the loopback interface, served by this process while the object exists.
 
-    By itself it would listen on all interfaces, and it asks nobody who they are.
+    By default the store would listen on all interfaces, without authentication.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -139,7 +139,7 @@ def rendezvous_store() -> TCPStore:
 
 @dataclass
 class _Group:
-    """The ranks, from start to end."""
+    """The ranks of a run, from start to exit."""
 
     command: Sequence[str]
     size: int
@@ -147,12 +147,12 @@ class _Group:
     patience: Patience
     children: list[subprocess.Popen[bytes]] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
-    """Ranks that ended with another code than 0 and 75 before anything was done to them, in the order of their end."""
+    """Ranks that failed by themselves (exit code other than 0 and 75), in the order of their exit."""
     forwarded: list[signal.Signals] = field(default_factory=list)
     store: TCPStore | None = None
 
     def start(self) -> None:
-        """Start all ranks; if one cannot be started, end those that were."""
+        """Start all ranks. If one cannot be started, kill those that were."""
         self.store = rendezvous_store()
         prepare = _die_with(os.getpid())
         try:
@@ -169,8 +169,8 @@ class _Group:
     ) -> subprocess.Popen[bytes]:
         log: IO[bytes] | None = self.log_of(rank).open("wb") if rank else None
         try:
-            # A session of their own: Ctrl-C in a terminal reaches every process of the foreground group, and a rank
-            # would get the signal twice, once from the terminal and once from us.
+            # In a session of its own: in a terminal, Ctrl-C reaches every process of the foreground group, and a rank
+            # # would get the signal twice, from the terminal and from the launcher.
             return subprocess.Popen(
                 list(self.command),
                 env=environment,
@@ -189,7 +189,7 @@ class _Group:
         return self.folder / f"rank_{rank}.log"
 
     def wait(self) -> None:
-        """Wait for all; once one has failed, end the others step by step."""
+        """Wait for all ranks. After a failure, terminate and then kill the others."""
         if not self._wait_until(self._any_failed):
             return
         if not self._wait_until(self._all_ended, self.patience.to_terminate):
@@ -199,7 +199,7 @@ class _Group:
         self._wait_until(self._all_ended)
 
     def forward(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on, once; kill at the second Ctrl-C."""
+        """Forward the first signal of each kind to the ranks, and kill them at the second SIGINT."""
         received = signal.Signals(number)
         again = received in self.forwarded
         self.forwarded.append(received)
@@ -215,7 +215,7 @@ class _Group:
         return all(child.poll() is not None for child in self.children)
 
     def _wait_until(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Poll until the condition holds (True), or the time is up or all have ended (its last value)."""
+        """Poll until the condition holds, the time is up or all ranks have ended; return the condition's last value."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             all_ended = self._all_ended()
@@ -231,11 +231,11 @@ class _Group:
 
     def _signal(self, number: signal.Signals) -> None:
         for child in self.children:
-            child.send_signal(number)  # does nothing for a child that has ended
+            child.send_signal(number)  # no effect on a child that has ended
 
 
 def _conclude(group: _Group, folder: Path) -> tuple[int, bool]:
-    """Tell the user what went wrong; return the exit code and whether the logs are worth keeping."""
+    """Report errors to the user, and return the exit code and whether the logs are worth keeping."""
     codes = [child.returncode for child in group.children]
     error = folder / "error"
     if error.exists():
@@ -248,16 +248,16 @@ def _conclude(group: _Group, folder: Path) -> tuple[int, bool]:
     if EXIT_USER_ERROR in codes:
         code = EXIT_USER_ERROR
     if code in (128 + number for number in group.forwarded):
-        return code, False  # who sent the signal knows
+        return code, False  # expected by whoever sent the signal
     return code, _show_crash(group, first, codes[first])
 
 
 def _show_crash(group: _Group, rank: int, code: int) -> bool:
-    """Print how the first rank failed; return whether there is a log that says more."""
+    """Print how the first rank failed, and return True if its log contains more."""
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     print(f"selectron: rank {rank} of {group.size} {how}", file=sys.stderr)
     if rank == 0:
-        return False  # its output has been on the screen all along
+        return False  # its output was already printed
     log = group.log_of(rank)
     for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]:
         print(f"[rank {rank}] {line}", file=sys.stderr)
@@ -270,10 +270,10 @@ def _exit_code(code: int) -> int:
 
 
 def _die_with(parent: int) -> Callable[[], None]:
-    """Return what a child does before it executes: ask Linux to kill it when the launcher is killed."""
+    """Return a function to run in the child before exec: on Linux, the child is then killed when the launcher dies."""
     if sys.platform != "linux":
         return lambda: None
-    libc = ctypes.CDLL(None)  # loaded here: between fork and exec as little as possible should happen
+    libc = ctypes.CDLL(None)  # loaded here, to do as little as possible between fork and exec
 
     def prepare() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

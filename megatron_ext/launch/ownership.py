@@ -1,4 +1,4 @@
-"""Whether a job of Slurm's belongs to the run whose folder names its number: a copied folder names the original's."""
+"""Match of Slurm jobs to job folders: a copied folder contains the job number of the original."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron_ext.launch.slurm import JobState
 
 
 def is_of_another(job: Job, state: JobState) -> bool:
-    """Whether the script that Slurm runs under a job's number is of another folder than this job's.
+    """Return True if the script of the Slurm job with this job's number is in another folder than this job's.
 
-    Folders are compared, not paths or files: the same folder may be reached by several paths, and the files of a copy
-    may be hard links.
+    Folders are compared by inode, since several paths may lead to the same folder, and files of a copy may be hard
+    links.
 
     Args:
         job: with a number.
-        state: of the job that has this number.
+        state: of the Slurm job with this number.
     """
     if state.script is None:
         return False
@@ -33,20 +33,20 @@ def is_of_another(job: Job, state: JobState) -> bool:
             return script.name != SCRIPT or not _is_same(script.parent, job.folder)
         of_task = Array(script.parent).jobs[int(task)]
         return not _is_same(of_task.folder, job.folder)
-    except (OSError, UserError, IndexError):  # where the original was moved or removed, nobody can tell
+    except (OSError, UserError, IndexError):  # cannot be determined if the original was moved or removed
         return True
 
 
 def _is_same(folder: Path, other: Path) -> bool:
-    """Whether two folders of jobs, RUN/launch/N, are the same in the same run."""
+    """Return True if two job folders, RUN/launch/N, are the same folder in the same run."""
     return os.path.samefile(folder, other) and os.path.samefile(folder.parents[1], other.parents[1])
 
 
 def own_state(job: Job | None) -> JobState | None:
-    """What Slurm knows of a job; None where it has none, has forgotten it, or the job is another folder's.
+    """Return the state of a job in Slurm; None: it has no number, Slurm has forgotten it, or it is another folder's.
 
     Raises:
-        UserError: Slurm does not answer, or the job's number cannot be read.
+        UserError: Slurm does not respond, or the job's number cannot be read.
     """
     if job is None or job.number is None:
         return None
@@ -55,10 +55,10 @@ def own_state(job: Job | None) -> JobState | None:
 
 
 def check_own(job: Job, state: JobState) -> None:
-    """Refuse to touch a job that is another folder's.
+    """Check that a job belongs to its folder before it is changed.
 
     Raises:
-        UserError: it is.
+        UserError: it belongs to another folder.
     """
     if is_of_another(job, state):
         problem = f"job {job.number} runs {state.script}, which is not this folder's: it was copied or moved"

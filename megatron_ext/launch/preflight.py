@@ -1,4 +1,4 @@
-"""`selectron preflight`: look at every node of a job before it trains, and name those that are bad."""
+"""Implementation of `selectron preflight`: check every node of a job before training, and report the bad ones."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ from megatron_ext.launch.preflight_links import Link, Pair, hanging, longest, me
 from megatron_ext.reports import digits, table
 
 EXIT_BEGIN_ANEW = 3
-"""Nodes are bad, or trouble that no node can be blamed for: the job's script begins anew, without the bad ones."""
+"""Exit code if nodes are bad, or if a fault cannot be attributed to a node. The job's script then starts again, without
+the bad nodes.
+"""
 _REPORT, _LINK = TypeAdapter(Report), TypeAdapter(Link)
 _PATIENCE = 10.0
 
 
 def add_preflight(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `selectron preflight`."""
+    """Add the arguments of `selectron preflight`."""
     text = "of the job: NAME.json and NAME.notes are left there, all that was found and what is wrong"
     parser.add_argument("--folder", type=Path, metavar="DIR", help=text)
     parser.add_argument("--name", default="preflight", metavar="NAME", help="of these files (preflight)")
@@ -42,15 +44,15 @@ def add_preflight(parser: argparse.ArgumentParser) -> None:
 
 
 def preflight(args: argparse.Namespace) -> int:
-    """Look at the node of this process; the first one of a job also judges.
+    """Check the node of this process. The first process of a job also judges all nodes.
 
-    Alone, without RANK and its companions in the environment, it looks at this machine.
+    Without RANK etc. in the environment, this machine alone is checked.
 
     Returns:
-        0: train; `EXIT_BEGIN_ANEW`.
+        0: train. `EXIT_BEGIN_ANEW`: start again.
 
     Raises:
-        UserError: something is wrong with all nodes alike, or with the only machine there is.
+        UserError: a fault is common to all nodes, or affects the only machine.
     """
     limits = limits_of(args)
     try:
@@ -61,7 +63,7 @@ def preflight(args: argparse.Namespace) -> int:
             raise
         reporting.report_user_error(str(error))
         code = EXIT_USER_ERROR
-    if hanging():  # in a library's call, which would not let the interpreter end
+    if hanging():  # a hanging library call would keep the interpreter from exiting
         sys.stdout.flush()
         os._exit(code)
     return code
@@ -88,7 +90,7 @@ def _fly(args: argparse.Namespace, limits: Limits) -> int:
 
 def _conclude(verdict: Verdict) -> int:
     refusals = list(verdict.refusals)
-    if "SLURM_JOB_ID" not in os.environ:  # there are no other nodes to be had
+    if "SLURM_JOB_ID" not in os.environ:  # there are no other nodes to use
         refusals += [f"{node}: {reason}" for node, reason in verdict.bad.items()] + verdict.troubles
     if refusals:
         raise UserError("pre-flight", ", ".join(refusals), "mend it, or change its limit (selectron launch --help)")
@@ -96,9 +98,9 @@ def _conclude(verdict: Verdict) -> int:
 
 
 def _obey(board: Board, report: Report, limits: Limits) -> int:
-    """Do what the first process says until it says that this is the end."""
+    """Execute the orders of the first process until it sends the last one."""
     board.put(f"report/{board.rank}", asdict(report))
-    # Ample: when the first process ends the store does, too, and a wait for it.
+    # A generous limit: when the first process exits, its store closes and the wait fails.
     for order, answer in board.orders(limits.node_timeout + 100 * limits.pair_timeout):
         if order["do"] == "clock":
             board.put(answer, time.time())
@@ -111,7 +113,7 @@ def _obey(board: Board, report: Report, limits: Limits) -> int:
 
 
 def _talk(board: Board, report: Report, order: Mapping[str, Any], limits: Limits) -> list[Link]:
-    """Measure this process's pairs, one after the other."""
+    """Measure the pairs of this process, one after the other."""
     import torch
 
     device = torch.device(order["device"], report.local_rank) if order["device"] == "cuda" else torch.device("cpu")
@@ -124,7 +126,7 @@ def _talk(board: Board, report: Report, order: Mapping[str, Any], limits: Limits
         try:
             store = board.part(f"{order['name']}/{pair}/{report.local_rank}", limits.pair_timeout)
             store.set(f"here{end}", "")
-            # The other may still wait for an earlier one, which is as long in coming as a pair may take.
+            # The other process may still wait for an earlier pair, for up to the time limit of each.
             store.wait([f"here{1 - end}"], timedelta(seconds=_longest(turn + 1, limits)))
         except (Silence, RuntimeError):
             links.append(Link(pair=pair, local_rank=report.local_rank, error="the other process does not come"))
@@ -139,13 +141,13 @@ def _longest(turns: int, limits: Limits) -> float:
 
 @dataclass
 class _Flight:
-    """What the first process knows and does.
+    """Results and actions of the first process.
 
     Args:
-        board: of all.
-        report: its own.
-        limits: of a node.
-        nodes: names, where they are known beforehand.
+        board: communication with the other processes.
+        report: of the first process itself.
+        limits: requirements for a node.
+        nodes: names, if known in advance.
     """
 
     board: Board
@@ -158,7 +160,7 @@ class _Flight:
     seconds: float = 0.0
 
     def judge(self) -> Verdict:
-        """Gather, measure, judge."""
+        """Gather the reports, measure clocks and links, and judge the nodes."""
         start = time.monotonic()
         self._gather()
         self._compare_clocks()
@@ -184,7 +186,7 @@ class _Flight:
         self._processes = max(1, size // len(self.nodes))
 
     def _compare_clocks(self) -> None:
-        """Of one process a node, one after the other: an answer that waits for another's says nothing."""
+        """Measure the clock offset of one process per node, one at a time: concurrent answers would add error."""
         for rank, report in self.reports.items():
             if rank and report.local_rank == 0:
 
@@ -194,7 +196,7 @@ class _Flight:
 
                 try:
                     self.clocks[report.node] = offset(ask)
-                except Silence:  # it is found by the pairs, too
+                except Silence:  # the link measurement will report it
                     continue
 
     def _judge_links(self, nodes: Sequence[str]) -> Verdict:
@@ -207,7 +209,7 @@ class _Flight:
         return judge_links(first, again)
 
     def _measure(self, name: str, pairs: Sequence[Pair], nodes: Sequence[str]) -> list[Link]:
-        """All-reduces between all pairs, those of a round at once."""
+        """Run all-reduces between all pairs, with the pairs of a round in parallel."""
         turns = rounds(pairs)
         there = [one for one in self.reports.values() if one.node in nodes]
         counts = {node: sum(one.node == node for one in there) for node in nodes}
@@ -229,11 +231,11 @@ class _Flight:
         return found
 
     def end(self) -> None:
-        """Let the others go, who need this process's store until then."""
+        """Tell the other processes to exit; they need this process's store until then."""
         self.board.gather(self.board.order({rank: {"do": "end"} for rank in self.reports if rank}), _PATIENCE)
 
     def lines(self, verdict: Verdict) -> list[str]:
-        """The tables of nodes and pairs, and what is wrong."""
+        """Return the tables of nodes and pairs, and the warnings."""
         first = {one.node: one for one in reversed(self.reports.values()) if one.local_rank == 0}
         rows = [self._row(node, first.get(node), verdict) for node in self.nodes]
         columns = (
@@ -278,7 +280,7 @@ class _Flight:
 
 
 def _leave(path: Path, flight: _Flight, verdict: Verdict) -> None:
-    """Write what was found, and for the job's script what it notes and whom it excludes."""
+    """Write the results as JSON, and the notes for the job's script."""
     found = {
         "seconds": flight.seconds,
         "limits": asdict(flight.limits),
@@ -294,4 +296,4 @@ def _leave(path: Path, flight: _Flight, verdict: Verdict) -> None:
     notes += [f"warning: {line}" for line in verdict.warnings]
     text = "".join(f"{' '.join(line.split())}\n" for line in notes)
     write_whole(path.with_name(f"{path.name}.notes"), text.encode())
-    # Which nodes are left out is the script's to write: it also knows of those on which no process could be started.
+    # The script itself writes the list of excluded nodes: it also excludes nodes where no process could be started.

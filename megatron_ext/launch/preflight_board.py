@@ -1,4 +1,4 @@
-"""How processes of a pre-flight talk: orders of the first one and the others' answers, in a store, with time limits."""
+"""Communication of the pre-flight processes: orders of the first one and the others' answers, through a store."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class Silence(Exception):
-    """Nothing came within the time limit."""
+    """Nothing arrived within the time limit."""
 
 
 class Board:
-    """A process's connection to the store of the first process.
+    """Connection of a process to the store of the first process.
 
     Args:
-        seconds: in which the first process must be there.
+        seconds: time limit for reaching the first process.
 
     Raises:
-        Silence: it is not.
+        Silence: the first process cannot be reached.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -45,14 +45,14 @@ class Board:
             raise Silence(f"{host}:{port} does not answer within {seconds:.0f} s") from error
 
     def put(self, key: str, what: Any) -> None:
-        """Lay something down, as JSON."""
+        """Store a value as JSON."""
         self._store.set(key, json.dumps(what))
 
     def take(self, key: str, seconds: float) -> Any:
-        """Wait for something.
+        """Wait for a value and return it.
 
         Raises:
-            Silence: it did not come.
+            Silence: it did not arrive.
         """
         try:
             self._store.wait([key], timedelta(seconds=max(seconds, 0.001)))
@@ -61,7 +61,7 @@ class Board:
         return json.loads(self._store.get(key))
 
     def gather(self, keys: Mapping[int, str], seconds: float) -> dict[int, Any]:
-        """What has come for each rank by the time that all is there, or the time is up."""
+        """Return the values that arrive from the ranks within the time limit."""
         end = time.monotonic() + seconds
         there = {}
         for rank, key in keys.items():
@@ -70,7 +70,7 @@ class Board:
         return there
 
     def order(self, orders: Mapping[int, Any]) -> dict[int, str]:
-        """Give ranks their next order; the keys of their answers."""
+        """Send the next order to ranks and return the keys of their answers."""
         keys = {}
         for rank, what in orders.items():
             number = self._numbers[rank] = self._numbers.get(rank, -1) + 1
@@ -79,13 +79,13 @@ class Board:
         return keys
 
     def orders(self, seconds: float) -> Iterable[tuple[Any, str]]:
-        """The orders of this rank as they come, each with the key of its answer.
+        """Yield the orders of this rank as they arrive, each with the key of its answer.
 
         Args:
-            seconds: that the next may take.
+            seconds: time limit for each order.
 
         Raises:
-            Silence: it took longer.
+            Silence: none arrived in time.
         """
         number = 0
         while True:
@@ -93,10 +93,10 @@ class Board:
             number += 1
 
     def part(self, name: str, seconds: float) -> Store:
-        """A part of the store for a group, over a connection of its own: a call that hangs there holds up no other.
+        """Return a part of the store for a group, over its own connection: a hanging call there blocks no other.
 
         Raises:
-            Silence: the store does not answer.
+            Silence: the store does not respond.
         """
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 

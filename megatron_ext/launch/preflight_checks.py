@@ -1,4 +1,4 @@
-"""What one process finds of its node: GPUs, memory, space, versions of the code."""
+"""Checks of a node by one process: GPUs, memory, disk space, versions of the code."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _PRODUCT = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU as a process found it.
+    """Result of checking a GPU.
 
     Attributes:
         index: on its node.
         name: of the device.
         free: bytes.
         total: bytes.
-        error: why it cannot be computed on; empty if it can.
+        error: why computation on it fails; empty: it works.
     """
 
     index: int
@@ -43,11 +43,11 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Room in a folder.
+    """Free space in a folder.
 
     Attributes:
         path: of the folder.
-        free: bytes; None: there is no such folder.
+        free: bytes; None: the folder does not exist.
     """
 
     path: str
@@ -56,19 +56,19 @@ class Space:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a process found.
+    """Results of a process.
 
     Attributes:
         rank: of the process.
         local_rank: on its node.
-        node: its name, Slurm's where there is Slurm.
-        processes: of this node.
-        gpus_asked: GPUs that Slurm gave the job on this node, or 0.
-        gpus_seen: by this process.
-        gpus: those that this process looked at.
-        memory: bytes that are free.
+        node: Slurm's node name, or else the host name.
+        processes: number on this node.
+        gpus_asked: GPUs that Slurm allocated to the job on this node, or 0.
+        gpus_seen: GPUs visible to this process.
+        gpus: those that this process checked.
+        memory: available bytes.
         spaces: by use: `run`, `temporary`, `shared memory`.
-        versions: of the code and of what it runs on.
+        versions: of the code and its dependencies.
     """
 
     rank: int
@@ -84,17 +84,17 @@ class Report:
 
 
 def look_around(folder: Path, environment: Mapping[str, str] = os.environ) -> Report:
-    """Look at the node of this process.
+    """Check the node of this process.
 
     Args:
         folder: of the run's job.
-        environment: RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, and Slurm's variables.
+        environment: with RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, and Slurm's variables.
     """
     import torch
 
     processes, local_rank = int(environment["LOCAL_WORLD_SIZE"]), int(environment["LOCAL_RANK"])
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # Not tempfile's: on a full disk that goes elsewhere by itself, and libraries of C do not.
+    # Not `tempfile.gettempdir()`: on a full disk it chooses another folder, which C libraries do not do.
     folders = {"run": folder, "temporary": Path(environment.get("TMPDIR", "/tmp")), "shared memory": Path("/dev/shm")}
     return Report(
         rank=int(environment["RANK"]),
@@ -111,7 +111,7 @@ def look_around(folder: Path, environment: Mapping[str, str] = os.environ) -> Re
 
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:
-    """Slurm's name of this node, or the machine's."""
+    """Return Slurm's name of this node, or else the host name."""
     return environment.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
 
 
@@ -123,7 +123,7 @@ def _free(path: Path) -> int | None:
 
 
 def _gpu(index: int) -> Gpu:
-    """Multiply on a GPU and on the CPU: small whole numbers, of which sums in fp32 are exact in any order."""
+    """Compare a matrix product of a GPU with the CPU's. Its small integers have exact fp32 sums in any order."""
     import torch
 
     try:
@@ -131,7 +131,7 @@ def _gpu(index: int) -> Gpu:
         name = torch.cuda.get_device_name(index)
         a, b = (torch.randint(-4, 5, (_PRODUCT, _PRODUCT)).float() for _ in range(2))
         there = (a.to(f"cuda:{index}") @ b.to(f"cuda:{index}")).cpu()
-    except RuntimeError as error:  # torch's own errors are of this kind
+    except RuntimeError as error:  # base class of torch's errors
         return Gpu(index=index, error=str(error).splitlines()[0])
     wrong = int((there != a @ b).sum())
     problem = f"{wrong} of {_PRODUCT**2} numbers of a matrix product are wrong" if wrong else ""
@@ -149,7 +149,7 @@ def _versions() -> dict[str, str]:
 
 
 def code_digest(root: Path) -> str:
-    """Twelve hexadecimal digits that stand for the sources of our packages below a folder."""
+    """Return twelve hexadecimal digits of a digest of the packages' sources below `root`."""
     digest = hashlib.sha256()
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*")):

@@ -1,4 +1,4 @@
-"""Which nodes are bad: from what processes found to a verdict, without looking at anything itself."""
+"""Verdict on the nodes of a job from the reports of their processes; no measurements are made here."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ RUN_FOLDER = "the run's folder"
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is to be done.
+    """Verdict on the nodes of a job.
 
     Attributes:
-        bad: nodes that are excluded, each with the reason.
-        troubles: that no node can be blamed for; the job begins anew.
-        refusals: what is wrong on all nodes alike: another start would meet it again, and the job ends.
-        warnings: with which it trains.
+        bad: nodes to exclude, with the reason.
+        troubles: faults that cannot be attributed to a node. The job starts again.
+        refusals: faults common to all nodes. Another start would have the same faults, so the job ends.
+        warnings: faults that do not prevent training.
     """
 
     bad: dict[str, str] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether it trains."""
+        """True if the job can train."""
         return not (self.bad or self.troubles or self.refusals)
 
 
@@ -43,18 +43,18 @@ def judge_nodes(
     clocks: Mapping[str, tuple[float, float]],
     limits: Limits,
 ) -> Verdict:
-    """Judge each node by what its processes found.
+    """Judge each node by the reports of its processes.
 
-    A node is bad that fails a check. What fails on all of two or more nodes is not a node's fault, nor is a run's
-    folder that has no room on any: that refuses the job. Of nodes that say nothing the first one is blamed where no
-    other reached it (and there are two others or more), else they are themselves.
+    A node is bad if it fails a check. A check that fails on all of several nodes is not attributed to the nodes, and
+    neither is a lack of space in the run folder. It rejects the job. If none of at least two other nodes reported at
+    all, the first node is blamed for being unreachable. Otherwise the nodes without a report are bad.
 
     Args:
         nodes: of the job, the first one first.
-        processes: that each should have.
-        reports: of those that said something.
-        clocks: by node, seconds that its clock is ahead of the first one's, and by how much that may be wrong.
-        limits: what a node must have.
+        processes: expected number per node.
+        reports: of the processes that reported.
+        clocks: by node, offset in seconds from the first node's clock (positive: ahead), and its error bound.
+        limits: requirements for a node.
     """
     by_node: dict[str, list[Report]] = {node: [] for node in nodes}
     for report in sorted(reports, key=lambda one: one.rank):
@@ -65,7 +65,7 @@ def judge_nodes(
         (one.gpus_asked or min(one.gpus_seen, one.processes) for all_ in speaking.values() for one in all_), default=0
     )
     usual = _usual_versions(speaking)
-    failed: dict[str, dict[str, str]] = {}  # check -> node -> what is wrong
+    failed: dict[str, dict[str, str]] = {}  # check -> node -> problem
     for node, there in speaking.items():
         for check, problem in _problems(there, clocks.get(node), gpus, usual, limits):
             failed.setdefault(check, {}).setdefault(node, problem)
@@ -81,7 +81,7 @@ def judge_nodes(
 
 
 def _silent(by_node: Mapping[str, Sequence[Report]], processes: int, limits: Limits) -> dict[str, str]:
-    """Nodes with processes that said nothing."""
+    """Return the nodes blamed for processes without a report."""
     silent = {node: processes - len(there) for node, there in by_node.items() if len(there) < processes}
     first = next(iter(by_node))
     if first not in silent and len(silent) == len(by_node) - 1 > 1 and set(silent.values()) == {processes}:
@@ -97,7 +97,7 @@ def _problems(
     usual: Mapping[str, str],
     limits: Limits,
 ) -> Iterator[tuple[str, str]]:
-    """Checks that a node fails, each with what is wrong."""
+    """Yield the checks that a node fails, each with the problem."""
     yield from _of_gpus(reports, gpus, limits)
     if reports[0].memory < limits.min_memory:
         yield "memory", f"{amount(reports[0].memory)} of memory free, less than {amount(limits.min_memory)}"
@@ -135,7 +135,7 @@ def _of_spaces(report: Report, limits: Limits) -> Iterator[tuple[str, str]]:
 
 
 def _usual_versions(speaking: Mapping[str, Sequence[Report]]) -> dict[str, str]:
-    """Each version that most processes have; of two that are as frequent the first node's."""
+    """Return the most common version of each component; ties go to the process with the lowest rank."""
     reports = [one for there in speaking.values() for one in there]
     names = {name for one in reports for name in one.versions}
     counts = {name: Counter(one.versions.get(name, "none") for one in reports) for name in names}
@@ -143,7 +143,7 @@ def _usual_versions(speaking: Mapping[str, Sequence[Report]]) -> dict[str, str]:
 
 
 def amount(size: float) -> str:
-    """Bytes in a unit that is read easily."""
+    """Format a number of bytes with a decimal unit."""
     for unit, bytes_ in (("TB", 1e12), ("GB", 1e9)):
         if size >= bytes_:
             return f"{size / bytes_:.3g} {unit}"
@@ -155,8 +155,8 @@ class Links:
     """Pairs of nodes, each with its slowest link.
 
     Args:
-        links: of all pairs and local ranks.
-        limits: what counts as slow.
+        slowest: by pair, the slowest link over all local ranks.
+        limits: that define a slow link.
     """
 
     slowest: dict[Pair, Link]
@@ -164,7 +164,7 @@ class Links:
 
     @staticmethod
     def of(links: Iterable[Link], limits: Limits) -> Links:
-        """Keep the slowest link of each pair; a failed one is slower than any."""
+        """Keep the slowest link of each pair; a failed link counts as slowest."""
         slowest: dict[Pair, Link] = {}
         for link in links:
             before = slowest.get(link.pair)
@@ -173,7 +173,7 @@ class Links:
         return Links(slowest, limits)
 
     def problem(self, pair: Pair) -> str:
-        """What is wrong with a pair; empty if nothing."""
+        """Return the problem of a pair; empty: there is none."""
         link = self.slowest[pair]
         if link.error:
             return f"no all-reduce ({link.error})"
@@ -184,15 +184,15 @@ class Links:
         return ""
 
     def failed(self, pair: Pair) -> bool:
-        """Whether it does not talk at all."""
+        """Return True if the all-reduce of a pair failed."""
         return bool(self.slowest[pair].error)
 
     def suspects(self) -> list[Pair]:
-        """Pairs with which something is wrong."""
+        """Return the pairs with a problem."""
         return [pair for pair in self.slowest if self.problem(pair)]
 
     def good_nodes(self) -> list[str]:
-        """Nodes of at least one pair that is as it should be."""
+        """Return the nodes with at least one pair without a problem."""
         good = [pair for pair in self.slowest if not self.problem(pair)]
         return list(dict.fromkeys(node for pair in good for node in pair))
 
@@ -202,9 +202,10 @@ def _speed(link: Link) -> float:
 
 
 def second_tries(first: Links) -> list[Pair]:
-    """Pairs to be tried after the ring: each suspect pair again, each node without a good pair with one that has some.
+    """Return the pairs to measure after the ring; empty if nothing is wrong.
 
-    That is a node to which it was no neighbour, if there is one. Empty where nothing is wrong.
+    These are the suspect pairs again. In addition, each node without a good pair is paired with a good node that shares
+    no suspect pair with it, if there is one.
     """
     suspects, good = first.suspects(), first.good_nodes()
     lonely = [node for node in dict.fromkeys(node for pair in suspects for node in pair) if node not in good]
@@ -217,16 +218,16 @@ def second_tries(first: Links) -> list[Pair]:
 
 
 def judge_links(first: Links, again: Links) -> Verdict:
-    """Judge nodes by their pairs.
+    """Judge nodes by the measurements of their pairs.
 
-    A node is bad that has no good pair in the ring, nor with a node that has one when it is tried again. Of two nodes
-    that both talk to others, and still not to each other, the second one goes: without one of them the job can run.
-    Where no pair is good, as with two nodes, none can be blamed: the job begins anew for a pair that fails; one that is
-    slow is warned of.
+    A node is bad if it has no good pair, neither in the ring nor in the second measurement with a good node. If two
+    nodes have good pairs with others but not with each other, the second one is excluded, as the job can run without
+    it. If no pair is good, as with only two nodes, no node can be blamed. Then the job starts again for a failed pair,
+    and a slow pair causes a warning.
 
     Args:
         first: pairs of the ring.
-        again: those of `second_tries`, beside the good pairs of the ring, with which they are compared.
+        again: pairs of `second_tries`, and the good pairs of the ring for comparison.
     """
     verdict = Verdict()
     good = {*first.good_nodes(), *again.good_nodes()}

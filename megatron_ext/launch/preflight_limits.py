@@ -1,4 +1,4 @@
-"""What a node must have to be trained on: options of `selectron preflight`, and of `selectron launch` for its job."""
+"""Requirements for a node, as options of `selectron preflight` and, for its job, of `selectron launch`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]?B?)", re.IGNORE
 
 
 def size(text: str) -> float:
-    """Bytes of `10GB`, `500 MB`, `1TB`, or of a bare number.
+    """Parse a number of bytes such as `10GB`, `500 MB`, `1TB` or a bare number.
 
     Raises:
-        ValueError: it is no size.
+        ValueError: the text is not a size.
     """
     match = _SIZE.fullmatch(text)
     if match is None:
@@ -52,14 +52,14 @@ def _seconds(text: str) -> float:
 
 
 def _limit(default: str, read: Any, unit: str, text: str) -> Any:
-    """A field with its option: the default as a user would write it."""
+    """Declare a limit with its option; `default` is in the user's notation."""
     metadata = {"default": default, "read": read, "unit": unit, "help": f"{text} ({default})"}
     return field(default=read(default), metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits; each is an option of the same name. Bytes, seconds, GB/s and fractions."""
+    """Requirements for a node, each an option of the same name. Units are bytes, seconds, GB/s and fractions."""
 
     min_disk: float = _limit("1GB", size, "SIZE", "space for the run's folder")
     min_tmp: float = _limit("250MB", size, "SIZE", "space for temporary files (TMPDIR)")
@@ -74,7 +74,7 @@ class Limits:
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
-    """An option for each limit, as text: `limits_of` reads them."""
+    """Add an option for each limit. Values stay text until `limits_of` parses them."""
     group = parser.add_argument_group("what a node must have before it trains")
     for one in fields(Limits):
         option = "--" + one.name.replace("_", "-")
@@ -82,10 +82,10 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def limits_of(args: argparse.Namespace) -> Limits:
-    """Read the options.
+    """Parse the limits from the options.
 
     Raises:
-        UserError: one is not what it must be.
+        UserError: an option is invalid.
     """
     values = {}
     for one in fields(Limits):
@@ -101,7 +101,7 @@ def limits_of(args: argparse.Namespace) -> Limits:
 
 
 def words(args: argparse.Namespace) -> list[str]:
-    """The options as the job's script gives them to `selectron preflight`, all of them, so that it can be edited."""
+    """Return all limits as arguments of `selectron preflight` for the job's script, where users can edit them."""
     limits_of(args)
     return [
         word

@@ -1,4 +1,4 @@
-"""How fast two nodes talk: an all-reduce between one process of each, in a group of their own."""
+"""Bandwidth and latency between two nodes, by an all-reduce between one process of each in a separate group."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _THREAD = "pair"
 
 
 def longest(seconds: float) -> float:
-    """Seconds after which a pair is given up, its time limit plus some for libraries that heed it late."""
+    """Return the seconds after which a pair is given up: its limit, plus a margin as libraries time out late."""
     return seconds + min(seconds, 10.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What an all-reduce between two processes showed.
+    """Result of the all-reduces between two processes.
 
     Attributes:
         pair: their nodes.
-        local_rank: of both.
-        bandwidth: bus bandwidth in GB/s, of the best of five. For n ranks it is 2 (n - 1) / n times the bytes of the
-            tensor over the seconds, what each must send and receive; for two the bytes over the seconds.
-        latency: seconds of an all-reduce of 4 bytes, the median of 20.
-        error: why there is neither; empty if there is.
+        local_rank: of both processes.
+        bandwidth: bus bandwidth in GB/s, best of five. For n ranks it is 2 (n - 1) / n times the tensor's bytes divided
+            by the seconds. For two ranks it is the bytes divided by the seconds.
+        latency: seconds of an all-reduce of 4 bytes, median of 20.
+        error: why the measurement failed; empty: it succeeded.
     """
 
     pair: Pair
@@ -48,7 +48,7 @@ class Link:
 
 
 def rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """Share pairs out over rounds, so that no node is twice in one: all of a round talk at once."""
+    """Distribute pairs over rounds that run in parallel, so that each node occurs at most once per round."""
     shared: list[list[Pair]] = []
     for pair in pairs:
         free = (one for one in shared if not any(set(pair) & set(other) for other in one))
@@ -61,7 +61,7 @@ def rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
 
 
 def ring(nodes: Sequence[str]) -> list[Pair]:
-    """Each node with the next, and the last with the first; in the order in which `rounds` makes the fewest rounds."""
+    """Pair each node with the next and the last with the first, ordered so that `rounds` needs the fewest rounds."""
     if len(nodes) < 3:
         return [(nodes[0], nodes[1])] if len(nodes) == 2 else []
     around = [(one, nodes[(i + 1) % len(nodes)]) for i, one in enumerate(nodes)]
@@ -69,15 +69,15 @@ def ring(nodes: Sequence[str]) -> list[Pair]:
 
 
 def measure(pair: Pair, local_rank: int, end: int, store: Store, device: torch.device, seconds: float) -> Link:
-    """Talk to the process of the same local rank on the other node; a group that fails takes no other with it.
+    """Measure the link to the process of the same local rank on the other node, in a group of their own.
 
     Args:
-        pair: this node and the other one, in the pair's order.
+        pair: names of the two nodes.
         local_rank: of both processes.
-        end: 0 or 1, this node's place in the pair.
-        store: of this pair alone.
+        end: 0 or 1, this node's index in the pair.
+        store: for this pair only.
         device: of the tensors: NCCL on a GPU, gloo on the CPU.
-        seconds: limit for all of it.
+        seconds: time limit for the measurement.
     """
     found: list[Link] = []
 
@@ -85,10 +85,10 @@ def measure(pair: Pair, local_rank: int, end: int, store: Store, device: torch.d
         try:
             bandwidth, latency = _all_reduces(store, end, device, seconds)
             found.append(Link(pair=pair, local_rank=local_rank, bandwidth=bandwidth, latency=latency))
-        except RuntimeError as error:  # gloo's, NCCL's and the store's are of this kind
+        except RuntimeError as error:  # base class of the errors of gloo, NCCL and the store
             found.append(Link(pair=pair, local_rank=local_rank, error=_first_line(error)))
 
-    # A call into NCCL may never come back; the thread then ends with the process.
+    # A call into NCCL may never return. The daemon thread then ends with the process.
     thread = threading.Thread(target=work, daemon=True, name=_THREAD)
     thread.start()
     thread.join(longest(seconds))
@@ -97,7 +97,7 @@ def measure(pair: Pair, local_rank: int, end: int, store: Store, device: torch.d
 
 
 def hanging() -> bool:
-    """Whether a call of a pair has not come back."""
+    """Return True if a measurement has not returned."""
     return any(thread.name == _THREAD for thread in threading.enumerate())
 
 
@@ -107,7 +107,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _all_reduces(store: Store, end: int, device: torch.device, seconds: float) -> tuple[float, float]:
-    """Bandwidth in GB/s and latency in seconds."""
+    """Return the bandwidth in GB/s and the latency in seconds."""
     import torch
 
     group = _group(store, end, device, timedelta(seconds=seconds))
@@ -122,10 +122,10 @@ def _all_reduces(store: Store, end: int, device: torch.device, seconds: float) -
         return time.perf_counter() - start
 
     call(small)
-    call(large)  # connections are made at the first one
+    call(large)  # warm-up: the first calls open the connections
     latencies = sorted(call(small) for _ in range(_SMALL_REPEATS))
     best = min(call(large) for _ in range(_REPEATS))
-    # Ones, added up over two ranks as often as they were reduced.
+    # Each all-reduce over two ranks doubles the ones, including the warm-up.
     if int(large[0]) != 2 ** (_REPEATS + 1) or int(large.min()) != int(large.max()):
         raise RuntimeError("the sums of an all-reduce are wrong")
     group.shutdown()
@@ -137,7 +137,7 @@ def _group(store: Store, end: int, device: torch.device, limit: timedelta) -> An
 
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, end, 2, limit)
-    # Else its watchdog would end this process with the pair, and a wait would only queue the work.
+    # Otherwise NCCL's watchdog would end this process with the pair, and a wait would only enqueue the work.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     options = dist.ProcessGroupNCCL.Options()
@@ -153,18 +153,18 @@ def _synchronize(device: torch.device) -> None:
 
 
 def offset(ask: Callable[[], float], times: int = 5, clock: Callable[[], float] = time.time) -> tuple[float, float]:
-    """By how much another clock is ahead of this one, as NTP reckons.
+    """Return the offset of another clock from this one, estimated as NTP does.
 
-    The other is read between two readings of this one; its offset is its time minus the middle of theirs, off by at
-    most half their distance. The closest of some readings is taken.
+    The other clock is read between two readings of this one. The offset is its time minus the midpoint of the two
+    readings. Its error is at most half their distance. The reading with the smallest error is used.
 
     Args:
-        ask: the other clock's time.
-        times: readings.
-        clock: this one.
+        ask: returns the other clock's time.
+        times: number of readings.
+        clock: returns this clock's time.
 
     Returns:
-        Seconds it is ahead, and seconds by which that may be wrong.
+        Offset in seconds (positive: the other clock is ahead) and its error bound in seconds.
     """
     readings = []
     for _ in range(times):

@@ -1,4 +1,4 @@
-"""`selectron status --ranks`: how far each rank of a run is, and which of them keep the others waiting."""
+"""Implementation of `selectron status --ranks`: progress of each rank, and the ranks that others wait for."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ COLUMNS = ("rank", "host", "process", "step", "passes", "got further", "last sig
 
 
 def ranks_table(folder: Path) -> list[str]:
-    """A line for each rank of a run, and what is wrong with some.
+    """Return a line for each rank of a run, followed by problems.
 
     Raises:
-        UserError: none has written how far it is.
+        UserError: no rank has written a heartbeat.
     """
     damaged: list[str] = []
     found, now = signs(folder, damaged), time.time()

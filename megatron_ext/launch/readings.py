@@ -1,4 +1,4 @@
-"""Read the files of a run where one that is damaged must not hide the others."""
+"""Reading of a run's files such that a damaged file does not hide the others."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron_ext.files import os_reason
 T = TypeVar("T")
 
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-"""What Python raises of a file that is not there, no file, or not what it must be."""
+"""Exceptions raised on reading a file that does not exist, is not a regular file or has invalid content."""
 
 
 class Readings:
-    """Reads files; notes a problem instead of raising it.
+    """Read files, and collect problems instead of raising exceptions.
 
     Attributes:
         problems: a line for each, which begins with the file.
@@ -26,12 +26,12 @@ class Readings:
         self.problems: list[str] = []
 
     def get(self, path: Path, read: Callable[[], T], default: T) -> T:
-        """What a function reads from a file, or a default if it cannot.
+        """Return the result of a function that reads a file, or a default if it fails.
 
         Args:
             path: for the message.
             read: the function.
-            default: takes the place of what is damaged.
+            default: returned if the file is damaged.
         """
         try:
             return read()
@@ -43,7 +43,7 @@ class Readings:
 
 
 def problem_of(error: BaseException) -> str:
-    """Why a file could not be read, in a few words."""
+    """Describe in a few words why a file could not be read."""
     if isinstance(error, OSError):
         return f"cannot be read ({os_reason(error)})"
     if isinstance(error, UnicodeDecodeError):

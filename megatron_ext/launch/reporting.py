@@ -1,8 +1,8 @@
-"""One line for the user's mistake, however many ranks find it.
+"""Printing of a user error once, however many ranks find it.
 
-Every rank that meets the mistake tries to create the same file; the one that succeeds speaks for all. Started by
-`launch.local` the file is named in the environment and the parent prints its text. Under torchrun or Slurm, where no
-parent of ours listens, the creator prints.
+Every rank that finds the error tries to create the same file. The one that succeeds reports it. Under `launch.local`
+the environment gives the file, and the parent prints its text. Under torchrun or Slurm there is no such parent, and the
+creator prints the error.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megatron_ext.files import os_reason
 from megatron_ext.scratch import own_folder
 
 ERROR_FILE = "SELECTRON_ERROR_FILE"
-"""Environment variable: the file in which a rank leaves the user's error for the launcher."""
+"""Environment variable: file in which a rank leaves the user error for the launcher."""
 
 STOPPED_FILE = "SELECTRON_STOPPED_FILE"
-"""Environment variable: the file by which the first rank tells a batch script that its run was stopped."""
+"""Environment variable: file by which the first rank tells a batch script that the run was stopped."""
 
 
 _FORGOTTEN_SECONDS = 86400
-"""After which nobody looks for the error of a job any more."""
+"""Age in seconds after which a job's error file is removed."""
 
 
 def report_user_error(message: str) -> None:
-    """Bring the message of a user's error before the user, once for all ranks of this machine.
+    """Report a user error once for all ranks of this machine.
 
     Args:
         message: one line.
@@ -41,16 +41,16 @@ def report_user_error(message: str) -> None:
     try:
         speaks = alone or claim(Path(given) if given else _shared_file(), message)
     except OSError:
-        given, speaks = None, True  # better said twice than not at all
+        given, speaks = None, True  # printing it twice is better than not at all
     if speaks and not given:
         print_user_error(message)
 
 
 def stopped_code() -> int:
-    """Exit code of a rank whose run was asked to stop.
+    """Return the exit code of a rank whose run was asked to stop.
 
-    srun ends all tasks at the first code that is not 0, in the midst of what they still close. So a batch script names
-    a file in the environment instead, which the first rank leaves, and the ranks end well.
+    srun kills all tasks at the first non-zero code, while they are still shutting down. Therefore a batch script gives
+    a file in the environment. The first rank creates the file, and all ranks return 0.
     """
     given = os.environ.get(STOPPED_FILE)
     if not given:
@@ -58,13 +58,13 @@ def stopped_code() -> int:
     if int(os.environ.get("RANK", "0")) == 0:
         try:
             Path(given).touch()
-        except OSError:  # then better ended early than taken for finished
+        except OSError:  # killed early is better than being taken for finished
             return EXIT_STOPPED
     return 0
 
 
 def disk_refusal(error: Exception) -> UserError | None:
-    """What is said of a disk that is full or may not be written; None: it is another error."""
+    """Return the user error for a disk that is full or read-only; None: it is another error."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         return None
     problem = f"cannot be written ({os_reason(error)})"
@@ -72,12 +72,12 @@ def disk_refusal(error: Exception) -> UserError | None:
 
 
 def has_peers() -> bool:
-    """Tell whether this process is one rank of several."""
+    """Return True if this process is one rank of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def reported_by_another() -> bool:
-    """Tell whether a rank has already reported a user's error: a crash of this one is then its consequence."""
+    """Return True if a rank has already reported a user error; a crash of this rank is then its consequence."""
     if not has_peers():
         return False
     given = os.environ.get(ERROR_FILE)
@@ -88,7 +88,7 @@ def reported_by_another() -> bool:
 
 
 def print_user_error(message: str) -> None:
-    """Print a user's error on standard error, on one line."""
+    """Print a user error to standard error, on one line."""
     print(f"selectron: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
@@ -100,7 +100,7 @@ def claim(path: Path, message: str) -> bool:
         message: its text.
 
     Returns:
-        True: it was created here; False: another process was first.
+        True: it was created here. False: another process was first.
 
     Raises:
         OSError: the folder cannot be written.
@@ -114,11 +114,11 @@ def claim(path: Path, message: str) -> bool:
 
 
 def _shared_file() -> Path:
-    """Name a file that the ranks of this job on this machine share, and no earlier or later job does."""
+    """Return a file name shared by the ranks of this job on this machine, but by no other job."""
     parent = os.getppid()
     variables = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_STEP_ID")
-    # The ranks of a machine are children of one torchrun (or Slurm step); its start time guards against a pid used
-    # again, since nobody can know when the last rank has looked and so nobody removes the file.
+    # The ranks of a machine are children of one torchrun (or Slurm step). Its start time distinguishes reused pids: the
+    # # file cannot be removed at the end, as nobody knows when the last rank has read it.
     key = [*(os.environ.get(name, "") for name in variables), str(os.getuid()), str(parent), _start_time(parent)]
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:20]
     folder = own_folder()
@@ -131,7 +131,7 @@ def _shared_file() -> Path:
 
 def _start_time(pid: int) -> str:
     try:
-        # Field 22 of the line; the second one is the command in brackets and may hold spaces.
+        # Field 22. The second field is the command in parentheses and may contain spaces.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""

@@ -1,4 +1,4 @@
-"""What a job asks Slurm for, and whether the cluster has it: looked at before anything is submitted."""
+"""Resources that a job requests from Slurm, and checks against the cluster before submission."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+)
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What is asked for.
+    """Requested resources.
 
     Attributes:
         nodes: number of nodes.
-        gpus_per_node: GPUs of each, with a task for each; None: none.
-        processes_per_node: tasks on each node, where it has no GPUs.
-        cpus_per_task: processors of each task; None: as the cluster is set, most often one.
-        partition: None: Slurm's default one.
-        time: limit, as Slurm reads it (minutes, H:MM:SS, D-HH, ...); None: the partition's.
+        gpus_per_node: GPUs of each node, with one task per GPU; None: no GPUs.
+        processes_per_node: tasks on each node without GPUs.
+        cpus_per_task: processors of each task; None: the cluster's default, usually one.
+        partition: name; None: Slurm's default partition.
+        time: limit in Slurm's format (minutes, H:MM:SS, D-HH, ...); None: the partition's.
         job_name: as squeue shows it.
-        save_before: seconds before the limit at which the run writes a checkpoint and the job starts anew.
-        requeues: most times that it starts anew.
-        container: image for enroot with pyxis, or a .sif for Apptainer; None: none.
-        mounts: paths that the container sees beside the working folder.
-        more: further options of sbatch, `--account=x`.
-        preflight: options with which `selectron preflight` looks at the nodes before training; empty: it does not.
+        save_before: seconds before the limit at which the run saves a checkpoint and the job starts again.
+        requeues: maximum number of restarts.
+        container: image for enroot with pyxis, or a .sif file for Apptainer; None: no container.
+        mounts: paths visible in the container in addition to the working folder.
+        more: further sbatch options, e.g. `--account=x`.
+        preflight: options of `selectron preflight` before training; empty: no pre-flight.
     """
 
     nodes: int
@@ -56,10 +56,10 @@ class Resources:
         return self.gpus_per_node or self.processes_per_node or 1
 
     def check(self) -> None:
-        """Refuse what no cluster takes.
+        """Check the options that are independent of the cluster.
 
         Raises:
-            UserError: an option is not what it must be.
+            UserError: an option is invalid.
         """
         for option, value in (
             ("--nodes", self.nodes),
@@ -87,10 +87,10 @@ class Resources:
             )
 
     def check_mounts(self) -> None:
-        """Refuse to mount what this machine has not.
+        """Check that the paths to mount exist on this machine.
 
         Raises:
-            UserError: there is no such path.
+            UserError: a path does not exist.
         """
         for mount in self.mounts:
             path = mount.split(":")[0]
@@ -99,18 +99,18 @@ class Resources:
                 raise UserError("--container-mounts", f"there is no {path or 'path before a comma'}", mend)
 
     def mounts_in(self, runs: Path) -> list[str]:
-        """Paths that a container sees, `PATH` or `PATH:PATH_IN_CONTAINER`.
+        """Return the mounts of the container, `PATH` or `PATH:PATH_IN_CONTAINER`.
 
         Args:
-            runs: folder of the run folders, which checkpoints and records go to and a sweep's code is in.
+            runs: folder of the run folders, which contains checkpoints, records and a sweep's code.
         """
         return list(dict.fromkeys([str(Path.cwd()), str(runs), *self.mounts]))
 
     def here(self, path: str, runs: Path) -> Path | None:
-        """A path as processes call it, as this machine calls it; None: no mount leads out of their container there.
+        """Translate a path in the container to this machine; None: it is below no mount.
 
         Args:
-            path: relative to the working folder, which they start in, or absolute.
+            path: absolute, or relative to the working folder.
             runs: folder of the run folders.
         """
         whole = Path(os.path.abspath(path))
@@ -124,10 +124,10 @@ class Resources:
         return source / whole.relative_to(target)
 
     def time_seconds(self) -> float:
-        """The time limit in seconds.
+        """Return the time limit in seconds.
 
         Raises:
-            UserError: it is not of Slurm's form.
+            UserError: it is not in Slurm's format.
         """
         assert self.time is not None
         try:
@@ -137,14 +137,14 @@ class Resources:
             raise UserError("--time", f"{self.time!r} is no time that Slurm reads", mend) from None
 
     def check_cluster(self, partitions: Mapping[str, Partition]) -> None:
-        """Refuse what this cluster has not.
+        """Check the request against the partitions of this cluster.
 
         Raises:
-            UserError: there is no such partition, or it has less than is asked for.
+            UserError: the partition does not exist or is too small.
         """
         chosen = self._partition(partitions)
         there = f"partition {chosen.name} has"
-        if chosen.nodes:  # of nodes that sleep in a cloud Slurm may show none: sbatch itself is asked about them
+        if chosen.nodes:  # 0 for powered-down cloud nodes, which only sbatch can check
             self._check_nodes(chosen, there)
         limit = chosen.time_limit
         if self.time is not None and limit != UNLIMITED and self.time_seconds() > seconds(limit):
@@ -180,7 +180,7 @@ class Resources:
         return partitions[self.partition]
 
     def sbatch_options(self) -> list[str]:
-        """Options of sbatch."""
+        """Return the sbatch options of the request."""
         asked = {
             "--partition": self.partition,
             "--time": self.time,
@@ -193,10 +193,10 @@ class Resources:
 
 
 def seconds(time: str) -> float:
-    """Seconds of a time as Slurm reads it: minutes, M:SS, H:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS.
+    """Convert a time in Slurm's format to seconds: minutes, M:SS, H:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the format is invalid.
     """
     match = _TIME.fullmatch(time)
     if match is None:
@@ -211,5 +211,5 @@ def seconds(time: str) -> float:
 
 
 def looks_like_path(image: str) -> bool:
-    """Whether a container's image is a file, and not a name in a registry."""
+    """Return True if a container image is a file rather than a name in a registry."""
     return image.startswith(("/", "./", "../")) or image.endswith((".sif", ".sqsh"))

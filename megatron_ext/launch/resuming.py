@@ -1,4 +1,4 @@
-"""The option `--resume` of commands: go on from a checkpoint, or `--resume=auto` where there is one."""
+"""Option `--resume` of commands (continue from a checkpoint), and `--resume=auto` (continue if there is one)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ AUTO = "auto"
 _RESUME_AUTO = "--resume=auto"
 
 _OPTION = "--resume-auto"
-"""What the parser calls `--resume=auto`: an option of argparse's with a value that may be left out would take the
-argument after it, `--resume training.steps=9`, for its value."""
+"""Internal spelling of `--resume=auto`. An argparse option with an optional value would consume the following argument,
+as in `--resume training.steps=9`.
+"""
 
 
 def add_resume(parser: argparse.ArgumentParser | argparse._ArgumentGroup, what: str) -> None:
-    """Add `--resume` and `--resume=auto`: `resume` is False, True or "auto".
+    """Add `--resume` and `--resume=auto`, which set `resume` to False, True or "auto".
 
     Args:
-        parser: or a group of its arguments; its words are to go through `with_resume`.
-        what: is done where there is something to resume.
+        parser: a parser or argument group. Its arguments must first pass through `with_resume`.
+        what: help text: what is done if there is something to resume.
     """
     what = f"{what}; {_RESUME_AUTO}: or begin where there is none"
     parser.add_argument("--resume", action="store_const", const=True, default=False, help=what)
@@ -26,5 +27,5 @@ def add_resume(parser: argparse.ArgumentParser | argparse._ArgumentGroup, what: 
 
 
 def with_resume(words: Sequence[str]) -> list[str]:
-    """Words of a command line as `add_resume` reads them."""
+    """Replace `--resume=auto` in arguments by its internal spelling."""
     return [_OPTION if word == _RESUME_AUTO else word for word in words]

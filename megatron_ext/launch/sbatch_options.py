@@ -1,7 +1,7 @@
-"""Options of sbatch that a job of Selectron sets itself, or that would break it: refused with what to use instead.
+"""Checks of user-supplied sbatch options: those that a job sets itself or that would break it are rejected with advice.
 
-Users' options come from `--sbatch` and from variables `SBATCH_*`, which for sbatch count more than what stands in the
-script. Only options are listed that are known to break a job; all others are handed on.
+User options come from `--sbatch` and from `SBATCH_*` variables, which take precedence over the script's directives.
+Only options known to break a job are listed. All others are passed to sbatch.
 """
 
 from __future__ import annotations
@@ -99,24 +99,24 @@ VARIABLES: Mapping[str, str] = {
     "SBATCH_WAIT": "wait",
     "SLURM_CLUSTERS": "clusters",
 }
-"""Variables that stand for options that are refused, whatever else is given."""
+"""Variables that correspond to rejected options. They are always rejected."""
 
 OVERRIDING: Mapping[str, str] = {
     "SBATCH_CPUS_PER_TASK": "--cpus-per-task",
     "SBATCH_PARTITION": "--partition",
     "SBATCH_TIMELIMIT": "--time",
 }
-"""Variables that are a site's or a user's defaults, refused only beside the option of ours that they would override."""
+"""Variables with defaults of a site or user; rejected only together with the `selectron` option they override."""
 
 
 def check_options(options: Iterable[str]) -> None:
-    """Refuse options of `--sbatch` that would break a job.
+    """Reject `--sbatch` options that would break a job.
 
     Args:
-        options: each a word of the user's; it may hold several options of sbatch, separated by blanks.
+        options: one argument each, which may contain several sbatch options separated by spaces.
 
     Raises:
-        UserError: one would, or is no option.
+        UserError: an option would break the job, or is not an option.
     """
     for given in options:
         try:
@@ -134,14 +134,14 @@ def check_options(options: Iterable[str]) -> None:
 
 
 def check_variables(environment: Mapping[str, str], given: Iterable[str]) -> None:
-    """Refuse variables that sbatch would read as options that break a job.
+    """Reject variables that sbatch would interpret as options that break a job.
 
     Args:
         environment: of the call.
-        given: options of ours that the user gave, `--time` for example.
+        given: `selectron` options that the user gave, e.g. `--time`.
 
     Raises:
-        UserError: there is one.
+        UserError: such a variable is set.
     """
     for variable, name in VARIABLES.items():
         if variable in environment:
@@ -154,17 +154,17 @@ def check_variables(environment: Mapping[str, str], given: Iterable[str]) -> Non
 
 
 def _names(word: str) -> Iterator[str]:
-    """Long names of the options in a word; sbatch takes abbreviations, so one of a refused option counts as that."""
+    """Yield the long names of the options in a word, with abbreviations of rejected options expanded as sbatch does."""
     if word.startswith("--"):
         name = word[2:].partition("=")[0]
         yield name if name in REFUSED else next((full for full in REFUSED if name and full.startswith(name)), name)
         return
     for letter in word[1:]:
         yield _SHORT.get(letter, letter)
-        if letter not in _SHORT_WITHOUT_VALUE:  # the rest is its value
+        if letter not in _SHORT_WITHOUT_VALUE:  # the rest of the word is its value
             return
 
 
 def _value(words: list[str], option: str) -> str:
-    """The value of an option that is separated from it by a blank; empty: it is not there."""
+    """Return the value of an option that is a separate word; empty: there is none."""
     return words[words.index(option) + 1] if option in words[:-1] else ""

@@ -1,4 +1,4 @@
-"""What Slurm says of its partitions and jobs, and what it is asked to do."""
+"""Interface to Slurm's commands: partitions, job states, submission and cancellation."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ UNLIMITED = "infinite"
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition, of nodes that may differ.
+    """Slurm partition, whose nodes may differ.
 
     Attributes:
         name: of the partition.
-        nodes: their number.
-        gpus_per_node: of the node with the most.
+        nodes: number of nodes.
+        gpus_per_node: of the node with the most GPUs.
         tasks_per_node: processors of the node with the most.
         time_limit: as Slurm writes it, or `infinite`.
-        is_default: whether it is taken where none is named.
+        is_default: it is used if no partition is named.
     """
 
     name: str
@@ -39,10 +39,10 @@ class Partition:
 
 
 def check_installed() -> None:
-    """Refuse a machine from which no job can be submitted.
+    """Check that jobs can be submitted from this machine.
 
     Raises:
-        UserError: sbatch is not there.
+        UserError: sbatch is not installed.
     """
     if shutil.which("sbatch") is None:
         problem = "there is no sbatch on this machine"
@@ -52,10 +52,10 @@ def check_installed() -> None:
 
 
 def partitions() -> dict[str, Partition]:
-    """All partitions that this user sees, by name.
+    """Return all partitions visible to this user, by name.
 
     Raises:
-        UserError: Slurm does not answer.
+        UserError: Slurm does not respond.
     """
     found: dict[str, Partition] = {}
     for line in ask("sinfo", "--noheader", "--format=%P|%D|%G|%c|%l").splitlines():
@@ -73,19 +73,19 @@ def partitions() -> dict[str, Partition]:
 
 
 def _gpus(resources: str) -> int:
-    """GPUs of a node in Slurm's words: `gpu:8`, `gpu:h200:8(S:0-1)`, `gpu:a:4,gpu:b:4`, `(null)`."""
+    """Count the GPUs of a node in sinfo's format: `gpu:8`, `gpu:h200:8(S:0-1)`, `gpu:a:4,gpu:b:4`, `(null)`."""
     return sum(int(count) for count in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", resources))
 
 
 @dataclass(frozen=True)
 class JobState:
-    """What Slurm knows of a job.
+    """State of a job in Slurm.
 
     Attributes:
         state: PENDING, RUNNING, COMPLETED, ...
-        reason: why it waits; empty where it does not.
+        reason: why it is pending; empty if there is no reason.
         nodes: where it runs.
-        script: path of its batch script, or what Slurm says in its place; None: not known.
+        script: path of its batch script, or what Slurm shows instead; None: unknown.
     """
 
     state: str
@@ -95,15 +95,15 @@ class JobState:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs or will."""
+        """True if the job waits or runs."""
         return self.state in {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED"}
 
 
 def job_state(job: str) -> JobState | None:
-    """The state of a job; None where Slurm has forgotten it, some minutes after its end.
+    """Return the state of a job; None: Slurm has forgotten it, some minutes after its end.
 
     Raises:
-        UserError: Slurm does not answer.
+        UserError: Slurm does not respond.
     """
     command = ("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r|%N|%o")
     done = _called(command)
@@ -118,10 +118,10 @@ def job_state(job: str) -> JobState | None:
 
 
 def directives(options: Sequence[str]) -> list[str]:
-    """Options of sbatch as lines of a batch script, which Slurm cuts into words nearly as a shell does.
+    """Return sbatch options as lines of a batch script, quoted for Slurm's shell-like parser.
 
     Raises:
-        UserError: an option holds control characters: a newline would end the line, and what follows would be run.
+        UserError: an option contains control characters. A newline would end the line, and the rest would be executed.
     """
     for option in options:
         check_text("--sbatch", option)
@@ -129,15 +129,15 @@ def directives(options: Sequence[str]) -> list[str]:
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Ask Slurm whether it could ever run a job of these options, of which nothing is written or submitted yet.
+    """Check with `sbatch --test-only` that a job with these options could ever run. Nothing is submitted.
 
-    `sinfo` sums up a partition whose nodes differ: which of them together have what is asked for, Slurm alone knows.
+    Only Slurm can decide this for a partition with different nodes, which `sinfo` summarizes.
 
     Args:
-        options: as they stand in a batch script.
+        options: as in a batch script.
 
     Raises:
-        UserError: Slurm refuses them; its own words say why.
+        UserError: Slurm rejects the options; the message contains its error.
     """
     with scratch_folder("options") as folder:
         script = folder / "options.sbatch"
@@ -146,38 +146,38 @@ def check_options(options: Sequence[str]) -> None:
 
 
 def submit(script: Path) -> str:
-    """Submit a batch script, and return the job's number.
+    """Submit a batch script and return the job number.
 
     Raises:
-        UserError: Slurm refuses it; its own words say why.
+        UserError: Slurm rejects it; the message contains its error.
     """
     return ask("sbatch", "--parsable", str(script)).strip().split(";")[0]
 
 
 def numbers_by_script() -> dict[str, str]:
-    """This user's jobs that wait or run, by the path of their script; of an array the whole's number.
+    """Return the numbers of this user's waiting and running jobs by script path; for an array, that of the whole array.
 
     Raises:
-        UserError: Slurm does not answer.
+        UserError: Slurm does not respond.
     """
     lines = (line.partition(" ") for line in ask("squeue", "--noheader", "--me", "--format=%F %o").splitlines())
     return {script: number for number, _, script in lines}
 
 
 def cancel(job: str) -> None:
-    """End a job.
+    """Cancel a job.
 
     Raises:
-        UserError: Slurm does not do so.
+        UserError: Slurm does not cancel it.
     """
     ask("scancel", job)
 
 
 def ask(*command: str) -> str:
-    """What a command of Slurm prints.
+    """Run a Slurm command and return its standard output.
 
     Raises:
-        UserError: it fails.
+        UserError: the command fails or is not installed.
     """
     done = _called(command)
     if done.returncode:

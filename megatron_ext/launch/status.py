@@ -1,4 +1,4 @@
-"""How launched runs stand: what Slurm says of their jobs, and what the runs say of themselves."""
+"""Status of launched runs, from Slurm's job states and the runs' own files."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from megatron_ext.reports import table
 
 METRICS = "metrics.jsonl"
 SWEEP = "sweep.json"
-"""In a folder of runs: names of those that there are to be."""
+"""File in a sweep's folder with the names of its runs."""
 COLUMNS = ("run", "job", "state", "starts", "step", "loss", "tokens/s", "last step", "last event")
 FINISHED, RUNNING, WAITING = "finished", "running", "waiting"
 STOPPED, FAILED, NOT_BEGUN = "stopped", "failed", "not begun"
 DAMAGED = "damaged"
 COPIED = "copied"
-"""State of a run whose newest job is that of another folder."""
+"""State of a run whose newest job belongs to another folder."""
 STANDINGS = (FINISHED, RUNNING, WAITING, STOPPED, FAILED, DAMAGED, NOT_BEGUN)
 _MOST_PROBLEMS = 3
 _TAIL_BYTES = 64 * 1024
@@ -42,24 +42,24 @@ _TAIL_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How a run stands.
+    """Status of a run.
 
     Attributes:
         run: its name.
         folder: its folder.
         standing: one of `STANDINGS`.
-        state: as Slurm says it, with the reason for waiting; else what happened last.
-        job: number of its newest job, `local`, or `by hand` where `selectron train` was called since; None: none.
-        log: what that job prints; None: it is not kept.
-        starts: of that job.
-        step: optimizer steps done.
-        steps: that it is to do; None where it is not begun.
-        loss: of the newest step, nats a token.
+        state: Slurm's state with the reason for waiting, else the last event.
+        job: number of its newest job, `local`, or `by hand` if `selectron train` was called since; None: none.
+        log: file with that job's output; None: there is none.
+        starts: number of starts of that job.
+        step: completed optimizer steps.
+        steps: planned optimizer steps; None: unknown.
+        loss: of the newest step, in nats per token.
         tokens_per_second: of the newest step.
-        seconds_ago: since the newest step.
-        event: what happened last to the job.
+        seconds_ago: age of the newest step.
+        event: last event of the job.
         event_time: UTC, ISO 8601.
-        problems: a line for each of its files that is damaged, or that is of another run, whose folder was copied.
+        problems: a line for each damaged file, and one if the folder is a copy of another run's.
     """
 
     run: str
@@ -80,15 +80,15 @@ class RunStatus:
 
 
 def events_of(job: Job) -> list[Event]:
-    """What happened to a job, in order."""
+    """Return the events of a job, in order."""
     return read_events(job.folder)
 
 
 def run_folders(given: Sequence[Path]) -> Iterator[Path]:
-    """The runs among folders, or in them, that were launched or have begun by hand.
+    """Yield the runs that are in `given` or in its folders, if they were launched or started by hand.
 
     Raises:
-        UserError: a folder is none, or holds none.
+        UserError: a folder does not exist or contains no run.
     """
     for folder in given:
         inside = [folder] if jobs_of(folder) or has_begun(folder) else _inside(folder)
@@ -113,15 +113,15 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a job of a run has finished it."""
+    """Return True if a job of the run has finished it."""
     return any(event.what == FINISHED for job in jobs_of(folder) for event in events_of(job)[-1:])
 
 
 def status_of(folder: Path) -> RunStatus:
-    """How a run stands. What cannot be read of it is among its problems.
+    """Return the status of a run. Files that cannot be read are listed in its problems.
 
     Raises:
-        UserError: Slurm does not answer.
+        UserError: Slurm does not respond.
     """
     readings = Readings()
     job = readings.get(folder, lambda: newest_job(folder), None)
@@ -139,13 +139,13 @@ def status_of(folder: Path) -> RunStatus:
         readings.problems.append(f"{problem}: this folder was copied or moved")
         state = None
     hand = manual_start(folder, events[-1].time if events else "")
-    if hand is not None and (state is None or not state.is_alive):  # a newer story than the job's
+    if hand is not None and (state is None or not state.is_alive):  # started after the job
         return _by_hand(folder, hand, readings)
     last = last_metrics(folder, readings)
     standing = _standing(job, number, events, state, readings)
     if is_damaged and standing != FINISHED and (state is None or not state.is_alive):
         standing = DAMAGED
-    if is_copy and standing == FAILED:  # where the copy's notes end, the original went on
+    if is_copy and standing == FAILED:  # the copied events end where the original continued
         standing = STOPPED
     config = job.folder / "config.yaml"
     return RunStatus(
@@ -168,7 +168,7 @@ def status_of(folder: Path) -> RunStatus:
 
 
 def _by_hand(folder: Path, hand: ManualStart, readings: Readings) -> RunStatus:
-    """How a run stands of which the newest start was made by hand."""
+    """Return the status of a run whose newest start was by `selectron train`."""
     last, config = last_metrics(folder, readings), folder / "config.yaml"
     steps = readings.get(config, lambda: _steps(config), None) if config.exists() else None
     step = last["step"] if last else 0
@@ -223,7 +223,7 @@ def _said(state: JobState | None, events: Sequence[Event]) -> str:
 
 
 def status_table(runs: Sequence[RunStatus]) -> list[str]:
-    """A line for each run, and for several how many stand how; a line more for each that failed."""
+    """Return a line per run, a summary if there are several, and a line per failure and problem."""
     lines = table(COLUMNS, [_row(run) for run in runs])
     if len(runs) > 1:
         lines += ["", _summary(runs)]
@@ -260,11 +260,11 @@ def _summary(runs: Sequence[RunStatus]) -> str:
 
 
 def last_metrics(folder: Path, readings: Readings | None = None) -> dict[str, Any] | None:
-    """The newest whole record of a run; None: there is none yet.
+    """Return the newest complete metrics record of a run; None: there is none.
 
     Args:
         folder: of the run.
-        readings: gets what is damaged; None: it is passed over.
+        readings: collects problems with damaged lines; None: ignore them.
     """
     path, readings = folder / METRICS, readings or Readings()
     none: list[bytes] = []
@@ -282,7 +282,7 @@ def _last_lines(path: Path) -> list[bytes]:
         size = file.seek(0, 2)
         file.seek(max(0, size - _TAIL_BYTES))
         whole = file.read().split(b"\n")[:-1]
-    return whole[1:] if size > _TAIL_BYTES else whole  # the first may have begun before
+    return whole[1:] if size > _TAIL_BYTES else whole  # the first line may be incomplete
 
 
 def _record(line: bytes) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def _record(line: bytes) -> dict[str, Any]:
 
 
 def ago(seconds: float) -> str:
-    """A time as a person says it: 90 s, 3 min, 5 h, 2 d."""
+    """Format a duration for display: 90 s, 3 min, 5 h, 2 d."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"

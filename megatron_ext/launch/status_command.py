@@ -1,4 +1,4 @@
-"""`selectron status`, `logs` and `cancel`."""
+"""Commands `selectron status`, `logs` and `cancel`."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from megatron_ext.printable import printable
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `selectron status` and `selectron cancel`."""
+    """Add the run arguments of `selectron status` and `selectron cancel`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders of run folders")
 
 
 def add_logs(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `selectron logs`."""
+    """Add the arguments of `selectron logs`."""
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--follow", action="store_true", help="go on showing what is written")
     parser.add_argument("--lines", type=int, default=50, metavar="N", help="as many from the end (50)")
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `selectron status`."""
+    """Add the arguments of `selectron status`."""
     add_runs(parser)
     parser.add_argument("--ranks", action="store_true", help="how far each rank is, and which keep the others waiting")
     parser.add_argument("--json", action="store_true", help="print it for programs")
 
 
 def status(args: argparse.Namespace) -> int:
-    """Print how runs stand.
+    """Print the status of runs.
 
     Raises:
-        UserError: there is nothing that is asked for.
+        UserError: a folder contains no run, or Slurm does not respond.
     """
     folders = list(run_folders(args.runs))
     runs = [status_of(folder) for folder in folders]
@@ -66,10 +66,10 @@ def status(args: argparse.Namespace) -> int:
 
 
 def logs(args: argparse.Namespace) -> int:
-    """Show the end of the newest job's log.
+    """Print the end of the newest job's log.
 
     Raises:
-        UserError: there is none yet.
+        UserError: there is no log yet.
     """
     job = newest_job(args.run)
     hand = _manual_start(args.run, job)
@@ -87,12 +87,12 @@ def logs(args: argparse.Namespace) -> int:
 
 
 def _warn_of_copy(job: Job) -> None:
-    """Say so if the job that writes a log writes another folder's: nothing will be added to this one."""
+    """Print a warning if a log is a copy: the job writes to another folder's log."""
     if job.number is None or shutil.which("squeue") is None:
         return
     try:
         state = slurm.job_state(job.number)
-    except UserError:  # the log can be shown all the same
+    except UserError:  # the log can still be printed
         return
     if state is not None and state.is_alive and is_of_another(job, state):
         said = f"job {job.number} runs {printable(str(state.script))}; this log is a copy and ends where it was copied"
@@ -100,10 +100,10 @@ def _warn_of_copy(job: Job) -> None:
 
 
 def _show_hands_output(args: argparse.Namespace, hand: ManualStart) -> int:
-    """Show what a run printed that was begun by hand, if a file has it.
+    """Print the output file of a run that was started by hand.
 
     Raises:
-        UserError: none has.
+        UserError: its output is in no file.
     """
     said = f"was begun by hand ({hand.said})"
     if not hand.output or not Path(hand.output).is_file():
@@ -122,20 +122,21 @@ def _tail(args: argparse.Namespace, log: Path) -> int:
     sys.stdout.flush()
     if not sys.stdout.isatty():
         os.execvp("tail", command)
-    # On a screen what others have printed goes through `EscapedOutput`, as everything does.
+    # On a terminal the output of other processes must go through `EscapedOutput` as well.
     with subprocess.Popen(command, stdout=subprocess.PIPE) as tail:
         assert tail.stdout is not None
-        for line in io.TextIOWrapper(tail.stdout, "utf-8", errors="replace", newline=""):  # progress lines end by \r
+        for line in io.TextIOWrapper(tail.stdout, "utf-8", errors="replace", newline=""):  # progress lines end with \r
             sys.stdout.write(line)
             sys.stdout.flush()
     return tail.returncode
 
 
 def cancel(args: argparse.Namespace) -> int:
-    """End the jobs of runs that are under way; each leaves a checkpoint if Slurm lets it (KillWait).
+    """Cancel the live jobs of runs. Each saves a checkpoint if Slurm allows the time (KillWait).
 
     Raises:
-        UserError: Slurm refuses, or a run's files are damaged; or, when all that are Slurm's are ended, some are not.
+        UserError: Slurm rejects it, files of a run are damaged, or a run has no Slurm job. The other jobs are cancelled
+            first.
     """
     others, errors, cancelled = list[str](), list[UserError](), 0
     folders = list(run_folders(args.runs))
@@ -151,7 +152,7 @@ def cancel(args: argparse.Namespace) -> int:
                 others.append(str(folder))
             else:
                 cancelled += _is_cancelled(job, job.number)
-        except UserError as error:  # the others are to end all the same
+        except UserError as error:  # continue with the other runs
             errors.append(error)
     if others:
         errors.append(UserError(", ".join(others), "no job of Slurm's", "end it where it was started (Ctrl-C)"))
@@ -166,10 +167,10 @@ def cancel(args: argparse.Namespace) -> int:
 
 
 def _is_cancelled(job: Job, number: str) -> bool:
-    """Cancel a job if it waits or runs, and say so; whether it did.
+    """Cancel a job if it waits or runs, and print so. Return True if it was cancelled.
 
     Raises:
-        UserError: the job is another folder's, or Slurm refuses.
+        UserError: the job belongs to another folder, or Slurm rejects it.
     """
     state = slurm.job_state(number)
     if state is None or not state.is_alive:
@@ -181,12 +182,12 @@ def _is_cancelled(job: Job, number: str) -> bool:
 
 
 def _manual_start(run: Path, job: Job | None) -> ManualStart | None:
-    """The newest start of a run by hand, if it is later than the last event of the run's newest job, else None."""
+    """Return the newest start of a run by hand if it is later than the last event of its newest job, else None."""
     events = [] if job is None else read_events(job.folder, [])
     return manual_start(run, None if job is None else events[-1].time if events else "")
 
 
 def _has_ended_here(job: Job) -> bool:
-    """Whether it was begun on this machine, without Slurm, and trains no more."""
+    """Return True if a job was started on this machine without Slurm and no longer trains."""
     begun = any(event.what.startswith("begun with") for event in read_events(job.folder, [])[:1])
     return job.number is None and begun and not is_claimed(job.run)

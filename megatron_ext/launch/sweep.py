@@ -1,4 +1,4 @@
-"""`selectron sweep`: many runs, each launched as `selectron launch` does, and only those that are not finished."""
+"""Implementation of `selectron sweep`: launch all unfinished runs of a sweep, each as `selectron launch` does."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ _CODE = Path(LAUNCH) / "code"
 
 
 class Sweep:
-    """Runs of one folder.
+    """Runs of a sweep, in one folder.
 
     Args:
-        folder: of their folders.
-        configs: whole and checked, by the runs' names.
+        folder: contains the run folders.
+        configs: whole, checked configurations by run name.
         resources: of each run.
         python: interpreter of the ranks.
 
     Raises:
-        UserError: a run is to branch off another one at a checkpoint that will not be there.
+        UserError: a run is to branch from a checkpoint that its trunk will not keep.
     """
 
     def __init__(self, folder: Path, configs: Mapping[str, RunConfig], resources: Resources, python: str) -> None:
@@ -69,41 +69,41 @@ class Sweep:
 
     @property
     def unfinished(self) -> dict[str, RunConfig]:
-        """Configurations of the runs that are not finished, by name."""
+        """Configurations of the unfinished runs, by name."""
         return {name: config for name, config in self._configs.items() if not is_finished(self._folder / name)}
 
     @property
     def waiting(self) -> set[str]:
-        """Names of the runs that begin from a checkpoint which another one is still to write."""
+        """Names of the runs that branch from a run that is not finished."""
         return {name for name, trunk in self._trunks.items() if not is_finished(self._folder / trunk)}
 
     def largest_array(self) -> int:
-        """Number of tasks of the largest array that `submit` may ask for."""
+        """Return the number of tasks of the largest array that `submit` may request."""
         return max(map(len, in_order(self.unfinished, self._trunks).values()), default=0)
 
     @property
     def changed(self) -> list[Changed]:
-        """Runs that were begun otherwise than the sweep says now."""
+        """Runs that were started with a different configuration or data."""
         return changed_runs(self._folder, self._configs, is_finished)
 
     @property
     def without_digests(self) -> list[str]:
-        """Names of runs of which it is not known what data they were launched for."""
+        """Names of launched runs whose data at launch is unknown."""
         return without_digests(self._folder, self._configs)
 
     def check_restarts(self, restarts: Sequence[str]) -> None:
-        """Refuse to begin runs anew; see `changed_runs.check_restarts`."""
+        """Check the names of runs to restart; see `changed_runs.check_restarts`."""
         check_restarts(restarts, self._configs, self._trunks)
 
     def restart(self, names: Sequence[str], refuse_alive: Callable[[Path], object]) -> None:
-        """Set runs aside, so that they begin anew, all or none; says where they are now.
+        """Move runs aside, so that they start from the beginning. Either all runs pass the check or none is moved.
 
         Args:
             names: of the runs.
-            refuse_alive: raises where the run of a folder has a job, or a process trains it.
+            refuse_alive: raises if the run of a folder has a job or is trained by a process.
 
         Raises:
-            UserError: one does, or a run cannot be moved.
+            UserError: a run is alive or cannot be moved.
         """
         there = {name: self._folder / name for name in names if (self._folder / name).exists()}
         with submitting(*there.values()):
@@ -117,7 +117,7 @@ class Sweep:
                 print(f"{name}: begins anew; what it was is in {kept}", flush=True)
 
     def note(self) -> None:
-        """Write down which runs there are, for `selectron status`.
+        """Write the names of the runs to the sweep's folder, for `selectron status`.
 
         Raises:
             UserError: the folder cannot be written.
@@ -129,13 +129,13 @@ class Sweep:
             raise unwritable(self._folder, error) from error
 
     def submit(self, parallel: int | None) -> None:
-        """Submit those that are neither finished nor have a job: an array, and one more for what waits for each trunk.
+        """Submit the unfinished runs without a live job: one array, and one dependent array per unfinished trunk.
 
         Args:
-            parallel: most runs of an array at a time; None: as many as Slurm gives.
+            parallel: maximum number of concurrent runs per array; None: unlimited.
 
         Raises:
-            UserError: Slurm refuses.
+            UserError: Slurm rejects a job.
         """
         find_lost(self._folder)
         for trunk, names in in_order(self.unfinished, self._trunks).items():
@@ -153,7 +153,7 @@ class Sweep:
             print(f"{name}: job {job.number}" + (f", after {trunk}" if trunk else ""))
 
     def _is_alive(self, name: str) -> bool:
-        """Whether a run has a job that waits or runs; says so."""
+        """Return True if a run has a waiting or running job, and print it."""
         job = newest_job(self._folder / name)
         state = own_state(job)
         if job is None or state is None or not state.is_alive:
@@ -162,14 +162,14 @@ class Sweep:
         return True
 
     def run(self, processes: int, parallel: int) -> int:
-        """Run them here.
+        """Run the unfinished runs on this machine.
 
         Args:
             processes: of each run.
-            parallel: most runs at a time.
+            parallel: maximum number of concurrent runs.
 
         Returns:
-            0 if all are finished in the end; 75 if those that are not were stopped, and none failed; else 1.
+            Exit code. 0: all runs are finished. 75: the unfinished ones were stopped and none failed. Else 1.
         """
         waiting, children = list(self.unfinished), dict[str, subprocess.Popen[bytes]]()
         with _forwarding(children) as asked_to_stop:
@@ -181,7 +181,7 @@ class Sweep:
                     child = self._start(name, processes)
                     if child is not None:
                         children[name] = child
-                        if asked_to_stop.is_set():  # while it was started
+                        if asked_to_stop.is_set():  # the signal arrived while it was started
                             child.send_signal(signal.SIGTERM)
                 for name, child in list(children.items()):
                     if child.poll() is not None:
@@ -198,18 +198,18 @@ class Sweep:
         return EXIT_STOPPED if is_stopped else 1
 
     def _are_stopped(self, left: Sequence[str], *, asked: bool) -> bool:
-        """Whether all runs that are left were stopped, or are not begun as this call or their trunk was stopped."""
+        """Return True if each unfinished run was stopped, or did not start as this call or its trunk was stopped."""
         last = [self._last_event(name) for name in left]
         return all(what in ("stopped", "") for what in last) and (asked or "stopped" in last)
 
     def _last_event(self, name: str) -> str:
-        """What happened last to a run's newest job; empty: it has none."""
+        """Return the last event of a run's newest job; empty: there is none."""
         job = newest_job(self._folder / name)
         events = events_of(job) if job is not None else []
         return events[-1].what if events else ""
 
     def _ready(self, waiting: list[str], children: Mapping[str, object]) -> list[str]:
-        """Those of the waiting that wait for no other; what waits for one that will not be finished is given up."""
+        """Return the waiting runs that can start. Remove those whose trunk will not be finished from `waiting`."""
         ready = []
         for name in list(waiting):
             trunk = self._trunks.get(name)
@@ -221,7 +221,7 @@ class Sweep:
         return ready
 
     def _outcome(self, name: str) -> str:
-        """What became of a run's newest job: finished, stopped, refused with the mistake, given up, ..."""
+        """Describe the result of a run's newest job: finished, stopped, refused with the error, given up, ..."""
         job = jobs_of(self._folder / name)[-1]
         events = events_of(job)
         return f"{events[-1].what if events else 'did not begin'}" + (
@@ -236,7 +236,7 @@ class Sweep:
 
     @cached_property
     def _code(self) -> Path:
-        """The copy of the code that all runs share that this call begins."""
+        """Copy of the code that all runs started by this call share."""
         folder = (self._folder / _CODE).absolute()
         try:
             folder = next_folder(folder)
@@ -245,7 +245,7 @@ class Sweep:
         return copy_code(folder)
 
     def _start(self, name: str, processes: int) -> subprocess.Popen[bytes] | None:
-        """Start a run; None where one that was started before still runs."""
+        """Start a run; None: an earlier start of it is still running."""
         lock = claim(self._folder / name)
         if lock is None:
             print(f"{name}: runs already", flush=True)
@@ -258,7 +258,7 @@ class Sweep:
 
 @contextmanager
 def _forwarding(children: Mapping[str, subprocess.Popen[bytes]]) -> Iterator[threading.Event]:
-    """SIGTERM and SIGINT stop the runs, which leave checkpoints, and set the event."""
+    """Context manager in which SIGTERM and SIGINT stop the runs, which save checkpoints, and set the yielded event."""
     asked = threading.Event()
 
     def stop(number: int, _: FrameType | None) -> None:
@@ -270,5 +270,5 @@ def _forwarding(children: Mapping[str, subprocess.Popen[bytes]]) -> Iterator[thr
         with handled((signal.SIGTERM, signal.SIGINT), stop):
             yield asked
     finally:
-        for child in children.values():  # none, but after an error
+        for child in children.values():  # none are left, except after an error
             child.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What a sweep is: a configuration, and runs that differ from it in some fields."""
+"""Sweep files: a base configuration, and runs that differ from it in some fields."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from megatron_ext.events import LAUNCH
 Fields = Mapping[str, Any]
 
 PLAN = "plan."
-"""What the names of fields begin with from which others follow; see `planning.fields`."""
+"""Prefix of field names from which other fields are derived; see `planning.fields`."""
 
 WIDTH = "model.ffn_hidden_size"
-"""The field by which parameters are matched."""
+"""Field that is adjusted to match parameter counts."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class MatchParameters:
-    """Which runs have as many parameters as which other, by the width of their feed-forward.
+    """Match of parameter counts between runs, by the feed-forward width.
 
     Attributes:
-        axis: of which one run is the measure of the others that differ from it in nothing else.
-        to: label of that one.
-        multiple_of: the width is a multiple of this, and of the tensor-parallel size.
-        within: part of the parameters by which a run may miss them.
+        axis: axis along which runs are matched. Matched runs differ in nothing else.
+        to: label of the reference run on that axis.
+        multiple_of: the width is a multiple of this and of the tensor-parallel size.
+        within: tolerance, as a fraction of the reference's parameters.
     """
 
     axis: str
@@ -48,15 +48,15 @@ class MatchParameters:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SweepFile:
-    """A sweep as it is written.
+    """Content of a sweep file.
 
     Attributes:
-        config: what all runs share; a path beside the sweep's own file.
-        fields: of the configuration, by dotted name, for all runs.
-        axes: each is a choice that a run makes. Its values are labels with fields, or, where the axis is named for a
-            field, a list of that field's values. There is a run for each combination.
-        runs: further runs, by name, with their fields.
-        match_parameters: see `MatchParameters`; further runs are as they are.
+        config: base configuration of all runs; a path relative to the sweep file.
+        fields: overrides for all runs, by dotted name.
+        axes: choices, by name. The values of an axis are labels with fields or, if the axis is named for a field, a
+            list of the field's values. There is one run for each combination of the axes.
+        runs: further runs by name, with their fields.
+        match_parameters: see `MatchParameters`. It does not apply to the further runs.
     """
 
     config: str
@@ -68,13 +68,13 @@ class SweepFile:
 
 @dataclasses.dataclass(frozen=True)
 class SweptRuns:
-    """The runs of a sweep.
+    """Runs of a sweep.
 
     Attributes:
-        config: the configuration's file.
-        runs: of each, by name, what is laid over it, as `load_config` takes it; `plan.` fields are among them.
-        match: how parameters are matched; None: they are not.
-        measures: by name, of those that are matched, the run whose parameters they take.
+        config: file of the base configuration.
+        runs: overrides of each run by name, as for `load_config`, including `plan.` fields.
+        match: how parameters are matched; None: not at all.
+        measures: by name of a matched run, its reference run.
     """
 
     config: Path
@@ -85,7 +85,7 @@ class SweptRuns:
 
 @contextmanager
 def of_sweep(path: Path, run: str = "") -> Iterator[None]:
-    """Errors inside say which sweep they are of, and which run."""
+    """Context manager that prefixes errors with the sweep file and the run."""
     try:
         yield
     except UserError as error:
@@ -94,10 +94,10 @@ def of_sweep(path: Path, run: str = "") -> Iterator[None]:
 
 
 def read_sweep(path: Path) -> SweptRuns:
-    """Read a sweep.
+    """Read and check a sweep file.
 
     Raises:
-        UserError: the file, or something in it, is not what it must be.
+        UserError: the file or something in it is invalid.
     """
     content = read_tree(path, "sweep", "`config:`, the file that all runs share")
     with of_sweep(path):
@@ -138,7 +138,7 @@ def _check_match(match: MatchParameters, axes: Mapping[str, Sequence[tuple[str, 
 
 
 def _values(name: str, axis: Any) -> list[tuple[str, Fields]]:
-    """Labels of an axis, with their fields."""
+    """Return the labels of an axis with their fields."""
     where = f"axes.{name}"
     if isinstance(axis, list) and axis:
         if "." not in name:
@@ -153,7 +153,7 @@ def _values(name: str, axis: Any) -> list[tuple[str, Fields]]:
 
 
 def _label(name: str, value: Any) -> str:
-    """A value as a part of a run's name; budgets are large, and a name has no `+`: 3e17."""
+    """Format a value for a run's name. Budgets are written like 3e17, as names contain no `+`."""
     return f"{value:g}".replace("+", "") if name.startswith(PLAN) and isinstance(value, float) else f"{value}"
 
 
