@@ -1,1 +1,1 @@
-"""What a sweep's runs must be so that they can be compared: equal compute, equal parameters."""
+"""Planning of runs: memory and step time of a layout, and sweeps with matched compute or parameters."""

@@ -1,4 +1,4 @@
-"""Global batch sizes that a number of GPUs can share out, where the configured one cannot be."""
+"""Global batch sizes that a number of GPUs can divide, close to the configured one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def fitting_batch(config: RunConfig, world_size: int) -> RunConfig:
-    """Replace the global batch size by the nearest that divides by the replicas' micro-batches.
+    """Replace the global batch size by the nearest multiple of what the replicas process at once.
 
     Args:
         config: of the run.
-        world_size: ranks.
+        world_size: number of ranks.
 
     Returns:
-        The same configuration where its batch divides, or where no batch could: the ranks hold no whole replicas.
+        The same configuration if its batch is divisible, or if the ranks do not form whole replicas.
     """
     replicas, left = divmod(world_size, model_parallel_size(config.parallel))
     if left or not replicas:
@@ -30,7 +30,7 @@ def fitting_batch(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def batch_of_a_replica_a_node(config: RunConfig, machine: Machine) -> RunConfig:
-    """Replace the global batch size by the nearest that divides where each node holds one replica."""
+    """Replace the global batch size by the nearest that is divisible if each node holds one replica."""
     return _nearest(config, config.training.micro_batch_size * machine.nodes)
 
 

@@ -1,7 +1,7 @@
-"""How large models are and what a token costs them, of whole configurations, as their runs will say it.
+"""Parameters and FLOPs per token of whole configurations, equal to what their runs report.
 
-A model is built without memory, in a process of its own: it sees no GPU, so that none is taken, and what torch and
-Megatron need in the environment there does not come into that of the runs which are launched from here.
+A model is built on the meta device in a separate process. That process sees no GPU and so allocates no memory on one,
+and the environment changes that torch and Megatron need do not affect runs launched from here.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megatron_ext.planning.vocabulary import vocab_size
 
 @dataclass(frozen=True)
 class ModelCounts:
-    """A whole model, whatever its layout.
+    """Counts of a whole model, independent of the layout.
 
     Attributes:
-        parameters: all of them, as in a run's model.json.
-        flops_per_token: model FLOPs of forward and backward pass, of which mfu is a fraction.
+        parameters: number of all parameters, as in a run's model.json.
+        flops_per_token: model FLOPs of forward and backward pass, as MFU counts them.
     """
 
     parameters: int
@@ -37,10 +37,10 @@ class ModelCounts:
 
 
 class Counter:
-    """Counts models, each once; to be used as a context manager.
+    """Counter of models with a cache; a context manager, which stops the worker process on exit.
 
     Args:
-        vocab_size: of `data.path` and `data.cache_dir`, see there.
+        vocab_size: returns the vocabulary size given `data.path` and `data.cache_dir`.
     """
 
     def __init__(self, vocab_size: Callable[[str, str | None], int] = vocab_size) -> None:
@@ -58,10 +58,10 @@ class Counter:
             self._process.shutdown()
 
     def __call__(self, config: RunConfig) -> ModelCounts:
-        """Count the model of a configuration that is checked.
+        """Count the model of a checked configuration.
 
         Raises:
-            UserError: its data, which say how large the vocabulary is, are not here.
+            UserError: the data, which determines the vocabulary size, is not available here.
         """
         model, vocab_size = _model_part(config), self._vocab_size(config.data.path, config.data.cache_dir)
         key = json.dumps([vocab_size, asdict(model)], sort_keys=True)
@@ -73,27 +73,27 @@ class Counter:
 
 
 def _model_part(config: RunConfig) -> RunConfig:
-    """What a model's size and cost follow from; all else is as it is by default, so that it makes no difference."""
+    """Return a configuration with only the fields that determine size and cost; the others are defaults."""
     used = set(parse_pattern(config.model.pattern))
     mixers = {name: fields for name, fields in config.mixers.items() if name in used}
     return RunConfig(model=config.model, mixers=mixers, data=DataConfig(path="", seq_length=config.data.seq_length))
 
 
 def process_pool(most: int | None = None) -> ProcessPoolExecutor:
-    """Processes in which models are built without memory; as many as there are processors, or fewer."""
+    """Return a pool of processes for building models on the meta device, by default one per processor."""
     size = os.cpu_count() or 1
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(min(size, most or size), mp_context=context, initializer=_prepare)
 
 
 def _prepare() -> None:
-    """Make the process one without a GPU that compiles nothing, and says nothing of what only matters in training."""
+    """Hide GPUs, disable compilation and silence warnings that only matter in training."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     warnings.simplefilter("ignore")
     resolve_name("megatron_ext.platform:before_megatron")()
 
 
 def _count(*model: Any) -> ModelCounts:
-    # By name: torch is imported in that process, and not in the one that reads this module.
+    # By name: torch is imported in the worker process, not in the one that imports this module.
     counts: ModelCounts = resolve_name("megatron_ext.planning.weightless:count")(*model)
     return counts

@@ -1,7 +1,7 @@
-"""A training step of one rank of a world that is not there: nothing is computed, and all that it would take is counted.
+"""Dry run of a training step of one rank: the real model on meta tensors, to count memory and messages.
 
-The model is the one that `selectron train` builds, and so are its pipeline's schedule, its exchanges and what its ops
-keep for their backward passes: on meta tensors, with process groups that only have sizes, kernels left out.
+The model, the pipeline schedule, the collectives and the tensors saved for backward are those of `selectron train`. But
+tensors are on the meta device, process groups are fake and kernels are skipped, so nothing is computed.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ from megatron_ext.training.trainer import summed_loss
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """What a layer costs, whatever the layout: model FLOPs a token of forward and backward pass.
+    """Cost of a layer, independent of the layout: model FLOPs per token of forward and backward pass.
 
     Attributes:
-        part: of its mixer; see `rates.part_of_mixer`.
-        mixer_flops: of the mixer, projections included.
-        projection_flops: of them those of the linears that may compute in 8 bits.
+        part: name of the mixer's rate; see `rates.part_of_mixer`.
+        mixer_flops: of the mixer with its projections.
+        projection_flops: portion of `mixer_flops` in linears that can run in FP8.
         feed_forward_flops: of the feed-forward.
-        exchange_rounds: in which its heads are exchanged, see `Mixer.exchange_rounds`; None: they are not.
-        units: heads or groups that a rank mixes at a time, of all samples that it does.
-        summary_walks: of its mixer where states are handed on from rank to rank (`Mixer.summary_walks`); else 0.
+        exchange_rounds: rounds in which heads are exchanged, see `Mixer.exchange_rounds`; None: they are not.
+        units: heads or groups that a rank mixes at a time, summed over the samples it mixes at a time.
+        summary_walks: additional scans if states are passed between context-parallel ranks, see `Mixer.summary_walks`;
+            else 0.
     """
 
     part: str
@@ -63,19 +64,19 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What a rank's step takes.
+    """Resources of a rank's step.
 
     Attributes:
         rank: in the world.
-        stage: of the pipeline.
-        parameters: that the rank holds.
-        linear_parameters: of them those of linears that may compute in 8 bits.
-        micro_batches: of the step that was gone through: of a longer one, as many as show its largest memory.
-        layers: the rank's, in order.
-        loss_flops: model FLOPs a token of the output layer, all of it; 0: it is on another stage.
-        has_embedding: whether the input's is here.
-        replicas: ranks that have the same parameters: gradients are summed over them.
-        ledger: memory beside parameters, gradients that are kept and the optimizer's state; and messages.
+        stage: pipeline stage.
+        parameters: number of parameters on the rank.
+        linear_parameters: portion of `parameters` in linears that can run in FP8.
+        micro_batches: of the dry run. Of a longer step it has only as many as reach the memory peak.
+        layers: of the rank, in order.
+        loss_flops: model FLOPs per token of the whole output layer; 0: it is on another stage.
+        has_embedding: the input embedding is on this rank.
+        replicas: ranks with the same parameters, over which gradients are reduced.
+        ledger: messages, and memory other than parameters, their gradients and optimizer state.
     """
 
     rank: int
@@ -91,13 +92,14 @@ class Footprint:
 
 
 def footprint(config: RunConfig, vocab_size: int, world_size: int, rank: int) -> Footprint:
-    """Go through a step of a rank, in a process that sees no GPU and is in no process group.
+    """Dry-run a step of a rank, in a process that sees no GPU and has no process group.
 
     Args:
-        config: checked for this world, whole. Linears are Transformer Engine's unless its back-end is local.
-        vocab_size: tokens of the tokenizer, before padding.
+        config: whole configuration, checked for this world size. Linears are Transformer Engine's unless `run.backend`
+            is local.
+        vocab_size: vocabulary size of the tokenizer, before padding.
         world_size: ranks of the run.
-        rank: which of them.
+        rank: to dry-run.
     """
     gpu = virtual_gpu()
     with groups_of_rank(config.parallel, world_size, rank) as groups:
@@ -153,7 +155,7 @@ def _loss_flops(shape: ModelShape, chunks: Sequence[nn.Module]) -> float:
 
 
 def _micro_batches(config: RunConfig, world_size: int) -> int:
-    """Two, or enough to fill the pipeline and go on for as long again: later ones take no more memory."""
+    """Return the number of micro-batches to run: enough to fill the pipeline twice. Later ones need no more memory."""
     enough = 2 * config.parallel.pipeline * config.parallel.virtual_pipeline
     return min(layout_of(config, world_size).num_micro_batches, enough)
 
@@ -183,7 +185,7 @@ def _ledger_of_step(
 
 
 class _Now:
-    """Which part of the model is at work, as its modules say when they are entered and left."""
+    """Tracker of the model part that is being computed, updated on entry and exit of its modules."""
 
     def __init__(self) -> None:
         self._inside: list[tuple[str, int | None]] = [(LOSS, None)]
@@ -194,7 +196,7 @@ class _Now:
 
     @contextmanager
     def at(self, part: str, layer: int | None) -> Iterator[None]:
-        """Within it a part is at work."""
+        """Context manager within which the given part is current."""
         self._inside.append((part, layer))
         try:
             yield
@@ -203,13 +205,16 @@ class _Now:
 
 
 def _drop_gradient(parameter: Tensor) -> None:
-    """A parameter's gradient is added to the kept ones as soon as it is there."""
+    """Free a parameter's gradient at once, as if it had been added to the main gradients."""
     parameter.grad = None
 
 
 @contextmanager
 def fused_as_on_a_gpu() -> Iterator[None]:
-    """A GPU has a kernel each for norms and for Megatron's SwiGLU; on meta tensors torch composes them of many."""
+    """Context manager in which norms and Megatron's SwiGLU count as one kernel each, as on a GPU.
+
+    On meta tensors torch composes them of several operations.
+    """
     norms = {name: getattr(functional, name) for name in ("rms_norm", "layer_norm")}
     for name, norm in norms.items():
         setattr(functional, name, partial(as_one_kernel, norm))
@@ -222,10 +227,10 @@ def fused_as_on_a_gpu() -> Iterator[None]:
 
 
 def _batch(config: RunConfig, cp_size: int, device: torch.device) -> Batch:
-    """A micro-batch of this rank, one document a sample."""
+    """Return a micro-batch of this rank, with one document per sample."""
     rows, length = config.training.micro_batch_size, config.data.seq_length // cp_size
     tokens = torch.empty(rows, length, dtype=torch.int64, device=device)
-    # Where documents begin is read, not only handed on, and so lies on the CPU.
+    # On the CPU: the values of the document boundaries are read.
     bounds = torch.arange(rows + 1, dtype=torch.int32) * length if config.data.reset_attention else None
     return Batch(
         tokens=tokens,

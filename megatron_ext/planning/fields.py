@@ -1,4 +1,4 @@
-"""The fields of a sweep under `plan.`, from which the fields of its runs follow."""
+"""Fields of a sweep under `plan.`, from which fields of its runs are derived."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Share = Annotated[float, Field(gt=0.0, lt=1.0)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PlanFields:
-    """How long a run is, by one budget at most, and how its schedule is shared out.
+    """Length of a run, by at most one budget, and fractions of its schedule.
 
     Attributes:
-        training_flops: model FLOPs of forward and backward passes, as mfu counts them.
-        tokens_per_parameter: training tokens over all parameters of the model, those of embeddings among them, as
-            `selectron fit` counts them unless told otherwise.
-        tokens: of training.
-        warmup_share: part of the steps that is warm-up.
-        decay_share: part of the steps in which the rate falls at the end, for `optimizer.schedule` wsd.
+        training_flops: model FLOPs of forward and backward passes, as MFU counts them.
+        tokens_per_parameter: training tokens divided by all parameters including embeddings, the default of
+            `selectron fit`.
+        tokens: number of training tokens.
+        warmup_share: fraction of the steps for warm-up.
+        decay_share: fraction of the steps for the final decay of the learning rate, for `optimizer.schedule` wsd.
     """
 
     training_flops: PositiveFloat | None = None
@@ -38,7 +38,7 @@ class PlanFields:
 
     @property
     def budget(self) -> tuple[str, float] | None:
-        """Name and value of the budget that is given."""
+        """Name and value of the budget; None: there is none."""
         given = [(name, getattr(self, name)) for name in BUDGETS if getattr(self, name) is not None]
         return given[0] if given else None
 
@@ -50,21 +50,21 @@ DERIVED = {
     "warmup_share": "optimizer.warmup_steps",
     "decay_share": "optimizer.decay_steps",
 }
-"""By the plan's fields, those of the configuration that follow from them."""
+"""Configuration field that is derived from each field of the plan."""
 
 
 def split_plan(fields: Sequence[str], more: Sequence[str]) -> tuple[PlanFields | None, list[str], list[str]]:
-    """Take the plan out of a run's fields.
+    """Separate the plan from the other fields of a run.
 
     Args:
-        fields: of the run, as the sweep's file says them.
-        more: of all runs, as the command line says them; what follows from a plan does not come before them.
+        fields: of the run, from the sweep file.
+        more: of all runs, from the command line. They take precedence over derived fields.
 
     Returns:
-        The plan, None where there is none, and the other fields of both.
+        Plan (None: there is none), and the remaining fields of `fields` and of `more`.
 
     Raises:
-        UserError: there are two budgets, a field is given beside what it follows from, or one is not what it must be.
+        UserError: there are two budgets, a field of the sweep file is also derived, or a value is invalid.
     """
     words = [field.removeprefix(PLAN) for field in (*fields, *more) if field.startswith(PLAN)]
     own, given = ([field for field in those if not field.startswith(PLAN)] for those in (fields, more))

@@ -1,4 +1,4 @@
-"""What GPUs are said to be able to do, and what of it training reaches."""
+"""Specifications of GPUs, and the fractions of them that training reaches."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ from megatron_ext.errors import UserError
 GB, GIB = 1e9, 2**30
 
 BANDWIDTH_REACHED = 0.894
-"""Of the data sheet's memory bandwidth, by a copy: 4.29 of 4.8 TB/s on an H200 (docs/benchmarks/training.md)."""
+"""Fraction of the specified memory bandwidth reached by a copy: 4.29 of 4.8 TB/s on an H200
+(docs/benchmarks/training.md).
+"""
 
 LINKS_REACHED = 0.8
-"""Of the data sheet's, by NVLink and network. Assumed: no run of ours on several GPUs has measured it alone."""
+"""Fraction of the specified NVLink and network bandwidth. Assumed: not measured separately on several GPUs."""
 
 EXCHANGE_REACHED: dict[TransportName, float] = {"nccl": 0.55, "copy_engine": 0.68}
-"""Of NVLink, by heads that are exchanged: 105 MB each way between two H100s took NCCL 425 microseconds and copy engines
-342 (docs/benchmarks/training.md)."""
+"""Fraction of NVLink's bandwidth reached by the exchange of heads: 105 MB each way between two H100s took NCCL 425
+microseconds and copy engines 342 (docs/benchmarks/training.md).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A kind of GPU, by its data sheet.
+    """Kind of GPU, by its data sheet.
 
     Attributes:
-        name: as it is asked for.
+        name: as in --gpu.
         memory: bytes.
-        peak_flops: of dense bf16 products, FLOP/s.
+        peak_flops: dense bf16 FLOP/s.
         bandwidth: of memory, bytes/s.
-        nvlink: bytes/s to other GPUs of its node, one direction.
-        network: bytes/s to other nodes, one direction, of its share of a usual node's adapters.
-        has_8_bits: whether it multiplies matrices in FP8.
+        nvlink: bytes/s to the other GPUs of the node, per direction.
+        network: bytes/s to other nodes, per direction: the GPU's share of a typical node's adapters.
+        has_8_bits: it has FP8 matrix products.
     """
 
     name: str
@@ -60,18 +63,19 @@ GPUS = {
         Gpu(name="b200", memory=180 * GB, peak_flops=2250e12, bandwidth=8000 * GB, nvlink=900 * GB, network=50 * GB),
     )
 }
-"""SXM modules: NVIDIA's data sheets of 2020, 2022, 2023 and 2024; A100 and H100 with 80 GiB. Networks: an adapter of
-200 Gbit/s a GPU beside A100, of 400 Gbit/s beside the others."""
+"""SXM modules by NVIDIA's data sheets of 2020, 2022, 2023 and 2024, A100 and H100 with 80 GiB. Network adapters per
+GPU: 200 Gbit/s with A100, 400 Gbit/s with the others.
+"""
 
 MEASURED = "h200"
-"""The kind that rates were measured on; for others they are scaled by the data sheets."""
+"""Kind of GPU on which rates were measured. For the others they are scaled by the data sheets."""
 
 
 def gpu_of(name: str) -> Gpu:
-    """A kind of GPU.
+    """Return a kind of GPU by name.
 
     Raises:
-        UserError: it is not known.
+        UserError: the name is unknown.
     """
     if name not in GPUS:
         raise UserError("--gpu", f"{name!r} is not known", f"give one of {', '.join(GPUS)}")

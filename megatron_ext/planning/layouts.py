@@ -1,4 +1,4 @@
-"""Layouts that a configuration could have on a machine, and which of them are good."""
+"""Candidate layouts of a configuration on a machine."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from megatron_ext.config.pattern import parse_pattern
 from megatron_ext.config.schema import RunConfig
 
 RECOMPUTE: tuple[Literal["none", "mlp", "full"], ...] = ("none", "mlp", "full")
-"""From what is fastest to what takes least memory."""
+"""Recomputation modes, from the fastest to the one with least memory."""
 
 
 def candidates(config: RunConfig, world_size: int, per_node: int) -> Iterator[Sequence[RunConfig]]:
-    """Configurations that differ in layout, size of a micro-batch and recomputation alone; some break a rule.
+    """Yield configurations that differ only in layout, micro-batch size and recomputation; some break a rule.
 
-    Sizes are powers of two. Tensor and context parallelism stay within a node, and tensor parallelism comes with
-    sequence parallelism, without which it only costs memory. A micro-batch has one sample, or as many as configured.
-    Those of one sequence differ in recomputation, the fastest first: of these the first that fits is the best.
+    Sizes are powers of two. Tensor and context parallelism stay within a node. Tensor parallelism implies sequence
+    parallelism, without which it only costs memory. The micro-batch size is 1 or as configured. The configurations of
+    one yielded sequence differ in recomputation, the fastest first, so the first that fits is the best.
 
     Args:
         config: of the run.
-        world_size: ranks.
-        per_node: ranks a node.
+        world_size: number of ranks.
+        per_node: ranks per node.
     """
     layers = len(parse_pattern(config.model.pattern))
     for tensor in _powers(min(per_node, config.model.num_attention_heads)):
@@ -53,13 +53,13 @@ def candidates(config: RunConfig, world_size: int, per_node: int) -> Iterator[Se
 
 
 def by_copy_engines(config: RunConfig, rounds: int) -> RunConfig:
-    """The same layout, in which copy engines exchange heads."""
+    """Return the configuration with copy engines to exchange heads."""
     parallel = replace(config.parallel, context_transport="copy_engine", context_exchange_rounds=rounds)
     return replace(config, parallel=parallel)
 
 
 def _powers(most: int) -> Iterator[int]:
-    """Powers of two up to a number."""
+    """Yield the powers of two up to `most`."""
     power = 1
     while power <= most:
         yield power
@@ -67,7 +67,7 @@ def _powers(most: int) -> Iterator[int]:
 
 
 def differences(config: RunConfig) -> str:
-    """What makes a candidate, as overrides of the command line."""
+    """Return the layout of a candidate as command-line overrides."""
     parallel, training = config.parallel, config.training
     exchange = (
         f"parallel.context_transport={parallel.context_transport} "

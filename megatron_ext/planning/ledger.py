@@ -1,4 +1,4 @@
-"""What a step on meta tensors would take: memory by what it is for, and what ranks tell each other."""
+"""Ledger of a step on meta tensors: memory by purpose, and messages between ranks."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from kernels.one_kernel import within_one_kernel
 from megatron_ext.parts import COMMUNICATION
 
 BLOCK = 512
-"""Bytes that torch's allocator rounds a tensor's memory up to."""
+"""Granularity in bytes of torch's caching allocator."""
 
 ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 QUERY_GRADIENT_BYTES = 4
-"""A number that attention's backward pass has besides: kernels sum the queries' gradients in fp32."""
+"""Additional bytes per query element in attention's backward pass: kernels sum the query gradients in fp32."""
 
 TO_ONE = ("send", "recv_")
 
 
 class Purpose(NamedTuple):
-    """What memory is for, or a message.
+    """Purpose of memory.
 
     Attributes:
-        part: of the model, as `selectron bench train` has it; or communication.
-        layer: its number from 1 in the whole model; None: it is of no layer.
-        phase: forward or backward pass, to which recomputation belongs.
+        part: model part, as in `selectron bench train`; or communication.
+        layer: its number from 1 in the whole model; None: not in a layer.
+        phase: forward or backward pass. Recomputation belongs to the backward pass.
     """
 
     part: str
@@ -43,12 +43,12 @@ class Purpose(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A kind of collective call.
+    """Kind of collective call.
 
     Attributes:
-        call: its name in c10d, e.g. `allreduce_`.
-        ranks: of the group, in the world; of a message to or from one rank, that and this one.
-        size: bytes of the whole tensor on one rank: what is reduced, gathered or exchanged.
+        call: c10d's name, e.g. `allreduce_`.
+        ranks: global ranks of the group; for a point-to-point message, the two ranks.
+        size: bytes of the whole tensor that is reduced, gathered or exchanged, on one rank.
     """
 
     call: str
@@ -58,14 +58,14 @@ class Message(NamedTuple):
 
 @dataclass
 class Ledger:
-    """What a step has taken so far.
+    """Resources used by a step so far.
 
     Attributes:
-        held: bytes there are now, by purpose.
-        total: their sum.
-        peak: the largest total there was.
-        at_peak: `held` then.
-        messages: how many there were, by kind.
+        held: bytes allocated now, by purpose.
+        total: sum of `held`.
+        peak: maximum of `total`.
+        at_peak: `held` at the peak.
+        messages: number of messages by kind.
     """
 
     held: Counter[Purpose] = field(default_factory=Counter)
@@ -75,24 +75,24 @@ class Ledger:
     messages: Counter[Message] = field(default_factory=Counter)
 
     def take(self, purpose: Purpose, size: int) -> None:
-        """Memory is allocated."""
+        """Record an allocation."""
         self.held[purpose] += size
         self.total += size
         if self.total > self.peak and not within_one_kernel():
             self.peak, self.at_peak = self.total, dict(self.held)
 
     def give_back(self, purpose: Purpose, size: int) -> None:
-        """It is free again."""
+        """Record the release of an allocation."""
         self.held[purpose] -= size
         self.total -= size
 
 
 class Watched(TorchDispatchMode):
-    """Within it a ledger is kept of tensors on the meta device, to which all new tensors go, and of collectives.
+    """Dispatch mode that records meta tensors and collectives in a ledger, and creates new tensors on the meta device.
 
     Args:
-        ledger: to be kept.
-        purpose: what is computed now.
+        ledger: to record in.
+        purpose: returns the purpose of the current computation.
     """
 
     def __init__(self, ledger: Ledger, purpose: Callable[[], Purpose]) -> None:
@@ -101,7 +101,7 @@ class Watched(TorchDispatchMode):
         self._known: dict[int, tuple[Purpose, int] | None] = {}
 
     def know(self, tensors: Iterable[Tensor]) -> None:
-        """Leave out what is there before the step, as weights are."""
+        """Exclude tensors that exist before the step, such as weights."""
         self._known |= {x.untyped_storage()._cdata: None for x in tensors}
 
     def __torch_dispatch__(
@@ -150,7 +150,7 @@ class Watched(TorchDispatchMode):
                 self._move(x.untyped_storage()._cdata)
 
     def _move(self, key: int) -> None:
-        """What comes from other ranks is memory for communication."""
+        """Reassign memory that receives data from other ranks to communication."""
         noted = self._known.get(key)
         if noted is not None:
             purpose, size = noted
@@ -161,7 +161,7 @@ class Watched(TorchDispatchMode):
 
 
 def _makes_a_tensor(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an operation makes a tensor out of nothing, on a device that it may be told."""
+    """Return True if an operation creates a tensor from no other tensor and has a device argument."""
     if any(isinstance(leaf, Tensor) for leaf in tree_iter(args)):
         return False
     return any(argument.name == "device" for argument in func._schema.arguments)

@@ -1,4 +1,4 @@
-"""The width of the feed-forward with which a model has as many parameters as another."""
+"""Feed-forward width at which a model has as many parameters as another."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ Parameters = Callable[[RunConfig], int]
 
 
 def matched_width(config: RunConfig, measure: str, target: int, match: MatchParameters, parameters: Parameters) -> int:
-    """The feed-forward's width with which a model's parameters come nearest to a number.
+    """Return the feed-forward width at which a model's parameters come closest to a target.
 
-    They grow by the same with each unit of the width, so that two counts tell which; the model of that width is counted
-    itself.
+    The number of parameters is linear in the width, so two counts determine the width. The result is then verified.
 
     Args:
-        config: of the run, whole.
-        measure: name of the run whose parameters are wanted.
-        target: these.
-        match: how they are matched.
-        parameters: counts those of a configuration.
+        config: whole configuration of the run.
+        measure: name of the reference run.
+        target: parameters of the reference run.
+        match: how parameters are matched.
+        parameters: counts the parameters of a configuration.
 
     Raises:
-        UserError: the model has no feed-forward, or comes no nearer than `match.within`.
+        UserError: the model has no feed-forward, or misses the target by more than `match.within`.
     """
     multiple = lcm(match.multiple_of, config.parallel.tensor)
     least, next_one = (parameters(with_width(config, n * multiple)) for n in (1, 2))
@@ -38,7 +37,7 @@ def matched_width(config: RunConfig, measure: str, target: int, match: MatchPara
     found = parameters(with_width(config, width))
     if abs(found - target) > match.within * target:
         problem = f"{found:,} parameters, with {WIDTH}={width}, are nearest to the {target:,} of {measure}"
-        # The narrowest feed-forward is too wide where the mixer alone has too many.
+        # With the narrowest feed-forward, the mixer alone may have too many parameters.
         smaller = "make the mixer smaller" if width == multiple else "give a smaller match_parameters.multiple_of"
         mend = f"{smaller}, or a match_parameters.within above {match.within:g}"
         raise UserError("match_parameters", f"{problem}, {abs(found - target) / target:.2%} away", mend)
@@ -46,5 +45,5 @@ def matched_width(config: RunConfig, measure: str, target: int, match: MatchPara
 
 
 def with_width(config: RunConfig, width: int) -> RunConfig:
-    """The configuration with another width of the feed-forward."""
+    """Return the configuration with another feed-forward width."""
     return replace(config, model=replace(config.model, ffn_hidden_size=width))

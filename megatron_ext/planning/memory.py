@@ -1,4 +1,4 @@
-"""A GPU's memory by what it is for."""
+"""GPU memory of a rank by purpose."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ IN_8_BITS = "weights in 8 bits"
 WORKING = "backward pass, working memory"
 
 GATHERED_AT_ONCE = 1_500_000_000
-"""Parameters that DeepSpeed's stage 3 may have gathered: max_live_parameters and a bucket, by its defaults."""
+"""Parameters that ZeRO-3 in DeepSpeed may have gathered at once: default max_live_parameters plus a bucket."""
 
 USABLE = 0.88
-"""Of a GPU's memory for tensors. Its context and NCCL take some 2 GiB, and torch's allocator kept 1.09 to 1.18 times
-what tensors took where there was room (docs/benchmarks/training.md); near the limit it gives back what it can."""
+"""Fraction of a GPU's memory available for tensors. The CUDA context and NCCL take about 2 GiB. torch's allocator
+reserved 1.09 to 1.18 times the allocated bytes with free memory left (docs/benchmarks/training.md). Near the limit it
+releases cached memory.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The most that tensors of one rank take at once.
+    """Peak memory of the tensors of one rank.
 
     Attributes:
         rank: in the world.
-        stage: of the pipeline.
-        kinds: bytes by kind, at that moment; parts of the model are what the forward pass has kept of them.
-        by_layer: bytes that the forward pass has kept of each layer, by its number from 1.
+        stage: pipeline stage.
+        kinds: bytes by kind at the peak. Kinds named for model parts are activations saved by the forward pass.
+        by_layer: bytes saved by the forward pass, by layer number from 1.
     """
 
     rank: int
@@ -47,20 +49,20 @@ class Memory:
         return sum(self.kinds.values())
 
     def fits(self, gpu: Gpu) -> bool:
-        """Whether they have room."""
+        """Return True if the tensors fit on a GPU."""
         return self.total <= USABLE * gpu.memory
 
     def why_not(self, gpu: Gpu) -> str:
-        """What is too much, and what would help first."""
+        """Describe by how much the memory is exceeded, and the largest kind."""
         largest = max(self.kinds, key=lambda kind: self.kinds[kind])
         needs = f"tensors of rank {self.rank} take {self.total / GIB:.1f} GiB of {USABLE * gpu.memory / GIB:.1f} usable"
         return f"{needs}, most of it {largest} ({self.kinds[largest] / GIB:.1f})"
 
 
 def memory_of(config: RunConfig, footprint: Footprint) -> Memory:
-    """What a rank's step takes, with what is there throughout."""
+    """Return the peak memory of a rank: persistent tensors and those of the step."""
     kinds = standing(config, footprint.parameters, len(footprint.replicas))
-    if config.training.fp8 != "none":  # as they are and transposed, from one step to the next
+    if config.training.fp8 != "none":  # FP8 copies of weights and of their transposes are kept between steps
         kinds[IN_8_BITS] = 2 * footprint.linear_parameters
     by_layer: dict[int, float] = defaultdict(float)
     for purpose, size in footprint.ledger.at_peak.items():
@@ -72,14 +74,14 @@ def memory_of(config: RunConfig, footprint: Footprint) -> Memory:
 
 
 def standing(config: RunConfig, parameters: float, replicas: int) -> defaultdict[str, float]:
-    """Bytes by kind that are there throughout.
+    """Return the bytes of persistent tensors by kind.
 
-    Gradients are kept in fp32; the optimizer has two moments of each parameter, and in bf16 its precise value.
+    Gradients are kept in fp32. The optimizer state has two moments per parameter and, in bf16, the fp32 parameter.
 
     Args:
-        config: its optimizer and precision.
-        parameters: of a rank's part of the model.
-        replicas: ranks among which an optimizer may share out what it keeps.
+        config: with optimizer and precision.
+        parameters: of the rank's model shard.
+        replicas: data-parallel ranks over which the optimizer may shard.
     """
     optimizer, size = config.optimizer, 2 if config.training.precision == "bf16" else 4
     weights, gradients, state = shares(optimizer, replicas)
@@ -95,7 +97,7 @@ def standing(config: RunConfig, parameters: float, replicas: int) -> defaultdict
 
 
 def shares(optimizer: OptimizerConfig, replicas: int) -> tuple[float, float, float]:
-    """Which part of weights, gradients and optimizer state a rank keeps (ZeRO, arXiv 1910.02054)."""
+    """Return the fractions of weights, gradients and optimizer state that a rank keeps (ZeRO, arXiv 1910.02054)."""
     stage = {"none": 0, "megatron": 1, "zero1": 1, "zero2": 2, "zero3": 3}[optimizer.sharding]
     part = 1 / replicas
     return part if stage >= 3 else 1.0, part if stage >= 2 else 1.0, part if stage >= 1 else 1.0

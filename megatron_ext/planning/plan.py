@@ -1,4 +1,4 @@
-"""What a configuration takes on a number of GPUs: memory, time and messages, and which other layout would be better."""
+"""Memory, step time and communication of a configuration on a number of GPUs, and search for better layouts."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ FootprintOf = Callable[[RunConfig, int, int, int], "Footprint"]
 
 
 ROUNDS = 2
-"""In which heads are exchanged where that may be: more gain nothing (docs/benchmarks/training.md)."""
+"""Rounds in which copy engines exchange heads, if allowed. More gain nothing (docs/benchmarks/training.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What is to be trained on.
+    """Machine to plan for.
 
     Attributes:
-        gpu: of all nodes.
-        nodes: there are.
-        per_node: GPUs a node.
+        gpu: kind of GPU, the same on all nodes.
+        nodes: number of nodes.
+        per_node: GPUs per node.
     """
 
     gpu: Gpu
@@ -47,22 +47,22 @@ class Machine:
 
     @property
     def world_size(self) -> int:
-        """Ranks, one a GPU."""
+        """Number of ranks, one per GPU."""
         return self.nodes * self.per_node
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A layout.
+    """Planned layout.
 
     Attributes:
-        config: whole.
-        replicas: of the model: the data-parallel size.
-        micro_batches: a step.
-        memory: of a rank of each pipeline stage.
+        config: whole configuration.
+        replicas: data-parallel size.
+        micro_batches: per step and replica.
+        memory: of one rank of each planned pipeline stage.
         time: of a step; None: see `untimed`.
-        untimed: why there is none.
-        refused: why the layout cannot be, or does not fit; None: it fits.
+        untimed: why there is no time.
+        refused: why the layout is invalid or does not fit; None: it fits.
     """
 
     config: RunConfig
@@ -75,15 +75,15 @@ class Planned:
 
     @property
     def most(self) -> Memory:
-        """Of the rank that takes most."""
+        """Memory of the rank that needs most."""
         return max(self.memory, key=lambda memory: memory.total)
 
 
 def plan(config: RunConfig, vocab_size: int, machine: Machine, mixers: Mixers) -> Planned:
-    """Plan a configuration as it is.
+    """Plan a configuration without changing its layout.
 
     Raises:
-        UserError: it cannot be trained on so many GPUs.
+        UserError: it cannot be trained on this machine.
     """
     check(config, machine.world_size, mixers)
     check_nodes(config, machine.world_size, machine.per_node)
@@ -98,16 +98,16 @@ def plan(config: RunConfig, vocab_size: int, machine: Machine, mixers: Mixers) -
 def search(
     config: RunConfig, vocab_size: int, machine: Machine, mixers: Mixers, tell: Callable[[str], None] = lambda _: None
 ) -> list[Planned]:
-    """All layouts of a configuration, those that fit first, the fastest of them first.
+    """Plan all layouts of a configuration, and return those that fit first, sorted by speed.
 
-    Where NCCL is to exchange heads, the same by copy engines is a layout, too.
+    If NCCL is configured to exchange heads, the exchange by copy engines is planned as a further layout.
 
     Args:
-        config: of the run; its layout, micro-batch and recomputation are looked for.
-        vocab_size: tokens of the tokenizer.
-        machine: to be trained on.
-        mixers: the registered ones.
-        tell: takes a line on how far it is.
+        config: of the run. Its layout, micro-batch size and recomputation are replaced.
+        vocab_size: vocabulary size of the tokenizer.
+        machine: to plan for.
+        mixers: registered mixers.
+        tell: takes a line that reports progress.
     """
     _check_8_bits(config, machine.gpu)
     found: list[Planned] = []
@@ -127,7 +127,7 @@ def search(
 
 
 def shards(config: RunConfig, vocab_size: int, world_size: int) -> Iterator[Shard]:
-    """What each rank of a checked configuration builds, one after the other."""
+    """Build the model shard of each rank of a checked configuration and yield a description, in the order of ranks."""
     with process_pool() as pool:
         size = -(-world_size // 16)
         blocks = [range(first, min(first + size, world_size)) for first in range(0, world_size, size)]
@@ -137,7 +137,7 @@ def shards(config: RunConfig, vocab_size: int, world_size: int) -> Iterator[Shar
 
 
 def _rounds_of_copy_engines(config: RunConfig, machine: Machine, mixers: Mixers) -> int | None:
-    """In which they could exchange the heads that NCCL is to exchange; None: they cannot."""
+    """Return the rounds in which copy engines could exchange heads instead of NCCL; None: they cannot."""
     if config.parallel.context == 1 or config.parallel.context_transport != "nccl":
         return None
     allowed = (n for n in (ROUNDS, 1) if not _refusal(by_copy_engines(config, n), machine, mixers))
@@ -147,20 +147,20 @@ def _rounds_of_copy_engines(config: RunConfig, machine: Machine, mixers: Mixers)
 def _until_one_fits(
     alternatives: Sequence[RunConfig], copied_in: int | None, vocab_size: int, machine: Machine
 ) -> list[Planned]:
-    """Plans of these, up to the first that fits; and of that one by copy engines, if heads are exchanged.
+    """Plan configurations up to the first that fits, and this one also with copy engines if it exchanges heads.
 
     Args:
-        alternatives: the best first.
-        copied_in: rounds of copy engines; None: there are to be none.
-        vocab_size: tokens of the tokenizer.
-        machine: to be trained on.
+        alternatives: configurations, the best first.
+        copied_in: rounds of copy engines; None: do not plan them.
+        vocab_size: vocabulary size of the tokenizer.
+        machine: to plan for.
     """
     found: list[Planned] = []
     for config in map(derive, alternatives):
         try:
             footprints = _ends_gone_through(config, vocab_size, machine)
         except UserError as error:
-            found.append(_unplanned(config, machine, error))  # for a reason that recomputation does not change
+            found.append(_unplanned(config, machine, error))  # the reason does not depend on recomputation
             break
         found.append(_planned(config, footprints, machine))
         if found[-1].refused is None:
@@ -178,7 +178,7 @@ def _ends_gone_through(config: RunConfig, vocab_size: int, machine: Machine) -> 
 
 
 def _check_8_bits(config: RunConfig, gpu: Gpu) -> None:
-    """Not every kind of GPU multiplies in them."""
+    """Reject FP8 training on a kind of GPU without FP8 matrix products."""
     if config.training.fp8 != "none" and not gpu.has_8_bits:
         problem = f"{config.training.fp8}, and an {gpu.name.upper()} has no products in 8 bits"
         kinds = ", ".join(kind.name for kind in GPUS.values() if kind.has_8_bits)
@@ -186,18 +186,18 @@ def _check_8_bits(config: RunConfig, gpu: Gpu) -> None:
 
 
 def _rank_of_each_stage(config: RunConfig, world_size: int) -> list[int]:
-    """The first rank of each: a rank's stage changes slowest."""
+    """Return the first rank of each pipeline stage: the stage is the slowest-varying index of a rank."""
     stages = config.parallel.pipeline
     return [stage * (world_size // stages) for stage in range(stages)]
 
 
 def _ends(ranks: Sequence[int]) -> list[int]:
-    """Where a pipeline takes most memory and time: its first stage and its last."""
+    """Return the ranks of the first and last pipeline stage, which need most memory and time."""
     return [*ranks[:1], *ranks[1:][-1:]]
 
 
 def _footprint(config: RunConfig, vocab_size: int, world_size: int, rank: int) -> Footprint:
-    # By name: torch is imported in that process, and not in the one that reads this module.
+    # By name: torch is imported in the worker process, not in the one that imports this module.
     taken: FootprintOf = resolve_name("megatron_ext.planning.dry_step:footprint")
     return taken(config, vocab_size, world_size, rank)
 
@@ -228,7 +228,7 @@ def _planned(config: RunConfig, footprints: Sequence[Footprint], machine: Machin
 
 
 def _refusal(config: RunConfig, machine: Machine, mixers: Mixers) -> Planned | None:
-    """A layout that breaks a rule; None: it breaks none."""
+    """Return the layout with its error if it breaks a rule; None: it breaks none."""
     try:
         check(config, machine.world_size, mixers)
         check_nodes(config, machine.world_size, machine.per_node)
@@ -244,7 +244,7 @@ def _unplanned(config: RunConfig, machine: Machine, error: UserError) -> Planned
 
 
 def _order(planned: Planned) -> tuple[bool, bool, float]:
-    """Those that fit first, by speed; then those that do not, by memory; then those that may not be."""
+    """Sort key: layouts that fit, by speed; then those that do not, by memory; then invalid ones."""
     speed = planned.time.tokens_per_second if planned.time else 0.0
     if planned.refused is None:
         return False, False, -speed

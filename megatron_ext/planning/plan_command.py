@@ -1,4 +1,4 @@
-"""`selectron plan`: its options, and what it prints."""
+"""Options and output of `selectron plan`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCABULARY = 50304
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options beside the configuration's."""
+    """Add the options other than the configuration."""
     add = parser.add_argument
     add("--nodes", type=int, default=1, metavar="N", help="there are (%(default)s)")
     add("--gpus-per-node", type=int, default=8, metavar="M", help="a node (%(default)s)")
@@ -36,18 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(
     args: argparse.Namespace, load: Callable[[Path, Sequence[str]], RunConfig], load_mixers: Callable[[], Mixers]
 ) -> int:
-    """Plan and print.
+    """Plan a configuration and print the report.
 
     Args:
         args: of the command line.
-        load: reads a configuration with overrides; called when the options are found right.
-        load_mixers: gives the registered mixers.
+        load: reads a configuration with overrides; called after the options are checked.
+        load_mixers: returns the registered mixers.
 
     Returns:
-        0; 1 if the layout, or with --search every layout, does not fit.
+        0; 1 if the layout does not fit, or with --search no layout fits.
 
     Raises:
-        UserError: an option or the configuration does not allow it.
+        UserError: an option or the configuration is invalid.
     """
     _check(args)
     from megatron_ext.config.rules import check
@@ -105,7 +105,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _vocabulary(args: argparse.Namespace, path: str, cache_dir: str | None) -> tuple[int, str]:
-    """Tokens of the model, and where that comes from."""
+    """Return the vocabulary size and a description of its origin."""
     if args.vocabulary is not None:
         return args.vocabulary, f"{args.vocabulary:,} tokens, as told"
     from megatron_ext.planning.vocabulary import vocab_size

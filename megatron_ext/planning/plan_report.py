@@ -1,4 +1,4 @@
-"""A plan in words and numbers."""
+"""Report of a plan as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ HOUR = 3600.0
 
 @dataclass(kw_only=True)
 class PlanReport:
-    """What `selectron plan` found.
+    """Result of `selectron plan`.
 
     Attributes:
         name: of the configuration.
-        overrides: of the command line.
-        machine: that it is planned for.
-        vocabulary: how many tokens the model has, and why.
-        tokens: to be trained on.
-        price: of a GPU hour; None: cost is in GPU hours alone.
+        overrides: from the command line.
+        machine: planned for.
+        vocabulary: vocabulary size and its origin.
+        tokens: number of training tokens.
+        price: per GPU hour; None: report GPU hours only.
         planned: the layout as configured; None: layouts were searched.
-        layouts: all that were looked at, the best first.
-        shown: how many of them to show.
-        shards: what each rank builds; empty: nobody asked.
-        batch: samples a step as configured, and as planned because those do not divide; None: they do.
+        layouts: all searched layouts, the best first.
+        shown: number of layouts to show.
+        shards: of each rank; empty: not requested.
+        batch: global batch size as configured and as planned, if the configured one is not divisible; None: it is.
     """
 
     name: str
@@ -55,16 +55,16 @@ class PlanReport:
 
     @property
     def fits(self) -> bool:
-        """Whether there is a layout that has room."""
+        """True if at least one layout fits."""
         return any(one.refused is None for one in self._all)
 
     @property
     def _all(self) -> list[Planned]:
-        """What was planned: the layout as configured, or all that were looked at."""
+        """Planned layouts: the configured one, or all searched ones."""
         return self.layouts if self.planned is None else [self.planned]
 
     def markdown(self) -> str:
-        """The plan as it is printed."""
+        """Return the plan as Markdown."""
         machine = self.machine
         gpus = f"{machine.world_size} x {machine.gpu.name.upper()}"
         where = f"{gpus} ({machine.nodes} nodes of {machine.per_node})" if machine.nodes > 1 else gpus
@@ -98,7 +98,7 @@ class PlanReport:
             ) from error
 
     def numbers(self) -> dict[str, Any]:
-        """All of it, bytes and seconds."""
+        """Return the whole plan as plain values, in bytes and seconds."""
         return {
             "configuration": self.name,
             "overrides": list(self.overrides),

@@ -1,4 +1,4 @@
-"""How fast the parts of a step are, as it was measured; see `tools/collect_rates.py`."""
+"""Measured rates of the parts of a step; see `tools/collect_rates.py`."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from megatron_ext.parts import FEED_FORWARD
 
 RATES = "rates.json"
 FORWARD_SHARE = 1 / 3
-"""Of forward and backward pass together, where it was not measured: a product of matrices has two in the backward."""
+"""Assumed share of the forward pass in a step if not measured: one of three matrix products is in the forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """One measurement.
+    """Measured rate.
 
     Attributes:
-        part: a mixer, with its score where it has several (`top1_chunk approx`), or another part of a step.
+        part: a mixer, with its score if it has several (`top1_chunk approx`), or another part of a step.
         hidden_size: of the model.
-        seq_length: tokens a sample.
-        flops: model FLOPs a second of forward and backward pass.
-        forward_share: of the time; None: not told apart.
-        source: file under docs/benchmarks.
-        units: heads or groups of the mixer, of all samples, that were mixed at a time, in a measurement of what few of
-            them take; None: as many as fill a GPU.
+        seq_length: tokens per sample.
+        flops: model FLOP/s of forward and backward pass.
+        forward_share: fraction of the time in the forward pass; None: not measured.
+        source: file in docs/benchmarks.
+        units: heads or groups that were mixed at a time, summed over samples, in a measurement with few of them; None:
+            enough to fill a GPU.
     """
 
     part: str
@@ -43,11 +43,11 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class PartRate:
-    """What is expected of a part.
+    """Expected rate of a part.
 
     Attributes:
-        flops: model FLOPs a second of forward and backward pass, on the GPU that was measured.
-        forward_share: of the time.
+        flops: model FLOP/s of forward and backward pass, on the GPU kind of the measurements.
+        forward_share: fraction of the time in the forward pass.
     """
 
     flops: float
@@ -55,27 +55,29 @@ class PartRate:
 
 
 def part_of_mixer(mixer: str, score: str | None = None) -> str:
-    """What a mixer's rates are kept under: Top-1 Chunk's differ by how chunks are scored."""
+    """Return the name of a mixer's rates; those of Top-1 Chunk depend on the score."""
     return f"{mixer} {score}" if mixer == "top1_chunk" else mixer
 
 
 def part_of_feed_forward(fp8: str) -> str:
-    """What a feed-forward's rates are kept under, by `training.fp8`."""
+    """Return the name of a feed-forward's rates, which depends on `training.fp8`."""
     return FEED_FORWARD if fp8 == "none" else f"{FEED_FORWARD} {fp8}"
 
 
 @cache
 def measured() -> tuple[Rate, ...]:
-    """All that come with this package."""
+    """Return all measured rates of this package."""
     text = resources.files("megatron_ext.planning").joinpath(RATES).read_text()
     return tuple(Rate(**fields) for fields in json.loads(text))
 
 
 def rate_of(part: str, hidden_size: int, seq_length: int, rates: Sequence[Rate] | None = None) -> PartRate:
-    """Between measurements of a part: along the logarithm of the length, at the nearest width; constant beyond them.
+    """Interpolate the rate of a part, linearly in the logarithm of the length and at the nearest hidden size.
+
+    Beyond the measured lengths the rate is constant.
 
     Raises:
-        KeyError: it was never measured.
+        KeyError: the part was not measured.
     """
     everything = measured() if rates is None else rates
     own = [rate for rate in everything if rate.part == part and rate.units is None]
@@ -90,14 +92,15 @@ def rate_of(part: str, hidden_size: int, seq_length: int, rates: Sequence[Rate] 
 
 
 def filled(part: str, units: int, rates: Sequence[Rate] | None = None) -> float:
-    """What a part reaches of its rate with so few units at a time: a state walks over a sequence in one place of a GPU.
+    """Return the fraction of its full rate that a part reaches with few units at a time.
 
-    Between measurements along the logarithm of the units; constant beyond them, and 1 where there are none.
+    A recurrent scan over a sequence occupies only a small portion of the GPU. The fraction is interpolated linearly in
+    the logarithm of the units, constant beyond the measurements, and 1 without measurements.
 
     Args:
-        part: as of `Rate`.
-        units: heads or groups of all samples that are mixed at a time.
-        rates: to go by; None: all that come with this package.
+        part: see `Rate`.
+        units: heads or groups that are mixed at a time, summed over samples.
+        rates: measurements; None: those of this package.
     """
     own = [rate for rate in (measured() if rates is None else rates) if rate.part == part]
     points = sorted((rate.units, rate.flops) for rate in own if rate.units is not None)
@@ -105,7 +108,7 @@ def filled(part: str, units: int, rates: Sequence[Rate] | None = None) -> float:
 
 
 def _between(points: Sequence[tuple[int, float]], at: int) -> float:
-    """Along the logarithm of what comes first in points, which are in its order; constant beyond them."""
+    """Interpolate sorted points linearly in the logarithm of x; constant beyond them."""
     for (left, low), (right, high) in pairwise(points):
         if left <= at <= right:
             return low + math.log(at / left) / math.log(right / left) * (high - low)

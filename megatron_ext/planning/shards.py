@@ -1,4 +1,4 @@
-"""The part of a model that each rank of a world builds, none of which is there."""
+"""Model shards that the ranks of a world build, constructed without that world."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron_ext.training.build import model_shape
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """What a rank builds.
+    """Model shard of a rank.
 
     Attributes:
         rank: in the world.
-        place: its rank among the tensor-, context-, pipeline- and data-parallel ones.
-        parameters: that it holds.
-        of_stage: parameters that its tensor-parallel ranks hold together, each once.
+        place: tensor-, context-, pipeline- and data-parallel rank.
+        parameters: number of parameters on the rank.
+        of_stage: number of parameters of its tensor-parallel group, each counted once.
     """
 
     rank: int
@@ -31,7 +31,7 @@ class Shard:
 
 
 def build(config: RunConfig, vocab_size: int, world_size: int, ranks: Iterable[int]) -> list[Shard]:
-    """Build the part of each of these ranks; see `dry_step.footprint` for the arguments."""
+    """Build the shards of some ranks; see `dry_step.footprint` for the arguments."""
     return [_build(config, vocab_size, world_size, rank) for rank in ranks]
 
 
@@ -49,10 +49,10 @@ def _build(config: RunConfig, vocab_size: int, world_size: int, rank: int) -> Sh
 
 
 def whole_model(shards: Sequence[Shard]) -> int:
-    """Parameters of the model that all these ranks make.
+    """Return the number of parameters of the whole model that the shards form.
 
     Raises:
-        AssertionError: ranks of a stage do not agree, or one place is taken twice.
+        AssertionError: ranks of a stage disagree, or two ranks have the same place.
     """
     assert len({shard.place for shard in shards}) == len(shards), "two ranks are in one place"
     of_stages: dict[int, set[int]] = {}

@@ -1,9 +1,9 @@
-"""How long a step takes: its parts at measured rates, on a GPU's memory and on its links.
+"""Estimate of the step time from measured rates, memory bandwidth and link bandwidth.
 
-A part that multiplies matrices takes its model FLOPs at the rate that was measured of it, a mixer at what as few heads
-at a time as a GPU has reach of it; one that reads and writes, its bytes at the bandwidth that was measured. A part of
-the heads that are exchanged in rounds hides (`HIDES`), nothing else does: all other exchanges of tensor, context and
-pipeline parallelism and the reduction of gradients stand in the step.
+Parts with matrix products take their model FLOPs divided by the measured rate of the part. A mixer's rate is reduced if
+a GPU processes few heads at a time. Parts that are memory-bound take their bytes divided by the measured bandwidth. A
+part of the exchange of heads in rounds is overlapped (`HIDES`). All other communication of tensor, context and pipeline
+parallelism and the gradient reduction are assumed not to overlap.
 """
 
 from __future__ import annotations
@@ -39,38 +39,41 @@ if TYPE_CHECKING:
 BUBBLE, HOST = "pipeline bubble", "data and host"
 
 NORM_PASSES = {FORWARD: 10.2, BACKWARD: 13.2, "again": 5.1}
-"""Times that a layer's norms and residual go through its hidden states, read or write; `again`: in the backward pass,
-where what is behind the mixer is computed again. As measured on an H200 (docs/benchmarks/training.md)."""
+"""Number of times that a layer's norms and residual read or write its hidden states. `again`: during the backward
+pass, if the part after the mixer is recomputed. Measured on an H200 (docs/benchmarks/training.md).
+"""
 
 EMBEDDING_PASSES = 25.0
-"""The same of the embedding, both passes; its gradient is a sum in any order."""
+"""Reads and writes of hidden states by the embedding in both passes; its gradient is a scatter-add in any order."""
 
 UPDATE_BYTES = 10.0, 63.0
-"""That an update reads and writes for a parameter: on every rank, and where the optimizer's state of it is."""
+"""Bytes that an update reads and writes per parameter: on every rank, and in addition where its optimizer state is."""
 
 HOST_SECONDS = 0.012
-"""Of a step in which the GPU waits: for the batch, the gradient's norm, the next kernel."""
+"""Seconds per step in which the GPU waits for the batch, for the gradient norm or for kernel launches."""
 
 HOST_SECONDS_OF_LAYER = {"none": 0.0, "tensorwise": 1.2e-3, "blockwise": 0.0}
-"""Besides, of a layer and micro-batch, by `training.fp8`: the host falls behind with the small kernels that find a
-tensor's scale. As measured of 32,768 tokens (docs/benchmarks/planning.md); behind more tokens more of it hides."""
+"""Further seconds per layer and micro-batch, by `training.fp8`: the small kernels that compute a tensor's scale make
+the step host-bound. Measured with 32,768 tokens (docs/benchmarks/planning.md). With more tokens more of it is hidden.
+"""
 
 LATENCY = 2e-5
-"""Seconds of a collective call beside its bytes. Assumed, as `LINKS_REACHED` is."""
+"""Seconds per collective call in addition to the transfer. Assumed, as is `LINKS_REACHED`."""
 
 
 HIDES = {"copy_engine": 0.5, "nccl": 0.25}
-"""By what part of its exchange of heads a step is shorter with rounds, however many: as measured, which is less than is
-hidden (docs/benchmarks/training.md). NCCL's are rounds of samples; those of heads gain nothing by it."""
+"""Fraction of the exchange of heads by which rounds, however many, shorten a step. This measured fraction is smaller
+than the overlapped one (docs/benchmarks/training.md). NCCL gains only by rounds of samples, not by rounds of heads.
+"""
 
 COPIES_OF_SAMPLES = 8.0
-"""Times that a layer's hidden states are read or written, both passes, to take samples apart and put them together."""
+"""Reads and writes of a layer's hidden states in both passes, to split samples into rounds and concatenate them."""
 
 HEADS = "alltoall_base_"
-"""The call that exchanges heads, as c10d's operators call it."""
+"""Name of c10d's operator that exchanges heads."""
 
 PACKED = {"nccl": 1, "copy_engine": 2}
-"""Copies of what is exchanged, on each GPU: into the order of ranks or out of it; and into what copy engines read."""
+"""Copies of the exchanged data on each GPU: to or from rank order, and for copy engines into their send buffer."""
 
 CALLS = {
     "_allgather_base_": "all-gather",
@@ -80,12 +83,12 @@ CALLS = {
     "broadcast_": "broadcast",
     "recv_": "between pipeline stages",
 }
-"""What c10d's operators are called elsewhere."""
+"""Common names of c10d's operators."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Volume:
-    """What a rank sends in a step.
+    """Data that a rank sends in a step.
 
     Attributes:
         within_node: bytes over NVLink.
@@ -98,12 +101,12 @@ class Volume:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """A step of the slowest pipeline stage.
+    """Estimated time of a step, from the slowest pipeline stage.
 
     Attributes:
-        parts: seconds by part; they add up.
+        parts: seconds by part; their sum is the step time.
         tokens: of the whole batch.
-        volumes: by what is exchanged.
+        volumes: communication volume by kind.
     """
 
     parts: dict[str, float]
@@ -112,27 +115,27 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds per step."""
         return sum(self.parts.values())
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs together."""
+        """Throughput of all GPUs together."""
         return self.tokens / self.seconds
 
 
 def step_time(config: RunConfig, footprints: Sequence[Footprint], gpu: Gpu, world_size: int, per_node: int) -> StepTime:
-    """Time a step.
+    """Estimate the time of a step.
 
     Args:
         config: of the run.
-        footprints: of a rank of each pipeline stage.
-        gpu: of all ranks.
-        world_size: ranks.
-        per_node: ranks a node.
+        footprints: of one rank of each planned pipeline stage.
+        gpu: kind of GPU.
+        world_size: number of ranks.
+        per_node: ranks per node.
 
     Raises:
-        KeyError: a mixer was never measured.
+        KeyError: there is no measured rate of a mixer.
     """
     layout, parallel = layout_of(config, world_size), config.parallel
     links = _Links(gpu, per_node)
@@ -172,14 +175,14 @@ class _Links:
 
 
 def sent(message: Message) -> float:
-    """Bytes that a rank sends for a collective call, as rings do it; what it receives from one rank counts as well."""
+    """Return the bytes that a rank sends in a ring collective; received point-to-point and broadcast bytes count."""
     others = (len(message.ranks) - 1) / len(message.ranks)
     factors = {"allreduce_": 2 * others, "send": 0.0, "recv_": 1.0, "broadcast_": 1.0}
     return factors.get(message.call, others) * message.size
 
 
 def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Links) -> dict[str, float]:
-    """Seconds by part of one micro-batch on a rank."""
+    """Return the seconds of each part for one micro-batch on a rank."""
     model, training, parallel = config.model, config.training, config.parallel
     reference = GPUS[MEASURED]
     tokens = training.micro_batch_size * config.data.seq_length / parallel.context
@@ -193,12 +196,12 @@ def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Link
 
     whole, feed_forward = training.recompute == "full", part_of_feed_forward(training.fp8)
     for layer in footprint.layers:
-        # A rank that hands a state on walks more over its part; what is beside the projections is taken for a walk.
+        # A rank that passes a state on scans its shard again. All FLOPs but the projections' count as the scan.
         reached = filled(layer.part, layer.units)
         product(MIXER, layer.part, (1 + layer.summary_walks) * layer.mixer_flops, whole, reached)
         product(MIXER, FEED_FORWARD, -layer.summary_walks * layer.projection_flops, whole)
         product(FEED_FORWARD, feed_forward, layer.feed_forward_flops, training.recompute != "none")
-        if training.fp8 != "none":  # a mixer's projections gain what a feed-forward's do
+        if training.fp8 != "none":  # the mixer's projections run at the feed-forward's rate
             product(MIXER, FEED_FORWARD, -layer.projection_flops, whole)
             product(MIXER, feed_forward, layer.projection_flops, whole)
     if footprint.loss_flops:
@@ -220,7 +223,7 @@ def _micro_batch(config: RunConfig, footprint: Footprint, gpu: Gpu, links: _Link
         seconds[message.call] += each * links.seconds(message.ranks, sent(message), reached)
         exchanged += each * message.size * is_heads
     exchanging = [layer.exchange_rounds for layer in footprint.layers if layer.exchange_rounds]
-    # What layers that exchange heads send is taken for equally much.
+    # All layers that exchange heads are assumed to send the same amount.
     behind = fmean(_hides(rounds, transport) for rounds in exchanging) if exchanging else 0.0
     parts[COMMUNICATION] = sum(seconds.values()) - min(seconds[HEADS] * behind, parts[MIXER])
     apart = sum(rounds.samples > 1 for rounds in exchanging)
@@ -235,7 +238,7 @@ def _hides(rounds: Rounds, transport: TransportName) -> float:
 
 
 def _volumes(footprint: Footprint, links: _Links, micro_batches: int) -> dict[str, Volume]:
-    """What a rank sends for its micro-batches, by call."""
+    """Return the volume that a rank sends for all its micro-batches, by call."""
     found: dict[str, Volume] = {}
     for message, count in footprint.ledger.messages.items():
         more = links.volume(message.ranks, sent(message) * count / footprint.micro_batches * micro_batches)
@@ -248,7 +251,7 @@ def _volumes(footprint: Footprint, links: _Links, micro_batches: int) -> dict[st
 
 
 def _reduction(config: RunConfig, footprint: Footprint, micro_batches: int) -> list[float]:
-    """Bytes that a rank sends over the replicas, a call each: gradients in fp32, weights as they are."""
+    """Return the bytes per call that a rank sends over data-parallel ranks: fp32 gradients, weights as stored."""
     replicas, sharding = len(footprint.replicas), config.optimizer.sharding
     others, size = (replicas - 1) / replicas, 2 if config.training.precision == "bf16" else 4
     gradients, weights = 4.0 * footprint.parameters * others, size * footprint.parameters * others

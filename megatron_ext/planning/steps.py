@@ -1,4 +1,4 @@
-"""How many steps a budget is."""
+"""Conversion of budgets to steps."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from megatron_ext.planning.counts import ModelCounts
 
 
 def step_tokens(config: RunConfig) -> int:
-    """Tokens of an optimizer step."""
+    """Return the tokens per optimizer step."""
     return config.training.global_batch_size * config.data.seq_length
 
 
 def planned_steps(name: str, budget: float, config: RunConfig, counts: Callable[[RunConfig], ModelCounts]) -> int:
-    """The number of steps that comes nearest to a budget.
+    """Return the number of steps closest to a budget.
 
     Args:
         name: of the budget, see `PlanFields`.
-        budget: in its unit.
-        config: of the run, whole.
+        budget: value in its unit.
+        config: whole configuration of the run.
         counts: counts its model.
 
     Raises:
-        UserError: that is no step at all.
+        UserError: the budget is less than a step.
     """
     per_step = float(step_tokens(config))
     if name == "training_flops":

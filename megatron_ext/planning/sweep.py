@@ -1,4 +1,4 @@
-"""From a sweep's file to its runs: what follows from plans and matched parameters becomes ordinary fields."""
+"""Expansion of a sweep file into runs: planned lengths and matched parameters become ordinary fields."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from megatron_ext.planning.steps import planned_steps, step_tokens
 from megatron_ext.reports import table
 
 Load = Callable[[Path, Sequence[str]], RunConfig]
-"""Reads a configuration and what is laid over it, see `load_config`."""
+"""Function that reads a configuration with overrides, see `load_config`."""
 
 Check = Callable[[RunConfig], None]
-"""Refuses a configuration that cannot work."""
+"""Function that raises an error for an invalid configuration."""
 
 _LONG = 1 << 40
-"""Steps that a run has while its own are not known: enough for any schedule."""
+"""Placeholder for a run's steps while they are unknown: enough for any schedule."""
 
 
 @dataclass(frozen=True)
 class SweepRun:
-    """A run of a sweep.
+    """Run of a sweep.
 
     Attributes:
-        config: whole and checked.
-        overrides: what makes it.
-        counts: of its model, where runs are listed and it is a planned one.
+        config: whole and checked configuration.
+        overrides: of the base configuration.
+        counts: of its model, if runs are listed and it is planned or matched.
     """
 
     config: RunConfig
@@ -43,17 +43,17 @@ class SweepRun:
 def sweep_runs(
     path: Path, more: Sequence[str], load: Load, check: Check, *, listed: bool = False
 ) -> dict[str, SweepRun]:
-    """The runs of a sweep by name, with all that follows from their plans.
+    """Return the runs of a sweep by name, with all fields derived from their plans.
 
     Args:
-        path: of the sweep's file.
-        more: laid over all runs, after what follows from plans.
+        path: of the sweep file.
+        more: overrides of all runs, applied after the derived fields.
         load: reads a run's configuration.
-        check: what every run must stand.
-        listed: they are shown, and their models are counted for that even where nothing follows from it.
+        check: applied to every run.
+        listed: the runs will be listed. Their models are then counted even if nothing depends on it.
 
     Raises:
-        UserError: the file, or a run, is not what it must be; it names both.
+        UserError: the file or a run is invalid. The message names both.
     """
     swept = read_sweep(path)
     if not swept.config.is_file():
@@ -88,7 +88,7 @@ def _in_folder(config: RunConfig, name: str) -> RunConfig:
 
 @dataclass
 class _Draft:
-    """A run while its fields are found."""
+    """Run whose fields are being derived."""
 
     base: Path
     last: list[str]
@@ -103,17 +103,17 @@ class _Draft:
 
     @property
     def overrides(self) -> list[str]:
-        """What makes the run, but for its name."""
+        """Overrides of the run, without its name."""
         return [*self.fields, *self.derived, *self.more]
 
     def derive(self, name: str, value: int) -> None:
-        """Give a field a value, over which those of the command line are laid as over all others."""
+        """Set a derived field. Overrides from the command line still take precedence."""
         self.fields = [one for one in self.fields if not one.startswith(f"{name}=")]
         self.derived.append(f"{name}={value}")
         self.config = self._loaded()
 
     def check_model(self, check: Check) -> None:
-        """Check all but the schedule, which is not known yet: only then can the model be counted."""
+        """Check all but the schedule, which is unknown so far, so that the model can be counted."""
         training = replace(self.config.training, steps=_LONG)
         optimizer = replace(self.config.optimizer, schedule="constant", warmup_steps=0, decay_steps=0)
         check(replace(self.config, training=training, optimizer=optimizer))
@@ -125,7 +125,7 @@ class _Draft:
 def _match(
     draft: _Draft, measure: str, measured: _Draft, match: MatchParameters, counter: Counter, check: Check
 ) -> None:
-    """Find the width of a run's feed-forward."""
+    """Set the feed-forward width of a run so that its parameters match."""
     draft.check_model(check)
     target = counter(measured.config).parameters
     width = matched_width(draft.config, measure, target, match, lambda config: counter(config).parameters)
@@ -136,12 +136,12 @@ def _match(
 
 
 def _plan(draft: _Draft, plan: PlanFields, counter: Counter, check: Check) -> None:
-    """Find a run's steps, and what is a part of them."""
+    """Set the steps of a run, and the fields that are a fraction of them."""
     if plan.budget is not None:
         draft.check_model(check)
         name, budget = plan.budget
         draft.derive(DERIVED[name], planned_steps(name, budget, draft.config, counter))
-    # Of the steps that the run will have: those of the command line, where there are some.
+    # The actual steps of the run, which the command line may have set.
     steps = draft.config.training.steps
     for name, share in (("warmup_share", plan.warmup_share), ("decay_share", plan.decay_share)):
         if share is not None:
@@ -149,7 +149,7 @@ def _plan(draft: _Draft, plan: PlanFields, counter: Counter, check: Check) -> No
 
 
 def run_table(runs: Mapping[str, SweepRun]) -> list[str]:
-    """Lines of `selectron sweep --dry-run`: a run's name, its size and length, and what it changes."""
+    """Return the lines of `selectron sweep --dry-run`: name, size, length and overrides of each run."""
     rows = []
     counted = any(run.counts is not None for run in runs.values())
     for name, run in runs.items():

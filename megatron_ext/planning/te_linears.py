@@ -1,7 +1,7 @@
-"""What Transformer Engine's linears keep for their backward passes, where Megatron's stand in their places.
+"""Emulation of the tensors that Transformer Engine's linears save for backward, on Megatron's linears.
 
-As transformer_engine.pytorch.module.linear of 2.11 has it: an input that does not lie row after row in memory is copied
-into rows, and the copy is kept; in 8 bits the input is kept in these, with its scales.
+Follows transformer_engine.pytorch.module.linear of version 2.11. A non-contiguous input is copied, and the copy is
+saved. In FP8 the quantized input is saved with its scales.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from megatron_ext.model_parts import within
 from megatron_ext.output_layer import LossOutputLayer
 
 BYTES = {"tensorwise": 1.0, "blockwise": 1 + 4 / 128}
-"""That a number takes in 8 bits, with its share of the scales of its hidden states: fp32, one for 128 in blocks."""
+"""Bytes per element in FP8, including scales of hidden states: one fp32 scale per 128 elements if blockwise."""
 
 Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
 
 
 def linears(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Linear]]:
-    """Those of layers, by name, whose places Transformer Engine's back-end gives to its own: not the output layer."""
+    """Yield the linears of layers, by name, that the Transformer Engine back-end replaces: not the output layer."""
     for whole in modules:
         for name, module in whole.named_modules():
             if isinstance(module, Linear) and not isinstance(module, LossOutputLayer):
-                yield name.removeprefix("module."), module  # bf16 wraps the whole in one
+                yield name.removeprefix("module."), module  # added by the bf16 wrapper
 
 
 def weights_of_linears(modules: Iterable[nn.Module]) -> int:
-    """How many they have on this rank."""
+    """Return the number of weights of the linears on this rank."""
     return sum(linear.weight.numel() for _name, linear in linears(modules))
 
 
 @contextmanager
 def as_transformer_engines(modules: Sequence[nn.Module], fp8: str) -> Iterator[None]:
-    """Within it linears of layers keep what Transformer Engine's would.
+    """Context manager in which linears of layers save what Transformer Engine's would.
 
     Args:
-        modules: a model's chunks.
+        modules: model chunks.
         fp8: none, tensorwise or blockwise; see `TrainingConfig`.
     """
     with ExitStack() as stack:
@@ -61,12 +61,12 @@ def _row_after_row(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _In8Bits(NamedTuple):
-    """Hidden states that are kept in 8 bits.
+    """Hidden states saved in FP8.
 
     Attributes:
-        kept: as many bytes as they take.
-        shape: theirs.
-        dtype: that they are made of again.
+        kept: byte tensor of their size in FP8.
+        shape: of the hidden states.
+        dtype: of the hidden states.
     """
 
     kept: Tensor
@@ -75,7 +75,7 @@ class _In8Bits(NamedTuple):
 
 
 def _keeping_8_bits(bytes_each: float) -> saved_tensors_hooks:
-    """Within it hidden states [t, b, features] are kept in 8 bits; weights [features, features] are there anyway."""
+    """Return hooks that save hidden states [t, b, features] in FP8; weights [features, features] persist anyway."""
 
     def pack(x: Tensor) -> Tensor | _In8Bits:
         if x.dim() != 3:

@@ -1,4 +1,4 @@
-"""A rank of a world that is not there: a GPU without memory, and process groups that only have sizes."""
+"""Platform and process groups of a rank in a simulated world: a GPU without memory, and fake process groups."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from megatron_ext.platform import Platform, select_platform
 
 @dataclass(frozen=True)
 class VirtualGpu(Platform):
-    """Takes the decisions of a GPU, on tensors of the meta device."""
+    """Platform that behaves like a GPU but uses the meta device."""
 
     @property
     def is_cuda(self) -> bool:
-        """As on a GPU: what is decided by it is to be planned."""
+        """True, so that decisions are those on a GPU."""
         return True
 
 
 def virtual_gpu() -> VirtualGpu:
-    """The platform of every rank that is not there, in a process that sees no GPU: Megatron would put tensors on it."""
-    select_platform("cpu")  # Megatron asks CUDA for devices; without one it is told of another
+    """Return the platform of a simulated rank, in a process that sees no GPU, on which Megatron would allocate."""
+    select_platform("cpu")  # replaces the CUDA device that Megatron asks for
     return VirtualGpu(torch.device("meta"), "nccl")
 
 
 def on_stand_ins(config: RunConfig) -> RunConfig:
-    """A configuration whose model needs nothing that a GPU alone has.
+    """Return a configuration whose model runs without GPU-only components.
 
-    Megatron's own modules stand for Transformer Engine's (see `te_linears`), messages between stages are sent one by
-    one, and heads are exchanged by NCCL's call, which is seen.
+    Megatron's modules replace Transformer Engine's (see `te_linears`). Messages between stages are sent one by one.
+    Heads are exchanged through NCCL's collective, which the ledger records.
     """
     parallel = replace(config.parallel, batch_p2p_comm=False, context_transport="nccl")
     training, run = replace(config.training, fp8="none"), replace(config.run, backend="local")
@@ -46,7 +46,7 @@ def on_stand_ins(config: RunConfig) -> RunConfig:
 
 @contextmanager
 def groups_of_rank(parallel: ParallelConfig, world_size: int, rank: int) -> Iterator[ProcessGroupCollection]:
-    """The process groups of one rank of as many."""
+    """Context manager that yields the process groups of one rank of a simulated world."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

@@ -1,4 +1,4 @@
-"""How many tokens the tokenizer of a run's data has: its embeddings follow from it."""
+"""Vocabulary size of a run's data, which determines the size of the embeddings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron_ext.files import is_url
 
 
 def vocab_size(path: str, cache_dir: str | None) -> int:
-    """Tokens of the tokenizer that prepared data were made with.
+    """Return the vocabulary size of the tokenizer of prepared data.
 
     Args:
         path: `data.path`.
         cache_dir: `data.cache_dir`.
 
     Raises:
-        UserError: there are no such data here.
+        UserError: the data is not available here.
     """
     if is_url(path):
         return ShardCache(path, Path(cache_dir or "")).manifest.tokenizer.vocab_size

@@ -1,4 +1,4 @@
-"""A model without memory for its weights, and what is counted of it."""
+"""Counts of a model built on the meta device."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron_ext.training.build import model_shape
 
 
 def count(config: RunConfig, vocab_size: int) -> ModelCounts:
-    """Count the whole model, in this process, which is on no GPU.
+    """Count the whole model in this process, without a GPU.
 
     Args:
-        config: whole, its layout that of one process.
-        vocab_size: tokens of the tokenizer, before padding.
+        config: whole configuration with the layout of one process.
+        vocab_size: vocabulary size of the tokenizer, before padding.
     """
     platform, groups = _alone()
     shape = model_shape(config, platform, vocab_size)
@@ -33,6 +33,6 @@ def count(config: RunConfig, vocab_size: int) -> ModelCounts:
 
 @cache
 def _alone() -> tuple[Platform, ProcessGroupCollection]:
-    """Platform and groups of this process, for as long as it lives."""
+    """Return platform and process groups of this process, created once."""
     platform = select_platform("cpu")
     return platform, groups_of_one_process(platform.communication).__enter__()
