@@ -1,1 +1,1 @@
-"""`selectron bench layers`: the time of one layer's mixer, ours and flash-linear-attention's."""
+"""Benchmarks of `selectron bench`: layers, training steps, checkpoints, optimizers, data loading and preparation."""

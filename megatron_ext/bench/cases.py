@@ -1,4 +1,4 @@
-"""What is measured: sizes, shapes, peers. Free of torch, for quick help."""
+"""Sizes, shapes and peers of the layer benchmark. Imports no torch, so that help is fast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PEERS = (FLA,)
 
 
 class Size(NamedTuple):
-    """Width of the hidden states, heads, width of a head."""
+    """hidden_size, number of heads, width of a head."""
 
     hidden: int
     heads: int
@@ -20,18 +20,18 @@ class Size(NamedTuple):
 
 
 SIZES = {"110m": Size(768, 12, 64), "1p3b": Size(2048, 16, 128)}
-"""The study's models, as the presets of `examples/` have them."""
+"""Model sizes of the study, as in the presets of `examples/`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """One problem: hidden states of `batch` sequences of `length` tokens.
+    """Problem shape: hidden states of `batch` sequences of `length` tokens.
 
     Attributes:
         size_name: as in --shapes: 110m, or 110m/2 for two of its heads.
-        size: widths and heads.
-        length: tokens a sequence.
-        batch: sequences.
+        size: widths and number of heads.
+        length: tokens per sequence.
+        batch: number of sequences.
     """
 
     size_name: str
@@ -41,27 +41,27 @@ class LayerShape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all sequences."""
+        """Total number of tokens."""
         return self.batch * self.length
 
     @property
     def length_name(self) -> str:
-        """Length and batch, as in --shapes: 2048x16."""
+        """Length and batch as in --shapes: 2048x16."""
         return f"{self.length}x{self.batch}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that a run is asked for.
+    """Settings of a benchmark run.
 
     Attributes:
-        mixers: ours, by name.
+        mixers: names of our mixers.
         shapes: problems, in the order of the table.
-        peers: whose layers stand beside ours.
-        repeat: timed runs of each case.
+        peers: libraries whose layers are compared with ours.
+        repeat: timed repetitions of each case.
         seed: of weights and hidden states.
         output: folder of the report.
-        configurations: that a Triton kernel tunes itself over, at most; None: all it has.
+        configurations: maximum number over which a Triton kernel autotunes; None: all.
     """
 
     mixers: tuple[str, ...]

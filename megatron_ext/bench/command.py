@@ -1,4 +1,4 @@
-"""What `selectron bench` does: one benchmark, of kernels, layers, training, checkpoints, optimizers or data."""
+"""Implementation of `selectron bench`: benchmarks of kernels, layers, training, checkpoints, optimizers and data."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SUBJECTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the subjects, each with its own options."""
+    """Add the subjects, each with its own options."""
     subjects = parser.add_subparsers(dest="subject", metavar="SUBJECT", required=True)
     for name, (options, text) in SUBJECTS.items():
         subject = subjects.add_parser(name, help=text, description=text, allow_abbrev=False)
         options.add_arguments(subject)
         subject.set_defaults(measure=options.run)
-    train.add_rank(subjects.add_parser("train-rank"))  # what `train` starts; without help it is not listed
+    train.add_rank(subjects.add_parser("train-rank"))  # started by `train`; hidden, as it has no help
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         0, or 1 if a result of ours was wrong.
 
     Raises:
-        UserError: an option, the output folder or the machine does not allow it.
+        UserError: an option, the output folder or the machine is unsuitable.
     """
     try:
         measured: int = args.measure(args)

@@ -1,8 +1,8 @@
-"""What flash-linear-attention's layers call of flash-attn, on the FlashAttention-2 that torch is built with.
+"""Replacement of the flash-attn functions that flash-linear-attention calls, by torch's FlashAttention-2.
 
 Dao 2023, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (arXiv 2307.08691).
-Names, arguments and layouts are flash-attn's: sequences of q, k and v stand one after another, [t, h, d], and begin at
-`cu_seqlens`; a window of (left, right) keys beside the query's own, -1 for all.
+Names, arguments and layouts are flash-attn's. Sequences of q, k and v are packed, [t, h, d], and start at `cu_seqlens`.
+A window is (left, right), the number of keys beside the query's own, -1 for all.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ CALLERS = {
     },
     "fla.ops.nsa.parallel": {"flash_attn_func"},
 }
-"""By module, the names of flash-attn's functions that it has imported, or None in their place."""
+"""Names that each module imports from flash-attn, or sets to None."""
 
 
 def stand_in_for_flash_attn() -> bool:
-    """Give fla's layers these functions where flash-attn is not installed. Returns whether they have them."""
+    """Install these functions in fla's layers if flash-attn is not installed. Return True if they were installed."""
     if find_spec("flash_attn") is not None:
         return False
     for module, names in CALLERS.items():
@@ -40,7 +40,7 @@ def stand_in_for_flash_attn() -> bool:
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int, int] = (-1, -1)
 ) -> Tensor:
-    """Attention of sequences of one length: [b, t, h, d], k and v with as many heads or fewer."""
+    """Attention over sequences of equal length: [b, t, h, d]; k and v may have fewer heads."""
     batch, length = q.shape[:2]
     starts = torch.arange(0, (batch + 1) * length, length, device=q.device, dtype=torch.int32)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
@@ -60,7 +60,7 @@ def flash_attn_varlen_func(
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """Attention of packed sequences."""
+    """Attention over packed sequences."""
     given = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
@@ -93,7 +93,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _flash_attn_varlen_forward(*, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, None, None]:
-    """Outputs [t, h, d] and the logarithms [h, t] of the sums of exponentials."""
+    """Return outputs [t, h, d] and log-sum-exp [h, t]."""
     options, window = _positional(given), _window(given)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, *options, False, scale=given["softmax_scale"], **window
@@ -116,7 +116,7 @@ def _flash_attn_varlen_backward(
 ) -> None:
     """Fill dq, dk and dv."""
     options, window = _positional(given), _window(given)
-    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is not
+    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # random state of dropout, which is not used
     grads = torch.ops.aten._flash_attention_backward(
         dout.contiguous(), q, k, v, out.to(q.dtype), softmax_lse, *options, unused, unused[:0],
         scale=given["softmax_scale"], **window,
@@ -126,13 +126,13 @@ def _flash_attn_varlen_backward(
 
 
 def _positional(given: dict[str, Any]) -> list[Any]:
-    """Both ends' beginnings and longest sequences, dropout, causality: as torch's functions take them."""
+    """Return torch's positional arguments: offsets and maximum lengths of q and k, dropout and causality."""
     assert given["dropout_p"] == 0.0
     starts = [given[f"cu_seqlens_{end}"].int() for end in "qk"]
     return [*starts, *(given[f"max_seqlen_{end}"] for end in "qk"), 0.0, given["causal"]]
 
 
 def _window(given: dict[str, Any]) -> dict[str, int | None]:
-    """None where there is no limit, as torch has it."""
+    """Return the window as torch's arguments, with None for no limit."""
     sides = {side: given.get(f"window_size_{side}", -1) for side in ("left", "right")}
     return {f"window_size_{side}": None if keys < 0 else keys for side, keys in sides.items()}

@@ -1,4 +1,4 @@
-"""One layer's mixer as it is timed: hidden states to hidden states, and back."""
+"""Forward and backward pass of one layer's mixer, as a function to time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A mixer with its projections.
+    """Mixer with its projections.
 
     Attributes:
-        run: hidden states to hidden states, both [t, b, hidden] or both [b, t, hidden], in bf16.
+        run: maps hidden states to hidden states in bf16, both [t, b, hidden] or both [b, t, hidden].
         parameters: weights whose gradients a training step needs.
-        sequence_first: whether it is [t, b, hidden].
-        note: what a reader of its numbers must know.
+        sequence_first: the layout is [t, b, hidden].
+        note: remark that readers of the numbers need.
     """
 
     run: Callable[[Tensor], Tensor]
@@ -27,7 +27,7 @@ class Layer:
 
 
 def hidden_states(layer: Layer, *, length: int, batch: int, hidden: int, seed: int, device: torch.device) -> Tensor:
-    """Standard normal bf16 hidden states, as the norm before a mixer leaves them; their gradient is asked for."""
+    """Return standard normal bf16 hidden states that require a gradient, as the norm before a mixer would produce."""
     sizes = (length, batch) if layer.sequence_first else (batch, length)
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randn(*sizes, hidden, generator=generator, device=device, dtype=torch.bfloat16)
@@ -35,14 +35,14 @@ def hidden_states(layer: Layer, *, length: int, batch: int, hidden: int, seed: i
 
 
 def training_pass(layer: Layer, x: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-    """One call: the forward, and the gradients of the hidden states and of every weight.
+    """Return a function that computes the forward pass and the gradients of the hidden states and of every weight.
 
     Args:
-        layer: what is called.
+        layer: to call.
         x: hidden states, see `hidden_states`.
     """
     grad = torch.randn_like(x)
-    # A layer of fla's may have weights that a model's first layer has no use for.
+    # A layer of fla may have weights that are unused in a model's first layer.
     wanted = [x, *layer.parameters]
 
     def forward_backward() -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""How fast batches are read, by context length and number of shards, and how soon a run that resumes has its first."""
+"""Benchmark of data loading: throughput by sample length and number of shards, and time to a first batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_ext.data.verified import Verified, read_verified, write_verified
 from megatron_ext.data.verify import verify_shards
 
 TOKEN_BYTES = 2 + 3 * 8 + 4
-"""A token as it is stored, and as an input, a label, a position and a weight: what must be moved at the least."""
+"""Bytes moved at least per token: as stored, and as input, label, position and loss weight."""
 
 SEED = 1234
 
@@ -31,15 +31,15 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Reading:
-    """What one rank reads.
+    """Work of one reading rank.
 
     Attributes:
-        root: a prepared folder.
-        length: tokens a sample.
-        batch: samples a micro-batch.
-        rank: this one.
-        ranks: how many read at once, each its data-parallel share.
-        seconds: how long.
+        root: prepared folder.
+        length: tokens per sample.
+        batch: samples per micro-batch.
+        rank: data-parallel rank.
+        ranks: number of ranks that read concurrently.
+        seconds: duration.
     """
 
     root: Path
@@ -51,18 +51,24 @@ class Reading:
 
 
 def read(reading: Reading) -> tuple[float, float]:
-    """Tokens a second of one rank, and a second of its processor, from its first batch on: shards are opened in it."""
+    """Return tokens per second and per processor second of one rank, including the opening of shards."""
     samples, _ = open_samples(reading.root, reading.length, SEED)
-    _micro_batch(samples, reading, 0)  # torch has been used once
+    _micro_batch(samples, reading, 0)  # warm-up of torch
     number, wall, work = timed(samples, reading, 0)
     tokens = number * reading.batch * reading.length
     return tokens / wall, tokens / work
 
 
 def timed(samples: TrainingSamples, reading: Reading, number: int) -> tuple[int, float, float]:
-    """Read on behind a micro-batch, at least one: the number of the last, seconds, and seconds of the processor."""
+    """Read at least one further micro-batch; return the last one's number, seconds and processor seconds.
+
+    Args:
+        samples: to read from.
+        reading: work of this rank.
+        number: of the micro-batch after which to continue.
+    """
     started, worked = time.perf_counter(), time.process_time()
-    while True:  # the system may hold the process up for longer than a turn before it has read anything
+    while True:  # at least one, even if the process is descheduled for longer than a turn
         number += 1
         _micro_batch(samples, reading, number)
         if (seconds := time.perf_counter() - started) >= reading.seconds:
@@ -74,7 +80,7 @@ def _micro_batch(samples: TrainingSamples, reading: Reading, number: int) -> Non
 
 
 def at_once(work: Callable[[T], R], ranks: Sequence[T]) -> list[R]:
-    """Let every rank work in a process of its own, all at once; a single one does so in this process."""
+    """Run `work` for every rank at once, each in its own process; a single rank runs in this process."""
     if len(ranks) == 1:
         return [work(ranks[0])]
     with multiprocessing.get_context("spawn").Pool(len(ranks)) as pool:
@@ -82,16 +88,16 @@ def at_once(work: Callable[[T], R], ranks: Sequence[T]) -> list[R]:
 
 
 def measure(root: Path, shards: int, length: int, batch: int, ranks: int, seconds: float, *, cold: bool) -> Row:
-    """Read with several processes at once.
+    """Measure reading with several concurrent processes.
 
     Args:
-        root: a prepared folder.
-        shards: that its training text is in.
-        length: tokens a sample.
-        batch: samples a micro-batch.
-        ranks: processes.
-        seconds: how long.
-        cold: the operating system has forgotten the files before; else they are in its memory.
+        root: prepared folder.
+        shards: number of shards of its training text.
+        length: tokens per sample.
+        batch: samples per micro-batch.
+        ranks: number of processes.
+        seconds: duration.
+        cold: drop the files from the page cache before. False: read them into it.
     """
     for path in shard_files(root):
         if cold:
@@ -105,22 +111,22 @@ def measure(root: Path, shards: int, length: int, batch: int, ranks: int, second
 
 
 def verify_once(root: Path, folder: Path) -> None:
-    """Compare the sha256 of all training text and keep the record in a folder, as the first start of a run does."""
+    """Compare the sha256 of all training text and write the record to a folder, as the first start of a run does."""
     verified, (_, manifest) = Verified(root, {}), open_samples(root, 1, SEED)
     verify_shards(root, manifest, ["train"], check=verified.check)
     write_verified(folder, verified.found)
 
 
 def resume(root: Path, shards: int, length: int, sample: int, repeat: int, folder: Path) -> Resume:
-    """Seconds from nothing open to the first sample, with the operating system's copies of the files forgotten.
+    """Measure the seconds until the first sample of a resumed run, with the files dropped from the page cache.
 
     Args:
-        root: a prepared folder.
-        shards: that its training text is in.
-        length: tokens a sample.
-        sample: how many the run has read before.
-        repeat: how often; the median counts.
-        folder: where `verify_once` was.
+        root: prepared folder.
+        shards: number of shards of its training text.
+        length: tokens per sample.
+        sample: number of samples that the run has read before.
+        repeat: number of repetitions, of which the median counts.
+        folder: to which `verify_once` wrote.
     """
     opening, checked = [], []
     for _ in range(repeat):
@@ -138,17 +144,17 @@ def resume(root: Path, shards: int, length: int, sample: int, repeat: int, folde
 
 
 def _forget(path: Path) -> None:
-    """Ask the operating system to drop what it keeps of a file in memory."""
+    """Ask the operating system to drop a file from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)  # what is not on the disk yet cannot be dropped
+        os.fsync(descriptor)  # dirty pages cannot be dropped
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
 
 
 def floor(tokens: int, seconds: float = 0.3) -> float:
-    """Tokens a second that one core cannot pass: the bytes of a micro-batch, copied from memory to memory."""
+    """Return the tokens per second at which one core copies the bytes of a micro-batch in memory, an upper bound."""
     source = np.ones(tokens * TOKEN_BYTES, dtype=np.uint8)
     target = np.empty_like(source)
     spent: list[float] = []

@@ -14,7 +14,7 @@ from megatron_ext.scratch import scratch_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Add the options."""
     add = parser.add_argument
     add("--data", type=Path, metavar="DIR", help="a prepared folder (random data, made and removed again)")
     add("--shards", default="10,100,1000", metavar="LIST", help="of random data (%(default)s)")
@@ -35,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, write the report and print its tables. Returns 0.
+    """Measure, write the report and print its tables; return 0.
 
     Raises:
-        OptionError: an option or the output folder does not allow it.
-        UserError: the folder is no prepared data.
+        OptionError: an option or the output folder is invalid.
+        UserError: the folder is not prepared data.
     """
     counts = [1] if args.data else _numbers("--shards", args.shards, 1)
     lengths, ranks = _numbers("--lengths", args.lengths, 1), _numbers("--ranks", args.ranks, 1)
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             for length, batch in sizes:
                 tell(f"{shards} shards, {length} tokens a sample")
                 resumes += [loader.resume(root, shards, length, start, 3, record) for start in starts]
-                # Cold reading at the last: what it leaves in memory is no use to the others.
+                # Cold reading comes last, as it leaves the page cache empty.
                 for number, cold in [*((number, False) for number in ranks), (ranks[-1], True)]:
                     rows.append(loader.measure(root, shards, length, batch, number, args.seconds, cold=cold))
         for length, batch in sizes if len(roots) > 1 else ():
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _numbers(option: str, text: str, least: int) -> list[int]:
-    """Whole numbers with commas between."""
+    """Parse comma-separated integers."""
     parts = split(text)
     if not parts or not all(part.isdecimal() and int(part) >= least for part in parts):
         raise OptionError(option, f"{text!r} is no list of whole numbers from {least} on", "write it like 10,100")
@@ -99,7 +99,7 @@ def _numbers(option: str, text: str, least: int) -> list[int]:
 
 @contextmanager
 def _data(given: Path | None, disk: Path, shards: int, shard_tokens: int) -> Iterator[Path]:
-    """The folder to read; random data is removed again."""
+    """Context manager that yields the data folder; random data is removed at the end."""
     if given is not None:
         yield given
         return

@@ -1,4 +1,4 @@
-"""What was measured of loading data, as JSON and as Markdown tables."""
+"""Report of `selectron bench loader` as JSON and as Markdown tables."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megatron_ext.reports import table, write_both
 
 @dataclass(frozen=True)
 class Row:
-    """Batches read.
+    """Throughput of reading batches.
 
     Attributes:
-        shards: of the training text.
-        length: tokens a sample.
-        batch: samples a micro-batch.
-        ranks: processes that read at once.
-        cold: the files were not in the operating system's memory.
-        tokens_per_second: of all of them.
-        tokens_per_processor_second: of each, while a processor worked for it: other work on the machine is not in it.
-        floor: tokens a second at which one core copies the bytes of such batches.
+        shards: number of shards of the training text.
+        length: tokens per sample.
+        batch: samples per micro-batch.
+        ranks: number of processes that read concurrently.
+        cold: the files were not in the page cache.
+        tokens_per_second: of all processes.
+        tokens_per_processor_second: of each process; other load on the machine does not affect it.
+        floor: tokens per second at which one core copies the bytes of such batches.
     """
 
     shards: int
@@ -39,16 +39,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Turns:
-    """A folder that was read in turn with others, files in memory and shards opened before.
+    """Reading times of a folder in alternation with others, with cached files and open shards.
 
     Attributes:
-        shards: of the training text.
-        length: tokens a sample.
-        ranks: processes that read at once.
-        sample_seconds: of a processor a sample, in each round of each rank; the same round of other folders is at the
-            same place.
-        bare_seconds: the same of reads alone: as many bytes of a tar as a sample spans, at random places, into one
-            buffer. What is slower with more shards here is so by the memory of the machine.
+        shards: number of shards of the training text.
+        length: tokens per sample.
+        ranks: number of processes that read concurrently.
+        sample_seconds: processor seconds per sample, for each round of each rank. Rounds of other folders have the same
+            index.
+        bare_seconds: processor seconds of raw reads: as many bytes of a tar as a sample spans, at random positions,
+            into one buffer. A slowdown with more shards here comes from the machine's memory.
     """
 
     shards: int
@@ -60,14 +60,14 @@ class Turns:
 
 @dataclass(frozen=True)
 class Resume:
-    """A run that goes on.
+    """Time to the first sample of a resumed run.
 
     Attributes:
-        shards: of the training text.
-        length: tokens a sample.
-        sample: the first that it reads.
-        seconds: to have it: manifest read, shards opened, one sample as a batch.
-        seconds_checked: the same, and all shards checked as `data.verify: sha256` does where they were before.
+        shards: number of shards of the training text.
+        length: tokens per sample.
+        sample: index of the first sample.
+        seconds: to read the manifest, open the shards and return one sample as a batch.
+        seconds_checked: `seconds`, plus the check of all shards by `data.verify: sha256`, already verified before.
     """
 
     shards: int
@@ -79,15 +79,15 @@ class Resume:
 
 @dataclass(frozen=True)
 class Report:
-    """All of a run.
+    """Results of a whole benchmark run.
 
     Attributes:
-        data: what was read.
-        machine: where.
-        seconds: that each row was read for, and each folder in turns.
-        rows: speeds.
-        turns: what a sample took by number of shards; none for one number of them.
-        resumes: times to a first batch.
+        data: description of the data.
+        machine: description of the machine.
+        seconds: duration of each row, and of each folder in alternation.
+        rows: throughput.
+        turns: time per sample by number of shards; empty for a single number of shards.
+        resumes: times to the first batch.
     """
 
     data: str
@@ -98,11 +98,11 @@ class Report:
     resumes: Sequence[Resume]
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, with units in their names."""
+        """Return all numbers, with units in their names."""
         return asdict(self)
 
     def markdown(self) -> str:
-        """The tables, with the machine above them."""
+        """Return the tables with the machine above them."""
         speeds = ("million tokens/s", "million tokens a processor second", "of the floor")
         head = ("shards", "tokens a sample", "samples a batch", "ranks", "files", *speeds)
         rows = [
@@ -145,7 +145,7 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def _flatness(self) -> list[str]:
-        """A table of what a sample takes by number of shards; nothing for one number of them."""
+        """Return a table of the time per sample by number of shards; empty for a single number of shards."""
         if not self.turns:
             return []
         about = (
@@ -160,12 +160,12 @@ class Report:
         return [about, "", *table(head, rows), ""]
 
     def write(self, folder: Path) -> None:
-        """Write loader.json and loader.md, each whole or not at all."""
+        """Write loader.json and loader.md, each atomically."""
         write_both(folder, "loader", self.to_dict(), self.markdown())
 
 
 def _compared(one: Turns, least: Turns) -> tuple[str, ...]:
-    """A line of that table."""
+    """Return a row of the table of `_flatness`."""
     cells = [f"{one.shards:,}", f"{one.length:,}", f"{one.ranks}"]
     for many, few in ((one.sample_seconds, least.sample_seconds), (one.bare_seconds, least.bare_seconds)):
         ratios = [theirs / its for theirs, its in zip(many, few, strict=True)]
@@ -174,5 +174,5 @@ def _compared(one: Turns, least: Turns) -> tuple[str, ...]:
 
 
 def _spread(values: Sequence[float], places: int) -> str:
-    """Median, least and most."""
+    """Format median, minimum and maximum."""
     return f"{median(values):.{places}f} ({min(values):.{places}f} to {max(values):.{places}f})"

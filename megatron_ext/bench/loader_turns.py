@@ -1,4 +1,7 @@
-"""What a sample takes by number of shards, read in turns: rows lie minutes apart, and a machine's speed drifts."""
+"""Reading time of a sample by number of shards, measured in alternation.
+
+The rows of a table are measured minutes apart, while a machine's speed drifts.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,22 @@ from megatron_ext.data.samples import TrainingSamples
 from megatron_ext.data.shards import TokenStore, open_shards
 
 TURN = 0.1
-"""Seconds of samples in a turn, hundreds at the least; reads alone have a quarter of it behind them."""
+"""Seconds of sample reading per turn, at least hundreds of samples; a quarter of it in addition for raw reads."""
 
 
 def measure_turns(roots: Mapping[Path, int], length: int, batch: int, ranks: int, seconds: float) -> list[Turns]:
-    """Read several folders in turn, with several processes at once.
+    """Read several folders in alternation, with several concurrent processes.
 
     Args:
-        roots: prepared folders, and how many shards the training text of each is in.
-        length: tokens a sample.
-        batch: samples a micro-batch.
-        ranks: processes.
-        seconds: how long samples of each folder are read.
+        roots: prepared folders, with the number of shards of their training text.
+        length: tokens per sample.
+        batch: samples per micro-batch.
+        ranks: number of processes.
+        seconds: duration per folder.
     """
     for root in roots:
         for path in shard_files(root):
-            for _ in range(2):  # what a page's second reading costs the system is not the samples'
+            for _ in range(2):  # so that the kernel's cost of a page's second read is not measured
                 path.read_bytes()
     readings = [[Reading(root, length, batch, rank, ranks, seconds) for root in roots] for rank in range(ranks)]
     found = at_once(take_turns, readings)
@@ -46,27 +49,27 @@ def measure_turns(roots: Mapping[Path, int], length: int, batch: int, ranks: int
 
 
 def take_turns(readings: Sequence[Reading]) -> list[list[tuple[float, float]]]:
-    """Processor seconds a sample, and of reads alone, in one process: by folder, round after round.
+    """Return processor seconds per sample, and of raw reads, in one process: by folder, round after round.
 
     Args:
-        readings: one a folder, alike but for that.
+        readings: one per folder, otherwise equal.
     """
-    rounds = 2 * math.ceil(readings[0].seconds / TURN / 2)  # as many one way round as the other
+    rounds = 2 * math.ceil(readings[0].seconds / TURN / 2)  # an equal number in each order
     with ExitStack() as stack:
         folders = [stack.enter_context(_folder(reading, len(readings))) for reading in readings]
         spent: list[list[tuple[float, float]]] = [[] for _ in folders]
         for number in range(-1, rounds):
             for place in range(len(folders))[:: 1 if number % 2 else -1]:
                 turn = folders[place]()
-                if number >= 0:  # in the first, memory is touched for the first time
+                if number >= 0:  # the first round is warm-up
                     spent[place].append(turn)
     return spent
 
 
 @contextmanager
 def _folder(reading: Reading, of: int) -> Iterator[Callable[[], tuple[float, float]]]:
-    """Give what reads on for a turn in a folder whose shards are open, one of several: see `take_turns`."""
-    # A store may have a quarter of the process's files, as in training; four of them would leave none for reads alone.
+    """Context manager that yields a function which reads one turn in a folder with open shards; see `take_turns`."""
+    # In training a store may use a quarter of the process's files. Four such stores would leave none for raw reads.
     most = open_shards()
     manifest = load_manifest(reading.root)
     store = TokenStore(reading.root, manifest, "train", most_open=max(1, min(most, 3 * most // of)))
@@ -87,15 +90,16 @@ def _folder(reading: Reading, of: int) -> Iterator[Callable[[], tuple[float, flo
 
 @contextmanager
 def bare_reads(root: Path, manifest: Manifest, length: int, most_open: int) -> Iterator[Callable[[float], float]]:
-    """Give what reads for so many processor seconds, nothing else, and says how many a sample took.
+    """Context manager that yields a function for raw reads only.
 
-    As many bytes as a sample spans, at random places of the tars, into one buffer.
+    The function takes a number of processor seconds and returns those per sample. It reads as many bytes as a sample
+    spans, at random positions of the tars, into one buffer.
 
     Args:
-        root: a prepared folder.
-        manifest: what is in it.
-        length: tokens a sample.
-        most_open: tars that are held open; random ones, where there are more.
+        root: prepared folder.
+        manifest: of the folder.
+        length: tokens per sample.
+        most_open: maximum number of open tars; if there are more, a random selection.
     """
     chance = random.Random(0)
     shards = [shard for entry in manifest.select("train") for shard in entry.shards]

@@ -1,4 +1,4 @@
-"""What a training step takes under one optimizer and another, in turn in the same processes."""
+"""Comparison of step times under several optimizers, in alternation in the same processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_ext.platform import Platform
 from megatron_ext.reports import table
 
 WARM_UP = 3
-"""Steps of each run before any is timed: kernels and Adam's moments are made."""
+"""Untimed steps of each run first, in which kernels are compiled and Adam's moments created."""
 
 
 def measure(
@@ -28,18 +28,18 @@ def measure(
     rounds: int,
     steps: int,
 ) -> dict[str, list[float]]:
-    """Train the runs in turn, in every other round the last one first; a collective call.
+    """Train the runs in alternation, with the order reversed in every other round; a collective call.
 
     Args:
-        configs: of the runs, by name; all have their place in memory at once.
-        vocabulary: tokens of the model.
+        configs: of the runs, by name. All are in memory at once.
+        vocabulary: vocabulary size of the model.
         groups: process groups.
-        platform: where this runs.
-        rounds: how often each has its turn.
-        steps: timed in a round, after one that is not.
+        platform: of this process.
+        rounds: number of rounds.
+        steps: timed per round, after one untimed step.
 
     Returns:
-        Seconds a step by run: the median of each round.
+        Seconds per step by run: the median of each round.
     """
     runs = {name: TimedRun(config, vocabulary, groups, platform) for name, config in configs.items()}
     for run in runs.values():
@@ -56,11 +56,11 @@ def measure(
 
 @dataclass(frozen=True, kw_only=True)
 class Report(RunReport):
-    """A comparison of optimizers.
+    """Comparison of optimizers.
 
     Attributes:
-        steps: timed in a round.
-        seconds: see `measure`; the first is what the others are beside.
+        steps: timed per round.
+        seconds: see `measure`; the first optimizer is the reference.
     """
 
     stem = "optimizers"
@@ -69,16 +69,16 @@ class Report(RunReport):
     seconds: dict[str, list[float]]
 
     def numbers(self) -> dict[str, Any]:
-        """In seconds."""
+        """Return all numbers, in seconds."""
         return {"steps": self.steps, "seconds": self.seconds, "beside_first": beside_first(self.seconds)}
 
     def about(self) -> str:
-        """Rounds and their steps."""
+        """Describe the number of rounds and steps."""
         rounds = len(next(iter(self.seconds.values())))
         return f". Medians of {rounds} rounds of {self.steps} steps."
 
     def table(self) -> list[str]:
-        """A row an optimizer."""
+        """Return a table with a row per optimizer."""
         ratios = beside_first(self.seconds)
         rows = [
             (
@@ -93,6 +93,6 @@ class Report(RunReport):
 
 
 def beside_first(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """A step's time by that of the first in the same round; a list of rounds by name."""
+    """Return the ratio of step times to the first optimizer in the same round; a list over rounds by name."""
     first = next(iter(seconds.values()))
     return {name: [a / b for a, b in zip(own, first, strict=True)] for name, own in seconds.items()}

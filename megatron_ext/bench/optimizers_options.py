@@ -1,4 +1,4 @@
-"""Options of `selectron bench optimizers`; one process, or as many as torchrun has started."""
+"""Options of `selectron bench optimizers`, for one process or those that torchrun started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT = "megatron,zero1,zero2,zero3"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Add the options."""
     add_run(parser)
     add = parser.add_argument
     add("--optimizers", default=DEFAULT, metavar="A,B,...", help="values of optimizer.sharding (%(default)s)")
@@ -23,11 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, write the report and print its table on the first rank. Returns 0.
+    """Measure, write the report and print its table on the first rank; return 0.
 
     Raises:
-        UserError: the configuration does not allow it.
-        OptionError: an option or the output folder does not.
+        UserError: the configuration is invalid.
+        OptionError: an option or the output folder is invalid.
     """
     rounds, steps = at_least_one("--rounds", args.rounds), at_least_one("--steps", args.steps)
     vocabulary, names = at_least_one("--vocabulary", args.vocabulary), split(args.optimizers)

@@ -1,4 +1,4 @@
-"""Options of `selectron bench layers`, and their way into a plan."""
+"""Options of `selectron bench layers`, and their conversion to a plan."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kernels.bench.arguments import add_run_arguments, at_least_one, names, save
 from kernels.bench.cases import OptionError
 from megatron_ext.bench.cases import PEERS, SIZES, LayerShape, Plan
 
-# So many tokens that no layer waits for Python to launch it.
+# Enough tokens that no layer is limited by launches from Python.
 DEFAULT_SHAPES = "110m:2048x50,1p3b:2048x16,1p3b:8192x4,1p3b:32768x1,1p3b:102400x1"
 FORM = f"write SIZE[/HEADS]:LENGTHxBATCH, as 110m:2048x16 or 110m/2:2048x16, with a size of {', '.join(SIZES)}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Add the options."""
     add = parser.add_argument
     add("--mixers", metavar="LIST", help="names as in model.pattern (all)")
     add("--shapes", default=DEFAULT_SHAPES, metavar="LIST", help="SIZE[/HEADS]:LENGTHxBATCH, ... (%(default)s)")
@@ -26,10 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Check the options.
+    """Check the options and return the settings.
 
     Raises:
-        OptionError: one has a value that cannot be.
+        OptionError: an option has an invalid value.
     """
     return Plan(
         shapes=make_shapes(args.shapes),
@@ -38,7 +38,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         seed=seed_of(args),
         configurations=None if args.configurations is None else at_least_one("--configurations", args.configurations),
         output=args.output,
-        mixers=_mixers(args.mixers),  # the last: it waits for torch
+        mixers=_mixers(args.mixers),  # last, as it imports torch
     )
 
 
@@ -53,10 +53,10 @@ def _mixers(text: str | None) -> tuple[str, ...]:
 
 
 def make_shapes(text: str) -> tuple[LayerShape, ...]:
-    """The shapes of a list, each once.
+    """Parse a list of shapes, without duplicates.
 
     Raises:
-        OptionError: a shape is malformed, or of a size that is not known.
+        OptionError: a shape is malformed or its size unknown.
     """
     shapes = [_shape(part) for part in split(text)]
     if not shapes:
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         0, or 1 if a mixer of ours was wrong or did not run.
 
     Raises:
-        OptionError: an option, the output folder or the machine does not allow it.
+        OptionError: an option, the output folder or the machine is unsuitable.
     """
     plan = make_plan(args)
     from kernels.bench import timing

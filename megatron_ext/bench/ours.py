@@ -1,4 +1,4 @@
-"""Our mixers as layers to time, and what the plain torch forms of their ops make of them."""
+"""Our mixers as layers to time, and their comparison with the plain torch forms of their ops."""
 
 from __future__ import annotations
 
@@ -18,26 +18,31 @@ from megatron_ext.mixers.base import Mixer
 from megatron_ext.platform import Platform
 
 LIMIT = 2e-2
-"""Largest ||found - expected|| / ||expected|| of an output or gradient in bf16."""
+"""Maximum relative error ||found - expected|| / ||expected|| of an output or gradient in bf16."""
 
 CHECKED_LENGTH = 512
-"""Tokens: few enough for plain forms that hold all scores, and for MoBA to have no choice that rounding can turn."""
+"""Tokens for the comparison: few enough for plain forms that hold all scores, and for MoBA's selection to be
+independent of rounding.
+"""
 
 DRAWS = 3
-"""Of hidden states and gradients to check with: in one, a norm may divide by next to nothing somewhere and magnify what
-16 bits round. A form that is wrong is wrong in all."""
+"""Maximum number of random inputs to compare with. For one input, a norm may divide by almost zero and amplify rounding
+in bf16. An incorrect form fails for all inputs.
+"""
 
 QUERY_GROUPS = {"nsa": 1}
-"""Where it is not one a head. NSA is made for query heads that share their keys; fla's kernels ask for 16 that do."""
+"""Query groups of mixers that do not have one per head. NSA is designed for query heads that share keys; fla's kernels
+need 16 per group.
+"""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far a mixer is from itself in plain torch.
+    """Deviation of a mixer from its plain torch forms.
 
     Attributes:
         output: relative error of the output.
-        gradient: of the gradient of the hidden states.
+        gradient: relative error of the gradient of the hidden states.
     """
 
     output: float
@@ -45,7 +50,7 @@ class Agreement:
 
     @property
     def failure(self) -> str | None:
-        """What is off, and by how much; None: nothing. NaN is off."""
+        """Description of an error above the limit, or NaN; None: there is none."""
         for name, error in (("output", self.output), ("gradient of the hidden states", self.gradient)):
             if not error <= LIMIT:
                 return f"{name} off by {error:.1e} from the plain forms', limit {LIMIT:.0e}"
@@ -53,7 +58,7 @@ class Agreement:
 
 
 def build(name: str, shape: LayerShape, platform: Platform, groups: ProcessGroupCollection, seed: int) -> Mixer:
-    """The named mixer with its default settings and initial weights, on the platform's device."""
+    """Build the named mixer with default settings and initial weights, on the platform's device."""
     model = lone_mixer_shape(
         name,
         hidden_size=shape.size.hidden,
@@ -66,21 +71,21 @@ def build(name: str, shape: LayerShape, platform: Platform, groups: ProcessGroup
 
 
 def as_layer(mixer: Mixer) -> Layer:
-    """The mixer as it is timed."""
+    """Return the mixer as a layer to time."""
     return Layer(run=lambda x: mixer(x)[0], parameters=tuple(mixer.parameters()), sequence_first=True)
 
 
 def check(mixer: Mixer, shape: LayerShape, seed: int, device: torch.device) -> Agreement:
-    """Hold a mixer, at no more than 512 tokens, against the plain torch forms of its ops.
+    """Compare a mixer with the plain torch forms of its ops, at no more than 512 tokens.
 
     Args:
-        mixer: what is checked.
-        shape: what will be timed.
+        mixer: to check.
+        shape: that will be timed.
         seed: of the hidden states.
-        device: where they are.
+        device: of the hidden states.
 
     Returns:
-        The first good draw's, or the last one's.
+        Agreement for the first input that passes, or for the last one.
     """
     for draw in range(DRAWS):
         agreement = _check_once(mixer, shape, seed + draw, device)
@@ -97,7 +102,7 @@ def _check_once(mixer: Mixer, shape: LayerShape, seed: int, device: torch.device
     found = _output_and_gradient(layer, x, grad)
     with plain_forms():
         expected = _output_and_gradient(layer, x, grad)
-    # One row, one head: [b, t, heads, width] is what an error is taken over.
+    # Relative errors are computed over [b, t, heads, width]; here with one row and one head.
     errors = (relative_error(f.transpose(0, 1)[:, :, None], e.transpose(0, 1)[:, :, None])
               for f, e in zip(found, expected, strict=True))  # fmt: skip
     return Agreement(*errors)
@@ -110,7 +115,7 @@ def _output_and_gradient(layer: Layer, x: Tensor, grad: Tensor) -> tuple[Tensor,
 
 
 def choices(run: Callable[[], object]) -> tuple[tuple[str, Choice], ...]:
-    """Which implementation each op takes in a run, and why."""
+    """Return the implementation that each op chooses in a run, and why."""
     with recorded_choices() as found:
         run()
     return tuple(dict.fromkeys(found))

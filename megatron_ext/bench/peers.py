@@ -1,4 +1,4 @@
-"""flash-linear-attention's layers (fla), with the default settings of ours."""
+"""Layers of flash-linear-attention (fla), with settings that match our defaults."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ LAYERS: dict[str, tuple[str, Callable[[Size], dict[str, Any]]]] = {
     "nsa": ("NativeSparseAttention", lambda s: {**_heads(s), "num_kv_heads": 1, "head_dim": s.head_dim}),
     "retnet": ("MultiScaleRetention", lambda s: {**_heads(s), "expand_k": 1.0, "expand_v": 2.0}),
     "rwkv6": ("RWKV6Attention", lambda s: {**_heads(s), "expand_k": 1.0}),
-    # The first of a model's layers has no value residual, as all of ours; the number of layers is for its weights.
+    # Layer 0 has no value residual, like all layers of ours. The number of layers only affects its initial weights.
     "rwkv7": ("RWKV7Attention", lambda s: {"hidden_size": s.hidden, "head_dim": s.head_dim, "layer_idx": 0,
                                            "num_hidden_layers": 12}),
 }  # fmt: skip
-"""By our mixer's name, the layer's name and its arguments. There is none of Top-1 Element and Top-1 Chunk."""
+"""Class name and arguments of fla's layer by our mixer's name. fla has no Top-1 Element and no Top-1 Chunk."""
 
 NEEDS_MAMBA_SSM = ("mamba", "mamba2")
 CALLS_FLASH_ATTN = ("attention", "moba", "nsa")
@@ -44,10 +44,10 @@ TORCHS_ATTENTION = "flash-attn is not installed: the FlashAttention-2 of torch i
 
 
 def build(name: str, shape: LayerShape, device: torch.device) -> Layer:
-    """The layer of fla for the named mixer, in bf16, begun as fla begins it.
+    """Build fla's layer for the named mixer in bf16, with fla's initialization.
 
     Raises:
-        NotRun: fla, or a library without which this layer is plain torch, is not installed.
+        NotRun: fla is not installed, or a library without which this layer falls back to plain torch.
     """
     _need_fla()
     note = TORCHS_ATTENTION if name in CALLS_FLASH_ATTN and stand_in_for_flash_attn() else None
@@ -64,7 +64,7 @@ def build(name: str, shape: LayerShape, device: torch.device) -> Layer:
 
 
 def construct(name: str, size: Size) -> torch.nn.Module:
-    """The module of fla for the named mixer, on the CPU, in fp32.
+    """Construct fla's module for the named mixer, on the CPU in fp32.
 
     Raises:
         NotRun: fla is not installed.

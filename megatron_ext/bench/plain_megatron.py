@@ -1,7 +1,7 @@
-"""A GPT of megatron-core alone, beside which `selectron bench train` measures: its layers, its attention, its loss.
+"""Plain megatron-core GPT as a baseline for `selectron bench train`, with Megatron's own layers, attention and loss.
 
-What is the same: sizes, batches, the schedule, Megatron's optimizer, and what is recomputed. With Transformer Engine it
-has that one's fused attention and norms, and Megatron's fused rotation, SwiGLU and cross entropy.
+Sizes, batches, pipeline schedule, Megatron's optimizer and the recomputation setting are those of our model. With
+Transformer Engine the baseline has its fused attention and norms, and Megatron's fused RoPE, SwiGLU and cross entropy.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from megatron_ext.training.trainer import Trainer
 
 
 class PlainGPT(GPTModel):
-    """Megatron's GPT and its own cross entropy, over the same tokens as ours: Megatron counts padding rows as tokens.
+    """Megatron's GPT and cross entropy over the same vocabulary as ours, with logits of padding rows masked.
+
+    Megatron itself treats the padding rows as tokens.
 
     Args:
-        num_tokens: tokens of the vocabulary, at most Megatron's `vocab_size`, which counts rows.
+        num_tokens: vocabulary size, at most Megatron's `vocab_size`, which includes padding rows.
     """
 
     def __init__(self, *args: Any, num_tokens: int, **kwargs: Any) -> None:
@@ -44,7 +46,7 @@ class PlainGPT(GPTModel):
         self._num_tokens = num_tokens
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Losses [b, t] of labels [b, t] by logits [t, b, v / tp], which are changed."""
+        """Return losses [b, t] of labels [b, t], given logits [t, b, v / tp], which are modified."""
         first = self.pg_collection.tp.rank() * logits.shape[-1]
         logits[..., max(self._num_tokens - first, 0) :] = -torch.inf
         losses_bt: Tensor = super().compute_language_model_loss(labels, logits)
@@ -52,10 +54,10 @@ class PlainGPT(GPTModel):
 
 
 def check_plain(config: RunConfig) -> None:
-    """Whether megatron-core has such a model itself.
+    """Check that plain megatron-core supports such a model.
 
     Raises:
-        UserError: it has not.
+        UserError: it does not.
     """
     settings = AttentionConfig(**config.mixers.get("attention", {}))
     if set(parse_pattern(config.model.pattern)) != {"attention"} or settings != AttentionConfig():
@@ -73,7 +75,7 @@ def check_plain(config: RunConfig) -> None:
 
 
 def build_plain(config: RunConfig, shape: ModelShape, groups: ProcessGroupCollection, platform: Platform) -> Trainer:
-    """Model, optimizer and schedule of this rank; see `build_trainer`. Weights begin as Megatron has them begin."""
+    """Build model, optimizer and schedule of this rank, with Megatron's initialization; see `build_trainer`."""
     megatron = _megatron_config(shape, platform)
     of_engine = shape.backend == "transformer_engine"
     norm = "RMSNorm" if shape.model.normalization == "rms_norm" else "LayerNorm"
@@ -99,7 +101,7 @@ def build_plain(config: RunConfig, shape: ModelShape, groups: ProcessGroupCollec
 
 
 def _megatron_config(shape: ModelShape, platform: Platform) -> TransformerConfig:
-    """Megatron's own configuration, with what it fuses on a GPU and what its trainer recomputes of a feed-forward."""
+    """Return Megatron's own configuration, with its GPU fusions and selective recomputation of the feed-forward."""
     ours = transformer_config(replace(shape, recompute="full" if shape.recompute == "full" else "none"), platform)
     changes: dict[str, Any] = dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"))
     fused = ("apply_rope_fusion", "cross_entropy_loss_fusion", "bias_dropout_fusion")
@@ -110,9 +112,9 @@ def _megatron_config(shape: ModelShape, platform: Platform) -> TransformerConfig
 
 
 def plain_flops_per_token(shape: ModelShape, trainer: Trainer, seq_length: int) -> float:
-    """Model FLOPs a token of forward and backward pass, as `training_flops_per_token` counts those of ours.
+    """Return the model FLOPs per token of forward and backward pass, as `training_flops_per_token` counts ours.
 
-    Six a weight of a matrix, but for the embedding's look-up, and the causal pairs of attention.
+    These are six per weight of a matrix without the embedding's lookup, plus the causal pairs of attention.
     """
     model = shape.model
     assert model.head_dim is not None, "derived"

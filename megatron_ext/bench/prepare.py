@@ -1,4 +1,4 @@
-"""Preparing data beside its peers: the bare tokenizer, datatrove's own tokenisation, Megatron-LM's preprocess_data."""
+"""Benchmark of data preparation against a bare tokenizer, datatrove and Megatron-LM's preprocess_data."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ THREADS = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM
 OURS, DATATROVE, MEGATRON = "selectron prepare", "datatrove DocumentTokenizer", "Megatron-LM preprocess_data"
 OURS_USUAL = f"{OURS}, as it is by default"
 TOKENS_ALONE = ("--no-clean", "--duplicates", "keep", "--decontaminate", "off")
-"""What brings `selectron prepare` down to what its peers do."""
+"""Options that reduce `selectron prepare` to the work of its peers."""
 
 DOES_MORE = {
     OURS_USUAL: "cleans all text, leaves out exact duplicates and reports on test text in training text (one document "
     f"in {TEST_EVERY} is test text), and so reads every file four times"
 }
-"""What contestants do that the others do not."""
+"""Additional work of contestants."""
 
 FLOORS = ("encode_batch", "encode_batch_fast")
 FILES_A_WORKER = 2
@@ -41,15 +41,15 @@ FILES_A_WORKER = 2
 
 @dataclass(frozen=True)
 class Task:
-    """What a contestant has to do.
+    """Task of a contestant.
 
     Attributes:
-        given: the texts.
-        tokenizer: folder with a tokenizer.json, and what transformers wants beside it.
+        given: input texts.
+        tokenizer: folder with tokenizer.json and the files that transformers needs.
         end: end-of-document token.
-        workers: processes.
-        output: an empty folder.
-        megatron: a checkout of Megatron-LM.
+        workers: number of processes.
+        output: empty folder.
+        megatron: checkout of Megatron-LM.
     """
 
     given: Input
@@ -61,19 +61,19 @@ class Task:
 
     @property
     def tokenizer_file(self) -> Path:
-        """The tokenizer.json."""
+        """Path of tokenizer.json."""
         return self.tokenizer / "tokenizer.json"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one contestant.
+    """Measured run of a contestant.
 
     Attributes:
-        seconds: from start to end.
+        seconds: from start to exit.
         cpu_seconds: of all processes.
-        peak_bytes: of the largest process; 0: not measured.
-        tokens: that it made; 0: it does not say.
+        peak_bytes: resident memory of the largest process; 0: not measured.
+        tokens: number of tokens produced; 0: not reported.
     """
 
     seconds: float
@@ -85,15 +85,15 @@ class Run:
 def compare(
     texts: Iterator[str], tokenizer: Path, workers: int, rounds: int, disk: Path, megatron: Path | None
 ) -> list[Row]:
-    """Run all contestants in turn, round after round, on all texts and on few; medians of the differences.
+    """Run all contestants in turn for several rounds, each on all texts and on few texts, and return the medians.
 
     Args:
-        texts: that become tokens.
-        tokenizer: a tokenizer.json.
+        texts: to tokenize.
+        tokenizer: path of a tokenizer.json.
         workers: processes of each contestant.
-        rounds: how often.
-        disk: where inputs and outputs lie until the end.
-        megatron: a checkout of Megatron-LM; None: it is left out.
+        rounds: number of rounds.
+        disk: folder for inputs and outputs during the benchmark.
+        megatron: checkout of Megatron-LM; None: leave it out.
     """
     contestants = _contestants(megatron)
     with scratch_folder("prepare", disk) as root:
@@ -145,7 +145,7 @@ def _once(run: Callable[[Task], Run], task: Task) -> Run:
 
 
 def _tokenizer_folder(root: Path, tokenizer: Path) -> tuple[Path, str]:
-    """A folder as transformers wants it, and the end-of-document token."""
+    """Create a tokenizer folder for transformers, and return it with the end-of-document token."""
     folder = root / "tokenizer"
     folder.mkdir()
     shutil.copyfile(tokenizer, folder / "tokenizer.json")
@@ -156,7 +156,7 @@ def _tokenizer_folder(root: Path, tokenizer: Path) -> tuple[Path, str]:
 
 
 def _work(task: Task, name: str, *arguments: Any) -> tuple[list[str], Path]:
-    """Command of a contestant of `prepare_work`, and where it writes its result."""
+    """Return the command of a contestant in `prepare_work`, and the path of its result."""
     result = task.output / "result.json"
     given = [str(task.tokenizer_file), str(task.given.folder), task.workers, *arguments]
     return [sys.executable, "-m", "megatron_ext.bench.prepare_work", name, str(result), json.dumps(given)], result
@@ -206,7 +206,7 @@ def _megatron(task: Task) -> Run:
     }
     words = [str(word) for pair in options.items() for word in pair]
     program = task.megatron / "tools" / "preprocess_data.py"
-    # The program adds its checkout to the path by itself; megatron.core may be the one that is installed.
+    # The program adds its checkout to the path itself. megatron.core may be the installed one.
     cost, said = cost_of([sys.executable, str(program), *words, "--append-eod"], THREADS | {"HF_HUB_OFFLINE": "1"})
     tokens = task.output / "all_text_document.bin"
     if not tokens.exists():

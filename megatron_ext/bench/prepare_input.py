@@ -1,4 +1,4 @@
-"""The same texts for all contestants: as records in files, and as one file for those that read no other."""
+"""Input texts for all contestants: as compressed record files, and as one plain file for those that need it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from data_prep.reading.lines import read_lines
 
 DOMAIN, TEST_DOMAIN = "Text", "Test"
 TEST_EVERY = 20
-"""One document in so many is test text, the first one too: else there would be none to look for in training text."""
+"""One in this many documents is test text, starting with the first: decontamination needs some to search for."""
 
 LETTERS = "etaoinshrdlucmfwypvbgk"
 
 
 @dataclass(frozen=True)
 class Input:
-    """Texts on the disk.
+    """Input texts on disk.
 
     Attributes:
-        folder: `*.jsonl.zst`.
-        lines: all of them in one plain file.
-        documents: their number.
+        folder: with `*.jsonl.zst`.
+        lines: one plain file with all texts.
+        documents: number of documents.
         bytes: of text.
     """
 
@@ -42,7 +42,7 @@ class Input:
 
 
 def write_input(root: Path, texts: Iterator[str], files: int) -> Input:
-    """Deal texts to compressed files, and write all to one plain file."""
+    """Distribute texts over compressed files, and write all to one plain file."""
     folder, lines = root / "records", root / "all.jsonl"
     folder.mkdir(parents=True)
     documents = size = 0
@@ -50,7 +50,7 @@ def write_input(root: Path, texts: Iterator[str], files: int) -> Input:
         plain = stack.enter_context(lines.open("wb"))
         streams = [stack.enter_context(zstandard.open(folder / f"{n:03d}.jsonl.zst", "wb")) for n in range(files)]
         for documents, text in enumerate(texts, start=1):
-            # An id, so that equal texts are not taken for one document by anyone.
+            # A unique id, so that equal texts do not count as one document.
             domain = TEST_DOMAIN if documents % TEST_EVERY == 1 else DOMAIN
             line = orjson.dumps({"id": str(documents), "text": text, "domain": domain}) + b"\n"
             plain.write(line)
@@ -60,12 +60,12 @@ def write_input(root: Path, texts: Iterator[str], files: int) -> Input:
 
 
 def given_texts(source: Path) -> Iterator[str]:
-    """Every text of a file or folder."""
+    """Yield every text of a file or folder."""
     return (document.text for document in open_files(source, Fields(default=DOMAIN)).documents(Problems("stop")))
 
 
 def random_texts(size: int, seed: int = 0) -> Iterator[str]:
-    """Documents of about a thousand words of a made-up vocabulary, some common and most rare: `size` letters in all."""
+    """Yield documents of 100 to 2000 made-up words with Zipf frequencies, at least `size` characters in total."""
     generator = random.Random(seed)
     words = ["".join(generator.choices(LETTERS, k=generator.randint(2, 10))) for _ in range(20_000)]
     weights = [1 / rank for rank in range(1, len(words) + 1)]
@@ -76,5 +76,5 @@ def random_texts(size: int, seed: int = 0) -> Iterator[str]:
 
 
 def read_texts(paths: list[Path]) -> list[str]:
-    """All texts of compressed files, in memory."""
+    """Read all texts of compressed files into memory."""
     return [orjson.loads(line)["text"] for path in paths for line in read_lines(local_file(path))]

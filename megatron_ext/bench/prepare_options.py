@@ -11,7 +11,7 @@ from megatron_ext.files import os_reason
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Add the options."""
     add = parser.add_argument
     add("--tokenizer", type=Path, required=True, metavar="FILE", help="a tokenizer.json")
     add("--input", type=Path, metavar="PATH", help="documents as for `selectron prepare` (random text, made here)")
@@ -24,10 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, write the report and print its table. Returns 0.
+    """Measure, write the report and print its table; return 0.
 
     Raises:
-        OptionError: an option or the output folder does not allow it.
+        OptionError: an option or the output folder is invalid.
         UserError: the input or the tokenizer cannot be read.
     """
     workers, rounds = at_least_one("--workers", args.workers), at_least_one("--rounds", args.rounds)

@@ -1,4 +1,4 @@
-"""What was measured of preparing data, as JSON and as a Markdown table."""
+"""Report of `selectron bench prepare` as JSON and as a Markdown table."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megatron_ext.reports import table, write_both
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant: medians over the rounds.
+    """Result of one contestant: medians over the rounds.
 
     Attributes:
-        name: which.
-        documents: that it read.
-        bytes: of text in them, as UTF-8.
-        tokens: that it made.
-        seconds: from its start to its end; of a bare tokenizer: of encoding alone.
-        cpu_seconds: of all its processes; of a bare tokenizer: of encoding alone.
-        start_cpu_seconds: the same for a document a file: what does not grow with the input.
-        peak_bytes: resident memory of its largest process, the most of all rounds; 0: not measured.
-        does_more: what it does that the others do not.
+        name: of the contestant.
+        documents: number of documents read.
+        bytes: of their text in UTF-8.
+        tokens: number of tokens produced.
+        seconds: from start to exit; for a bare tokenizer: of encoding alone.
+        cpu_seconds: of all its processes; for a bare tokenizer: of encoding alone.
+        start_cpu_seconds: `cpu_seconds` with one document per file, i.e. independent of the input size.
+        peak_bytes: resident memory of its largest process, maximum over the rounds; 0: not measured.
+        does_more: additional work that the others do not do.
     """
 
     name: str
@@ -45,15 +45,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """All of a run.
+    """Results of a whole benchmark run.
 
     Attributes:
-        data: what was read.
-        machine: where.
-        workers: processes of each.
-        rounds: how often each ran.
+        data: description of the input.
+        machine: description of the machine.
+        workers: processes of each contestant.
+        rounds: number of rounds.
         rows: the bare tokenizer's first.
-        left_out: contestants that were not there.
+        left_out: contestants that were not available.
     """
 
     data: str
@@ -64,11 +64,11 @@ class Report:
     left_out: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, with units in their names."""
+        """Return all numbers, with units in their names."""
         return asdict(self)
 
     def markdown(self) -> str:
-        """The table, with the machine above it."""
+        """Return the table with the machine above it."""
         floors = self.rows[:2]
         shares = [f"of {floor.name}" for floor in floors]
         speeds = ("MB a processor second", "thousand tokens a processor second")
@@ -98,5 +98,5 @@ class Report:
         return "\n".join([machine_line(self.machine), "", about, *notes, "", *table(head, rows)]) + "\n"
 
     def write(self, folder: Path) -> None:
-        """Write prepare.json and prepare.md, each whole or not at all."""
+        """Write prepare.json and prepare.md, each atomically."""
         write_both(folder, "prepare", self.to_dict(), self.markdown())

@@ -1,4 +1,4 @@
-"""What `selectron bench prepare` times in processes of their own: the bare tokenizer, and datatrove's tokenisation."""
+"""Contestants of `selectron bench prepare` that run in their own processes: bare tokenizer and datatrove."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pathlib import Path
 from megatron_ext.bench.prepare_input import read_texts
 
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 1024, 500_000
-"""As in preparing data."""
+"""Batch limits as in `selectron prepare`."""
 
 
 def bare(tokenizer: str, folder: str, workers: int, method: str) -> dict[str, float]:
-    """Encode texts that are in memory, each worker its share of the files.
+    """Encode texts that are already in memory, with the files divided among the workers.
 
     Args:
-        tokenizer: a tokenizer.json.
-        folder: of `*.jsonl.zst`.
+        tokenizer: path of a tokenizer.json.
+        folder: with `*.jsonl.zst`.
         workers: processes, of one thread each.
         method: `encode_batch` or `encode_batch_fast`.
 
     Returns:
-        Seconds of the slowest, processor seconds of all, and tokens.
+        Seconds of the slowest worker, processor seconds of all, and number of tokens.
     """
     paths = sorted(Path(folder).glob("*.jsonl.zst"))
     shares = [(tokenizer, paths[rank::workers], method) for rank in range(workers)]
@@ -60,7 +60,7 @@ def _batches(texts: list[str]) -> Iterator[list[str]]:
 
 
 def datatrove(tokenizer: str, folder: str, workers: int, end: str, output: str) -> dict[str, float]:
-    """Datatrove's own reader and tokenizer, a task a file, documents not shuffled."""
+    """Tokenize with datatrove's reader and tokenizer, one task per file, without shuffling documents."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import DocumentTokenizer
@@ -76,9 +76,9 @@ def datatrove(tokenizer: str, folder: str, workers: int, end: str, output: str) 
 
 
 def main() -> None:
-    """`NAME FILE ARGUMENTS`: writes what the contestant gives to FILE; its arguments are in JSON."""
+    """Run a contestant given as `NAME FILE ARGUMENTS` (ARGUMENTS in JSON), and write its result to FILE."""
     name, target, arguments = sys.argv[1:]
-    # Read when the library first runs: as many processes as cores, a thread each.
+    # The library reads these when it first runs: one thread in each of the processes.
     os.environ["TOKENIZERS_PARALLELISM"], os.environ["RAYON_NUM_THREADS"] = "false", "1"
     contestant = bare if name == "bare" else datatrove
     found = contestant(*json.loads(arguments))

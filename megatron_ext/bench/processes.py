@@ -1,4 +1,4 @@
-"""A benchmark of a training run: in one process, or in as many as torchrun has started."""
+"""Configuration and process groups for benchmarks of a run, in one process or in those that torchrun started."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ VOCABULARY = 50304
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Declare which run it is, of random tokens."""
+    """Add the arguments of a run on random tokens."""
     add_config(parser)
     add = parser.add_argument
     add("--vocabulary", type=int, default=VOCABULARY, metavar="N", help="tokens of the model (%(default)s)")
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Declare which configuration it is."""
+    """Add the arguments for the configuration."""
     add = parser.add_argument
     add("config", type=Path, metavar="CONFIG", help="YAML file, see examples/; its data are not read unless it is said")
     override = "e.g. parallel.tensor=2 training.global_batch_size=64; or another YAML file, laid over the first"
@@ -34,14 +34,14 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of_run(args: argparse.Namespace, more: Sequence[str] = ()) -> RunConfig:
-    """The run's configuration, checked.
+    """Read and check the run's configuration.
 
     Args:
         args: see `add_run`.
-        more: overrides that come after those of the command line.
+        more: overrides applied after those of the command line.
 
     Raises:
-        UserError: it cannot be run.
+        UserError: the run is not possible.
     """
     from megatron_ext.config.load import load_config
     from megatron_ext.config.rules import check
@@ -53,23 +53,23 @@ def config_of_run(args: argparse.Namespace, more: Sequence[str] = ()) -> RunConf
 
 
 def which_run(args: argparse.Namespace) -> dict[str, Any]:
-    """How a report names the run: see `RunReport`."""
+    """Return the fields of a report that identify the run; see `RunReport`."""
     return {"name": args.config.stem, "overrides": tuple(args.overrides), "processes": world_size()}
 
 
 def world_size() -> int:
-    """Processes there are."""
+    """Return the number of processes."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first() -> bool:
-    """Whether this process writes the report."""
+    """Return True if this process writes the report."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 @contextmanager
 def process_groups(config: RunConfig, platform: Platform) -> Iterator[ProcessGroupCollection]:
-    """Of the processes that torchrun has started, or of this one."""
+    """Context manager that yields the process groups of torchrun's processes, or of this one alone."""
     import torch.distributed as dist
 
     from megatron_ext.parallel.groups import groups_of_one_process, make_process_groups

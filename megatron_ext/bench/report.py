@@ -1,4 +1,4 @@
-"""What was measured, as JSON and as a Markdown table."""
+"""Report of `selectron bench layers` as JSON and as a Markdown table."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Numbers of forward and backward.
+    """Measurements of forward and backward pass.
 
     Attributes:
         times: milliseconds.
-        memory: most bytes held at once beyond weights and hidden states, gradients included.
-        parameters: weights of the layer.
+        memory: peak bytes beyond weights and hidden states, including gradients.
+        parameters: number of weights of the layer.
     """
 
     times: Times
@@ -45,19 +45,19 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One layer at one shape: measured, failed or not run.
+    """Result of one layer at one shape: measured, failed or not run.
 
     Attributes:
-        mixer: its name.
-        shape: the problem.
-        maker: whose layer.
-        measured: numbers, if the result was right.
-        failed: what was wrong with ours.
-        not_run: why a peer could not run.
-        agreement: of ours with its plain forms.
-        choices: which implementation each op of ours took, and why.
-        flops: operations a token, by the mixer's own formula.
-        note: what a reader of its numbers must know.
+        mixer: name of the mixer.
+        shape: of the problem.
+        maker: implementer of the layer, ours or a peer.
+        measured: measurements, if the result was correct.
+        failed: error of our layer.
+        not_run: why a peer did not run.
+        agreement: of our layer with its plain torch forms.
+        choices: implementation that each op of our layer chose, and why.
+        flops: FLOPs per token, by the mixer's own formula.
+        note: remark that readers of the numbers need.
     """
 
     mixer: str
@@ -73,12 +73,12 @@ class Row:
 
     @property
     def title(self) -> str:
-        """What it is a row of."""
+        """Identification of the row."""
         return f"{self.shape.size_name} {self.shape.length_name} {self.mixer} {self.maker}"
 
     @property
     def summary(self) -> str:
-        """Its result in a few words."""
+        """Short form of the result."""
         if self.measured is not None:
             return f"{digits(self.measured.times.median)} ms"
         return f"failed: {self.failed}" if self.failed is not None else f"not run: {self.not_run}"
@@ -86,12 +86,12 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All of a run.
+    """Results of a whole benchmark run.
 
     Attributes:
-        plan: what was asked for.
-        machine: where it ran, see `describe_machine`.
-        peak_flops: what utilisation (MFU) is a fraction of; None: not known.
+        plan: settings.
+        machine: description, see `describe_machine`.
+        peak_flops: basis of MFU in FLOP/s; None: unknown.
         rows: in the order of the table.
     """
 
@@ -102,11 +102,11 @@ class Report:
 
     @property
     def failures(self) -> list[Row]:
-        """Rows of ours that were wrong or did not run."""
+        """Rows of our layers that were wrong or did not run."""
         return [row for row in self.rows if row.failed is not None]
 
     def peer_ratio(self, row: Row) -> float | None:
-        """How many times longer than ours fla took at the same shape; None: a row of fla's, or one was not timed."""
+        """Return fla's time divided by ours at the same shape; None: the row is fla's, or one was not measured."""
         if row.maker != OURS or row.measured is None:
             return None
         for other in self.rows:
@@ -116,7 +116,7 @@ class Report:
 
 
 def to_dict(report: Report) -> dict[str, Any]:
-    """All numbers, with units in their names."""
+    """Return all numbers, with units in their names."""
     plan = asdict(report.plan)
     del plan["shapes"]
     return {
@@ -161,7 +161,7 @@ def _numbers(report: Report, row: Row, measured: Measured) -> dict[str, Any]:
 
 
 def markdown(report: Report) -> str:
-    """The table, with the machine above it and the reasons of the implementations below."""
+    """Return the table with the machine above it and the reasons for the implementations below."""
     peak = "not known" if report.peak_flops is None else f"{digits(report.peak_flops / 1e12)} TFLOP/s"
     lines = [
         machine_line(report.machine),
@@ -195,7 +195,7 @@ def _cells(report: Report, row: Row) -> list[str]:
 
 
 def _choice_lines(report: Report) -> list[str]:
-    """One line for each implementation that a mixer's op took, and why, and for what else must be known."""
+    """Return a line for each implementation that an op chose, and for each note."""
     lines = [
         f"* {row.mixer}: {op}: {choice.name} ({choice.reason})" for row in report.rows for op, choice in row.choices
     ]
@@ -204,5 +204,5 @@ def _choice_lines(report: Report) -> list[str]:
 
 
 def write(report: Report, folder: Path) -> None:
-    """Write layers.json and layers.md, each whole or not at all."""
+    """Write layers.json and layers.md, each atomically."""
     write_both(folder, "layers", to_dict(report), markdown(report))

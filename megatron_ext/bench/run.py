@@ -1,4 +1,4 @@
-"""The run: for every shape and mixer, check ours, time it, and time the peer's."""
+"""Benchmark of layers: for every shape and mixer, check and time ours, and time the peers."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ Tell = Callable[[str], None]
 def bench(
     plan: Plan, meter: Meter, platform: Platform, *, tell: Tell = print, save: Callable[[Report], None] | None = None
 ) -> Report:
-    """Measure everything.
+    """Measure all rows.
 
     Args:
-        plan: what is asked for.
+        plan: settings.
         meter: measures on the platform's device.
-        platform: where layers compute.
-        tell: takes a line before and after each case; the first run of a kernel can tune it for minutes.
-        save: takes the report so far after each row, so that a run cut short leaves what it has.
+        platform: of the layers.
+        tell: takes a line before and after each row, as the first run of a kernel can tune for minutes.
+        save: takes the report after each row, so that an interrupted benchmark keeps its results.
     """
     peak = platform.peak_flops(torch.bfloat16)
     report = Report(plan=plan, machine=describe_machine(platform.device), peak_flops=peak, rows=[])
     if save is not None:
-        save(report)  # a folder that cannot be written is known before all else is measured
+        save(report)  # fail before measuring if the folder cannot be written
     with groups_of_one_process(platform.communication) as groups:
         bencher = Bencher(plan, meter, platform, groups)
         for row in _rows_to_fill(plan):
@@ -52,7 +52,7 @@ def bench(
 
 
 def _rows_to_fill(plan: Plan) -> list[Row]:
-    """Ours, and beside it the peers that have such a layer."""
+    """Return empty rows: each of our mixers, followed by the peers that have such a layer."""
     rows = []
     for shape, mixer in itertools.product(plan.shapes, plan.mixers):
         rows.append(Row(mixer=mixer, shape=shape, maker=OURS))
@@ -61,12 +61,12 @@ def _rows_to_fill(plan: Plan) -> list[Row]:
 
 
 class Bencher:
-    """Measures one row after the other.
+    """Measure rows one after the other.
 
     Args:
-        plan: what is asked for.
+        plan: settings.
         meter: measures on the platform's device.
-        platform: where layers compute.
+        platform: of the layers.
         groups: process groups of this process alone.
     """
 
@@ -74,15 +74,15 @@ class Bencher:
         self.seed, self.meter, self.platform, self.groups = plan.seed, meter, platform, groups
 
     def fill(self, row: Row) -> Row:
-        """The row with its numbers, or with why there are none: a peer did not run; one of ours must."""
-        # Alone or after others, a row is the same: fla's weights, output gradients, and what is compiled for its shape.
+        """Return the row with measurements, or with the reason for having none; only our layers can fail."""
+        # Makes a row independent of earlier ones: fla's weights, output gradients, and compilation for its shape.
         torch.manual_seed(self.seed)
         torch.compiler.reset()
         try:
             return self._ours(row) if row.maker == OURS else self._peer(row)
         except NotRun as reason:
             return replace(row, not_run=str(reason))
-        except Exception as error:  # whatever a kernel raises belongs into its row, and the others are still wanted
+        except Exception as error:  # reported in the row, and the other rows still run
             said = one_line(error)
             return replace(row, failed=said) if row.maker == OURS else replace(row, not_run=said)
 
@@ -90,13 +90,13 @@ class Bencher:
         mixer = ours.build(row.mixer, row.shape, self.platform, self.groups, self.seed)
         layer = ours.as_layer(mixer)
         run = self._training_pass(layer, row.shape)
-        # Called before what is checked, which is smaller: kernels tune themselves at their first call.
+        # Before the check, which is smaller: kernels tune themselves at their first call.
         row = replace(row, choices=ours.choices(run), flops=mixer.training_flops(row.shape.length))
         agreement = ours.check(mixer, row.shape, self.seed, self.platform.device)
         row = replace(row, agreement=agreement)
         if agreement.failure is not None:
             return replace(row, failed=agreement.failure)
-        torch.compiler.reset()  # with a second length, what is compiled would be for any length
+        torch.compiler.reset()  # a second length would trigger dynamic shapes
         return replace(row, measured=self._measure(layer, run))
 
     def _peer(self, row: Row) -> Row:

@@ -1,4 +1,4 @@
-"""What the benchmarks of a training run report alike: which run it was, where, its numbers as JSON and as a table."""
+"""Common report of benchmarks of a training run: configuration and machine, numbers as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megatron_ext.reports import write_both
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport(ABC):
-    """All of a benchmark of one run.
+    """Report of a benchmark of one run.
 
     Attributes:
         name: of the configuration.
-        overrides: laid over it.
-        processes: how many.
-        machine: where it ran.
+        overrides: of the configuration.
+        processes: number of processes.
+        machine: description of the machine.
     """
 
     stem: ClassVar[str]
-    """Of the names of its files."""
+    """Stem of its file names."""
 
     name: str
     overrides: tuple[str, ...]
@@ -35,28 +35,28 @@ class RunReport(ABC):
 
     @abstractmethod
     def numbers(self) -> dict[str, Any]:
-        """All of them, by name, as JSON takes them."""
+        """Return all numbers by name, for JSON."""
 
     @abstractmethod
     def about(self) -> str:
-        """Of what the table's numbers are medians, as a sentence that goes on from the processes."""
+        """Describe what the table's numbers are medians of, as a continuation of the sentence about processes."""
 
     @abstractmethod
     def table(self) -> list[str]:
-        """Lines of the Markdown table."""
+        """Return the lines of the Markdown table."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Which run it was, where, and all numbers."""
+        """Return the run, the machine and all numbers."""
         which = {"configuration": self.name, "overrides": list(self.overrides), "processes": self.processes}
         return {"machine": self.machine, **which, **self.numbers()}
 
     def markdown(self) -> str:
-        """The table, with the machine and the run above it."""
+        """Return the table with machine and run above it."""
         run = f"`{' '.join([self.name, *self.overrides])}`, {self.processes} processes"
         return "\n".join([machine_line(self.machine), "", run + self.about(), "", *self.table()]) + "\n"
 
     def write(self, folder: Path) -> None:
-        """Write STEM.json and STEM.md, each whole or not at all."""
+        """Write STEM.json and STEM.md, each atomically."""
         write_both(folder, self.stem, self.to_dict(), self.markdown())
 
 

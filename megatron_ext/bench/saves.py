@@ -1,4 +1,4 @@
-"""What a checkpoint costs: how long training stands still for it, and how fast it is written and read."""
+"""Benchmark of checkpoints: stall of training, and throughput of writing and reading."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from megatron_ext.files import force_to_disk
 from megatron_ext.platform import Platform
 
 WARM_UP = 2
-"""Steps before any is timed, and saves: both are planned by all ranks together."""
+"""Untimed steps and saves. The first save is planned by all ranks together."""
 
 _BLOCK = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """One save in the background.
+    """Measurements of an asynchronous save.
 
     Attributes:
-        stall: seconds in which the step that follows had not begun, at the save and where it was brought forward.
-        steps: seconds of each training step until the checkpoint was whole.
-        whole_after: seconds from the save until it was.
+        stall: seconds in which training waited, at the save and at the calls of `advance`.
+        steps: seconds of each training step until the checkpoint was complete.
+        whole_after: seconds from the save until the checkpoint was complete.
     """
 
     stall: float
@@ -47,19 +47,19 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Seconds, on the first rank, and bytes, of all ranks.
+    """Measurements in seconds on the first rank, and in bytes over all ranks.
 
     Attributes:
-        parameters: of the model part of the first rank.
+        parameters: of the model shard of the first rank.
         size: bytes of a checkpoint.
-        step: a training step, nothing being saved; median.
-        first: the first save, which is planned.
+        step: a training step without a save in progress; median.
+        first: the first save, which includes planning.
         saves: those from the third on.
-        at_once: a save that training waits for; median.
-        floor_write: the same bytes in as many plain files at once, forced to the disk.
-        check: reading every file and comparing its checksum, nothing of it being in memory.
-        load: reading the state after that.
-        floor_read: the plain files, nothing of them being in memory. This and the last three: medians.
+        at_once: a synchronous save; median.
+        floor_write: writing plain files of the same sizes concurrently, with fsync; median.
+        check: reading every file without page cache and comparing its checksum; median.
+        load: reading the state after that; median.
+        floor_read: reading the plain files without page cache; median.
     """
 
     parameters: int
@@ -75,14 +75,14 @@ class Measured:
 
 
 class Bench:
-    """A run of random tokens, and its checkpoints. Every method is a collective call.
+    """Run on random tokens, and its checkpoints. Every method is a collective call.
 
     Args:
         config: of the run.
-        vocabulary: tokens of the model.
+        vocabulary: vocabulary size of the model.
         groups: process groups.
-        platform: where this runs.
-        root: folder for checkpoints and plain files; on the disk that is measured.
+        platform: of this process.
+        root: folder for checkpoints and plain files, on the disk to measure.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class Bench:
         self._timed = self._run.timed
 
     def measure(self, steps: int, saves: int) -> Measured:
-        """All there is to know, in one run.
+        """Do all measurements in one run.
 
         Args:
-            steps: timed without a save.
-            saves: timed of each kind.
+            steps: number of timed steps without a save.
+            saves: number of timed saves of each kind.
         """
         for _ in range(WARM_UP):
             self._timed(self._run.train)
@@ -108,7 +108,7 @@ class Bench:
         whole = [self._timed(partial(self._save_at_once, at_once)) for _ in range(WARM_UP + saves)][WARM_UP:]
         folder = at_once.folder.path(self._run.step)
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-        # All of the disk in turn, so that what else uses it meets all alike.
+        # All disk accesses in turn, so that other load on the disk affects all alike.
         reads = [(*self._load(at_once, folder), *self._plain_files(sizes)) for _ in range(saves)]
         check, load, floor_write, floor_read = (median(seconds) for seconds in zip(*reads, strict=True))
         return Measured(
@@ -129,7 +129,7 @@ class Bench:
         return CheckpointStore(root, {}, self._groups, self._platform, Retention(newest=1), asynchronous=asynchronous)
 
     def _save(self, store: CheckpointStore) -> Save:
-        """As the training loop does: after each step, all ranks ask whether one is still at work."""
+        """Save as the training loop does: after each step, all ranks ask whether one is still writing."""
         started = time.perf_counter()
         stall = self._timed(lambda: store.save(self._run.trainer.optimizer, Progress(self._run.step)))
         steps = []
@@ -142,7 +142,7 @@ class Bench:
         return Save(stall=stall, steps=steps, whole_after=time.perf_counter() - started)
 
     def _save_at_once(self, store: CheckpointStore) -> None:
-        self._run.step += 1  # a checkpoint's name
+        self._run.step += 1  # the checkpoint is named for it
         store.save(self._run.trainer.optimizer, Progress(self._run.step))
 
     def _load(self, store: CheckpointStore, folder: Path) -> tuple[float, float]:
@@ -153,7 +153,7 @@ class Bench:
         return check, self._timed(lambda: store.load(self._run.trainer.optimizer, found[0]))
 
     def _plain_files(self, sizes: dict[str, int]) -> tuple[float, float]:
-        """This rank's files again, as plain ones: seconds to write and to read those of all ranks."""
+        """Write and read this rank's files as plain files; return the seconds of both, over all ranks."""
         folder, own = self._root / "plain", f"__{dist.get_rank()}_"
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob(f"{own}*"):
@@ -167,7 +167,7 @@ class Bench:
         return write, read
 
     def _forget(self, folder: Path) -> None:
-        """Have the operating system forget what it keeps of files in memory."""
+        """Drop the files of a folder from the page cache."""
         dist.barrier()
         for path in folder.iterdir():
             descriptor = os.open(path, os.O_RDONLY)

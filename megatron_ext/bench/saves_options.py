@@ -1,4 +1,4 @@
-"""Options of `selectron bench checkpoints`; one process, or as many as torchrun has started."""
+"""Options of `selectron bench checkpoints`, for one process or those that torchrun started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ext.bench.processes import add_run, config_of_run, process_groups,
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Add the options."""
     add_run(parser)
     add = parser.add_argument
     add("--steps", type=int, default=10, metavar="N", help="timed without a save (%(default)s)")
@@ -21,11 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, write the report and print its table on the first rank. Returns 0.
+    """Measure, write the report and print its table on the first rank; return 0.
 
     Raises:
-        UserError: the configuration does not allow it, or the disk is full.
-        OptionError: an option or the output folder does not.
+        UserError: the configuration is invalid, or the disk is full.
+        OptionError: an option or the output folder is invalid.
     """
     steps, saves = at_least_one("--steps", args.steps), at_least_one("--saves", args.saves)
     vocabulary = at_least_one("--vocabulary", args.vocabulary)

@@ -1,4 +1,4 @@
-"""What checkpoints cost, as JSON and as a Markdown table."""
+"""Report of `selectron bench checkpoints` as JSON and as a Markdown table."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_ext.reports import digits, table
 
 @dataclass(frozen=True, kw_only=True)
 class Report(RunReport):
-    """What saves of one run cost.
+    """Report on the checkpoints of one run.
 
     Attributes:
-        measured: numbers.
+        measured: measurements.
     """
 
     stem = "checkpoints"
@@ -26,16 +26,16 @@ class Report(RunReport):
     measured: Measured
 
     def numbers(self) -> dict[str, Any]:
-        """Seconds, bytes, and what follows from them."""
+        """Return seconds, bytes and derived numbers."""
         return {"measured": asdict(self.measured), "derived": derived(self.measured)}
 
     def about(self) -> str:
-        """Size and number of checkpoints."""
+        """Describe size and number of the checkpoints."""
         measured = self.measured
         return f", {measured.size / 1e6:,.0f} MB a checkpoint. Medians of {len(measured.saves)} saves."
 
     def table(self) -> list[str]:
-        """A row a number."""
+        """Return a table with a row per number."""
         found = derived(self.measured)
         percent = {name: f"{100 * value:.1f} %" for name, value in found.items() if name.endswith("of_a_step")}
         rows = [
@@ -56,7 +56,7 @@ class Report(RunReport):
 
 
 def derived(measured: Measured) -> dict[str, float]:
-    """Shares of a training step, and GB/s (1e9 bytes)."""
+    """Return fractions of a training step, and throughput in GB/s (1e9 bytes)."""
     stalls = [save.stall for save in measured.saves]
     lost = [sum(save.steps) - len(save.steps) * measured.step for save in measured.saves]
     gigabytes = measured.size / 1e9
@@ -77,5 +77,5 @@ def derived(measured: Measured) -> dict[str, float]:
 
 
 def host() -> dict[str, str | None]:
-    """What a machine has besides its GPU."""
+    """Describe the host: processor and operating system."""
     return {"processor": f"{platform.machine()} x {os.cpu_count()}", "system": platform.release()}

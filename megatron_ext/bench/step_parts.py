@@ -1,4 +1,4 @@
-"""Names the parts of a training step in a profiler's trace: what the host does for each is in a range of its own."""
+"""Profiler ranges for the parts of a training step."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megatron_ext.training.trainer import Trainer
 
 
 def part(name: str) -> AbstractContextManager[Any]:
-    """What the host does within it is of a part of the step; a range within another takes its own out of that."""
+    """Return a profiler range for a part of the step. Time in an inner range does not count for the outer one."""
     return record_function(PREFIX + name)
 
 
 @contextmanager
 def named_parts(trainer: Trainer) -> Iterator[None]:
-    """Within it the modules of a trainer's model, and its optimizer, name what they do.
+    """Context manager in which the modules of a trainer's model and its optimizer open a range for each call.
 
-    Ranges are put around `forward`, which recomputation calls again in the backward pass. Backward needs none: autograd
-    tells which operation of the forward each of its own belongs to.
+    Ranges surround `forward`, which recomputation calls again in the backward pass. The backward pass needs no ranges,
+    since autograd links each of its operations to a forward operation.
     """
     with ExitStack() as stack:
         for owner, method, name in _calls(trainer):
@@ -35,13 +35,13 @@ def named_parts(trainer: Trainer) -> Iterator[None]:
 
 
 def _calls(trainer: Trainer) -> Iterator[tuple[Any, str, str]]:
-    """What is to be named: object, method, part."""
+    """Yield the calls to mark: object, method, part."""
     optimizer = trainer.optimizer
     yield optimizer, "begin_step", OPTIMIZER
     yield optimizer, "finish_step", OPTIMIZER
     yield from ((member.module, "forward", member.part) for member in members(optimizer.chunks))
     models = (module for chunk in optimizer.chunks for module in chunk.modules() if isinstance(module, GPTModel))
     configs = {id(model.config): model.config for model in models}
-    for config in configs.values():  # Megatron's schedule calls it after the last backward
+    for config in configs.values():  # Megatron's schedule calls it after the last backward pass
         if config.finalize_model_grads_func is not None:
             yield config, "finalize_model_grads_func", OPTIMIZER

@@ -1,16 +1,16 @@
-"""Where the time of a training step went, from a profiler's trace: every instant of it is of one part.
+"""Breakdown of a training step's time from a profiler trace: every instant is attributed to one part.
 
-A trace is torch.profiler's in Chrome's format: slices (`X`) of the host's threads and of the GPU's streams, and flows
-(`s` to `f`) from an operation of the forward pass to the one of the backward pass that autograd made of it. Ranges
-whose names begin with `PREFIX` say which part the host is at (see `step_parts`).
+The trace is torch.profiler's in Chrome's format. It has slices (`X`) of host threads and GPU streams, and flows (`s` to
+`f`) from a forward operation to the backward operation that autograd derived from it. Ranges whose names begin with
+`PREFIX` tell which part the host works on (see `step_parts`).
 
-An operation is of the innermost range around it. One of the backward pass is of the part that its forward operation is
-of; one that has none there, such as the accumulation of a weight's gradient, is of that of the operation before it.
-What is computed again for the backward pass is in ranges of its own, within an operation of the backward pass.
+An operation belongs to the innermost range around it. A backward operation belongs to the part of its forward
+operation. One without a forward operation, such as the accumulation of a weight's gradient, belongs to the part of the
+backward operation before it. Recomputation has its own ranges inside a backward operation.
 
-On a GPU, an instant belongs to the kernel that runs, of several to the one that began first; to communication where
-only that runs; else the GPU idles, which is the data's where the host is at them. Without a GPU it belongs to what the
-host's main thread is at.
+On a GPU, an instant belongs to the running kernel, and of several to the one that began first. It belongs to
+communication if only communication runs. Otherwise the GPU is idle; this time is the data's if the host is loading
+data. Without a GPU, an instant belongs to what the host's main thread does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_ext.parts import BACKWARD, COMMUNICATION, FORWARD, MODEL, OPTIMIZE
 
 PREFIX = "selectron: "
 STEP, END = "step", "end of the step"
-"""Ranges around a whole step, and within it around the wait for the GPU that ends it."""
+"""Ranges around a whole step and, inside it, around the final wait for the GPU."""
 
 DATA, OTHER, IDLE = "data", "other", "GPU idle"
 PARTS = (*MODEL, COMMUNICATION, OPTIMIZER, DATA, OTHER, IDLE)
@@ -53,14 +53,14 @@ _SYNCS = {
 
 
 class Place(NamedTuple):
-    """Where in a step: a part, and of one of the model's, the phase."""
+    """Part of a step and, for parts of the model, the phase."""
 
     part: str
     phase: str
 
 
 Span = tuple[float, float]
-"""Begin and end, microseconds."""
+"""Begin and end in microseconds."""
 
 Spent = dict[Place, float]
 """Microseconds by place."""
@@ -68,7 +68,7 @@ Spent = dict[Place, float]
 
 @dataclass(eq=False)
 class _Slice:
-    """What a thread of the host does for a while."""
+    """Slice of a host thread."""
 
     begin: float
     end: float
@@ -78,7 +78,7 @@ class _Slice:
     children: list[_Slice] = field(default_factory=list)
 
     def up(self) -> Iterable[_Slice]:
-        """This one and those around it, from within."""
+        """Yield this slice and its ancestors, innermost first."""
         found: _Slice | None = self
         while found is not None:
             yield found
@@ -87,11 +87,11 @@ class _Slice:
 
 @dataclass(frozen=True)
 class Idle:
-    """A time in which a GPU did nothing.
+    """Interval in which a GPU was idle.
 
     Attributes:
-        seconds: it lasted.
-        host: what a thread of the host was at for most of it, and which part that is of.
+        seconds: length.
+        host: what a host thread did for most of the interval, and the part it belongs to.
     """
 
     seconds: float
@@ -100,16 +100,16 @@ class Idle:
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """Where the time of a step went.
+    """Breakdown of a step's time.
 
     Attributes:
-        step: seconds, profiled, which takes longer than a step that is not.
-        parts: seconds by part; they add up to `step`.
-        phases: of the model's parts, by phase; without communication, as `parts` are.
-        communication: seconds in which anything was communicated, beside computation or not; None: not known.
-        host_syncs: how often the host waited for the GPU before the step's end, by where; None: there is no GPU.
-        longest_idle: what of `parts`' idle time was longest at once, in any of the steps; None: there is no GPU, or it
-            was never idle.
+        step: seconds under the profiler, which slows the step down.
+        parts: seconds by part; their sum is `step`.
+        phases: seconds of the model's parts by phase, without communication, as in `parts`.
+        communication: seconds in which communication ran, overlapped or not; None: unknown.
+        host_syncs: how often the host waited for the GPU before the step's end, by location; None: there is no GPU.
+        longest_idle: longest single interval of `parts`' idle time, over all steps; None: there is no GPU, or it was
+            never idle.
     """
 
     step: float
@@ -121,13 +121,13 @@ class Breakdown:
 
 
 def breakdown_of(plain: dict[str, Any]) -> Breakdown:
-    """The breakdown whose `asdict` this is."""
+    """Return the breakdown that `asdict` converted to plain values."""
     idle = plain["longest_idle"]
     return Breakdown(**{**plain, "longest_idle": None if idle is None else Idle(**idle)})
 
 
 def mean(found: Sequence[Breakdown]) -> Breakdown:
-    """The mean of several steps', or ranks', breakdowns; of at least one."""
+    """Return the mean of breakdowns of several steps or ranks; at least one."""
     all_communicate = [one.communication for one in found if one.communication is not None]
     syncs = [one.host_syncs for one in found if one.host_syncs is not None]
     places = {place for one in syncs for place in one}
@@ -143,7 +143,7 @@ def mean(found: Sequence[Breakdown]) -> Breakdown:
 
 
 def break_down(events: Sequence[Mapping[str, Any]]) -> list[Breakdown]:
-    """The breakdown of every step in a trace, in their order.
+    """Return the breakdown of every step in a trace, in order.
 
     Args:
         events: `traceEvents`.
@@ -183,7 +183,7 @@ class _Trace:
     # --- which part --------------------------------------------------------------------------------------------------
 
     def _flows(self, events: Sequence[Mapping[str, Any]]) -> dict[_Slice, _Slice]:
-        """The operation of the forward pass of each one of the backward pass that has one."""
+        """Map each backward operation to its forward operation, if it has one."""
         ends: dict[str, dict[Any, _Slice]] = {"s": {}, "f": {}}
         for event in events:
             if event.get("cat") == "fwdbwd" and event.get("ph") in ends:
@@ -199,7 +199,7 @@ class _Trace:
         return next((one for one in self._threads[tid][index].up() if one.end >= instant), None)
 
     def _resolve_backward(self) -> None:
-        """Give every operation of the backward pass its place, in the order of time: what is computed again first."""
+        """Assign a place to every backward operation, in order of time."""
         nodes = [
             (one.begin, number, tid, one)
             for number, (tid, slices) in enumerate(self._threads.items())
@@ -214,7 +214,7 @@ class _Trace:
             self._backward[node] = last.get(tid, Place(OTHER, BACKWARD))
 
     def place(self, one: _Slice) -> Place:
-        """Which part a slice is of, by the ranges and operations of the backward pass around it, and in which phase."""
+        """Return the part and phase of a slice, from the ranges and backward operations around it."""
         for outer in one.up():
             if outer in self._backward:
                 return self._backward[outer]
@@ -240,7 +240,7 @@ class _Trace:
     # --- how long ----------------------------------------------------------------------------------------------------
 
     def of_step(self, step: _Slice) -> Breakdown:
-        """The breakdown of a step."""
+        """Return the breakdown of a step."""
         idle: Idle | None = None
         communication: float | None = None
         if self._gpu:
@@ -278,13 +278,13 @@ class _Trace:
         for slices in self._threads.values():
             for one in slices:
                 own = sum(max(0.0, min(stop, end) - max(start, begin)) for start, stop in _own(one))
-                # The main thread is always in a range, also where it only waits for autograd's thread.
+                # Ranges do not count: the main thread is always in one, even while it only waits for autograd's thread.
                 at.append((not one.is_range and 2 * own >= end - begin, own, one))
         _, spent, host = max(at, key=lambda entry: entry[:2])
         return Idle((end - begin) / 1e6, self._said(host) if spent else "?")
 
     def _said(self, one: _Slice) -> str:
-        """What the host was at, by whose call, and which part that is of."""
+        """Describe a slice of the host by its name, its caller and its part."""
         by = "" if one.parent is None else f" in {one.parent.name.removeprefix(PREFIX)}"
         return f"{one.name.removeprefix(PREFIX)}{by} ({self.place(one).part})"
 
@@ -295,7 +295,7 @@ class _Trace:
         return float(sum(spent.values())) / 1e6
 
     def _by_host(self, step: _Slice) -> Spent:
-        """What the main thread is at: operations; where it is in none, communication of other threads; else Python."""
+        """Attribute the main thread's time: operations first, then communication of other threads, then Python."""
         worked: list[tuple[Span, Place]] = []
         idle: list[tuple[Span, Place]] = []
         for one in _all(step):
@@ -318,14 +318,14 @@ class _Trace:
                 if one.name not in _SYNCS or not step.begin <= one.begin < step.end:
                     continue
                 around = [outer.name for outer in one.up()][1:]
-                if PREFIX + END in around or _SYNCS.intersection(around):  # a driver's call within the runtime's is one
+                if PREFIX + END in around or _SYNCS.intersection(around):  # a driver call in a runtime call is one
                     continue
                 found[self._said(one)] += 1
         return {name: float(count) for name, count in found.items()}
 
 
 def _is_communication(kernel: str) -> bool:
-    # What copy engines fetch, and how ranks meet before and after it (`CopyEngines`), too.
+    # Including the copies of copy engines and the barriers around them (`CopyEngines`).
     return kernel.startswith(("nccl", "Memcpy PtoP")) or "symmetric_memory::barrier_kernel" in kernel
 
 
@@ -334,7 +334,7 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def _nest(slices: list[_Slice]) -> None:
-    """Sort the slices of a thread, and say of each which one it is in."""
+    """Sort the slices of a thread, and set parents and children."""
     slices.sort(key=lambda one: (one.begin, -one.end))
     around: list[_Slice] = []
     for one in slices:
@@ -347,7 +347,7 @@ def _nest(slices: list[_Slice]) -> None:
 
 
 def _all(outer: _Slice) -> Iterable[_Slice]:
-    """A slice and all within it."""
+    """Yield a slice and all its descendants."""
     left = [outer]
     while left:
         one = left.pop()
@@ -356,7 +356,7 @@ def _all(outer: _Slice) -> Iterable[_Slice]:
 
 
 def _own(one: _Slice) -> Iterable[Span]:
-    """When a slice was in none that is within it."""
+    """Yield the spans of a slice that no child covers."""
     at = one.begin
     for child in one.children:
         if child.begin > at:
@@ -367,10 +367,10 @@ def _own(one: _Slice) -> Iterable[Span]:
 
 
 def _fill(step: _Slice, layers: Iterable[Sequence[tuple[Span, Place]]], rest: Place) -> tuple[Spent, list[Span]]:
-    """Give a step's time to the first layer, what that leaves to the next one, and what all leave to `rest`.
+    """Attribute a step's time to the first layer of spans, the remainder to the next, and the rest to `rest`.
 
     Returns:
-        What was given, and what all layers left.
+        Attributed microseconds, and the spans that no layer covers.
     """
     free = [(step.begin, step.end)]
     spent: Spent = defaultdict(float)
@@ -381,15 +381,15 @@ def _fill(step: _Slice, layers: Iterable[Sequence[tuple[Span, Place]]], rest: Pl
 
 
 def _take(free: Sequence[Span], wanted: Sequence[tuple[Span, Place]], spent: Spent) -> list[Span]:
-    """Give free time to those that want it, of several to the one that begins first.
+    """Attribute free time to the spans that cover it, and of several to the one that begins first.
 
     Args:
-        free: spans that are nobody's, ascending, apart.
-        wanted: when, and for what; in any order.
-        spent: microseconds, added to.
+        free: unattributed spans, ascending and disjoint.
+        wanted: spans with their places, in any order.
+        spent: microseconds by place; added to in place.
 
     Returns:
-        What is still free.
+        Spans that are still free.
     """
     left: list[Span] = []
     claims, index = _apart(wanted), 0
@@ -412,7 +412,7 @@ def _take(free: Sequence[Span], wanted: Sequence[tuple[Span, Place]], spent: Spe
 
 
 def _apart(wanted: Sequence[tuple[Span, Place]]) -> list[tuple[Span, Place]]:
-    """Spans in the order of their beginning, each from the end of those before it."""
+    """Sort spans by their begin, and cut each to begin after those before it."""
     found: list[tuple[Span, Place]] = []
     at = float("-inf")
     for (start, stop), place in sorted(wanted):

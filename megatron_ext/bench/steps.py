@@ -1,4 +1,4 @@
-"""Training steps, to be timed."""
+"""Training steps to time."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ from megatron_ext.training.trainer import StepResult, Trainer
 
 
 class RandomSamples:
-    """Stands for data: tokens from a seed.
+    """Random tokens from a seed, with the interface of training samples.
 
     Args:
-        seq_length: tokens a sample.
-        vocabulary: tokens there are.
+        seq_length: tokens per sample.
+        vocabulary: vocabulary size.
     """
 
     def __init__(self, seq_length: int, vocabulary: int) -> None:
         self.seq_length, self._vocabulary = seq_length, vocabulary
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Tokens [seq_length + 1] of a sample."""
+        """Return the tokens [seq_length + 1] of a sample."""
         return np.random.default_rng(index).integers(0, self._vocabulary, self.seq_length + 1)
 
     def document_starts(self, index: int) -> np.ndarray:
-        """A sample is one document."""
+        """Return a single document start, as a sample is one document."""
         return np.zeros(1, dtype=np.int64)
 
 
 class TimedRun:
-    """A run whose steps are timed. Every method is a collective call.
+    """Run whose steps are timed. Every method is a collective call.
 
     Args:
         config: of the run.
-        vocabulary: tokens of the model.
+        vocabulary: vocabulary size of the model.
         groups: process groups.
-        platform: where this runs.
-        samples: what it trains on; None: random tokens that are nowhere stored.
-        plain: whether the model is megatron-core's own; see `plain_megatron`.
+        platform: of this process.
+        samples: training samples; None: random tokens that are generated on the fly.
+        plain: use megatron-core's own model; see `plain_megatron`.
 
     Attributes:
-        shape: what the model was built from.
-        trainer: makes the steps.
-        samples: what it trains on.
-        step: how many have been made.
+        shape: from which the model was built.
+        trainer: executes the steps.
+        samples: training samples.
+        step: number of completed steps.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class TimedRun:
         self.step = 0
 
     def train(self) -> StepResult:
-        """One step, from reading its samples to the update."""
+        """Do one step, from reading its samples to the update."""
         training, groups = self._config.training, self._groups
         with part(DATA):
             batches = step_batches(
@@ -96,7 +96,7 @@ class TimedRun:
         return result
 
     def timed(self, work: Callable[[], object]) -> float:
-        """Seconds until all ranks have done something that they began together."""
+        """Return the seconds until all ranks have finished work that they start together."""
         dist.barrier()
         started = time.perf_counter()
         work()

@@ -1,6 +1,6 @@
-"""Runs a command and says what it cost, with all processes it leaves: `python -m megatron_ext.bench.supervise CMD ...`.
+"""Measurement of a command with all its descendants: `python -m megatron_ext.bench.supervise CMD ...`.
 
-Processes of a process pool outlive their parent's look at them; here every one of them ends as a child of this one.
+Processes of a pool may outlive the parent that would wait for them. Here every one is reaped by this process.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a command and all processes that it started.
+    """Cost of a command and all processes that it started.
 
     Attributes:
-        code: its exit status.
-        seconds: from its start to the end of the last process.
-        cpu_seconds: of all of them, in user and system mode.
-        peak_bytes: resident memory of the largest one, at its largest.
+        code: exit status of the command.
+        seconds: from its start to the exit of the last process.
+        cpu_seconds: of all processes, in user and system mode.
+        peak_bytes: peak resident memory of the largest process.
     """
 
     code: int
@@ -35,7 +35,7 @@ class Cost:
 
 
 def supervise(command: list[str]) -> Cost:
-    """Run a command. Takes every child of this process for one of it."""
+    """Run a command and return its cost. Every child of this process counts as part of it."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     started, code, spent, peak = time.perf_counter(), 0, 0.0, 0
     child = subprocess.Popen(command, stdout=sys.stderr)
@@ -51,11 +51,14 @@ def supervise(command: list[str]) -> Cost:
 
 
 def cost_of(command: list[str], environment: dict[str, str]) -> tuple[Cost, str]:
-    """What a command cost, run under a process of this module, and what it said.
+    """Run a command under `supervise` in a separate process, and return its cost and output.
 
     Args:
         command: program and arguments.
-        environment: added to this process's own.
+        environment: added to the environment of this process.
+
+    Raises:
+        RuntimeError: the command failed.
     """
     here = [sys.executable, "-m", "megatron_ext.bench.supervise", *command]
     done = subprocess.run(here, env=os.environ | environment, capture_output=True, text=True, check=False)

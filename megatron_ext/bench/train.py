@@ -1,4 +1,4 @@
-"""Variants of one configuration, trained for some steps one after the other, each in fresh processes."""
+"""Benchmark of training steps: variants of a configuration are trained one after the other, each in new processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_ext.mixers.registry import load_all
 from megatron_ext.scratch import scratch_folder
 
 RANK = "train-rank"
-"""The subject of `selectron bench` that a rank is started with."""
+"""Internal subject of `selectron bench` with which ranks are started."""
 
 FORM = "write NAME:key=value,key=value or NAME:overlay.yaml"
 
@@ -37,19 +37,19 @@ _SHARD_TOKENS = 1 << 22
 _SEED = 0
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _LONGEST = 300
-"""Characters of a reason in the table."""
+"""Maximum length of a failure reason in the table, in characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One configuration of several.
+    """Variant of a configuration.
 
     Attributes:
         name: in the table.
-        overrides: laid over the configuration that all have.
-        config: the whole one; None: it cannot be.
+        overrides: applied to the common configuration.
+        config: whole configuration; None: it is invalid.
         refused: why it cannot be trained.
-        plain: whether it is megatron-core's own model; see `plain_megatron`.
+        plain: the model is megatron-core's own; see `plain_megatron`.
     """
 
     name: str
@@ -61,13 +61,13 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is to be measured, beside the variants.
+    """Settings of the benchmark, other than the variants.
 
     Attributes:
         processes: that train each variant.
-        amount: how many steps.
-        vocabulary: tokens of the model; None: those of the data.
-        prepared: whether the configuration's own data are read, not random ones.
+        amount: numbers of steps.
+        vocabulary: vocabulary size of the model; None: that of the data.
+        prepared: read the configured data instead of random tokens.
     """
 
     processes: int
@@ -77,14 +77,14 @@ class Plan:
 
 
 def parse_variant(text: str, option: str = "--variant") -> tuple[str, tuple[str, ...]]:
-    """Name and overrides of `NAME:key=value,...`; a comma that no key or file follows is of the value.
+    """Split `NAME:key=value,...` into name and overrides. A comma that no key or file follows belongs to the value.
 
     Args:
-        text: what was given.
-        option: that it was given to.
+        text: to split.
+        option: its command-line option, for the message.
 
     Raises:
-        UserError: the text is of another form.
+        UserError: the format is invalid.
     """
     name, colon, rest = text.partition(":")
     if not colon or not re.fullmatch(r"[\w.+-]+", name):
@@ -96,18 +96,18 @@ def parse_variant(text: str, option: str = "--variant") -> tuple[str, tuple[str,
 def read_variants(
     path: Path, overrides: Sequence[str], texts: Sequence[str], processes: int, plain: Sequence[str] = ()
 ) -> list[Variant]:
-    """The variants of a configuration, those that are refused too; without any, the configuration as it is.
+    """Return the variants of a configuration, including rejected ones; without any, the configuration itself.
 
     Args:
         path: of the configuration.
-        overrides: of all.
-        texts: of variants, as `parse_variant` takes them.
-        processes: that train each.
-        plain: of those that are models of plain megatron-core; they come first.
+        overrides: of all variants.
+        texts: variants in the format of `parse_variant`.
+        processes: that train each variant.
+        plain: variants with plain megatron-core models; they come first.
 
     Raises:
-        UserError: the configuration that all have cannot be read, or trained where there are no variants; a variant is
-            malformed or there twice.
+        UserError: the common configuration cannot be read, or cannot be trained and there are no variants; or a variant
+            is malformed or a duplicate.
     """
     own = load_config(path, overrides, load_all())
     if not texts and not plain:
@@ -143,19 +143,19 @@ def bench(
 
     Args:
         variants: in the order of the rows.
-        plan: how.
-        about: fields of the report that say which run it is; see `which_run`.
-        tell: takes a line before and after each.
-        save: takes the report so far after each row, so that a run cut short leaves what it has.
+        plan: settings.
+        about: fields of the report that identify the run; see `which_run`.
+        tell: takes a line before and after each variant.
+        save: takes the report after each row, so that an interrupted benchmark keeps its results.
 
     Returns:
-        The report, and the exit code: 0; 1 if a variant failed; that of the signal that ended one, and so all.
+        Report and exit code: 0; 1 if a variant failed; that of the signal if one ended the benchmark.
     """
     with scratch_folder("bench") as folder:
         here, ceilings = _machine(folder)
         report = Report(**about, machine=here, ceilings=ceilings, amount=plan.amount, prepared=plan.prepared, rows=[])
         if save is not None:
-            save(report)  # a folder that cannot be written is known before all else is measured
+            save(report)  # fail before measuring if the folder cannot be written
         random_data = None if plan.prepared else _random_data(folder / "data", variants, plan)
         for number, variant in enumerate(variants):
             tell(f"{variant.name} ...")
@@ -170,7 +170,7 @@ def bench(
 
 
 def _random_data(folder: Path, variants: Sequence[Variant], plan: Plan) -> Path:
-    """A prepared folder of as many random tokens as the longest variant reads, or many of them."""
+    """Write a data folder with as many random tokens as the longest variant reads, up to a maximum."""
     steps = plan.amount.warm_up + plan.amount.steps + plan.amount.profiled + 1
     configs = [one.config for one in variants if one.config is not None]
     lengths = [(config.data.seq_length, config.training.global_batch_size) for config in configs]
@@ -181,7 +181,7 @@ def _random_data(folder: Path, variants: Sequence[Variant], plan: Plan) -> Path:
 
 
 def _machine(folder: Path) -> tuple[dict[str, str | None], Ceilings | None]:
-    """What this machine is and what its GPU can do, from a process of its own, which leaves nothing on the GPU.
+    """Describe this machine and measure its GPU's ceilings in a separate process, which frees the GPU's memory.
 
     Raises:
         UserError: the GPU does not work.
@@ -197,7 +197,7 @@ def _machine(folder: Path) -> tuple[dict[str, str | None], Ceilings | None]:
 
 
 def _row(folder: Path, variant: Variant, plan: Plan, random_data: Path | None) -> tuple[Row, int]:
-    """A variant's row, and the exit code of its processes."""
+    """Train a variant, and return its row and the exit code of its processes."""
     config = None if variant.config is None else TypeAdapter(RunConfig).dump_python(variant.config, mode="json")
     row = Row(
         name=variant.name,
@@ -226,7 +226,7 @@ def _row(folder: Path, variant: Variant, plan: Plan, random_data: Path | None) -
 
 
 def _reason(folder: Path, code: int) -> str:
-    """What the rank said that failed first, or how it ended if it could not say anything."""
+    """Return the error of the first rank that failed, or how it ended if it reported none."""
     said = folder / FAILED
     if said.exists():
         return said.read_text()[:_LONGEST]

@@ -1,4 +1,4 @@
-"""What a training step of one configuration costs: its time, memory and parts, on the ranks that train it."""
+"""Measurement of training steps of one configuration on its ranks: time, memory and parts."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from megatron_ext.training.trainer import StepResult
 
 @dataclass(frozen=True, kw_only=True)
 class Amount:
-    """How much is measured.
+    """Numbers of steps to run.
 
     Attributes:
-        warm_up: steps before any is timed: kernels are compiled and tuned, Adam's moments made.
-        steps: timed.
-        profiled: steps after those, whose parts are measured; 0: none.
+        warm_up: untimed steps first, in which kernels are compiled and tuned and Adam's moments created.
+        steps: timed steps.
+        profiled: steps under the profiler after those; 0: none.
     """
 
     warm_up: int
@@ -43,12 +43,12 @@ class Amount:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The most that one rank held, bytes; of a GPU what torch's allocator counts, else the process's resident memory.
+    """Peak memory of one rank in bytes: torch's allocator on a GPU, else the resident memory of the process.
 
     Attributes:
-        allocated: for tensors, in the timed steps.
-        reserved: by the allocator, in the timed steps; None: there is no GPU.
-        allocated_before: for tensors, while the model was made and in the steps that were not timed.
+        allocated: by tensors, during the timed steps.
+        reserved: by the allocator, during the timed steps; None: there is no GPU.
+        allocated_before: by tensors, during model construction and untimed steps.
     """
 
     allocated: int
@@ -58,21 +58,21 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was measured of one configuration; of all ranks together where nothing else is said.
+    """Measurements of a configuration, over all ranks unless stated otherwise.
 
     Attributes:
         parameters: of the model, by kind; see `ParameterCount`.
-        tokens: real tokens a step.
-        seconds: of each timed step, until all ranks had ended it.
-        losses: of each timed step, nats a token.
-        flops_per_token: model FLOPs of forward and backward, as training counts them.
-        peak_flops: of all devices, as training counts it; None: not known.
-        memory: of the rank that held most, kind by kind.
-        breakdown: mean of the profiled steps and ranks; None: nothing was profiled.
-        breakdown_by_rank: means of the profiled steps.
-        starting: seconds from the start of the processes until all ranks met: importing, process groups, opening data.
-        building: seconds after that until the model, its weights and the optimizer were there.
-        first_step: seconds of the first step of all, in which kernels are compiled.
+        tokens: per step, without padding.
+        seconds: of each timed step, until all ranks had finished it.
+        losses: of each timed step, in nats per token.
+        flops_per_token: model FLOPs of forward and backward pass, as training counts them.
+        peak_flops: of all devices, as training counts them; None: unknown.
+        memory: maximum over ranks, separately for each kind.
+        breakdown: mean over profiled steps and ranks; None: nothing was profiled.
+        breakdown_by_rank: mean over the profiled steps of each rank.
+        starting: seconds from process start until all ranks had met: imports, process groups, opening of data.
+        building: seconds from then until the model, its weights and the optimizer were ready.
+        first_step: seconds of the very first step, which includes compilation.
     """
 
     parameters: dict[str, int]
@@ -99,19 +99,19 @@ def measure(
     *,
     plain: bool = False,
 ) -> Measured:
-    """Train for some steps; a collective call.
+    """Train for some steps and measure them; a collective call.
 
     Args:
-        config: of the run, checked.
-        vocabulary: tokens of the model.
-        samples: what it is trained on.
+        config: checked configuration of the run.
+        vocabulary: vocabulary size of the model.
+        samples: training samples.
         groups: process groups.
-        platform: where this runs.
-        amount: how many steps.
-        plain: whether the model is megatron-core's own.
+        platform: of this process.
+        amount: numbers of steps.
+        plain: use megatron-core's own model.
 
     Returns:
-        The same on every rank.
+        Measurements, the same on every rank.
     """
     starting = max(from_every_rank(time.time() - psutil.Process().create_time()))
     begun = time.perf_counter()
@@ -126,7 +126,7 @@ def measure(
     seconds = [run.timed(lambda: results.append(run.train())) for _ in range(amount.steps)]
     memory = [Memory(**one) for one in from_every_rank(asdict(_memory(platform, before)))]
     by_rank = _breakdowns(run, platform, amount.profiled)
-    with run.trainer.optimizer.whole():  # weights are counted
+    with run.trainer.optimizer.whole():  # the parameters are counted, so they must be gathered
         flops, peak = flops_and_peak(config, run.shape, run.trainer, run.samples)
         if plain:
             flops = plain_flops_per_token(run.shape, run.trainer, config.data.seq_length)
@@ -162,7 +162,7 @@ def _largest(of_ranks: list[Memory]) -> Memory:
 
 
 def _breakdowns(run: TimedRun, platform: Platform, profiled: int) -> list[Breakdown]:
-    """The mean of the profiled steps on each rank; none if no step is to be profiled, or the profiler sees no GPU."""
+    """Return each rank's mean over the profiled steps; empty if there are none or the profiler sees no GPU kernels."""
     own = [asdict(step) for step in profile_steps(run, platform, profiled)] if profiled else []
     of_ranks = [[breakdown_of(step) for step in steps] for steps in from_every_rank(own)] if profiled else []
     if not all(of_ranks):
@@ -172,10 +172,12 @@ def _breakdowns(run: TimedRun, platform: Platform, profiled: int) -> list[Breakd
 
 
 def profile_steps(run: TimedRun, platform: Platform, steps: int) -> list[Breakdown]:
-    """Breakdowns of this rank's next steps; a collective call. One more is made first: the profiler starts slowly.
+    """Profile this rank's next steps and return their breakdowns; a collective call.
+
+    One more step is made first and left out, as the profiler starts slowly.
 
     Returns:
-        None for a GPU whose kernels the profiler does not see, as where CUPTI may not be used.
+        Breakdowns by step; empty if the profiler sees no kernels of the GPU, e.g. if CUPTI is not permitted.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if platform.is_cuda else [])]
     with scratch_folder("trace") as folder:

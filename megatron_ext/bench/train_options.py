@@ -1,4 +1,4 @@
-"""Options of `selectron bench train`, which starts its processes itself."""
+"""Options of `selectron bench train`, which starts its own processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Add the options."""
     add_config(parser)
     add = parser.add_argument
     variant = "a row of the table, e.g. full:model.pattern=attention*24 or mamba2:examples/mixers/1p3b/mamba2.yaml"
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_rank(parser: argparse.ArgumentParser) -> None:
-    """Declare what a rank is told, which `run` starts."""
+    """Add the arguments of a rank, which `run` starts."""
     parser.add_argument("folder", type=Path)
     parser.add_argument("--machine", action="store_true")
 
@@ -56,11 +56,11 @@ def add_rank(parser: argparse.ArgumentParser) -> None:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Check the options.
+    """Check the options and return the settings.
 
     Raises:
-        OptionError: one has a value that cannot be.
-        UserError: a launcher has started this.
+        OptionError: an option has an invalid value.
+        UserError: this process was started by a launcher.
     """
     if "RANK" in os.environ:
         mend = "start it once, with --processes"
@@ -91,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
         0, or 1 if a variant failed.
 
     Raises:
-        UserError: the configuration cannot be read, or, where there is no other, cannot be trained.
-        OptionError: an option or the output folder does not allow it.
+        UserError: the configuration cannot be read, or cannot be trained and there are no variants.
+        OptionError: an option or the output folder is invalid.
     """
     plan = make_plan(args)
     from megatron_ext.bench import train

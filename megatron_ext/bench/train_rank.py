@@ -1,7 +1,7 @@
-"""One rank of a measured training run, as `selectron bench train` starts it.
+"""Rank of a measured training run, started by `selectron bench train`.
 
-The folder holds what is to be done (`write_job`), and then what was found: `measured.json`, or in `failed.txt` what the
-rank said that failed first. Every run has processes of its own, so that none finds another's memory.
+The folder contains the job (`write_job`) and then the results: `measured.json`, or `failed.txt` with the error of the
+first rank that failed. Every run has its own processes, so that none inherits another's memory.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from megatron_ext.training.datasets import open_data
 MEASURED, FAILED, MACHINE = "measured.json", "failed.txt", "machine.json"
 _JOB, _CONFIG = "job.json", "config.yaml"
 _REPEAT = 30
-"""Timed runs of a ceiling, as `selectron bench kernels` has them."""
+"""Timed repetitions for a ceiling, as in `selectron bench kernels`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the ranks are to do.
+    """Job of the ranks.
 
     Attributes:
-        config: what they train.
-        vocabulary: tokens of the model; None: those of the data.
-        random_data: prepared folder of random tokens; None: the configuration's own data.
-        amount: how many steps.
-        plain: whether the model is megatron-core's own.
+        config: to train.
+        vocabulary: vocabulary size of the model; None: that of the data.
+        random_data: prepared folder of random tokens; None: use the configured data.
+        amount: numbers of steps.
+        plain: the model is megatron-core's own.
     """
 
     config: RunConfig
@@ -61,7 +61,7 @@ class Job:
 
 
 def write_job(folder: Path, job: Job) -> None:
-    """Leave in a folder what ranks are to do."""
+    """Write the job of the ranks to a folder."""
     save_config(job.config, folder / _CONFIG)
     random = None if job.random_data is None else str(job.random_data)
     fields = {"vocabulary": job.vocabulary, "random_data": random, "amount": asdict(job.amount), "plain": job.plain}
@@ -69,7 +69,7 @@ def write_job(folder: Path, job: Job) -> None:
 
 
 def read_job(folder: Path) -> Job:
-    """What ranks are to do."""
+    """Read the job of the ranks."""
     fields = json.loads((folder / _JOB).read_bytes())
     random = None if fields["random_data"] is None else Path(fields["random_data"])
     config = load_config(folder / _CONFIG, [], load_all())
@@ -84,14 +84,14 @@ def read_job(folder: Path) -> Job:
 
 
 def about_machine(device: torch.device) -> dict[str, str | None]:
-    """What this machine is, with the versions of what trains; None: it is not installed."""
+    """Describe this machine and the versions of the training packages; None: not installed."""
     packages = ("megatron-core", "transformer-engine", "deepspeed")
     count = str(torch.cuda.device_count()) if device.type == "cuda" else None
     return {"gpus": count} | describe_machine(device) | {name: version(name) for name in packages}
 
 
 def _measure_machine(folder: Path) -> None:
-    """Leave in a folder what the machine is, and what its first GPU can do."""
+    """Write the description of the machine and the ceilings of its first GPU to a folder."""
     device = select_platform("cuda").device
     ceilings = CudaMeter(device, _REPEAT).ceilings()
     found = {"machine": about_machine(device), "ceilings": ceilings._asdict()}
@@ -99,7 +99,7 @@ def _measure_machine(folder: Path) -> None:
 
 
 def run(folder: Path) -> None:
-    """Do a rank's part of the job in a folder."""
+    """Execute a rank's part of the job in a folder."""
     job = read_job(folder)
     platform = platform_of(job.config.run.device, job.config.parallel)
     with process_groups(job.config, platform) as groups:
@@ -109,7 +109,7 @@ def run(folder: Path) -> None:
             if is_first():
                 write_whole(folder / MEASURED, json.dumps(asdict(found)).encode())
             dist.barrier()
-        except Exception as error:  # at once: to leave the groups in order, the others would have to be there
+        except Exception as error:  # exit at once: proper destruction of the groups needs all ranks
             _leave(_fail(folder, error))
 
 
@@ -123,7 +123,7 @@ def _data(job: Job) -> tuple[TrainingSamples, int]:
 
 
 def _fail(folder: Path, error: Exception) -> int:
-    """Say what went wrong: in the folder, the first rank of all, and on standard error."""
+    """Report an error in the folder (first rank only) and on standard error."""
     with suppress(OSError):
         reporting.claim(folder / FAILED, str(error) if isinstance(error, UserError) else one_line(error))
     if isinstance(error, UserError):
@@ -134,20 +134,20 @@ def _fail(folder: Path, error: Exception) -> int:
 
 
 def do(folder: Path, *, only_machine: bool) -> int:
-    """Do a rank's part of the job in a folder, or leave there what the machine is.
+    """Execute a rank's part of the job in a folder, or describe the machine there.
 
     Returns:
-        The exit code.
+        Exit code.
     """
     try:
         _measure_machine(folder) if only_machine else run(folder)
-    except Exception as error:  # it belongs into the table
+    except Exception as error:  # shown in the table
         return _fail(folder, error)
     return 0
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process now: threads of communication libraries may never end, and the other ranks wait."""
+    """Exit at once: threads of communication libraries may never end, and the other ranks are waiting."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""What full training steps of a configuration's variants cost, as JSON and as Markdown tables."""
+"""Report of `selectron bench train` as JSON and as Markdown tables."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One variant: measured, or why not.
+    """Result of one variant.
 
     Attributes:
         name: of the variant.
-        overrides: laid over the configuration that all have.
-        config: the whole configuration, as plain sections; None: it cannot be read.
+        overrides: applied to the common configuration.
+        config: whole configuration as plain sections; None: it cannot be read.
         processes: that trained it.
-        measured: numbers.
+        measured: measurements.
         failed: why there are none, or what is wrong with them.
-        plain: whether the model was megatron-core's own.
-        took: seconds from the start of its processes until all had ended; None: they were not started.
+        plain: the model was megatron-core's own.
+        took: seconds from the start of its processes until all had exited; None: they were not started.
     """
 
     name: str
@@ -55,24 +55,24 @@ class Row:
     took: float | None = None
 
     def with_numbers(self, measured: Measured) -> Row:
-        """The row with what was measured, and what is wrong with it if a loss is not finite."""
+        """Return the row with measurements, and with a failure if a loss is not finite."""
         wrong = [number for number, loss in enumerate(measured.losses, 1) if not math.isfinite(loss)]
         said = f"the loss of timed step {wrong[0]} is {measured.losses[wrong[0] - 1]}" if wrong else None
         return replace(self, measured=measured, failed=said)
 
     def with_failure(self, said: str) -> Row:
-        """The row with why there are no numbers."""
+        """Return the row with a failure."""
         return replace(self, failed=said)
 
     @property
     def summary(self) -> str:
-        """Its result in a few words."""
+        """Short form of the result."""
         if self.failed is not None or self.measured is None:
             return f"failed: {self.failed}"
         return f"{_count(derived(self.measured, self.processes)['tokens_per_s'])} tokens/s"
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, with units in the names of derived ones; all else in seconds and bytes."""
+        """Return all numbers as plain values, in seconds and bytes unless the name has a unit."""
         found: dict[str, Any] = {
             "variant": self.name,
             "overrides": list(self.overrides),
@@ -91,7 +91,7 @@ class Row:
 
 
 def derived(measured: Measured, processes: int) -> dict[str, float | None]:
-    """What follows from the numbers of a variant: medians of the timed steps, with extremes."""
+    """Return numbers derived from a variant's measurements: medians of the timed steps, and extremes."""
     step = median(measured.seconds)
     rates = [measured.tokens / seconds for seconds in (step, max(measured.seconds), min(measured.seconds))]
     mfu = None if measured.peak_flops is None else measured.flops_per_token * rates[0] / measured.peak_flops
@@ -108,12 +108,12 @@ def derived(measured: Measured, processes: int) -> dict[str, float | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(RunReport):
-    """Variants of one configuration.
+    """Report on the variants of a configuration.
 
     Attributes:
-        ceilings: of one GPU, measured in the same run; None: there is none.
-        amount: how many steps.
-        prepared: whether they read the configuration's own data, not random tokens.
+        ceilings: of one GPU, measured in the same benchmark; None: there is no GPU.
+        amount: numbers of steps.
+        prepared: the configured data was read instead of random tokens.
         rows: in the order of the table.
     """
 
@@ -125,7 +125,7 @@ class Report(RunReport):
     rows: list[Row]
 
     def speed(self, row: Row) -> float | None:
-        """How many times as many tokens/s as the first row's; None: one was not measured."""
+        """Return the throughput divided by that of the first row; None: one was not measured."""
         first = self.rows[0].measured
         if first is None or row.measured is None:
             return None
@@ -133,7 +133,7 @@ class Report(RunReport):
         return rates[0] / rates[1]
 
     def numbers(self) -> dict[str, Any]:
-        """All rows, with what they were measured with."""
+        """Return all rows, with the settings and ceilings."""
         ceilings = self.ceilings
         return {
             "ceilings": None
@@ -145,7 +145,7 @@ class Report(RunReport):
         }
 
     def about(self) -> str:
-        """How many steps, of what data, and the ceilings."""
+        """Describe the number of steps, the data and the ceilings."""
         amount, data = self.amount, "the configuration's own data" if self.prepared else "random tokens"
         said = f". Medians of {amount.steps} steps after {amount.warm_up}, on {data}; memory of the rank with most."
         if self.ceilings is None:
@@ -155,7 +155,7 @@ class Report(RunReport):
         return f"{said} Measured ceilings of a GPU: bf16 product of 8192 x 8192 matrices {best}, copy {copy}."
 
     def table(self) -> list[str]:
-        """A row a variant; and below, of those that were profiled, the parts of a step."""
+        """Return a table with a row per variant and, for profiled ones, tables of the parts of a step."""
         columns = (*COLUMNS, f"speed over {self.rows[0].name}") if self.rows else COLUMNS
         lines = table(columns, [_cells(row, self.speed(row)) for row in self.rows])
         profiled = [row for row in self.rows if row.measured is not None and row.measured.breakdown is not None]
@@ -234,7 +234,7 @@ def _ms(seconds: float) -> str:
 
 
 def _lines_below(profiled: Sequence[Row]) -> list[str]:
-    """How much was hidden, the longest idle time and the host's waits for the GPU, a line a place."""
+    """Return lines about overlapped communication, the longest idle time and the host's waits for the GPU."""
     lines = []
     for row in profiled:
         assert row.measured is not None

@@ -1,4 +1,4 @@
-"""How much Triton's kernels tune themselves: with all of fla's configurations, for the better part of an hour."""
+"""Limits on the autotuning of Triton kernels, which takes most of an hour with all of fla's configurations."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 WARM_UP_MS, TRIAL_MS = 5, 25
-"""That a configuration is tried for; Triton itself takes 25 and 100."""
+"""Milliseconds of warm-up and measurement per configuration; Triton's defaults are 25 and 100."""
 
 
 def limit_tuning(most: int) -> None:
-    """From now on have every kernel that tunes itself try some of its configurations, evenly spaced, and briefly.
+    """Limit the autotuner to some evenly spaced configurations, each measured briefly, for the rest of the process.
 
     Args:
-        most: how many, at most.
+        most: maximum number of configurations per kernel.
     """
     from triton.runtime.autotuner import Autotuner
     from triton.testing import do_bench
@@ -31,6 +31,6 @@ def limit_tuning(most: int) -> None:
 
 
 def evenly_spaced(items: Sequence[Any], most: int) -> list[Any]:
-    """At most so many of the items, each from the middle of its share of them."""
+    """Return at most `most` of the items, each from the middle of an equal share."""
     count = min(most, len(items))
     return [items[(2 * i + 1) * len(items) // (2 * count)] for i in range(count)]
