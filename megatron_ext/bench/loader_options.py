@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             for length, batch in sizes:
                 tell(f"{shards} shards, {length} tokens a sample")
                 resumes += [loader.resume(root, shards, length, start, 3, record) for start in starts]
-                # Cold reading comes last, as it leaves the page cache empty.
+                # Cold reading comes last, as it evicts the files that the others need in the page cache.
                 for number, cold in [*((number, False) for number in ranks), (ranks[-1], True)]:
                     rows.append(loader.measure(root, shards, length, batch, number, args.seconds, cold=cold))
         for length, batch in sizes if len(roots) > 1 else ():

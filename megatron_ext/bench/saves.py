@@ -25,7 +25,7 @@ from megatron_ext.files import force_to_disk
 from megatron_ext.platform import Platform
 
 WARM_UP = 2
-"""Untimed steps and saves. The first save is planned by all ranks together."""
+"""Steps before the first timed one, and first saves: all ranks still plan these saves together."""
 
 _BLOCK = 64 << 20
 

@@ -2,7 +2,7 @@
 
 The trace is torch.profiler's in Chrome's format. It has slices (`X`) of host threads and GPU streams, and flows (`s` to
 `f`) from a forward operation to the backward operation that autograd derived from it. Ranges whose names begin with
-`PREFIX` tell which part the host works on (see `step_parts`).
+`PREFIX` name the part that the host works on (see `step_parts`).
 
 An operation belongs to the innermost range around it. A backward operation belongs to the part of its forward
 operation. One without a forward operation, such as the accumulation of a weight's gradient, belongs to the part of the

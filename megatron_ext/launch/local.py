@@ -107,7 +107,7 @@ def only_rank() -> Iterator[None]:
     """Context manager that makes this process the only rank of a run, and restores the environment afterwards.
 
     Otherwise a program that calls a command as a function would pass the variables on to its later child processes. A
-    rank of a Slurm job that inherits TORCHELASTIC_USE_AGENT_STORE waits for a store that nobody serves.
+    rank of a Slurm job that inherits TORCHELASTIC_USE_AGENT_STORE waits for a store that is not served.
     """
     store = rendezvous_store()  # served while the object exists
     variables = rank_environment(0, 1, store.port)
@@ -170,7 +170,7 @@ class _Group:
         log: IO[bytes] | None = self.log_of(rank).open("wb") if rank else None
         try:
             # In a session of its own: in a terminal, Ctrl-C reaches every process of the foreground group, and a rank
-            # # would get the signal twice, from the terminal and from the launcher.
+            # would get the signal twice, from the terminal and from the launcher.
             return subprocess.Popen(
                 list(self.command),
                 env=environment,

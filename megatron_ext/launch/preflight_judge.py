@@ -45,9 +45,9 @@ def judge_nodes(
 ) -> Verdict:
     """Judge each node by the reports of its processes.
 
-    A node is bad if it fails a check. A check that fails on all of several nodes is not attributed to the nodes, and
-    neither is a lack of space in the run folder. It rejects the job. If none of at least two other nodes reported at
-    all, the first node is blamed for being unreachable. Otherwise the nodes without a report are bad.
+    A node is bad if it fails a check. A check that fails on all of several nodes rejects the job instead, and so does a
+    run folder without space on every node. If none of at least two other nodes reported at all, the first node is
+    blamed for being unreachable. Otherwise the nodes without a report are bad.
 
     Args:
         nodes: of the job, the first one first.
@@ -135,7 +135,7 @@ def _of_spaces(report: Report, limits: Limits) -> Iterator[tuple[str, str]]:
 
 
 def _usual_versions(speaking: Mapping[str, Sequence[Report]]) -> dict[str, str]:
-    """Return the most common version of each component; ties go to the process with the lowest rank."""
+    """Return the most common version of each component; of equally common ones the first node's."""
     reports = [one for there in speaking.values() for one in there]
     names = {name for one in reports for name in one.versions}
     counts = {name: Counter(one.versions.get(name, "none") for one in reports) for name in names}

@@ -48,7 +48,7 @@ class Link:
 
 
 def rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """Distribute pairs over rounds that run in parallel, so that each node occurs at most once per round."""
+    """Distribute pairs over rounds of disjoint pairs, so that all pairs of a round can run in parallel."""
     shared: list[list[Pair]] = []
     for pair in pairs:
         free = (one for one in shared if not any(set(pair) & set(other) for other in one))

@@ -118,7 +118,7 @@ def _shared_file() -> Path:
     parent = os.getppid()
     variables = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_STEP_ID")
     # The ranks of a machine are children of one torchrun (or Slurm step). Its start time distinguishes reused pids: the
-    # # file cannot be removed at the end, as nobody knows when the last rank has read it.
+    # file cannot be removed at the end, since it is unknown when the last rank has read it.
     key = [*(os.environ.get(name, "") for name in variables), str(os.getuid()), str(parent), _start_time(parent)]
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:20]
     folder = own_folder()

@@ -26,7 +26,7 @@ class SuitesBetweenSteps:
 
     Args:
         evaluated: the run's model.
-        testing: context manager that yields the model chunks in evaluation state, see `RunOptimizer.testing`.
+        testing: returns a context manager that yields the model chunks in evaluation state, see `RunOptimizer.testing`.
         options: of each suite, by name.
         folder: of the run.
 

@@ -134,7 +134,7 @@ class TrainingLoop:
         return self.progress.step == self.training.steps
 
     def _save(self) -> None:
-        # Each rank writes, but only the first one holds the lock and can tell whether it may.
+        # Each rank writes, but only the first one holds the lock and can check whether it may.
         on_every_rank(self.store.check_writable)
         if self.records is not None:
             self.records.flush()

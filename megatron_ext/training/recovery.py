@@ -69,7 +69,7 @@ class Recovery:
 
         Args:
             step: its number.
-            attempt: executes the step. Its argument tells it to look for non-finite gradients.
+            attempt: executes the step. Its argument: look for non-finite gradients.
         """
         result = attempt(False)
         for left in range(self._config.retries, 0, -1):
