@@ -149,7 +149,7 @@ def bench(
         save: takes the report after each row, so that an interrupted benchmark keeps its results.
 
     Returns:
-        Report and exit code: 0; 1 if a variant failed; that of the signal if one ended the benchmark.
+        Report and exit code. The code is 1 if a variant failed, that of a signal if one ended the benchmark, else 0.
     """
     with scratch_folder("bench") as folder:
         here, ceilings = _machine(folder)

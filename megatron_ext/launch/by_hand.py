@@ -40,7 +40,7 @@ def manual_start(run: Path, last_event: str | None) -> ManualStart | None:
 
     Args:
         run: run folder.
-        last_event: time of the last event of its newest job, UTC, ISO 8601; empty: the job has no events; None: there
+        last_event: time of the last event of its newest job, UTC, ISO 8601. Empty: the job has no events. None: there
             is no job.
     """
     state = lock_state(run / LOCK)

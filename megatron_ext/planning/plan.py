@@ -244,7 +244,7 @@ def _unplanned(config: RunConfig, machine: Machine, error: UserError) -> Planned
 
 
 def _order(planned: Planned) -> tuple[bool, bool, float]:
-    """Sort key: layouts that fit, by speed; then those that do not, by memory; then invalid ones."""
+    """Sort key: first layouts that fit, by speed, then those that do not, by memory, then invalid ones."""
     speed = planned.time.tokens_per_second if planned.time else 0.0
     if planned.refused is None:
         return False, False, -speed
