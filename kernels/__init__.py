@@ -1,10 +1,11 @@
-"""Selectron's sequence-mixing ops. A folder an op: reference.py (the meaning), interface.py (the choice).
+"""Sequence-mixing ops of Selectron, one folder per op.
 
-Hugging Face's distribution `kernels` has the same import name; `kernels.ownership` finds it. This file stays free of
-imports, so that the check runs before anything else is installed.
+Each folder has `reference.py`, the definition in plain torch, and `interface.py`, the public function that chooses an
+implementation. Hugging Face's distribution `kernels` has the same import name, which `kernels.ownership` detects. This
+file imports nothing, so that the check runs before any dependency is installed.
 """
 
-# transformers asks the importable package `kernels` for a version, to learn whether it is Hugging Face's. An installed
-# selectron answers by its metadata; an uninstalled source tree has only this attribute, and transformers 5.0 fails on
-# its absence. Zero is below every version that transformers accepts, so it leaves our package alone.
+# transformers asks the importable package `kernels` for its version to find out if it is Hugging Face's package. An
+# installed selectron provides the version in its metadata. An uninstalled source tree has only this attribute, and
+# transformers 5.0 fails without it. Zero is below every version that transformers accepts, so it ignores our package.
 __version__ = "0"

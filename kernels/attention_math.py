@@ -1,8 +1,8 @@
-"""Parts that the plain torch forms of the attention-like ops share.
+"""Building blocks of the attention ops in plain torch.
 
-All of them hold a [tq, tk] array per head: they say what is meant, on any device, and are not for long sequences.
+They materialise a [tq, tk] array per head. They define the ops on any device and are not meant for long sequences.
 Shape suffixes: b batch, t query, s key, h query head, g key/value head, r query heads per key/value head, d and e head
-dims. Matrix products are meant in full fp32; on CUDA that is torch's default (no TF32).
+dims. Matrix products are in full fp32; on CUDA this is torch's default (no TF32).
 """
 
 import torch
@@ -10,17 +10,17 @@ from torch import Tensor
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Give the dtype that scores and softmax are computed in: float64 stays, all else is fp32."""
+    """Return the dtype of scores and softmax: float64 for float64, else fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def upcast(x: Tensor) -> Tensor:
-    """Convert to the dtype that scores and softmax are computed in."""
+    """Convert to the dtype of scores and softmax, `compute_dtype`."""
     return x.to(compute_dtype(x))
 
 
 def query_key_products(q_bthd: Tensor, k_bshd: Tensor) -> Tensor:
-    """Compute q_t . k_s, unscaled: products of the inputs as they are, accumulated in fp32 (float64 for float64).
+    """Compute q_t . k_s without a scale, accumulated in fp32 (float64 for float64).
 
     Args:
         q_bthd: queries [b, tq, hq, d].
@@ -34,7 +34,7 @@ def query_key_products(q_bthd: Tensor, k_bshd: Tensor) -> Tensor:
 
 
 def mix_values(weights_bhts: Tensor, v_bshe: Tensor) -> Tensor:
-    """Sum the values by weight.
+    """Compute the weighted sum of the values.
 
     Args:
         weights_bhts: [b, hq, tq, tk], fp32 or float64.
@@ -49,21 +49,21 @@ def mix_values(weights_bhts: Tensor, v_bshe: Tensor) -> Tensor:
 
 
 def query_positions(q_bthd: Tensor, query_offset: int) -> Tensor:
-    """Give the global position of each query, int64 [tq]."""
+    """Return the global position of each query, int64 [tq]."""
     return torch.arange(query_offset, query_offset + q_bthd.shape[1], device=q_bthd.device)
 
 
 def causal_mask(q_bthd: Tensor, k_bshd: Tensor, query_offset: int, window: int | None = None) -> Tensor:
-    """Tell which keys a query may see: those at its own position or before, at most `window` of them.
+    """Return the causal mask, with an optional sliding window.
 
     Args:
         q_bthd: queries, for tq and device.
         k_bshd: keys, for tk.
         query_offset: global position of the first query.
-        window: how many keys, its own included, a query sees; None for all.
+        window: number of visible keys per query, its own position included; None for no limit.
 
     Returns:
-        bool [tq, tk], True where visible. Every query sees at least itself.
+        bool [tq, tk], True where visible. Every query sees at least its own position.
     """
     t = query_positions(q_bthd, query_offset)[:, None]
     s = torch.arange(k_bshd.shape[1], device=k_bshd.device)[None, :]
@@ -72,7 +72,7 @@ def causal_mask(q_bthd: Tensor, k_bshd: Tensor, query_offset: int, window: int |
 
 
 def visible_softmax(scores_bhts: Tensor, visible: Tensor) -> Tensor:
-    """Softmax over the visible keys; exactly zero elsewhere.
+    """Softmax over the visible keys; the weights of other keys are exactly zero.
 
     Args:
         scores_bhts: [b, hq, tq, tk].

@@ -1,4 +1,4 @@
-"""What every op's interface shares: checks of the arguments, and the choice of an implementation."""
+"""Argument checks and implementation choice, shared by the interfaces of all ops."""
 
 import logging
 import math
@@ -16,21 +16,21 @@ logger = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
-    """An implementation and why it was taken."""
+    """An implementation and the reason for choosing it."""
 
     name: str
     reason: str
 
 
 def choose(op: str, requested: str, available: Collection[str], automatic: Choice, plain: str) -> Choice:
-    """Turn the caller's `implementation` into one of the available ones.
+    """Resolve the caller's `implementation` to an available one, log the choice and record it.
 
     Args:
-        op: the op's name, for messages.
-        requested: what the caller asked for; "auto" takes `automatic`.
-        available: the implementations of this op.
-        automatic: what "auto" means for these inputs, and why.
-        plain: what it means inside `plain_forms`.
+        op: name of the op, for messages.
+        requested: the implementation that the caller asked for; "auto" takes `automatic`.
+        available: names of the op's implementations.
+        automatic: the implementation that "auto" selects for these inputs, and the reason.
+        plain: the implementation that "auto" selects inside `plain_forms`.
 
     Raises:
         ValueError: the requested implementation does not exist.
@@ -41,7 +41,7 @@ def choose(op: str, requested: str, available: Collection[str], automatic: Choic
         chosen = Choice(requested, "asked for")
     else:
         chosen = Choice(plain, "plain forms are asked for") if _plain_only else automatic
-    if not torch.compiler.is_compiling():  # a log line would break the graph
+    if not torch.compiler.is_compiling():  # a log call would break the graph
         logger.debug("%s: %s (%s)", op, chosen.name, chosen.reason)
         for record in _records:
             record.append((op, chosen))
@@ -53,7 +53,7 @@ _plain_only = False
 
 @contextmanager
 def plain_forms() -> Iterator[None]:
-    """Let "auto" mean plain torch in every op: what the results of faster forms can be held against."""
+    """Context manager in which "auto" selects plain torch in every op, as a baseline for the faster implementations."""
     global _plain_only
     before, _plain_only = _plain_only, True
     try:
@@ -67,7 +67,7 @@ _records: list[list[tuple[str, Choice]]] = []
 
 @contextmanager
 def recorded_choices() -> Iterator[list[tuple[str, Choice]]]:
-    """Give a list that grows by (op, choice) with each call of an op."""
+    """Context manager that yields a list to which each call of an op appends (op, choice)."""
     record: list[tuple[str, Choice]] = []
     _records.append(record)
     try:
@@ -77,7 +77,7 @@ def recorded_choices() -> Iterator[list[tuple[str, Choice]]]:
 
 
 def check_option(argument: str, value: str, allowed: Collection[str]) -> None:
-    """Raise ValueError unless `value` is one of the allowed words."""
+    """Raise ValueError unless `value` is one of the allowed strings."""
     if value not in allowed:
         raise ValueError(f"{argument} is {value!r}: use one of {list(allowed)}")
 
@@ -89,10 +89,10 @@ def check_positive_int(argument: str, value: int) -> None:
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
-    """Give the scale of the scores, head_dim**-0.5 when None.
+    """Return the factor on the scores, head_dim**-0.5 for None.
 
     Raises:
-        ValueError: negative or not finite (the highest product must stay the highest score).
+        ValueError: negative or not finite. A negative scale would reverse the order of the scores.
     """
     if scale is None:
         return head_dim**-0.5
@@ -102,7 +102,7 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
 
 
 def check_any_floating(**tensors: Tensor) -> None:
-    """Raise ValueError unless each tensor has a floating-point dtype, whichever."""
+    """Raise ValueError unless each tensor has a floating-point dtype; the dtypes may differ."""
     for name, x in tensors.items():
         if not x.is_floating_point():
             raise ValueError(f"{name} has dtype {x.dtype}: convert it to a floating-point dtype")
@@ -120,7 +120,13 @@ def check_floating(**tensors: Tensor) -> None:
 
 
 def check_shapes(q: Tensor, expected: Mapping[str, tuple[Tensor, Sequence[int]]], reader: str = "q") -> None:
-    """Raise ValueError unless each named tensor has its shape and is where q is, which the op may call otherwise."""
+    """Raise ValueError unless each named tensor has the expected shape and q's device.
+
+    Args:
+        q: the op's main input.
+        expected: tensors by name, each with its shape.
+        reader: the op's name of q, for messages.
+    """
     for name, (x, shape) in expected.items():
         if tuple(x.shape) != tuple(shape):
             raise ValueError(
@@ -131,7 +137,7 @@ def check_shapes(q: Tensor, expected: Mapping[str, tuple[Tensor, Sequence[int]]]
 
 
 def check_attention(q_bthd: Tensor, k_bshd: Tensor, v_bshe: Tensor, query_offset: int) -> None:
-    """Check the arguments that all attention-like ops share.
+    """Check the arguments that all attention ops share.
 
     Args:
         q_bthd: queries [b, tq, hq, d].
@@ -158,7 +164,7 @@ def check_attention(q_bthd: Tensor, k_bshd: Tensor, v_bshe: Tensor, query_offset
 
 
 def check_query_offset(query_offset: int, num_queries: int, num_keys: int) -> None:
-    """Raise ValueError unless every query's global position is that of a key."""
+    """Raise ValueError unless the queries' global positions lie within the keys."""
     if isinstance(query_offset, bool) or not isinstance(query_offset, int) or query_offset < 0:
         raise ValueError(f"query_offset is {query_offset!r}: give the first query's position, a whole number from 0")
     if query_offset + num_queries > num_keys:
@@ -169,9 +175,9 @@ def check_query_offset(query_offset: int, num_queries: int, num_keys: int) -> No
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether forms for a GPU are meant: x is on one, or on the meta device, which computes shapes alone.
+    """Return True if the GPU implementations apply: x is on a GPU, or on the meta device.
 
-    What a step keeps in memory is planned with meta tensors, and has to be what a GPU will keep; see `unlaunched`.
+    Memory planning runs a step on meta tensors (see `kernels.unlaunched`). It must save the same tensors as a GPU does.
     """
     return x.is_cuda or x.is_meta
 
@@ -182,7 +188,7 @@ MAX_TRITON_HEAD_DIM = 256
 
 
 def triton_obstacle(**tensors: Tensor) -> str | None:
-    """Say why no Triton kernel of ours can take these tensors, by name, with the mend; None when one may."""
+    """Return the reason why no Triton kernel supports these tensors, and the fix; None if one may."""
     if not HAS_TRITON:
         return "Triton is not installed: pip install triton"
     for name, x in tensors.items():
@@ -194,7 +200,7 @@ def triton_obstacle(**tensors: Tensor) -> str | None:
 
 
 def triton_attention_obstacle(q_bthd: Tensor, v_bshe: Tensor) -> str | None:
-    """Say why our Triton attention kernels cannot take these tensors, with the mend; None when they can."""
+    """Return the reason why the Triton attention kernels do not support these tensors, and the fix; None if they do."""
     obstacle = triton_obstacle(q=q_bthd)
     if obstacle is not None:
         return obstacle
@@ -208,15 +214,16 @@ def triton_attention_obstacle(q_bthd: Tensor, v_bshe: Tensor) -> str | None:
 def choose_fast_or_plain(
     op: str, requested: str, x: Tensor, obstacle: str | None, fast: Choice, plain: Sequence[str]
 ) -> Choice:
-    """Turn the caller's `implementation` into the fast one of an op, or a plain torch one.
+    """Resolve the caller's `implementation` to the op's fast implementation or to a plain torch one.
 
     Args:
-        op: the op's name, for messages.
-        requested: what the caller asked for; "auto" takes the fast one on a GPU, unless there is an obstacle.
-        x: an input of the op; only its device counts.
-        obstacle: why the fast one cannot take these inputs, with the mend; None when it can.
-        fast: the fast implementation, and why "auto" takes it.
-        plain: the others; "auto" takes the first of them where it does not take the fast one.
+        op: name of the op, for messages.
+        requested: the implementation that the caller asked for; "auto" takes the fast one on a GPU unless there is an
+            obstacle.
+        x: an input of the op, for its device.
+        obstacle: reason why the fast implementation does not support these inputs, and the fix; None if it does.
+        fast: the fast implementation, and the reason why "auto" takes it.
+        plain: names of the plain implementations; "auto" falls back to the first.
 
     Raises:
         ValueError: the requested implementation does not exist, or it is the fast one and there is an obstacle.
@@ -228,7 +235,7 @@ def choose_fast_or_plain(
     chosen = choose(op, requested, (*plain, fast.name), automatic, plain[0])
     if chosen.name == fast.name and obstacle is not None:
         raise ValueError(f"implementation is {fast.name!r}, but {obstacle}")
-    # For those who did not choose the plain one.
+    # Only for callers who did not ask for the plain implementation.
     if requested == "auto" and on_gpu(x) and obstacle is not None and not torch.compiler.is_compiling():
         _warn_once(f"{op} takes its slow plain form on {x.device}, because {obstacle}")
     return chosen
@@ -237,7 +244,7 @@ def choose_fast_or_plain(
 def choose_triton_or_reference(
     op: str, requested: str, x: Tensor, obstacle: str | None, plain: Sequence[str] = ("reference",)
 ) -> Choice:
-    """As `choose_fast_or_plain`, for an op that has "triton"."""
+    """Call `choose_fast_or_plain` for an op whose fast implementation is "triton"."""
     return choose_fast_or_plain(op, requested, x, obstacle, Choice("triton", "fused on CUDA"), plain)
 
 
@@ -248,6 +255,6 @@ def _warn_once(message: str) -> None:
 
 @contextmanager
 def full_precision(x: Tensor) -> Iterator[None]:
-    """Switch autocast off: it would undo the upcasts to fp32 that the definitions ask for."""
+    """Context manager that disables autocast, which would undo the upcasts to fp32 in the ops' definitions."""
     with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
         yield

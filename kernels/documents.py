@@ -1,7 +1,7 @@
-"""Documents packed into one sequence: the check of their bounds, an op document by document, and flat tokens.
+"""Documents packed into one sequence: check their bounds, run an op per document, flatten batches.
 
-`cu_seqlens` is the field's form: int tensor [documents + 1], 0 first, the sequence's length last, never falling;
-document i is the tokens cu_seqlens[i] .. cu_seqlens[i+1] - 1.
+`cu_seqlens` has the usual form: an int tensor [documents + 1] that starts with 0, never decreases and ends with the
+length of the sequence. Document i is the tokens cu_seqlens[i] .. cu_seqlens[i+1] - 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,15 +13,15 @@ from torch import Tensor
 
 
 def document_bounds(cu_seqlens: Tensor, batch: int, num_keys: int) -> list[int]:
-    """Read and check the bounds. A tensor on a GPU is waited for; one on the CPU is not.
+    """Check `cu_seqlens` and return it as a list. A tensor on a GPU forces a device synchronisation.
 
     Args:
-        cu_seqlens: as above, any integer dtype and device.
-        batch: rows of the batch; packed documents lie in a single one.
+        cu_seqlens: bounds [documents + 1], any integer dtype and device.
+        batch: batch size; packed documents require 1.
         num_keys: length of the packed sequence.
 
     Raises:
-        ValueError: it does not fit; the message says how.
+        ValueError: the bounds do not fit the sequence; the message gives the reason.
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point():
         raise ValueError(
@@ -49,25 +49,25 @@ def by_document(
     query_offset: int,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Call an op for each document by itself, and join the results along the sequence.
+    """Run an attention op on each document separately and concatenate the results along the sequence.
 
     Args:
-        op: takes q, k, v, query_offset and the options; gives the output and the choice, both [b, tq, ...].
+        op: takes q, k, v, query_offset and the options; returns the output and the selection, both [b, tq, ...].
         q_bthd: queries [1, tq, hq, d] of the packed sequence.
         k_bshd: keys [1, tk, hkv, d].
         v_bshe: values [1, tk, hkv, dv].
-        bounds: as from `document_bounds`.
-        query_offset: position of the first query in the packed sequence; the op is given that in the document.
+        bounds: document bounds from `document_bounds`.
+        query_offset: position of the first query in the packed sequence. The op gets the offset within the document.
         options: further arguments of the op.
 
     Returns:
-        The op's output and choice for all queries, [1, tq, ...] in its dtypes; what counts positions in the choice
-        counts from the document's start.
+        Output and selection for all queries, [1, tq, ...], in the op's dtypes. Positions in the selection are relative
+        to the start of the document.
     """
     parts = []
     for start, end in pairwise(bounds):
         first, last = max(start, query_offset), min(end, query_offset + q_bthd.shape[1])
-        if first < last:  # not every document holds a query
+        if first < last:  # the document contains queries
             q_of_document = q_bthd[:, first - query_offset : last - query_offset]
             keys = slice(start, end)
             parts.append(op(q_of_document, k_bshd[:, keys], v_bshe[:, keys], query_offset=first - start, **options))
@@ -76,5 +76,5 @@ def by_document(
 
 
 def flat_tokens(x_bthd: Tensor) -> Tensor:
-    """Give all rows' tokens as the one row that the Triton kernels see: [b * t, heads, d], contiguous."""
+    """Flatten batch and sequence to the single row that the Triton kernels take: [b * t, heads, d], contiguous."""
     return x_bthd.flatten(0, 1).contiguous()

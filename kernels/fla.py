@@ -1,4 +1,4 @@
-"""flash-linear-attention's kernels (fla), which the stateful ops take on a GPU: what stands in their way.
+"""flash-linear-attention (fla) on a GPU: choose it, find the reasons against it, and run its ops.
 
 Yang, Zhang 2024, "FLA: A Triton-Based Library for Hardware-Efficient Implementations of Linear Attention Mechanism".
 """
@@ -20,32 +20,33 @@ DTYPES = (torch.bfloat16, torch.float16)
 MAX_KEY_DIM = 256
 HOPPER = 9
 WRONG_SINCE, RIGHT_SINCE = Version("3.4.0"), Version("3.7.1")
-"""Between these two, Triton compiles the gradient of a decay a head wrongly for Hopper; fla refuses it (issue 640)."""
+"""Triton versions in [WRONG_SINCE, RIGHT_SINCE) miscompile the gradient of a per-head decay on Hopper; fla refuses them
+(issue 640)."""
 
 
 def choose_fla_or_plain(op: str, requested: str, obstacle: str | None, q_bthd: Tensor, plain: Collection[str]) -> str:
-    """Turn the caller's `implementation` into "fla" or a plain torch form; "auto" takes fla on a GPU where it can.
+    """Resolve the caller's `implementation` to "fla" or a plain torch one; "auto" takes fla where it is supported.
 
     Args:
-        op: the op's name, for messages.
-        requested: what the caller asked for.
-        obstacle: see `fla_obstacle`.
-        q_bthd: queries; only their device counts.
-        plain: the plain forms, "chunked" among them.
+        op: name of the op, for messages.
+        requested: the implementation that the caller asked for.
+        obstacle: result of `fla_obstacle`.
+        q_bthd: queries, for their device.
+        plain: names of the plain implementations, "chunked" among them.
 
     Raises:
-        ValueError: there is no such implementation, or it is fla and there is an obstacle.
+        ValueError: the implementation does not exist, or it is fla and there is an obstacle.
     """
     others = ["chunked", *(name for name in plain if name != "chunked")]
     return choose_fast_or_plain(op, requested, q_bthd, obstacle, FLA, others).name
 
 
 def fla_obstacle(q_bthd: Tensor, refused: Callable[[], str | None] = lambda: None) -> str | None:
-    """Say why fla cannot take an op's inputs, with the mend; None when it can.
+    """Return the reason why fla does not support an op's inputs, and the fix; None if it does.
 
     Args:
         q_bthd: queries [b, t, h, dk].
-        refused: what else is in the way of an op, asked on a GPU alone; see `refused_on_hopper`.
+        refused: returns a further obstacle of the op, such as `refused_on_hopper`. It is called only on a real GPU.
     """
     if find_spec("fla") is None:
         return "flash-linear-attention is not installed: pip install flash-linear-attention"
@@ -55,14 +56,14 @@ def fla_obstacle(q_bthd: Tensor, refused: Callable[[], str | None] = lambda: Non
         return f"the inputs have dtype {q_bthd.dtype}: convert them to one of {[str(dtype) for dtype in DTYPES]}"
     if q_bthd.shape[3] > MAX_KEY_DIM:
         return f"the key dim is {q_bthd.shape[3]}: give at most {MAX_KEY_DIM}"
-    return None if q_bthd.is_meta else refused()  # shapes alone are no matter of a GPU's kind
+    return None if q_bthd.is_meta else refused()  # meta tensors do not depend on the GPU model
 
 
 @cache
 def refused_on_hopper() -> str | None:
-    """Say that fla refuses decays of whole heads on this GPU, with the mend; None when it does not.
+    """Return the reason why fla refuses per-head decays on this GPU, and the fix; None if it accepts them.
 
-    In other ops it can do without Triton where the tilelang package is installed; for linear attention it cannot.
+    In other ops fla can replace Triton with the tilelang package, but not in linear attention.
     """
     triton = _version("triton")
     if torch.cuda.get_device_capability()[0] != HOPPER or triton is None or not WRONG_SINCE <= triton < RIGHT_SINCE:
@@ -89,18 +90,18 @@ def run_fla(
     *,
     values_first: bool = False,
 ) -> Any:
-    """Run one of fla's ops as `kernels.stateful.run_form` runs a plain form.
+    """Run an op of fla with the interface of `kernels.stateful.run_form`.
 
     Args:
-        op: of fla.
-        inputs: its tensors by its names, "v" among them.
+        op: function of fla.
+        inputs: tensors by fla's argument names, "v" among them.
         scale: factor on the queries.
         initial_state: [b, h, dk, dv] before the first token; None for zeros.
-        return_final_state: also return the last state.
-        values_first: have the op keep states as [dv, dk], which some are faster with.
+        return_final_state: also return the final state.
+        values_first: make the op store states as [dv, dk], which is faster for some ops.
 
     Returns:
-        o [b, t, h, dv] in the values' dtype; with return_final_state also the state [b, h, dk, dv] in fp32.
+        o [b, t, h, dv] in the values' dtype. With return_final_state also the final state [b, h, dk, dv] in fp32.
     """
     state = None if initial_state is None else initial_state.float()
     layout = {"state_v_first": True} if values_first else {}

@@ -1,4 +1,4 @@
-"""Work around the ops, element by element, as few kernels on a GPU."""
+"""Compilation of the element-wise work around the ops, to launch few GPU kernels."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,23 +14,24 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MOST_FORMS = 64
-"""Of one function, compiled for what it is called with."""
+"""Compiled variants of one function before torch falls back to eager mode (`recompile_limit`)."""
 
 OWN_SHAPES = 16
-"""Of its first argument, that a function has code of its own for; later ones share code for any."""
+"""Shapes of a function's first argument that get a static compilation; later shapes may share dynamic code."""
 
 _varying: ContextVar[bool] = ContextVar("shapes vary", default=False)
 
 
 @contextmanager
 def shapes_vary(vary: bool = True) -> Iterator[None]:
-    """Within, shapes are ever new: a function is compiled for any length that was seen to differ, from the second on.
+    """Context manager for inputs whose shapes keep changing: compile dynamically from the second length on.
 
-    Else it has code of its own for each of the first OWN_SHAPES, which is fast and soon made where a run has few. The
-    lengths and numbers of packed documents differ within every batch: a compiler would take minutes for a first step.
+    Outside, a function is compiled statically for each of its first `OWN_SHAPES` shapes. Static code is fast, and quick
+    to compile if a run has few shapes. The lengths and the number of packed documents differ in every batch, and static
+    compilation would make a first step take minutes.
 
     Args:
-        vary: False for what this was before.
+        vary: False keeps functions static even inside an outer `shapes_vary()`.
     """
     before = _varying.set(vary)
     try:
@@ -40,23 +41,23 @@ def shapes_vary(vary: bool = True) -> Iterator[None]:
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: `torch.compile` on a GPU, the function as it is elsewhere.
+    """Decorator that runs a function under `torch.compile` on a GPU and unchanged elsewhere.
 
-    For sums, products and norms of a few numbers, whose time is that of reading and writing them: each of torch's own
-    kernels would read and write them again. Set TORCH_COMPILE_DISABLE=1 to do without.
+    It is meant for memory-bound element-wise operations and norms, for which each eager kernel would read and write the
+    data once more. On meta tensors the call is planned as one kernel. Set TORCH_COMPILE_DISABLE=1 to disable it.
 
     Args:
-        function: its first argument is a tensor.
+        function: takes a tensor as its first argument.
     """
     plain: Callable[..., R] = function
 
     def laid(orders: tuple[tuple[int, ...] | None, ...], *args: Any, **more: Any) -> R:
-        # What is compiled leaves a gradient as it was computed, which an op or a linear before would copy.
+        # Compiled code leaves gradients in the layout it computed; a preceding op or linear layer would copy them.
         return plain(
             *(x if o is None else _LaidGradient.apply(x, o) for x, o in zip(args, orders, strict=True)), **more
         )
 
-    # Else it would be one for all functions to torch, which allows each so many forms.
+    # torch limits recompilations per code object: without a copy, all functions would share one limit.
     laid.__code__ = laid.__code__.replace(co_name=function.__name__)
 
     @wraps(function)
@@ -68,7 +69,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
             return kept
         if not _runs_compiled(x):
             return function(*args, **more)
-        # Sorted out here: code for any length cannot tell which of two strides is the greater.
+        # Computed outside the compiled code: with dynamic shapes it cannot compare strides.
         orders = tuple(_outermost_first(x) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in args)
         result: R = compiled(laid, x, later=True)(orders, *args, **more)
         return result
@@ -81,12 +82,12 @@ def _runs_compiled(x: torch.Tensor) -> bool:
 
 
 def _outermost_first(x: torch.Tensor) -> tuple[int, ...]:
-    """Dimensions of x in the order that they have in memory."""
+    """Return the dimensions of x from the largest stride to the smallest."""
     return tuple(sorted(range(x.dim()), key=x.stride, reverse=True))
 
 
 class _LaidGradient(torch.autograd.Function):
-    """x, whose gradient is to have its dimensions in memory in an order, outermost first, without gaps."""
+    """Identity whose gradient is made contiguous in a given order of dimensions, outermost first."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
@@ -100,11 +101,11 @@ class _LaidGradient(torch.autograd.Function):
 
 
 def cut(x: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Views of x, cut along its last dimension; on a GPU, their gradients are put together in one pass.
+    """Split x into views along its last dimension; on a GPU one kernel joins their gradients.
 
     Args:
-        x: [..., width]; what is behind the views is padding.
-        widths: of the views.
+        x: [..., width]; features after the views are padding.
+        widths: widths of the views.
     """
     if (_runs_compiled(x) or x.is_meta) and x.requires_grad and torch.is_grad_enabled():
         views: tuple[torch.Tensor, ...] = _Cut.apply(x, widths)
@@ -134,17 +135,18 @@ def _joined(*parts: torch.Tensor, padding: int) -> torch.Tensor:
 
 
 def compiled(function: Any, x: torch.Tensor, *, later: bool | None, fullgraph: bool = False) -> Any:
-    """`torch.compile` on a GPU of a function that a process may call in many shapes, dtypes and settings.
+    """Compile a function that a process may call with many shapes, dtypes and settings.
 
-    Left to itself, torch compiles for any shape from the second on, and code for heads of any width is slow, or cannot
-    be made.
+    By default, torch compiles with dynamic shapes from the second shape on. Dynamic code for an arbitrary head width is
+    slow, or fails to compile.
 
     Args:
-        function: to be compiled at its first call.
-        x: its first argument, for the shape; elsewhere than on a GPU, the function is left as it is.
-        later: for shapes after the first OWN_SHAPES, whether one code serves any; None: any of those lengths that
-            were seen to differ. Within `shapes_vary` it is None from the first on.
-        fullgraph: raise where it cannot be compiled as one graph.
+        function: function to compile at its first call.
+        x: first argument of the function. Its shape selects static or dynamic code. On a CPU, the function is returned
+            unchanged; on the meta device, it is planned as one kernel.
+        later: `dynamic` of `torch.compile` for shapes after the first `OWN_SHAPES`: True for one code for all shapes,
+            None for automatic dynamic dimensions. Within `shapes_vary` it is always None.
+        fullgraph: raise if the function does not compile to a single graph.
     """
     if x.is_meta:
         return partial(as_one_kernel, function)
@@ -165,8 +167,8 @@ def _shapes_of(function: Any) -> set[torch.Size]:
 
 @cache
 def _compiled(function: Any, fullgraph: bool, dynamic: bool | None) -> Any:
-    from torch._dynamo import config  # torch.compile imports for seconds: at the first call, not before
+    from torch._dynamo import config  # importing torch.compile takes seconds, so only at the first call
 
-    # A function serves every mixer, and flex_attention every window. After 8 forms torch would take the plain one.
+    # One function serves every mixer, and flex_attention every window. After 8 variants torch would fall back to eager.
     config.recompile_limit = max(config.recompile_limit, MOST_FORMS)
     return torch.compile(function, fullgraph=fullgraph, dynamic=dynamic)

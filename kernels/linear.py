@@ -1,4 +1,4 @@
-"""A product of matrices of 16-bit numbers whose sums stay in fp32."""
+"""Matrix product of 16-bit inputs with an fp32 result."""
 
 from typing import Any
 
@@ -22,15 +22,15 @@ class _LinearToFP32(torch.autograd.Function):
 
 
 def linear_to_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """Features times a weight, summed and returned in fp32.
+    """Apply a linear layer with fp32 accumulation and an fp32 result.
 
     Args:
-        x: [..., n], of any floating dtype.
-        weight: [m, n], of x's dtype.
+        x: [..., n], any floating dtype.
+        weight: [m, n] in x's dtype.
 
     Returns:
-        [..., m] in fp32; float64 for float64. For 16-bit inputs on a GPU by its matrix units, and the gradient that
-        comes back is rounded to their dtype there.
+        [..., m] in fp32 (float64 for float64). For 16-bit inputs on a GPU, the product runs on tensor cores, and the
+        incoming gradient is rounded to the inputs' dtype.
     """
     if on_gpu(x) and x.dtype in (torch.bfloat16, torch.float16):
         return _LinearToFP32.apply(x, weight)

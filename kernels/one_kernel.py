@@ -1,7 +1,7 @@
-"""What is compiled on a GPU, on meta tensors: one kernel to memory, which has nothing of what comes between.
+"""Memory of compiled functions on meta tensors: a compiled function counts as one kernel without intermediates.
 
-A model's layers compute in the same shapes: what a function made of such inputs once is made again without going
-through it, where nothing but its arguments can make a difference.
+The layers of a model call the same functions with the same shapes. If a result depends only on its arguments, it is
+cached, and later calls allocate the outputs without running the function.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _depth = 0
 
 
 def within_one_kernel() -> bool:
-    """Whether what is computed now is of one kernel: a GPU has no memory for what comes between."""
+    """Return True inside `one_kernel`, where intermediate tensors take no GPU memory."""
     return _depth > 0
 
 
 @contextmanager
 def one_kernel() -> Iterator[None]:
-    """What is computed within counts as one kernel."""
+    """Context manager that counts the computation inside as one kernel."""
     global _depth
     _depth += 1
     try:
@@ -36,7 +36,7 @@ def one_kernel() -> Iterator[None]:
 
 
 def as_one_kernel(function: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """Call a function of meta tensors that is compiled on a GPU: what comes between its kernels takes no memory."""
+    """Call a function, compiled on a GPU, on meta tensors; its intermediate tensors count no memory."""
     mold, tensors = _Mold.of((args, more)), _tensors_of((args, more))
     kind = _KnownCall if _is_known_by_forms(function, mold, tensors) else _Call
     call = kind(function, mold, tensors)
@@ -49,12 +49,12 @@ def _tensors_of(tree: Any) -> tuple[Tensor, ...]:
 
 
 class _Mold(NamedTuple):
-    """Nested tuples, lists and dictionaries without their tensors.
+    """Nested tuples, lists and dictionaries with their tensors removed.
 
     Attributes:
-        leaves: what is in them, Tensor where a tensor was.
-        kinds: of the leaves: 2 and 2.0 are equal, and do not make the same of whole numbers.
-        spec: how they are nested.
+        leaves: leaves of the structure, with the class `Tensor` in place of each tensor.
+        kinds: types of the leaves. 2 and 2.0 compare equal but may give different dtypes.
+        spec: nesting of the structure.
     """
 
     leaves: tuple[Any, ...]
@@ -63,13 +63,13 @@ class _Mold(NamedTuple):
 
     @classmethod
     def of(cls, tree: Any) -> _Mold:
-        """What is left of them."""
+        """Remove the tensors of a structure."""
         leaves, spec = tree_flatten(tree)
         without = tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         return cls(without, tuple(map(type, without)), spec)
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """They, with tensors in their places."""
+        """Return the structure with these tensors in their places."""
         rest = iter(tensors)
         return tree_unflatten([next(rest) if leaf is Tensor else leaf for leaf in self.leaves], self.spec)
 
@@ -91,10 +91,10 @@ class _OneKernel(torch.autograd.Function):
 
 
 class _Call:
-    """A function's call, gone through.
+    """A function call that runs the function.
 
     Attributes:
-        result: what it returned, without its tensors.
+        result: structure of the returned value without its tensors.
     """
 
     result: _Mold
@@ -104,7 +104,7 @@ class _Call:
         self._forms = [_form_of(x) for x in tensors]
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Outputs, and what is kept for the backward pass."""
+        """Return the outputs and the tensors that are saved for the backward pass."""
         saved: list[Tensor] = []
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(partial(_noted, saved), lambda x: x):
@@ -112,7 +112,7 @@ class _Call:
         return outputs, _kept(saved, inputs)
 
     def backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of all inputs."""
+        """Return the gradients of all inputs, None for those that need none."""
         with torch.enable_grad():
             inputs = [form.made() for form in self._forms]
             learned = [(x, grad) for x, grad in zip(self._outputs(inputs), grads, strict=True) if x.requires_grad]
@@ -129,7 +129,7 @@ class _Call:
 
 
 class _Form(NamedTuple):
-    """What a tensor was like, to make one like it that nobody keeps meanwhile."""
+    """Layout of a tensor, from which an equal one is created later without keeping the tensor alive."""
 
     like: Tensor | None
     size: torch.Size
@@ -138,7 +138,7 @@ class _Form(NamedTuple):
     requires_grad: bool
 
     def made(self) -> Tensor:
-        """A meta tensor of that form; one with numbers in it is itself."""
+        """Create a meta tensor of this layout; a tensor with data is returned itself."""
         if self.like is not None:
             return self.like
         made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
@@ -150,12 +150,12 @@ def _form_of(x: Tensor) -> _Form:
 
 
 def _noted(saved: list[Tensor], x: Tensor) -> None:
-    """Take down what is saved, which nobody will ask for."""
+    """Record a saved tensor. Nothing unpacks it later, so the hook returns None."""
     saved.append(x.detach())
 
 
 def _kept(saved: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """What a compiler keeps: what the plain form does, or all inputs, where those between would take more."""
+    """Return the tensors that compiled code saves: those of the eager function, or all inputs if that takes less memory."""
     own, given = _by_storage(saved), _by_storage(inputs)
     between = sum(x.untyped_storage().nbytes() for key, x in own.items() if key not in given)
     others = sum(x.untyped_storage().nbytes() for key, x in given.items() if key not in own)
@@ -166,13 +166,13 @@ def _by_storage(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
     return {x.untyped_storage()._cdata: x for x in tensors}
 
 
-# --- calls of which no more than the forms of their tensors makes a difference ----------------------------------------
+# --- Cached calls: the result depends only on the tensors' layouts and the plain arguments ----------------------------
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 def _is_known_by_forms(function: Callable[..., Any], mold: _Mold, tensors: Sequence[Tensor]) -> bool:
-    """Whether a function is given nothing but meta tensors and numbers, and has nothing of its own."""
+    """Return True if a function takes only meta tensors and plain values and has no closure."""
     is_plain = isinstance(function, BuiltinFunctionType) or (
         isinstance(function, FunctionType) and function.__closure__ is None
     )
@@ -181,12 +181,12 @@ def _is_known_by_forms(function: Callable[..., Any], mold: _Mold, tensors: Seque
 
 
 class _Place(NamedTuple):
-    """How a tensor lies in memory, and in which.
+    """Layout of a tensor, including its storage.
 
     Attributes:
-        storage: its number: of those that are given first, then of new ones.
-        nbytes: of the storage.
-        size: of the tensor, as its other attributes.
+        storage: number of the storage: those of given tensors come first, then new ones.
+        nbytes: bytes of the storage.
+        size: shape of the tensor; the other attributes describe the tensor, too.
     """
 
     storage: int
@@ -199,7 +199,7 @@ class _Place(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What a call makes: places of outputs, of what is kept, and what it returns without its tensors."""
+    """Cached result of a call: layouts of the outputs and of the saved tensors, and the returned structure."""
 
     outputs: tuple[_Place, ...]
     kept: tuple[_Place, ...]
@@ -207,7 +207,7 @@ class _Known(NamedTuple):
 
 
 class _KnownCall:
-    """As `_Call`, and another in the same forms may have gone through already."""
+    """A function call like `_Call` that reuses the result of an earlier call with the same layouts."""
 
     result: _Mold
 
@@ -215,14 +215,14 @@ class _KnownCall:
         self._key = function, mold, _places_of(tensors)
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """As `_Call.forward`."""
+        """Return the outputs and the tensors that are saved for the backward pass."""
         known = _forward(*self._key)
         self.result = known.result
         outputs = _laid(known.outputs, tensors)
         return tuple(outputs), _laid(known.kept, [*tensors, *outputs])
 
     def backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """As `_Call.backward`."""
+        """Return the gradients of all inputs, None for those that need none."""
         known = _backward(*self._key, _places_of(grads))
         learned = iter(_laid([place for place in known if place is not None], grads))
         return [None if place is None else next(learned) for place in known]
@@ -247,7 +247,7 @@ def _backward(
 
 
 def _places_of(tensors: Sequence[Tensor], given: Sequence[Tensor] = ()) -> tuple[_Place, ...]:
-    """Where tensors lie, some of them maybe in the memory of others that are given."""
+    """Return the layouts of tensors, which may share storages with the given tensors."""
     numbers = {key: number for number, key in enumerate(_by_storage([*given, *tensors]))}
     return tuple(
         _Place(
@@ -264,11 +264,11 @@ def _places_of(tensors: Sequence[Tensor], given: Sequence[Tensor] = ()) -> tuple
 
 
 def _laid(places: Sequence[_Place], given: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Meta tensors in these places: views of those that are given, and new ones."""
+    """Create meta tensors of these layouts: views of the given tensors' storages, or of new storages."""
     storages = [x.untyped_storage() for x in _by_storage(given).values()]
     made = []
     for place in places:
-        while place.storage >= len(storages):  # numbered in the order in which they are met
+        while place.storage >= len(storages):  # storages are numbered in order of first use
             storages.append(torch.empty(place.nbytes, dtype=torch.uint8, device="meta").untyped_storage())
         x = torch.empty(0, dtype=place.dtype, device="meta")
         x.set_(storages[place.storage], place.offset, place.size, place.stride)

@@ -1,8 +1,8 @@
-"""Who owns the import name `kernels`: this project, or another distribution (Hugging Face has one of that name).
+"""Check that the import name `kernels` belongs to this project. Hugging Face has a distribution of the same name.
 
-Standard library only, and no import of a sibling: it must work before selectron is installed
+The module uses the standard library only and imports no sibling. It must work before selectron is installed
 (`python -m kernels.ownership` in the source tree) and when another package shadows this one (run or load the file by
-its path). Exit code 0: the name is ours or free; 2: somebody else's, with one line on stderr that says whose.
+its path). The exit code is 0 if the name is ours or free, and 2, with one line on stderr, if another package owns it.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ OUR_DISTRIBUTION = "selectron"
 
 
 class ForeignKernelsError(RuntimeError):
-    """Another distribution provides the import name `kernels`. The message is one line that names it and the mend."""
+    """Another distribution provides the import name `kernels`. The one-line message names it and the fix."""
 
 
 def foreign_distributions(path: Iterable[str] | None = None) -> list[str]:
@@ -30,13 +30,13 @@ def foreign_distributions(path: Iterable[str] | None = None) -> list[str]:
         Distribution names, sorted, each once.
     """
     found = metadata.distributions() if path is None else metadata.distributions(path=list(path))
-    # Some wheels' metadata is damaged or empty; a distribution without a name is told by its place instead.
+    # Some wheels have damaged or empty metadata. A distribution without a name is identified by its location.
     names = {_name(dist) for dist in found if _provides(dist)}
     return sorted(name for name in names if _normalised(name) != OUR_DISTRIBUTION)
 
 
 def complaint(path: Iterable[str] | None = None) -> str | None:
-    """Say in one line who else holds the import name `kernels` and how to mend it; None when nobody does.
+    """Return one line that names the other owner of the import name `kernels` and the fix; None if there is none.
 
     Args:
         path: directories to look in for distributions; None means `sys.path`.
@@ -54,13 +54,13 @@ def complaint(path: Iterable[str] | None = None) -> str | None:
 
 
 def require_ownership(path: Iterable[str] | None = None) -> None:
-    """Refuse to go on when the import name `kernels` is not ours.
+    """Raise unless the import name `kernels` belongs to this project.
 
     Args:
         path: directories to look in for distributions; None means `sys.path`.
 
     Raises:
-        ForeignKernelsError: with the line that `complaint` gives.
+        ForeignKernelsError: another package provides `kernels`; the message is that of `complaint`.
     """
     line = complaint(path)
     if line is not None:
@@ -68,7 +68,7 @@ def require_ownership(path: Iterable[str] | None = None) -> None:
 
 
 def main() -> int:
-    """Print the complaint, if any, to stderr. Returns the exit code: 0, or 2 when the name is somebody else's."""
+    """Print the complaint, if any, to stderr. Return the exit code: 0, or 2 if another package owns the name."""
     line = complaint()
     if line is None:
         return 0
@@ -87,23 +87,23 @@ def _normalised(name: str) -> str:
 
 
 def _provides(dist: metadata.Distribution) -> bool:
-    # By name too: an editable install lists a .pth file only, not the packages behind it.
+    # Compare the name as well: an editable install lists only a .pth file, not its packages.
     if _normalised(_name(dist)) == IMPORT_NAME:
         return True
     if IMPORT_NAME in (dist.read_text("top_level.txt") or "").split():
         return True
-    # The raw text, as `dist.files` and `packages_distributions` stat each file of each distribution on new Pythons.
+    # Search the raw text: `dist.files` and `packages_distributions` stat every file in newer Python versions.
     record = dist.read_text("RECORD") or ""
     return re.search(rf'^"?{IMPORT_NAME}(/|\.py,|\.[^/,]*\.so,)', record, re.MULTILINE) is not None
 
 
 def _shadow() -> str | None:
-    # Our package is known by this very file: an installed copy of it elsewhere is ours too.
+    # Our package is recognised by this file: an installed copy elsewhere is ours, too.
     spec = importlib.util.find_spec(IMPORT_NAME)
     folders = list(spec.submodule_search_locations or []) if spec is not None else []
     if spec is None or any((Path(folder) / "ownership.py").is_file() for folder in folders):
         return None
-    if spec.origin is None:  # a folder without __init__.py: any real package wins over it
+    if spec.origin is None:  # a namespace package without __init__.py: any regular package takes precedence
         return None
     return spec.origin
 

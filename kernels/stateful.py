@@ -1,4 +1,4 @@
-"""What the interfaces of the stateful ops share: checks of their arguments, and how a plain torch form is run."""
+"""Argument checks and the plain torch driver, shared by the interfaces of the recurrent ops."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,14 +12,14 @@ from kernels.dispatch import check_floating, check_shapes, full_precision, resol
 def check_state_op(
     q_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, initial_state: Tensor | None, *, reader: str = "q"
 ) -> None:
-    """Check the arguments that all stateful ops share.
+    """Check the arguments that all recurrent ops share.
 
     Args:
         q_bthd: queries [b, t, h, dk].
         k_bthd: keys [b, t, h, dk].
         v_bthe: values [b, t, h, dv].
         initial_state: [b, h, dk, dv] or None.
-        reader: the name that the op has for its queries.
+        reader: the op's name of its queries, for messages.
 
     Raises:
         ValueError: a shape, dtype or device does not fit; the message names it.
@@ -47,17 +47,17 @@ def run_form(
     initial_state: Tensor | None,
     return_final_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run one form of an op in fp32, or in float64 for float64.
+    """Run one plain torch implementation of an op in fp32, or in float64 for float64.
 
     Args:
-        form: takes the inputs, `scale` and `state_bhde`; gives the output and the last state.
-        inputs: queries [b, t, h, dk], keys, values [b, t, h, dv], and what else the form takes.
+        form: takes the inputs, `scale` and `state_bhde`; returns the output and the final state.
+        inputs: queries [b, t, h, dk], keys, values [b, t, h, dv], and the op's further tensors.
         scale: factor on the queries; None means dk**-0.5.
         initial_state: [b, h, dk, dv] before the first token; None for zeros.
-        return_final_state: also return the last state.
+        return_final_state: also return the final state.
 
     Returns:
-        o [b, t, h, dv] in the values' dtype; with return_final_state also the state in the computing dtype.
+        o [b, t, h, dv] in the values' dtype. With return_final_state also the final state in the compute dtype.
     """
     q, _, v, *_ = inputs
     dtype = compute_dtype(q)

@@ -1,4 +1,4 @@
-"""What the kernels in Gluon, Triton's language of explicit layouts and warps, share. They are for Hopper."""
+"""Helpers of the Hopper kernels, written in Gluon (Triton's language of explicit layouts and warps)."""
 
 # mypy: ignore-errors
 # Gluon has no types.
@@ -11,17 +11,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 GROUP_M = gl.constexpr(64)
-"""Rows that a group of four warps takes: those of one instruction."""
+"""Rows per warp group: those of one wgmma instruction."""
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int8: gl.int8}
 
 
 @lru_cache
 def shared_layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Of a tile in shared memory that products read."""
+    """Return the shared-memory layout of a tile that is an operand of a matrix product."""
     return gl.NVMMASharedLayout.get_default_for([rows, width], DTYPES[dtype])
 
 
 def tiles_of(matrix: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """What the bulk copy engine loads tiles [rows, width] of a contiguous matrix by."""
+    """Return the TMA descriptor that loads tiles [rows, width] of a contiguous matrix."""
     return TensorDescriptor.from_tensor(matrix, [rows, width], shared_layout(rows, width, matrix.dtype))

@@ -1,10 +1,10 @@
-"""Lists of the best that each row has seen so far, kept in registers, in Triton.
+"""Top-k lists per row, kept in registers, in Triton.
 
-What is listed is a slot, known by its number, and has a value; an empty place holds slot -1.
+An entry is a slot number with a value. An empty entry has slot -1.
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -14,10 +14,10 @@ from kernels.triton_math import MAX_INT32
 
 @triton.jit
 def insert(values, slots, score, slot):
-    """Put a slot into each row's list if it beats the worst there: values and slots [M, K], score and slot [M].
+    """Insert a slot into each row's list if it beats the worst entry: values and slots [M, K], score and slot [M].
 
-    An empty place (slot -1) is the worst; among equal values the one with the highest slot is. Lower slots come first,
-    so an equal newcomer stays out.
+    An empty entry (slot -1) is the worst. Among equal values, the entry with the highest slot is the worst. Slots are
+    inserted in ascending order, so a new slot with an equal value does not replace one.
     """
     place = tl.arange(0, values.shape[1])[None, :]
     worst = tl.min(tl.where(slots < 0, -float("inf"), values), 1)
@@ -31,7 +31,7 @@ def insert(values, slots, score, slot):
 
 @triton.jit
 def insert_tile(values, slots, scores, first):
-    """Put a tile of scores [M, N], of slots first .. first + N - 1, -inf where there is none, into the lists."""
+    """Insert a tile of scores [M, N] of the slots first .. first + N - 1 into the lists; -inf marks a missing slot."""
     n = first + tl.arange(0, scores.shape[1])[None, :]
     left = tl.where(scores > -float("inf"), n, MAX_INT32)
     going = tl.min(left) < MAX_INT32
@@ -50,7 +50,7 @@ def insert_tile(values, slots, scores, first):
 
 @triton.jit
 def store_list(chosen, scores, values, slots, row, valid, stride, TOP_K: tl.constexpr, SCORES: tl.constexpr):
-    """Write each row's list, best first, the lowest slot first among equals: chosen[r * stride + row], and `scores`."""
+    """Store each row's list to chosen[r * stride + row] and `scores`, best first; the lowest slot wins a tie."""
     for r in tl.static_range(TOP_K):
         best = tl.max(tl.where(slots < 0, -float("inf"), values), 1)
         at = tl.min(tl.where((slots >= 0) & (values == best[:, None]), slots, MAX_INT32), 1)

@@ -1,10 +1,10 @@
-"""Arithmetic that the Triton kernels share.
+"""Arithmetic shared by the Triton kernels.
 
-Only modules named `triton_*` import Triton, and only they import this: without Triton the references still work.
+Only modules named `triton_*` import Triton, and only they import this module, so the references work without Triton.
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import os
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""Whether kernels run in Triton's interpreter, on the CPU."""
+"""True if kernels run in Triton's interpreter on the CPU."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -26,9 +26,9 @@ MAX_INT32 = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def product(a, b):
-    """Matrix product of tiles, accumulated in fp32; never TF32.
+    """Matrix product of tiles, accumulated in fp32, never in TF32.
 
-    The interpreter's product of bf16 tiles is wrong, so there it multiplies in fp32, which is exact for these inputs.
+    The interpreter multiplies bf16 tiles incorrectly. There the tiles are converted to fp32, which is exact.
     """
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
@@ -37,7 +37,7 @@ def product(a, b):
 
 @triton.jit
 def product_tf32(a, b):
-    """Matrix product of fp32 tiles, accumulated in fp32; on a GPU they are cut to TF32, 11 bits."""
+    """Matrix product of fp32 tiles, accumulated in fp32; on a GPU the inputs are rounded to TF32."""
     return tl.dot(a, b, input_precision="ieee" if INTERPRETED else "tf32")
 
 
@@ -49,7 +49,7 @@ def product_int8(a, b):
 
 @triton.jit
 def load_rows(base, index, valid, stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows of a matrix by index: [len(index), BLOCK_D], zero where not valid and beyond HEAD_DIM.
+    """Load rows of a matrix by index: [len(index), BLOCK_D], zero where not valid and beyond HEAD_DIM.
 
     Args:
         base: pointer to element (0, 0).
@@ -66,7 +66,7 @@ def load_rows(base, index, valid, stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.co
 
 @triton.jit
 def store_rows(base, index, valid, stride, x, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write a tile [len(index), BLOCK_D] to rows of a matrix, converted to its dtype; see `load_rows`."""
+    """Store a tile [len(index), BLOCK_D] to rows of a matrix in its dtype. Arguments as in `load_rows`."""
     d = tl.arange(0, BLOCK_D)
     pointers = base + index.to(tl.int64)[:, None] * stride + d[None, :]
     if HEAD_DIM == BLOCK_D:
@@ -77,12 +77,12 @@ def store_rows(base, index, valid, stride, x, HEAD_DIM: tl.constexpr, BLOCK_D: t
 
 @triton.jit
 def load_numbers(x, rows, valid, head, heads):
-    """One number a token, fp32 [C], of [rows, heads]; 0 where there is no token."""
+    """Load one number per token for a head from [rows, heads]: fp32 [C], 0 where not valid."""
     return tl.load(x + rows * heads + head, mask=valid, other=0.0).to(tl.float32)
 
 
 class Tiles(NamedTuple):
-    """Sizes of one kernel's tiles and its launch."""
+    """Tile sizes and launch options of one kernel."""
 
     block_m: int
     block_n: int
@@ -91,35 +91,35 @@ class Tiles(NamedTuple):
     max_registers: int | None = None
 
     def launch(self) -> dict[str, int | None]:
-        """Triton's options."""
+        """Return the launch options for Triton."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
 
 
 def next_power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 LEAST_TILE = 16
-"""Of a dimension: tl.dot takes no less."""
+"""Minimum size of a tile's dimension in `tl.dot`."""
 
 
 def tile(size: int, most: int | None = None) -> int:
-    """The width of the tile that a dimension has."""
+    """Return the tile width for a dimension: a power of two of at least 16, at most `most`."""
     whole = max(LEAST_TILE, next_power_of_two(size))
     return whole if most is None else min(whole, most)
 
 
 def multiprocessors(x: Tensor) -> int:
-    """Of the tensor's GPU; the interpreter counts as two."""
+    """Return the number of multiprocessors of the tensor's GPU; 2 in the interpreter."""
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 
 
 def on_hopper(x: Tensor) -> bool:
-    """Whether the tensor's GPU has Hopper's matrix instructions, which no other generation has."""
+    """Return True if the tensor's GPU is a Hopper, the only generation with wgmma instructions."""
     return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
-    """Launch on the tensor's GPU, which need not be the current one."""
+    """Context manager that makes the tensor's GPU the current one, as kernels launch there."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -1,7 +1,8 @@
-"""Ops on meta tensors: what they would keep and return on a GPU, without one and without memory.
+"""Ops on meta tensors: find what a GPU would save and return, without a GPU and without memory.
 
-A step is planned with them (`selectron plan`). The ops take their forms for a GPU, as `dispatch.on_gpu` says. Inside
-`unlaunched` Triton's kernels are left out: all that a form does is to allocate, and to keep for its backward pass.
+`selectron plan` plans the memory of a step this way. On meta tensors the ops take their GPU implementations
+(`kernels.dispatch.on_gpu`). Inside `unlaunched`, Triton kernels are not launched: an implementation only allocates its
+outputs and saves tensors for the backward pass.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from kernels.dispatch import HAS_TRITON
 
 @contextmanager
 def unlaunched() -> Iterator[None]:
-    """Leave Triton's kernels out, of ours and of others: their outputs stay as they were allocated.
+    """Context manager that skips the launches of all Triton kernels; outputs stay as allocated.
 
-    Nothing is compiled, and FlexAttention takes meta tensors, which by itself it does not.
+    Nothing is compiled. FlexAttention accepts meta tensors, which it otherwise rejects.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -36,10 +37,10 @@ def unlaunched() -> Iterator[None]:
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
-    """What a kernel does to meta tensors."""
+    """Stand-in for a kernel launch."""
 
 
 def _attention_of_any_mask(q_bhtd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-    """What FlexAttention's operator keeps and returns: outputs and logarithms, as any kernel of this kind."""
+    """Stand-in for FlexAttention's operator: outputs and log-sum-exps with the layout of flash attention."""
     out_bhtd, lse_bht, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q_bhtd, k_bhsd, v_bhsd)
     return out_bhtd, lse_bht, lse_bht
