@@ -155,7 +155,7 @@ def _noted(saved: list[Tensor], x: Tensor) -> None:
 
 
 def _kept(saved: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors that compiled code saves: those of the eager function, or all inputs if that takes less memory."""
+    """Return the tensors that compiled code saves: those of the eager function, or all inputs if they are smaller."""
     own, given = _by_storage(saved), _by_storage(inputs)
     between = sum(x.untyped_storage().nbytes() for key, x in own.items() if key not in given)
     others = sum(x.untyped_storage().nbytes() for key, x in given.items() if key not in own)

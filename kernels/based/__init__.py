@@ -1,4 +1,4 @@
-"""Based's linear attention: weights that are the first terms of the exponential, over their sum."""
+"""Based: causal linear attention whose weights are a second-order Taylor expansion of the exponential."""
 
 from kernels.based.features import by_features, num_features
 from kernels.based.interface import based

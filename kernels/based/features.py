@@ -1,7 +1,6 @@
-"""Based as linear attention: features of queries and keys whose products are the weights.
+"""Based as linear attention: a Taylor feature map whose inner products are the attention weights.
 
-Arora et al. 2024, "Simple linear attention language models balance the recall-throughput tradeoff" (arXiv 2402.18668),
-its Taylor feature map.
+Arora et al. 2024, "Simple linear attention language models balance the recall-throughput tradeoff" (arXiv 2402.18668).
 
 Suffixes: b batch, h head, t position, f width of queries and keys, d features, e value dim.
 """
@@ -26,14 +25,15 @@ def by_features(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """What `based` gives, by linear attention.
+    """Compute `based` by linear attention over features.
 
     Args:
         q_bthf: queries [b, t, h, f].
         k_bthf: keys [b, t, h, f].
         v_bthe: values [b, t, h, e].
-        walk: takes the features, and values with a 1 behind them, which sums the weights. It may begin with a state.
-        dtype: of what it takes.
+        walk: causal linear attention, which may start from a state. Its values have an appended 1, which sums up the
+            weights.
+        dtype: dtype of its inputs.
 
     Returns:
         o [b, t, h, e] in the values' dtype.
@@ -43,7 +43,7 @@ def by_features(
 
 
 def num_features(width: int) -> int:
-    """Features that queries and keys of a width have: 1 + f + f (f + 1) / 2."""
+    """Return the number of features of a query or key of width f: 1 + f + f (f + 1) / 2."""
     return 1 + width + width * (width + 1) // 2
 
 
@@ -54,14 +54,14 @@ def _featured(q_bthf: Tensor, k_bthf: Tensor, v_bthe: Tensor, dtype: torch.dtype
 
 
 def taylor_features(x_bthf: Tensor, dtype: torch.dtype) -> Tensor:
-    """Features whose products are 1 + s + s^2 / 2, s = x.y / sqrt(f): [..., f] to [..., `num_features`(f)].
+    """Map [..., f] to features [..., `num_features`(f)] whose inner products are 1 + s + s^2 / 2, s = x.y / sqrt(f).
 
-    Each pair of numbers once, as x_i x_j and x_j x_i are the same. Pairs go by how far apart they stand in a ring:
-    gathered by index, their gradient would be scattered.
+    Each pair of numbers occurs once, because x_i x_j equals x_j x_i. Pairs are built by rolling x by each distance. An
+    index gather would have a scatter as its gradient.
 
     Args:
         x_bthf: queries or keys [..., f].
-        dtype: of the features, which are made in fp32 at least.
+        dtype: dtype of the features, which are computed in fp32 or wider.
     """
     width = x_bthf.shape[-1]
     x_bthf = x_bthf.to(torch.promote_types(dtype, torch.float32)) * width**-0.25
@@ -71,12 +71,12 @@ def taylor_features(x_bthf: Tensor, dtype: torch.dtype) -> Tensor:
         left, right = x_bthf.chunk(2, -1)
         pairs.append(left * right)
     one = x_bthf.new_ones(*x_bthf.shape[:-1], 1)
-    # Each part is rounded by itself: compiled, it is written where it belongs at once.
+    # Each part is converted separately, so that compiled code writes it directly to its place.
     return torch.cat([part.to(dtype) for part in (one, x_bthf, *pairs)], -1)
 
 
 @fused
 def _over_weights(sums_bthx: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Sums of weighed values [..., :width] over the sum of weights behind them: [..., width]."""
+    """Divide the weighted sums of values [..., :width] by the sum of weights after them: [..., width]."""
     sums_bthx = sums_bthx.to(torch.promote_types(sums_bthx.dtype, torch.float32))
     return (sums_bthx[..., :width] / sums_bthx[..., width : width + 1]).to(dtype)

@@ -1,4 +1,4 @@
-"""The public form of Based's linear attention: checks, and the choice of an implementation."""
+"""Public interface of Based's linear attention: argument checks and choice of an implementation."""
 
 from typing import Literal
 
@@ -19,15 +19,15 @@ MAX_VALUE_DIM = 256
 def based(q: Tensor, k: Tensor, v: Tensor, *, implementation: Implementation = "auto") -> Tensor:
     """Based's linear attention: o_t = sum_j w_tj v_j / sum_j w_tj over j <= t, w = 1 + s + s^2 / 2, s = q.k / sqrt(f).
 
-    In fp32 (float64 for float64), with products in TF32 on a GPU. It begins with the sequence: for a state before it,
-    see `by_features`.
+    Computed in fp32 (float64 for float64), with TF32 matrix products in the Triton kernels. There is no initial state;
+    use `by_features` with a linear attention that takes one.
 
     Args:
         q: queries [b, t, h, f]; fp32, bf16, fp16 or float64.
         k: keys [b, t, h, f].
         v: values [b, t, h, e].
-        implementation: "triton", for bf16 or fp16, f up to 32 and e up to 256; "chunked", plain torch; or "auto",
-            triton on a GPU where it can.
+        implementation: "triton" for bf16 or fp16, f up to 32 and e up to 256; "chunked" in plain torch; "auto" for
+            Triton on a GPU where it is supported, else chunked.
 
     Returns:
         o [b, t, h, e] in v's dtype.

@@ -1,4 +1,4 @@
-"""Based's Triton form as a function of autograd. Importing this needs no Triton; calling does."""
+"""Autograd function of Based's Triton implementation. Triton is imported only when it is called."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from kernels.rows import Rows
 
 
 def based_triton(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Arguments as in `based`, checked there, and without an obstacle.
+    """Compute `based` with Triton. The caller has checked the arguments and that there is no obstacle.
 
     Returns:
         o: [b, t, h, e] in v's dtype.
@@ -27,7 +27,7 @@ class _Based(torch.autograd.Function):
 
         ctx.problem = triton_launch.Problem(rows, q.shape[2], q.shape[3], v.shape[3])
         out, sums = triton_launch.forward(ctx.problem, q, k, v)
-        # States are found again: kept, they would be larger than the values.
+        # The states are recomputed in the backward pass: they would take more memory than the values.
         ctx.save_for_backward(q, k, v, out, sums)
         return out
 

@@ -1,4 +1,4 @@
-"""Based in plain torch: the features, and linear attention by chunks.
+"""Based in plain torch: chunked linear attention over Taylor features.
 
 Suffixes: b batch, h head, t position, f width of queries and keys, e value dim.
 """
@@ -12,7 +12,7 @@ from kernels.gated_linear_attention.reference import chunked as linear_attention
 
 
 def chunked(q_bthf: Tensor, k_bthf: Tensor, v_bthe: Tensor) -> Tensor:
-    """See `based`; in fp32, or in float64 for float64.
+    """Compute `based` by chunked linear attention, in fp32 (float64 for float64).
 
     Args:
         q_bthf: queries [b, t, h, f].

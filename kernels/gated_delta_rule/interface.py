@@ -1,4 +1,4 @@
-"""The public form of the gated delta rule: checks, and the choice of an implementation."""
+"""Public interface of the gated delta rule: argument checks and choice of an implementation."""
 
 from typing import Literal, overload
 
@@ -61,26 +61,26 @@ def gated_delta_rule(
     return_final_state: bool = False,
     implementation: Implementation = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The gated delta rule: a state that decays by exp(g_t) and is corrected towards v_t at k_t by beta_t.
+    """Gated delta rule: a state that decays by exp(g_t) and is corrected towards v_t at k_t with strength beta_t.
 
     S <- exp(g_t) S;  S <- S + beta_t k_t (v_t - S^T k_t)^T;  o_t = scale * S^T q_t, all in fp32 (float64 for float64).
-    Keys of length above 1 (with beta near 1) make the state grow: normalise them first.
+    Normalise the keys first: keys longer than 1, with beta near 1, make the state grow.
 
     Args:
         q: queries [b, t, h, dk]; fp32, bf16, fp16 or float64.
         k: keys [b, t, h, dk].
         v: values [b, t, h, dv].
-        g: log decay [b, t, h], finite and at most 0; fp32 (or float64), as 16 bits round the decay of long spans. None:
-            nothing decays.
-        beta: strength of writing [b, t, h], in (0, 1); any floating dtype.
+        g: log decay [b, t, h], finite and at most 0, in fp32 or float64, because 16-bit formats round long decays. None
+            for no decay.
+        beta: write strength [b, t, h], in (0, 1); any floating dtype.
         scale: positive factor on q; None means dk**-0.5.
         initial_state: [b, h, dk, dv] before the first token; None for zeros.
         return_final_state: also return the state after the last token.
-        implementation: "triton", for bf16 or fp16 and keys of up to 256; "chunked" or "recurrent", plain torch; or
-            "auto", triton on a GPU where it can, else chunked.
+        implementation: "triton" for bf16 or fp16 and dk up to 256; "chunked" or "recurrent" in plain torch; "auto" for
+            Triton on a GPU where it is supported, else chunked.
 
     Returns:
-        o [b, t, h, dv] in v's dtype; with return_final_state also the state [b, h, dk, dv] in fp32 (or float64).
+        o [b, t, h, dv] in v's dtype. With return_final_state also the state [b, h, dk, dv] in fp32 (or float64).
 
     Raises:
         ValueError: an argument does not fit; the message names it.

@@ -1,4 +1,4 @@
-"""The gated delta rule in plain torch: token by token (the meaning), and by chunks (the same function, fast).
+"""Gated delta rule in plain torch: recurrent (the definition) and chunked (equivalent and faster).
 
 Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks" (arXiv 2412.06464). The state S is [dk, dv] per head:
 
@@ -18,14 +18,14 @@ CHUNK_SIZE = 64
 def recurrent(
     q_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, g_bth: Tensor, beta_bth: Tensor, *, scale: float, state_bhde: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Walk over the tokens.
+    """Iterate over the tokens.
 
     Args:
-        q_bthd: queries [b, t, h, dk]. All arguments are of one dtype, fp32 or float64.
+        q_bthd: queries [b, t, h, dk]. All arguments have one dtype, fp32 or float64.
         k_bthd: keys [b, t, h, dk].
         v_bthe: values [b, t, h, dv].
         g_bth: log decay [b, t, h], at most 0.
-        beta_bth: strength of writing [b, t, h].
+        beta_bth: write strength [b, t, h].
         scale: factor on q.
         state_bhde: state before the first token [b, h, dk, dv].
 
@@ -45,18 +45,18 @@ def recurrent(
 def chunked(
     q_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, g_bth: Tensor, beta_bth: Tensor, *, scale: float, state_bhde: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Walk over chunks of 64 tokens; all that a chunk does inside itself is batched over chunks.
+    """Scan over chunks of 64 tokens; the work within a chunk is batched over all chunks.
 
-    With G the sum of g from the chunk's start and S its first state, the u of a chunk solve the triangular system
-    u_i + sum_{j<i} beta_i e^(G_i-G_j) (k_i.k_j) u_j = beta_i v_i - beta_i e^(G_i) S^T k_i (the WY form). Every
-    exponent is a difference that is at most 0.
+    Let G be the running sum of g within a chunk and S the chunk's initial state. The chunk's u solve the triangular
+    system u_i + sum_{j<i} beta_i e^(G_i-G_j) (k_i.k_j) u_j = beta_i v_i - beta_i e^(G_i) S^T k_i (the WY form). No
+    exponent is positive.
 
     Args:
-        q_bthd: as in `recurrent`, like all the others.
+        q_bthd: queries. Shapes and dtypes are those of `recurrent`.
         k_bthd: keys.
         v_bthe: values.
         g_bth: log decay.
-        beta_bth: strength of writing.
+        beta_bth: write strength.
         scale: factor on q.
         state_bhde: state before the first token.
 
@@ -87,7 +87,7 @@ def _solve_chunks(k: Tensor, v: Tensor, beta: Tensor, kept: Tensor, decay: Tenso
 
 
 def _walk(own: Tensor, reads: Tensor, to_end: Tensor, kept: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Hand the state from chunk to chunk. Returns the last state, each chunk's first state, and each chunk's u."""
+    """Scan the state over the chunks. Return the final state, each chunk's initial state and each chunk's u."""
     states, updates = [], []
     for n in range(own.shape[2]):
         u = own[:, :, n] - reads[:, :, n] @ state

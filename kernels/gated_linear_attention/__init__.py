@@ -1,4 +1,4 @@
-"""Linear attention, plain or with a decay: of a head, of a head and token, of a head, token and key feature."""
+"""Linear attention without decay, or with a decay per head, per token and head, or per token, head and key feature."""
 
 from kernels.gated_linear_attention.interface import gated_linear_attention
 

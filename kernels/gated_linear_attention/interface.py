@@ -1,4 +1,4 @@
-"""The public form of gated linear attention: checks, and the choice of an implementation."""
+"""Public interface of gated linear attention: argument checks and choice of an implementation."""
 
 from collections.abc import Callable
 from typing import Literal, overload
@@ -50,23 +50,24 @@ def gated_linear_attention(
     return_final_state: bool = False,
     implementation: Implementation = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Linear attention with a decay: S <- diag(exp(g_t)) S + k_t v_t^T;  o_t = scale * S^T q_t.
+    """Linear attention with decay: S <- diag(exp(g_t)) S + k_t v_t^T;  o_t = scale * S^T q_t.
 
-    In fp32 (float64 for float64). Without g this is linear attention with q and k as they are (no normaliser).
+    Computed in fp32 (float64 for float64). Without g this is linear attention with neither feature map nor normaliser.
 
     Args:
         q: queries [b, t, h, dk]; fp32, bf16, fp16 or float64.
         k: keys [b, t, h, dk].
         v: values [b, t, h, dv].
-        g: log decay, finite and at most 0, [b, t, h] or one a key feature [b, t, h, dk], or the same for every token
-            [h]; fp32 (or float64), as 16 bits round the decay of long spans. None: nothing decays.
+        g: log decay, finite and at most 0: per token [b, t, h], per key feature [b, t, h, dk], or constant over tokens
+            [h]. In fp32 or float64, because 16-bit formats round long decays. None for no decay.
         scale: positive factor on q; None means dk**-0.5.
         initial_state: [b, h, dk, dv] before the first token; None for zeros.
         return_final_state: also return the state after the last token.
-        implementation: "fla" (a GPU, bf16 or fp16), "recurrent", "chunked", or "auto".
+        implementation: "fla" (a GPU, bf16 or fp16); "recurrent" or "chunked" in plain torch; "auto" for fla where it is
+            supported, else chunked.
 
     Returns:
-        o [b, t, h, dv] in v's dtype; with return_final_state also the state [b, h, dk, dv] in fp32 (or float64).
+        o [b, t, h, dv] in v's dtype. With return_final_state also the state [b, h, dk, dv] in fp32 (or float64).
 
     Raises:
         ValueError: an argument does not fit; the message names it.
@@ -76,7 +77,7 @@ def gated_linear_attention(
     """
     _check(q, k, v, g, initial_state)
     if g is not None and g.dim() == 1 and g.requires_grad:
-        g = g.expand(q.shape[:3])  # of one that all tokens share, fla gives no gradient
+        g = g.expand(q.shape[:3])  # fla returns no gradient for a decay that is constant over tokens
     obstacle = fla_obstacle(q, lambda: refused_on_hopper() if _decays_by_head(g) else None)
     chosen = choose_fla_or_plain("gated_linear_attention", implementation, obstacle, q, _IMPLEMENTATIONS)
     if chosen == "fla":

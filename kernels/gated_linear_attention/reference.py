@@ -1,7 +1,7 @@
-"""Gated linear attention in plain torch: token by token (the meaning), and by chunks (the same function, fast).
+"""Gated linear attention in plain torch: recurrent (the definition) and chunked (equivalent and faster).
 
 Yang, Wang, Shen, Panda, Kim 2023, "Gated Linear Attention Transformers" (arXiv 2312.06635). The state S is [dk, dv] per
-head, the log decay g one number a token or one a token and key feature:
+head. The log decay g is one number per token, or one per token and key feature:
 
     S <- diag(exp(g_t)) S + k_t v_t^T;  o_t = scale * S^T q_t
 
@@ -19,10 +19,10 @@ CHUNK_SIZE = 64
 def recurrent(
     q_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, g_bthf: Tensor, *, scale: float, state_bhde: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Walk over the tokens.
+    """Iterate over the tokens.
 
     Args:
-        q_bthd: queries [b, t, h, dk]. All arguments are of one dtype, fp32 or float64.
+        q_bthd: queries [b, t, h, dk]. All arguments have one dtype, fp32 or float64.
         k_bthd: keys [b, t, h, dk].
         v_bthe: values [b, t, h, dv].
         g_bthf: log decay [b, t, h, dk or 1], at most 0.
@@ -43,13 +43,13 @@ def recurrent(
 def chunked(
     q_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, g_bthf: Tensor, *, scale: float, state_bhde: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Walk over chunks; all that a chunk does inside itself is batched over chunks.
+    """Scan over chunks; the work within a chunk is batched over all chunks.
 
-    With G the sum of g from the chunk's start and S its first state,
-    o_i = scale * (S^T (e^(G_i) q_i) + sum_{j<=i} (q_i . (e^(G_i-G_j) k_j)) v_j). Every exponent is at most 0.
+    Let G be the running sum of g within a chunk and S the chunk's initial state. Then
+    o_i = scale * (S^T (e^(G_i) q_i) + sum_{j<=i} (q_i . (e^(G_i-G_j) k_j)) v_j). No exponent is positive.
 
     Args:
-        q_bthd: as in `recurrent`, like all the others.
+        q_bthd: queries. Shapes and dtypes are those of `recurrent`.
         k_bthd: keys.
         v_bthe: values.
         g_bthf: log decay.
@@ -75,7 +75,7 @@ def chunked(
 
 
 def _walk(written_bhnde: Tensor, kept_bhnf1: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Hand the state from chunk to chunk. Returns the last state and each chunk's first state."""
+    """Scan the state over the chunks. Return the final state and each chunk's initial state."""
     states = []
     for n in range(written_bhnde.shape[2]):
         states.append(state)

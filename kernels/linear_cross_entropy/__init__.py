@@ -1,4 +1,4 @@
-"""The cross entropy of a language model's output layer, whose logits are never all in memory."""
+"""Cross entropy of a language model's output layer that never materialises all logits."""
 
 from kernels.linear_cross_entropy.interface import linear_cross_entropy
 

@@ -1,4 +1,4 @@
-"""The public form of the output layer's cross entropy: checks, and the choice of an implementation."""
+"""Public interface of the output layer's cross entropy: argument checks and choice of an implementation."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from kernels.linear_cross_entropy.op import Rows, linear_cross_entropy_in_chunks
 Implementation = Literal["auto", "chunked", "reference", "triton"]
 
 CHUNK_BYTES = 2**29
-"""Memory for logits of a chunk, where the caller names no size: some 5,000 rows of 50,000 in 16 bits, enough for
-products of matrices at full speed."""
+"""Default memory for the logits of a chunk. It holds some 5,000 rows for a vocabulary of 50,000 in 16 bits, enough for
+matrix products at full speed."""
 
 
 def linear_cross_entropy(
@@ -38,35 +38,35 @@ def linear_cross_entropy(
     chunk_size: int | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor:
-    """Cross entropy of hidden @ weight.T with labels, without all logits in memory at once.
+    """Cross entropy of hidden @ weight.T with labels that never materialises all logits.
 
-    Logits are rounded to the dtype of hidden, as those of a linear are; everything after in fp32. Gradients are made
-    in the forward pass, so that it takes as many operations as a linear's forward and backward pass.
+    Logits are rounded to the dtype of hidden, as a linear layer does; all later steps are in fp32. The forward pass also
+    computes the gradients, so that the cost equals that of a linear layer's forward and backward pass.
 
     Args:
         hidden: [..., h], fp32, bf16, fp16 or float64.
-        weight_vh: [v, h] in hidden's dtype: rows of the vocabulary that this rank has.
-        labels: [...] int64, each a row of the whole vocabulary.
-        counted: [...] bool, losses whose gradient counts; None: all. **In the backward pass all of these must get the
-            same gradient, and the others zero**, as from a sum under a mask or its mean; another one is an error
-            (of the device, on a GPU).
+        weight_vh: [v, h] in hidden's dtype, this rank's rows of the vocabulary.
+        labels: [...] int64, indices into the whole vocabulary.
+        counted: [...] bool, True for the losses that contribute to the gradient; None for all. **The backward pass must
+            give all counted losses the same gradient, and the others zero**, as a masked sum or mean does. Any other
+            gradient raises an error (a device-side assertion on a GPU).
         first_label: label of this rank's first row.
-        num_columns: rows of weight, from the first, that are labels, 0 to v; those after them fill the matrix up: they
-            get no probability, and their gradient is zero. None: all.
-        group: ranks that have the vocabulary's other rows, all of the same number; None: there are none. The gradient
-            of hidden is this rank's part of a sum over the group, which is the caller's to make.
-        chunk_size: rows of logits at a time; None: as many as take 512 MiB.
-        implementation: "reference", all logits at once and by one rank alone; "chunked", plain torch; "triton"; "auto":
-            triton on a GPU, else chunked.
+        num_columns: number of leading rows of weight that are labels, 0 to v; None for all. The remaining rows are
+            padding: they have no probability and a zero gradient.
+        group: ranks that share the vocabulary, each with the same number of rows; None for one rank. The gradient of
+            hidden is this rank's partial sum, and the caller must sum it over the group.
+        chunk_size: rows of logits per chunk; None for as many as fit in 512 MiB.
+        implementation: "reference", which computes all logits at once on a single rank; "chunked" in plain torch;
+            "triton"; "auto" for Triton on a GPU, else chunked.
 
     Returns:
-        Losses [...] in nats, fp32 (float64 for float64), also of what is not counted.
+        Losses [...] in nats, fp32 (float64 for float64), including those that are not counted.
 
     Raises:
         ValueError: an argument does not fit; the message names it.
 
     Source: Hsu et al. 2024, "Liger Kernel" (arXiv 2410.10989), section 3.2, for gradients in the forward pass; Shoeybi
-    et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3, for a vocabulary over several ranks.
+    et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3, for a vocabulary sharded over ranks.
     """
     _check(hidden, weight_vh, labels, counted)
     num_columns = _checked_columns(num_columns, len(weight_vh))
@@ -91,7 +91,7 @@ def linear_cross_entropy(
 
 
 def _rows(form: str) -> Rows:
-    """What computes of rows in a form; Triton is imported where it is used alone."""
+    """Return the module that implements the operations on rows of logits. Triton is imported only if it is used."""
     if form == "chunked":
         return rows
     from kernels.linear_cross_entropy import triton_rows

@@ -1,4 +1,4 @@
-"""The public form of Native Sparse Attention: checks, and the choice of an implementation."""
+"""Public interface of Native Sparse Attention: argument checks and choice of an implementation."""
 
 from typing import Literal
 
@@ -41,35 +41,35 @@ def native_sparse_attention(
     query_offset: int = 0,
     implementation: Implementation = "auto",
 ) -> Tensor:
-    """Native Sparse Attention: a gated sum of attention to compressed blocks, to selected blocks and to a window.
+    """Native Sparse Attention: gated sum of attention to compressed blocks, to selected blocks and to a sliding window.
 
-    Block c is the keys c * block_size .. (c + 1) * block_size - 1; a query's own block is the one it stands in. All in
-    fp32 (float64 for float64).
+    Block c is the keys c * block_size .. (c + 1) * block_size - 1. A query's own block contains its position. All
+    branches are computed in fp32 (float64 for float64).
 
-    Compressed: softmax attention to the mean key and mean value of every whole block that ends at or before the query;
-    0 for a query that has none. A block's importance is its probability here, summed over the group's query heads.
-    Selected: one softmax over the keys, up to the query, of num_selected blocks: the own one, the one before it, block
-    0, and the most important of the other blocks before; the lower block wins a tie. A query with fewer blocks takes
-    them all.
+    Compressed: softmax attention to the mean key and mean value of every complete block that ends at or before the
+    query; 0 for a query without such a block. A block's importance is its probability here, summed over the group's
+    query heads.
+    Selected: one softmax over the keys, up to the query, of num_selected blocks: the query's own block, the one before
+    it, block 0, and the most important other blocks before it. The lower block wins a tie. A query with fewer blocks
+    selects them all.
     Window: softmax attention to the last `window` keys up to the query.
 
-    The selection is a constant for the gradient; q, k, v and the gates learn through the three softmaxes.
+    The selection has no gradient; q, k, v and the gates get gradients through the three softmaxes.
 
     Args:
         q: queries [b, tq, hq, d]; fp32, bf16, fp16 or float64.
-        k: keys [b, tk, hkv, d], hq a multiple of hkv; query head h uses key head h // (hq // hkv), and the heads that
-            share a key head, a group, share their selection.
+        k: keys [b, tk, hkv, d], hq a multiple of hkv. Query head h uses key head h // (hq // hkv). The query heads that
+            share a key head form a group and share their selection.
         v: values [b, tk, hkv, dv].
-        gates: factors of compressed, selected, window [b, tq, hq, 3], in (0, 1); any floating dtype.
+        gates: factors of compressed, selected and window branch [b, tq, hq, 3], in (0, 1); any floating dtype.
         block_size: keys per block; tk need not be a multiple.
-        num_selected: blocks a query attends to, the own one, the one before and block 0 included: less than 3 is
-            taken as 3.
+        num_selected: blocks per query, including its own, the one before and block 0; less than 3 is taken as 3.
         window: query t sees keys t - window + 1 .. t in the window branch.
         scale: factor on q.k, not negative; None means d**-0.5.
         query_offset: global position of the first query; keys are at 0 .. tk-1.
-        implementation: "reference"; "triton", which never holds [tq, tk], wants d = dv of 16 to 256, blocks of 32 to
-            512 keys, a power of two, and num_selected up to 17, and rounds block means to the inputs' dtype; or "auto",
-            triton where it can and there are not just a few queries.
+        implementation: "reference"; "triton", which never materialises [tq, tk]; or "auto" for Triton where it is
+            supported and there are at least `FEW_QUERIES` queries. Triton needs d = dv of 16 to 256, a block_size of 32
+            to 512 and num_selected up to 17, and rounds block means to the inputs' dtype.
 
     Returns:
         [b, tq, hq, dv] in v's dtype.
@@ -77,9 +77,9 @@ def native_sparse_attention(
     Raises:
         ValueError: an argument does not fit; the message names it.
 
-    Source: Yuan et al. 2025 (arXiv 2502.11089), equations 5 and 7 to 12, with blocks of one size for compression and
-    selection. The paper compresses by a learned map and has keys and values for each branch; here a block's mean stands
-    for it, and the branches share keys and values, as in flash-linear-attention.
+    Source: Yuan et al. 2025 (arXiv 2502.11089), equations 5 and 7 to 12, with one block size for compression and
+    selection. The paper learns the compression and has separate keys and values per branch. As in
+    flash-linear-attention, compression is the block mean, and the branches share keys and values.
     """
     check_attention(q, k, v, query_offset)
     check_shapes(q, {"gates": (gates, (*q.shape[:3], 3))})
@@ -103,7 +103,7 @@ def native_sparse_attention(
 
 def _choice(implementation: str, q: Tensor, v: Tensor, block_size: int, num_selected: int) -> Choice:
     if implementation == "auto" and q.shape[1] < FEW_QUERIES:
-        # FlexAttention would compile anew for each token that is decoded.
+        # FlexAttention would recompile for each decoded token.
         few = Choice("reference", f"the scores of {q.shape[1]} queries are few")
         return choose("native_sparse_attention", implementation, _IMPLEMENTATIONS, few, "reference")
     obstacle = _obstacle(q, v, block_size, num_selected)

@@ -1,6 +1,6 @@
-"""Native Sparse Attention in plain torch: the three branches, and which blocks the second one takes.
+"""Native Sparse Attention in plain torch: the three branches and the block selection.
 
-Block c is the keys c * block_size .. (c + 1) * block_size - 1; the last one may be cut short. Suffixes as in
+Block c is the keys c * block_size .. (c + 1) * block_size - 1; the last one may be incomplete. Suffixes as in
 attention_math; n block, x branch.
 """
 
@@ -20,7 +20,7 @@ from kernels.softmax_attention.reference import attend
 
 
 def block_means(x_bshd: Tensor, block_size: int) -> Tensor:
-    """Give the mean of every whole block: [b, s // block_size, h, d], fp32 or float64."""
+    """Return the mean of every complete block: [b, s // block_size, h, d], fp32 or float64."""
     num_whole = x_bshd.shape[1] // block_size
     return upcast(x_bshd[:, : num_whole * block_size]).unflatten(1, (num_whole, block_size)).mean(dim=2)
 
@@ -28,7 +28,7 @@ def block_means(x_bshd: Tensor, block_size: int) -> Tensor:
 def compressed_probabilities(
     q_bthd: Tensor, k_bnhd: Tensor, *, block_size: int, scale: float, query_offset: int
 ) -> Tensor:
-    """Softmax over the mean keys of the whole blocks that end at or before the query.
+    """Softmax over the mean keys of the complete blocks that end at or before the query.
 
     Args:
         q_bthd: queries [b, tq, hq, d].
@@ -43,7 +43,7 @@ def compressed_probabilities(
     scores_bhtn = query_key_products(q_bthd, k_bnhd) * scale
     num_ended_t1 = ((query_positions(q_bthd, query_offset) + 1) // block_size)[:, None]
     ended_tn = torch.arange(k_bnhd.shape[1], device=q_bthd.device) < num_ended_t1
-    # A softmax over nothing is NaN: a query without such a block takes all, and then none.
+    # A softmax over no key is NaN. A query without such a block keeps all scores, and its result is set to 0.
     return visible_softmax(scores_bhtn, ended_tn | (num_ended_t1 == 0)).masked_fill(~ended_tn, 0.0)
 
 
@@ -57,7 +57,7 @@ def select_blocks(
     num_selected: int,
     query_offset: int,
 ) -> Tensor:
-    """Choose the blocks of every query: its own, the one before, block 0, and the most important ones.
+    """Choose the blocks of every query: its own, the one before, block 0, and the most important other ones.
 
     The lowest index wins a tie.
 
@@ -66,21 +66,21 @@ def select_blocks(
         q_bthd: queries, for tq.
         k_bshd: keys [b, tk, hkv, d], for tk and hkv.
         block_size: keys per block.
-        num_selected: how many blocks in all; less than 3 is taken as 3.
+        num_selected: number of blocks; less than 3 is taken as 3.
         query_offset: global position of the first query.
 
     Returns:
-        bool [b, hkv, tq, blocks], the last block cut short or not. A constant for the gradient.
+        bool [b, hkv, tq, blocks], including an incomplete last block. No gradient.
     """
     own_t1 = (query_positions(q_bthd, query_offset) // block_size)[:, None]
     n = torch.arange((k_bshd.shape[1] - 1) // block_size + 1, device=q_bthd.device)
     importance_bgtn = probabilities_bhtn.unflatten(1, (k_bshd.shape[2], -1)).sum(dim=2)
-    # The last block has no probability where it is cut short: only its own queries may take it.
+    # An incomplete last block has no probability. Only queries inside it may select it.
     importance_bgtn = F.pad(importance_bgtn, (0, len(n) - importance_bgtn.shape[-1]))
     always_tn = (n == own_t1) | (n == own_t1 - 1) | (n == 0)
     importance_bgtn = importance_bgtn.masked_fill(always_tn, torch.inf)
     importance_bgtn = importance_bgtn.masked_fill(n > own_t1, -torch.inf)
-    # A stable sort, as topk promises no order among equal numbers.
+    # A stable sort, because topk guarantees no order among equal numbers.
     order_bgtn = importance_bgtn.sort(dim=-1, descending=True, stable=True).indices
     taken_bgtn = torch.zeros_like(importance_bgtn, dtype=torch.bool)
     return taken_bgtn.scatter_(-1, order_bgtn[..., : max(num_selected, 3)], True) & (n <= own_t1)
@@ -99,7 +99,7 @@ def native_sparse_attention_reference(
     query_offset: int,
 ) -> Tensor:
     """Compute the op over all [tq, tk] scores. Arguments as in `native_sparse_attention`, checked there."""
-    v_full_bshe = upcast(v_bshe)  # so that the branches are summed before they are rounded
+    v_full_bshe = upcast(v_bshe)  # sum the branches before rounding
     probabilities_bhtn = compressed_probabilities(
         q_bthd, block_means(k_bshd, block_size), block_size=block_size, scale=scale, query_offset=query_offset
     )

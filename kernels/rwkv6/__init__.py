@@ -1,4 +1,4 @@
-"""The state update of RWKV-6 (Finch)."""
+"""State update of RWKV-6 (Finch)."""
 
 from kernels.rwkv6.interface import rwkv6
 

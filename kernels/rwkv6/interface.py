@@ -1,4 +1,4 @@
-"""The public form of RWKV-6's state update: checks, and the choice of an implementation."""
+"""Public interface of RWKV-6's state update: argument checks and choice of an implementation."""
 
 from typing import Literal, overload
 
@@ -51,25 +51,26 @@ def rwkv6(
     return_final_state: bool = False,
     implementation: Implementation = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """RWKV-6's state update: o_t = scale * (S + diag(u) k_t v_t^T)^T r_t;  S <- diag(exp(g_t)) S + k_t v_t^T.
+    """State update of RWKV-6: o_t = scale * (S + diag(u) k_t v_t^T)^T r_t;  S <- diag(exp(g_t)) S + k_t v_t^T.
 
-    In fp32 (float64 for float64). Token t is read from the state before it decays by g_t. The state's last value is an
-    affine function of its first, each value column by itself.
+    Computed in fp32 (float64 for float64). r_t reads the state before it decays by g_t. The final state is an affine
+    function of the initial one, independently for each value column.
 
     Args:
         r: receptances [b, t, h, dk], which read the state as queries do; fp32, bf16, fp16 or float64.
         k: keys [b, t, h, dk].
         v: values [b, t, h, dv].
-        g: log decay, finite and at most 0, [b, t, h, dk]; fp32 (or float64), as 16 bits round the decay of long spans.
-            In the model -exp of the decay's logits.
-        u: bonus of the present token [h, dk]; any floating dtype.
+        g: log decay [b, t, h, dk], finite and at most 0, in fp32 or float64, because 16-bit formats round long decays.
+            The model computes it as -exp of the decay's logits.
+        u: bonus of the current token [h, dk]; any floating dtype.
         scale: positive factor on r; None means 1.0, as RWKV has none.
         initial_state: [b, h, dk, dv] before the first token; None for zeros.
         return_final_state: also return the state after the last token.
-        implementation: "fla" (a GPU, bf16 or fp16), "recurrent", "chunked", or "auto".
+        implementation: "fla" (a GPU, bf16 or fp16); "recurrent" or "chunked" in plain torch; "auto" for fla where it is
+            supported, else chunked.
 
     Returns:
-        o [b, t, h, dv] in v's dtype; with return_final_state also the state [b, h, dk, dv] in fp32 (or float64).
+        o [b, t, h, dv] in v's dtype. With return_final_state also the state [b, h, dk, dv] in fp32 (or float64).
 
     Raises:
         ValueError: an argument does not fit; the message names it.

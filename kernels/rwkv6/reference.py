@@ -1,7 +1,7 @@
-"""The state update of RWKV-6 in plain torch: token by token (the meaning), and by chunks (the same function, fast).
+"""State update of RWKV-6 in plain torch: recurrent (the definition) and chunked (equivalent and faster).
 
 Peng et al. 2024, "Eagle and Finch" (arXiv 2404.05892), the wkv of Finch's time mixing. The state S is [dk, dv] per
-head, and a token is read before the state decays and takes it in:
+head. r_t reads the state before it decays and before token t is added:
 
     o_t = scale * (S + diag(u) k_t v_t^T)^T r_t;  S <- diag(exp(g_t)) S + k_t v_t^T
 
@@ -17,14 +17,14 @@ from kernels.gated_linear_attention.reference import chunked as linear_attention
 def recurrent(
     r_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, g_bthd: Tensor, u_hd: Tensor, *, scale: float, state_bhde: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Walk over the tokens.
+    """Iterate over the tokens.
 
     Args:
-        r_bthd: receptances [b, t, h, dk]. All arguments are of one dtype, fp32 or float64.
+        r_bthd: receptances [b, t, h, dk]. All arguments have one dtype, fp32 or float64.
         k_bthd: keys [b, t, h, dk].
         v_bthe: values [b, t, h, dv].
         g_bthd: log decay [b, t, h, dk], at most 0.
-        u_hd: bonus of the present token [h, dk].
+        u_hd: bonus of the current token [h, dk].
         scale: factor on r.
         state_bhde: state before the first token [b, h, dk, dv].
 
@@ -43,16 +43,16 @@ def recurrent(
 def chunked(
     r_bthd: Tensor, k_bthd: Tensor, v_bthe: Tensor, g_bthd: Tensor, u_hd: Tensor, *, scale: float, state_bhde: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Walk over chunks of 16 tokens, as gated linear attention does with a decay a key feature.
+    """Scan over chunks of 16 tokens, by gated linear attention with a decay per key feature.
 
-    Gated linear attention reads S after token t has been written, so that its query t is r_{t+1} here.
+    Gated linear attention reads S after token t is added, so its query t is r_{t+1} here.
 
     Args:
-        r_bthd: as in `recurrent`, like all the others.
+        r_bthd: receptances. Shapes and dtypes are those of `recurrent`.
         k_bthd: keys.
         v_bthe: values.
         g_bthd: log decay.
-        u_hd: bonus of the present token.
+        u_hd: bonus of the current token.
         scale: factor on r.
         state_bhde: state before the first token.
 

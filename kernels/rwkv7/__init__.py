@@ -1,4 +1,4 @@
-"""The state update of RWKV-7 (Goose)."""
+"""State update of RWKV-7 (Goose)."""
 
 from kernels.rwkv7.interface import rwkv7
 

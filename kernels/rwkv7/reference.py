@@ -1,7 +1,7 @@
-"""The state update of RWKV-7 in plain torch: token by token (the meaning), and by chunks (the same function, fast).
+"""State update of RWKV-7 in plain torch: recurrent (the definition) and chunked (equivalent and faster).
 
 Peng et al. 2025, "RWKV-7 Goose" (arXiv 2503.14456), the generalised delta rule S_t = S_{t-1} (diag(w_t) + z_t^T b_t)
-+ v_t^T k_t of row vectors. Here the state S is its transpose, [dk, dv] per head, and a stands for z:
++ v_t^T k_t of row vectors. Here the state S is its transpose, [dk, dv] per head, and a is its z:
 
     u_t = S^T a_t;  S <- diag(exp(w_t)) S + b_t u_t^T + k_t v_t^T;  o_t = scale * S^T r_t
 
@@ -26,15 +26,15 @@ def recurrent(
     scale: float,
     state_bhde: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Walk over the tokens.
+    """Iterate over the tokens.
 
     Args:
-        r_bthd: receptances [b, t, h, dk]. All arguments are of one dtype, fp32 or float64.
+        r_bthd: receptances [b, t, h, dk]. All arguments have one dtype, fp32 or float64.
         k_bthd: keys [b, t, h, dk].
         v_bthe: values [b, t, h, dv].
         w_bthd: log decay [b, t, h, dk], at most 0.
-        a_bthd: what is read from the old state [b, t, h, dk].
-        b_bthd: where the read is added [b, t, h, dk].
+        a_bthd: direction in which the old state is read [b, t, h, dk].
+        b_bthd: direction to which the result of that read is added [b, t, h, dk].
         scale: factor on r.
         state_bhde: state before the first token [b, h, dk, dv].
 
@@ -62,23 +62,23 @@ def chunked(
     scale: float,
     state_bhde: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Walk over chunks of 16 tokens; all that a chunk does inside itself is batched over chunks.
+    """Scan over chunks of 16 tokens; the work within a chunk is batched over all chunks.
 
-    With G the sum of w from the chunk's start, S its first state and <x_i, y_j> = x_i . (e^(G_i-G_j) y_j), the u of a
-    chunk solve the triangular system (the WY form)
+    Let G be the running sum of w within a chunk, S the chunk's initial state and <x_i, y_j> = x_i . (e^(G_i-G_j) y_j).
+    The u of the chunk solve the triangular system (the WY form)
 
         u_i - sum_{j<i} <a'_i, b_j> u_j = S^T (e^(G_{i-1}) a_i) + sum_{j<i} <a'_i, k_j> v_j,
 
-    where <a'_i, y_j> fades to G_{i-1}, as u_i is read before the decay of token i; and
-    o_i = scale * (S^T (e^(G_i) r_i) + sum_{j<=i} <r_i, b_j> u_j + <r_i, k_j> v_j). Every exponent is at most 0.
+    where <a'_i, y_j> decays to G_{i-1} instead of G_i, because u_i is read before the decay of token i. The output is
+    o_i = scale * (S^T (e^(G_i) r_i) + sum_{j<=i} <r_i, b_j> u_j + <r_i, k_j> v_j). No exponent is positive.
 
     Args:
-        r_bthd: as in `recurrent`, like all the others.
+        r_bthd: receptances. Shapes and dtypes are those of `recurrent`.
         k_bthd: keys.
         v_bthe: values.
         w_bthd: log decay.
-        a_bthd: what is read.
-        b_bthd: where the read is added.
+        a_bthd: direction of the read.
+        b_bthd: direction to which the result of the read is added.
         scale: factor on r.
         state_bhde: state before the first token.
 
@@ -99,13 +99,13 @@ def chunked(
 
 
 def _down(x_c1: Tensor) -> Tensor:
-    """Move a chunk's rows down by one, [..., c, any]; the first becomes zero."""
+    """Shift a chunk's rows, [..., c, any], down by one; the first row becomes zero."""
     return pad(x_c1[..., :-1, :], (0, 0, 1, 0))
 
 
 def _products(a: Tensor, r: Tensor, b: Tensor, k: Tensor, total: Tensor) -> Tensor:
-    """Give ((<a'_i, b_j>, <a'_i, k_j>), (<r_i, b_j>, <r_i, k_j>)): [2, 2, b, h, n, i, j], zero where j is too late."""
-    # a moves up by one, so that both rows fade to G_i, and its products move back down.
+    """Return ((<a'_i, b_j>, <a'_i, k_j>), (<r_i, b_j>, <r_i, k_j>)): [2, 2, b, h, n, i, j], zero for non-causal j."""
+    # a is shifted up by one, so that both rows decay to G_i; its products are shifted back down.
     left = torch.stack([pad(a[..., 1:, :], (0, 0, 0, 1)), r])
     faded = left.mT[..., None] * pair_decay(total.mT[..., None])
     of_a, of_r = torch.einsum("xbhndij,ybhnjd->xybhnij", faded, torch.stack([b, k]))
@@ -123,7 +123,7 @@ def _solve_chunks(ab: Tensor, own: Tensor, reads: Tensor) -> tuple[Tensor, Tenso
 def _walk(
     own: Tensor, reads: Tensor, to_end: Tensor, written: Tensor, kept_bhnd1: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hand the state from chunk to chunk. Returns the last state, each chunk's first state, and each chunk's u."""
+    """Scan the state over the chunks. Return the final state, each chunk's initial state and each chunk's u."""
     states, updates = [], []
     for n in range(own.shape[2]):
         u = own[:, :, n] + reads[:, :, n] @ state

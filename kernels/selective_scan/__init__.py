@@ -1,4 +1,4 @@
-"""The selective scan: a state a channel whose step, input and output are of each token's choice (Mamba-1)."""
+"""Selective scan of Mamba-1: a diagonal state per channel with input-dependent step size, B and C."""
 
 from kernels.selective_scan.interface import selective_scan
 

@@ -1,4 +1,4 @@
-"""The public form of the selective scan: checks, and the choice of an implementation."""
+"""Public interface of the selective scan: argument checks and choice of an implementation."""
 
 from collections.abc import Sequence
 from typing import Literal, overload
@@ -15,7 +15,7 @@ Implementation = Literal["auto", "recurrent", "chunked", "triton"]
 _PLAIN = {"chunked": chunked, "recurrent": recurrent}
 
 MAX_TRITON_STATE = 64
-"""Numbers in a channel's state, for the Triton form: more would not fit in a warp's registers."""
+"""State size per channel for the Triton implementation; a larger state would not fit in a warp's registers."""
 
 
 @overload
@@ -56,24 +56,24 @@ def selective_scan(
     return_final_state: bool = False,
     implementation: Implementation = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A diagonal state a channel, of each token's choice: h <- exp(dt_t A) h + dt_t B_t x_t;  y_t = C_t . h + D x_t.
+    """Selective scan: h <- exp(dt_t A) h + dt_t B_t x_t;  y_t = C_t . h + D x_t, with a diagonal state per channel.
 
-    In fp32 (float64 for float64). Channel i reads and writes with B and C of group i // (c // g).
+    Computed in fp32 (float64 for float64). Channel i uses B and C of group i // (c // g).
 
     Args:
         x: channels [b, t, c]; fp32, bf16, fp16 or float64.
-        dt: step sizes, finite and not negative, [b, t, c]; fp32 (or float64), as 16 bits round the decay of long spans.
-        A: rates, at most 0, [c, n]; fp32 (or float64).
-        B: what writes to the state, [b, t, n], or of groups [b, t, g, n] with c a multiple of g; any floating dtype.
-        C: what reads from it, of B's shape; any floating dtype.
-        D: skip [c], any floating dtype; None for none.
+        dt: step sizes [b, t, c], finite and not negative, in fp32 or float64, because 16-bit formats round long decays.
+        A: decay rates [c, n], at most 0, in fp32 or float64.
+        B: input projection [b, t, n], or per group [b, t, g, n] with c a multiple of g; any floating dtype.
+        C: output projection of B's shape; any floating dtype.
+        D: skip connection [c], any floating dtype; None for none.
         initial_state: [b, c, n] before the first token; None for zeros.
         return_final_state: also return the state after the last token.
-        implementation: "recurrent"; "chunked"; "triton", for n a power of two up to 64 and fp32 dt and A; or "auto",
-            triton where it can, else chunked.
+        implementation: "recurrent" or "chunked" in plain torch; "triton" for n a power of two up to 64 and fp32 dt and
+            A; "auto" for Triton on a GPU where it is supported, else chunked.
 
     Returns:
-        y [b, t, c] in x's dtype; with return_final_state also the state [b, c, n] in fp32 (or float64).
+        y [b, t, c] in x's dtype. With return_final_state also the state [b, c, n] in fp32 (or float64).
 
     Raises:
         ValueError: an argument does not fit; the message names it.

@@ -1,6 +1,6 @@
-"""The selective scan in plain torch: token by token (the meaning), and by chunks (the same function, fast).
+"""Selective scan in plain torch: recurrent (the definition) and chunked (equivalent and faster).
 
-Gu, Dao 2023, "Mamba" (arXiv 2312.00752). Each channel has a state h of n numbers, each with a rate in A:
+Gu, Dao 2023, "Mamba" (arXiv 2312.00752). Each channel has a state h of n numbers, each with its decay rate in A:
 
     h <- exp(dt_t A) h + dt_t x_t B_t;  y_t = C_t . h
 
@@ -19,14 +19,14 @@ CHUNK_SIZE = 16
 def recurrent(
     x_btge: Tensor, dt_btge: Tensor, A_gen: Tensor, B_btgn: Tensor, C_btgn: Tensor, *, state_bgen: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Walk over the tokens.
+    """Iterate over the tokens.
 
     Args:
-        x_btge: channels [b, t, g, c / g]. All arguments are of one dtype, fp32 or float64.
+        x_btge: channels [b, t, g, c / g]. All arguments have one dtype, fp32 or float64.
         dt_btge: step sizes, not negative.
         A_gen: rates [g, c / g, n], at most 0.
-        B_btgn: what writes, [b, t, g, n].
-        C_btgn: what reads.
+        B_btgn: input projection [b, t, g, n].
+        C_btgn: output projection [b, t, g, n].
         state_bgen: state before the first token [b, g, c / g, n].
 
     Returns:
@@ -44,23 +44,23 @@ def recurrent(
 def chunked(
     x_btge: Tensor, dt_btge: Tensor, A_gen: Tensor, B_btgn: Tensor, C_btgn: Tensor, *, state_bgen: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Walk over chunks; all states of a chunk are found together.
+    """Scan over chunks; all states of a chunk are computed in parallel.
 
-    The backward pass finds them again: between chunks only the state is kept, [b, c, n] a chunk instead of a token.
+    The backward pass recomputes them. Between chunks only the state is saved: [b, c, n] per chunk, not per token.
 
     Args:
-        x_btge: as in `recurrent`, like all the others.
+        x_btge: channels. Shapes and dtypes are those of `recurrent`.
         dt_btge: step sizes.
-        A_gen: rates.
-        B_btgn: what writes.
-        C_btgn: what reads.
+        A_gen: decay rates.
+        B_btgn: input projection.
+        C_btgn: output projection.
         state_bgen: state before the first token.
 
     Returns:
         y [b, t, g, c / g] and the state after the last token.
     """
     outputs = []
-    # Where nothing is walked back, checkpointing would only import torch's compiler, 0.4 s of a first call.
+    # Without a backward pass, activation checkpointing would only import torch's compiler, 0.4 s in the first call.
     walk: Callable[..., tuple[Tensor, Tensor]] = _rewalked if torch.is_grad_enabled() else _chunk
     for parts in zip(*(y.split(CHUNK_SIZE, dim=1) for y in (x_btge, dt_btge, B_btgn, C_btgn)), strict=True):
         y_bsge, state_bgen = walk(*parts, A_gen, state_bgen)
@@ -69,7 +69,7 @@ def chunked(
 
 
 def _rewalked(*arguments: Tensor) -> tuple[Tensor, Tensor]:
-    """`_chunk`, whose states the backward pass finds again."""
+    """Run `_chunk` with activation checkpointing, so that the backward pass recomputes its states."""
     found: tuple[Tensor, Tensor] = checkpoint(_chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
     return found
 
@@ -81,14 +81,14 @@ def _chunk(
     written_bsgen = (dt_bsge * x_bsge)[..., None] * B_bsgn[..., None, :]
     first = written_bsgen[:, :1] + kept_bsgen[:, :1] * state_bgen[:, None]
     states_bsgen = _all_states(kept_bsgen, torch.cat([first, written_bsgen[:, 1:]], dim=1))
-    # A view of the last state would hold the chunk's others, too.
+    # A view of the last state would keep the whole chunk's states in memory.
     return torch.einsum("bsgen,bsgn->bsge", states_bsgen, C_bsgn), states_bsgen[:, -1].clone()
 
 
 def _all_states(kept_bsgen: Tensor, written_bsgen: Tensor) -> Tensor:
-    """h_i = kept_i h_{i-1} + written_i from h = 0, by doubling the span that each position has summed up.
+    """Solve h_i = kept_i h_{i-1} + written_i from h = 0 by recursive doubling (Hillis-Steele scan).
 
-    Hillis, Steele 1986, "Data parallel algorithms". Only products of numbers in [0, 1] are made: nothing overflows.
+    Hillis, Steele 1986, "Data parallel algorithms". It only multiplies factors in [0, 1], so nothing overflows.
     """
     span, size = 1, kept_bsgen.shape[1]
     while span < size:

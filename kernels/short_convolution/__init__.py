@@ -1,4 +1,4 @@
-"""The short causal convolution over features, with its SiLU, cut into parts of which some are given unit length."""
+"""Short causal depthwise convolution with SiLU. Its output is split into parts; some may be normalised."""
 
 from kernels.short_convolution.interface import short_convolution
 

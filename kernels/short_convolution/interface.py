@@ -1,4 +1,4 @@
-"""The public form of the short convolution: checks, and the choice of an implementation."""
+"""Public interface of the short convolution: argument checks and choice of an implementation."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -19,10 +19,10 @@ from kernels.short_convolution.op import short_convolution_triton
 Implementation = Literal["auto", "reference", "triton"]
 
 MAX_TRITON_TAPS = 8
-"""Taps, for the Triton form: it has the rows of as many positions in registers."""
+"""Taps for the Triton implementation, which keeps the rows of that many positions in registers."""
 
 MAX_TRITON_UNIT_LENGTH = 256
-"""Width of a part of unit length, for the Triton form: one warp has all of it."""
+"""Width of a normalised part for the Triton implementation, in which one warp holds the whole vector."""
 
 
 def short_convolution(
@@ -35,21 +35,21 @@ def short_convolution(
     unit_length: Sequence[bool] | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Tensor, ...]:
-    """SiLU of a depthwise causal convolution over positions, cut into parts; computed in fp32 (float64 for float64).
+    """SiLU of a depthwise causal convolution, split into parts; computed in fp32 (float64 for float64).
 
     Args:
-        x: [t, b, u, w], any strides, fp32, bf16, fp16 or float64; each of the w features of a unit goes by itself.
-        before: rows before x, [k - 1, b, u, w] in x's dtype: zeros, or what other calls were given.
-        weight: taps [u, w, k], any floating dtype; the last one meets the own position.
+        x: [t, b, u, w] (sequence, batch, units such as heads, features), any strides; fp32, bf16, fp16 or float64.
+        before: the k - 1 rows before x, [k - 1, b, u, w] in x's dtype: zeros, or the last rows of earlier calls.
+        weight: taps [u, w, k], any floating dtype; the last tap multiplies the current position.
         bias: [u, w], any floating dtype; None for none.
-        widths: of the parts that the features are cut into; they sum to w.
-        unit_length: for each part, whether each unit's vector is divided by its length, 1e-6 added to its square;
-            None: no part's.
-        implementation: "reference"; "triton", for a last dimension of x that is contiguous, up to 8 taps and unit
-            length of parts up to 256 wide; or "auto", triton where it can, else reference.
+        widths: widths of the parts into which the features are split; they sum to w.
+        unit_length: for each part, True to divide each unit's vector by its L2 norm, with 1e-6 added to the squared
+            norm; None for no part.
+        implementation: "reference"; "triton", for x contiguous in its last dimension, up to 8 taps and normalised parts
+            up to 256 wide; "auto" for Triton on a GPU where it is supported, else reference.
 
     Returns:
-        One tensor a part, contiguous [b, t, u, width], in x's dtype.
+        One tensor per part, contiguous [b, t, u, width], in x's dtype.
 
     Raises:
         ValueError: an argument does not fit; the message names it.

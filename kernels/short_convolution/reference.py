@@ -1,4 +1,4 @@
-"""The short convolution in plain torch: the meaning, on any device.
+"""Short convolution in plain torch: the definition, on any device.
 
 Suffixes: t position, b batch, u unit, w feature of a unit, k tap, or row before x.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.attention_math import upcast
 
 EPSILON = 1e-6
-"""Added to the square of a vector's length, as in the authors' code of DeltaNet."""
+"""Added to the squared norm of a vector, as in the authors' code of DeltaNet."""
 
 
 def short_convolution(
@@ -23,10 +23,10 @@ def short_convolution(
     widths: Sequence[int],
     unit_length: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """Arguments as in `interface.short_convolution`, checked there.
+    """Compute `interface.short_convolution`, which checks the arguments.
 
     Returns:
-        [b, t, u, width] each, contiguous, in x's dtype.
+        One tensor [b, t, u, width] per part, contiguous, in x's dtype.
     """
     dtype = upcast(x_tbuw).dtype
     y_tbuw = convolve(x_tbuw.to(dtype), before_kbuw.to(dtype), weight_uwk.to(dtype))
@@ -38,7 +38,10 @@ def short_convolution(
 
 
 def convolve(x_tbuw: Tensor, before_kbuw: Tensor, weight_uwk: Tensor) -> Tensor:
-    """At t the sum over j of weight[..., taps - 1 - j] * x[t - j], [t, b, u, w]; `before` lies ahead of x."""
+    """Causal convolution [t, b, u, w]: the sum over j of weight[..., taps - 1 - j] * x[t - j].
+
+    `before_kbuw` holds the rows before x.
+    """
     t, padded_tbuw = len(x_tbuw), torch.cat([before_kbuw, x_tbuw])
     out_tbuw = padded_tbuw[:t] * weight_uwk[..., 0]
     for tap in range(1, weight_uwk.shape[-1]):
@@ -47,5 +50,5 @@ def convolve(x_tbuw: Tensor, before_kbuw: Tensor, weight_uwk: Tensor) -> Tensor:
 
 
 def of_unit_length(x: Tensor) -> Tensor:
-    """Vectors of the last dimension over their length."""
+    """Divide the vectors of the last dimension by their L2 norm."""
     return x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt()

@@ -1,4 +1,4 @@
-"""The public form of causal softmax attention: checks, and the choice of an implementation."""
+"""Public interface of causal softmax attention: argument checks and choice of an implementation."""
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ _IMPLEMENTATIONS = {
     "flex": softmax_attention_flex,
 }
 FEW_QUERIES = 128
-"""Fewer than these make a small mask, and may come with another number of keys each time, as in decoding."""
+"""Below this number of queries a mask is small. The number of keys may then change with each call, as in decoding."""
 
 
 def softmax_attention(
@@ -30,7 +30,7 @@ def softmax_attention(
     query_offset: int = 0,
     implementation: Implementation = "auto",
 ) -> Tensor:
-    """Causal softmax attention with grouped heads, sliding window and ALiBi.
+    """Causal softmax attention with grouped-query heads, sliding window and ALiBi.
 
     o_t = sum over visible j of softmax_j(scale * q_t.k_j - slope * (t - j)) v_j, softmax in fp32 (float64 for float64).
 
@@ -40,9 +40,10 @@ def softmax_attention(
         v: values [b, tk, hkv, dv].
         scale: factor on q.k; None means d**-0.5.
         window: query t sees keys t - window + 1 .. t; None for 0 .. t.
-        alibi_slopes: [hq], see `alibi_slopes`; None for no bias. Not differentiated by "sdpa" on every device.
+        alibi_slopes: [hq], for example from `alibi_slopes`; None for no bias. "sdpa" has no gradient for them on some
+            devices.
         query_offset: global position of the first query; keys are at 0 .. tk-1.
-        implementation: "reference", "sdpa", "flex", or "auto".
+        implementation: "reference"; "sdpa", torch's scaled_dot_product_attention; "flex", FlexAttention; or "auto".
 
     Returns:
         [b, tq, hq, dv] in v's dtype.

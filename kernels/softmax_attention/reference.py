@@ -1,4 +1,4 @@
-"""Causal softmax attention in plain torch: the meaning that the fast forms are tested against."""
+"""Causal softmax attention in plain torch: the definition, against which the faster implementations are tested."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from kernels.attention_math import causal_mask, mix_values, query_key_products, 
 
 
 def attend(q_bthd: Tensor, k_bshd: Tensor, v_bshe: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Attend, in one softmax, to the keys that a mask leaves visible.
+    """Softmax attention to the keys that a mask leaves visible.
 
     Args:
         q_bthd: queries [b, tq, hq, d].
@@ -23,7 +23,7 @@ def attend(q_bthd: Tensor, k_bshd: Tensor, v_bshe: Tensor, visible: Tensor, scal
 
 
 def distance_bias(q_bthd: Tensor, k_bshd: Tensor, slopes_h: Tensor, query_offset: int) -> Tensor:
-    """Give -slope * (t - s) for every head, query and key: [hq, tq, tk] in the slopes' dtype."""
+    """Return -slope * (t - s) for every head, query and key: [hq, tq, tk] in the slopes' dtype."""
     t = query_positions(q_bthd, query_offset)[:, None]
     s = query_positions(k_bshd, 0)[None, :]
     return -slopes_h[:, None, None] * (t - s)

@@ -1,4 +1,4 @@
-"""The public form of Top-1 Chunk selection: checks, and the choice of an implementation."""
+"""Public interface of Top-1 Chunk attention: argument checks and choice of an implementation."""
 
 from typing import Any, Literal, overload
 
@@ -76,40 +76,42 @@ def top1_chunk_attention(
     return_selection: bool = False,
     implementation: Implementation = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Top-1 Chunk selection: one softmax over the query's own chunk and the best top_k complete earlier chunks.
+    """Top-1 Chunk attention: one softmax over the query's own chunk and its top_k best complete earlier chunks.
 
     A chunk's score for a query is q . mean of its keys ("approx"), the highest q.k ("exact"), or logsumexp of
     scale * q.k ("exact_lse"), all in fp32 from the unrounded inputs. The lowest chunk index wins a tie. A query with
-    fewer than top_k earlier chunks takes them all; one in chunk 0 has its own chunk only, whatever `local` says. The
-    choice is a constant for the gradient; q, k and v learn through the softmax.
+    fewer than top_k earlier chunks selects all of them. A query in chunk 0 attends only to its own chunk, regardless of
+    `local`. The selection has no gradient; q, k and v get gradients through the softmax.
 
     Args:
         q: queries [b, tq, hq, d]; fp32, bf16, fp16 or float64.
         k: keys [b, tk, hkv, d], hq a multiple of hkv; query head h uses key head h // (hq // hkv).
         v: values [b, tk, hkv, dv].
         chunk_size: keys per chunk, a power of two; tk need not be a multiple.
-        top_k: how many earlier chunks a query takes, at most 16.
-        score: how chunks are scored.
-        local: whether the query also attends to its own chunk, up to itself.
+        top_k: number of earlier chunks per query, at most 16.
+        score: score of a chunk, see above.
+        local: True if a query also attends to its own chunk, up to its own position.
         scale: factor on q.k, not negative; None means d**-0.5.
-        cu_seqlens: bounds of documents packed into one row (b = 1), int [documents + 1], see `documents`: chunks start
-            at a document's start, and nothing outside it is seen. On a GPU it is waited for; leave it on the CPU.
+        cu_seqlens: bounds of documents packed into one row (b = 1), int [documents + 1], see `kernels.documents`.
+            Chunks start at a document's start, and attention stays within the document. On a GPU, `cu_seqlens` forces a device
+            synchronisation; keep it on the CPU.
         query_offset: position of the first query in the row; keys are at 0 .. tk-1.
-        selection: the chunks that each query takes, int64 [b, tq, hq, top_k], which are then not chosen by `score`:
-            as `return_selection` gives them, distinct, complete and earlier than the query's own, -1 behind them where
-            there are fewer. Not with `cu_seqlens`.
-        return_selection: also return the chosen chunks.
-        implementation: "reference"; "triton", which never holds [tq, tk] and wants d = dv up to 256, chunks of 32 to
-            512 keys, and rounds the mean key of "approx" to the inputs' dtype; or "auto", triton where it can.
+        selection: chunks to attend to instead of those with the best scores, int64 [b, tq, hq, top_k], in the format of
+            `return_selection`: distinct, complete and earlier than the query's own, padded with -1 at the end. Not
+            allowed with `cu_seqlens`.
+        return_selection: also return the selected chunks.
+        implementation: "reference"; "triton", which never materialises [tq, tk]; or "auto" for Triton on a GPU where it
+            is supported. Triton needs d = dv up to 256 and a chunk_size of 32 to 512, and rounds the mean key of
+            "approx" to the inputs' dtype.
 
     Returns:
-        o [b, tq, hq, dv] in v's dtype; with return_selection also the chosen chunk indices [b, tq, hq, top_k] int64,
-        counted in the row or document, best first, -1 where there is none.
+        o [b, tq, hq, dv] in v's dtype. With return_selection also the selected chunk indices [b, tq, hq, top_k] int64,
+        counted within the row or document, best first, -1 for a missing chunk.
 
     Raises:
         ValueError: an argument does not fit; the message names it.
 
-    Source: Lu et al. 2025 (arXiv 2505.18522); defaults of `score`, `local`, `top_k` are a reconstruction.
+    Source: Lu et al. 2025 (arXiv 2505.18522). The defaults of `score`, `local` and `top_k` are a reconstruction.
     """
     check_attention(q, k, v, query_offset)
     _check_options(chunk_size, top_k, score)
@@ -152,7 +154,7 @@ def _check_selection(selection: Tensor | None, q: Tensor, top_k: int, cu_seqlens
 
 
 def form_obstacle(q: Tensor, v: Tensor, chunk_size: int) -> str | None:
-    """Say why the Triton form cannot take these inputs, with the mend; None when it can."""
+    """Return the reason why the Triton implementation does not support these inputs, and the fix; None if it does."""
     if chunk_size not in TRITON_CHUNK_SIZES:
         return f"chunk_size is {chunk_size}: give one of {list(TRITON_CHUNK_SIZES)}"
     return triton_attention_obstacle(q, v)

@@ -1,7 +1,7 @@
-"""Top-1 Chunk selection in plain torch, in two parts: which chunks a query takes, and attention over those.
+"""Top-1 Chunk attention in plain torch, in two steps: select chunks, and attend to them.
 
 Chunk c is the keys c * chunk_size .. (c + 1) * chunk_size - 1. Suffixes as in attention_math; n chunk, m rank of a
-choice.
+selected chunk.
 """
 
 import torch
@@ -13,7 +13,7 @@ from kernels.softmax_attention.reference import attend
 
 
 def chunk_scores(q_bthd: Tensor, k_bshd: Tensor, *, chunk_size: int, score: str, scale: float) -> Tensor:
-    """Score every complete chunk for every query, whether or not the query may choose it.
+    """Score every complete chunk for every query, including those that the query may not select.
 
     Args:
         q_bthd: queries [b, tq, hq, d].
@@ -36,7 +36,7 @@ def chunk_scores(q_bthd: Tensor, k_bshd: Tensor, *, chunk_size: int, score: str,
 
 
 def mean_keys(k_bshd: Tensor, chunk_size: int) -> Tensor:
-    """Mean key of every complete chunk: [b, tk // chunk_size, hkv, d], fp32 or float64."""
+    """Return the mean key of every complete chunk: [b, tk // chunk_size, hkv, d], fp32 or float64."""
     num_complete = k_bshd.shape[1] // chunk_size
     return upcast(k_bshd[:, : num_complete * chunk_size].unflatten(1, (num_complete, chunk_size))).mean(dim=2)
 
@@ -45,39 +45,39 @@ def mean_keys(k_bshd: Tensor, chunk_size: int) -> Tensor:
 def select_chunks(
     q_bthd: Tensor, k_bshd: Tensor, *, chunk_size: int, top_k: int, score: str, scale: float, query_offset: int
 ) -> Tensor:
-    """Choose for every query the top_k best chunks before its own; the lowest index wins a tie.
+    """Select for every query the top_k best chunks before its own; the lowest index wins a tie.
 
     Args:
         q_bthd: queries [b, tq, hq, d].
         k_bshd: keys [b, tk, hkv, d].
         chunk_size: keys per chunk.
-        top_k: how many chunks.
+        top_k: number of chunks.
         score: as in `chunk_scores`.
         scale: as in `chunk_scores`.
         query_offset: global position of the first query.
 
     Returns:
-        int64 [b, tq, hq, top_k], best first, -1 where there is no such chunk. A constant for the gradient.
+        int64 [b, tq, hq, top_k], best first, -1 for a missing chunk. No gradient.
     """
     scores_bhtn = chunk_scores(q_bthd, k_bshd, chunk_size=chunk_size, score=score, scale=scale)
-    # As many as the query's own chunk index; all of them are complete.
+    # The number of earlier chunks is the query's own chunk index; all of them are complete.
     return best_chunks(scores_bhtn, query_positions(q_bthd, query_offset) // chunk_size, top_k)[1]
 
 
 def best_chunks(scores_bhtn: Tensor, num_earlier_t: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Take every query's best chunks among the first so many; the lowest index wins a tie.
+    """Select every query's best chunks among a number of leading chunks; the lowest index wins a tie.
 
     Args:
-        scores_bhtn: as from `chunk_scores`.
-        num_earlier_t: int64 [tq], how many chunks a query may choose from.
-        top_k: how many it takes.
+        scores_bhtn: scores from `chunk_scores`.
+        num_earlier_t: int64 [tq], number of leading chunks that a query may select from.
+        top_k: number of chunks to select.
 
     Returns:
-        Their scores and their indices, int64, [b, tq, hq, top_k], best first; -inf and -1 where there is no such chunk.
+        Scores and int64 indices of the selected chunks, [b, tq, hq, top_k], best first; -inf and -1 if missing.
     """
     num_chunks, device = scores_bhtn.shape[-1], scores_bhtn.device
     earlier_tn = torch.arange(num_chunks, device=device) < num_earlier_t[:, None]
-    # A stable sort, as topk promises no order among equal scores.
+    # A stable sort, because topk guarantees no order among equal scores.
     best = scores_bhtn.masked_fill(~earlier_tn, -torch.inf).sort(dim=-1, descending=True, stable=True)
     exists_tm = torch.arange(min(top_k, num_chunks), device=device) < num_earlier_t[:, None]
     chosen_bhtm = best.indices[..., :top_k].masked_fill(~exists_tm, -1)
@@ -89,14 +89,14 @@ def best_chunks(scores_bhtn: Tensor, num_earlier_t: Tensor, top_k: int) -> tuple
 def selection_mask(
     chosen_bthm: Tensor, q_bthd: Tensor, k_bshd: Tensor, *, chunk_size: int, local: bool, query_offset: int
 ) -> Tensor:
-    """Tell which keys a query attends to: its chosen chunks', and its own chunk's up to itself.
+    """Return the mask of the keys that a query attends to: its selected chunks and its own chunk up to its position.
 
     Args:
-        chosen_bthm: int64 [b, tq, hq, top_k] as from `select_chunks`.
+        chosen_bthm: int64 [b, tq, hq, top_k] from `select_chunks`.
         q_bthd: queries, for tq.
         k_bshd: keys, for tk.
         chunk_size: keys per chunk.
-        local: whether the own chunk counts; for queries in chunk 0, which have nothing else, it always does.
+        local: True to include the query's own chunk. For queries in chunk 0 it is always included.
         query_offset: global position of the first query.
 
     Returns:
@@ -106,7 +106,7 @@ def selection_mask(
     chunk_s = s // chunk_size
     num_chunks = int(k_bshd.shape[1] - 1) // chunk_size + 1
     chosen_bhtm = chosen_bthm.transpose(1, 2)
-    # One column more, for the -1s to fall into.
+    # One extra column receives the entries of -1.
     taken_bhtn = torch.zeros(*chosen_bhtm.shape[:3], num_chunks + 1, dtype=torch.bool, device=s.device)
     taken_bhtn.scatter_(-1, chosen_bhtm.where(chosen_bhtm >= 0, num_chunks), True)
     own_t1 = (query_positions(q_bthd, query_offset) // chunk_size)[:, None]
@@ -132,7 +132,7 @@ def top1_chunk_reference(
     """Compute the op over all [tq, tk] scores. Arguments as in `top1_chunk_attention`, checked there.
 
     Returns:
-        o [b, tq, hq, dv] in v's dtype and the chosen chunks, int64 [b, tq, hq, top_k].
+        o [b, tq, hq, dv] in v's dtype and the selected chunks, int64 [b, tq, hq, top_k].
     """
     chosen_bthm = selection
     if chosen_bthm is None:

@@ -1,4 +1,4 @@
-"""Top-1 Element selection."""
+"""Top-1 Element attention: each query takes the value of its best key."""
 
 from kernels.top1_element.interface import top1_element_attention
 

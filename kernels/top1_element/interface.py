@@ -1,4 +1,4 @@
-"""The public form of Top-1 Element selection: checks, and the choice of an implementation."""
+"""Public interface of Top-1 Element attention: argument checks and choice of an implementation."""
 
 from typing import Any, Literal, overload
 
@@ -21,7 +21,7 @@ Estimator = Literal["straight_through", "selected"]
 Implementation = Literal["auto", "reference", "triton"]
 
 MAX_TOKENS = 2**31 - 2**16
-"""Keys in all, for the Triton form: a token, and the end of the block that begins there, is an int32."""
+"""Maximum total number of keys for the Triton implementation: a token index plus a block size must fit in int32."""
 
 
 @overload
@@ -62,26 +62,27 @@ def top1_element_attention(
     return_selection: bool = False,
     implementation: Implementation = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Top-1 Element selection: o_t = v_j*, j* the visible key with the highest score, the lowest such index.
+    """Top-1 Element attention: o_t = v_j*, with j* the visible key of the highest score, the lowest such index.
 
-    The forward value is v_j* to the last bit, in training and in inference. Gradients, with p = softmax(scale * q.k):
+    The forward value is exactly v_j*, in training and in inference. Gradients, with p = softmax(scale * q.k):
     "straight_through": o = sum_j a_j v_j, a = onehot(j*) + p - stop(p); "selected": o = (p_j* / stop(p_j*)) v_j*.
 
     Args:
         q: queries [b, tq, hq, d]; fp32, bf16, fp16 or float64.
         k: keys [b, tk, hkv, d], hq a multiple of hkv; query head h uses key head h // (hq // hkv).
         v: values [b, tk, hkv, dv], finite.
-        estimator: which gradient.
+        estimator: gradient estimator, see above.
         scale: factor on q.k, not negative; None means d**-0.5. j* does not depend on it.
-        cu_seqlens: bounds of documents packed into one row (b = 1), int [documents + 1], see `documents`: nothing
-            outside a document is seen. On a GPU it is waited for; leave it on the CPU.
+        cu_seqlens: bounds of documents packed into one row (b = 1), int [documents + 1], see `kernels.documents`.
+            Attention stays within a document. On a GPU, `cu_seqlens` forces a device synchronisation; keep it on the
+            CPU.
         query_offset: position of the first query in the row; keys are at 0 .. tk-1.
         return_selection: also return j*.
-        implementation: "reference"; "triton", which never holds [tq, tk] and wants d = dv up to 256; or "auto",
-            triton where it can.
+        implementation: "reference"; "triton", which never materialises [tq, tk] and needs d = dv up to 256; or "auto"
+            for Triton on a GPU where it is supported.
 
     Returns:
-        o [b, tq, hq, dv] in v's dtype; with return_selection also j* [b, tq, hq] int64, positions in the row or
+        o [b, tq, hq, dv] in v's dtype. With return_selection also j* [b, tq, hq] int64, positions within the row or
         document.
 
     Raises:
