@@ -1,12 +1,13 @@
-"""The gradients of Based's linear attention, in Triton; see `triton_forward`.
+"""Gradients of Based's linear attention, in Triton. The forward pass is in `triton_forward`.
 
-With z the sum of weights of a token, its output o = sum w v / z. A weight's gradient is (do.v - do.o) / z; from it to
-q and k it is multiplied with 1 + s. Queries meet the states before their chunk again; keys and values meet sums over
-all later chunks, of features of q times do / z. What is beside do, -do.o, is called the token's fall.
+With z the sum of a token's weights, its output is o = sum w v / z. The gradient of a weight is (do.v - do.o) / z, and
+its gradient with respect to s has the factor 1 + s. For dq, the states before each chunk are recomputed. For dk and dv,
+the states are sums over all later chunks of the features of q times do / z. The code calls the term -do.o a token's
+`fall`.
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -23,12 +24,12 @@ from kernels.triton_math import load_rows, product, product_tf32, store_rows
 
 @triton.jit
 def find_falls(dout, out, falls, numbers, E: tl.constexpr, BLOCK_E: tl.constexpr, T: tl.constexpr):
-    """Write the tokens' falls. Grid (tiles of numbers).
+    """Write -do.o for each token and head. Grid (tiles of numbers).
 
     Tensors:
-        dout: [numbers, E], of the output.
+        dout: [numbers, E], gradient of the output.
         out: [numbers, E], the output.
-        falls: fp32 [numbers], out.
+        falls: fp32 [numbers], written.
     """
     at = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
     valid = at < numbers
@@ -46,8 +47,8 @@ def write_query_gradients(
     """Write dq [rows, H, W]. Grid (tiles of tokens, samples * H).
 
     Tensors as in `triton_forward.read_chunks`, and:
-        dout: [rows, H, E], of the output.
-        falls: see `find_falls`.
+        dout: [rows, H, E], gradient of the output.
+        falls: output of `find_falls`.
     """
     i, place = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1)
     chunk = tl.program_id(0) * T // C
@@ -82,7 +83,7 @@ def write_key_value_gradients(
     """Write dk [rows, H, W] and dv [rows, H, E]. Grid (tiles of tokens, samples * H).
 
     Tensors as in `write_query_gradients`, but:
-        states: sums over all chunks behind each.
+        states: sums over all later chunks.
     """
     j, place = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1)
     chunk = tl.program_id(0) * T // C

@@ -1,21 +1,23 @@
-"""Based's linear attention by chunks, in Triton.
+"""Based's linear attention in chunks, in Triton.
 
-With s = q.k / sqrt(f), the weight 1 + s + s^2 / 2 is a product of features of q and of k: 1, their numbers, and the
-products of two of these (`kernels.based.features`). So the tokens of all earlier chunks are a state, the sum of
-features times values, and only pairs within a chunk are weighed one by one, as (1 + s)^2 / 2 + 1/2.
+With s = q.k / sqrt(f), the weight 1 + s + s^2 / 2 is an inner product of features of q and k: a constant 1, the numbers
+of the vector, and their pairwise products (`kernels.based.features`). All earlier chunks are therefore summarised by a
+state, the sum of features times values. Only pairs within a chunk are computed one by one, with weight
+(1 + s)^2 / 2 + 1/2.
 
-Features are never written: with them a token would be ten times as wide. Those of number i of a token are its numbers
-times number i, a factor a token, so that each i has a small product with rows of the state (`triton_tile`).
-`sum_chunks` finds what each chunk adds, `accumulate_chunks` the state before each, `read_chunks` the output.
+Features are never written to memory: they are some ten times as wide as a token. The features that contain number i of
+a token are its numbers times number i, so each i needs one small product with rows of the state (`triton_tile`).
+`sum_chunks` computes the contribution of each chunk, `accumulate_chunks` the state before each chunk, `read_chunks` the
+output.
 
-What is computed is multiplied in TF32, and inputs among each other as they are: with weights, their gradients and sums
-rounded to 16 bits, as flash-linear-attention's kernels have them, gradients are off by 5e-3 and more. Kernels have 2
-warps, fewer than Hopper's own matrix instructions take: those were seen to go wrong in narrow tiles
-(`kernels.gated_delta_rule.triton_forward`).
+Intermediate results are multiplied in TF32, and inputs with each other in their own dtype. If weights, their gradients
+and sums are rounded to 16 bits, as in flash-linear-attention, gradients are off by 5e-3 and more. Kernels have 2 warps,
+fewer than Hopper's wgmma needs, because wgmma gave wrong results for narrow tiles (see
+`kernels.gated_delta_rule.triton_forward`).
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -37,13 +39,13 @@ def sum_chunks(
     H: tl.constexpr, W: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_E: tl.constexpr,
     C: tl.constexpr, T: tl.constexpr, LEFTS: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Sum the features of each chunk's x times their y. Grid (blocks of W + 2, chunks, samples * H).
+    """Sum the features of x times y within each chunk. Grid (blocks of W + 2, chunks, samples * H).
 
-    Tensors, tokens in rows:
+    Tensors, one row per token:
         x: [rows, H, W], keys; queries if GRADIENT.
-        y: [rows, H, E], values; if GRADIENT, the gradient of the output, to be divided by the sums of weights.
+        y: [rows, H, E], values; if GRADIENT, the gradient of the output, which is divided by the sums of weights here.
         sums, falls: fp32 [rows, H], see `triton_backward`; read only if GRADIENT.
-        states: fp32 [samples * H, chunks, F * (E + 1)], out.
+        states: fp32 [samples * H, chunks, F * (E + 1)], written.
     """
     chunk, place = tl.program_id(1), tl.program_id(2)
     j, e = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_E)
@@ -73,10 +75,10 @@ def sum_chunks(
 
 @triton.jit
 def accumulate_chunks(states, chunks, SIZE: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr):
-    """Make of what each chunk adds the sum over those before it, or over those after. Grid (blocks of SIZE, states).
+    """Replace each chunk's contribution by the sum over all earlier or later chunks. Grid (blocks of SIZE, states).
 
     Tensors:
-        states: fp32 [..., chunks, SIZE], in place.
+        states: fp32 [..., chunks, SIZE], updated in place.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     first = tl.program_id(1).to(tl.int64) * chunks + (chunks - 1 if REVERSE else 0)
@@ -99,9 +101,9 @@ def read_chunks(
     Tensors as in `sum_chunks`, and:
         q, k: [rows, H, W].
         v: [rows, H, E].
-        states: before each chunk.
-        out: [rows, H, E], out.
-        sums: fp32 [rows, H], out.
+        states: state before each chunk.
+        out: [rows, H, E], written.
+        sums: fp32 [rows, H], written.
     """
     i, place = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1)
     chunk = tl.program_id(0) * T // C

@@ -1,4 +1,4 @@
-"""The order of Based's Triton kernels, their sizes and their buffers."""
+"""Launch sequence, tile sizes and buffers of Based's Triton kernels."""
 
 from typing import Any, NamedTuple
 
@@ -12,12 +12,12 @@ from kernels.triton_math import on_device, tile
 
 
 class Tuning(NamedTuple):
-    """What may be chosen freely for a kernel.
+    """Tunable launch parameters of a kernel.
 
     Attributes:
-        tile: tokens that a program has at a time; divides CHUNK.
-        num_warps: 2, as Hopper's own matrix instructions take 4: see `triton_forward`.
-        num_stages: see Triton.
+        tile: tokens per tile; divides CHUNK.
+        num_warps: 2, to avoid Hopper's wgmma, which needs 4: see `triton_forward`.
+        num_stages: pipeline stages of Triton.
     """
 
     tile: int
@@ -29,20 +29,20 @@ SUM = Tuning(tile=32, num_warps=2, num_stages=3)
 READ = Tuning(tile=64, num_warps=2, num_stages=1)
 WRITE_QUERIES = Tuning(tile=32, num_warps=2, num_stages=3)
 WRITE_KEYS = Tuning(tile=32, num_warps=2, num_stages=3)
-"""Replace any to measure others."""
+"""Replace these to benchmark other values."""
 
 CHUNK = 256
-"""Tokens between two states, each of which is as large as 300 tokens of 16 and 128 numbers in 16 bits."""
+"""Tokens between two states. With f = 16, e = 128, one state takes the memory of 300 tokens in 16 bits."""
 
 SUM_ROWS, SUM_ROWS_OF_NARROW, NARROW = 64, 32, 64
-"""Rows of a state that a program of `sum_chunks` has: they, or fewer for values of up to NARROW."""
+"""State rows per program of `sum_chunks`; fewer for values up to NARROW wide."""
 
 ACCUMULATE_BLOCK, FALLS = 512, 32
-"""Numbers of a state that a program of `accumulate_chunks` has, and tokens of one of `find_falls`."""
+"""State elements per program of `accumulate_chunks`, and tokens per program of `find_falls`."""
 
 
 class Problem(NamedTuple):
-    """Sizes of a call."""
+    """Sizes of one call."""
 
     rows: Rows
     heads: int
@@ -51,30 +51,30 @@ class Problem(NamedTuple):
 
     @property
     def places(self) -> int:
-        """Heads of all samples."""
+        """Number of (sample, head) pairs."""
         return self.rows.samples * self.heads
 
     @property
     def features(self) -> int:
-        """Rows of a state."""
+        """Number of features, the rows of a state."""
         return num_features(self.width)
 
     @property
     def chunks(self) -> int:
-        """Of a sample."""
+        """Number of chunks per sample."""
         return -(-self.rows.length // CHUNK)
 
     def tiles(self, tuning: Tuning) -> tuple[int, int]:
-        """Programs of a kernel that writes what tokens have."""
+        """Return the grid of a kernel that writes one tile of tokens per program."""
         return -(-self.rows.length // tuning.tile), self.places
 
     @property
     def numbers(self) -> tuple[int, int, float, int, int]:
-        """What kernels are given behind their tensors: s is a product of queries and keys times the third."""
+        """Scalar arguments of the kernels. The third is the factor on q and on k, so that their product is s."""
         return self.rows.length, self.chunks, self.width**-0.25, self.rows.sample_stride, self.rows.time_stride
 
     def launch(self, tuning: Tuning, **more: Any) -> dict[str, Any]:
-        """What a kernel is compiled for."""
+        """Return the compile-time arguments and launch options of a kernel."""
         return {
             "H": self.heads, "W": self.width, "E": self.value, "F": self.features,
             "BLOCK_W": tile(self.width), "BLOCK_E": tile(self.value), "C": CHUNK, "T": tuning.tile,
@@ -83,7 +83,7 @@ class Problem(NamedTuple):
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The output, laid as v, and the sums of weights.
+    """Compute the output and the sums of weights.
 
     Args:
         problem: sizes.
@@ -91,7 +91,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
         v: contiguous rows [..., h, e].
 
     Returns:
-        out: as v.
+        out: shape, dtype and layout of v.
         sums: fp32 [..., h].
     """
     out, sums = torch.empty_like(v), torch.empty(v.shape[:-1], dtype=torch.float32, device=v.device)
@@ -106,7 +106,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
 def backward(
     problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; arguments as in `forward`, what it gave, and the output's gradient."""
+    """Return the gradients of q, k and v, from the output's gradient and the inputs and outputs of `forward`."""
     dq, dk, dv, falls = (torch.empty_like(x) for x in (q, k, v, sums))
     with on_device(q):
         triton_backward.find_falls[-(-sums.numel() // FALLS),](
@@ -116,7 +116,7 @@ def backward(
         triton_backward.write_query_gradients[problem.tiles(WRITE_QUERIES)](
             dout, q, k, v, sums, falls, states, dq, *problem.numbers, **problem.launch(WRITE_QUERIES)
         )
-        del states  # before the others, which are as large
+        del states  # free them before the reverse states, which are as large, are allocated
         states = _states(problem, q, dout, (sums, falls))
         triton_backward.write_key_value_gradients[problem.tiles(WRITE_KEYS)](
             dout, q, k, v, sums, falls, states, dk, dv, *problem.numbers, **problem.launch(WRITE_KEYS)
@@ -125,7 +125,7 @@ def backward(
 
 
 def _states(problem: Problem, x: Tensor, y: Tensor, weights: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Sums over the chunks before each; with sums of weights and falls, over those behind each."""
+    """Return the sums over the chunks before each chunk; with `weights` (sums, falls), over the chunks after it."""
     size = problem.features * (problem.value + 1)
     states = torch.empty(problem.places, problem.chunks, size, dtype=torch.float32, device=x.device)
     sums, falls = (states, states) if weights is None else weights

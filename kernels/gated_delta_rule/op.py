@@ -1,4 +1,4 @@
-"""The gated delta rule's Triton form as a function of autograd. Importing this needs no Triton; calling does."""
+"""Autograd function of the gated delta rule's Triton implementation. Triton is imported only when it is called."""
 
 from typing import Any
 
@@ -17,11 +17,11 @@ def gated_delta_rule_triton(
     scale: float,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Arguments as in `gated_delta_rule`, checked there, and without an obstacle.
+    """Compute `gated_delta_rule` with Triton. The caller has checked the arguments and that there is no obstacle.
 
     Returns:
         o: [b, t, h, dv] in v's dtype.
-        state: after the last token, fp32 [b, h, dk, dv].
+        state: state after the last token, fp32 [b, h, dk, dv].
     """
     samples, _, heads, key = q.shape
     if initial_state is None:
@@ -42,7 +42,7 @@ class _DeltaRule(torch.autograd.Function):
         ctx.problem = triton_launch.Problem(samples, length, heads, key, v.shape[3], g is not None, scale)
         solved = triton_launch.solve(ctx.problem, k, beta, g)
         walked = triton_launch.walk(ctx.problem, k, v, beta, solved, first)
-        # States and updates are found again: kept, they would be as large as four of the inputs.
+        # States and updates are recomputed in the backward pass: they take as much memory as four of the inputs.
         ctx.save_for_backward(q, k, v, beta, *solved, first)
         return triton_launch.read(ctx.problem, q, k, solved, walked), walked.last
 

@@ -1,19 +1,19 @@
 """Gradients of the gated delta rule, in Triton.
 
-In the symbols of `triton_forward`, with dS what reaches the state after the chunk, and without the decays:
+Symbols are those of `triton_forward`. dS is the gradient of the state after the chunk. Without decays:
 
     du_j = scale sum_{i>=j} (q_i.k_j) do_i + dS^T k_j;  y = (1 + M)^-T du;  dv = beta y;  dbeta = y.u / beta
     dS <- dS + scale sum_i q_i do_i^T - sum_i k_i dv_i^T
     dq_i = scale (S do_i + sum_{j<=i} (do_i.u_j) k_j)
     dk_i = dS u_i - S dv_i + scale sum_{j>=i} (do_j.u_i) q_j - sum_{j<i} (dv_i.u_j) k_j - sum_{j>i} (dv_j.u_i) k_j
 
-The last line has no gradient of the inverse, as dM = -y u^T: (1 + M) u = beta x. With decays each pair has its factor,
-and S, dS theirs; g's gradient is the sum over later tokens of what each factor's exponent has. Each program owns what
-it writes: sums have one order.
+The last line needs no gradient of the inverse: dM = -y u^T, because (1 + M) u = beta x. With decays, each pair and the
+terms with S and dS have a decay factor. The gradient of g is the sum over later tokens of the gradients of the factors'
+exponents. Each program owns its output, so the order of summation is deterministic.
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -35,15 +35,15 @@ def walk_chunks_back(
     H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     DECAYS: tl.constexpr,
 ):  # fmt: skip
-    """From the last chunk to the first. Grid (blocks of E, samples * H).
+    """Scan from the last chunk to the first. Grid (blocks of E, samples * H).
 
     Tensors as in `triton_forward`, and:
-        dout: gradient of o, [samples, length, H, E].
-        dlast: of the last state, fp32 [samples, H, D, E].
-        dstates: [samples, H, chunks, D, E] in k's dtype, out: what reaches the state after each chunk.
-        dv: [samples, length, H, E], out.
-        dbeta: fp32 [blocks of E, samples, length, H], out; to be summed over the blocks.
-        dfirst: fp32 [samples, H, D, E], out.
+        dout: [samples, length, H, E], gradient of o.
+        dlast: fp32 [samples, H, D, E], gradient of the final state.
+        dstates: [samples, H, chunks, D, E] in k's dtype, written: gradient of the state after each chunk.
+        dv: [samples, length, H, E], written.
+        dbeta: fp32 [blocks of E, samples, length, H], written; the caller sums over the blocks.
+        dfirst: fp32 [samples, H, D, E], written.
     """
     place, sample, head, e, exists, within = place_of_walk(H, D, E, BLOCK_D, BLOCK_E)
     i, samples = tl.arange(0, C), tl.num_programs(1) // H
@@ -89,11 +89,11 @@ def write_gradients(
 ):  # fmt: skip
     """Write the gradients of q, k and g. Grid (samples * H * chunks, blocks of D).
 
-    Tensors as in `walk_chunks_back`, and, see `triton_forward.multiply_pairs`:
-        ds: pairs of dout and u, with scale.
-        dm: of dv and u, strict; minus the gradient of M without beta.
-        dq, dk: [samples, length, H, D], out.
-        dg: fp32 [blocks of D, samples, length, H], out; to be summed over the blocks.
+    Tensors as in `walk_chunks_back`, and (see `triton_forward.multiply_pairs`):
+        ds: pair products of dout and u, with scale.
+        dm: strict pair products of dv and u: minus the gradient of M without beta.
+        dq, dk: [samples, length, H, D], written.
+        dg: fp32 [blocks of D, samples, length, H], written; the caller sums over the blocks.
     """
     sample, head, chunk = place_of(tl.program_id(0), chunks, H)
     rows, valid = rows_of_chunk(sample, chunk, length, C)

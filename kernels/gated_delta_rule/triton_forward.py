@@ -1,24 +1,24 @@
-"""The gated delta rule by chunks, in Triton.
+"""Chunked gated delta rule, in Triton.
 
-With k, q, v of a chunk's tokens i, the state S before it, G the sum of g from the chunk's start on, and what token i
-finds missing of its value, x_i = v_i - e^(G_i) S^T k_i, the updates are the solution of a triangular system:
+For the tokens i of a chunk with k, q and v, let S be the state before the chunk, G the running sum of g within the
+chunk, and x_i = v_i - e^(G_i) S^T k_i the value error of token i. The updates u solve a triangular system:
 
     u = (1 + M)^-1 (beta x),  M_ij = beta_i e^(G_i - G_j) k_i.k_j for j < i
     o_i = scale (e^(G_i) S^T q_i + sum_{j<=i} e^(G_i - G_j) (q_i.k_j) u_j)
     S <- e^G S + sum_i e^(G - G_i) k_i u_i^T, with G that of the last token
 
-`solve_chunks` inverts 1 + M, `multiply_pairs` finds the factors of u_j, `walk_chunks` goes from chunk to chunk,
-`read_states` gives o. In the WY form that others use, the inverse is multiplied with beta k and beta v before the walk;
-here with beta x in it. It is one product more a chunk, but less is rounded to 16 bits: x, and what the inverse has
-beside the identity. Errors are two thirds.
+`solve_chunks` inverts 1 + M, `multiply_pairs` computes the factors of u_j, `walk_chunks` scans over the chunks,
+`read_states` computes o. The usual WY form multiplies the inverse with beta k and beta v before the scan. Here the scan
+multiplies it with beta x. This costs one more product per chunk, but only x and the off-diagonal part of the inverse
+are rounded to 16 bits. Errors are two thirds of those of the usual form.
 
-On Hopper, the matrix instructions that no other GPU has (wgmma) gave wrong results in these kernels, or read
-foreign memory, if a tile was narrower than 64 or a left side not as it was loaded. They need 4 warps and 64 rows
-on the left side: so the walks have values as rows, 32 at most, and the other kernels 2 warps or wide tiles.
+Hopper's wgmma instructions gave wrong results in these kernels, or read out of bounds, if a tile was narrower than 64
+or a left operand was modified after its load. They need 4 warps and 64 rows in the left operand. The scans therefore
+have values as rows, at most 32, and the other kernels have 2 warps or wide tiles.
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -42,13 +42,13 @@ def solve_chunks(
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
     DECAYS: tl.constexpr,
 ):  # fmt: skip
-    """The inverses of the chunks' systems without their diagonals. Grid (samples * H * chunks).
+    """Invert the chunks' systems and store the inverses below the diagonal. Grid (samples * H * chunks).
 
     Tensors:
         k: [samples, length, H, D].
         beta, g: fp32 [samples, length, H].
-        solved: [samples, H, chunks, C, C] in k's dtype, out.
-        totals: fp32 [samples, length, H], out: the sum of g in the chunk up to the token, in units of log2.
+        solved: [samples, H, chunks, C, C] in k's dtype, written.
+        totals: fp32 [samples, length, H], written: running sum of g within the chunk, in units of log2.
     """
     sample, head, chunk = place_of(tl.program_id(0), chunks, H)
     rows, valid = rows_of_chunk(sample, chunk, length, C)
@@ -71,13 +71,13 @@ def multiply_pairs(
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
     STRICT: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
-    """Write scale e^(G_i - G_j) x_i.y_j of the pairs of a chunk with j <= i. Grid (samples * H * chunks).
+    """Write scale e^(G_i - G_j) x_i.y_j for the pairs of a chunk with j <= i. Grid (samples * H * chunks).
 
     Tensors as in `solve_chunks`, and:
         x, y: [samples, length, H, D].
-        out: [samples, H, chunks, C, C] in x's dtype, out.
+        out: [samples, H, chunks, C, C] in x's dtype, written.
 
-    STRICT: 0 for j = i.
+    STRICT: also write 0 for j = i.
     """
     sample, head, chunk = place_of(tl.program_id(0), chunks, H)
     rows, valid = rows_of_chunk(sample, chunk, length, C)
@@ -99,14 +99,14 @@ def walk_chunks(
     H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     DECAYS: tl.constexpr,
 ):  # fmt: skip
-    """From chunk to chunk. Grid (blocks of E, samples * H).
+    """Scan over the chunks. Grid (blocks of E, samples * H).
 
     Tensors as in `solve_chunks`, and:
         v: [samples, length, H, E].
         first: fp32 [samples, H, D, E], the state before the first token.
-        states: [samples, H, chunks, D, E] in k's dtype, out: the state before each chunk.
-        updates: [samples, length, H, E], out: u.
-        last: fp32 [samples, H, D, E], out.
+        states: [samples, H, chunks, D, E] in k's dtype, written: the state before each chunk.
+        updates: [samples, length, H, E], written: u.
+        last: fp32 [samples, H, D, E], written: the final state.
     """
     place, sample, head, e, exists, within = place_of_walk(H, D, E, BLOCK_D, BLOCK_E)
     i = tl.arange(0, C)
@@ -144,7 +144,7 @@ def read_states(
 
     Tensors as in `walk_chunks`, and:
         q: [samples, length, H, D].
-        pairs: of q and k, see `multiply_pairs`; without scale.
+        pairs: pair products of q and k without scale, see `multiply_pairs`.
         out: [samples, length, H, E].
     """
     sample, head, chunk = place_of(tl.program_id(0), chunks, H)

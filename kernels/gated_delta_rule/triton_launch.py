@@ -1,4 +1,4 @@
-"""The order of the gated delta rule's Triton kernels, their sizes and their buffers."""
+"""Launch sequence, tile sizes and buffers of the gated delta rule's Triton kernels."""
 
 from typing import Any, NamedTuple
 
@@ -10,17 +10,17 @@ from kernels.gated_delta_rule.triton_tile import CHUNK
 from kernels.triton_math import multiprocessors, on_device, tile
 
 WIDE, FEW_WARPS = 64, 2
-"""Kernels other than the walks have so few warps unless their tiles are so wide: see `triton_forward`."""
+"""Kernels other than the scans are limited to FEW_WARPS unless their tiles are at least WIDE: see `triton_forward`."""
 
 
 class Tuning(NamedTuple):
-    """What may be chosen freely for a kernel.
+    """Tunable launch parameters of a kernel.
 
     Attributes:
-        num_warps, num_stages: see Triton.
-        block: of values, or of keys for `multiply_pairs` and `write_gradients`, that a program has at most; below WIDE
-            for the walks. None: it has all.
-        inner: of values that `write_gradients` reads at a time.
+        num_warps, num_stages: launch options of Triton.
+        block: maximum value columns per program, or key columns for `multiply_pairs` and `write_gradients`; below WIDE
+            for the scans. None for all columns.
+        inner: value columns that `write_gradients` loads at a time.
     """
 
     num_warps: int
@@ -34,13 +34,13 @@ MULTIPLY = Tuning(num_warps=2, num_stages=2, block=64)
 READ = Tuning(num_warps=4, num_stages=2, block=128)
 WALK = Tuning(num_warps=4, num_stages=2, block=32)
 WALK_ALONE = Tuning(num_warps=4, num_stages=3, block=16)
-"""Of the walks, where the other one has fewer programs than the GPU has multiprocessors."""
+"""Used for the scans if WALK gives fewer programs than the GPU has multiprocessors."""
 WRITE_GRADIENTS = Tuning(num_warps=4, num_stages=2, block=64)
-"""Replace any to measure others."""
+"""Replace these to benchmark other values."""
 
 
 class Problem(NamedTuple):
-    """Sizes of a call."""
+    """Sizes of one call."""
 
     samples: int
     length: int
@@ -52,47 +52,47 @@ class Problem(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Of a sample."""
+        """Number of chunks per sample."""
         return -(-self.length // CHUNK)
 
     @property
     def places(self) -> int:
-        """Heads of all samples."""
+        """Number of (sample, head) pairs."""
         return self.samples * self.heads
 
     def launch(self, tuning: Tuning, **tiles: int) -> dict[str, Any]:
-        """What every kernel is compiled for, and more of it."""
+        """Return the compile-time arguments and launch options common to all kernels, with `tiles` added."""
         return {
             "H": self.heads, "C": CHUNK, "DECAYS": self.decays,
             "num_warps": tuning.num_warps, "num_stages": tuning.num_stages, **tiles,
         }  # fmt: skip
 
     def of_values(self, tuning: Tuning) -> dict[str, Any]:
-        """For a kernel that has all keys and a block of values."""
+        """Return the constants of a kernel with all key columns and a block of value columns per program."""
         blocks = {"BLOCK_D": tile(self.key), "BLOCK_E": tile(self.value, tuning.block)}
         return self.launch(tuning, D=self.key, E=self.value, **blocks)
 
     def of_walk(self, x: Tensor) -> dict[str, Any]:
-        """For the walks, of which each goes through a whole sequence."""
+        """Return the constants of the scans, in which a program iterates over a whole sequence."""
         wide = self.of_values(WALK)
         programs = self.places * -(-self.value // wide["BLOCK_E"])
         return wide if programs >= multiprocessors(x) else self.of_values(WALK_ALONE)
 
     def of_keys(self, tuning: Tuning) -> dict[str, Any]:
-        """For a kernel that has a block of keys and goes through all values."""
+        """Return the constants of a kernel with a block of key columns that iterates over all value columns."""
         blocks = {"BLOCK_D": tile(self.key, tuning.block), "BLOCK_E": tile(self.value, tuning.inner)}
         return self.launch(tuning, D=self.key, E=self.value, **blocks)
 
 
 def with_few_warps(constants: dict[str, Any]) -> dict[str, Any]:
-    """A kernel's constants, with few warps if one of its tiles is not wide."""
+    """Return a kernel's constants, limited to FEW_WARPS if one of its tiles is narrower than WIDE."""
     if min(constants[name] for name in ("BLOCK_D", "BLOCK_E") if name in constants) >= WIDE:
         return constants
     return {**constants, "num_warps": min(constants["num_warps"], FEW_WARPS)}
 
 
 class Solved(NamedTuple):
-    """What `solve` finds: see `triton_forward.solve_chunks`."""
+    """Outputs of `solve`: see `triton_forward.solve_chunks`."""
 
     below: Tensor
     totals: Tensor
@@ -105,7 +105,7 @@ def solve(problem: Problem, k: Tensor, beta: Tensor, g: Tensor | None) -> Solved
         problem: sizes.
         k: contiguous [b, t, h, dk].
         beta: contiguous fp32 [b, t, h].
-        g: likewise; None without decays.
+        g: contiguous fp32 [b, t, h]; None without decays.
     """
     below = k.new_empty(problem.places, problem.chunks, CHUNK, CHUNK)
     totals = beta if g is None else torch.empty_like(beta)
@@ -120,14 +120,14 @@ def solve(problem: Problem, k: Tensor, beta: Tensor, g: Tensor | None) -> Solved
 def multiply(
     problem: Problem, x: Tensor, y: Tensor, solved: Solved, *, scale: float = 1.0, strict: bool = False
 ) -> Tensor:
-    """Products of pairs of tokens: see `triton_forward.multiply_pairs`.
+    """Compute products of token pairs: see `triton_forward.multiply_pairs`.
 
     Args:
         problem: sizes.
         x, y: contiguous [b, t, h, d].
-        solved: of `solve`, for its totals.
-        scale: factor.
-        strict: without those of a token with itself.
+        solved: output of `solve`, for its totals.
+        scale: factor on the products.
+        strict: write 0 for the product of a token with itself.
     """
     out = torch.empty_like(solved.below)
     width = x.shape[3]
@@ -140,7 +140,7 @@ def multiply(
 
 
 class Walked(NamedTuple):
-    """What `walk` finds: see `triton_forward.walk_chunks`."""
+    """Outputs of `walk`: see `triton_forward.walk_chunks`."""
 
     states: Tensor
     updates: Tensor
@@ -148,15 +148,15 @@ class Walked(NamedTuple):
 
 
 def walk(problem: Problem, k: Tensor, v: Tensor, beta: Tensor, solved: Solved, first: Tensor) -> Walked:
-    """Find the state before each chunk, all updates, and the last state; arguments as in `solve`.
+    """Compute the state before each chunk, all updates and the final state.
 
     Args:
         problem: sizes.
-        k: keys.
+        k: contiguous [b, t, h, dk].
         v: contiguous [b, t, h, dv].
-        beta: strength.
-        solved: of `solve`.
-        first: contiguous fp32 [b, h, dk, dv].
+        beta: contiguous fp32 [b, t, h].
+        solved: output of `solve`.
+        first: contiguous fp32 [b, h, dk, dv], the state before the first token.
     """
     states = k.new_empty(problem.places, problem.chunks, problem.key, problem.value)
     walked = Walked(states, torch.empty_like(v), torch.empty_like(first))
@@ -169,7 +169,7 @@ def walk(problem: Problem, k: Tensor, v: Tensor, beta: Tensor, solved: Solved, f
 
 
 def read(problem: Problem, q: Tensor, k: Tensor, solved: Solved, walked: Walked) -> Tensor:
-    """The output [b, t, h, dv]."""
+    """Return the output [b, t, h, dv]."""
     out, pairs = torch.empty_like(walked.updates), multiply(problem, q, k, solved)
     constants = with_few_warps(problem.of_values(READ))
     with on_device(k):
@@ -181,7 +181,7 @@ def read(problem: Problem, q: Tensor, k: Tensor, solved: Solved, walked: Walked)
 
 
 class Gradients(NamedTuple):
-    """Of the inputs; those of beta and g in fp32."""
+    """Gradients of the inputs; those of beta, g and the first state are in fp32."""
 
     q: Tensor
     k: Tensor
@@ -195,7 +195,7 @@ def backward(
     problem: Problem, dout: Tensor, dlast: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, solved: Solved,
     first: Tensor,
 ) -> Gradients:  # fmt: skip
-    """Gradients of the inputs. Arguments as above, and the gradients of the output and of the last state."""
+    """Return the gradients of the inputs, given those of the output and the final state. Arguments as in `walk`."""
     states, updates, _ = walk(problem, k, v, beta, solved, first)
     pairs = multiply(problem, q, k, solved)
     dstates, dv, dfirst = torch.empty_like(states), torch.empty_like(v), torch.empty_like(first)

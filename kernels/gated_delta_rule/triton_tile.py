@@ -1,7 +1,7 @@
-"""What the gated delta rule's Triton kernels share: where a chunk lies, its decays, and the inverse of its system."""
+"""Chunk addressing, decays and the triangular inverse, shared by the gated delta rule's Triton kernels."""
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -9,46 +9,46 @@ import triton.language as tl
 from kernels.triton_math import product_tf32
 
 CHUNK = 64
-"""Tokens of a chunk."""
+"""Tokens per chunk."""
 
 SOLVED = tl.constexpr(16)
-"""Rows of the blocks on the diagonal that are solved row by row."""
+"""Size of the diagonal blocks that are inverted row by row."""
 
 
 @triton.jit
 def place_of(program, chunks, heads):
-    """What a program has of all samples * heads * chunks: the sample, as int64, its head and its chunk."""
+    """Return a program's sample (int64), head and chunk, for a grid of samples * heads * chunks programs."""
     place, chunk = program // chunks, program % chunks
     return (place // heads).to(tl.int64), place % heads, chunk
 
 
 @triton.jit
 def rows_of_chunk(sample, chunk, length, C: tl.constexpr):
-    """Rows of [samples * length, ...] that are a chunk's, and which of them exist."""
+    """Return a chunk's rows in [samples * length, ...], and a mask of the existing ones."""
     t = chunk * C + tl.arange(0, C)
     return sample * length + t, t < length
 
 
 @triton.jit
 def place_columns(rows, valid, columns, head, heads, WIDTH: tl.constexpr):
-    """Which columns of tokens in [rows, heads, WIDTH] exist, and where they lie: two tiles [C, columns]."""
+    """Return the mask and the addresses of token columns in [rows, heads, WIDTH]: two tiles [C, columns]."""
     return valid[:, None] & (columns < WIDTH)[None, :], (rows * heads + head)[:, None] * WIDTH + columns[None, :]
 
 
 @triton.jit
 def place_columns_as_rows(rows, valid, columns, head, heads, WIDTH: tl.constexpr):
-    """As `place_columns`, [columns, C]."""
+    """Return the transposes of `place_columns`: two tiles [columns, C]."""
     return (columns < WIDTH)[:, None] & valid[None, :], (rows * heads + head)[None, :] * WIDTH + columns[:, None]
 
 
 @triton.jit
 def place_of_walk(H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):
-    """What a program of a walk has, of all blocks of E and heads of samples.
+    """Return the position of a scan's program, for a grid (blocks of E, samples * H).
 
     Returns:
-        place: of its sample's head among all, int64; sample and head likewise, the head as int32.
-        e: its values' columns.
-        exists, within: which of a state's numbers exist, and where they lie in [D, E]: [BLOCK_E, BLOCK_D].
+        place: index of the (sample, head) pair, int64; then the sample, int64, and the head, int32.
+        e: value columns.
+        exists, within: mask and addresses of the state's elements in [D, E]: [BLOCK_E, BLOCK_D].
     """
     place = tl.program_id(1).to(tl.int64)
     sample, head = place // H, (place % H).to(tl.int32)
@@ -59,9 +59,9 @@ def place_of_walk(H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl
 
 @triton.jit
 def load_totals(totals, sample, chunk, length, head, heads, C: tl.constexpr, DECAYS: tl.constexpr):
-    """Log2 of what is left at each token of the state before the chunk [C], and at its last one.
+    """Load the running sums of the log2 decay of a chunk's tokens [C], and the sum at the chunk's last token.
 
-    Behind the last token nothing more decays.
+    Positions beyond the last token repeat its sum, so that they do not decay.
     """
     if DECAYS:
         t = tl.minimum(chunk * C + tl.arange(0, C), length - 1)
@@ -73,9 +73,9 @@ def load_totals(totals, sample, chunk, length, head, heads, C: tl.constexpr, DEC
 
 @triton.jit
 def between(pairs, total, STRICT: tl.constexpr, DECAYS: tl.constexpr, C: tl.constexpr):
-    """Pairs of tokens [C, C] times the decay from the second to the first; 0 where that comes before it.
+    """Multiply pairs of tokens [C, C] by the decay from j to i, and set pairs with j > i to 0.
 
-    STRICT: 0 also for a token with itself.
+    STRICT: also set the diagonal to 0.
     """
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     if DECAYS:
@@ -85,10 +85,10 @@ def between(pairs, total, STRICT: tl.constexpr, DECAYS: tl.constexpr, C: tl.cons
 
 @triton.jit
 def unit_lower_inverse(below, C: tl.constexpr):
-    """The inverse of the identity plus `below`, fp32 [C, C] with nothing on and above its diagonal.
+    """Invert the identity plus `below`, an fp32 [C, C] matrix that is zero on and above its diagonal.
 
-    Blocks on the diagonal by substitution; then two and two are joined: with D the inverse of a matrix without the
-    blocks L that lie between the two, that with them is D - D L D.
+    The diagonal blocks are inverted by substitution. Then adjacent blocks are joined twice: if D is the inverse without
+    the blocks L between the two, the inverse with them is D - D L D.
 
     Args:
         below: the matrix.

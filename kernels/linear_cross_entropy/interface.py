@@ -40,8 +40,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of hidden @ weight.T with labels that never materialises all logits.
 
-    Logits are rounded to the dtype of hidden, as a linear layer does; all later steps are in fp32. The forward pass also
-    computes the gradients, so that the cost equals that of a linear layer's forward and backward pass.
+    Logits are rounded to the dtype of hidden, as a linear layer does; all later steps are in fp32. The forward pass
+    also computes the gradients, so that the cost equals that of a linear layer's forward and backward pass.
 
     Args:
         hidden: [..., h], fp32, bf16, fp16 or float64.

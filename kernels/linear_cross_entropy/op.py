@@ -1,8 +1,8 @@
-"""Logits of some rows at a time, and what is needed of them: losses, and in the same pass the gradients.
+"""Chunked linear cross entropy: logits of a few rows at a time, their losses, and in the same pass their gradients.
 
-The gradients of hidden states and weight are computed in the forward pass, while a chunk's logits are there: computed
-in the backward pass, each chunk would be multiplied a second time, a third of the output layer's work on top. They are
-then those of the sum of the counted losses, which the backward pass scales.
+The forward pass computes the gradients of the hidden states and the weight while a chunk's logits are in memory.
+The backward pass would have to recompute the logits, a third more work for the output layer. The gradients are those of
+the sum of the counted losses; the backward pass scales them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from kernels.dispatch import on_gpu
 
 
 class Rows(Protocol):
-    """What is computed of some rows of logits, by a module: `rows` says what its functions mean."""
+    """Interface of the modules that process rows of logits. `rows` documents the functions."""
 
     def statistics(self, logits_nv: Tensor, label_n: Tensor, first_label: int, num_columns: int) -> Tensor:
-        """See `rows.statistics`."""
+        """Implement `rows.statistics`."""
 
     def differentiate(
         self, logits_nv: Tensor, lse_n: Tensor, label_n: Tensor, counted_n: Tensor, first_label: int, num_columns: int
     ) -> None:
-        """See `rows.differentiate`."""
+        """Implement `rows.differentiate`."""
 
 
 def linear_cross_entropy_in_chunks(
@@ -40,8 +40,12 @@ def linear_cross_entropy_in_chunks(
     chunk_size: int,
     rows: Rows,
 ) -> Tensor:
-    """Arguments as in `interface.linear_cross_entropy`, checked there, flat and dense; `rows` computes of logits."""
-    # Within the function gradients are off, whether or not the caller wants them.
+    """Compute the losses [n] chunk by chunk.
+
+    Arguments as in `interface.linear_cross_entropy`, checked there, flattened and contiguous. `rows` is the module that
+    processes the logits.
+    """
+    # Inside `forward` grad mode is always off, so it is read here.
     wanted = torch.is_grad_enabled() and (hidden_nh.requires_grad or weight_vh.requires_grad)
     options = (first_label, num_columns, group, chunk_size, rows, wanted)
     losses_n: Tensor = _LinearCrossEntropy.apply(hidden_nh, weight_vh, label_n, counted_n, options)
@@ -67,7 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 rows.differentiate(logits_cv, lse_c, label_n[chunk], counted_n[chunk], first_label, num_columns)
                 torch.mm(logits_cv, weight_vh, out=dhidden_nh[chunk])
                 _add_product(dweight_vh, logits_cv.T, hidden_nh[chunk])
-            del logits_cv  # else the next chunk's are made beside them
+            del logits_cv  # otherwise the next chunk's logits are allocated while these are alive
         if with_gradients:
             ctx.save_for_backward(dhidden_nh, dweight_vh.to(weight_vh.dtype), counted_n)
         return losses_n
@@ -81,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _over_ranks(found_3n: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Logarithm of the sum of exp, and the label's logit, over the columns of all ranks."""
+    """Return the log-sum-exp and the label's logit over the columns of all ranks."""
     if group is not None and group.size() > 1:
         of_ranks = found_3n.new_empty(group.size(), *found_3n.shape)
         dist.all_gather_into_tensor(of_ranks.flatten(0, 1), found_3n, group=group)
@@ -91,9 +95,9 @@ def _over_ranks(found_3n: Tensor, group: dist.ProcessGroup | None) -> tuple[Tens
 
 
 def joined(found_r3n: Tensor) -> tuple[Tensor, Tensor]:
-    """Logarithm of the sum of exp [n], and the label's logit [n], from what `Rows.statistics` finds on r ranks.
+    """Merge the outputs of `Rows.statistics` of r ranks to the log-sum-exp [n] and the label's logit [n].
 
-    A rank without columns has a highest logit of -inf and adds nothing.
+    A rank without columns has a highest logit of -inf and contributes nothing.
     """
     highest_n = found_r3n[:, 0].amax(0)
     sum_n = (found_r3n[:, 1] * (found_r3n[:, 0] - highest_n).exp()).sum(0)
@@ -111,9 +115,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _common_factor(grad_n: Tensor, counted_n: Tensor) -> Tensor:
-    """The number [1] that comes back for each counted loss. A GPU checks that by itself: nothing waits for it."""
+    """Return the common gradient [1] of the counted losses. A GPU checks asynchronously that they are equal."""
     first_1 = counted_n.int().argmax(0, keepdim=True)
-    factor = grad_n.index_select(0, first_1) * counted_n.index_select(0, first_1)  # none is counted: zero
+    factor = grad_n.index_select(0, first_1) * counted_n.index_select(0, first_1)  # zero if no loss is counted
     as_told = (grad_n == factor * counted_n) | ~grad_n.isfinite() | ~factor.isfinite()
     torch._assert_async(
         as_told.all(), "linear_cross_entropy: gradients of the counted losses differ, or others have one"

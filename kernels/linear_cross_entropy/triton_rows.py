@@ -1,7 +1,7 @@
-"""What is computed of some rows of logits, in Triton: a program a row, which reads it once and writes at most once."""
+"""Statistics and gradients of rows of logits, in Triton. A program reads one row once and writes it at most once."""
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import torch
 import triton
@@ -11,14 +11,14 @@ from torch import Tensor
 from kernels.triton_math import next_power_of_two, on_device
 
 BLOCK, WARPS = 4096, 8
-"""Columns that a program has at a time: 16 of them a thread."""
+"""Columns per iteration of a program: 16 per thread."""
 
 
 @triton.jit(do_not_specialize=["first_label"])
 def row_statistics(logits, label, found, num_rows, row_size, num_columns, first_label, BLOCK: tl.constexpr):
-    """Grid (num_rows). logits [num_rows, row_size], the first num_columns of them labels'.
+    """Write the statistics of each row of logits [num_rows, row_size]. Grid (num_rows).
 
-    label int64 [num_rows], found fp32 [3, num_rows].
+    The first num_columns columns are labels. label: int64 [num_rows]; found: fp32 [3, num_rows], written.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_size
@@ -38,9 +38,9 @@ def row_statistics(logits, label, found, num_rows, row_size, num_columns, first_
 
 @triton.jit(do_not_specialize=["first_label"])
 def row_gradient(logits, lse, label, counted, row_size, num_columns, first_label, BLOCK: tl.constexpr):
-    """Grid (num_rows). Writes over logits [num_rows, row_size], with zeros from num_columns on.
+    """Overwrite logits [num_rows, row_size] by their gradient, with zeros from num_columns on. Grid (num_rows).
 
-    lse fp32, label int64, counted bool [num_rows].
+    lse: fp32 [num_rows]; label: int64 [num_rows]; counted: bool [num_rows].
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_size
@@ -50,13 +50,13 @@ def row_gradient(logits, lse, label, counted, row_size, num_columns, first_label
         column = start + tl.arange(0, BLOCK)
         x = tl.load(logits + column, mask=column < num_columns, other=0.0).to(tl.float32)
         gradient = tl.exp(x - lse_of_row) - tl.where(column == own, 1.0, 0.0)
-        # Not multiplied by zero: a loss that is not counted must not spoil gradients where it is not a number.
+        # Not a product with zero: a NaN loss that is not counted must not produce NaN gradients.
         gradient = tl.where(is_counted & (column < num_columns), gradient, 0.0)
         tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=column < row_size)
 
 
 def statistics(logits_nv: Tensor, label_n: Tensor, first_label: int, num_columns: int) -> Tensor:
-    """As `rows.statistics`, of dense logits in fp32 or 16 bits."""
+    """Implement `rows.statistics` for contiguous logits in fp32 or 16 bits."""
     num_rows, row_size = logits_nv.shape
     found = torch.empty(3, num_rows, dtype=torch.float32, device=logits_nv.device)
     with on_device(logits_nv):
@@ -69,7 +69,7 @@ def statistics(logits_nv: Tensor, label_n: Tensor, first_label: int, num_columns
 def differentiate(
     logits_nv: Tensor, lse_n: Tensor, label_n: Tensor, counted_n: Tensor, first_label: int, num_columns: int
 ) -> None:
-    """As `rows.differentiate`, of dense logits in fp32 or 16 bits."""
+    """Implement `rows.differentiate` for contiguous logits in fp32 or 16 bits."""
     num_rows, row_size = logits_nv.shape
     with on_device(logits_nv):
         row_gradient[(num_rows,)](

@@ -1,4 +1,4 @@
-"""Native Sparse Attention on a GPU: each branch by the form that never holds its scores, and their gated sum."""
+"""Native Sparse Attention on a GPU: three branches that never materialise their scores, and their gated sum."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from kernels.native_sparse_attention.selected import attend_selected
 from kernels.softmax_attention import softmax_attention
 
 ALWAYS = 3
-"""The own block, the one before and block 0 are always taken."""
+"""Number of blocks that are always selected: a query's own, the one before and block 0."""
 
 
 def native_sparse_attention_triton(
@@ -25,7 +25,7 @@ def native_sparse_attention_triton(
     scale: float,
     query_offset: int,
 ) -> Tensor:
-    """Compute the op in memory that grows with the length. Arguments as in `native_sparse_attention`, checked there.
+    """Compute the op in memory linear in the sequence length. Arguments as in `native_sparse_attention`, checked there.
 
     Block means and the branches' outputs are rounded to the inputs' dtype.
     """
@@ -45,7 +45,7 @@ def native_sparse_attention_triton(
 
 @fused
 def gated_sum(compressed_bthd: Tensor, selected_bthd: Tensor, recent_bthd: Tensor, gates_bthx: Tensor) -> Tensor:
-    """Sum the branches [b, t, h, d] times their gates [b, t, h, 3], in fp32, rounded to the branches' dtype."""
+    """Return the sum of the branches [b, t, h, d] times their gates [b, t, h, 3], in fp32, in the branches' dtype."""
     branches = (compressed_bthd, selected_bthd, recent_bthd)
     gates = gates_bthx.float().unbind(-1)
     compressed, selected, recent = (g[..., None] * x.float() for g, x in zip(gates, branches, strict=True))

@@ -1,4 +1,4 @@
-"""Attention to the mean keys and values of whole blocks, through torch's FlexAttention."""
+"""Attention to the mean keys and values of complete blocks, with torch's FlexAttention."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -13,11 +13,11 @@ from kernels.softmax_attention.flex import BLOCK, mask_of_blocks, tile_bounds
 
 
 class Compressed(NamedTuple):
-    """The branch's output, and what the choice of blocks needs of it.
+    """Output of the compressed branch, and the statistics that block selection needs.
 
     Attributes:
-        out_bthd: [b, tq, hq, d]; 0 for a query that sees no block.
-        lse_bht: fp32 [b, hq, tq], natural logsumexp of its scores; -inf for a query that sees no block.
+        out_bthd: [b, tq, hq, d]; 0 for a query without a visible block.
+        lse_bht: fp32 [b, hq, tq], natural log-sum-exp of its scores; -inf for a query without a visible block.
     """
 
     out_bthd: Tensor
@@ -26,28 +26,29 @@ class Compressed(NamedTuple):
 
 @fused
 def rounded_block_means(x_bshd: Tensor, block_size: int) -> Tensor:
-    """As `block_means`, summed in fp32 and rounded to x's dtype."""
+    """Return `block_means` accumulated in fp32 and rounded to x's dtype."""
     return block_means(x_bshd, block_size).to(x_bshd.dtype)
 
 
 def attend_compressed(
     q_bthd: Tensor, k_bnhd: Tensor, v_bnhd: Tensor, *, block_size: int, scale: float, query_offset: int
 ) -> Compressed:
-    """Attend to the means of the whole blocks that end at or before the query.
+    """Attend to the means of the complete blocks that end at or before the query.
 
-    A new length or offset compiles anew. On a CPU it is plain torch, forms all scores and has no gradient.
+    A new length or offset triggers recompilation. On a CPU, FlexAttention runs in eager mode, materialises all scores
+    and has no gradient.
 
     Args:
         q_bthd: queries [b, tq, hq, d].
         k_bnhd: mean keys [b, tk // block_size, hkv, d] in q's dtype.
-        v_bnhd: mean values, likewise.
+        v_bnhd: mean values [b, tk // block_size, hkv, d] in q's dtype.
         block_size: keys per block.
         scale: factor on q.k.
         query_offset: global position of the first query.
     """
     batch, num_queries, num_heads, _ = q_bthd.shape
     num_blocks = k_bnhd.shape[1]
-    if num_blocks == 0:  # which FlexAttention does not take
+    if num_blocks == 0:  # FlexAttention does not accept empty keys
         lse = q_bthd.new_full((batch, num_heads, num_queries), -torch.inf, dtype=torch.float32)
         return Compressed(torch.zeros_like(q_bthd), lse)
     attend = compiled(_attend, q_bthd, later=None, fullgraph=True)
@@ -56,9 +57,9 @@ def attend_compressed(
     return Compressed(out_bhtd.transpose(1, 2), aux.lse)
 
 
-# A function of its own: torch compiles one for so many shapes only, and those of windows would count.
+# A separate function: torch limits recompilations per function, and those of sliding windows would count as well.
 def _attend(q_bhtd: Tensor, k_bhnd: Tensor, v_bhnd: Tensor, *, mask: BlockMask, scale: float) -> Any:
-    # Keys are few: left shared, their gradient would keep few multiprocessors busy, each with all heads in turn.
+    # There are few keys: with shared key heads, few programs would compute their gradient, each over all heads.
     k_bhnd, v_bhnd = (x.repeat_interleave(q_bhtd.shape[1] // x.shape[1], 1) for x in (k_bhnd, v_bhnd))
     return flex_attention(q_bhtd, k_bhnd, v_bhnd, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True))
 
@@ -67,21 +68,21 @@ def _attend(q_bhtd: Tensor, k_bhnd: Tensor, v_bhnd: Tensor, *, mask: BlockMask, 
 def ended_blocks(
     num_queries: int, num_blocks: int, block_size: int, query_offset: int, device: torch.device
 ) -> BlockMask:
-    """FlexAttention's mask of the whole blocks that end at or before a query, of which each is one key.
+    """Return FlexAttention's mask of the complete blocks that end at or before a query; each block is one key.
 
     Args:
         num_queries: tq.
-        num_blocks: whole blocks of keys.
+        num_blocks: number of complete blocks of keys.
         block_size: keys per block.
         query_offset: global position of the first query.
-        device: of the mask.
+        device: device of the mask.
     """
 
     def ended(b: Tensor, h: Tensor, t: Tensor, n: Tensor) -> Tensor:
         return (n + 1) * block_size <= t + query_offset + 1
 
     first_block, first_query, end_query = tile_bounds(num_queries, num_blocks, query_offset, device)
-    # How many blocks have ended for a tile's first query and for its last.
+    # Number of ended blocks for a tile's first query and for its last.
     fewest = (first_query + 1) // block_size
     most = end_query // block_size
     whole = (first_block + BLOCK <= fewest) & (first_query + BLOCK == end_query)

@@ -1,6 +1,6 @@
-"""The choice of blocks as an operator of torch.library: torch.compile and fake tensors see one opaque op.
+"""Block selection as an operator of torch.library, which is opaque to torch.compile and fake tensors.
 
-Importing this needs no Triton; calling does.
+Triton is imported only when the operator is called.
 """
 
 import torch
@@ -11,19 +11,19 @@ from torch import Tensor
 def choose_blocks(
     q: Tensor, mean_keys: Tensor, lse: Tensor, block_size: int, num_earlier: int, scale: float, query_offset: int
 ) -> Tensor:
-    """Choose the blocks before the own one that each query attends to; see `select_blocks` of the reference.
+    """Select the blocks before its own that each query attends to, like `reference.select_blocks`.
 
     Args:
         q: queries [b, tq, hq, d].
-        mean_keys: of all whole blocks, [b, blocks, hkv, d] in q's dtype.
-        lse: fp32 [b, hq, tq], natural logsumexp of a query's scores with the mean keys that it sees.
+        mean_keys: mean keys of all complete blocks, [b, blocks, hkv, d] in q's dtype.
+        lse: fp32 [b, hq, tq], natural log-sum-exp of a query's scores with the mean keys that it sees.
         block_size: keys per block.
-        num_earlier: how many blocks, at least 2: the first and the one before the own are among them.
+        num_earlier: number of blocks, at least 2, including the first and the one before the query's own.
         scale: factor on q.k.
         query_offset: global position of the first query.
 
     Returns:
-        int64 [b, tq, hkv, num_earlier], block 0 first, -1 behind them where there are fewer.
+        int64 [b, tq, hkv, num_earlier], block 0 first, padded with -1 at the end.
     """
     from kernels.native_sparse_attention import triton_launch
 

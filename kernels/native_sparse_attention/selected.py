@@ -1,4 +1,4 @@
-"""Attention to each query's selected blocks: over all keys and a mask where most are selected, else block by block."""
+"""Attention to selected blocks: masked attention over all keys if most blocks are selected, otherwise sparse."""
 
 from copy import copy
 from functools import lru_cache
@@ -13,10 +13,10 @@ from kernels.softmax_attention.flex import kernel_options, mask_of_blocks, tile_
 from kernels.top1_chunk import top1_chunk_attention
 
 MASKED_UP_TO = 2
-"""Times as many blocks as are selected: so many are attended to at once, and a mask leaves out what is not selected."""
+"""Use masked attention if there are at most this many times as many blocks as are selected."""
 
 BITS = 63
-"""Blocks that a query's mask has room for."""
+"""Maximum number of blocks in a query's bit mask."""
 
 
 def attend_selected(
@@ -29,13 +29,13 @@ def attend_selected(
     scale: float,
     query_offset: int,
 ) -> Tensor:
-    """Attend to the own block, up to the query, and to the selected ones before it: [b, tq, hq, d].
+    """Attend to the query's own block, up to its position, and to the selected blocks before it: [b, tq, hq, d].
 
     Args:
         q_bthd: queries [b, tq, hq, d].
         k_bshd: keys [b, tk, hkv, d].
-        v_bshd: values, likewise.
-        earlier_btgm: see `choose_blocks`: int64 [b, tq, hkv, blocks], -1 behind them.
+        v_bshd: values [b, tk, hkv, d].
+        earlier_btgm: output of `choose_blocks`, int64 [b, tq, hkv, blocks], padded with -1 at the end.
         block_size: keys per block.
         scale: factor on q.k.
         query_offset: global position of the first query.
@@ -55,7 +55,7 @@ def attend_selected(
 
 
 def selection_bits(earlier_btgm: Tensor, block_size: int, query_offset: int) -> Tensor:
-    """Bit n says whether block n is selected or the query's own: int64 [b, hkv, tq]."""
+    """Return int64 bit masks [b, hkv, tq]: bit n is set if block n is selected or the query's own."""
     own_t = (query_offset + torch.arange(earlier_btgm.shape[1], device=earlier_btgm.device)) // block_size
     bits_btgm = torch.where(earlier_btgm >= 0, 1 << earlier_btgm.clamp(min=0), 0)
     return (bits_btgm.sum(-1) + (1 << own_t)[:, None]).transpose(1, 2).contiguous()
@@ -71,9 +71,9 @@ def attend_masked(
     scale: float,
     query_offset: int,
 ) -> Tensor:
-    """As `attend_selected`, from `selection_bits`, through FlexAttention over all keys up to the query.
+    """Compute `attend_selected` from `selection_bits`, with FlexAttention over all keys up to the query.
 
-    On a CPU it is plain torch, forms all scores and has no gradient.
+    On a CPU, FlexAttention runs in eager mode, materialises all scores and has no gradient.
     """
     group = q_bthd.shape[2] // k_bshd.shape[2]
 
@@ -87,7 +87,7 @@ def attend_masked(
     return out_bhtd.transpose(1, 2)
 
 
-# A function of its own: torch compiles one for so many shapes only, and those of other branches would count.
+# A separate function: torch limits recompilations per function, and those of other branches would count as well.
 def _attend(q_bhtd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, *, mask: BlockMask, scale: float) -> Any:
     group = q_bhtd.shape[1] // k_bhsd.shape[1]
     options = kernel_options(q_bhtd.shape[2], group)
@@ -98,7 +98,7 @@ def _attend(q_bhtd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, *, mask: BlockMask, 
 
 @lru_cache(maxsize=16)
 def _causal_tiles(num_queries: int, num_keys: int, query_offset: int, device: torch.device) -> BlockMask:
-    """All tiles with a key up to a query; each asks the mask, which its caller sets."""
+    """Return a mask of all tiles with a causal key. The caller sets its `mask_mod`, which every tile applies."""
     first_key, _, end_query = tile_bounds(num_queries, num_keys, query_offset, device)
     touched = first_key < end_query
 

@@ -1,4 +1,4 @@
-"""The launch of the choice of blocks."""
+"""Launch of the block selection kernel."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,13 @@ from kernels.native_sparse_attention import triton_select
 from kernels.triton_math import Tiles, next_power_of_two, on_device
 
 TILES = {torch.float32: Tiles(32, 32, 4, 1), torch.bfloat16: Tiles(64, 64, 4, 2), torch.float16: Tiles(64, 64, 4, 2)}
-"""Rows are query heads of queries, columns mean keys. They fit into a Hopper GPU; others were not timed."""
+"""Tile rows are (query, head) pairs, columns mean keys. The sizes fit a Hopper GPU; others were not timed."""
 
 
 def select_blocks(
     q: Tensor, mean_keys: Tensor, lse: Tensor, *, block_size: int, num_earlier: int, scale: float, query_offset: int
 ) -> Tensor:
-    """See `choose_blocks` in op; all tensors are contiguous."""
+    """Implement `op.choose_blocks` for contiguous tensors."""
     (batch, num_queries, num_heads, head_dim), (num_means, num_groups) = q.shape, mean_keys.shape[1:3]
     tile = TILES[q.dtype]
     heads = next_power_of_two(num_heads // num_groups)

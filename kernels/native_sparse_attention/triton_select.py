@@ -1,7 +1,7 @@
-"""Which blocks the queries of a group attend to, in Triton. Nothing of [queries, blocks] reaches memory."""
+"""Block selection per query and group of heads, in Triton. No [queries, blocks] array is written to memory."""
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -16,20 +16,20 @@ def select_blocks(
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_N: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
-    """Choose earlier blocks: the first, the one before the own, and those most important. Grid (b * tiles, G).
+    """Select earlier blocks: the first, the one before the query's own, and the most important. Grid (b * tiles, G).
 
-    A program has the heads of one group for a tile of queries: row i * HEADS + r is head r of query i.
+    A program processes the heads of one group for a tile of queries: row i * HEADS + r is head r of query i.
 
     Args:
         q: queries [b, num_queries, G * R, d].
         means: mean keys [b, num_means, G, d].
-        lse: fp32 [b, G * R, num_queries], natural logsumexp of the scores with the mean keys.
-        chosen: int64 [b, num_queries, G, TOP_K], out: earlier blocks, -1 behind them where there are fewer.
-        tiles: tiles of queries in a row of the batch.
-        HEADS: R or the next power of two.
+        lse: fp32 [b, G * R, num_queries], natural log-sum-exp of the scores with the mean keys.
+        chosen: int64 [b, num_queries, G, TOP_K], written: earlier blocks, padded with -1 at the end.
+        tiles: tiles of queries per batch row.
+        HEADS: R rounded up to a power of two.
     """
     b, g = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1)
-    # The last queries have most to choose from: they begin first.
+    # The last queries have the most blocks to scan, so they start first.
     begin = (tiles - 1 - tl.program_id(0) % tiles) * QUERIES
     m = tl.arange(0, QUERIES * HEADS)
     t_m, r = begin + m // HEADS, m % HEADS

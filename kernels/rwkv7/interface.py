@@ -61,8 +61,8 @@ def rwkv7(
     """State update of RWKV-7: S <- (diag(exp(w_t)) + b_t a_t^T) S + k_t v_t^T;  o_t = scale * S^T r_t.
 
     Computed in fp32 (float64 for float64). a_t reads the state before it decays by w_t; r_t reads it after token t. The
-    model has a = -kappa_hat, of length 1, and b = kappa_hat * in-context learning rate. If a and b are large relative to
-    the decay, the state grows. The bonus of the current token does not enter the state and is not included here. The
+    model has a = -kappa_hat, of length 1, and b = kappa_hat * in-context learning rate. If a and b are large relative
+    to the decay, the state grows. The bonus of the current token does not enter the state and is not included here. The
     final state is an affine function of the initial one, independently for each value column.
 
     Args:

@@ -1,4 +1,4 @@
-"""The selective scan's Triton form as a function of autograd. Importing this needs no Triton; calling does."""
+"""Autograd function of the selective scan's Triton implementation. Triton is imported only when it is called."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from kernels.rows import Rows
 def selective_scan_triton(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Arguments as in `selective_scan`, checked there, and without an obstacle.
+    """Compute `selective_scan` with Triton. The caller has checked the arguments and that there is no obstacle.
 
     Returns:
         y: [b, t, c] in x's dtype.
-        state: after the last token, fp32 [b, c, n].
+        state: state after the last token, fp32 [b, c, n].
     """
     if B.dim() == 3:
         B, C = B[:, :, None], C[:, :, None]
@@ -47,7 +47,7 @@ class _Scan(torch.autograd.Function):
         from kernels.selective_scan import triton_launch
 
         dy, dlast = (y.contiguous() for y in gradients)
-        saved = ctx.saved_tensors  # under recompute they may be asked for once only
+        saved = ctx.saved_tensors  # activation checkpointing allows reading them only once
         found = triton_launch.backward(ctx.rows, dy, dlast, *saved)
         dtypes = [y.dtype for y in (*saved[:-1], dlast)]
         return None, None, *(y.to(dtype) for y, dtype in zip(found, dtypes, strict=True))

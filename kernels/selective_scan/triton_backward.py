@@ -1,20 +1,20 @@
 """Gradients of the selective scan, in Triton.
 
-The adjoint of the state goes the other way: with dh what reaches the state after token t, own reading included,
+The adjoint of the state runs backwards. With dh the adjoint after token t, including the term of its output:
 
     dh = carry + C dy;  carry <- exp2(dt rate) dh
 
-so chunks are joined as in the forward pass: `find_chunk_starts` from a zero adjoint after each, `join_chunks`, and then
-`walk_backward`. States are found again from those that were kept, STEP at a time in registers. With h' the state before
-the token, w = dt x, and sums over n:
+Chunks are joined as in the forward pass: `find_chunk_starts` from a zero adjoint after each chunk, `join_chunks`, then
+`walk_backward`. States are recomputed from the saved ones, STEP at a time in registers. With h' the state before the
+token, w = dt x, and sums over n:
 
     dB = dh w;  dC = dy h;  dw = sum dh B;  dx = dw dt + D dy;  ddt = dw x + sum carry h' A;  dA = carry h' dt
 
-Each program owns what it writes, so nothing is atomic and sums have one order.
+Each program owns its output, so there are no atomics and the order of summation is deterministic.
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -38,12 +38,12 @@ def find_chunk_starts(
     G: tl.constexpr, N: tl.constexpr, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The adjoint of the state before each chunk if nothing comes after it. Grid (samples * chunks * G * group_blocks).
+    """Write the adjoint of the state before each chunk for a zero adjoint after it.
 
-    Tensors and numbers as in `triton_forward.find_chunk_ends`, and:
-        dy: gradient of the output [rows, channels].
+    Grid (samples * chunks * G * group_blocks). Tensors and numbers as in `triton_forward.find_chunk_ends`, and:
+        dy: [rows, channels], gradient of the output.
         C: [rows, G, N].
-        starts: fp32 [samples, chunks, channels, N], out.
+        starts: fp32 [samples, chunks, channels, N], written.
     """
     sample, chunk, group, channel, count = place_in_grid(
         tl.program_id(0), chunks, group_blocks, group_channels, G, ER * EL
@@ -73,12 +73,12 @@ def _states_of_step(
     state, rate, x, dt, B, row, time_stride, count, before, exists, n, e, channels, B_stride,
     STEP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The states around the tokens of a step: a tuple of STEP + 1 tiles, the first the one before it.
+    """Return the states around a step's tokens: a tuple of STEP + 1 tiles, of which the first is before the step.
 
     Args:
-        state: tile at `row`, the first of the span's.
-        count: tokens of the span that exist.
-        before: of them before the step.
+        state: tile at `row`, the first token of the span.
+        count: number of existing tokens of the span.
+        before: number of the span's tokens before the step.
     """
     for _ in range(before):
         x_t, dt_t, B_t = load_token(x, dt, B, row, True, exists, n, e, channels, B_stride)
@@ -102,20 +102,20 @@ def walk_backward(
 ):  # fmt: skip
     """Write all gradients. Grid (samples * chunks * G * parts).
 
-    A program has part_blocks blocks of channels, one after the other, and adds up their dB and dC.
+    A program processes part_blocks blocks of channels one after the other, and sums up their dB and dC.
 
     Tensors and numbers as in `triton_forward.walk_forward`, and:
-        dy: gradient of the output [rows, channels].
+        dy: [rows, channels], gradient of the output.
         kept: fp32 [samples, spans, channels, N], the state before every SPAN tokens.
-        after: fp32 [samples, chunks, channels, N], the adjoint of the state after each chunk, as what follows uses it.
-        dx, ddt: [rows, channels], out; ddt fp32.
-        dA: fp32 [samples * chunks, channels, N], out.
-        dB, dC: fp32 [parts, rows, G, N], out.
-        dD: fp32 [samples * chunks, channels], out.
-        dfirst: fp32 [samples, channels, N], out: gradient of the first state.
+        after: fp32 [samples, chunks, channels, N], the adjoint of the state after each chunk, from all later tokens.
+        dx, ddt: [rows, channels], written; ddt is fp32.
+        dA: fp32 [samples * chunks, channels, N], written.
+        dB, dC: fp32 [parts, rows, G, N], written.
+        dD: fp32 [samples * chunks, channels], written.
+        dfirst: fp32 [samples, channels, N], written: gradient of the first state.
         rows: samples * length.
-        parts: of a group's blocks, part_blocks each; the last one may have fewer.
-        WHOLE: no block lacks a channel and no step a token, and nothing needs a mask for that.
+        parts: parts of a group's blocks, with part_blocks each; the last may have fewer.
+        WHOLE: all blocks of channels and all steps are complete, so that no masks are needed.
     """
     sample, chunk, group, first_channel, _ = place_in_grid(tl.program_id(0), chunks, parts, group_channels, G, 0)
     part = tl.program_id(0) % parts
@@ -139,7 +139,7 @@ def walk_backward(
             step = begin + (tl.cdiv(end - begin, STEP) - 1 - j) * STEP
             span = sample * tl.cdiv(length, SPAN) + step // SPAN
             step_row = sample * sample_stride + step.to(tl.int64) * time_stride
-            # Asked for before the states are found again, so that memory has time.
+            # Loaded before the states are recomputed, to hide the memory latency.
             dys = ()
             for i in tl.static_range(STEP):
                 valid = WHOLE or step + i < end

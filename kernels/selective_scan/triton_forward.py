@@ -1,16 +1,16 @@
-"""The walk over the tokens, in parallel over chunks of them, in Triton.
+"""Selective scan in Triton, parallel over chunks of tokens.
 
-Each chunk's end is found from a zero state (`find_chunk_ends`), from those the state before each chunk (`join_chunks`),
-and from it the chunk's outputs (`walk_forward`). With rates in units of log2:
+`find_chunk_ends` computes each chunk's final state from a zero state, `join_chunks` the state before each chunk from
+these, and `walk_forward` the chunk's outputs from that. With rates in units of log2:
 
     h <- exp2(dt rate) h + (dt x) B;  y = C . h + D x
 
-A program has a chunk of one sample, and a block of ER * EL channels of one group; its tile of states is that of
-`triton_tile`. Token t of sample s is row s * sample_stride + t * time_stride.
+A program processes one chunk of a sample and a block of ER * EL channels of one group. Its tile of states is described
+in `triton_tile`. Token t of sample s is row s * sample_stride + t * time_stride.
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -21,12 +21,12 @@ from kernels.triton_math import LOG2E
 
 @triton.jit
 def place_in_grid(program, chunks, group_blocks, group_channels, G: tl.constexpr, BLOCK: tl.constexpr):
-    """What a program has, of all samples * chunks * G * group_blocks.
+    """Return a program's position in the grid samples * chunks * G * group_blocks.
 
     Returns:
-        sample, chunk, group: where it is; the group is that of its B and C.
-        channel: the block's first.
-        count: channels from there to the group's end.
+        sample, chunk, group: indices; the group selects B and C.
+        channel: first channel of the block.
+        count: number of channels from there to the end of the group.
     """
     block, part = program % group_blocks, program // group_blocks
     group, part = part % G, part // G
@@ -41,19 +41,19 @@ def find_chunk_ends(
     G: tl.constexpr, N: tl.constexpr, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The state at each chunk's end if it begins with zeros. Grid (samples * chunks * G * group_blocks).
+    """Write the state at each chunk's end for a zero state at its start. Grid (samples * chunks * G * group_blocks).
 
     Tensors:
         x, dt: [rows, channels], dt fp32.
         A: fp32 [channels, N].
         B: [rows, G, N].
-        ends: fp32 [samples, chunks, channels, N], out.
-        spent: fp32 [samples, chunks, channels], out: the chunk's sum of dt.
+        ends: fp32 [samples, chunks, channels, N], written.
+        spent: fp32 [samples, chunks, channels], written: the chunk's sum of dt.
 
     Numbers:
-        length: tokens of a sample.
-        chunk_length, chunks: of a sample; the last chunk may be shorter.
-        group_blocks, group_channels: blocks of channels, and channels, of a group.
+        length: tokens per sample.
+        chunk_length, chunks: tokens per chunk, and chunks per sample; the last chunk may be shorter.
+        group_blocks, group_channels: blocks of channels per group, and channels per group.
         unit: see `triton_tile`.
 
     WHOLE: every block has ER * EL channels.
@@ -68,7 +68,7 @@ def find_chunk_ends(
     rate = load_float(A + (channel + e) * N + n, exists) * LOG2E
     state = tl.zeros([NR, ER, NL, EL], tl.float32)
     total = tl.zeros([1, ER, NL, EL], tl.float32)
-    # The first token's numbers, then always the next one's: they arrive while this one is worked on.
+    # Prefetch: the next token's inputs are loaded while the current token is computed.
     row = sample.to(tl.int64) * sample_stride + begin.to(tl.int64) * time_stride
     next_x, next_dt, next_B = load_token(x, dt, B, row, begin < end, exists, n, e, channels, G * N)
     for t in range(begin, end):
@@ -87,16 +87,16 @@ def join_chunks(
     ends, spent, A, first, chunks, channels,
     N: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Put into each chunk's place the state it begins with, from what each ends with. Grid (samples, number blocks).
+    """Replace each chunk's final state by the state at its start. Grid (samples, blocks of elements).
 
-    REVERSED: from the last chunk to the first, as adjoints go. A program has BLOCK of a sample's channels * N numbers,
-    and reads AHEAD chunks at a time: it does little else than wait for memory.
+    REVERSED: from the last chunk to the first, for adjoints. A program processes BLOCK of a sample's channels * N
+    elements. It loads AHEAD chunks at a time, because it is bound by memory latency.
 
     Tensors:
-        ends: fp32 [samples, chunks, channels, N]: the chunk's own part of the state after it; replaced.
+        ends: fp32 [samples, chunks, channels, N], final state of each chunk for a zero initial state; replaced.
         spent: fp32 [samples, chunks, channels].
         A: fp32 [channels, N].
-        first: fp32 [samples, channels, N], the state that the first chunk on the way begins with.
+        first: fp32 [samples, channels, N], initial state of the chunk that is processed first.
     """
     sample = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -130,10 +130,10 @@ def walk_forward(
         C: [rows, G, N].
         D: fp32 [channels].
         before: fp32 [samples, chunks, channels, N], the state before each chunk.
-        y: [rows, channels], out.
-        kept: fp32 [samples, spans, channels, N], out where KEEP: the state before every SPAN tokens, which divides
+        y: [rows, channels], written.
+        kept: fp32 [samples, spans, channels, N], written if KEEP: the state before every SPAN tokens. SPAN divides
             chunk_length if there are several chunks.
-        last: fp32 [samples, channels, N], out: the state after the last token.
+        last: fp32 [samples, channels, N], written: the state after the last token.
     """
     sample, chunk, group, channel, count = place_in_grid(
         tl.program_id(0), chunks, group_blocks, group_channels, G, ER * EL

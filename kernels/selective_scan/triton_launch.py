@@ -1,4 +1,4 @@
-"""The order of the selective scan's Triton kernels, their sizes and their buffers."""
+"""Launch sequence, tile sizes and buffers of the selective scan's Triton kernels."""
 
 from typing import Any, NamedTuple
 
@@ -14,17 +14,17 @@ JOIN_BLOCK, JOIN_AHEAD = 128, 8
 
 
 class Tuning(NamedTuple):
-    """What may be chosen freely.
+    """Tunable launch parameters.
 
     Attributes:
-        span: tokens between the states that the backward pass finds kept.
-        step: of them, those whose states it has in registers, fewer where a lane has many numbers; divides span.
-        forward_numbers, backward_numbers: of the state that a lane has, about; powers of two.
-        forward_registers, backward_registers: a lane's, at most; None: as many as the compiler likes.
-        least_chunk: tokens that a chunk has at least, a multiple of span.
-        alone: programs a multiprocessor from which on chunks are not cut: their ends cost a pass of their own.
-        programs: a multiprocessor, to reach by cutting chunks.
-        parts: sums of dB and dC, each over some of the channels, that are written; each is as large as B in fp32.
+        span: tokens between the states that are saved for the backward pass.
+        step: tokens whose states the backward pass keeps in registers at a time; fewer for large tiles. Divides span.
+        forward_numbers, backward_numbers: approximate state elements per thread; powers of two.
+        forward_registers, backward_registers: maximum registers per thread; None leaves it to the compiler.
+        least_chunk: minimum tokens per chunk, a multiple of span.
+        alone: programs per multiprocessor from which sequences are not split, because splitting costs a second pass.
+        programs: programs per multiprocessor to reach by splitting sequences into chunks.
+        parts: number of partial sums of dB and dC, each over some channels; each takes as much memory as B in fp32.
     """
 
     span: int = 16
@@ -35,24 +35,24 @@ class Tuning(NamedTuple):
     backward_registers: int | None = 128
     least_chunk: int = 128
     alone: int = 12
-    # A little below whole rounds: a multiprocessor's registers are enough for 21 programs forward, 16 backward.
+    # Slightly below a whole number of waves: registers suffice for 21 programs per multiprocessor forward, 16 backward.
     programs: int = 126
     parts: int = 16
 
 
 TUNING = Tuning()
-"""Replace it to measure others."""
+"""Replace it to benchmark other values."""
 
 
 class Chunks(NamedTuple):
-    """How a sample's tokens are cut."""
+    """Division of a sample's tokens into chunks."""
 
     chunk_length: int
     chunks: int
 
 
 class Blocks(NamedTuple):
-    """How channels are cut: a tile's shape, see `triton_tile`, groups and their channels."""
+    """Division of channels into blocks: tile shape (see `triton_tile`), groups and channels per group."""
 
     NR: int
     ER: int
@@ -63,22 +63,22 @@ class Blocks(NamedTuple):
 
     @property
     def group_blocks(self) -> int:
-        """Blocks of channels in a group."""
+        """Number of blocks of channels per group."""
         return -(-self.group_channels // (self.ER * self.EL))
 
     @property
     def whole(self) -> bool:
-        """Whether every block has all its channels."""
+        """True if every block has all its channels."""
         return self.group_channels % (self.ER * self.EL) == 0
 
     def constants(self, registers: int | None) -> dict[str, Any]:
-        """Compile-time arguments and launch of the kernels that have such a tile."""
+        """Return the compile-time arguments and launch options of kernels with this tile."""
         tile = {"NR": self.NR, "ER": self.ER, "NL": self.NL, "EL": self.EL}
         return {"G": self.groups, "N": self.NR * self.NL, **tile, "num_warps": 1, "maxnreg": registers}
 
 
 def cut_channels(A: Tensor, groups: int, numbers: int) -> Blocks:
-    """Tiles of about `numbers` a lane; no more channels than a group has."""
+    """Choose a tile of about `numbers` state elements per thread, with at most a group's channels."""
     channels, size = A.shape
     n_lanes = min(size, 4)
     e_lanes, n_rows = WARP // n_lanes, size // n_lanes
@@ -87,7 +87,7 @@ def cut_channels(A: Tensor, groups: int, numbers: int) -> Blocks:
 
 
 def cut_tokens(x: Tensor, rows: Rows, programs: int) -> Chunks:
-    """Chunks that keep the GPU busy; `programs`: that a chunk has in each sample."""
+    """Choose chunks that occupy the GPU, given the number of programs per chunk of a sample."""
     programs, processors = rows.samples * programs, multiprocessors(x)
     wanted = 1 if programs >= TUNING.alone * processors else -(-TUNING.programs * processors // programs)
     chunk_length = max(TUNING.least_chunk, -(-rows.length // (wanted * TUNING.span)) * TUNING.span)
@@ -102,8 +102,8 @@ def forward(
     """Run the forward kernels. All tensors are contiguous.
 
     Args:
-        rows: where tokens lie.
-        training: whether there will be a backward pass.
+        rows: layout of the tokens.
+        training: True if there will be a backward pass.
         x: [rows, c], as two or more dimensions.
         dt: fp32, of x's shape.
         A: fp32 [c, n], n a power of two.
@@ -137,7 +137,7 @@ def _programs(rows: Rows, chunks: Chunks, blocks: Blocks) -> int:
 
 
 def _numbers(rows: Rows, chunks: Chunks, blocks: Blocks) -> tuple[int, ...]:
-    """What the kernels with a block a program are told, from `length` to `unit`."""
+    """Return the scalar arguments of the kernels with one block per program, from `length` to `unit`."""
     cuts = (*chunks, blocks.group_blocks, blocks.group_channels)
     return (rows.length, *cuts, rows.sample_stride, rows.time_stride, 1)
 
@@ -145,9 +145,9 @@ def _numbers(rows: Rows, chunks: Chunks, blocks: Blocks) -> tuple[int, ...]:
 def _joined_chunks(
     find: Any, rows: Rows, chunks: Chunks, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, first: Tensor, *, reverse: bool
 ) -> Tensor:
-    """The state, or in reverse the adjoint, that each chunk begins with, fp32 [samples, chunks, c, n].
+    """Return each chunk's initial state, or in reverse its final adjoint, fp32 [samples, chunks, c, n].
 
-    `find` is the kernel for what a chunk ends with if it begins with zeros: x and B are what it takes for them.
+    `find` is the kernel that computes a chunk's final state from zeros. x and B are its first and fourth tensor.
     """
     blocks = cut_channels(A, B.shape[-2], TUNING.forward_numbers)
     ends = A.new_empty(rows.samples, chunks.chunks, *A.shape)
@@ -168,9 +168,9 @@ def backward(
     rows: Rows, dy: Tensor, dlast: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
     kept: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients (dx, ddt, dA, dB, dC, dD, dfirst) for those of y and last; dx in x's dtype, all others in fp32.
+    """Return the gradients (dx, ddt, dA, dB, dC, dD, dfirst), given those of y and last.
 
-    Arguments as in `forward`, all contiguous.
+    dx has x's dtype, all others are fp32. Arguments as in `forward`, all contiguous.
     """
     blocks = cut_channels(A, B.shape[-2], TUNING.backward_numbers)
     step = max(1, TUNING.step // -(-blocks.NR * blocks.ER // TUNING.backward_numbers))

@@ -1,13 +1,14 @@
-"""The tile of states that one warp holds: how it is dealt out to lanes, and what reads and sums it.
+"""Tile of states held by one warp: its distribution over the threads (lanes), loads and sums.
 
-Every token asks for sums over the state's numbers and over channels, and what crosses lanes is dear. So a lane holds
-some of both: a tile is [NR, ER, NL, EL], where the last two dimensions are the warp's 32 lanes and the first two what a
-lane has. State number n is at n // NL, n % NL, channel e of the block at e // EL, e % EL. Only sums cross lanes: what
-depends on the channel alone is [1, ER, NL, EL], what depends on n alone [NR, 1, NL, EL]; each lane reads its own.
+Every token needs sums over the state elements and sums over channels, and communication between lanes is expensive.
+Each lane therefore holds part of both: a tile is [NR, ER, NL, EL], where the last two dimensions are the warp's 32 lanes and
+the first two are the elements per lane. State element n is at n // NL, n % NL; channel e of the block at e // EL,
+e % EL. Only sums cross lanes. Values that depend on the channel alone are [1, ER, NL, EL], and those that depend on n
+alone are [NR, 1, NL, EL]; each lane loads its own copy.
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -15,16 +16,16 @@ import triton.language as tl
 
 @triton.jit
 def place_in_tile(unit, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL: tl.constexpr):
-    """What each lane has.
+    """Return the state elements and channels of each lane.
 
     Args:
-        unit: 1. The compiler must not know: it would deal neighbours in memory out to lanes in a way of its own, and
-            move each token's numbers to this one through shared memory.
+        unit: 1, hidden from the compiler. Otherwise it would distribute contiguous memory over the lanes in its own
+            layout, and convert each token's inputs to this layout through shared memory.
 
     Returns:
-        n: [NR, 1, NL, EL], state numbers, int64.
+        n: [NR, 1, NL, EL], state elements, int64.
         e: [1, ER, NL, EL], channels of the block, int64.
-        n_writer, e_writer: bool [1, 1, NL, EL]: of the lanes with the same n, or the same e, the one that writes.
+        n_writer, e_writer: bool [1, 1, NL, EL], marks the one lane that writes among those with the same n or e.
     """
     row = tl.arange(0, NL)[None, None, :, None]
     column = tl.arange(0, EL)[None, None, None, :]
@@ -37,7 +38,7 @@ def place_in_tile(unit, NR: tl.constexpr, ER: tl.constexpr, NL: tl.constexpr, EL
 
 @triton.jit
 def has_channel(e, count, WHOLE: tl.constexpr):
-    """Which channels of a block exist: the first `count`, or all where WHOLE, and then the compiler needs no masks."""
+    """Return the mask of a block's `count` existing channels; a constant, without masked access, if WHOLE."""
     if WHOLE:
         return tl.full(e.shape, True, tl.int1)
     return e < count
@@ -45,19 +46,19 @@ def has_channel(e, count, WHOLE: tl.constexpr):
 
 @triton.jit
 def load_float(pointers, valid):
-    """In fp32, zero where not valid."""
+    """Load in fp32, zero where not valid."""
     return tl.load(pointers, mask=valid, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_token(x, dt, B, row, valid, exists, n, e, channels, B_stride):
-    """What a row has for the block; zeros, which leave a state as it is, where not valid.
+    """Load a token's inputs for the block; zeros, which leave the state unchanged, where not valid.
 
     Args:
         x, dt: pointers to the block's first channel in row 0 of [rows, channels].
-        B: pointer to the group's first number in row 0; B_stride: numbers in a row.
+        B: pointer to the group's first element in row 0; B_stride: elements per row.
         valid: bool.
-        exists: bool [1, ER, NL, EL], whether the block has the channel.
+        exists: bool [1, ER, NL, EL], mask of the block's channels.
 
     Returns:
         x, dt [1, ER, NL, EL] and B [NR, 1, NL, EL], fp32.
@@ -69,13 +70,13 @@ def load_token(x, dt, B, row, valid, exists, n, e, channels, B_stride):
 
 @triton.jit
 def sum_over_states(tile):
-    """[NR, ER, NL, EL] to [1, ER, NL, EL], the same in all lanes of a channel."""
+    """Sum [NR, ER, NL, EL] to [1, ER, NL, EL], equal in all lanes of a channel."""
     total = tl.sum(tl.sum(tile, 0, keep_dims=True), 2, keep_dims=True)
     return tl.broadcast_to(total, (1, tile.shape[1], tile.shape[2], tile.shape[3]))
 
 
 @triton.jit
 def sum_over_channels(tile):
-    """[NR, ER, NL, EL] to [NR, 1, NL, EL], the same in all lanes of a state number."""
+    """Sum [NR, ER, NL, EL] to [NR, 1, NL, EL], equal in all lanes of a state element."""
     total = tl.sum(tl.sum(tile, 1, keep_dims=True), 3, keep_dims=True)
     return tl.broadcast_to(total, (tile.shape[0], 1, tile.shape[2], tile.shape[3]))

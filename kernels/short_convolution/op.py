@@ -1,8 +1,7 @@
-"""The short convolution's Triton form: two operators of torch.library, which torch.compile does not look into.
+"""Triton implementation of the short convolution: two operators of torch.library, opaque to torch.compile.
 
-A function of autograd ties them together. `torch.library.custom_op` would tie them too, but what it wraps around each
-call takes 70 us of Python for forward and backward, and small layers wait for Python. Importing this needs no Triton;
-calling does.
+An autograd function connects them. `torch.library.custom_op` could do this, but its wrappers take 70 us of Python per
+forward and backward call, and small layers are bound by Python. Triton is imported only when an operator is called.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ def short_convolution_triton(
     widths: Sequence[int],
     unit_length: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """Arguments as in `interface.short_convolution`, checked there, and without an obstacle."""
+    """Compute `interface.short_convolution` with Triton. The caller has checked the arguments and the obstacles."""
     return _Convolution.apply(widths, unit_length, x, before, weight, bias)
 
 
@@ -37,7 +36,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors  # under recompute they may be asked for once only
+        inputs = ctx.saved_tensors  # activation checkpointing allows reading them only once
         *found, dbias = backward_operator(gradients, *inputs, ctx.unit_length)
         return None, None, *found, None if inputs[-1] is None else dbias
 
@@ -50,7 +49,7 @@ def _forward(
     widths: Sequence[int],
     unit_length: Sequence[bool],
 ) -> list[Tensor]:
-    """Arguments as in `short_convolution_triton`. Returns [b, t, u, width] each, contiguous, in x's dtype."""
+    """Return a contiguous [b, t, u, width] tensor per part, in x's dtype. Arguments as in `short_convolution_triton`."""
     from kernels.short_convolution import triton_launch
 
     return triton_launch.forward(x, before, weight, bias, tuple(widths), tuple(unit_length))
@@ -76,9 +75,9 @@ def _backward(
     bias: Tensor | None,
     unit_length: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, before, weight and bias, dense, each in its tensor's dtype; that of no bias is empty.
+    """Return the gradients of x, before, weight and bias, contiguous, in their tensors' dtypes; empty without a bias.
 
-    `gradients` are those of the parts; the rest as in `short_convolution_triton`.
+    `gradients` are those of the parts. The other arguments are as in `short_convolution_triton`.
     """
     from kernels.short_convolution import triton_launch
 
@@ -98,7 +97,7 @@ def _fake_backward(
 
 
 def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Make it an operator; `fake` gives results of the right shape for tensors without data."""
+    """Register an operator; `fake` returns outputs of the right shape for fake tensors."""
     qualified = f"selectron::{name}"
     torch.library.define(qualified, torch.library.infer_schema(function, mutates_args=()))
     torch.library.impl(qualified, ("cpu", "cuda"), function)

@@ -1,16 +1,17 @@
-"""Gradients of the short convolution, in Triton; see `triton_tile` for how the work is cut.
+"""Gradients of the short convolution, in Triton. `triton_tile` describes the division of the work.
 
-With z the convolution, a = z sigmoid(z) and r the inverse of a's length (1 where a part keeps its own), y = r a:
+With z the convolution, a = z sigmoid(z), y = r a, and r the inverse norm of a (1 for a part without normalisation):
 
     da = r dy - r^3 a (a . dy);  dz = da sigmoid(z) (1 + z (1 - sigmoid(z)))
     dx_t = sum over j of weight_j dz_{t + K - 1 - j};  dweight_j = sum over t of dz_t x_{t - (K - 1 - j)}
 
-z is found again from x. A program walks K - 1 rows beyond its chunk, for what they send back into it. Each program owns
-what it writes, the sums over a chunk included, which `sum_shares` sums up: nothing is atomic and sums have one order.
+z is recomputed from x. A program also reads the K - 1 rows after its chunk, for their contribution to its gradients.
+Each program owns its output, including the sums over a chunk, which `sum_shares` adds up. There are no atomics, and the
+order of summation is deterministic.
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -32,13 +33,13 @@ def differentiate(
     U: tl.constexpr, W: tl.constexpr, K: tl.constexpr, SEGMENTS: tl.constexpr, PROGRAMS: tl.constexpr,
     STEP: tl.constexpr, EPSILON: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Write dx and dbefore, and each chunk's share of dweight and dbias. Grid (chunks * batch * PROGRAMS).
+    """Write dx and dbefore, and each chunk's contribution to dweight and dbias. Grid (chunks * batch * PROGRAMS).
 
     Tensors and numbers as in `triton_forward.convolve`, and:
-        gradients: a tuple, [batch, length, U, width] for each segment.
-        dx: [length, batch, U, W], out.
-        dbefore: [K - 1, batch, U, W], out.
-        shares: fp32 [chunks * batch, K + 1, U, W], out: of the taps, then of the bias; [.., K, U, W] without one.
+        gradients: a tuple with one [batch, length, U, width] tensor per segment.
+        dx: [length, batch, U, W], written.
+        dbefore: [K - 1, batch, U, W], written.
+        shares: fp32 [chunks * batch, K + 1, U, W], written: of the taps, then the bias; [.., K, U, W] without a bias.
     """
     place, share, sample, begin, end = place_in_grid(PROGRAMS, batch, length, chunk_length)
     time_stride, batch_stride, unit_stride = time_stride * ALIGN, batch_stride * ALIGN, unit_stride * ALIGN
@@ -61,9 +62,9 @@ def differentiate_segment(
     U: tl.constexpr, W: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr, EPSILON: tl.constexpr,
     START: tl.constexpr, WIDTH: tl.constexpr, UNIT_LENGTH: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a segment, see `triton_launch.Segment`.
+    """Process one tile of a segment (see `triton_launch.Segment`).
 
-    The pointers are those of the sample, and of the chunk's share.
+    The pointers are offset to the sample, and `shares` to the chunk's share.
     """
     unit, column, exists = place_in_row(place, U, WIDTH, UNITS, BLOCK)
     channel = unit * W + START + column
@@ -74,7 +75,7 @@ def differentiate_segment(
     window = load_history(x, before, begin, time_stride, batch * U * W, exists, K)
     pending, sums, zero = (), (), tl.zeros(channel.shape, tl.float32)
     for _ in tl.static_range(K - 1):
-        pending += (zero,)  # of the last K - 1 rows, to which later ones still send
+        pending += (zero,)  # gradients of the last K - 1 rows, to which later rows still contribute
     for _ in tl.static_range(K):
         sums += (zero,)
     bias_sum = zero
@@ -106,7 +107,7 @@ def differentiate_segment(
 
 @triton.jit
 def differentiate_activation(z, dy, UNIT_LENGTH: tl.constexpr, EPSILON: tl.constexpr):
-    """Turn dy into dz, fp32 [UNITS, BLOCK]."""
+    """Return dz, fp32 [UNITS, BLOCK], from z and dy."""
     gate = tl.sigmoid(z)
     if UNIT_LENGTH:
         a = z * gate
@@ -117,7 +118,7 @@ def differentiate_activation(z, dy, UNIT_LENGTH: tl.constexpr, EPSILON: tl.const
 
 @triton.jit
 def add_products(totals, factors, x, K: tl.constexpr):
-    """totals_j + factors_j x for each of the K."""
+    """Return totals_j + factors_j x for each j < K."""
     result = ()
     for j in tl.static_range(K):
         result += (totals[j] + factors[j] * x,)
@@ -128,12 +129,12 @@ def add_products(totals, factors, x, K: tl.constexpr):
 def sum_shares(
     shares, dweight, dbias, count, channels: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Sum the shares of dweight and dbias. Grid (channel blocks, K + 1), or K without a bias.
+    """Sum the shares of dweight and dbias. Grid (channel blocks, K + 1); K without a bias.
 
     Tensors:
         shares: fp32 [count, K + 1, channels], or [count, K, channels] without a bias.
-        dweight: [channels, K], out.
-        dbias: [channels], out, or None.
+        dweight: [channels, K], written.
+        dbias: [channels], written, or None.
     """
     tap, taps = tl.program_id(1), tl.num_programs(1)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

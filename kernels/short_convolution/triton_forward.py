@@ -1,7 +1,7 @@
-"""The short convolution, in Triton; see `triton_tile` for how the work is cut."""
+"""Short convolution in Triton. `triton_tile` describes the division of the work."""
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -25,13 +25,13 @@ def convolve(
     """Write every part. Grid (chunks * batch * PROGRAMS).
 
     Tensors:
-        x: [length, batch, U, W] with these strides times ALIGN, the last one 1.
+        x: [length, batch, U, W]. Its strides are the given ones times ALIGN, and 1 in the last dimension.
         before: [K - 1, batch, U, W].
         weight: [U, W, K].
         bias: [U, W], or None.
-        outputs: a tuple, [batch, length, U, width] for each segment.
+        outputs: a tuple with one [batch, length, U, width] tensor per segment.
 
-    SEGMENTS: see `triton_launch.Segment`; PROGRAMS: their tiles in a row; STEP: rows that are read at a time.
+    SEGMENTS: see `triton_launch.Segment`; PROGRAMS: number of tiles per row; STEP: rows that are loaded at a time.
     """
     place, _, sample, begin, end = place_in_grid(PROGRAMS, batch, length, chunk_length)
     time_stride, batch_stride, unit_stride = time_stride * ALIGN, batch_stride * ALIGN, unit_stride * ALIGN
@@ -53,7 +53,7 @@ def convolve_segment(
     U: tl.constexpr, W: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr, EPSILON: tl.constexpr,
     START: tl.constexpr, WIDTH: tl.constexpr, UNIT_LENGTH: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a segment, see `triton_launch.Segment`; the pointers are those of the sample."""
+    """Process one tile of a segment (see `triton_launch.Segment`). The pointers are offset to the sample."""
     unit, column, exists = place_in_row(place, U, WIDTH, UNITS, BLOCK)
     channel = unit * W + START + column
     taps, shift = load_taps(weight, bias, channel, exists, K)

@@ -1,4 +1,4 @@
-"""The launches of the short convolution's Triton kernels, their sizes and their buffers."""
+"""Launches, tile sizes and buffers of the short convolution's Triton kernels."""
 
 import math
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from kernels.triton_math import multiprocessors, next_power_of_two, on_device
 
 
 class Tuning(NamedTuple):
-    """What may be chosen freely for a kernel.
+    """Tunable launch parameters of a kernel.
 
     Attributes:
-        row_bytes: of x that a program has of a row, about: a power of two. Of 512 a lane has 16, its widest load.
-        step: rows that it reads at a time.
-        least_chunk, most_chunk: positions that it has, multiples of step. Each chunk reads a few rows beside its own.
-        programs: a multiprocessor, to reach by cutting chunks.
+        row_bytes: approximate bytes of a row of x per program, a power of two. 512 are 16 per thread, the widest load.
+        step: rows that are loaded at a time.
+        least_chunk, most_chunk: bounds of the rows per program, multiples of step. Each chunk reads a few extra rows.
+        programs: programs per multiprocessor to reach by splitting sequences into chunks.
     """
 
     row_bytes: int
@@ -33,21 +33,21 @@ class Tuning(NamedTuple):
 
 FORWARD = Tuning(row_bytes=256, step=4, least_chunk=32, most_chunk=64, programs=64)
 BACKWARD = Tuning(row_bytes=256, step=2, least_chunk=32, most_chunk=256, programs=64)
-"""Replace them to measure others."""
+"""Replace these to benchmark other values."""
 
 SHARE_ROWS, SHARE_BLOCK = 32, 32
-"""Shares and channels that `sum_shares` reads at a time."""
+"""Shares and channels that `sum_shares` loads at a time."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """How one part is cut into tiles. No tuple: of one, Triton forgets the names.
+    """Division of one part into tiles. A dataclass, because Triton drops the field names of a named tuple.
 
     Attributes:
-        start, width: its features of a unit.
-        unit_length: whether its vectors are given unit length; a tile then has whole ones.
-        units, block: the tile, powers of two.
-        first, end: its tiles among all of a row.
+        start, width: first feature of the part within a unit, and number of features.
+        unit_length: True if its vectors are normalised; a tile then contains whole vectors.
+        units, block: shape of a tile, powers of two.
+        first, end: range of its tiles among all tiles of a row.
     """
 
     start: int
@@ -60,7 +60,7 @@ class Segment:
 
 
 class Plan(NamedTuple):
-    """A launch: how positions are cut, the grid's size, and what is known when the kernel is compiled."""
+    """Launch plan: rows per chunk, shares, grid size and compile-time constants."""
 
     chunk_length: int
     shares: int
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
 
 
 def cut_row(widths: Sequence[int], unit_length: Sequence[bool], num_units: int, numbers: int) -> tuple[Segment, ...]:
-    """Tiles of about `numbers`."""
+    """Divide a row into tiles of about `numbers` elements."""
     segments: list[Segment] = []
     start = first = 0
     for width, unit in zip(widths, unit_length, strict=True):
@@ -91,7 +91,7 @@ def plan(
     tuning: Tuning,
     processors: int,
 ) -> Plan:
-    """For x of this shape and dtype; kept, as making it takes longer than a launch."""
+    """Return the launch plan for a shape and dtype of x. It is cached, because making it takes longer than a launch."""
     length, batch, num_units, width = shape
     segments = cut_row(widths, unit_length, num_units, tuning.row_bytes // dtype.itemsize)
     tiles = segments[-1].end
@@ -110,7 +110,7 @@ def forward(
     widths: tuple[int, ...],
     unit_length: tuple[bool, ...],
 ) -> list[Tensor]:
-    """Run the forward kernel; arguments and results as in `op.forward_operator`."""
+    """Run the forward kernel. Arguments and results as in `op.forward_operator`."""
     length, batch, num_units, _ = x.shape
     cut = plan(x.shape, x.dtype, weight.shape[-1], widths, unit_length, FORWARD, multiprocessors(x))
     outputs = [x.new_empty(batch, length, num_units, width) for width in widths]
@@ -130,7 +130,7 @@ def backward(
     bias: Tensor | None,
     unit_length: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the backward kernels; arguments and results as in `op.backward_operator`."""
+    """Run the backward kernels. Arguments and results as in `op.backward_operator`."""
     length, batch, num_units, width = x.shape
     taps, sums = weight.shape[-1], weight.shape[-1] + (bias is not None)
     widths = tuple(y.shape[-1] for y in gradients)
@@ -155,7 +155,7 @@ def _inputs(x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None) -> t
 
 
 def _strides(x: Tensor) -> dict[str, int]:
-    # Of a number Triton knows at most whether it is a multiple of 16; 8 16-bit features are a load of 16 bytes, too.
+    # Triton only specialises on divisibility by 16, but 8 16-bit features already allow a load of 16 bytes.
     time, batch, unit, _ = x.stride()
     common = math.gcd(8, time, batch, unit)
     return {

@@ -1,12 +1,12 @@
-"""What the kernels of the short convolution share: where a program is, the rows before its own, the sum over taps.
+"""Program positions, the rows before a chunk, and the sum over taps, shared by the short convolution's kernels.
 
-A program is one warp and walks over the positions of a chunk, one row after the other. It has a tile [UNITS, BLOCK] of
-each row: BLOCK features of one part, for several units where they are narrow. The last rows stay in registers, so each
-number is read once.
+A program is one warp that iterates over the rows (positions) of a chunk. Of each row it has a tile [UNITS, BLOCK]:
+BLOCK features of one part, for several units if the part is narrow. The last K - 1 rows stay in registers, so each
+element is read once.
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -14,13 +14,13 @@ import triton.language as tl
 
 @triton.jit
 def place_in_grid(PROGRAMS: tl.constexpr, batch, length, chunk_length):
-    """What a program has, of all chunks * batch * PROGRAMS; neighbours have neighbours of a row.
+    """Return a program's position in the grid chunks * batch * PROGRAMS; consecutive programs share a row.
 
     Returns:
-        place: which of a row's tiles, from 0 to PROGRAMS - 1.
+        place: index of its tile within a row, from 0 to PROGRAMS - 1.
         share: chunk * batch + sample.
         sample: int64.
-        begin, end: positions, int64.
+        begin, end: first position and end of the chunk, int64.
     """
     program = tl.program_id(0)
     place, share = program % PROGRAMS, program // PROGRAMS
@@ -30,17 +30,17 @@ def place_in_grid(PROGRAMS: tl.constexpr, batch, length, chunk_length):
 
 @triton.jit
 def place_in_row(place, U: tl.constexpr, WIDTH: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where a tile of a segment is; `place` counts from the segment's first.
+    """Return the units and columns of tile `place` of a segment.
 
     Returns:
         unit: int [UNITS, 1].
-        column: int [1, BLOCK], from the segment's first.
+        column: int [1, BLOCK], relative to the segment's first.
         exists: bool [UNITS, BLOCK].
     """
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     unit = (place // blocks) * UNITS + tl.arange(0, UNITS)[:, None]
     column = (place % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    # Of what is known when it is compiled, the compiler makes no masks.
+    # For masks that are constant at compile time, the compiler generates no masked access.
     exists = tl.full([UNITS, BLOCK], True, tl.int1)
     if U % UNITS:
         exists &= unit < U
@@ -51,7 +51,7 @@ def place_in_row(place, U: tl.constexpr, WIDTH: tl.constexpr, UNITS: tl.constexp
 
 @triton.jit
 def load_taps(weight, bias, channel, exists, K: tl.constexpr):
-    """The K taps of a tile's features, and their bias, zero where there is none: fp32.
+    """Load the K taps of a tile's features, and their bias, zero if it is None: fp32.
 
     Args:
         weight, bias: pointers to [channels, K] and [channels]; bias may be None.
@@ -68,11 +68,11 @@ def load_taps(weight, bias, channel, exists, K: tl.constexpr):
 
 @triton.jit
 def load_history(x, before, begin, stride, before_stride, exists, K: tl.constexpr):
-    """The K - 1 rows ahead of position `begin`, fp32, the oldest first.
+    """Load the K - 1 rows before position `begin`, fp32, the oldest first.
 
     Args:
-        x: pointers to the tile in row 0; `stride`: numbers from a row to the next.
-        before: pointers to the tile in the first of the K - 1 rows before row 0; `before_stride` as above.
+        x: pointers to the tile in row 0; `stride`: elements between rows.
+        before: pointers to the tile in the first of the K - 1 rows before row 0; `before_stride`: as for x.
     """
     rows = ()
     for i in tl.static_range(K - 1):
@@ -85,7 +85,7 @@ def load_history(x, before, begin, stride, before_stride, exists, K: tl.constexp
 
 @triton.jit
 def sum_over_taps(window, taps, bias, K: tl.constexpr):
-    """The convolution at the last of K rows, fp32 [UNITS, BLOCK]."""
+    """Return the convolution at the last of K rows, fp32 [UNITS, BLOCK]."""
     total = bias
     for j in tl.static_range(K):
         total += window[j] * taps[j]
@@ -94,5 +94,5 @@ def sum_over_taps(window, taps, bias, K: tl.constexpr):
 
 @triton.jit
 def inverse_length(x, EPSILON: tl.constexpr):
-    """Of each unit's vector, [UNITS, 1]."""
+    """Return the inverse L2 norm of each unit's vector, [UNITS, 1]."""
     return tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + EPSILON)

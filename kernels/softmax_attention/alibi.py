@@ -1,4 +1,4 @@
-"""The slopes of ALiBi (Press, Smith, Lewis 2022, "Train Short, Test Long", arXiv 2108.12409)."""
+"""Slopes of ALiBi (Press, Smith, Lewis 2022, "Train Short, Test Long", arXiv 2108.12409)."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,13 @@ from kernels.dispatch import check_positive_int
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """Give each head's slope as in the ALiBi paper and its published code.
+    """Return the slope of each head, as in the ALiBi paper and its published code.
 
-    For n heads, n a power of two: 2**(-8 i / n), i = 1..n. Otherwise: those of the next lower power of two m, then
-    every second one of 2m heads, from the first.
+    For a power of two n, the slopes are 2**(-8 i / n), i = 1..n. Otherwise, they are those of the next lower power of
+    two m, followed by every second slope of 2m heads, starting with the first.
 
     Args:
-        num_heads: number of query heads of the whole layer; a tensor-parallel rank takes its slice.
+        num_heads: number of query heads of the whole layer; a tensor-parallel rank takes its slice of the result.
 
     Returns:
         fp32 [num_heads] on the CPU.

@@ -1,4 +1,4 @@
-"""Causal softmax attention through torch's FlexAttention: windows, slopes and offsets without a mask of all pairs.
+"""Causal softmax attention with torch's FlexAttention: windows, slopes and offsets without a mask of all pairs.
 
 Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention Kernels" (arXiv 2412.05496).
 """
@@ -18,7 +18,7 @@ HEAD_DIMS = range(16, 257)
 
 
 def flex_obstacle(q_bthd: Tensor, v_bshe: Tensor) -> str | None:
-    """Say why FlexAttention cannot take these inputs, with the mend; None when it can."""
+    """Return the reason why FlexAttention does not support these inputs, and the fix; None if it does."""
     if q_bthd.dtype not in DTYPES:
         return f"q has dtype {q_bthd.dtype}: convert it to one of {[str(dtype) for dtype in DTYPES]}"
     for name, x in (("q", q_bthd), ("v", v_bshe)):
@@ -39,9 +39,10 @@ def softmax_attention_flex(
 ) -> Tensor:
     """Compute attention with FlexAttention, compiled on a GPU. Arguments as in `softmax_attention`, checked there.
 
-    A new length, window or offset compiles anew. On a CPU it is plain torch, forms all scores and has no gradient.
+    A new length, window or offset triggers recompilation. On a CPU, FlexAttention runs in eager mode, materialises all
+    scores and has no gradient.
     """
-    # As one graph or not at all: its plain form makes all pairs' scores.
+    # Require a full graph: in eager mode FlexAttention materialises the scores of all pairs.
     attention = compiled(flex_attention, q_bthd, later=None, fullgraph=True)
     mask = visible_blocks(q_bthd.shape[1], k_bshd.shape[1], window, query_offset, q_bthd.device)
     slopes = None if alibi_slopes is None else alibi_slopes.float()
@@ -62,11 +63,11 @@ def softmax_attention_flex(
 
 
 def kernel_options(num_queries: int, group: int) -> Any:
-    """FlexAttention's options: torch's kernel for few queries finds no tile for more than BLOCK rows, and fails.
+    """Return FlexAttention's kernel options. torch's decoding kernel finds no tile for more than BLOCK rows, and fails.
 
     Args:
         num_queries: tq.
-        group: query heads a key head, whose rows that kernel has in one tile.
+        group: query heads per key head, whose rows the decoding kernel has in one tile.
     """
     return {"BACKEND": "TRITON"} if num_queries * group > BLOCK else None
 
@@ -75,14 +76,14 @@ def kernel_options(num_queries: int, group: int) -> Any:
 def visible_blocks(
     num_queries: int, num_keys: int, window: int | None, query_offset: int, device: torch.device
 ) -> BlockMask:
-    """FlexAttention's mask of a causal window, made without the array of all pairs that torch's own way needs.
+    """Return FlexAttention's mask of a causal window, without the array of all pairs that `create_block_mask` builds.
 
     Args:
         num_queries: tq.
         num_keys: tk.
         window: query t sees keys t - window + 1 .. t; None for 0 .. t.
         query_offset: position of the first query; keys are at 0 .. tk-1.
-        device: of the mask.
+        device: device of the mask.
     """
     reach = query_offset + num_queries if window is None else window
 
@@ -92,7 +93,7 @@ def visible_blocks(
     first_key, first_query, end_query = tile_bounds(num_queries, num_keys, query_offset, device)
     last_key, last_query = first_key + BLOCK - 1, end_query - 1
     touched = (first_key <= last_query) & (last_key > first_query - reach)
-    # A block that lacks queries or keys is not whole: torch, too, has the mask keep away what is not there.
+    # An incomplete block is not a full block: like torch, let the mask exclude the missing queries and keys.
     whole = (last_key <= first_query) & (first_key > last_query - reach) & (first_query + BLOCK == end_query)
     return mask_of_blocks(touched, whole, visible, num_queries, num_keys)
 
@@ -100,7 +101,7 @@ def visible_blocks(
 def tile_bounds(
     num_queries: int, num_keys: int, query_offset: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where a mask's tiles lie: first keys [j], and positions [i, 1] of first queries and of those behind the last.
+    """Return the bounds of a mask's tiles: first keys [j], and positions [i, 1] of first queries and of queries' ends.
 
     Arguments as in `visible_blocks`.
     """
@@ -111,12 +112,12 @@ def tile_bounds(
 
 
 def mask_of_blocks(touched_ij: Tensor, whole_ij: Tensor, visible: Any, num_queries: int, num_keys: int) -> BlockMask:
-    """FlexAttention's mask from what is known of its blocks of BLOCK queries and keys.
+    """Build FlexAttention's mask from properties of its blocks of BLOCK queries and keys.
 
     Args:
-        touched_ij: bool, whether any of the block's queries sees any of its keys.
-        whole_ij: bool, whether all see all, and none is missing.
-        visible: as torch's mask_mod, asked in those that are touched and not whole.
+        touched_ij: bool, True if any query of the block sees any of its keys.
+        whole_ij: bool, True if all queries see all keys and the block is complete.
+        visible: torch's mask_mod, applied in blocks that are touched but not whole.
         num_queries: tq.
         num_keys: tk.
     """
@@ -127,6 +128,6 @@ def mask_of_blocks(touched_ij: Tensor, whole_ij: Tensor, visible: Any, num_queri
 
 
 def _block_lists(taken_ij: Tensor) -> tuple[Tensor, Tensor]:
-    """FlexAttention's form of a mask of blocks: how many in each row, and which, first those taken."""
+    """Convert a mask of blocks to FlexAttention's format: blocks per row, and block indices, selected ones first."""
     order = taken_ij.int().argsort(dim=1, descending=True, stable=True)
     return taken_ij.sum(1).int()[None, None], order.int()[None, None]
