@@ -1,1 +1,1 @@
-"""Raw corpora to cleaned, split, tokenised shards with a manifest."""
+"""Data preparation: raw corpora to cleaned, split and tokenised shards with a manifest."""

@@ -1,9 +1,9 @@
-"""Cleaning of text as a datatrove step: one Unicode form, one line end, no control characters.
+"""Text cleaning as a datatrove step: one Unicode form, one line ending, no control characters.
 
-Line ends (CR LF, CR, vertical tab, form feed, and U+0085, next line) become LF; NUL and the other control characters of
-Unicode's category Cc but tab and LF are removed; the text is put in normalization form C (Unicode Standard Annex 15). A
-document with nothing but whitespace left is dropped. What is changed or dropped is counted in the step's statistics by
-reason, so that nothing is lost silently: `changed_*` counts documents, `removed_*` characters.
+Line endings (CR LF, CR, vertical tab, form feed, and U+0085, next line) become LF. NUL and other control characters
+(Unicode category Cc) except tab and LF are removed. The text is converted to normalization form C (Unicode Standard
+Annex 15). A document with only whitespace left is dropped. The step's statistics count changed and dropped documents by
+reason: `changed_*` counts documents, `removed_*` characters.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from data_prep.ledger import CountLeftOut, Ledger
 from megatron_ext.errors import UserError
 
 _LINE_ENDS = re.compile(r"\r\n?|[\x0b\x0c\x85]")
-_CONTROLS = re.compile(r"[\x01-\x08\x0e-\x1f\x7f-\x9f]")  # NUL is counted by itself, line ends are gone by then
+_CONTROLS = re.compile(r"[\x01-\x08\x0e-\x1f\x7f-\x9f]")  # NUL is counted separately; line endings are replaced before
 
 
 @dataclass(frozen=True, kw_only=True)
 class CleaningOptions:
-    """What is cleaned.
+    """Options of text cleaning.
 
     Attributes:
-        unicode_form: normalization form; None leaves the text as it is.
-        line_ends: whether all line ends become LF.
-        controls: whether control characters are removed.
-        nul: `remove` NUL characters, `drop` documents that hold one (often binary data), or `stop` at the first.
+        unicode_form: normalization form; None leaves the text unchanged.
+        line_ends: convert all line endings to LF.
+        controls: remove control characters.
+        nul: `remove` NUL characters, `drop` documents that contain one (often binary data), or `stop` at the first.
     """
 
     unicode_form: Literal["NFC", "NFKC"] | None = "NFC"
@@ -42,15 +42,15 @@ class CleaningOptions:
 
 
 class Clean(BaseFilter):
-    """Cleans the text of documents and drops those left empty.
+    """Datatrove filter that cleans the text of documents and drops empty ones.
 
     Counts: `changed_line_ends`, `changed_nul`, `changed_controls`, `changed_unicode`, `changed` (documents with any of
     these), `removed_nul`, `removed_controls` (characters), `dropped_nul`, `dropped_empty`.
 
     Args:
-        options: what is cleaned.
-        exclusion_writer: keeps the dropped documents, or counts them.
-        ledger: told of the documents that are changed, by split.
+        options: options of the cleaning.
+        exclusion_writer: writes the dropped documents, or counts them.
+        ledger: receives the numbers of changed documents by split.
     """
 
     name = "clean"
@@ -69,10 +69,10 @@ class Clean(BaseFilter):
         """Clean a document in place.
 
         Returns:
-            True, or False and the reason why it is dropped.
+            True, or False and the reason for dropping it.
 
         Raises:
-            UserError: it holds a NUL character and `nul` is `stop`.
+            UserError: it contains a NUL character and `nul` is `stop`.
         """
         before = doc.text
         if "\0" in doc.text and not self._without_nul(doc):

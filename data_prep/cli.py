@@ -1,4 +1,4 @@
-"""The `prepare` verb: its arguments."""
+"""Arguments of the `prepare` command."""
 
 from __future__ import annotations
 
@@ -138,14 +138,14 @@ def _add_execution(group: Group) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prepare the data and print what was made.
+    """Prepare the data and print a summary.
 
     Returns:
-        The exit code: 0, or 75 where SIGINT or SIGTERM stopped it and the same call goes on.
+        The exit code: 0, or 75 if SIGINT or SIGTERM stopped the run and the same command resumes it.
 
     Raises:
         UserError: see `data_prep.prepare.prepare`.
-        KeyboardInterrupt: SIGINT or SIGTERM stopped it before there was anything to go on with.
+        KeyboardInterrupt: SIGINT or SIGTERM stopped the run before there was anything to resume.
     """
     _check_export(arguments)
     output = Path(arguments.output)
@@ -169,8 +169,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """Within it SIGTERM interrupts this process as Ctrl-C does; processes that are forked from it end by it."""
-    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+    """Context manager in which SIGTERM raises KeyboardInterrupt in this process; it terminates forked processes."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         yield
         return
     process = os.getpid()
@@ -186,7 +186,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 
 def _export(arguments: argparse.Namespace, manifest: Manifest) -> int:
-    from data_prep.reading.indexed import export  # brings Megatron and torch, which nothing else here needs
+    from data_prep.reading.indexed import export  # imports Megatron and torch, which nothing else here needs
 
     for prefix in export(Path(arguments.output), manifest, Path(arguments.export_megatron)):
         print(f"exported: {prefix}.bin and .idx")
@@ -207,7 +207,7 @@ def _options(arguments: argparse.Namespace) -> PrepareOptions:
         raise UserError("--tokenizer", "is not given", f"give a tokenizer.json, or `{TRAIN_TOKENIZER}` to train one")
     fraction = arguments.validation_fraction
     if fraction is None:
-        fraction = 0.05 if is_embedded else 0.02  # few documents: 2 % of them would be a poor sample
+        fraction = 0.05 if is_embedded else 0.02  # there are few embedded documents: 2 % would be a poor sample
     return PrepareOptions(
         input=arguments.input,
         output=arguments.output,
@@ -249,7 +249,7 @@ def _filtering(arguments: argparse.Namespace) -> Filtering:
 
 
 def _given(arguments: argparse.Namespace, names: dict[str, str], used: bool, mend: str) -> dict[str, Any]:
-    """Arguments that were given, by the names of the fields that they are for; refused where nothing uses them."""
+    """Return the given arguments by their fields' names; raise UserError if they are given but not used."""
     values = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if values and not used:
         raise UserError(f"--{next(iter(values)).replace('_', '-')}", "is given for what is not done", mend)

@@ -1,8 +1,8 @@
-"""Unicode normalization in linear time, whatever the text.
+"""Unicode normalization in linear time for any text.
 
-The standard library puts combining marks in order by exchanging neighbours: 200,000 marks of two classes in turn take
-half a minute. Long runs of marks are put in order here first, by a stable sort, which gives the same text (Unicode
-Standard Annex 15, canonical ordering).
+The standard library orders combining marks by exchanging neighbours: 200,000 alternating marks of two classes take half
+a minute. Long runs of marks are first ordered here by a stable sort, which gives the same text (Unicode Standard Annex
+15, canonical ordering).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from functools import cache
 from typing import Literal
 
 LONGEST_RUN = 30
-"""Marks in a row that are left to the standard library: no writing has as many (Annex 15, Stream-Safe Text Format)."""
+"""Run length up to which marks are left to the standard library. No script needs more (Annex 15, Stream-Safe Text)."""
 
 _FIRST, _LAST = 0x300, 0x1FFFF
-"""Code points between which all combining marks lie."""
+"""Range of code points that contains all combining marks."""
 
 
 def normalized(text: str, form: Literal["NFC", "NFKC"]) -> str:
-    """The same as `unicodedata.normalize(form, text)`."""
+    """Return `unicodedata.normalize(form, text)`, in linear time."""
     if text.isascii():
         return text
     ordered = _long_runs().sub(lambda run: _in_order(run[0], form), text)
@@ -35,11 +35,11 @@ def _in_order(marks: str, form: Literal["NFC", "NFKC"]) -> str:
 
 @cache
 def _long_runs() -> re.Pattern[str]:
-    """Runs of more than `LONGEST_RUN` characters that are combining marks, or decompose into nothing else."""
+    """Return the pattern of runs of over `LONGEST_RUN` combining marks or characters that decompose into marks only."""
     marks = "".join(character for character in map(chr, range(_FIRST, _LAST + 1)) if is_mark(character))
     return re.compile(f"[{re.escape(marks)}]{{{LONGEST_RUN + 1},}}")
 
 
 def is_mark(character: str) -> bool:
-    """Whether a character goes before or behind others when they are put in canonical order."""
+    """Return True if canonical ordering may move the character."""
     return all(map(unicodedata.combining, unicodedata.normalize("NFD", character)))

@@ -1,1 +1,1 @@
-"""Test text that stands in training text: its n-grams, the report, and what is dropped for it."""
+"""Contamination of training text by test text: n-grams, report, and filters."""

@@ -1,4 +1,4 @@
-"""NumPy files that are either whole or absent, written piece by piece and read without being loaded."""
+"""NumPy files that are written in pieces and appear atomically, and are memory-mapped for reading."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ Append = Callable[[npt.NDArray[Any]], None]
 
 @contextlib.contextmanager
 def appended_array(folder: DataFolder, name: str, dtype: npt.DTypeLike) -> Iterator[Append]:
-    """Give a function that appends rows to a one-dimensional array; it appears under its name when the block ends.
+    """Context manager that yields a function to append rows to a one-dimensional array file.
+
+    The file appears under its name when the block ends.
 
     Args:
-        folder: local, or behind an fsspec URL: then it is made on a local disk and copied.
-        name: of the file, which may lie in a folder of its own.
-        dtype: of the rows.
+        folder: local folder, or an fsspec URL: then the file is written to a local disk and copied.
+        name: name of the file, which may include a subfolder.
+        dtype: dtype of the rows.
     """
     if folder.is_local():
         with _appended_here(Path(folder.path) / name, np.dtype(dtype)) as append:
@@ -44,7 +46,7 @@ def appended_array(folder: DataFolder, name: str, dtype: npt.DTypeLike) -> Itera
 @contextlib.contextmanager
 def _appended_here(path: Path, dtype: np.dtype[Any]) -> Iterator[Append]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # a killed call's worker may write it, too
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # unique: a killed run's worker may write, too
     with renamed_when_whole(beside, path), beside.open("wb") as file:
         start = _write_header(file, dtype, 0)
 
@@ -58,7 +60,7 @@ def _appended_here(path: Path, dtype: np.dtype[Any]) -> Iterator[Append]:
 
 
 def _write_header(file: Any, dtype: np.dtype[Any], rows: int) -> int:
-    """Write the header for so many rows; it is as long for any number, as NumPy leaves room. Gives its length."""
+    """Write the header for a number of rows and return its length, which NumPy pads to be constant."""
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (rows,)}
     np.lib.format.write_array_header_1_0(file, header)
     return int(file.tell())
@@ -71,10 +73,10 @@ def save(folder: DataFolder, name: str, values: npt.NDArray[Any]) -> None:
 
 
 def load(folder: DataFolder, name: str) -> npt.NDArray[Any]:
-    """Map an array, so that its pages can be given back and are shared by processes; a remote one is copied first."""
+    """Memory-map an array, so that processes share its pages; a remote file is copied first."""
     if folder.is_local():
         return np.load(f"{folder.path}/{name}", mmap_mode="r", allow_pickle=False)
-    with scratch_folder("copy") as scratch:  # its content stays as long as it is mapped
+    with scratch_folder("copy") as scratch:  # the content remains while it is mapped
         with folder.open(name, "rb") as source, (scratch / "array.npy").open("wb") as copy:
             shutil.copyfileobj(source, copy)
         return np.load(scratch / "array.npy", mmap_mode="r", allow_pickle=False)

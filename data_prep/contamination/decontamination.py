@@ -1,12 +1,12 @@
-"""How much of the test text stands in the training text: 13-grams and a report, as stages for datatrove's executors.
+"""Contamination of training text by test text: 13-grams and a report, as stages for datatrove's executors.
 
-Brown et al. 2020 (arXiv 2005.14165, appendix C) call an example contaminated that has a 13-gram in common with the
-training text; `ngrams` says what a word is. Here, the hashes of all test 13-grams are collected, every training
-document is searched for them, and every test document is judged by the share of its 13-grams that were found, each
-place counted. A document of fewer words than an n-gram cannot be judged so, and is reported as short. One 13-gram says
-little about a test document as long as an article, so what is too much is an option: `threshold`.
+Brown et al. 2020 (arXiv 2005.14165, appendix C) call an example contaminated if it shares a 13-gram with the training
+text. `ngrams` defines a word. Here, the hashes of all test 13-grams are collected and searched in every training
+document. Every test document is then judged by the share of its 13-grams that were found, repetitions included.
+A document with fewer words than an n-gram cannot be judged and is reported as short. In a test document as long as an
+article, one 13-gram is weak evidence, so the limit is an option, `threshold`.
 
-Memory is said in `overlap`: it does not grow with the text, but for pages of a file that is mapped.
+`overlap` describes the memory use: it does not grow with the text, except for pages of a memory-mapped file.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from data_prep.running.execution import Stage
 
 @dataclass(frozen=True)
 class Source:
-    """Steps that read documents, and how many tasks they are read in.
+    """Steps that read documents, and the number of tasks.
 
     Attributes:
-        steps: they give the same documents every time, with `split` and `domain` in their metadata.
+        steps: they must yield the same documents every time, with `split` and `domain` in their metadata.
         tasks: number of tasks.
     """
 
@@ -38,12 +38,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Decontamination:
-    """Stages that look for test text in training text, and what acts on it.
+    """Stages that search for test text in training text, and the step that acts on the result.
 
     Attributes:
-        stages: to run one after the other; the last one leaves `report.json` and `report.md` in the folder.
-        drop: step to put behind whatever reads documents afterwards: drops what the action says, and counts it. Where
-            that is test documents, it reads the documents of `test` in as many tasks, and refuses others.
+        stages: stages to run in order; the last one writes `report.json` and `report.md` to the folder.
+        drop: step to append to later readers of the documents. It drops what the action requires, and counts it. If the
+            action drops test documents, it must read the documents of `test` in as many tasks, and raises otherwise.
     """
 
     stages: list[Stage]
@@ -51,10 +51,10 @@ class Decontamination:
 
 
 def collecting(folder: str, options: OverlapOptions) -> CollectGrams:
-    """The step that collects test n-grams, for a pass that is made anyway: it passes all documents on.
+    """Return the step that collects test n-grams, to be added to an existing pass; it yields all documents unchanged.
 
-    That pass may read documents which `decontamination` no longer does, such as copies: what only they hold is looked
-    for in vain, and changes nothing in the report.
+    That pass may read documents which `decontamination` no longer reads, such as duplicates. N-grams of these alone do
+    not change the report.
     """
     return CollectGrams(f"{folder}/grams", options)
 
@@ -68,15 +68,15 @@ def decontamination(
     collected: bool = False,
     ledger: Ledger | None = None,
 ) -> Decontamination:
-    """Look for test text in training text.
+    """Build the stages that search for test text in training text.
 
     Args:
-        test: reads the documents of the tested splits; others among them are passed over.
-        train: reads the training documents; others among them are passed over. May be the same as `test`.
-        folder: for results, local or an fsspec URL.
-        options: what overlap is, and what to do about it.
-        collected: whether another pass, in as many tasks as `test`, has run the step of `collecting`.
-        ledger: told of the documents that are left out.
+        test: reads the documents of the tested splits; other documents are skipped.
+        train: reads the training documents; other documents are skipped. May be equal to `test`.
+        folder: folder for results, local or an fsspec URL.
+        options: options of overlap and action.
+        collected: True if another pass, in as many tasks as `test`, has run the step of `collecting`.
+        ledger: receives the numbers of dropped documents.
     """
     options = options or OverlapOptions()
     grams, found, judged = (f"{folder}/{part}" for part in ("grams", "found", "judged"))

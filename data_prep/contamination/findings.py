@@ -1,4 +1,4 @@
-"""Which n-grams were found in train, and the first document that holds each: what tasks write, and how it is merged."""
+"""N-grams found in train and the first document with each: files of the tasks, and their merge."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ ALL_GRAMS = "all.npy"
 FIRST_OWNERS = "first.npy"
 SUMMARY = "summary.json"
 FOUND_AT_A_TIME = 2_000_000
-"""N-grams found that a task keeps in memory before it writes them (32 MB, and as much to sort them)."""
+"""N-grams found that a task keeps in memory before writing them (32 MB, and as much for sorting)."""
 
 GRAMS_REMEMBERED = 1 << 23
-"""N-grams that a task remembers to have found, so as not to write them again at once (64 MB)."""
+"""Size of a task's cache of n-grams already found, which avoids writing them repeatedly (64 MB)."""
 
 GRAMS_AT_A_TIME = 8_000_000
-"""N-grams whose first documents are compared at a time (160 MB)."""
+"""N-grams whose first documents are compared at once (160 MB)."""
 
 FOUND = np.dtype([("gram", "<i8"), ("document", "<u8")])
-"""Place of an n-gram in the array of all, and the document that holds it: file of the task * 2**32 + document."""
+"""Index of an n-gram in the array of all, and the document that contains it: index of the source * 2**32 + document."""
 
 OWNER = np.dtype([("document", "<u8"), ("task", "<u4")])
-"""The first document that holds an n-gram, and its task."""
+"""The first document that contains an n-gram, and its task."""
 
 NOT_FOUND = np.uint64(2**64 - 1)
 
@@ -39,10 +39,10 @@ _LOW = np.uint64(2**32 - 1)
 
 
 class FoundWriter:
-    """Writes the n-grams that a task finds, each with the first document that holds it, as runs ascending by n-gram.
+    """Writes the n-grams that a task finds, each with the first document that contains it, as runs sorted by n-gram.
 
-    An n-gram is there once in a run, and in more than one run where it was forgotten in between: each has a place by
-    its number where it is remembered, which the next one with that place takes.
+    An n-gram occurs once per run. It may occur in several runs, because the cache is direct-mapped: an n-gram evicts
+    another one with the same cache index.
     """
 
     def __init__(self, folder: DataFolder, rank: int, grams: int) -> None:
@@ -53,7 +53,7 @@ class FoundWriter:
         self._grams, self._documents = array("q"), array("Q")
 
     def add(self, hits: npt.NDArray[np.int64], document: int) -> bool:
-        """Take the n-grams of a document, each once; whether it may be the first of the task with any of them."""
+        """Add the distinct n-grams of a document. Return True if it may be the task's first with any of them."""
         places = hits % len(self._seen)
         is_new = self._seen[places] != hits
         new = hits[is_new]
@@ -65,7 +65,7 @@ class FoundWriter:
         return len(new) > 0
 
     def close(self) -> None:
-        """Write what is left, if only to say that the task has nothing."""
+        """Write the pending n-grams, or an empty run to show that the task found nothing."""
         rows = np.empty(len(self._grams), FOUND)
         rows["gram"], rows["document"] = self._grams, self._documents
         _, first = np.unique(rows["gram"], return_index=True)
@@ -74,10 +74,10 @@ class FoundWriter:
 
 
 class MergeFindings(PipelineStep):
-    """Merges what the tasks found: the n-grams found, ascending, and the first training document that holds each.
+    """Merges the tasks' findings: the n-grams found, ascending, and the first training document that contains each.
 
-    First is by source, then by place in it, so that any number of tasks gives the same where a task reads a source to
-    its end. Runs in one task.
+    Documents are ordered by source, then by position in it. The result is independent of the number of tasks if each
+    task reads its sources completely. Runs in one task.
     """
 
     type = "DECONTAMINATION"
@@ -90,7 +90,7 @@ class MergeFindings(PipelineStep):
         self.tasks = tasks
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        """Merge."""
+        """Merge the findings of all tasks."""
         grams = load(self.grams, ALL_GRAMS)
         runs = run_names(self.found, RUNS, self.tasks)
         summaries = [load_json(self.found, f"{task:05d}.json") for task in range(self.tasks)]
@@ -112,7 +112,7 @@ class MergeFindings(PipelineStep):
     def _first_owners(
         self, runs: list[list[str]], ranks: list[npt.NDArray[np.uint64]], start: int, number: int
     ) -> npt.NDArray[np.void]:
-        """First documents of so many n-grams, shape (number,)."""
+        """Return the first documents of a range of n-grams, shape (number,)."""
         first = np.zeros(number, OWNER)
         first["document"] = NOT_FOUND
         order = first["document"].copy()
@@ -122,7 +122,7 @@ class MergeFindings(PipelineStep):
                 low, high = np.searchsorted(rows["gram"], [start, start + number])
                 places, documents = rows["gram"][low:high] - start, rows["document"][low:high]
                 orders = (ranks[task][documents >> _HALF] << _HALF) + (documents & _LOW)
-                earlier = orders < order[places]  # a place is there once a run
+                earlier = orders < order[places]  # an index occurs once per run
                 order[places[earlier]] = orders[earlier]
                 first["document"][places[earlier]] = documents[earlier]
                 first["task"][places[earlier]] = task
@@ -130,11 +130,11 @@ class MergeFindings(PipelineStep):
 
 
 def _ranks(sources: list[list[str]]) -> list[npt.NDArray[np.uint64]]:
-    """For each task's sources, their places among all sources by name."""
+    """Return for each task the ranks of its sources among all sources, by name."""
     order = {source: rank for rank, source in enumerate(sorted({source for of_task in sources for source in of_task}))}
     return [np.array([order[source] for source in of_task], np.uint64) for of_task in sources]
 
 
 def names_of(rank: int) -> str:
-    """Name of the file in which a task that searches writes place, source and id of documents, one a line."""
+    """Name of a search task's file of document number, source and id, one JSON line per document."""
     return f"{rank:05d}.jsonl"

@@ -1,10 +1,10 @@
-"""Words of a text as overlap is counted in, and 64-bit hashes of every run of n of them.
+"""Words of a text for overlap detection, and 64-bit hashes of all its n-grams.
 
 Brown et al. 2020 (arXiv 2005.14165, appendix C) call a gram "a lowercase, whitespace delimited word with no
-punctuation", and the decontamination of lm-evaluation-harness deletes `string.punctuation`. Here, text is put in lower
-case, every character of Unicode's punctuation categories (P) and of `string.punctuation` is deleted, and what is left
-is split at whitespace. So "don't" is one word, and so is "well-known"; a dash between spaces is none. Languages
-that put no spaces between words have few words by this rule, and overlap in them is missed.
+punctuation", and the decontamination of lm-evaluation-harness deletes `string.punctuation`. Here, text is converted to
+lower case, all characters of Unicode's punctuation categories (P) and of `string.punctuation` are deleted, and the rest
+is split at whitespace. So "don't" and "well-known" are one word each, and a dash between spaces is none. Languages
+without spaces between words have few words by this rule, and overlap in them is missed.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def words_of(text: str) -> list[str]:
-    """Words in lower case without punctuation."""
-    plain = text.lower().encode().translate(None, _ASCII_PUNCTUATION).decode()  # bytes, as it is ten times as fast
+    """Return the words of a text in lower case without punctuation."""
+    plain = text.lower().encode().translate(None, _ASCII_PUNCTUATION).decode()  # ten times faster on bytes
     return _NOT_ASCII.sub(_without_punctuation, plain).split()
 
 
 def _without_punctuation(run: re.Match[str]) -> str:
-    """A run of other characters; a pattern of all punctuation is a hundred times as slow as these short runs."""
+    """Delete the punctuation of a non-ASCII run; a single pattern of all punctuation is a hundred times slower."""
     return "".join(c for c in run[0] if not unicodedata.category(c).startswith("P"))
 
 
 def window_hashes(words: Sequence[str], n: int) -> Hashes:
-    """Hash every run of n words: a polynomial in the words' own 64-bit hashes, modulo 2**64.
+    """Hash every run of n words: a polynomial in the words' 64-bit hashes, modulo 2**64.
 
-    Two different runs share a hash with a chance of about 2**-64, or 2**-59 where they are the same words in another
-    order. The hashes are the same in every process and on every machine.
+    Two different runs collide with a probability of about 2**-64, or 2**-59 for the same words in another order. The
+    hashes are identical in every process and on every machine.
 
     Args:
-        words: without whitespace inside.
-        n: words a run.
+        words: words without whitespace.
+        n: words per n-gram.
 
     Returns:
-        Hashes in the order of the text, shape (max(0, len(words) - n + 1),).
+        Hashes in the order of the text, uint64 of shape (max(0, len(words) - n + 1),).
     """
     count = len(words) - n + 1
     if count <= 0:

@@ -1,10 +1,11 @@
-"""datatrove steps that find which n-grams of test documents stand in training documents, and where first.
+"""datatrove steps that find the n-grams of test documents in training documents, and their first occurrence.
 
-Every step can be run again after a kill. The rule and its source are in `decontamination`.
+Every step can be rerun after a kill. `decontamination` describes the rule and its source.
 
-Memory, for G distinct n-grams of test text: their hashes take 8 G bytes in a file that is mapped, so its pages are
-shared by the processes of a machine and can be given back; a worker that searches has some 128 MB of its own for what
-it finds, which it writes in pieces. Steps that merge take a range of hashes at a time, 256 MB. None of it grows with G.
+Memory, for G distinct n-grams of test text: their hashes take 8 G bytes in a memory-mapped file, whose pages are shared
+by the processes of a machine and can be reclaimed. A search worker has some 128 MB of its own for its findings, which
+it writes in pieces. Merge steps process a range of hashes at a time, 256 MB. Apart from the mapped file, memory does
+not grow with G.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ TRAIN = "train"
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapOptions:
-    """What overlap is, and what to do about it.
+    """Options of overlap detection and of the action.
 
     Attributes:
-        ngram_words: words an n-gram.
+        ngram_words: words per n-gram.
         splits: splits that are tested against the training split.
-        threshold: share of a document's n-grams, 0 to 1; one with more than that in train is contaminated. 0 is the
-            rule of the GPT-3 paper: any n-gram.
-        action: `report` alone; `drop_test`: contaminated test documents are dropped; `drop_train`: training documents
-            are dropped that hold an n-gram of a contaminated test document.
-        worst: documents listed a domain.
+        threshold: a document is contaminated if more than this share of its n-grams, 0 to 1, is in train. 0 is the rule
+            of the GPT-3 paper: any n-gram.
+        action: `report` only; `drop_test` drops contaminated test documents; `drop_train` drops training documents that
+            contain an n-gram of a contaminated test document.
+        worst: number of documents listed per domain.
     """
 
     ngram_words: int = 13
@@ -51,10 +52,10 @@ class OverlapOptions:
     worst: int = 10
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
+        """Check the options.
 
         Raises:
-            UserError: an option is at fault.
+            UserError: an option is invalid.
         """
         if self.ngram_words < 1:
             raise UserError("--ngram-words", f"{self.ngram_words} is not positive", "give 1 or more")
@@ -67,7 +68,7 @@ class OverlapOptions:
 
 
 class CollectGrams(PipelineStep):
-    """Writes the distinct n-gram hashes of a task's test documents, as ascending runs; passes all on."""
+    """Writes the distinct n-gram hashes of a task's test documents as sorted runs; yields all documents."""
 
     type = "DECONTAMINATION"
     name = "collect n-grams"
@@ -78,7 +79,7 @@ class CollectGrams(PipelineStep):
         self.options = options
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Pass documents on; the last run is written when they have ended."""
+        """Yield the documents; the last run is written at the end."""
         runs = RunWriter(self.grams, RUNS, rank)
         for document in data:
             yield document
@@ -102,14 +103,14 @@ class MergeGrams(PipelineStep):
         self.tasks = tasks
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        """Merge."""
+        """Merge the n-grams of all tasks."""
         self.stat_update("ngrams", value=merge_runs(self.grams, RUNS, self.tasks, self.grams, ALL_GRAMS))
 
 
 class SearchTrain(PipelineStep):
-    """Writes which test n-grams the training documents of a task hold, and the first document of the task that does.
+    """Writes the test n-grams in a task's training documents, and the task's first document with each.
 
-    Counts: `total` training documents, and `overlapping`, those that hold any test n-gram.
+    Counts: `total` training documents, and `overlapping`, those with any test n-gram.
     """
 
     type = "DECONTAMINATION"
@@ -148,9 +149,9 @@ class SearchTrain(PipelineStep):
 
 
 class JudgeDocuments(PipelineStep):
-    """Writes a record for each test document of a task: how much of it stands in train, an example, and where.
+    """Writes a record for each test document of a task: its share of n-grams in train, an example, and its location.
 
-    Beside them, it writes the n-grams that contaminated documents share with train.
+    It also writes the n-grams that contaminated documents share with train.
     """
 
     type = "DECONTAMINATION"
@@ -203,15 +204,15 @@ class JudgeDocuments(PipelineStep):
 
 
 def judgements_of(rank: int) -> str:
-    """Name of the file in which a task that judges writes a record for each test document, one a line."""
+    """Name of a judging task's file, with one JSON record per test document."""
     return f"{rank:05d}.jsonl"
 
 
 def places_in(ascending: Hashes, hashes: Hashes) -> npt.NDArray[np.int64]:
-    """Places in an ascending array of the values that are among `hashes`, ascending, each once."""
+    """Return the sorted indices in an ascending array of the distinct values that occur in `hashes`."""
     if not len(ascending):
         return np.empty(0, np.int64)
-    wanted = np.unique(hashes)  # in order, so that the search walks through memory once
+    wanted = np.unique(hashes)  # sorted, for sequential memory access
     places = np.searchsorted(ascending, wanted)
     places[places == len(ascending)] = 0
     return places[ascending[places] == wanted]

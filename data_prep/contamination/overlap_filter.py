@@ -1,4 +1,4 @@
-"""datatrove filter that acts on the report on test text in training text."""
+"""datatrove filter that acts on the contamination report."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from megatron_ext.errors import UserError
 
 
 class DropContaminated(BaseFilter):
-    """Drops contaminated test documents, or the training documents that hold their n-grams, as the action says.
+    """Drops contaminated test documents, or training documents with their n-grams, depending on the action.
 
-    Judgements of test documents are read along with the documents, which are those that were judged, in as many tasks:
-    memory does not grow with their number. Counts: `dropped_contaminated_<split>_<domain>`.
+    Judgements are read in parallel with the documents, which must be those that were judged, in as many tasks. Memory
+    does not grow with their number. Counts: `dropped_contaminated_<split>_<domain>`.
 
     Args:
-        folder: where the report was written.
+        folder: folder of the report.
         judged: folder of the judgements.
-        options: those of the report.
-        exclusion_writer: keeps the dropped documents, or counts them.
+        options: options with which the report was made.
+        exclusion_writer: writes the dropped documents, or counts them.
     """
 
     name = "drop contaminated"
@@ -50,10 +50,10 @@ class DropContaminated(BaseFilter):
         self._banned: Hashes = np.empty(0, np.uint64)
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield the documents that stay.
+        """Yield the documents that are kept.
 
         Raises:
-            UserError: there is no report, or one by other options or on other documents.
+            UserError: there is no report, or it was made with other options or documents.
         """
         self._check_report()
         if self.options.action == "drop_test":
@@ -77,7 +77,7 @@ class DropContaminated(BaseFilter):
                 )
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
-        """Whether a document stays; if not, the reason."""
+        """Return True to keep a document, or False and the reason for dropping it."""
         split = doc.metadata["split"]
         if split in self.options.splits:
             drop = self.options.action == "drop_test" and self._is_contaminated(doc)

@@ -1,4 +1,4 @@
-"""The report on test text that stands in training text: by domain, and the worst documents; as JSON and Markdown."""
+"""Contamination report by domain and for the worst documents, as JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ WORST_COLUMNS = ("split", "domain", "document", "in train", "longest overlap", "
 
 
 class WriteReport(PipelineStep):
-    """Puts the judgements of all tasks together: the report, and the n-grams that `DropContaminated` needs.
+    """Merges the judgements of all tasks into the report, and writes the n-grams that `DropContaminated` needs.
 
-    Runs in one task, and holds a count for each domain and its worst documents.
+    Runs in one task. It keeps the counts of each domain and its worst documents in memory.
 
     Args:
         judged: folder of the judgements.
-        found: folder of what was found in train.
-        folder: folder to write to.
-        tasks: number of tasks that judged.
-        options: as for the other steps.
+        found: folder of the findings in train.
+        folder: output folder.
+        tasks: number of judging tasks.
+        options: options of the other steps.
     """
 
     type = "DECONTAMINATION"
@@ -62,7 +62,7 @@ class WriteReport(PipelineStep):
         self.options = options
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        """Write `report.json` last: it says that all else is there."""
+        """Write `report.json` last: its presence shows that all other files are complete."""
         domains: dict[tuple[str, str], Counter[str]] = {}
         worst: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for record in (record for task in range(self.tasks) for record in judgements(self.judged, task)):
@@ -84,7 +84,7 @@ class WriteReport(PipelineStep):
         self.stat_update("contaminated", value=sum(counts["contaminated"] for counts in domains.values()))
 
     def _with_names(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Records that say source and id of the training document, where they said its task and place."""
+        """Replace task and number of the training document in the records by its source and id."""
         wanted = {tuple(record["train_document"]) for record in records}
         names: dict[tuple[int, int], dict[str, str]] = {}
         for task in sorted({task for task, _ in wanted}):
@@ -96,10 +96,10 @@ class WriteReport(PipelineStep):
 
 
 def judgements(folder: DataFolder, rank: int) -> Iterator[dict[str, Any]]:
-    """What `JudgeDocuments` wrote of a task's test documents, in their order.
+    """Yield the records that `JudgeDocuments` wrote for a task's test documents, in order.
 
     Raises:
-        UserError: it wrote nothing of this task.
+        UserError: there is no file of this task.
     """
     name = judgements_of(rank)
     if not folder.isfile(name):
@@ -130,7 +130,7 @@ def _domain_entry(split: str, domain: str, counts: Counter[str]) -> dict[str, An
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as text with two tables.
+    """Return the report as Markdown with two tables.
 
     Args:
         report: the content of `report.json`.

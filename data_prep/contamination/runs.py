@@ -1,7 +1,7 @@
-"""Ascending runs of hashes: tasks write what they hold each time memory is full, and a merge goes range by range.
+"""Sorted runs of hashes: tasks write a run each time memory is full, and a merge processes range by range.
 
-No array of all hashes is ever in memory: a run and a range have about `RUN_HASHES` at most, and each hash takes some
-32 bytes while it is sorted. Hashes are spread evenly, so equal parts of their range hold about as many.
+No array of all hashes is ever in memory: a run and a range have at most about `RUN_HASHES` hashes, each of which takes
+some 32 bytes during sorting. Hashes are uniformly distributed, so equal ranges contain about as many.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from data_prep.contamination.arrays import appended_array, load, save
 from data_prep.contamination.ngrams import Hashes
 
 RUNS = "runs"
-"""Folder of them."""
+"""Name of the folder of runs."""
 
 RUN_HASHES = 8_000_000
-"""Hashes that are sorted at a time: 256 MB."""
+"""Hashes that are sorted at once: 256 MB."""
 
 
 class RunWriter:
     """Writes the distinct hashes of a task to `<name>/<task>-<run>.npy`, each run ascending and without repetition.
 
     Args:
-        folder: where to.
-        name: of the folder in it.
-        rank: the task.
+        folder: output folder.
+        name: subfolder of the runs.
+        rank: index of the task.
     """
 
     def __init__(self, folder: DataFolder, name: str, rank: int) -> None:
@@ -36,14 +36,14 @@ class RunWriter:
         self._runs = 0
 
     def add(self, hashes: Hashes) -> None:
-        """Take hashes in any order."""
+        """Add hashes in any order."""
         self._pending.append(hashes)
         self._waiting += len(hashes)
         if self._waiting >= RUN_HASHES:
             self.close()
 
     def close(self) -> None:
-        """Write what is left, if only to say that the task has nothing."""
+        """Write the pending hashes, or an empty run to show that the task has none."""
         hashes = np.unique(np.concatenate([np.empty(0, np.uint64), *self._pending]))
         save(self._folder, f"{self._prefix}-{self._runs:05d}.npy", hashes)
         self._pending, self._waiting, self._runs = [], 0, self._runs + 1
@@ -53,14 +53,14 @@ def merge_runs(source: DataFolder, name: str, tasks: int, target: DataFolder, me
     """Merge all runs into one ascending array without repetition.
 
     Args:
-        source: where the runs are.
-        name: folder in it.
-        tasks: number of tasks that wrote.
-        target: where the array goes.
-        merged: its name.
+        source: folder of the runs.
+        name: subfolder of the runs.
+        tasks: number of tasks that wrote runs.
+        target: folder of the array.
+        merged: name of the array.
 
     Returns:
-        Hashes in the array.
+        Number of hashes in the array.
     """
     runs = [run for of_task in run_names(source, name, tasks) for run in of_task]
     ranges = 1 + sum(len(load(source, run)) for run in runs) // RUN_HASHES
@@ -76,7 +76,7 @@ def merge_runs(source: DataFolder, name: str, tasks: int, target: DataFolder, me
 
 
 def run_names(folder: DataFolder, name: str, tasks: int) -> list[list[str]]:
-    """Runs of each task, in order.
+    """Return the names of each task's runs, in order.
 
     Raises:
         FileNotFoundError: a task has written none.
@@ -91,6 +91,6 @@ def run_names(folder: DataFolder, name: str, tasks: int) -> list[list[str]]:
 
 
 def _between(ascending: Hashes, bounds: list[np.uint64]) -> Hashes:
-    """A copy of what is at or above the first bound and below the second, where there is one."""
+    """Return a copy of the values in [first bound, second bound), or without an upper limit."""
     start, *end = np.searchsorted(ascending, bounds)
     return np.array(ascending[start : end[0] if end else None])

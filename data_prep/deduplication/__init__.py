@@ -1,1 +1,1 @@
-"""Exact and near-duplicates: found by hashes, and which document of a group stays."""
+"""Deduplication: exact and near-duplicates by hashes, and the choice of the document to keep."""

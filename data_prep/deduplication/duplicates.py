@@ -1,13 +1,13 @@
-"""Exact and near-duplicates: which documents are compared how, as stages for datatrove's executors.
+"""Exact and near-duplicates, as stages for datatrove's executors.
 
-Near-duplicates are found by MinHash as in Lee et al. 2022 (arXiv 2107.06499): the set of a document's word n-grams is
-put into `buckets` signatures of `hashes_per_bucket` minima each, and two documents that share one signature are near-
-duplicates: a chance of 1 - (1 - s**hashes_per_bucket)**buckets at Jaccard similarity s. Exact duplicates are those with
-equal text: they go through the same blocks with one signature, 120 bits of hash of the whole text.
+Near-duplicates are found by MinHash as in Lee et al. 2022 (arXiv 2107.06499). The set of a document's word n-grams
+gives `buckets` signatures of `hashes_per_bucket` minima each. Two documents that share a signature are near-duplicates.
+Its probability is 1 - (1 - s**hashes_per_bucket)**buckets at Jaccard similarity s. Exact duplicates have equal text:
+they use the same stages with one signature, a 120-bit hash of the whole text.
 
-Reading, signatures in sorted files and the search for equal ones are datatrove's blocks. Which one of them stays is
-said here and in `survivors`, because datatrove's own choice knows no splits, and depends on the number of tasks.
-No text is written between stages: each reads the documents again, so `documents` must give the same ones every time.
+Reading, sorted signature files and the search for equal signatures are datatrove's. This module and `survivors` choose
+the document to keep, because datatrove's own choice ignores splits and depends on the number of tasks. No text is
+written between stages: each stage reads the documents again, so `documents` must yield the same ones every time.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from megatron_ext.errors import UserError
 
 EXACT = MinhashConfig(num_buckets=1, hashes_per_bucket=2)
 LINES_AT_A_TIME = 1024
-"""Signatures read at a time from each task's file, at most; datatrove's 5 make many small reads."""
+"""Maximum number of signatures read at once from each task's file; datatrove's default of 5 causes many small reads."""
 
 LINES_IN_MEMORY = 1 << 20
-"""Signatures read at a time from all tasks' files together, which are open at once: 71 MB at the usual numbers."""
+"""Maximum number of signatures read at once from all tasks' files, which are open together: 71 MB with the defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NearOptions:
-    """How near two documents must be to count as one.
+    """Options of near-duplicate detection.
 
     Attributes:
-        ngram_words: words an n-gram.
-        buckets: signatures a document; more find less similar ones.
-        hashes_per_bucket: minima a signature; more spare less similar ones.
-        seed: of the permutations.
+        ngram_words: words per n-gram.
+        buckets: signatures per document; more of them also find less similar documents.
+        hashes_per_bucket: minima per signature; more of them require more similar documents.
+        seed: seed of the permutations.
     """
 
     ngram_words: int = 5
@@ -52,7 +52,7 @@ class NearOptions:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse what is not positive.
+        """Check that the numbers are positive.
 
         Raises:
             UserError: a number is below 1.
@@ -63,11 +63,11 @@ class NearOptions:
                 raise UserError(option, f"{getattr(self, name)} is not positive", "give 1 or more")
 
     def chance(self, similarity: float) -> float:
-        """Chance that two documents of this Jaccard similarity, 0 to 1, are found."""
+        """Return the probability that two documents of a Jaccard similarity, 0 to 1, are found."""
         return 1 - (1 - similarity**self.hashes_per_bucket) ** self.buckets
 
     def config(self) -> MinhashConfig:
-        """The same for datatrove."""
+        """Return the options in datatrove's format."""
         return MinhashConfig(
             n_grams=self.ngram_words,
             num_buckets=self.buckets,
@@ -78,12 +78,12 @@ class NearOptions:
 
 @dataclass(frozen=True)
 class Deduplication:
-    """Stages that find duplicates, and what to read after them.
+    """Stages that find duplicates, and the steps that read the remaining documents.
 
     Attributes:
-        stages: to run one after the other.
-        documents: steps that read the documents and leave duplicates out; what follows is put behind them, in as many
-            tasks as the stages were made for.
+        stages: stages to run in order.
+        documents: steps that read the documents without duplicates. Further steps are appended to them, and they run in
+            as many tasks as the stages.
     """
 
     stages: list[Stage]
@@ -101,12 +101,12 @@ def exact_duplicates(
     """Find documents with equal text.
 
     Args:
-        documents: steps that read and clean; `metadata["split"]` is train, validation or test, and ids differ.
-        folder: for signatures and results, about 30 bytes a document; local or an fsspec URL. While it is chosen which
-            documents go, 56 bytes more for each that has a duplicate, and for each signature that it shares.
-        tasks: number of tasks that read.
-        beside: steps that share the pass over the documents, duplicates among them, and pass all of them on.
-        ledger: told of the documents that are left out.
+        documents: steps that read and clean; `metadata["split"]` is train, validation or test, and ids are unique.
+        folder: folder for signatures and results, about 30 bytes per document; local or an fsspec URL. The choice of
+            survivors temporarily takes another 56 bytes per document with a duplicate, and per signature it shares.
+        tasks: number of reading tasks.
+        beside: steps that share the pass over all documents, including duplicates, and yield all of them.
+        ledger: receives the numbers of dropped documents.
     """
     signature = ExactSignature(f"{folder}/signatures", EXACT)
     return _deduplication("exact", documents, folder, tasks, signature, beside, ledger or Ledger())
@@ -119,14 +119,14 @@ def near_duplicates(
     options: NearOptions | None = None,
     ledger: Ledger | None = None,
 ) -> Deduplication:
-    """Find documents with nearly equal text; texts shorter than an n-gram are never any.
+    """Find documents with nearly equal text; texts shorter than an n-gram are never near-duplicates.
 
     Args:
-        documents: see `exact_duplicates`; give its `documents` to leave out exact duplicates first.
-        folder: for signatures and results, 960 bytes a document at the usual numbers; local or an fsspec URL.
-        tasks: number of tasks that read.
-        options: how near.
-        ledger: told of the documents that are left out.
+        documents: see `exact_duplicates`; pass its `documents` to remove exact duplicates first.
+        folder: folder for signatures and results, 960 bytes per document with the defaults; local or an fsspec URL.
+        tasks: number of reading tasks.
+        options: options of near-duplicate detection.
+        ledger: receives the numbers of dropped documents.
     """
     signature = NearSignature(f"{folder}/signatures", (options or NearOptions()).config())
     return _deduplication("near", documents, folder, tasks, signature, (), ledger or Ledger())
@@ -154,11 +154,11 @@ def _deduplication(
 
 
 class _Buckets(MinhashDedupBuckets):
-    """datatrove's, which opens the signatures of all tasks at once.
+    """datatrove's bucket step with a higher limit of open files: it opens the signatures of all tasks at once.
 
     Args:
-        tasks: that wrote signatures.
-        arguments: datatrove's.
+        tasks: number of tasks that wrote signatures.
+        arguments: arguments of datatrove's step.
     """
 
     def __init__(self, tasks: int, *arguments: Any, **named: Any) -> None:
@@ -166,6 +166,6 @@ class _Buckets(MinhashDedupBuckets):
         self._tasks = tasks
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Any:
-        """Find the documents that share a bucket of their signatures."""
+        """Find the documents that share a signature in this bucket."""
         allow_open_files(self._tasks)
         return super().run(data, rank, world_size)

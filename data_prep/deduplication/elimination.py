@@ -1,22 +1,21 @@
-"""Which vertices of a graph of any size have a smaller one in their component, in memory of constant size.
+"""Find the vertices of a graph that have a smaller one in their component, in constant memory for any graph.
 
-Vertices are eliminated from the largest to the smallest, range by range. When it is a vertex's turn, its links lead to
-smaller ones alone; if it has none, it is the smallest of its component. If it has some, the smallest of them takes over
-its links to the others, so that what is left hangs together as before. This is the node reduction of Dementiev,
+Vertices are eliminated from the largest to the smallest, range by range. When a vertex is eliminated, all its links
+lead to smaller vertices. Without links, it is the smallest of its component. Otherwise the smallest neighbour takes
+over its links to the other neighbours, so that connectivity is preserved. This is the node reduction of Dementiev,
 Sanders, Schultes and Sibeyn 2004 ("Engineering an external memory minimum spanning tree algorithm", IFIP TCS), for
-components, and with a whole range of vertices eliminated at once by a search for components in memory.
+components. A whole range of vertices is eliminated at once by a search for components in memory.
 
-Links lie in the file of the range of their larger end, where the range's turn finds them, in blocks. What a block
-leaves is a tree for each of its components: a link for each vertex of the range, which is kept for the next block, and
-links between smaller vertices, which are written to their files. So there are never more links than at first, whatever
-hangs together how. A link goes down a range or more each time it is written: of m links and R ranges, no more than R m
-are written. As vertices are ordered by hashes it is far less: 1 to 2.6 m at 100 ranges, for small groups, a chain and
-pairs at random.
+Links are stored in the file of the range of their larger end, and are read from there in blocks. A block is reduced to
+a tree for each of its components. A link for each vertex of the range is kept for the next block, and links between
+smaller vertices are written to their files. The number of links therefore never grows. Each time a link is written, it
+moves down by at least one range: for m links and R ranges, at most R m links are written. Because vertices are ordered
+by hashes, far fewer are: 1 to 2.6 m for 100 ranges, measured for small groups, a chain and random pairs.
 
-Levels: a link belongs to the level of its larger end. Vertices are judged by links of no higher levels than their own.
-A path from v to a smaller vertex, cut at the first smaller one, has only larger vertices in between; those are of v's
-level if none is above it. So links that such an elimination leaves between lower levels are of no use, and are dropped:
-two vertices that only a vertex of a higher level links stay apart.
+Levels: a link belongs to the level of its larger end. Vertices are judged by links of no higher level than their own. A
+path from v to a smaller vertex, cut at the first smaller one, has only larger vertices in between. These are of v's
+level if none is of a higher level. Links that an elimination leaves between lower levels are therefore useless and are
+dropped: two vertices that are linked only through a vertex of a higher level stay separate.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from data_prep.deduplication.keys import SPLIT_BIT
 from data_prep.deduplication.partitions import Partitions
 
 _FINE_BITS = 30
-"""Bits of a hash by which it is dealt to ranges."""
+"""Number of hash bits that determine the range."""
 
 
 class Links:
-    """Links between vertices, each with a key and a number: ordered by key, then by number.
+    """Links between vertices. A vertex has a key and a number, and is ordered by key, then by number.
 
     Args:
-        folder: for the links, made here.
-        vertices: number of vertices of each level, the level being what a key has from bit 62 on.
-        block: vertices a range, about, as keys are hashes; and links read at a time.
+        folder: folder for the links, created here.
+        vertices: number of vertices of each level; the level is the part of a key from bit 62 on.
+        block: approximate number of vertices per range, as keys are hashes; and number of links read at once.
     """
 
     def __init__(self, folder: Path, vertices: Sequence[int], block: int) -> None:
@@ -52,11 +51,11 @@ class Links:
         self._bases = np.cumsum([0, *self._ranges[:-1]], dtype=np.uint64)
 
     def add(self, links: Hashes) -> None:
-        """Take links, shape (links, 4): key and number of the larger end, then of the smaller one."""
+        """Add links, shape (links, 4): key and number of the larger end, then of the smaller one."""
         self._parts.add(links, self._range_of(links[:, 0]))
 
     def eliminate(self) -> Iterator[Hashes]:
-        """Give the vertices that have a smaller one in their component, shape (vertices, 2), range by range."""
+        """Yield the vertices that have a smaller one in their component, shape (vertices, 2), range by range."""
         for number in reversed(range(int(self._ranges.sum()))):
             kept = np.empty((0, 4), np.uint64)
             for links in self._parts.drain(number):
@@ -64,7 +63,7 @@ class Links:
             yield kept[:, :2]
 
     def _contract(self, links: Hashes, number: int) -> Hashes:
-        """Links of the range's vertices to the smallest of their components; those of others are added to their own."""
+        """Return links from the range's vertices to the smallest of their components; store links of other ranges."""
         vertices, smallest = _components(links)
         ranges = self._range_of(vertices[:, 0])
         stars = np.concatenate([vertices, vertices[smallest]], axis=1)
@@ -82,7 +81,7 @@ class Links:
 
 
 def _components(links: Hashes) -> tuple[Hashes, npt.NDArray[np.int64]]:
-    """The vertices of links, ascending, shape (vertices, 2), and the place of the smallest of each one's component."""
+    """Return the vertices of links, sorted, shape (vertices, 2), and for each the index of its component's smallest."""
     ends = links.reshape(-1, 2)
     order = np.lexsort((ends[:, 1], ends[:, 0]))
     ends = ends[order]
@@ -94,5 +93,5 @@ def _components(links: Hashes) -> tuple[Hashes, npt.NDArray[np.int64]]:
     graph = coo_array((np.ones(len(links), np.int8), (first, second)), shape=(len(vertices), len(vertices)))
     number, components = connected_components(graph, directed=False)
     smallest = np.empty(number, np.int64)
-    smallest[components[::-1]] = np.arange(len(vertices))[::-1]  # of equal ones the last written stays: the smallest
+    smallest[components[::-1]] = np.arange(len(vertices))[::-1]  # the last assignment wins: the smallest vertex
     return vertices, smallest[components]

@@ -1,1 +1,1 @@
-"""Times our attention kernels beside their peers, each checked first: the command `selectron bench kernels`."""
+"""Benchmark of the attention kernels against other implementations, with checks: `selectron bench kernels`."""

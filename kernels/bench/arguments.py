@@ -1,4 +1,4 @@
-"""What the benchmarks' commands share: options that all of them have, lists of names, how a report is kept."""
+"""Options, name lists and report output shared by the benchmark commands."""
 
 import argparse
 import os
@@ -9,15 +9,15 @@ from pathlib import Path
 from kernels.bench.cases import OptionError
 
 LARGEST_SEED = 2**32 - 1
-"""Of a fresh one; far from what torch cannot take, also where inputs count on from it."""
+"""Maximum seed. Inputs with consecutive seeds stay within torch's limit."""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, output: str) -> None:
-    """Declare how a run is done and where its report goes.
+    """Declare the options of a run and of its report.
 
     Args:
-        parser: of the command.
-        output: folder of the report unless told.
+        parser: parser of the command.
+        output: default folder of the report.
     """
     add = parser.add_argument
     add("--repeat", type=int, default=30, metavar="N", help="timed runs of each case (%(default)s)")
@@ -27,7 +27,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, output: str) -> None:
 
 
 def seed_of(args: argparse.Namespace) -> int:
-    """The seed asked for, or a fresh one.
+    """Return the requested seed, or a random one.
 
     Raises:
         OptionError: it is out of range.
@@ -39,7 +39,7 @@ def seed_of(args: argparse.Namespace) -> int:
 
 
 def at_least_one(option: str, value: int) -> int:
-    """The value of an option.
+    """Return the value of an option if it is at least 1.
 
     Raises:
         OptionError: it is less than 1.
@@ -50,13 +50,13 @@ def at_least_one(option: str, value: int) -> int:
 
 
 def names(option: str, text: str, known: Collection[str], aliases: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """A list of names, each once.
+    """Parse a comma-separated list of names and remove repetitions.
 
     Args:
-        option: where it stands.
-        text: names with commas between.
-        known: what may be named.
-        aliases: other words for some of them.
+        option: the option, for messages.
+        text: comma-separated names.
+        known: allowed names.
+        aliases: alternative words for some names.
 
     Raises:
         OptionError: a name is not known.
@@ -69,17 +69,17 @@ def names(option: str, text: str, known: Collection[str], aliases: Mapping[str, 
 
 
 def split(text: str) -> list[str]:
-    """The parts of a list with commas between."""
+    """Split a comma-separated list and drop empty parts."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def tell(line: str) -> None:
-    """Say how far a run has come, on standard error."""
+    """Print a progress line to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def save_into(folder: Path, write: Callable[[Path], None]) -> None:
-    """Write a report into a folder, which is made if it is not there.
+    """Write a report into a folder, which is created if needed.
 
     Raises:
         OptionError: it cannot be written.

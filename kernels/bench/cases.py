@@ -1,4 +1,4 @@
-"""What is measured: shapes, names of ops and peers, and the form of a refused option. Free of torch, for quick help."""
+"""Shapes, names of ops and peers, and the error of a refused option. Imports no torch, so that help is fast."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +22,12 @@ PEERS = (BASELINE, "sdpa_flash", "flex_window", "nsa")
 
 
 class OptionError(ValueError):
-    """An option, or the machine, does not allow what is asked.
+    """An option, or the machine, does not allow the request.
 
     Args:
-        where: the option at fault.
-        problem: what is wrong with it, naming the value.
-        mend: what to do about it.
+        where: the option.
+        problem: the problem, including the value.
+        mend: the fix.
     """
 
     def __init__(self, where: str, problem: str, mend: str) -> None:
@@ -49,35 +49,35 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens in all rows of the batch."""
+        """Number of tokens in all rows of the batch."""
         return self.batch * self.length
 
     @property
     def length_name(self) -> str:
-        """As in --lengths: 2048x50."""
+        """Return the name used in --lengths, for example 2048x50."""
         return f"{self.length}x{self.batch}"
 
     @property
     def heads_name(self) -> str:
-        """As in --heads: 16x128; with the key heads where they are fewer."""
+        """Return the name used in --heads, for example 16x128, with the number of key heads if it differs."""
         name = f"{self.heads}x{self.head_dim}"
         return name if self.groups == self.heads else f"{name} ({self.groups} kv)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that a run is asked for.
+    """Settings of a run.
 
     Attributes:
-        shapes: problems, in the order of the table.
-        ops: ours, names of OPS.
-        peers: theirs, names of PEERS.
-        passes: what is timed.
-        choices: how queries spread over chunks, see `inputs`.
+        shapes: attention problems, in the order of the table.
+        ops: names of our ops, from OPS.
+        peers: names of other implementations, from PEERS.
+        passes: passes to time.
+        choices: distribution of the queries over chunks, see `inputs`.
         repeat: timed runs of each case.
-        chunk_size: keys a chunk.
-        top_k: chunks a query takes.
-        seed: of the first inputs; each next set takes the next number.
+        chunk_size: keys per chunk.
+        top_k: chunks per query.
+        seed: seed of the first inputs; each further set increments it.
         output: folder of the report.
     """
 

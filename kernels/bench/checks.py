@@ -1,4 +1,4 @@
-"""Holds a result against float64, in pieces that fit: rows from all over a long sequence, and all of a short one."""
+"""Compare results with float64 references: sampled rows of long sequences, and short sequences completely."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -15,20 +15,20 @@ SHORT = 4096
 """Longest sequence whose gradients are computed in float64 over everything."""
 
 BLOCK = 16
-"""Neighbouring queries of a sample."""
+"""Number of consecutive queries in a sample."""
 
 ERROR_ROWS = 256
-"""Neighbouring positions that an error is relative to: few enough for a single wrong one to stand out."""
+"""Number of consecutive positions over which an error is relative: few enough to reveal a single wrong one."""
 
 PIECE_BYTES = 2**29
-"""Of one float64 array [heads, queries, keys]; a reference holds about eight of them."""
+"""Bytes of one float64 array [heads, queries, keys]; a reference needs about eight of them."""
 
 Draw = Callable[[Shape], tuple[Tensor, Tensor, Tensor]]
-"""Makes fresh q, k, v of a shape."""
+"""Draws fresh q, k, v of a shape."""
 
 
 class Piece(NamedTuple):
-    """Queries start .. end - 1 of one row of the batch, for some of all `num_heads` query heads and their key heads."""
+    """Queries start .. end - 1 of one batch row, for some of the `num_heads` query heads and their key heads."""
 
     row: int
     start: int
@@ -38,17 +38,17 @@ class Piece(NamedTuple):
     groups: slice
 
     def cut(self, x_bthd: Tensor, *, start: int) -> Tensor:
-        """Positions from `start` to the piece's end, of the query heads or the key heads, whichever x has."""
+        """Return the positions from `start` to the piece's end, of the query heads or the key heads x has."""
         heads = self.heads if x_bthd.shape[2] == self.num_heads else self.groups
         return x_bthd.detach()[self.row : self.row + 1, start : self.end, heads]
 
     def exact(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Its queries and their whole context, in float64."""
+        """Return the piece's queries and their whole context in float64."""
         return self.cut(q, start=self.start).double(), self.cut(k, start=0).double(), self.cut(v, start=0).double()
 
 
 class Result(NamedTuple):
-    """Inputs with what a part made of them."""
+    """Inputs and outputs of a part."""
 
     q: Tensor
     k: Tensor
@@ -57,21 +57,22 @@ class Result(NamedTuple):
     chosen: Tensor | None
 
     def choices(self, piece: Piece) -> Tensor | None:
-        """Those of the piece."""
+        """Return the piece's choices."""
         return None if self.chosen is None else piece.cut(self.chosen, start=piece.start)
 
 
 @dataclass
 class Verdict:
-    """What a check found.
+    """Result of a check.
 
     Attributes:
-        failure: what is wrong with the output or the choices, and by how much; None: nothing.
-        gradient_failure: the same for the gradients.
-        errors: largest relative error, see `relative_error`: of the output, dq, dk, dv.
-        choices: choices compared; different: of those, how many are not the best by float64 scores.
-        worst: largest distance of such scores over what rounding allows.
-        largest_share: of a head's queries that choose, the part that chose its most popular chunk; None: no choices.
+        failure: description and size of an error in the output or the choices; None if there is none.
+        gradient_failure: description and size of an error in the gradients; None if there is none.
+        errors: largest relative error (see `relative_error`) of the output, dq, dk and dv.
+        choices: number of compared choices.
+        different: number of choices that are not the best by float64 scores.
+        worst: largest distance of such scores, relative to what rounding allows.
+        largest_share: largest fraction of a head's choosing queries that chose the same chunk; None without choices.
     """
 
     failure: str | None = None
@@ -83,22 +84,22 @@ class Verdict:
     largest_share: float | None = None
 
     def note_error(self, name: str, error: float) -> None:
-        """Keep the largest, and NaN above all."""
+        """Record an error if it is the largest so far, or NaN."""
         known = self.errors.get(name, 0.0)
         self.errors[name] = error if math.isnan(error) or error > known else known
 
 
 def check(build: Builder, shape: Shape, draw: Draw, *, gradients: bool) -> Verdict:
-    """Check a contestant on fresh inputs, each of its parts.
+    """Check each part of a contestant on fresh inputs.
 
-    Outputs and choices: a sample of rows with their whole context, in every row of the batch and every head. Gradients:
-    over everything, at no more than 4,096 tokens and two rows of the batch.
+    Outputs and choices are checked for sampled rows with their whole context, in every batch row and head. Gradients
+    are checked completely, for at most 4,096 tokens and two batch rows.
 
     Args:
         build: makes the contestant for a shape.
         shape: the shape that will be timed.
-        draw: makes inputs.
-        gradients: whether to check them.
+        draw: draws inputs.
+        gradients: True to check the gradients.
     """
     verdict = Verdict()
     for part in build(shape).parts:
@@ -151,7 +152,7 @@ def _check_piece(part: Part, result: Result, piece: Piece, verdict: Verdict) -> 
         verdict.choices += found.compared
         verdict.different += found.different
         verdict.worst = max(verdict.worst, found.worst)
-        if found.wrong:  # a choice that cannot be may have no reference
+        if found.wrong:  # an impossible choice may have no reference
             verdict.failure = (
                 f"{found.wrong} of {found.compared} choices at {piece.start}..{piece.end - 1} are wrong: "
                 f"{found.impossible} cannot be, others are off by up to {found.worst:.1e} times what rounding allows"
@@ -171,7 +172,7 @@ def _judge_gradient(part: Part, name: str, error: float, verdict: Verdict) -> No
 
 
 def sample_blocks(length: int) -> list[tuple[int, int]]:
-    """Where samples lie: the first rows, the last ones, around the ends of chunks of 128 and 256, and at random."""
+    """Return the ranges of samples: first and last rows, around the ends of chunks of 128 and 256, and random ones."""
     if length <= 6 * BLOCK:
         return [(0, length)]
     at_random = torch.randint(0, length - BLOCK, (2,)).tolist()
@@ -180,7 +181,7 @@ def sample_blocks(length: int) -> list[tuple[int, int]]:
 
 
 def pieces(shape: Shape, start: int, end: int) -> Iterator[Piece]:
-    """Cut rows of the batch and heads so that float64 scores of queries start .. end - 1 fit."""
+    """Divide batch rows and heads into pieces so that float64 scores of queries start .. end - 1 fit in memory."""
     ratio = shape.heads // shape.groups
     step = max(1, PIECE_BYTES // (8 * ratio * (end - start) * end))
     for row in range(shape.batch):
@@ -190,16 +191,16 @@ def pieces(shape: Shape, start: int, end: int) -> Iterator[Piece]:
 
 
 def relative_error(found_bthd: Tensor, expected_bthd: Tensor) -> float:
-    """||found - expected|| / ||expected|| of 256 positions of a head; the largest of all, NaN if any is."""
+    """Return the largest ||found - expected|| / ||expected|| over 256 positions of a head; NaN if any is NaN."""
     squares = [x.double().pow(2).sum(dim=(0, 3)) for x in (found_bthd.double() - expected_bthd, expected_bthd)]
     over, under = (torch.stack([part.sum(0) for part in x_th.split(ERROR_ROWS)]).sqrt() for x_th in squares)
-    # Of a result that is zero, no rounding error can be told: none may be there.
+    # A result of exactly zero has no relative error: it must match exactly.
     error_nh = torch.where(over == 0, 0.0, over / under)
     return math.nan if bool(error_nh.isnan().any()) else float(error_nh.max())
 
 
 def largest_share(chunk_bthm: Tensor) -> float | None:
-    """Of a head's queries that choose, the part that has its most popular chunk first; the largest of all heads."""
+    """Return the largest fraction of a head's choosing queries with the same first chunk; the maximum over heads."""
     first_xt = chunk_bthm[..., 0].transpose(1, 2).flatten(0, 1)
     chooses_xt = first_xt >= 0
     if not bool(chooses_xt.any()):

@@ -1,4 +1,4 @@
-"""What is timed, and what its result is held against."""
+"""Contestants of the benchmark, and the references for their results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,31 +10,31 @@ from kernels.bench.cases import Shape
 from kernels.bench.costs import Operations
 
 LIMIT = 1e-2
-"""Largest ||output - reference|| / ||reference|| of 256 rows of a head: bf16 gives 2e-3 to 6e-3, a wrong row 6e-2."""
+"""Largest ||output - reference|| / ||reference|| over 256 rows of a head: bf16 gives 2e-3 to 6e-3, a wrong row 6e-2."""
 
 GRADIENT_LIMIT = 2e-2
-"""The same of a gradient: dq, rounded twice on its way, comes to 1e-2 where choices crowd."""
+"""Largest relative error of a gradient. dq, which is rounded twice, reaches 1e-2 if many queries choose one chunk."""
 
 
 class NotRun(Exception):
-    """A contestant cannot run here or at this shape; the message says why."""
+    """A contestant cannot run here or at this shape; the message gives the reason."""
 
 
 def one_line(error: Exception) -> str:
-    """An exception's kind and the first line of what it says."""
+    """Return an exception's type and the first line of its message."""
     first_line = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first_line}".rstrip(": ")
 
 
 class Choices(NamedTuple):
-    """How an op's choices differ from those by float64 scores.
+    """Comparison of an op's choices with those by float64 scores.
 
     Attributes:
-        compared: choices looked at.
-        different: those that differ.
-        wrong: those of them beyond rounding, and those that cannot be.
-        impossible: of the wrong ones, those that cannot be: a later chunk, none where there is one, one twice.
-        worst: the largest distance of the scores over what rounding allows.
+        compared: number of compared choices.
+        different: number of differing choices.
+        wrong: number of choices that are impossible, or differ by more than rounding.
+        impossible: number of impossible choices: a later chunk, none although there is one, or one chunk twice.
+        worst: largest distance of the scores, relative to what rounding allows.
     """
 
     compared: int
@@ -46,15 +46,15 @@ class Choices(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Something computed that has a float64 reference: the whole contestant, or one of its modes.
+    """A computation with a float64 reference: the whole contestant, or one of its modes.
 
     Attributes:
-        run: (q, k, v) -> output [b, t, hq, d], and the choices [b, t, heads, m] that it made or was given, or None.
-        reference: (q, k, v, choices, query_offset) -> output, in float64 over float64, with those choices.
-        compare: (q, k, choices, query_offset) -> how they compare with float64 scores; None: no choices.
-        limit: largest relative error of the output; 0: to the last bit.
-        name: for messages.
-        keys_per_choice: to turn choices into chunks.
+        run: (q, k, v) -> output [b, t, hq, d], and the choices [b, t, heads, m] made or given, or None.
+        reference: (q, k, v, choices, query_offset) -> output, in float64 for float64 inputs, with those choices.
+        compare: (q, k, choices, query_offset) -> comparison with float64 scores; None: no choices.
+        limit: largest relative error of the output; 0 for bitwise equality.
+        name: name in messages.
+        keys_per_choice: divisor that converts choices to chunks.
     """
 
     run: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -70,9 +70,9 @@ class Contestant:
     """One implementation at one shape.
 
     Attributes:
-        run: (q, k, v) -> output [b, t, hq, d]; what is timed.
-        parts: what is checked.
-        operations: what it must do.
+        run: (q, k, v) -> output [b, t, hq, d]; the timed function.
+        parts: computations to check.
+        operations: operations that the op requires.
     """
 
     run: Callable[[Tensor, Tensor, Tensor], Tensor]

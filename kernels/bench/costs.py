@@ -1,7 +1,7 @@
-"""What an op must do, counted: floating-point operations and bytes. No kernel's own waste is in here.
+"""Floating-point operations and bytes that an op requires, independent of the kernel.
 
-A multiplication and an addition are two operations. Softmax, maxima and means are left out, as usual for attention:
-they are a d-th of the products. "Pairs" are counted for one head of one sequence of `length` tokens.
+A multiplication and an addition are two operations. Softmax, maxima and means are ignored, as usual for attention: they
+are a 1/d-th of the products. "Pairs" are counted for one head of one sequence of `length` tokens.
 """
 
 from typing import NamedTuple
@@ -9,10 +9,10 @@ from typing import NamedTuple
 from kernels.bench.cases import Pass, Shape
 
 BYTES = 2
-"""Of an element: bf16."""
+"""Bytes per element: bf16."""
 
 BACKWARD = 2.5
-"""Backward of softmax attention over its forward: five products (q.k again, dp, dq, dk, dv) where the forward has two.
+"""Ratio of backward to forward operations of softmax attention: five products (q.k again, dp, dq, dk, dv) to two.
 
 The convention of FlashAttention-2 (arXiv 2307.08691, section 4.1)."""
 
@@ -24,44 +24,44 @@ class Operations(NamedTuple):
     forward_backward: float
 
     def of(self, which: Pass) -> float:
-        """Those of a pass."""
+        """Return the operations of a pass."""
         return self.forward if which == "forward" else self.forward_backward
 
 
 def causal_pairs(length: int) -> int:
-    """Queries with the keys up to their own: about length^2 / 2."""
+    """Count the pairs of queries and keys up to the query: about length^2 / 2."""
     return length * (length + 1) // 2
 
 
 def window_pairs(length: int, window: int) -> int:
-    """Queries with the last `window` keys, their own included."""
+    """Count the pairs of queries and their last `window` keys, including their own."""
     short = min(length, window)
     return causal_pairs(short) + (length - short) * window
 
 
 def own_chunk_pairs(length: int, chunk_size: int) -> int:
-    """Queries with the keys of their own chunk up to themselves: about length * chunk_size / 2."""
+    """Count the pairs of queries and keys of their own chunk up to the query: about length * chunk_size / 2."""
     return length // chunk_size * causal_pairs(chunk_size) + causal_pairs(length % chunk_size)
 
 
 def earlier_chunks(length: int, chunk_size: int, most: int | None = None) -> int:
-    """Queries with the complete chunks before their own, `most` at most: about length * (length / chunk_size) / 2."""
+    """Count the pairs of queries and complete earlier chunks, at most `most` each: about length^2 / chunk_size / 2."""
     whole, rest = divmod(length, chunk_size)
     if most is None:
         most = whole
-    # Of the whole chunks, the first min(whole, most) see 0, 1, ... earlier ones; the others see `most`.
+    # The first min(whole, most) complete chunks have 0, 1, ... earlier ones; the others count `most`.
     few = min(whole, most)
     return chunk_size * (few * (few - 1) // 2 + (whole - few) * most) + rest * min(whole, most)
 
 
 def complete_block_pairs(length: int, block_size: int) -> int:
-    """Queries with the blocks that end at or before them."""
+    """Count the pairs of queries and blocks that end at or before them."""
     whole, rest = divmod(length, block_size)
     return block_size * (whole * (whole - 1) // 2) + whole * (rest + 1)
 
 
 def products(shape: Shape, pairs: int, count: int) -> float:
-    """Operations of `count` matrix products over the pairs of every head: 2 * head_dim a pair and product."""
+    """Return the operations of `count` matrix products over all heads' pairs: 2 * head_dim per pair and product."""
     return 2.0 * count * pairs * shape.head_dim * shape.heads * shape.batch
 
 
@@ -71,21 +71,21 @@ def _softmax_attention(shape: Shape, pairs: int, scoring: float = 0.0) -> Operat
 
 
 def causal_attention(shape: Shape) -> Operations:
-    """Forward q.k and p.v: 2 * 2 * length^2 / 2 * head_dim a head; backward 2.5 times that."""
+    """Count causal attention: forward q.k and p.v, 2 * 2 * length^2 / 2 * head_dim a head; backward 2.5 times that."""
     return _softmax_attention(shape, causal_pairs(shape.length))
 
 
 def window_attention(shape: Shape, window: int) -> Operations:
-    """As causal attention, over the last `window` keys."""
+    """Count causal attention over the last `window` keys."""
     return _softmax_attention(shape, window_pairs(shape.length, window))
 
 
 def top1_chunk(shape: Shape, score: str, chunk_size: int, top_k: int) -> Operations:
-    """Scoring and attention over the own and the chosen chunks; the choice is a constant, so scoring has no backward.
+    """Count scoring and attention over the own and the chosen chunks; scoring has no backward pass.
 
-    Scoring: "approx" one product with every earlier chunk's mean, 2 * head_dim * length * (length / chunk_size) / 2 a
-    head; "exact" and "exact_lse" one with every earlier key, 2 * head_dim * length^2 / 2. Attention: 4 * head_dim *
-    length * (chunk_size / 2 + top_k * chunk_size), backward 2.5 times that.
+    Scoring: "approx" takes one product with every earlier chunk's mean, 2 * head_dim * length * (length / chunk_size) /
+    2 per head; "exact" and "exact_lse" one with every earlier key, 2 * head_dim * length^2 / 2. Attention: 4 * head_dim
+    * length * (chunk_size / 2 + top_k * chunk_size), backward 2.5 times that.
     """
     chunks = earlier_chunks(shape.length, chunk_size)
     scoring = products(shape, chunks * (1 if score == "approx" else chunk_size), 1)
@@ -94,19 +94,19 @@ def top1_chunk(shape: Shape, score: str, chunk_size: int, top_k: int) -> Operati
 
 
 def top1_element(shape: Shape, estimator: str) -> Operations:
-    """Inference: one product, q.k. Training adds what the estimator's gradient needs.
+    """Count one product, q.k, for inference; training adds what the estimator's gradient needs.
 
-    "straight_through": p.v in the forward (the row sum of p * dp is dot(do, p.v)) and q.k, dp, dq, dk in the backward;
-    dv is a scatter. "selected": q.k, dq, dk in the backward, as dp is one number a query.
+    "straight_through": p.v in the forward pass (the row sum of p * dp is dot(do, p.v)), and q.k, dp, dq, dk in the
+    backward pass; dv is a scatter. "selected": q.k, dq, dk in the backward pass, as dp is one number per query.
     """
     pairs = causal_pairs(shape.length)
     return Operations(products(shape, pairs, 1), products(shape, pairs, 6 if estimator == "straight_through" else 4))
 
 
 def native_sparse_attention(shape: Shape, block_size: int, block_count: int) -> Operations:
-    """Attention to the means of complete blocks, their scores again for the choice, attention to the chosen blocks.
+    """Count attention to block means, their scores again for the selection, and attention to the selected blocks.
 
-    Source: Yuan et al. 2025 (arXiv 2502.11089) in fla's form, without its window; the last chosen block is the own one.
+    Source: Yuan et al. 2025 (arXiv 2502.11089) as in fla, without the window; the last selected block is the own one.
     """
     compressed = complete_block_pairs(shape.length, block_size)
     chosen = earlier_chunks(shape.length, block_size, block_count - 1) * block_size
@@ -115,19 +115,19 @@ def native_sparse_attention(shape: Shape, block_size: int, block_count: int) -> 
 
 
 def query_bytes(shape: Shape) -> int:
-    """Bytes of q, and of o."""
+    """Return the bytes of q, which equal those of o."""
     return BYTES * shape.tokens * shape.heads * shape.head_dim
 
 
 def key_bytes(shape: Shape) -> int:
-    """Bytes of k, and of v."""
+    """Return the bytes of k, which equal those of v."""
     return BYTES * shape.tokens * shape.groups * shape.head_dim
 
 
 def moved_bytes(shape: Shape, which: Pass) -> int:
-    """Bytes to and from memory, each input of a pass read once and each of its outputs written once.
+    """Return the memory traffic in bytes if each input of a pass is read once and each output is written once.
 
-    Forward: q, k, v; o. Backward: q, k, v, o, do; dq, dk, dv. Both: their sum, as o is complete before do is there.
+    Forward: q, k, v; o. Backward: q, k, v, o, do; dq, dk, dv. Both: their sum, because do exists only after o.
     """
     forward = 2 * query_bytes(shape) + 2 * key_bytes(shape)
     backward = 4 * query_bytes(shape) + 4 * key_bytes(shape)
@@ -135,11 +135,11 @@ def moved_bytes(shape: Shape, which: Pass) -> int:
 
 
 def held_bytes(shape: Shape, which: Pass) -> int:
-    """Bytes of q, k, v and o, with their gradients where the pass has them: what memory is compared with."""
+    """Return the bytes of q, k, v and o, with their gradients for a backward pass: the baseline for memory."""
     return (2 * query_bytes(shape) + 2 * key_bytes(shape)) * (1 if which == "forward" else 2)
 
 
 def result_bytes(shape: Shape, which: Pass) -> int:
-    """Bytes of what a pass returns: o, and dq, dk, dv."""
+    """Return the bytes of a pass's results: o, and dq, dk, dv for a backward pass."""
     gradients = query_bytes(shape) + 2 * key_bytes(shape)
     return query_bytes(shape) + (0 if which == "forward" else gradients)

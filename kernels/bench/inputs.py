@@ -1,7 +1,7 @@
-"""Random inputs, with a say in which chunks the queries choose.
+"""Random inputs with a given distribution of the queries over chunks.
 
-"even": standard normal q and k, whose choices spread over all earlier chunks. "same": every query of a head chooses
-chunk 0, as at an attention sink. "zipf": a query chooses chunk c with a probability near 1 / (c + 1).
+"even": standard normal q and k, so that choices are spread over all earlier chunks. "same": every query of a head
+chooses chunk 0, as with an attention sink. "zipf": a query chooses chunk c with a probability near 1 / (c + 1).
 """
 
 import torch
@@ -28,18 +28,18 @@ def make_inputs(
 
 
 def _strength(head_dim: int) -> float:
-    """Length of the common part: its product, 8 sqrt(d), is above the highest of 100,000 random q.k, 4.5 sqrt(d)."""
+    """Return the norm of the common part. Its product, 8 sqrt(d), exceeds the top of 100,000 random q.k, 4.5 sqrt(d)."""
     return (8 * head_dim**0.5) ** 0.5
 
 
 def _directions(count: int, k_bshd: Tensor, generator: torch.Generator) -> Tensor:
-    """Unit vectors, one for each of `count` chunks and each key head: [count, hkv, d]."""
+    """Draw a unit vector for each of `count` chunks and each key head: [count, hkv, d]."""
     size = (count, *k_bshd.shape[2:])
     return torch.nn.functional.normalize(torch.randn(size, generator=generator, device=k_bshd.device), dim=-1)
 
 
 def _draw_together(q_bthd: Tensor, k_bshd: Tensor, chunk_size: int, generator: torch.Generator) -> None:
-    """Give all queries, and the keys of chunk 0, a common part; elsewhere nothing lies along it."""
+    """Add a common vector to all queries and to the keys of chunk 0; all other components are orthogonal to it."""
     u_gd = _directions(1, k_bshd, generator)[0]
     u_hd = u_gd.repeat_interleave(q_bthd.shape[2] // k_bshd.shape[2], dim=0)
     for x, u in ((q_bthd, u_hd), (k_bshd, u_gd)):
@@ -49,7 +49,7 @@ def _draw_together(q_bthd: Tensor, k_bshd: Tensor, chunk_size: int, generator: t
 
 
 def _draw_by_rank(q_bthd: Tensor, k_bshd: Tensor, chunk_size: int, generator: torch.Generator) -> None:
-    """Give each chunk's keys a direction of their own, and each query that of an earlier chunk drawn by rank."""
+    """Add a separate vector to each chunk's keys, and to each query that of an earlier chunk drawn by rank."""
     batch, length, heads, head_dim = q_bthd.shape
     chunk_t = torch.arange(length, device=q_bthd.device) // chunk_size
     u_ngd = _directions(int(chunk_t[-1]) + 1, k_bshd, generator)

@@ -1,4 +1,4 @@
-"""Options of `selectron bench kernels`, and their way into a plan."""
+"""Options of `selectron bench kernels`."""
 
 import argparse
 import re
@@ -26,10 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Check the options.
+    """Check the options and return the plan.
 
     Raises:
-        OptionError: one has a value that cannot be.
+        OptionError: an option has an invalid value.
     """
     ops = names("--ops", args.ops, OPS, ALIASES)
     peers = names("--peers", args.peers, PEERS)
@@ -56,7 +56,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 
 def make_shapes(lengths: str, heads: str, groups: int | None) -> tuple[Shape, ...]:
-    """Every number of heads with every length.
+    """Combine every number of heads with every length.
 
     Raises:
         OptionError: a pair is malformed, or the key heads do not divide the query heads.
@@ -72,7 +72,7 @@ def make_shapes(lengths: str, heads: str, groups: int | None) -> tuple[Shape, ..
 
 
 def _check_limits(args: argparse.Namespace, head_dim: int) -> None:
-    """Refuse what our kernels cannot take."""
+    """Raise OptionError for settings that our kernels do not support."""
     from kernels.dispatch import MAX_TRITON_HEAD_DIM
     from kernels.top1_chunk.interface import MAX_TOP_K, TRITON_CHUNK_SIZES
 

@@ -1,4 +1,4 @@
-"""Our ops as contestants: their choices are held against float64 scores, the rest against float64 given the choices."""
+"""Our ops as contestants. Choices are compared with float64 scores, outputs with float64 for the given choices."""
 
 import torch
 from torch import Tensor
@@ -16,17 +16,17 @@ from kernels.top1_element.interface import Estimator
 from kernels.top1_element.reference import select_elements, selected_weights, straight_through_weights
 
 ROUNDING = {"approx": 2.0**-7, "exact": 2.0**-20, "exact_lse": 2.0**-18}
-"""How far apart, over |q| |k|, two scores may be that an op takes for equal.
+"""Largest difference, relative to |q| |k|, of two scores that an op may treat as equal.
 
-approx: both mean keys are rounded to bf16, 2^-9 of each element. exact: fp32 sums of exact products. exact_lse: with
-exp2 and log2 of the hardware, which are good to 2^-22 of a value.
+approx: both mean keys are rounded to bf16, 2^-9 of each element. exact: fp32 sums of exact products. exact_lse: uses
+the hardware's exp2 and log2, which are accurate to 2^-22 of a value.
 """
 
 
 def top1_chunk(
     shape: Shape, *, score: Score, chunk_size: int, top_k: int, implementation: Implementation
 ) -> Contestant:
-    """Top-1 Chunk with one kind of score."""
+    """Build the contestant of Top-1 Chunk with one kind of score."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return top1_chunk_attention(
@@ -52,7 +52,7 @@ def top1_chunk(
 
 
 def top1_element(shape: Shape, *, estimator: Estimator, chunk_size: int, implementation: Implementation) -> Contestant:
-    """Top-1 Element with one estimator of the gradient; `chunk_size` only tells how its choices are summed up."""
+    """Build the contestant of Top-1 Element with one estimator; `chunk_size` is only used to summarise its choices."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return top1_element_attention(q, k, v, estimator=estimator, implementation=implementation)
@@ -80,7 +80,7 @@ def top1_element(shape: Shape, *, estimator: Estimator, chunk_size: int, impleme
 def compare_chunks(
     q_bthd: Tensor, k_bshd: Tensor, chosen_bthm: Tensor, *, score: str, chunk_size: int, query_offset: int
 ) -> Choices:
-    """Compare chosen chunks, rank by rank, with the best by score. Arguments as in `select_chunks`, in float64."""
+    """Compare selected chunks, rank by rank, with the best by score. Arguments as in `select_chunks`, in float64."""
     scale, top_k = q_bthd.shape[3] ** -0.5, chosen_bthm.shape[3]
     best_bthm = select_chunks(
         q_bthd, k_bshd, chunk_size=chunk_size, top_k=top_k, score=score, scale=scale, query_offset=query_offset
@@ -95,7 +95,7 @@ def compare_chunks(
 
 
 def compare_elements(q_bthd: Tensor, k_bshd: Tensor, chosen_bthm: Tensor, query_offset: int) -> Choices:
-    """Compare chosen keys, [b, tq, hq, 1], with the best by q.k, in float64."""
+    """Compare selected keys, [b, tq, hq, 1], with the best by q.k, in float64."""
     products_bhts = query_key_products(q_bthd, k_bshd)
     best_bht = select_elements(products_bhts, causal_mask(q_bthd, k_bshd, query_offset))
     bound_bhts = ROUNDING["exact"] * _bounds(q_bthd, k_bshd.norm(dim=-1))
@@ -116,25 +116,25 @@ def _compare(
 
 
 def _at(x_bhtn: Tensor, index_bthm: Tensor) -> Tensor:
-    """Values at the choices; one more column, for there may be no chunk at all."""
+    """Return the values at the choices. One column is added, because there may be no chunk at all."""
     padded = torch.nn.functional.pad(x_bhtn, (0, 1))
     return padded.gather(3, index_bthm.clamp(min=0).transpose(1, 2)).transpose(1, 2)
 
 
 def _distinct(chosen_bthm: Tensor) -> Tensor:
-    """Whether a query has named a chunk only once; -1 may be there often."""
+    """Return True where a query named a chunk only once; -1 may occur repeatedly."""
     often = (chosen_bthm[..., :, None] == chosen_bthm[..., None, :]).sum(-1) > 1
     return ~often | (chosen_bthm < 0)
 
 
 def _chunk_lengths(k_bshd: Tensor, chunk_size: int, score: str) -> Tensor:
-    """Norm of what a query meets in each complete chunk, the mean key or the longest one: [b, n, hkv]."""
+    """Return the norm of each complete chunk's mean key ("approx") or longest key: [b, n, hkv]."""
     complete = k_bshd.shape[1] // chunk_size
     k_bncgd = k_bshd[:, : complete * chunk_size].unflatten(1, (complete, chunk_size))
     return k_bncgd.mean(2).norm(dim=-1) if score == "approx" else k_bncgd.norm(dim=-1).amax(2)
 
 
 def _bounds(q_bthd: Tensor, length_bng: Tensor) -> Tensor:
-    """|q| |k| for every query and key or chunk: [b, hq, t, n]."""
+    """Return |q| |k| for every query and key or chunk: [b, hq, t, n]."""
     length_bhn = length_bng.transpose(1, 2).repeat_interleave(q_bthd.shape[2] // length_bng.shape[2], dim=1)
     return q_bthd.norm(dim=-1).transpose(1, 2)[..., None] * length_bhn[:, :, None]

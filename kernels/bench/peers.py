@@ -1,4 +1,4 @@
-"""Others' kernels as contestants, in the layout that our models hold q, k and v in."""
+"""Other implementations as contestants, in the layout in which our models hold q, k and v."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -20,13 +20,13 @@ from kernels.top1_chunk.reference import selection_mask
 
 NSA_BLOCK = 64
 NSA_COUNT = 16
-"""Blocks a query attends to; the choice of the paper (arXiv 2502.11089) and of fla."""
+"""Blocks per query, as in the paper (arXiv 2502.11089) and in fla."""
 NSA_RATIO = 16
-"""Query heads a key head: fla demands a multiple of this that is a power of two."""
+"""Query heads per key head: fla requires a power of two that is at least this."""
 
 
 def sdpa(shape: Shape, *, backend: SDPBackend) -> Contestant:
-    """Full causal attention by torch.nn.functional.scaled_dot_product_attention, with one back-end."""
+    """Build full causal attention by torch.nn.functional.scaled_dot_product_attention with one backend."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
@@ -40,17 +40,17 @@ def sdpa(shape: Shape, *, backend: SDPBackend) -> Contestant:
 
 
 def flex_window(shape: Shape, *, window: int, compiled: bool = True) -> Contestant:
-    """Attention to the last `window` keys by torch's FlexAttention, compiled for this shape.
+    """Build attention to the last `window` keys by torch's FlexAttention, compiled for this shape.
 
     Args:
         shape: the problem.
-        window: keys a query sees.
-        compiled: False: FlexAttention's plain form, which forms all scores (for tests).
+        window: keys per query.
+        compiled: False for FlexAttention's eager mode, which materialises all scores (for tests).
     """
     device = torch.device("cuda" if compiled else "cpu")
     mask = visible_blocks(shape.length, shape.length, window, 0, device)
     if compiled:
-        # Compiled code is kept by function, and after a few shapes torch would fall back to the plain form.
+        # Compiled code is cached per function, and after a few shapes torch would fall back to eager mode.
         torch.compiler.reset()
     attention: Any = flex_attention.flex_attention
     attention = torch.compile(attention, dynamic=False) if compiled else attention
@@ -64,9 +64,9 @@ def flex_window(shape: Shape, *, window: int, compiled: bool = True) -> Contesta
 
 
 def nsa(shape: Shape) -> Contestant:
-    """Native sparse attention by fla: compression, choice of 16 blocks of 64, attention to them; no window.
+    """Build Native Sparse Attention by fla: compression, selection of 16 blocks of 64, attention to them; no window.
 
-    The choice has no reference here: checked are attention to given blocks, and the compressed part alone.
+    The selection has no reference here. The checks cover attention to given blocks, and the compressed part alone.
     """
     ratio = shape.heads // shape.groups
     if find_spec("fla") is None:
@@ -97,7 +97,7 @@ def nsa(shape: Shape) -> Contestant:
 
 
 def spread_blocks(q: Tensor, k: Tensor) -> Tensor:
-    """Choose for every query and key head its own block and 15 earlier ones in random even steps, -1 beyond the first.
+    """Select for every query and key head its own block and 15 earlier ones with a random constant step, -1 if missing.
 
     Returns:
         int64 [b, t, hkv, 16].
@@ -110,7 +110,7 @@ def spread_blocks(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _tensor(out: Any) -> Tensor:
-    """What fla returns; some of its ops return a pair."""
+    """Return fla's result as a tensor. Some ops of fla return a pair, which would fail here."""
     assert isinstance(out, Tensor)
     return out
 
@@ -129,12 +129,12 @@ def _attend_to_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor | None, qu
     assert blocks is not None
     chosen = blocks.repeat_interleave(q.shape[2] // blocks.shape[2], dim=2)
     taken = selection_mask(chosen, q, k, chunk_size=NSA_BLOCK, local=True, query_offset=query_offset)
-    # The own block is among the chosen, and is seen up to the query only.
+    # The own block is among the selected ones, but visible only up to the query.
     return attend(q, k, v, taken & causal_mask(q, k, query_offset), q.shape[3] ** -0.5)
 
 
 def _attend_to_means(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, query_offset: int) -> Tensor:
-    """Attention to the means of the blocks that end at or before the query; zero where there is none."""
+    """Attend to the means of the blocks that end at or before the query; zero without such a block."""
     complete = k.shape[1] // NSA_BLOCK
     if complete == 0:
         return torch.zeros_like(q) + 0 * (k.sum() + v.sum())

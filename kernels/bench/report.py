@@ -1,4 +1,4 @@
-"""What was measured, as JSON and as a Markdown table."""
+"""Report of the benchmark, as JSON and as a Markdown table."""
 
 import platform
 from collections.abc import Mapping
@@ -34,13 +34,13 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Numbers of one pass.
+    """Measurements of one pass.
 
     Attributes:
         times: milliseconds.
-        operations: floating-point operations that the pass must do.
-        bytes: that it must move.
-        extra_memory: peak beyond q, k, v, o and their gradients, as a part of those.
+        operations: floating-point operations that the pass requires.
+        bytes: memory traffic that the pass requires.
+        extra_memory: peak memory beyond q, k, v, o and their gradients, as a fraction of those.
     """
 
     times: Times
@@ -49,7 +49,7 @@ class Measured:
     extra_memory: float
 
     def floor(self, ceilings: Ceilings) -> float:
-        """Milliseconds that no version beats: the operations or the bytes at the GPU's own best."""
+        """Return the lower bound of the time, milliseconds: the operations or the bytes at the GPU's measured peak."""
         return 1e3 * max(self.operations / ceilings.operations, self.bytes / ceilings.bytes)
 
 
@@ -58,13 +58,13 @@ class Row:
     """One contestant, shape and pass: measured, failed or not run.
 
     Attributes:
-        name: of the contestant.
+        name: name of the contestant.
         shape: the problem.
         which: the pass.
-        measured: numbers, if the result was right.
-        failed: what was wrong, and by how much.
-        not_run: why it could not run.
-        verdict: what the check found.
+        measured: measurements, if the result was correct.
+        failed: description and size of the error.
+        not_run: reason why it could not run.
+        verdict: result of the check.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Row:
 
     @property
     def summary(self) -> str:
-        """Its result in a few words."""
+        """Return the result in a few words."""
         if self.measured is not None:
             return f"{digits(self.measured.times.median)} ms"
         return f"failed: {self.failed}" if self.failed is not None else f"not run: {self.not_run}"
@@ -85,13 +85,13 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All of a run.
+    """Report of a run.
 
     Attributes:
-        plan: what was asked for.
-        machine: where it ran, see `describe_machine`.
-        ceilings: of the GPU.
-        rows: in the order of the table.
+        plan: settings of the run.
+        machine: description of the machine, see `describe_machine`.
+        ceilings: measured peaks of the GPU.
+        rows: results, in the order of the table.
     """
 
     plan: Plan
@@ -101,11 +101,11 @@ class Report:
 
     @property
     def failures(self) -> list[Row]:
-        """Rows whose results were wrong."""
+        """Return the rows with wrong results."""
         return [row for row in self.rows if row.failed is not None]
 
     def speed(self, row: Row) -> float | None:
-        """How many times faster a row is than the baseline at the same shape and pass; None: one was not timed."""
+        """Return a row's speed relative to the baseline at the same shape and pass; None if one was not timed."""
         for other in self.rows:
             if (other.name, other.shape, other.which) == (BASELINE, row.shape, row.which):
                 if other.measured is None or row.measured is None:
@@ -115,7 +115,7 @@ class Report:
 
 
 def describe_machine(device: torch.device) -> dict[str, str | None]:
-    """GPU, driver, versions, commit and date; None: not known."""
+    """Return GPU, driver, versions, commit and date; None for what is unknown."""
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "driver": source.output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
@@ -130,12 +130,12 @@ def describe_machine(device: torch.device) -> dict[str, str | None]:
 
 
 def machine_line(machine: Mapping[str, str | None]) -> str:
-    """What is known of a machine, as a sentence."""
+    """Return the description of a machine as a sentence."""
     return "Machine: " + ", ".join(f"{name} {value}" for name, value in machine.items() if value is not None) + "."
 
 
 def version(distribution: str) -> str | None:
-    """Of an installed distribution; None: it is not there."""
+    """Return the version of an installed distribution, None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -143,7 +143,7 @@ def version(distribution: str) -> str | None:
 
 
 def to_dict(report: Report) -> dict[str, Any]:
-    """All numbers, with units in their names."""
+    """Return all numbers, with units in their names."""
     plan = asdict(report.plan)
     del plan["shapes"]
     return {
@@ -180,7 +180,7 @@ def _row_dict(report: Report, row: Row) -> dict[str, Any]:
 
 
 def markdown(report: Report) -> str:
-    """The table, with the machine above it and the choices below."""
+    """Return the table, with the machine above it and the choices below."""
     plan, ceilings = report.plan, report.ceilings
     lines = [
         machine_line(report.machine),
@@ -216,7 +216,7 @@ def _cells(report: Report, row: Row) -> list[str]:
 
 
 def _choice_lines(report: Report) -> list[str]:
-    """One line for each check of choices (the passes of a contestant share it)."""
+    """Return one line for each check of choices, which the passes of a contestant share."""
     lines = {}
     for row in report.rows:
         if row.verdict is None or not row.verdict.choices:
@@ -231,5 +231,5 @@ def _choice_lines(report: Report) -> list[str]:
 
 
 def write(report: Report, folder: Path) -> None:
-    """Write kernels.json and kernels.md, each whole or not at all."""
+    """Write kernels.json and kernels.md, each atomically."""
     write_both(folder, "kernels", to_dict(report), markdown(report))

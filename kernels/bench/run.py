@@ -1,4 +1,4 @@
-"""The run: for every shape and contestant, check, then time."""
+"""Run of the benchmark: check, then time every contestant at every shape."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -22,13 +22,13 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 def make_builders(plan: Plan, device: torch.device) -> dict[str, Builder]:
-    """All contestants of a plan by name, peers first."""
-    # By name, so that no fast form falls back to the reference without a word.
+    """Return the builders of all contestants of a plan by name, peers first."""
+    # The implementation is explicit, so that nothing falls back to the reference silently.
     implementation: Literal["triton", "reference"] = "triton" if device.type == "cuda" else "reference"
     known: dict[str, Builder] = {
         "sdpa_cudnn": partial(peers.sdpa, backend=SDPBackend.CUDNN_ATTENTION),
         "sdpa_flash": partial(peers.sdpa, backend=SDPBackend.FLASH_ATTENTION),
-        # Its own chunk and as many more as a query takes: about the work of Top-1 Chunk's attention.
+        # The own chunk and as many chunks as a query selects: about the work of Top-1 Chunk attention.
         "flex_window": partial(peers.flex_window, window=plan.chunk_size * (1 + plan.top_k)),
         "nsa": peers.nsa,
     }
@@ -49,22 +49,22 @@ def bench(
     save: Callable[[Report], None] | None = None,
     builders: Mapping[str, Builder] | None = None,
 ) -> Report:
-    """Measure everything.
+    """Check and measure all contestants at all shapes.
 
     Args:
-        plan: what is asked for.
+        plan: settings of the run.
         meter: measures on `device`.
-        device: where tensors live.
-        tell: takes a line as each case is done.
-        save: takes the report so far after each contestant, so that a run cut short leaves what it has.
-        builders: contestants by name; None: those of the plan.
+        device: device of the tensors.
+        tell: receives a line after each case.
+        save: receives the partial report after each contestant, so that an interrupted run keeps its results.
+        builders: contestants by name; None for those of the plan.
     """
-    torch.manual_seed(plan.seed)  # output gradients and sampled rows; inputs have generators of their own
+    torch.manual_seed(plan.seed)  # for output gradients and sampled rows; inputs have their own generators
     seeds = itertools.count(plan.seed)
     contestants = make_builders(plan, device) if builders is None else builders
     report = Report(plan=plan, machine=describe_machine(device), ceilings=meter.ceilings(), rows=[])
     if save is not None:
-        save(report)  # a folder that cannot be written is known before all else is measured
+        save(report)  # fails early if the folder is not writable
 
     def draw(shape: Shape) -> Inputs:
         return make_inputs(shape, plan.choices, plan.chunk_size, next(seeds), device)
@@ -88,13 +88,13 @@ def measure(
     try:
         verdict = check(build, shape, draw, gradients="forward_backward" in passes)
         contestant = build(shape)
-    except Exception as error:  # whatever a kernel raises belongs into its row, and the others are still wanted
+    except Exception as error:  # any kernel failure is reported in its row, and the others still run
         return [_excused(row, error) for row in rows]
     return [_timed(replace(row, verdict=verdict), contestant, verdict, meter, draw) for row in rows]
 
 
 def _timed(row: Row, contestant: Contestant, verdict: Verdict, meter: Meter, draw: Callable[[Shape], Inputs]) -> Row:
-    """Fill a row in: with what is wrong, or with its numbers."""
+    """Complete a row with its failure or its measurements."""
     failure = verdict.failure or (verdict.gradient_failure if row.which == "forward_backward" else None)
     if failure is not None:
         return replace(row, failed=failure)
@@ -114,7 +114,7 @@ def _timed(row: Row, contestant: Contestant, verdict: Verdict, meter: Meter, dra
 
 
 def make_pass(contestant: Contestant, which: Pass, inputs: Inputs) -> Callable[[], object]:
-    """One call: the forward without gradients, or the forward and the gradients of q, k and v."""
+    """Return a function that runs the forward pass without gradients, or the forward and backward pass."""
     q, k, v = (x.requires_grad_() for x in inputs)
     if which == "forward":
 
@@ -124,7 +124,7 @@ def make_pass(contestant: Contestant, which: Pass, inputs: Inputs) -> Callable[[
 
         return forward
     with torch.no_grad():
-        grad = torch.randn_like(contestant.run(q, k, v))  # in the output's own layout: a peer need not copy it first
+        grad = torch.randn_like(contestant.run(q, k, v))  # in the output's layout, so that no peer has to copy it
 
     def forward_backward() -> object:
         out = contestant.run(q, k, v)
@@ -134,7 +134,7 @@ def make_pass(contestant: Contestant, which: Pass, inputs: Inputs) -> Callable[[
 
 
 def _excused(row: Row, error: Exception) -> Row:
-    """Say what an exception means: a peer did not run; one of ours must."""
+    """Classify an exception: a peer may fail to run, but one of our ops may not."""
     if isinstance(error, NotRun):
         return replace(row, not_run=str(error))
     said = one_line(error)

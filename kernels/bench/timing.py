@@ -1,4 +1,4 @@
-"""Times by CUDA events with a cold L2 cache, peak memory, and the two ceilings of the GPU."""
+"""Times by CUDA events with a cold L2 cache, peak memory, and the two measured peaks of the GPU."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ WARM_UP_SECONDS = 0.1
 PRODUCT_SIZE = 8192
 COPY_BYTES = 4 * 2**30
 FLUSH_BYTES = 256 * 2**20
-"""More than any L2 cache has; Triton's own benchmark takes as much."""
+"""Larger than any L2 cache; Triton's own benchmark uses the same size."""
 
 
 class Times(NamedTuple):
@@ -25,30 +25,30 @@ class Times(NamedTuple):
 
 
 class Ceilings(NamedTuple):
-    """What the GPU can do, measured: operations a second of a bf16 product, bytes a second read plus written."""
+    """Measured peaks of the GPU: operations per second of a bf16 product, bytes per second read plus written."""
 
     operations: float
     bytes: float
 
 
 class Meter(Protocol):
-    """Measures on one device."""
+    """Interface of a meter for one device."""
 
     def ceilings(self) -> Ceilings:
-        """Measure both."""
+        """Measure both peaks."""
 
     def time(self, run: Callable[[], object]) -> Times:
         """Time one call."""
 
     def new_bytes(self, run: Callable[[], object]) -> int:
-        """Most bytes that a call holds at once, its result included, over what was held before."""
+        """Return the peak memory of a call in bytes, including its result, beyond what was allocated before."""
 
 
 def find_device(name: str) -> torch.device:
-    """Take a GPU, and make it torch's current one.
+    """Find a GPU and make it torch's current device.
 
     Raises:
-        OptionError: it is not there.
+        OptionError: there is no such GPU.
     """
     if not torch.cuda.is_available():
         raise OptionError("device", "torch sees no GPU", "run this where it sees one (`selectron doctor` tells)")
@@ -62,7 +62,7 @@ def find_device(name: str) -> torch.device:
 
 
 class CudaMeter:
-    """Measures on a GPU.
+    """Meter for a GPU.
 
     Args:
         device: the GPU, torch's current one.
@@ -74,7 +74,7 @@ class CudaMeter:
         self.repeat = repeat
 
     def ceilings(self) -> Ceilings:
-        """A product of two random 8192 x 8192 matrices, and a copy of 4 GiB."""
+        """Measure a product of two random 8192 x 8192 matrices, and a copy of 4 GiB."""
         n = PRODUCT_SIZE
         a, b = (torch.randn(n, n, device=self.device, dtype=torch.bfloat16) for _ in range(2))
         product = self.time(lambda: torch.matmul(a, b))
@@ -84,7 +84,7 @@ class CudaMeter:
         return Ceilings(2.0 * n**3 / (product.median * 1e-3), 2.0 * COPY_BYTES / (copy.median * 1e-3))
 
     def time(self, run: Callable[[], object]) -> Times:
-        """Warm up, then time `repeat` runs, the L2 cache overwritten before each."""
+        """Warm up, then time `repeat` runs; the L2 cache is overwritten before each."""
         self._warm_up(run)
         flush = torch.empty(FLUSH_BYTES // 4, device=self.device, dtype=torch.int32)
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.repeat)]
@@ -97,7 +97,7 @@ class CudaMeter:
         return quantiles([start.elapsed_time(end) for start, end in events])
 
     def new_bytes(self, run: Callable[[], object]) -> int:
-        """By the allocator's own count."""
+        """Measure with the statistics of torch's caching allocator."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -106,7 +106,7 @@ class CudaMeter:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def _warm_up(self, run: Callable[[], object]) -> None:
-        """Compile, tune, and bring the clocks up."""
+        """Run a few times to compile, autotune and raise the clocks."""
         run()
         torch.cuda.synchronize(self.device)
         begun, runs = time.monotonic(), 1
@@ -117,6 +117,6 @@ class CudaMeter:
 
 
 def quantiles(milliseconds: list[float]) -> Times:
-    """Sum up the times of all runs."""
+    """Return the quantiles of the times of all runs."""
     found = torch.tensor(milliseconds, dtype=torch.float64).quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64))
     return Times(*found.tolist())

@@ -1,10 +1,10 @@
 """Tile of states held by one warp: its distribution over the threads (lanes), loads and sums.
 
 Every token needs sums over the state elements and sums over channels, and communication between lanes is expensive.
-Each lane therefore holds part of both: a tile is [NR, ER, NL, EL], where the last two dimensions are the warp's 32 lanes and
-the first two are the elements per lane. State element n is at n // NL, n % NL; channel e of the block at e // EL,
-e % EL. Only sums cross lanes. Values that depend on the channel alone are [1, ER, NL, EL], and those that depend on n
-alone are [NR, 1, NL, EL]; each lane loads its own copy.
+Each lane therefore holds part of both: a tile is [NR, ER, NL, EL], where the last two dimensions are the warp's 32
+lanes and the first two are the elements per lane. State element n is at n // NL, n % NL; channel e of the block at
+e // EL, e % EL. Only sums cross lanes. Values that depend on the channel alone are [1, ER, NL, EL], and those that
+depend on n alone are [NR, 1, NL, EL]; each lane loads its own copy.
 """
 
 # mypy: ignore-errors

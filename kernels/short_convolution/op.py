@@ -49,7 +49,7 @@ def _forward(
     widths: Sequence[int],
     unit_length: Sequence[bool],
 ) -> list[Tensor]:
-    """Return a contiguous [b, t, u, width] tensor per part, in x's dtype. Arguments as in `short_convolution_triton`."""
+    """Return a contiguous [b, t, u, width] tensor per part in x's dtype. Arguments as in `short_convolution_triton`."""
     from kernels.short_convolution import triton_launch
 
     return triton_launch.forward(x, before, weight, bias, tuple(widths), tuple(unit_length))

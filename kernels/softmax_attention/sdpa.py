@@ -1,4 +1,4 @@
-"""Causal softmax attention through torch.nn.functional.scaled_dot_product_attention."""
+"""Causal softmax attention with torch.nn.functional.scaled_dot_product_attention."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -12,8 +12,8 @@ from kernels.softmax_attention.reference import distance_bias
 
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CUDNN_LENGTH, CUDNN_MULTIPLE = 2048, 128
-"""cuDNN makes a plan for each shape, so it is for lengths that come again: long ones, and of these such as in training,
-not a prompt's."""
+"""Use cuDNN from this length on, and only for multiples. cuDNN builds a plan for each shape, so shapes must recur as in
+training, unlike the lengths of prompts."""
 
 
 def softmax_attention_sdpa(
@@ -28,10 +28,10 @@ def softmax_attention_sdpa(
 ) -> Tensor:
     """Compute attention with torch's fused op. Arguments as in `softmax_attention`, checked there.
 
-    No mask is built in the plain causal case (no window, slopes or offset); in the others a [tq, tk] mask is, per head
-    with slopes.
+    The plain causal case (no window, slopes or offset) builds no mask. All other cases build a [tq, tk] mask, one per
+    head with slopes.
     """
-    # No query sees a key behind the last query; without those keys, offset 0 is the op's own causal case.
+    # No query sees a key after the last query. Without those keys, offset 0 is the op's own causal case.
     num_seen = query_offset + q_bthd.shape[1]
     k_bshd, v_bshe = k_bshd[:, :num_seen], v_bshe[:, :num_seen]
     if window is None and alibi_slopes is None and query_offset == 0:
@@ -39,14 +39,14 @@ def softmax_attention_sdpa(
     visible_ts = causal_mask(q_bthd, k_bshd, query_offset, window)
     if alibi_slopes is None:
         return _fused(q_bthd, k_bshd, v_bshe, visible_ts, scale)
-    # The op wants the bias in q's dtype, and 16 bits cannot hold far distances: the whole op in fp32 then.
+    # The op requires the bias in q's dtype, and 16 bits cannot represent large distances: compute everything in fp32.
     q, k, v = upcast(q_bthd), upcast(k_bshd), upcast(v_bshe)
     bias_hts = distance_bias(q, k, alibi_slopes.to(q), query_offset)
     return _fused(q, k, v, bias_hts.masked_fill(~visible_ts, -torch.inf)[None], scale).to(v_bshe.dtype)
 
 
 def _fused(q_bthd: Tensor, k_bshd: Tensor, v_bshe: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    if q_bthd.is_meta and mask is None:  # torch would take its plain form
+    if q_bthd.is_meta and mask is None:  # torch would choose its unfused implementation
         heads_first = (x.transpose(1, 2) for x in (q_bthd, k_bshd, v_bshe))
         out_bhte, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*heads_first, 0.0, True, scale=scale)
         return out_bhte.transpose(1, 2)
@@ -64,10 +64,10 @@ def _fused(q_bthd: Tensor, k_bshd: Tensor, v_bshe: Tensor, mask: Tensor | None, 
 
 
 def _backends(q_bthd: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:
-    """Kernels of cuDNN before FlashAttention-2 where they pay: on Hopper they take 0.6 of its time.
+    """Context manager that prefers cuDNN to FlashAttention-2 for long sequences: on Hopper it takes 0.6 of the time.
 
-    Torch by itself takes the one or the other first, by what it finds in the process: on one machine cuDNN when alone,
-    FlashAttention-2 in training with Transformer Engine. Where cuDNN cannot take the inputs, the next one does.
+    By itself, torch's preference depends on the process: on the same machine cuDNN alone, but FlashAttention-2 in
+    training with Transformer Engine. If cuDNN does not support the inputs, the next backend runs.
     """
     length = q_bthd.shape[1]
     if mask is not None or not q_bthd.is_cuda or length < CUDNN_LENGTH or length % CUDNN_MULTIPLE:

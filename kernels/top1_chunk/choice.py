@@ -1,7 +1,7 @@
-"""Top-1 Chunk's choice by itself, for keys that are not all in one place: from mean keys, or from some keys at a time.
+"""Chunk selection of Top-1 Chunk attention on its own, for sharded keys: from mean keys, or from part of the keys.
 
-What is chosen goes to `top1_chunk_attention` as its `selection`. No gradient flows through any of it. Each function
-takes the form, Triton or plain torch, that `top1_chunk_attention` takes for the same inputs.
+The selected chunks are passed to `top1_chunk_attention` as its `selection`. The functions have no gradient. Each uses
+the implementation, Triton or plain torch, that `top1_chunk_attention` uses for the same inputs.
 """
 
 from typing import Any, NamedTuple
@@ -19,11 +19,11 @@ from kernels.top1_chunk.op import by_query, chunks_of_slots
 
 
 class Best(NamedTuple):
-    """The best chunks of each query so far, best first.
+    """Best chunks of each query, best first.
 
     Attributes:
-        scores: [b, tq, hq, top_k], -inf where there is none; comparable among those of one form and `score` alone.
-        chunks: int64 [b, tq, hq, top_k], counted in the whole sequence, -1 where there is none.
+        scores: [b, tq, hq, top_k], -inf for a missing chunk. Comparable only for the same implementation and `score`.
+        chunks: int64 [b, tq, hq, top_k], indices in the whole sequence, -1 for a missing chunk.
     """
 
     scores: Tensor
@@ -32,15 +32,15 @@ class Best(NamedTuple):
 
 @torch.no_grad()
 def mean_keys(k: Tensor, chunk_size: int, *, implementation: Implementation = "auto") -> Tensor:
-    """Mean key of every chunk.
+    """Compute the mean key of every chunk.
 
     Args:
-        k: keys [b, tk, hkv, d], whole chunks.
+        k: keys [b, tk, hkv, d], complete chunks.
         chunk_size: keys per chunk.
         implementation: "reference", "triton" or "auto".
 
     Returns:
-        [b, tk // chunk_size, hkv, d]; fp32 or float64, and in k's dtype from Triton.
+        [b, tk // chunk_size, hkv, d]; fp32 or float64 from the reference, k's dtype from Triton.
     """
     if _takes_triton("mean_keys", implementation, k, chunk_size):
         from kernels.top1_chunk import triton_launch_choice
@@ -60,18 +60,18 @@ def best_by_mean(
     query_offset: int = 0,
     implementation: Implementation = "auto",
 ) -> Tensor:
-    """Choose for every query the top_k earlier chunks with the best mean keys, the score "approx".
+    """Select for every query the top_k earlier chunks with the best mean keys (score "approx").
 
     Args:
         q: queries [b, tq, hq, d].
-        means: as from `mean_keys`, of the whole sequence, [b, chunks, hkv, d].
+        means: mean keys of the whole sequence from `mean_keys`, [b, chunks, hkv, d].
         chunk_size: keys per chunk.
-        top_k: how many chunks.
+        top_k: number of chunks.
         query_offset: position of the first query in the sequence.
         implementation: "reference", "triton" or "auto".
 
     Returns:
-        int64 [b, tq, hq, top_k], best first, the lowest index first among equals, -1 where there is none.
+        int64 [b, tq, hq, top_k], best first, the lowest index first among equals, -1 for a missing chunk.
     """
     if _takes_triton("best_by_mean", implementation, q, chunk_size):
         from kernels.top1_chunk import triton_launch_choice
@@ -98,24 +98,24 @@ def best_by_keys(
     first_chunk: int = 0,
     implementation: Implementation = "auto",
 ) -> Best:
-    """Find for every query the top_k best earlier chunks among some keys of the sequence.
+    """Find for every query the top_k best earlier chunks among part of the sequence's keys.
 
     Args:
         q: queries [b, tq, hq, d].
-        k: keys [b, tk, hkv, d], whole chunks that follow each other.
+        k: keys [b, tk, hkv, d], consecutive complete chunks.
         chunk_size: keys per chunk.
-        top_k: how many chunks.
+        top_k: number of chunks.
         score: "exact" or "exact_lse"; see `top1_chunk_attention`.
-        scale: factor on q.k, of "exact_lse"; None means d**-0.5.
+        scale: factor on q.k for "exact_lse"; None means d**-0.5.
         query_offset: position of the first query in the sequence; a multiple of chunk_size, not before the first key.
         first_chunk: index of the first chunk of k in the sequence.
-        implementation: "reference", "triton", which scores every key and does not screen first, or "auto".
+        implementation: "reference"; "triton", which scores every key without screening; or "auto".
 
     Returns:
-        The lowest index is the better one among equals.
+        Scores and indices of the best chunks. The lowest index wins a tie.
     """
     scale = resolve_scale(scale, q.shape[3])
-    # In the given keys.
+    # Offset relative to the given keys.
     offset = query_offset - first_chunk * chunk_size
     if _takes_triton("best_by_keys", implementation, q, chunk_size):
         from kernels.top1_chunk import triton_launch_choice
@@ -135,10 +135,10 @@ def best_by_keys(
 
 
 def merge(a: Best, b: Best) -> Best:
-    """The best of both, as many as each has; the lowest index wins a tie, in whatever order chunks were looked at."""
+    """Merge two results into the best chunks of both; the lowest index wins a tie, regardless of the argument order."""
     top_k = a.chunks.shape[-1]
     scores, chunks = torch.cat([a.scores, b.scores], -1), torch.cat([a.chunks, b.chunks], -1)
-    # By index, then by score: a stable sort leaves equals as they stand. What is not there comes last.
+    # Sort by index, then stably by score, so that equal scores stay in index order. Missing chunks come last.
     order = chunks.where(chunks >= 0, torch.iinfo(chunks.dtype).max).argsort(dim=-1)
     scores, chunks = scores.gather(-1, order), chunks.gather(-1, order)
     best = scores.sort(dim=-1, descending=True, stable=True)
@@ -150,7 +150,7 @@ def _takes_triton(op: str, implementation: str, q: Tensor, chunk_size: int) -> b
 
 
 def _problem(q: Tensor, num_groups: int, num_held: int, chunk_size: int, query_offset: int, scale: float = 1.0) -> Any:
-    """Of queries over the first keys of their rows, which may end before the queries do."""
+    """Build the problem of queries over the first `num_held` keys of their rows, which may end before the queries."""
     from kernels.top1_chunk.triton_problem import Problem
 
     batch, num_queries, num_heads, head_dim = q.shape

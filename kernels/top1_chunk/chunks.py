@@ -1,7 +1,7 @@
-"""Where each chunk's keys and queries lie, for a batch of sequences or for packed documents.
+"""Table of the keys and queries of each chunk, for a batch of sequences or for packed documents.
 
-The kernels see one flat row of tokens: token of row b at position t is b * length + t. A *slot* is a chunk of any row
-or document; slots are numbered through, so that those of a document are neighbours.
+Kernels take one flat row of tokens: the token of row b at position t is b * length + t. A *slot* is a chunk of any row
+or document. Slots are numbered consecutively, so that those of a document are adjacent.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 KEY_START, KEY_COUNT, QUERY_START, QUERY_COUNT, QUERY_SHIFT, FIRST_SLOT = range(6)
-"""Columns of the table: flat tokens and counts of keys and of queries that lie in the slot; the first such query's
-position in the chunk; the document's first slot."""
+"""Table columns: flat start and count of the slot's keys, flat start and count of its queries, position of the first
+query within the chunk, and first slot of the document."""
 
 NUM_COLUMNS = 6
 
 
 class Layout(NamedTuple):
-    """Shapes that a table is made for."""
+    """Shapes that determine a table."""
 
     batch: int
     num_queries: int
@@ -29,17 +29,17 @@ class Layout(NamedTuple):
 
 
 def chunk_table(layout: Layout, bounds: Sequence[int] | None, device: torch.device) -> Tensor:
-    """Give the table, int32 [slots, NUM_COLUMNS]. All layers share one, forward and backward: do not write into it.
+    """Return the chunk table, int32 [slots, NUM_COLUMNS]. It is cached and shared by all layers: do not modify it.
 
     Args:
-        layout: the op's shapes.
-        bounds: packed documents' bounds (batch 1), or None: each row of the batch is a document.
-        device: where the table is wanted.
+        layout: shapes of the op.
+        bounds: bounds of packed documents (batch 1), or None: each row of the batch is a document.
+        device: device of the table.
     """
     return _cached_table(layout, None if bounds is None else tuple(bounds), device)
 
 
-# Few: packed documents have a table of their own in each micro-batch, which no later one asks for.
+# A small cache: packed documents have their own table in each micro-batch, which is not used again.
 @lru_cache(maxsize=16)
 def _cached_table(layout: Layout, bounds: tuple[int, ...] | None, device: torch.device) -> Tensor:
     table = _table_of_rows(layout) if bounds is None else _table_of_documents(layout, bounds)
@@ -77,18 +77,20 @@ def _table_of_documents(layout: Layout, bounds: tuple[int, ...]) -> Tensor:
 
 
 def first_slots(table: Tensor, layout: Layout) -> Tensor:
-    """The first slot of each query's row or document, int64 [b * tq]."""
+    """Return the first slot of each query's row or document, int64 [b * tq]."""
     first, count = table[:, FIRST_SLOT].long(), table[:, QUERY_COUNT].long()
     return torch.repeat_interleave(first, count, output_size=layout.batch * layout.num_queries)
 
 
 def table_of_some_keys(layout: Layout, num_held: int, device: torch.device) -> Tensor:
-    """As `chunk_table` for rows of which only the first keys are held: their chunks alone may be chosen or read.
+    """Return the chunk table for rows of which only the first keys are in memory.
+
+    Only chunks of these keys may be selected or read.
 
     Args:
-        layout: of the rows, with all keys up to the last query.
-        num_held: how many keys of each row lie in memory, whole chunks.
-        device: where the table is wanted.
+        layout: layout of the rows with all keys up to the last query.
+        num_held: number of keys of each row in memory, complete chunks.
+        device: device of the table.
     """
     table = chunk_table(layout, None, device).clone()
     row = torch.arange(layout.batch, device=device).repeat_interleave(len(table) // layout.batch)

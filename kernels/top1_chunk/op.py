@@ -1,6 +1,6 @@
-"""Top-1 Chunk's Triton form as operators of torch.library: autograd, torch.compile and fake tensors see two opaque ops.
+"""Triton implementation of Top-1 Chunk attention as operators of torch.library, opaque to torch.compile.
 
-Importing this needs no Triton; calling does.
+Triton is imported only when an operator is called.
 """
 
 from itertools import pairwise
@@ -45,12 +45,12 @@ def top1_chunk(
     scale: float,
     query_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Arguments as in `top1_chunk_attention`, checked there; all head dims are one.
+    """Compute `top1_chunk_attention`, which checks the arguments. All head dims must be equal.
 
     Returns:
         out: [b, tq, hq, d] in v's dtype.
-        lse: fp32 [hkv, b * tq * R], logsumexp in units of log2, R query heads per key head.
-        chosen: int32 [top_k, hkv, b * tq * R], slots of the chunk table, -1 where there is none.
+        lse: fp32 [hkv, b * tq * R], log-sum-exp in units of log2, with R query heads per key head.
+        chosen: int32 [top_k, hkv, b * tq * R], slots of the chunk table, -1 for a missing chunk.
     """
     from kernels.top1_chunk import triton_launch
 
@@ -97,7 +97,7 @@ def top1_chunk_backward(
     scale: float,
     query_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v for that of `out`; the other arguments are those and the results of `top1_chunk`."""
+    """Return the gradients of q, k and v from that of `out`. Other arguments: inputs and outputs of `top1_chunk`."""
     from kernels.top1_chunk import triton_launch
 
     problem = _problem(q, k, cu_seqlens, chunk_size, local, scale, query_offset)
@@ -145,29 +145,30 @@ top1_chunk.register_autograd(_backward, setup_context=_setup_context)
 def relative_choice(
     chosen_mgr: Tensor, q: Tensor, k: Tensor, cu_seqlens: Tensor | None, chunk_size: int, query_offset: int
 ) -> Tensor:
-    """The choice of `top1_chunk` as the public result: chunks counted from the row's or document's start.
+    """Convert the selected slots of `top1_chunk` to chunk indices within the row or document.
 
-    Returns int64 [b, tq, hq, top_k].
+    Returns:
+        int64 [b, tq, hq, top_k], -1 for a missing chunk.
     """
     layout, bounds = _layout_and_bounds(q, k, cu_seqlens, chunk_size, query_offset)
     return chunks_of_slots(chosen_mgr, chunk_table(layout, bounds, q.device), layout)
 
 
 def chunks_of_slots(chosen_mgr: Tensor, table: Tensor, layout: Layout) -> Tensor:
-    """Slots [top_k, hkv, rows] as chunks counted from the row's or document's start, int64 [b, tq, hq, top_k]."""
+    """Convert slots [top_k, hkv, rows] to chunk indices within the row or document, int64 [b, tq, hq, top_k]."""
     chosen_bthm, first_slot_n = by_query(chosen_mgr, layout).long(), first_slots(table, layout)
     first_slot_bt = first_slot_n.view(layout.batch, layout.num_queries)
     return torch.where(chosen_bthm >= 0, chosen_bthm - first_slot_bt[..., None, None], -1)
 
 
 def by_query(x_mgr: Tensor, layout: Layout) -> Tensor:
-    """From [top_k, hkv, b * tq * R] to [b, tq, hq, top_k]."""
+    """Permute [top_k, hkv, b * tq * R] to [b, tq, hq, top_k]."""
     x_mgbtr = x_mgr.unflatten(2, (layout.batch, layout.num_queries, -1))
     return x_mgbtr.permute(2, 3, 1, 4, 0).flatten(2, 3)
 
 
 def _slots(selection_bthm: Tensor, q: Tensor, k: Tensor, chunk_size: int, query_offset: int) -> Tensor:
-    """The inverse of `relative_choice`, for rows that are no packed documents: int32 [top_k, hkv, b * tq * R]."""
+    """Invert `relative_choice` for rows without packed documents: int32 [top_k, hkv, b * tq * R]."""
     layout, _ = _layout_and_bounds(q, k, None, chunk_size, query_offset)
     first_slot_n = first_slots(chunk_table(layout, None, q.device), layout)
     relative_mgnr = selection_bthm.flatten(0, 1).unflatten(1, (k.shape[2], -1)).permute(3, 1, 0, 2)

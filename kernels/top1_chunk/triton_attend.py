@@ -1,11 +1,11 @@
-"""Attention of a tile of rows to the keys of one chunk, and how rows and slots are addressed.
+"""Attention of a tile of rows to the keys of one chunk, and the addressing of rows and slots.
 
-Rows: query heads that share a key head g are rows of one matrix; row n * R + r is head g * R + r of token n (R query
-heads per key head). Table columns as in `chunks`. Logsumexps are in units of log2.
+Query heads that share a key head g are rows of one matrix: row n * R + r is head g * R + r of token n, with R query
+heads per key head. Table columns are those of `chunks`. Log-sum-exps are in units of log2.
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -17,19 +17,19 @@ COLUMNS = tl.constexpr(6)
 
 @triton.jit
 def head_rows(row, g, G: tl.constexpr, R: tl.constexpr):
-    """Rows of a [tokens, G * R, d] matrix that are rows `row` of key head g."""
+    """Return the rows in a [tokens, G * R, d] matrix for the rows `row` of key head g."""
     return (row // R).to(tl.int64) * (G * R) + g * R + row % R
 
 
 @triton.jit
 def first_slot(table, slot):
-    """The first slot of the document that a slot lies in; of one slot or several."""
+    """Return the first slot of the document of a slot; `slot` may be a scalar or a tile."""
     return tl.load(table + slot * COLUMNS + 5)
 
 
 @triton.jit
 def own_rows(table, slot, tile, R: tl.constexpr, BLOCK_M: tl.constexpr):
-    """One tile of a slot's own rows: (row [M], position in the chunk [M], valid [M], how many keys it may see)."""
+    """Return one tile of a slot's own rows: (row [M], position in the chunk [M], valid [M], number of visible keys)."""
     entry = table + slot * COLUMNS
     start, count, shift = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -42,15 +42,15 @@ def attend(
     queries, k, v, key_start, position, seen, scale_log2,
     CAUSAL: tl.constexpr, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attend to keys 0 .. seen - 1 of a chunk; with CAUSAL row m to those up to position[m].
+    """Attend to keys 0 .. seen - 1 of a chunk; with CAUSAL, row m attends to keys up to position[m].
 
     Args:
         queries: [M, BLOCK_D].
         k, v: pointers to the head's keys and values, rows STRIDE elements apart.
-        key_start: the chunk's first token.
+        key_start: first token of the chunk.
 
     Returns:
-        (output [M, BLOCK_D] fp32, logsumexp [M]); 0 and -inf where nothing is seen.
+        (output [M, BLOCK_D] fp32, log-sum-exp [M]); 0 and -inf for a row without a visible key.
     """
     M: tl.constexpr = queries.shape[0]
     highest = tl.full([M], -float("inf"), tl.float32)
@@ -64,22 +64,23 @@ def attend(
         if CAUSAL:
             scores = tl.where((n < seen)[None, :] & (n[None, :] <= position[:, None]), scores, -float("inf"))
         top = tl.maximum(highest, tl.max(scores, 1))
-        # Products may be -inf, all of them; -inf - -inf would be NaN.
+        # All products may be -inf, and -inf - -inf would be NaN.
         level = tl.where(top == -float("inf"), 0.0, top)
         weights = tl.exp2(scores - level[:, None])
         decay = tl.exp2(highest - level)
         total = total * decay + tl.sum(weights, 1)
         mixed = mixed * decay[:, None] + product(weights.to(values.dtype), values)
         highest = top
-    # Per row, not per element: a division is some ten instructions.
+    # One division per row, not per element: a division takes some ten instructions.
     return mixed * (1.0 / tl.where(total > 0, total, 1.0))[:, None], highest + tl.log2(total)
 
 
 @triton.jit
 def shares(level_a, level_b):
-    """Of two parts in their common softmax, by their logsumexps [M]: (share of a, share of b, logsumexp of both).
+    """Return the shares of two parts in their joint softmax, from their log-sum-exps [M].
 
-    -inf and -inf give 0, 0 and -inf.
+    Returns:
+        (share of a, share of b, log-sum-exp of both); 0, 0 and -inf for -inf and -inf.
     """
     top = tl.maximum(level_a, level_b)
     level = tl.where(top == -float("inf"), 0.0, top)
@@ -91,6 +92,6 @@ def shares(level_a, level_b):
 
 @triton.jit
 def join(a, level_a, b, level_b):
-    """One softmax of two parts, each an output [M, BLOCK_D] and its logsumexp [M]."""
+    """Join two softmax parts, each an output [M, BLOCK_D] with its log-sum-exp [M]."""
     share_a, share_b, level = shares(level_a, level_b)
     return a * share_a[:, None] + b * share_b[:, None], level

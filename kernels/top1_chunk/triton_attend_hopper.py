@@ -1,8 +1,8 @@
-"""`triton_forward`'s two kernels for Hopper, in Gluon, Triton's language of explicit layouts and warps.
+"""The two kernels of `triton_forward` for Hopper, in Gluon, Triton's language of explicit layouts and warps.
 
-Each multiprocessor has one block that goes from tile to tile: four warps load the queries, keys and values of the next
-tile while two groups of four warps attend, so that memory is never left waiting for products and exponents. A chunk's
-keys are one tile, so its softmax takes one pass.
+Each multiprocessor runs one persistent, warp-specialised block. Four warps load the queries, keys and values of the
+next tile while two warp groups compute attention, so that loads overlap with products and exponentials. A chunk's keys
+are one tile, so the softmax takes a single pass.
 """
 
 # mypy: ignore-errors
@@ -29,13 +29,13 @@ from kernels.triton_hopper import GROUP_M, shared_layout, tiles_of
 from kernels.triton_math import multiprocessors
 
 BLOCK_M = gl.constexpr(128)
-"""Rows of a tile."""
+"""Rows per tile."""
 
 GROUP_REGISTERS, LOADER_REGISTERS = gl.constexpr(224), gl.constexpr(56)
-"""Of a thread. Together they must not be more than the multiprocessor has."""
+"""Registers per thread. The total must fit the multiprocessor's register file."""
 
 SHARED_BYTES = 192 * 1024
-"""For queries, keys and values."""
+"""Shared memory for queries, keys and values."""
 
 head_rows = gluon.jit(triton_attend.head_rows.fn)
 shares = gluon.jit(triton_attend.shares.fn)
@@ -43,10 +43,10 @@ shares = gluon.jit(triton_attend.shares.fn)
 
 @gluon.jit
 def _tile(i, work, num_tiles, G: gl.constexpr, R: gl.constexpr, TILES: gl.constexpr, LOCAL: gl.constexpr):
-    """Tile i: (whether there is one, its first row or place in the order, the end of these, key head, the chunk's first
-    key, what would be its first row).
+    """Return tile i: (exists, its first row or first place in the order, their end, key head, first key of the chunk,
+    row at which the chunk's queries start, before clipping).
 
-    With LOCAL heads of one chunk are neighbours, as in memory.
+    With LOCAL, the heads of one chunk are consecutive, as in memory.
     """
     if LOCAL:
         slot = i // G // TILES
@@ -79,7 +79,7 @@ def _load(
     G: gl.constexpr, R: gl.constexpr, HEAD_DIM: gl.constexpr, TILES: gl.constexpr, LOCAL: gl.constexpr,
     ROWS_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Load each tile's queries, keys and values when the groups have done with what was in their place."""
+    """Load each tile's queries, keys and values as soon as the warp groups have released the stage's buffers."""
     queries, keys, values, queries_ready, keys_ready, values_ready, free = shared
     STAGES: gl.constexpr = keys.shape[0]
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, ROWS_LAYOUT))
@@ -109,7 +109,7 @@ def _attend(
     G: gl.constexpr, R: gl.constexpr, HEAD_DIM: gl.constexpr, TILES: gl.constexpr, LOCAL: gl.constexpr,
     ROWS_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Attend for one group's rows of each tile."""
+    """Compute attention for one warp group's rows of each tile."""
     out, lse, chosen, shared, order, work, num_tiles, rows, scale_log2 = inputs
     queries, keys, values, queries_ready, keys_ready, values_ready, free = shared
     STAGES: gl.constexpr = keys.shape[0]
@@ -132,7 +132,7 @@ def _attend(
         row_whole = _rows(begin + m_whole, end, order, LOCAL)
         at = g.to(gl.int64) * rows + row
         if LOCAL:
-            # Loaded now, needed at the end.
+            # Loaded early, used at the end.
             written = gl.load(chosen + at, mask=valid, other=-1) >= 0
             level_before = gl.load(lse + at, mask=written, other=-float("inf"))
             pointers = out + head_rows(row, g, G, R)[:, None] * HEAD_DIM + d[None, :]
@@ -150,7 +150,7 @@ def _attend(
             position = (begin + m - first_row) // R
             scores = gl.where(column[None, :] <= position[:, None], scores, -float("inf"))
         level = gl.max(scores, 1) * scale_log2
-        # Products may be -inf, all of them; -inf - -inf would be NaN.
+        # All products may be -inf, and -inf - -inf would be NaN.
         weights = gl.exp2(scores * scale_log2 - gl.where(level == -float("inf"), 0.0, level)[:, None])
         total = gl.sum(weights, 1)
         level += gl.log2(total)
@@ -165,7 +165,7 @@ def _attend(
         mixed = warpgroup_mma_wait(0, deps=[mixed]) * share[:, None]
         if LOCAL:
             mixed += before * share_before[:, None]
-        # By way of the queries' place, to write whole rows.
+        # Transposed through the queries' shared memory, to write whole rows.
         own.store(mixed.to(values.dtype))
         mixed_whole = own.load(ROWS_LAYOUT)
         mbarrier.arrive(free.index(stage), count=1)
@@ -181,13 +181,13 @@ def attend_hopper(
     G: gl.constexpr, R: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
     LOCAL: gl.constexpr, QUERIES_LAYOUT: gl.constexpr, ROWS_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """As `attend_chosen` without JOINS, or as `attend_local` with LOCAL. Any grid (programs,).
+    """Implement `attend_chosen` without JOINS, or `attend_local` with LOCAL. Any grid (programs,).
 
     Args:
         k_tiles, v_tiles: descriptors of k and v [tokens, G * HEAD_DIM] in tiles [CHUNK, HEAD_DIM].
-        q, out, lse, chosen, order: as in these; `chosen` is the local kernel's, `order` the other's.
-        work: items of at most BLOCK_M rows as from `cut_segments`, empty ones last, or the chunk table.
-        num_tiles: how many items there are, or slots * TILES * G.
+        q, out, lse, chosen, order: as in these kernels; `chosen` is used with LOCAL, `order` without.
+        work: items of at most BLOCK_M rows from `cut_segments`, empty ones last; with LOCAL the chunk table.
+        num_tiles: number of items; with LOCAL slots * TILES * G.
     """
     CHUNK: gl.constexpr = k_tiles.block_type.shape[0]
     queries = gl.allocate_shared_memory(k_tiles.dtype, [STAGES, BLOCK_M, HEAD_DIM], QUERIES_LAYOUT)
@@ -198,7 +198,7 @@ def attend_hopper(
     values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(queries_ready.index(stage), count=128)  # every thread of the loader tells of its own copies
+        mbarrier.init(queries_ready.index(stage), count=128)  # every loader thread signals its own copies
         mbarrier.init(keys_ready.index(stage), count=1)
         mbarrier.init(values_ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=BLOCK_M // GROUP_M)
@@ -217,7 +217,7 @@ def attend_hopper(
 
 
 def fits(problem: Problem) -> bool:
-    """Whether the problem has the shapes that these kernels are for."""
+    """Return True if these kernels support the problem's shapes."""
     size = problem.layout.chunk_size
     return problem.head_dim in (64, 128) and size in (64, 128) and problem.dtype != torch.float32 and problem.scale > 0
 
@@ -225,14 +225,14 @@ def fits(problem: Problem) -> bool:
 def attend_chosen(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, order: Tensor, items: Tensor
 ) -> None:
-    """Write the part of one choice."""
+    """Write the attention to the chunks of one choice."""
     _launch(problem, q, k, v, out, lse, lse, order, items, len(items), local=False)
 
 
 def attend_local(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, chosen_gr: Tensor
 ) -> None:
-    """Join the own chunk's part. All chunks must be whole: what lies behind a short one would be loaded, too."""
+    """Join the attention to the own chunk. All chunks must be complete: tiles are loaded without a mask."""
     tiles = problem.row_tiles(BLOCK_M.value)
     num_tiles = problem.slots * tiles * problem.num_groups
     _launch(problem, q, k, v, out, lse, chosen_gr, chosen_gr, problem.table, num_tiles, local=True)
@@ -243,7 +243,7 @@ def _launch(
     work: Tensor, num_tiles: int, *, local: bool,
 ) -> None:  # fmt: skip
     size, width = problem.layout.chunk_size, problem.head_dim
-    # In registers: 16 bytes a thread, whole rows side by side.
+    # In registers: 16 bytes per thread, whole rows in consecutive threads.
     rows_layout = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
     stages = SHARED_BYTES // ((BLOCK_M.value + 2 * size) * width * q.element_size())
     attend_hopper[(min(multiprocessors(q), num_tiles),)](

@@ -1,13 +1,13 @@
-"""Gradients of attention to the own and to the chosen chunk, in Triton; the choice itself is not looked at again.
+"""Gradients of attention to the own and the chosen chunks, in Triton. The selection has no gradient.
 
-With p = exp2(s - lse) of the whole softmax, each part's gradient is its own: ds = p (do . v - delta), delta = do . o.
-The local pass writes dq, dk and dv of its part; each pass over a choice adds to them. A launch handles keys
-FIRST_KEY .. FIRST_KEY + BLOCK_N - 1 of every chunk. Tiles are transposed, [keys, rows], so that dv and dk need no
-transposition of p and ds.
+With p = exp2(s - lse) of the joint softmax, the parts have independent gradients: ds = p (do . v - delta), with
+delta = do . o. The local pass writes dq, dk and dv of its part, and each pass over a choice adds to them. A launch
+handles keys FIRST_KEY .. FIRST_KEY + BLOCK_N - 1 of every chunk. Tiles are transposed, [keys, rows], so that dv and dk
+need no transpose of p and ds.
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -19,7 +19,7 @@ from kernels.triton_math import LOG2E, load_rows, product, store_rows
 
 @triton.jit
 def _tile_gradients(queries, grads, keys, values, visible, lse, delta, scale_log2):
-    """Probabilities p and ds of a tile, [keys, rows] each, fp32; ds without the factor `scale`."""
+    """Return the probabilities p and ds of a tile, [keys, rows] each, in fp32; ds without the factor `scale`."""
     scores = product(keys, queries.T) * scale_log2
     p = tl.where(visible, tl.exp2(scores - lse[None, :]), 0.0)
     return p, p * (product(values, grads.T) - delta[None, :])
@@ -52,7 +52,7 @@ def differentiate_local(
     dk_nd = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_nd = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     scale_log2 = scale * LOG2E
-    # Rows before the block's first key see none of it.
+    # Rows before the block's first key see none of its keys.
     skipped = tl.maximum(FIRST_KEY - shift, 0) * R // BLOCK_M * BLOCK_M
     for start in range(skipped, query_count * R, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
@@ -92,8 +92,8 @@ def differentiate_chosen(
     """Add the chosen chunk's part to dq, dk, dv. Grid (items,).
 
     Args:
-        parts: fp32 [parts, 2, BLOCK_N, d], out: dk and dv of the segments of chunks that have several.
-        items: int32 [items, ITEM_COLUMNS] as from `cut_segments`.
+        parts: fp32 [parts, 2, BLOCK_N, d], written: dk and dv of the segments of chunks with several segments.
+        items: int32 [items, ITEM_COLUMNS] from `cut_segments`.
     """
     item = items + tl.program_id(0) * ITEM_COLUMNS
     begin, end, g = tl.load(item), tl.load(item + 1), tl.load(item + 2)
@@ -141,11 +141,11 @@ def add_parts(
     G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     FIRST_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Add the segments of a chunk that has several to its dk and dv, in order. Grid (bins, BLOCK_N / BLOCK_ROWS).
+    """Add the segments of chunks with several segments to dk and dv, in order. Grid (bins, BLOCK_N / BLOCK_ROWS).
 
     Args:
         part_ends: int32 [bins], running sum of `part_counts`.
-        part_counts: int32 [bins], segments of the bin in `parts`; 0 for those with one or none.
+        part_counts: int32 [bins], number of the bin's segments in `parts`; 0 for bins with at most one segment.
     """
     bin = tl.program_id(0)
     count = tl.load(part_counts + bin)

@@ -1,12 +1,12 @@
-"""Attention to the chosen chunks and to the own one, joined through the logsumexp, in Triton.
+"""Attention to the chosen chunks and to the own one, joined through the log-sum-exp, in Triton.
 
-The pass over the first choice writes output and logsumexp of its rows; each further one, and the local pass at the end,
-reads both, joins its part and writes them again. The last is the local one because it goes through the rows in their
-order: there the reading is cheap. A row is in one place of an order, so nothing is written twice and nothing is atomic.
+The pass over the first choice writes the output and log-sum-exp of its rows. Each further pass, and the local pass at
+the end, reads both, joins its part and writes them again. The local pass is the last because it visits the rows in
+memory order, where reading is cheap. A row occurs once in an order, so there are no write conflicts and no atomics.
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -22,15 +22,15 @@ def attend_chosen(
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, JOINS: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the chosen chunk, up to BLOCK_M rows that chose the same one together. Grid (items,).
+    """Attend to the chosen chunks; a program handles up to BLOCK_M rows that chose the same chunk. Grid (items,).
 
     Args:
         q: queries [tokens, G * R, d].
         k, v: keys and values [tokens, G, d].
-        out: [tokens, G * R, d], out; with JOINS what is there is joined to.
-        lse: fp32 [G, rows]; likewise.
+        out: [tokens, G * R, d], written; with JOINS, joined to its old content.
+        lse: fp32 [G, rows], written; with JOINS, joined to its old content.
         order: rows grouped by choice, int32.
-        items: int32 [items, ITEM_COLUMNS] as from `cut_segments`, of at most BLOCK_M rows.
+        items: int32 [items, ITEM_COLUMNS] from `cut_segments`, each of at most BLOCK_M rows.
     """
     item = items + tl.program_id(0) * ITEM_COLUMNS
     begin, end, g, key_start = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
@@ -58,14 +58,14 @@ def attend_local(
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, TILES: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the own chunk up to oneself and join; without LOCAL only in a document's first chunk.
+    """Attend to the own chunk up to the query and join; without LOCAL only in a document's first chunk.
 
-    Grid (slots * TILES * G,): heads of one chunk are neighbours, as in memory.
+    Grid (slots * TILES * G,): heads of one chunk are consecutive, as in memory.
 
     Args:
         q, k, v: as in `attend_chosen`.
-        out, lse: as `attend_chosen` wrote them; out: 0 and -inf where nothing is attended to.
-        chosen: int32 [G, rows], a row's first choice; -1: nothing was written for it yet.
+        out, lse: output of `attend_chosen`, joined; 0 and -inf for rows that attend to nothing.
+        chosen: int32 [G, rows], a row's first choice; -1 if `attend_chosen` wrote nothing for the row.
     """
     g, tile = tl.program_id(0) % G, tl.program_id(0) // G
     slot = tile // TILES

@@ -1,11 +1,11 @@
-"""Grouping rows by the chunk they chose: a stable counting sort, in Triton.
+"""Group rows by the chunk they chose: a stable counting sort, in Triton.
 
-Blocks of BLOCK rows are sorted within themselves; the lengths of their runs, summed over chunks and blocks, say where
-each run goes. No atomics: the order is that of the rows, so whatever is summed in it is the same in every run.
+Each block of BLOCK rows is sorted separately. The lengths of its runs, summed over chunks and blocks, give the
+destination of each run. There are no atomics and the order is stable, so sums in this order are deterministic.
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -19,11 +19,11 @@ ITEM_COLUMNS = tl.constexpr(6)
 
 @triton.jit
 def sort_blocks(chosen, keys, rows, slots, blocks, BLOCK: tl.constexpr):
-    """Sort each block's rows by slot; rows that chose none last, in bin `slots`. Grid (blocks, G).
+    """Sort each block's rows by slot; rows without a choice are last, in bin `slots`. Grid (blocks, G).
 
     Args:
         chosen: int32 [G, rows].
-        keys: int32 [G, blocks, BLOCK], out: slot * BLOCK + place in the block, rising.
+        keys: int32 [G, blocks, BLOCK], written: slot * BLOCK + place in the block, ascending.
     """
     block, g = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, BLOCK)
@@ -40,7 +40,7 @@ def _later(a, b):
 
 @triton.jit
 def _runs(keys, BLOCK: tl.constexpr):
-    """Of a sorted block: (bin, place in the block, place in its run, whether it ends a run)."""
+    """Return for a sorted block: (bin, place in the block, place in its run, mask of the ends of runs)."""
     i = tl.arange(0, BLOCK)
     key = tl.load(keys + i)
     before = tl.load(keys + i - 1, mask=i > 0, other=-1)
@@ -54,10 +54,10 @@ def _runs(keys, BLOCK: tl.constexpr):
 
 @triton.jit
 def count_runs(keys, counts, slots, blocks, BLOCK: tl.constexpr):
-    """Write how many rows of a block chose each slot. Grid (blocks, G).
+    """Write the number of rows of a block that chose each slot. Grid (blocks, G).
 
     Args:
-        counts: int32 [G, slots + 1, blocks], out; zero before.
+        counts: int32 [G, slots + 1, blocks], written; zero before.
     """
     block, g = tl.program_id(0), tl.program_id(1)
     bin, _, place, ends = _runs(keys + (g.to(tl.int64) * blocks + block) * BLOCK, BLOCK)
@@ -69,10 +69,10 @@ def place_rows(keys, ends, counts, order, slots, blocks, BLOCK: tl.constexpr):
     """Write each row to its place in the order. Grid (blocks, G).
 
     Args:
-        keys: as from `sort_blocks`.
+        keys: output of `sort_blocks`.
         ends: int32 [G, slots + 1, blocks], running sum of `counts`.
-        counts: as from `count_runs`.
-        order: int32 [G * blocks * BLOCK], out: rows, by g, then slot, then row.
+        counts: output of `count_runs`.
+        order: int32 [G * blocks * BLOCK], written: rows, by g, then slot, then row.
     """
     block, g = tl.program_id(0), tl.program_id(1)
     bin, i, place, _ = _runs(keys + (g.to(tl.int64) * blocks + block) * BLOCK, BLOCK)
@@ -82,17 +82,17 @@ def place_rows(keys, ends, counts, order, slots, blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def _bin_end(ends, bin, stride, capacity, there):
-    """Where a bin ends in the order; 0 of none."""
+    """Return the end of a bin in the order; 0 where not `there`."""
     return tl.minimum(tl.load(ends + (bin.to(tl.int64) + 1) * stride - 1, mask=there, other=0), capacity)
 
 
 @triton.jit
 def count_segments(ends, counts, bins, stride, capacity, slots, SEGMENT: tl.constexpr, BLOCK: tl.constexpr):
-    """Count the segments of SEGMENT rows of each bin; of those that chose none there are none. Grid (bins / BLOCK,).
+    """Count the segments of SEGMENT rows of each bin; rows without a choice have none. Grid (bins / BLOCK,).
 
     Args:
-        ends: int32 [bins, stride], the last of a bin is where it ends in the order, whose length is `capacity`.
-        counts: int32 [2, bins], out: parts, which are the segments of a bin that has several, and segments.
+        ends: int32 [bins, stride]; a bin's last entry is its end in the order, whose length is `capacity`.
+        counts: int32 [2, bins], written: parts (the segments of bins with several segments), and segments.
     """
     bin = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = bin < bins
@@ -114,12 +114,12 @@ def cut_segments(
         running: int32 [2, bins], running sum of `counts` over both rows.
         counts, ends, stride, capacity: as in `count_segments`.
         table: chunk table, see `chunks`.
-        items: int32 [num_items, ITEM_COLUMNS], out: begin and end in the order, key head, the chunk's first token,
-            number of the part or -1: the only segment, the chunk's slot. Beyond the last item, begin = end.
+        items: int32 [num_items, ITEM_COLUMNS], written: begin and end in the order, key head, first token of the chunk,
+            number of the part or -1 for a bin's only segment, slot of the chunk. Unused items have begin = end.
     """
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    place = item + tl.load(running + bins - 1)  # in the running sum, where segments come after all parts
-    # The first bin whose items end beyond this one, by bisection.
+    place = item + tl.load(running + bins - 1)  # position in the running sum, where segments follow all parts
+    # Bisection for the first bin whose items end beyond this one.
     low = tl.zeros([BLOCK], tl.int32)
     high = tl.zeros([BLOCK], tl.int32) + bins
     for _ in tl.static_range(STEPS):

@@ -1,4 +1,4 @@
-"""The whole forward and the whole backward: the order of the launches, and their buffers."""
+"""Launch sequence and buffers of the complete forward and backward pass."""
 
 import torch
 from torch import Tensor
@@ -11,10 +11,10 @@ from kernels.triton_math import on_device, on_hopper
 
 
 def backward_segment(problem: Problem) -> int:
-    """Rows that one program of the backward takes of those that chose one chunk.
+    """Return the rows per program of the backward pass, among those that chose the same chunk.
 
-    16 chunks' worth: then the parts of dk and dv that chunks with several segments leave, at most two for each full
-    segment, are at most a sixteenth of all inputs, outputs and gradients.
+    It is 16 chunks' worth of rows. The partial dk and dv of chunks with several segments, at most two per full segment,
+    then take at most a sixteenth of the memory of all inputs, outputs and gradients.
     """
     return max(1024, 16 * problem.layout.chunk_size)
 
@@ -22,14 +22,14 @@ def backward_segment(problem: Problem) -> int:
 def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, top_k: int, score: str, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The whole forward; with a choice that is given, in the form of `chosen`, none is made.
+    """Run the forward pass. If `given` holds a selection in the format of `chosen`, no selection is made.
 
     Returns:
         out: [tokens, hq, d] in v's dtype.
-        lse: fp32 [hkv, rows], logsumexp in units of log2.
-        chosen: int32 [top_k, hkv, rows], slots, best first; -1 where there is none.
+        lse: fp32 [hkv, rows], log-sum-exp in units of log2.
+        chosen: int32 [top_k, hkv, rows], slots, best first; -1 for a missing chunk.
     """
-    # One join rounds the first part once more; several would add up.
+    # A single join rounds the first part once more. With several joins the errors would accumulate.
     out = torch.empty(q.shape, dtype=v.dtype if top_k == 1 else torch.float32, device=q.device)
     lse = torch.empty(problem.num_groups, problem.rows, dtype=torch.float32, device=q.device)
     with on_device(q):
@@ -45,14 +45,14 @@ def forward(
 
 
 def _hopper_kernels_fit(problem: Problem, q: Tensor, out: Tensor) -> bool:
-    # fp32 outputs, of several choices, would be rounded on their way through shared memory.
+    # fp32 outputs, used for several choices, would be rounded in shared memory.
     return on_hopper(q) and triton_attend_hopper.fits(problem) and out.dtype == q.dtype
 
 
 def attend_chosen(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, chosen_gr: Tensor, out: Tensor, lse: Tensor, *, joins: bool
 ) -> None:
-    """Write the part of one choice, int32 [hkv, rows], or join it to what `out` and `lse` hold."""
+    """Write the attention to one choice, int32 [hkv, rows], or join it to the content of `out` and `lse`."""
     order = group(problem, chosen_gr)
     if _hopper_kernels_fit(problem, q, out) and not joins:
         items = cut(problem, order, triton_attend_hopper.BLOCK_M.value, chosen_gr.numel()).items
@@ -70,7 +70,7 @@ def attend_chosen(
 def attend_local(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, chosen_gr: Tensor, out: Tensor, lse: Tensor
 ) -> None:
-    """Join the own chunk's part to `out` and `lse`, which rows without a choice have nothing in."""
+    """Join the attention to the own chunk to `out` and `lse`, which are unset for rows without a choice."""
     if _hopper_kernels_fit(problem, q, out) and problem.local and problem.whole_chunks:
         triton_attend_hopper.attend_local(problem, q, k, v, out, lse, chosen_gr)
         return
@@ -86,12 +86,12 @@ def attend_local(
 def backward(
     problem: Problem, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, chosen: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv) in the inputs' dtype."""
+    """Return the gradients (dq, dk, dv) in the inputs' dtype."""
     num_groups, rows, slots = problem.num_groups, problem.rows, problem.slots
     local, remote = problem.tiles("local_backward"), problem.tiles("chosen_backward")
     block_n = min(local.block_n, problem.layout.chunk_size)
     launches = problem.layout.chunk_size // block_n
-    # Each further launch adds to what is there: in the inputs' dtype that would round again and again.
+    # Each further launch adds to its output, which would be rounded repeatedly in the inputs' dtype.
     once = len(chosen) == 1 and launches == 1
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype if once else torch.float32, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)

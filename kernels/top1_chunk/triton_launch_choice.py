@@ -1,4 +1,4 @@
-"""Launches that choose chunks."""
+"""Launches that select chunks."""
 
 import torch
 from torch import Tensor
@@ -10,9 +10,9 @@ from kernels.triton_math import next_power_of_two
 
 
 def choose(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, score: str, scratch: Tensor) -> None:
-    """Write `chosen`, int32 [top_k, hkv, rows]: slots, best first; -1 where there is none.
+    """Write `chosen`, int32 [top_k, hkv, rows]: slots, best first; -1 for a missing chunk.
 
-    `scratch`, contiguous and not smaller than q, is written to: memory that nothing needs yet.
+    `scratch` is overwritten. It is a contiguous buffer of at least q's size that is not in use yet.
     """
     if score == "approx":
         select_by_mean(problem, q, mean_keys(problem, k), chosen)
@@ -23,7 +23,7 @@ def choose(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, score: str, s
 
 
 def select_by_mean(problem: Problem, q: Tensor, means: Tensor, chosen: Tensor) -> None:
-    """Write `chosen`, from the means of all slots."""
+    """Write `chosen` by the scores of the mean keys of all slots."""
     tiles = problem.tiles("select_mean")
     row_tiles = problem.row_tiles(tiles.block_m)
     triton_select.select_by_mean[problem.slots * row_tiles, problem.num_groups](
@@ -34,7 +34,7 @@ def select_by_mean(problem: Problem, q: Tensor, means: Tensor, chosen: Tensor) -
 
 
 def mean_keys(problem: Problem, k: Tensor) -> Tensor:
-    """Mean key of every slot: [slots, hkv, d] in k's dtype."""
+    """Return the mean key of every slot: [slots, hkv, d] in k's dtype."""
     means = torch.empty(problem.slots, problem.num_groups, problem.head_dim, dtype=k.dtype, device=k.device)
     tiles, size = problem.tiles("mean"), problem.layout.chunk_size
     triton_select.mean_keys[problem.slots, problem.num_groups](
@@ -54,7 +54,7 @@ def select_by_keys(
     limit: int | None = None,
     scores: Tensor | None = None,
 ) -> None:
-    """Write `chosen`, of each row's or document's first `limit` chunks, and their scores where these are wanted."""
+    """Write `chosen` by the scores of the keys of each document's first `limit` chunks, and `scores` if given."""
     tiles = problem.tiles("select_keys")
     row_tiles = problem.row_tiles(tiles.block_m)
     size = problem.layout.chunk_size

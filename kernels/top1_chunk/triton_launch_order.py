@@ -1,4 +1,4 @@
-"""Launches that order rows by the chunk they chose and cut the order into work items."""
+"""Launches that order rows by the chunk they chose and divide the order into work items."""
 
 from typing import NamedTuple
 
@@ -10,27 +10,27 @@ from kernels.top1_chunk.triton_problem import Problem
 
 
 class Order(NamedTuple):
-    """Rows by key head, then by the chunk that they chose; last of a head those that chose none."""
+    """Rows ordered by key head, then by chosen chunk; rows without a choice are last within a head."""
 
     rows: Tensor
     """int32."""
     ends: Tensor
-    """int32 [hkv * (slots + 1), counts a bin], a running sum: its last of a bin is where the bin ends in the order, but
-    for what the order has no place for."""
+    """int32 [hkv * (slots + 1), counts per bin], a running sum. A bin's last entry is its end in the order, unless that
+    exceeds the order's capacity."""
 
 
 class Segments(NamedTuple):
-    """Rows of an order, cut into work items; see `triton_group.cut_segments`."""
+    """Work items of an order; see `triton_group.cut_segments`."""
 
     items: Tensor
     part_ends: Tensor
     part_counts: Tensor
     num_parts: int
-    """Upper bound of the segments of chunks that have several."""
+    """Upper bound of the number of segments of chunks with several segments."""
 
 
 def group(problem: Problem, chosen_gr: Tensor) -> Order:
-    """Order the rows by one choice, int32 [hkv, rows]; those of a chunk are in the order that they were in."""
+    """Order the rows stably by one choice, int32 [hkv, rows]."""
     num_groups, rows, slots, device = problem.num_groups, problem.rows, problem.slots, chosen_gr.device
     size = triton_group.ORDER_BLOCK
     blocks = -(-rows // size)
@@ -46,17 +46,17 @@ def group(problem: Problem, chosen_gr: Tensor) -> Order:
 
 
 def cut(problem: Problem, order: Order, size: int, most: int) -> Segments:
-    """Cut each bin's rows into segments of `size`; the last bin of a head, of those that chose none, is left out.
+    """Divide each bin's rows into segments of `size`; a head's last bin, of rows without a choice, is left out.
 
     Args:
-        problem: with the heads that the bins are of.
-        order: of its rows.
-        size: rows of a segment.
-        most: rows that chose a chunk, at most.
+        problem: problem of the bins' heads.
+        order: order of its rows.
+        size: rows per segment.
+        most: upper bound of the number of rows with a choice.
     """
     ends, capacity = order.ends, len(order.rows)
     (bins, stride), block = ends.shape, 128
-    # One running sum for both: parts first, as their numbers begin at 0.
+    # One running sum for both. Parts come first, so that their numbers start at 0.
     counts = torch.empty(2, bins, dtype=torch.int32, device=ends.device)
     triton_group.count_segments[(-(-bins // block),)](
         ends, counts, bins, stride, capacity, problem.slots, SEGMENT=size, BLOCK=block

@@ -1,4 +1,4 @@
-"""Launches that choose chunks for "exact" by way of int8: the same bits as from all keys, in half the time."""
+"""Launches that select chunks for "exact" by screening in int8: bitwise the same result, in half the time."""
 
 from typing import Any, NamedTuple
 
@@ -11,36 +11,36 @@ from kernels.top1_chunk.triton_problem import Problem
 from kernels.triton_math import multiprocessors, on_hopper
 
 LEAST_CHUNKS = 256
-"""Complete chunks of the longest document from which on this pays; docs/benchmarks/kernels.md."""
+"""Minimum complete chunks of the longest document for screening to be faster; see docs/benchmarks/kernels.md."""
 
 LEAST_OPERATIONS = 2e12
-"""Of scoring all keys, likewise: with less work the launches on the way take longer than it."""
+"""Minimum operations of scoring all keys for screening to be faster; below, its launches dominate."""
 
 CANDIDATES = 64
-"""Places for a row's candidates; a row that needs more is scored against all its chunks."""
+"""Capacity for a row's candidates. A row with more is scored against all its chunks."""
 
 SURVIVORS = 16
-"""Candidates a row, on average, that can be scored again; the rows beyond, likewise."""
+"""Average number of candidates per row that can be rescored. Rows beyond that are scored against all their chunks."""
 
 HELD_SHARE = 0.12
-"""Of the bytes of q, k, v and o: about what may be held at a time, one key head's worth at least."""
+"""Approximate limit of temporary memory, as a fraction of the bytes of q, k, v and o; at least one key head's worth."""
 
 LEAST_HELD = 2**28
-"""Bytes that may be held, too, however few heads there are: for a head or two at a time the launches take as long as
-what they launch (docs/benchmarks/kernels.md)."""
+"""Temporary memory in bytes that is always allowed. With one or two heads at a time, launch overhead would be as large
+as the work (docs/benchmarks/kernels.md)."""
 
 RECHECK_SEGMENT = 1024
-"""Rows that one program scores against a chunk."""
+"""Rows that one program rescores against a chunk."""
 
 SHARES = 64
 """Programs that share the chunks of a tile of missed rows."""
 
 CENTRE_STRIDE = 16
-"""Of the keys whose mean is taken: fewer cost less."""
+"""Stride of the keys over which the centre is averaged, to reduce its cost."""
 
 
 def screening_pays(problem: Problem, top_k: int) -> bool:
-    """Whether "exact" is worth the way through candidates, and can go it."""
+    """Return True if screening supports the problem and is faster for score "exact"."""
     chunks = problem.longest // problem.layout.chunk_size
     # Each query is scored against half of its document's keys, on average.
     operations = problem.num_groups * problem.rows * problem.longest * problem.head_dim
@@ -54,42 +54,42 @@ def screening_pays(problem: Problem, top_k: int) -> bool:
 
 
 def int8_width(problem: Problem) -> int:
-    """Columns of the int8 tiles: int8 products want 32 at least."""
+    """Return the columns of the int8 tiles, at least the 32 that int8 products need."""
     return max(32, problem.shape["BLOCK_D"])
 
 
 class Heads(NamedTuple):
-    """Some neighbouring key heads of a problem."""
+    """Some adjacent key heads of a problem."""
 
     problem: Problem
-    """With these heads only."""
+    """The problem restricted to these heads."""
     num_groups: int
-    """Key heads that k has in memory."""
+    """Number of key heads of k in memory."""
     q: Tensor
-    """[tokens, hq, d], from the first of the heads on; so is k."""
+    """[tokens, hq, d], starting with the first of these heads, like k."""
     k: Tensor
     centre_gd: Tensor
-    """fp32, any vector of each head; near the mean of its keys is best."""
+    """fp32, any vector per head; the mean of its keys is best."""
 
     @property
     def shape(self) -> dict[str, int]:
-        """Constants of kernels that read q or k."""
+        """Compile-time constants of kernels that read q or k."""
         return {"G": self.num_groups, "HEAD_DIM": self.problem.head_dim, "BLOCK_D": int8_width(self.problem)}
 
     def own_rows(self) -> tuple[tuple[int, int], dict[str, int]]:
-        """Grid and constants of the kernels that take the candidates of each slot's own rows."""
+        """Return the grid and constants of the kernels that process the candidates of each slot's own rows."""
         block_m = self.problem.tiles("screen").block_m
         row_tiles = self.problem.row_tiles(block_m)
         constants = {"R": self.problem.heads_per_group, "BLOCK_M": block_m, "TILES": row_tiles, "CAPACITY": CANDIDATES}
         return (self.problem.slots * row_tiles, self.problem.num_groups), constants
 
     def new(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """A tensor with anything in it."""
+        """Allocate an uninitialised tensor."""
         return torch.empty(shape, dtype=dtype, device=self.q.device)
 
 
 class Found(NamedTuple):
-    """What screening tells of each row, beside its candidates; see `triton_screen`."""
+    """Statistics of each row from screening, in addition to its candidates; see `triton_screen`."""
 
     counts: Tensor
     floors: Tensor
@@ -97,7 +97,7 @@ class Found(NamedTuple):
 
 
 class Missed(NamedTuple):
-    """Rows whose candidates are not complete; see `triton_recheck.count_first`."""
+    """Rows with incomplete candidates; see `triton_recheck.count_first`."""
 
     rows: Tensor
     slots: Tensor
@@ -105,8 +105,8 @@ class Missed(NamedTuple):
 
 
 def select_screened(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, scratch: Tensor) -> None:
-    """Write `chosen`, int32 [1, hkv, rows], as `select_by_keys` does. `scratch` as in `choose`."""
-    # Near the mean of all, and any will do.
+    """Write `chosen`, int32 [1, hkv, rows], with the result of `select_by_keys`. `scratch` as in `choose`."""
+    # An approximate mean: any centre is correct.
     centre_gd = k[::CENTRE_STRIDE].mean(0, dtype=torch.float32)
     ratio = problem.heads_per_group
     flat = scratch.view(-1)
@@ -122,10 +122,10 @@ def select_screened(problem: Problem, q: Tensor, k: Tensor, chosen: Tensor, scra
 
 
 def heads_at_once(problem: Problem, places: int) -> int:
-    """Key heads that are screened together; `places` is what there is for candidates."""
+    """Return the number of key heads to screen together; `places` is the capacity for candidates."""
     width = int8_width(problem)
     held = (2 * problem.heads_per_group + 2) * problem.head_dim * problem.dtype.itemsize * problem.num_groups
-    # q8 or the order, and bounds, scales, counts and the best of each row; k8.
+    # Per row: q8 or the order, bounds, scales, counts and the best score. Per key: k8.
     new = (max(width, 4 * SURVIVORS) + 40) * problem.heads_per_group + width
     most = min(places, 2**31 - 1) // (problem.rows * CANDIDATES)
     least = LEAST_HELD * problem.heads_per_group // (new * problem.rows)
@@ -134,7 +134,7 @@ def heads_at_once(problem: Problem, places: int) -> int:
 
 
 def collect_candidates(heads: Heads, candidates: Tensor) -> Found:
-    """Write `candidates`, int32 [at least heads * CANDIDATES * rows], as `screen` does."""
+    """Write `candidates`, int32 [at least heads * CANDIDATES * rows], like `triton_screen.screen`."""
     problem, q, k, shape = heads.problem, heads.q, heads.k, heads.shape
     count, rows, slots, size = problem.num_groups, problem.rows, problem.slots, problem.layout.chunk_size
     width, tokens, block_m = shape["BLOCK_D"], len(k), 32
@@ -165,7 +165,7 @@ def collect_candidates(heads: Heads, candidates: Tensor) -> Found:
 
 
 def score_candidates(heads: Heads, candidates: Tensor, found: Found, chosen_gr: Tensor) -> None:
-    """Write `chosen_gr`, int32 [heads, rows]. What `collect_candidates` gave is overwritten."""
+    """Write `chosen_gr`, int32 [heads, rows]. The outputs of `collect_candidates` are overwritten."""
     problem, q, k = heads.problem, heads.q, heads.k
     counts, num_groups, bins = found.counts, problem.num_groups, problem.num_groups * (problem.slots + 1)
     num_counters = bins * triton_recheck.COUNTERS.value
@@ -179,7 +179,7 @@ def score_candidates(heads: Heads, candidates: Tensor, found: Found, chosen_gr: 
         order = _order_by_chunk(heads, candidates, found, best, chosen_gr, missed, counters.view(bins, -1), first)
         items = cut(problem, order, RECHECK_SEGMENT, len(order.rows)).items
         triton_recheck.recheck[(len(items),)](q, k, best, order.rows, items, problem.rows, **options)
-    # There are few, and what a program without any costs is its start.
+    # There are few missed rows, and a program without any costs only its start.
     programs = -(-4 * multiprocessors(q) // problem.num_groups)
     triton_recheck.score_missed[programs, problem.num_groups](
         q, k, best, *missed, problem.table, problem.rows, SHARES=SHARES, **options
@@ -198,9 +198,9 @@ def _order_by_chunk(
     chunk_counts: Tensor,
     first: bool,
 ) -> Order:
-    """Give the rows to score: those of each row's first candidate, and then, with its score in `best`, of the others.
+    """Order the rows to score by chunk: those of first candidates, or, with their scores in `best`, of the others.
 
-    `chunk_counts`, int32 [heads * (slots + 1), COUNTERS], is zero before and afterwards.
+    `chunk_counts`, int32 [heads * (slots + 1), COUNTERS], is zero before and after.
     """
     counts, floors, query_scales = found
     table, rows, slots = heads.problem.table, heads.problem.rows, heads.problem.slots

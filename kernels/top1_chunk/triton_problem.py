@@ -1,4 +1,4 @@
-"""What all launches of one call share: shapes and tile sizes."""
+"""Shapes and tile sizes shared by all launches of one call."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ LN2 = 0.6931471805599453
 
 
 class Problem(NamedTuple):
-    """What all kernels of one call share. Tensors are flat: q [tokens, hq, d], k and v [tokens, hkv, d]."""
+    """Shapes of one call. Tensors are flat: q [tokens, hq, d], k and v [tokens, hkv, d]."""
 
     table: Tensor
     layout: Layout
@@ -23,56 +23,56 @@ class Problem(NamedTuple):
     scale: float
     local: bool
     longest: int
-    """Keys of the longest row or document."""
+    """Number of keys of the longest row or document."""
 
     @property
     def heads_per_group(self) -> int:
-        """Query heads of one key head."""
+        """Number of query heads per key head."""
         return self.num_heads // self.num_groups
 
     @property
     def rows(self) -> int:
-        """Query rows of one key head."""
+        """Number of query rows per key head."""
         return self.layout.batch * self.layout.num_queries * self.heads_per_group
 
     @property
     def rows_per_chunk(self) -> int:
-        """Rows of one key head that a whole chunk has."""
+        """Number of rows per key head of a complete chunk."""
         return self.layout.chunk_size * self.heads_per_group
 
     @property
     def slots(self) -> int:
-        """Chunks of all rows or documents."""
+        """Number of chunks of all rows or documents."""
         return len(self.table)
 
     @property
     def whole_chunks(self) -> bool:
-        """Whether every chunk has all its keys; of several packed documents nothing is known."""
+        """True if every chunk is known to be complete; False for several packed documents."""
         return self.longest == self.layout.num_keys and self.longest % self.layout.chunk_size == 0
 
     @property
     def shape(self) -> dict[str, int]:
-        """Constants of every kernel."""
+        """Compile-time constants of every kernel."""
         return {"G": self.num_groups, "HEAD_DIM": self.head_dim, "BLOCK_D": max(16, next_power_of_two(self.head_dim))}
 
     def tiles(self, kernel: str) -> Tiles:
-        """Tile sizes of a kernel for this dtype and head dim; keys within a chunk, rows within its rows."""
+        """Return a kernel's tile sizes for this dtype and head dim, with at most a chunk's rows."""
         width = "small" if self.head_dim <= 64 else "narrow" if self.head_dim <= 128 else "wide"
         chosen = TILES[kernel, "fp32" if self.dtype == torch.float32 else width]
         block_m = min(chosen.block_m, max(16, next_power_of_two(self.rows_per_chunk)))
         return chosen._replace(block_m=block_m)
 
     def row_tiles(self, block_m: int) -> int:
-        """Tiles of a slot's own rows."""
+        """Return the number of tiles of a slot's own rows."""
         return -(-self.rows_per_chunk // block_m)
 
     def keys_and_launch(self, tiles: Tiles) -> dict[str, Any]:
-        """Constants of a kernel that goes through a chunk's keys."""
+        """Return the constants and launch options of a kernel that iterates over a chunk's keys."""
         block_n = min(tiles.block_n, self.layout.chunk_size)
         return {"BLOCK_M": tiles.block_m, "BLOCK_N": block_n, **tiles.launch()}
 
     def of_heads(self, count: int) -> "Problem":
-        """The same with only so many key heads."""
+        """Return the problem restricted to `count` key heads."""
         return self._replace(num_heads=count * self.heads_per_group, num_groups=count)
 
 
@@ -112,4 +112,4 @@ TILES = {
     ("chosen_backward", "wide"): Tiles(32, 64, 8, 1),
     ("chosen_backward", "fp32"): Tiles(16, 32, 4, 1),
 }
-"""Measured on an H200; docs/benchmarks/kernels.md tells what else was tried."""
+"""Measured on an H200; docs/benchmarks/kernels.md lists the alternatives."""

@@ -1,13 +1,13 @@
-"""From candidates to the choice: their scores in the inputs' own precision, in Triton.
+"""Rescore candidates in the inputs' precision and select the best, in Triton.
 
-The products are those of `select_by_keys`, to the bit. The rows of each chunk's candidates are brought together, so
-that the tensor cores do this work, too. Of each row the candidate with the highest bound comes first; its score rules
-most of the others out, and those that it does not come after. Places in these orders come from atomic counters and
-differ from run to run; the choice does not, as a maximum knows no order.
+The products are bitwise those of `select_by_keys`. Rows are grouped by their candidates' chunks, so that the tensor
+cores do this work. Each row's candidate with the highest bound is scored first. Its score excludes most of the other
+candidates, and the rest is scored next. Positions in these orders come from atomic counters and differ between runs.
+The selection does not, because a maximum is independent of the order.
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -20,15 +20,15 @@ from kernels.triton_math import MAX_INT32, load_rows, product
 NONE_YET = tl.constexpr(-(2**63))
 
 COUNTERS = tl.constexpr(32)
-"""Of each chunk: atomic additions to one place, or to neighbours, wait for each other."""
+"""Counters per chunk, because atomic additions to the same or adjacent addresses serialise."""
 
 ROUNDING = tl.constexpr(2**-20)
-"""Relative, at least: of a few operations in fp32."""
+"""Upper bound of the relative rounding error of a few operations in fp32."""
 
 
 @triton.jit
 def _counter(counts, g, slots, slot, program):
-    """Which of a chunk's counters a program takes, or what else there is one of for each counter."""
+    """Return the pointer to the counter of a chunk that a program uses, or to another array's entry for the counter."""
     return counts + (g * (slots + 1) + slot) * COUNTERS + program % COUNTERS
 
 
@@ -41,8 +41,8 @@ def _list_missed(missed_rows, missed_slots, num_missed, g, row, slot, missed, ro
 
 @triton.jit
 def _rank(score, slot):
-    """One int64 for both: the highest is the highest score's, and of equal scores the lowest slot's."""
-    # -0 and 0 are equal scores; of what is no number nothing is known.
+    """Pack score and slot into one int64, ordered by score, and for equal scores with the lowest slot highest."""
+    # -0 and 0 are equal scores. NaN becomes -inf.
     score = tl.where(score == score, score + 0.0, -float("inf"))
     bits = score.to(tl.int32, bitcast=True)
     rising = bits ^ ((bits >> 31) & MAX_INT32)
@@ -51,7 +51,7 @@ def _rank(score, slot):
 
 @triton.jit
 def _score(rank):
-    """The score of `_rank`; no number of NONE_YET."""
+    """Return the score of a `_rank`; NaN for NONE_YET."""
     rising = (rank >> 32).to(tl.int32)
     return (rising ^ ((rising >> 31) & MAX_INT32)).to(tl.float32, bitcast=True)
 
@@ -61,18 +61,18 @@ def count_first(
     candidates, counts, floors, chosen, chunk_counts, missed_rows, missed_slots, num_missed, table, rows, slots,
     R: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Choose where one candidate is left, else count the first of them by chunk; list rows with too many.
+    """Select directly if one candidate is left, else count first candidates by chunk; list rows with too many.
 
     Grid (slots * TILES, heads).
 
     Args:
-        candidates: as from `screen`; out: those that are left, the one with the highest bound at the front.
-        counts: as from `screen`; out: how many are left, 0 where there is nothing to score.
-        floors: as from `screen`.
-        chosen: int32 [heads, rows], out where nothing is left to decide.
-        chunk_counts: int32 [heads, slots + 1, COUNTERS], zero before; out: rows to score against a chunk.
-        missed_rows, missed_slots: int32 [heads, rows], out: rows with more than CAPACITY candidates, and their slot.
-        num_missed: int32 [heads], zero before; out.
+        candidates: output of `screen`; reduced to the remaining ones, the one with the highest bound first.
+        counts: output of `screen`; replaced by the number of remaining candidates, 0 if nothing needs to be scored.
+        floors: output of `screen`.
+        chosen: int32 [heads, rows], written where no decision is left.
+        chunk_counts: int32 [heads, slots + 1, COUNTERS], zero before; written: rows to score against a chunk.
+        missed_rows, missed_slots: int32 [heads, rows], written: rows with over CAPACITY candidates, and their slots.
+        num_missed: int32 [heads], zero before; written.
     """
     program, g = tl.program_id(0), tl.program_id(1)
     slot = program // TILES
@@ -90,7 +90,7 @@ def count_first(
         entry = tl.load(place + i * rows, mask=i < count, other=0)
         survives = (i < count) & ((upper_bound(entry) < floor) == 0)
         leads = survives & ((left == 0) | (upper_bound(entry) > upper_bound(front)))
-        # Never behind what was read.
+        # Never writes beyond the entries that were read.
         tl.store(place + left * rows, tl.where(leads, front, entry), mask=survives & (left > 0))
         front = tl.where(leads, entry, front)
         left += survives.to(tl.int32)
@@ -111,11 +111,11 @@ def count_others(
     """Count the candidates that may beat the first one's score, by chunk. Grid (slots * TILES, heads).
 
     Args:
-        candidates, counts: as `count_first` left them; out: the same, less those that cannot.
-        floors: as from `screen`.
-        query_scales: as from `quantise_queries`.
+        candidates, counts: output of `count_first`; reduced to the candidates that may win.
+        floors: output of `screen`.
+        query_scales: output of `quantise_queries`.
         best: int64 [heads, rows], the `_rank` of each row's first candidate.
-        chunk_counts: as in `count_first`; out: rows to score against a chunk.
+        chunk_counts: as in `count_first`; written: rows to score against a chunk.
     """
     program, g = tl.program_id(0), tl.program_id(1)
     slot = program // TILES
@@ -127,7 +127,7 @@ def count_others(
     score = _score(tl.load(best + at, mask=scored, other=NONE_YET))
     scale = query_scales + g.to(tl.int64) * 2 * rows + row
     offset = tl.load(scale + rows, mask=scored, other=0.0)
-    # Bounds are of (q.k - q.c) / sq.
+    # Bounds are bounds of (q.k - q.c) / sq.
     slack = (tl.abs(score) + tl.abs(offset) + SMALLEST) * ROUNDING
     raised = (score - offset - slack) / tl.load(scale, mask=scored, other=1.0)
     floor = tl.load(floors + at, mask=scored, other=0.0)
@@ -148,14 +148,14 @@ def place_counted(
     candidates, counts, chunk_counts, ends, order, capacity, missed_rows, missed_slots, num_missed, table, rows, slots,
     R: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr, CAPACITY: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows that `count_first` or else `count_others` counted, chunk by chunk. Grid (slots * TILES, heads).
+    """Write the rows counted by `count_first` (FIRST) or `count_others`, chunk by chunk. Grid (slots * TILES, heads).
 
     Args:
-        candidates, counts: as they left them.
-        chunk_counts: as they left it; out: zero.
-        ends: int32 [heads, slots + 1, COUNTERS], the running sum of `chunk_counts`: where each count's rows end.
-        order: int32 [capacity], out: rows by head, then chunk.
-        missed_rows, missed_slots, num_missed: as in `count_first`; out: also rows that the order has no place for.
+        candidates, counts: output of the counting kernel.
+        chunk_counts: output of the counting kernel; reset to zero.
+        ends: int32 [heads, slots + 1, COUNTERS], running sum of `chunk_counts`: the end of each counter's rows.
+        order: int32 [capacity], written: rows by head, then chunk.
+        missed_rows, missed_slots, num_missed: as in `count_first`; rows beyond the order's capacity are added.
     """
     program, g = tl.program_id(0), tl.program_id(1)
     slot = program // TILES
@@ -188,9 +188,9 @@ def recheck(
 
     Args:
         q, k: queries and keys of the first head.
-        best: int64 [heads, rows], NONE_YET before the first; out: the highest `_rank`.
-        order: as from `place_counted`.
-        items: as from `cut_segments`.
+        best: int64 [heads, rows], initially NONE_YET; raised to the highest `_rank`.
+        order: output of `place_counted`.
+        items: output of `cut_segments`.
     """
     item = items + tl.program_id(0) * ITEM_COLUMNS
     begin, end, g = tl.load(item), tl.load(item + 1), tl.load(item + 2)
@@ -214,13 +214,13 @@ def score_missed(
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """Score all earlier chunks of the rows whose candidates are not complete. Any grid (programs, heads).
+    """Score all earlier chunks of the rows with incomplete candidates. Any grid (programs, heads).
 
-    The chunks of a tile of rows are shared out among SHARES programs: otherwise a few rows would take long.
+    The chunks of a tile of rows are divided among SHARES programs. Otherwise a few rows would take long.
 
     Args:
         best: as in `recheck`.
-        missed_rows, missed_slots, num_missed: as from `count_first` and `place_counted`.
+        missed_rows, missed_slots, num_missed: output of `count_first` and `place_counted`.
     """
     g = tl.program_id(1)
     PER_CHUNK: tl.constexpr = CHUNK // BLOCK_N
@@ -236,7 +236,7 @@ def score_missed(
         highest = tl.full([BLOCK_M], NONE_YET, tl.int64)
         begin, end = tl.min(tl.where(valid, first, MAX_INT32)), tl.max(tl.where(valid, slot, 0))
         mine = begin + i % SHARES
-        # Tiles of all chunks in one loop: an inner one would keep Triton from loading ahead.
+        # One loop over the tiles of all chunks: with nested loops Triton would not prefetch.
         for j in range(tl.cdiv(end - mine, SHARES) * PER_CHUNK):
             c = mine + j // PER_CHUNK * SHARES
             start, count = tl.load(table + c * COLUMNS), tl.load(table + c * COLUMNS + 1)
@@ -249,7 +249,7 @@ def score_missed(
 
 @triton.jit
 def take_best(best, chosen, total, BLOCK: tl.constexpr):
-    """Write the choice of the rows that were scored. Grid (total / BLOCK,)."""
+    """Write the selection of the rows that were scored. Grid (total / BLOCK,)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     number = tl.load(best + i, mask=i < total, other=NONE_YET)
     tl.store(chosen + i, -(number & MAX_INT32).to(tl.int32) + MAX_INT32, mask=number > NONE_YET)

@@ -1,16 +1,17 @@
-"""Screening of chunks in int8: which of them may hold a query's highest product, in Triton.
+"""Screening of chunks in int8: find the chunks that may contain a query's highest product, in Triton.
 
-With q = sq * q8 + dq and k - c = sk * k8 + dk (c any vector of the head: it moves all scores of a query alike),
+Let q = sq * q8 + dq and k - c = sk * k8 + dk, where c is any vector per head: it shifts all scores of a query equally.
+Then
 
     |q.(k - c) - sq * sk * q8.k8| <= |dq| |k - c| + |sq * q8| |dk|,
 
-and q8.k8 is exact in int32. So a chunk whose bound from above is under another's bound from below cannot be the choice;
-the others are a query's candidates. Each norm carries a margin for its own rounding, and each bound one for that of the
-products that decide in the end (`PRODUCT_ERROR`).
+and q8.k8 is exact in int32. A chunk whose upper bound is below another chunk's lower bound cannot be selected. The
+remaining chunks are a query's candidates. Each norm has a margin for its own rounding error, and each bound has one for
+the rounding error of the products that finally decide (`PRODUCT_ERROR`).
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -20,22 +21,22 @@ from kernels.triton_math import load_rows, product_int8, store_rows
 
 LEVELS = tl.constexpr(127)
 SMALLEST, LARGEST = tl.constexpr(1e-30), tl.constexpr(1e30)
-"""Of the highest number of a query or a chunk: beyond, it gets no bound, as fp32 may not hold its parts."""
+"""Range of the largest absolute value of a query or chunk. Outside it fp32 may over- or underflow, without bound."""
 
 MARGIN = tl.constexpr(1 + 2**-10)
-"""On norms, whose sums of at most 256 squares are rounded to fp32."""
+"""Factor on norms: upper bound of the rounding error of fp32 sums of up to 256 squares."""
 
 PRODUCT_ERROR = tl.constexpr(2**-13)
-"""Over |q| |k|, at least: of products summed in fp32 in any order, even cut off, and of what is computed here."""
+"""Relative to |q| |k|: upper bound of the error of fp32 products, summed in any order, and of the arithmetic here."""
 
 NUMBER_BITS = tl.constexpr(16)
 MAX_CHUNKS = 2**16
-"""Of one document: a candidate is a chunk's number in it and the upper half of an fp32 bound, in one int32."""
+"""Maximum chunks per document: a candidate is a chunk number and the upper half of an fp32 bound, in one int32."""
 
 
 @triton.jit
 def _round(x, highest):
-    """(x / scale, the integers next to it as fp32, the scale); `highest` is max |x|, of a row or of all."""
+    """Return (x / scale, that rounded to integers as fp32, scale); `highest` is max |x|, of a row or of all rows."""
     scale = tl.where((highest > SMALLEST) & (highest < LARGEST), highest / LEVELS, 1.0)
     scaled = x / scale
     return scaled, tl.floor(scaled + 0.5), scale
@@ -43,10 +44,10 @@ def _round(x, highest):
 
 @triton.jit
 def _norms(x, highest):
-    """Norm of each row, at least; infinite where there is no bound. `highest` as in `_round`."""
+    """Return an upper bound of each row's norm; infinite if there is no bound. `highest` as in `_round`."""
     norm = tl.sqrt(tl.sum(x * x, 1)) * MARGIN
     norm = tl.where(((highest > SMALLEST) & (highest < LARGEST)) | (highest == 0), norm, float("inf"))
-    # A maximum passes over what is no number, so that must not stay.
+    # A maximum ignores NaN, so NaN is replaced here.
     return tl.where(norm == norm, norm, float("inf"))
 
 
@@ -60,9 +61,9 @@ def quantise_queries(
     Args:
         q: queries [tokens, G * R, d] of the first head.
         centre: fp32 [heads, d], c.
-        q8: int8 [heads, rows, BLOCK_D], out.
-        query_bounds: fp32 [heads, 2, rows], out: |dq| / sq and at least |q8|.
-        query_scales: fp32 [heads, 2, rows], out: sq and at least q.c.
+        q8: int8 [heads, rows, BLOCK_D], written.
+        query_bounds: fp32 [heads, 2, rows], written: |dq| / sq, and an upper bound of |q8|.
+        query_scales: fp32 [heads, 2, rows], written: sq, and an upper bound of q.c.
     """
     g = tl.program_id(1)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -87,7 +88,7 @@ def quantise_queries(
 
 @triton.jit
 def _centred(k, centre, start, n, count, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Keys as they are and less the centre, fp32; 0 where there is none."""
+    """Return keys unchanged and minus the centre, in fp32; 0 for missing keys."""
     d = tl.arange(0, BLOCK_D)
     keys = load_rows(k, start + n, n < count, STRIDE, HEAD_DIM, BLOCK_D).to(tl.float32)
     middle = tl.load(centre + d, mask=d < HEAD_DIM, other=0.0)
@@ -99,13 +100,13 @@ def quantise_keys(
     k, centre, k8, chunk_bounds, table, tokens, slots,
     G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Round the keys of each chunk, less the head's centre, to int8. Grid (slots, heads).
+    """Round the keys of each chunk minus the head's centre to int8. Grid (slots, heads).
 
     Args:
         k: keys [tokens, G, d] of the first head.
         centre: fp32 [heads, d].
-        k8: int8 [heads, tokens, BLOCK_D], out.
-        chunk_bounds: fp32 [3, heads, slots], out: sk; what |dq| and |sq * q8| are multiplied with.
+        k8: int8 [heads, tokens, BLOCK_D], written.
+        chunk_bounds: fp32 [3, heads, slots], written: sk, and the factors on |dq| and |sq * q8|.
     """
     slot, g = tl.program_id(0), tl.program_id(1)
     start, count = tl.load(table + slot * COLUMNS), tl.load(table + slot * COLUMNS + 1)
@@ -115,7 +116,7 @@ def quantise_keys(
         n = j + tl.arange(0, BLOCK_N)
         _, x = _centred(keys_of_head, centre_of_head, start, n, count, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
         highest = tl.maximum(highest, tl.max(tl.abs(x)))
-    # In units of the scale: squares of small numbers would vanish.
+    # In units of the scale, because squares of small numbers would underflow.
     scale, size, error, product_error = 1.0, 0.0, 0.0, 0.0
     for j in range(0, CHUNK, BLOCK_N):
         n = j + tl.arange(0, BLOCK_N)
@@ -135,15 +136,15 @@ def quantise_keys(
 
 @triton.jit
 def _entry(upper, number):
-    """The upper half of a bound's bits, and a chunk's number."""
+    """Pack the upper half of a bound's bits and a chunk number."""
     return (upper.to(tl.int32, bitcast=True) & -(2**NUMBER_BITS)) | number
 
 
 @triton.jit
 def upper_bound(entry):
-    """At least the bound of `_entry`: what was cut off is taken as ones, and for a negative number as zeros.
+    """Return an upper bound of the bound in `_entry`: truncated bits are ones, for a negative number zeros.
 
-    Infinity and what is no number become no number.
+    Infinity and NaN become NaN.
     """
     bits = entry & -(2**NUMBER_BITS)
     return tl.where(bits >= 0, bits | (2**NUMBER_BITS - 1), bits).to(tl.float32, bitcast=True)
@@ -151,27 +152,27 @@ def upper_bound(entry):
 
 @triton.jit
 def chunk_number(entry):
-    """The chunk of `_entry`, counted from the document's first."""
+    """Return the chunk number of `_entry`, relative to the document's first chunk."""
     return entry & (2**NUMBER_BITS - 1)
 
 
 @triton.jit
 def collect(place, rows, count, floor, highest, scale, reach, number, ends, CAPACITY: tl.constexpr):
-    """Take a chunk into the rows' candidates if it may beat the best so far: (count, floor), both as they are then.
+    """Add a chunk to the rows' candidates if it may beat the best so far. Return the new (count, floor).
 
     Args:
-        place: pointers to each row's candidates, `rows` apart.
-        count: int32, how many a row has.
-        floor: fp32, the best so far, at least: the highest bound from below.
+        place: pointers to each row's candidates, which are `rows` apart.
+        count: int32, number of candidates per row.
+        floor: fp32, highest lower bound so far.
         highest: int32, highest int8 product of the chunk.
-        scale: what it is multiplied with, less sq.
-        reach: fp32, how far the product itself can be off.
-        number: of the chunk.
-        ends: rows that it is there for.
+        scale: factor on it, without sq.
+        reach: fp32, bound of the error of the product.
+        number: number of the chunk.
+        ends: mask of the rows to which the chunk is visible, at the chunk's last tile.
     """
     score = highest.to(tl.float32) * scale
     upper = score + reach
-    # What is no number must pass, too.
+    # NaN must pass, too.
     passes = ends & ((upper < floor) == 0)
     tl.store(place + count * rows, _entry(upper, number), mask=passes & (count < CAPACITY))
     return count + passes.to(tl.int32), tl.where(ends, tl.maximum(floor, score - reach), floor)
@@ -183,16 +184,16 @@ def screen(
     R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     TILES: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Collect each row's candidates in one pass. Grid (slots * TILES, heads): the last slots first.
+    """Collect each row's candidates in one pass. Grid (slots * TILES, heads), the last slots first.
 
-    A chunk is taken if it may beat the best so far; how many of the taken still may in the end, `floors` tells. All
-    scores of a row are divided by sq.
+    A chunk is added if it may beat the best so far. `floors` later reduces the candidates to those that may still win.
+    All scores of a row are divided by sq.
 
     Args:
-        q8, query_bounds, k8, chunk_bounds: as from above.
-        candidates: int32 [heads, CAPACITY, rows], out, see `_entry`.
-        counts: int32 [heads, rows], out; above CAPACITY where there were more.
-        floors: fp32 [heads, rows], out: the highest bound from below.
+        q8, query_bounds, k8, chunk_bounds: outputs of `quantise_queries` and `quantise_keys`.
+        candidates: int32 [heads, CAPACITY, rows], written, see `_entry`.
+        counts: int32 [heads, rows], written; above CAPACITY for rows with more.
+        floors: fp32 [heads, rows], written: the highest lower bound.
     """
     program, g, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     slot = slots - 1 - program // TILES

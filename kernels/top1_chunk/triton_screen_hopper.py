@@ -1,12 +1,12 @@
-"""`triton_screen.screen` for Hopper, in Gluon, Triton's language of explicit layouts and warps.
+"""Kernel `triton_screen.screen` for Hopper, in Gluon, Triton's language of explicit layouts and warps.
 
-One warp loads tiles of keys into a ring in shared memory with the bulk copy engine; four groups of four warps take 64
-rows each through the same tiles. So a tile is loaded once for 256 rows, while one group takes its maxima the products
-of another keep the tensor cores busy, and what a row needs stays in the registers that its products are in.
+One warp loads tiles of keys into a ring buffer in shared memory by TMA. Four warp groups process 64 rows each with the
+same tiles, so a tile is loaded once for 256 rows. While one group reduces its maxima, the products of another keep the
+tensor cores busy. The per-row values stay in the registers of the products' layout.
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -24,13 +24,13 @@ from kernels.top1_chunk.triton_attend import COLUMNS
 from kernels.triton_hopper import GROUP_M, tiles_of
 
 GROUPS = gl.constexpr(4)
-"""Of warps that take rows."""
+"""Number of warp groups that process rows."""
 
 REGISTERS = gl.constexpr(112)
-"""Of a thread that takes rows."""
+"""Registers per thread of these groups."""
 
 LEAST_WIDTH = 128
-"""Of the int8 tiles: with fewer columns the maxima are the work, and `screen`'s many warps are better at it."""
+"""Minimum width of the int8 tiles. For narrower tiles the maxima dominate, and `screen` has more warps for them."""
 
 RING_BYTES, MAX_STAGES, MAX_BLOCK_N = 96 * 1024, 6, 128
 
@@ -39,7 +39,7 @@ collect = gluon.jit(triton_screen.collect.fn)
 
 @gluon.jit
 def _tiles(table, slots, TILES: gl.constexpr):
-    """Of a program: its first and last tile of rows, and the first slot that they are scored against."""
+    """Return a program's first and last tile of rows, and the first slot that they are scored against."""
     last = slots * TILES - 1 - gl.program_id(0) * GROUPS
     lowest = gl.maximum(last - GROUPS + 1, 0)
     return lowest, last, gl.load(table + lowest // TILES * COLUMNS + 5)
@@ -50,7 +50,7 @@ def _load(
     q_tiles, k_tiles, shared, table, rows, slots, tokens,
     R: gl.constexpr, CHUNK: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load the tiles of queries, then those of keys, each when all groups have done with what was in its place."""
+    """Load the tiles of queries, then those of keys, each as soon as all groups have released its buffer."""
     queries, queries_ready, ring, ready, free = shared
     g = gl.program_id(1)
     lowest, last, first = _tiles(table, slots, TILES)
@@ -71,7 +71,7 @@ def _load(
 
 @gluon.jit
 def _skip(ready, free, begin, end, STAGES: gl.constexpr):
-    """Let tiles pass that other groups' rows are scored against."""
+    """Skip the tiles that only other groups' rows are scored against."""
     for j in range(begin, end):
         mbarrier.wait(ready.index(j % STAGES), j // STAGES & 1)
         mbarrier.arrive(free.index(j % STAGES), count=1)
@@ -117,7 +117,7 @@ def _screen_rows(
         mbarrier.wait(ready.index(stage), j // STAGES & 1)
         keys = ring.index(stage).permute((1, 0))
         products = warpgroup_mma(queries.index(group), keys, nothing, use_acc=False, is_async=True)
-        # Meanwhile:
+        # Overlaps with the product:
         chunk = begin + j // PER_CHUNK
         scale = gl.load(scales + chunk)
         reach = query_error * gl.load(sizes + chunk) + query_size * gl.load(errors + chunk)
@@ -140,7 +140,7 @@ def screen_hopper(
     q_tiles, query_bounds, k_tiles, chunk_bounds, candidates, counts, floors, table, rows, slots, tokens,
     R: gl.constexpr, CHUNK: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, CAPACITY: gl.constexpr,
 ):  # fmt: skip
-    """As `screen`. Grid (slots * TILES / GROUPS, heads): the last slots first.
+    """Implement `screen`. Grid (slots * TILES / GROUPS, heads), the last slots first.
 
     Args:
         q_tiles, k_tiles: descriptors of q8 [heads * rows, BLOCK_D] and k8 [heads * tokens, BLOCK_D] in tiles of
@@ -177,7 +177,7 @@ def launch(
     q8: Tensor, query_bounds: Tensor, k8: Tensor, chunk_bounds: Tensor, candidates: Tensor, counts: Tensor,
     floors: Tensor, table: Tensor, *, heads_per_group: int, chunk_size: int, capacity: int,
 ) -> None:  # fmt: skip
-    """Launch it: q8 [heads, rows, BLOCK_D], k8 [heads, tokens, BLOCK_D], the rest as in `screen`."""
+    """Launch `screen_hopper`: q8 [heads, rows, BLOCK_D], k8 [heads, tokens, BLOCK_D], the rest as in `screen`."""
     (heads, rows, width), tokens, slots = q8.shape, k8.shape[1], len(table)
     block_n = min(MAX_BLOCK_N, chunk_size)
     q_tiles = tiles_of(q8.view(-1, width), GROUP_M.value, width)

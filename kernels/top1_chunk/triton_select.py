@@ -1,10 +1,10 @@
-"""Which earlier chunks a query takes: the scores and the running choice, in Triton.
+"""Chunk selection, in Triton: score earlier chunks and keep a running best.
 
-Nothing of [rows, chunks] reaches memory. Rows and the table's columns as in `triton_attend`.
+No [rows, chunks] array is written to memory. Rows and table columns are those of `triton_attend`.
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -19,7 +19,7 @@ def mean_keys(
     k, means, table,
     G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Mean key of every slot and key head: [slots, G, d] in k's dtype, summed in fp32. Grid (slots, G)."""
+    """Write the mean key of every slot and key head: [slots, G, d] in k's dtype, summed in fp32. Grid (slots, G)."""
     slot, g = tl.program_id(0), tl.program_id(1)
     start = tl.load(table + slot * COLUMNS)
     count = tl.load(table + slot * COLUMNS + 1)
@@ -38,11 +38,12 @@ def _own_queries(
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """A program's tile of rows, and the slots that they choose from.
+    """Return a program's tile of rows, and the slots that they choose from.
+
+    These are the document's slots before the rows' own slot, at most its first `limit`.
 
     Returns:
-        (the slot where those end, the first of them, row [M], valid [M], queries [M, BLOCK_D]). They are the document's
-        slots before the rows' own, its first `limit` at most.
+        (end of those slots, first of them, row [M], valid [M], queries [M, BLOCK_D]).
     """
     program = tl.program_id(0)
     slot = slots - 1 - program // TILES
@@ -54,9 +55,9 @@ def _own_queries(
 
 @triton.jit
 def _store_best(choice, best, row, valid, scores, slots, first, slot, SCORES: tl.constexpr):
-    """Write the slot of the best score [M, N], the lowest of several; the first if all are no numbers, -1 for none.
+    """Write the slot of the best score [M, N], the lowest in a tie; the first slot if all are NaN, -1 without slots.
 
-    With SCORES write that score, too, to `best`.
+    With SCORES, write that score to `best`.
     """
     index = tl.min(tl.where(scores == tl.max(scores, 1)[:, None], slots, MAX_INT32), 1)
     index = tl.where(index == MAX_INT32, first, index)
@@ -71,12 +72,12 @@ def select_by_mean(
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, TILES: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
-    """Choose by q . mean key. Grid (slots * TILES, G): the last slots, which score most, first.
+    """Select by q . mean key. Grid (slots * TILES, G), the last slots first, because they have the most work.
 
     Args:
         q: queries [tokens, G * R, d].
         means: [slots, G, d].
-        chosen: int32 [TOP_K, G, rows], slots, -1 where there is none.
+        chosen: int32 [TOP_K, G, rows], written: slots, -1 for a missing chunk.
     """
     g = tl.program_id(1)
     slot, first, row, valid, queries = _own_queries(q, table, slots, slots, G, R, HEAD_DIM, BLOCK_D, BLOCK_M, TILES)
@@ -86,7 +87,7 @@ def select_by_mean(
     if TOP_K == 1:
         best = tl.full([BLOCK_M, BLOCK_N], -float("inf"), tl.float32)
         at = tl.zeros([BLOCK_M, BLOCK_N], tl.int32) + first
-        # Whole tiles without a mask: it would be a fifth of the loop's work.
+        # Complete tiles have no mask, which would be a fifth of the loop's work.
         whole = first + (slot - first) // BLOCK_N * BLOCK_N
         for start in range(first, whole, BLOCK_N):
             tile = load_rows(means + g * HEAD_DIM, start + n, n >= 0, G * HEAD_DIM, HEAD_DIM, BLOCK_D)
@@ -111,7 +112,7 @@ def select_by_mean(
 
 @triton.jit
 def _chunk_scores(products, SCALE_LOG2, CHUNK: tl.constexpr, LSE: tl.constexpr):
-    """From products [M, N] of whole chunks to scores [M, N // CHUNK]; in units of log2 for LSE."""
+    """Reduce products [M, N] of complete chunks to scores [M, N // CHUNK]; in units of log2 for LSE."""
     M: tl.constexpr = products.shape[0]
     products_mcn = tl.reshape(products, [M, products.shape[1] // CHUNK, CHUNK])
     highest = tl.max(products_mcn, 2)
@@ -128,17 +129,17 @@ def select_by_keys(
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
     LSE: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
-    """Choose by the highest q . key of a chunk, or by the logsumexp of scale * q . key. Grid (slots * TILES, G).
+    """Select by the highest q . key of a chunk, or by the log-sum-exp of scale * q . key. Grid (slots * TILES, G).
 
-    A chunk is one tile of keys or several: its score grows in `highest` and `total` until it ends.
+    A chunk is one or several tiles of keys. Its score accumulates in `highest` and `total` over these tiles.
 
     Args:
         q: queries [tokens, G * R, d].
         k: keys [tokens, G, d].
-        chosen: int32 [TOP_K, G, rows], slots, -1 where there is none.
-        scores: fp32 [TOP_K, G, rows], written with SCORES: theirs, in units of log2 with LSE; -inf where there is none.
-        limit: slots of a document that may be chosen, its first.
-        scale_log2: scale / ln 2; only LSE needs it.
+        chosen: int32 [TOP_K, G, rows], written: slots, -1 for a missing chunk.
+        scores: fp32 [TOP_K, G, rows], written with SCORES, in units of log2 with LSE; -inf for a missing chunk.
+        limit: number of a document's first slots that may be selected.
+        scale_log2: scale / ln 2; only used by LSE.
     """
     g = tl.program_id(1)
     slot, first, row, valid, queries = _own_queries(q, table, slots, limit, G, R, HEAD_DIM, BLOCK_D, BLOCK_M, TILES)
@@ -185,7 +186,7 @@ def select_by_keys_of_short_chunks(
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
     LSE: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
-    """The same where a tile of keys is several chunks. Grid (slots * TILES, G)."""
+    """Implement `select_by_keys` for tiles of keys that contain several chunks. Grid (slots * TILES, G)."""
     g = tl.program_id(1)
     slot, first, row, valid, queries = _own_queries(q, table, slots, limit, G, R, HEAD_DIM, BLOCK_D, BLOCK_M, TILES)
     first_key = tl.load(table + first * COLUMNS)

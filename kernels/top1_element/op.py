@@ -1,6 +1,6 @@
-"""Top-1 Element's Triton form as two operators of torch.library: autograd and torch.compile do not look inside.
+"""Triton implementation of Top-1 Element attention as two operators of torch.library, opaque to torch.compile.
 
-Importing this needs no Triton; calling does.
+Triton is imported only when an operator is called.
 """
 
 from typing import Any
@@ -33,12 +33,14 @@ def top1_element(
     scale: float,
     query_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Arguments as in `top1_element_attention`, checked there; all head dims are one. Without `training`, no gradient.
+    """Compute `top1_element_attention`, which checks the arguments. All head dims must be equal.
+
+    Without `training`, there is no gradient.
 
     Returns:
         out: [b, tq, hq, d] in v's dtype.
-        soft: the values mixed by softmax, [b, tq, hq, d] in v's dtype; empty unless the gradient needs it.
-        lse: fp32 [hq, b * tq], logsumexp in units of log2; empty unless training.
+        soft: softmax-weighted values [b, tq, hq, d] in v's dtype; empty unless the gradient needs them.
+        lse: fp32 [hq, b * tq], log-sum-exp in units of log2; empty unless training.
         chosen: int32 [hq, b * tq], flat key tokens.
     """
     from kernels.top1_element import triton_launch
@@ -83,9 +85,9 @@ def top1_element_backward(
     scale: float,
     query_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v for the gradient of `out`.
+    """Return the gradients of q, k and v from the gradient of `out`.
 
-    `mixed` is `soft` of `top1_element`, or its `out` for the estimator "selected"; the rest as there.
+    `mixed` is `soft` of `top1_element`, or its `out` for the estimator "selected". The rest is as in `top1_element`.
     """
     from kernels.top1_element import triton_launch
 
@@ -116,7 +118,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     q, k, v, cu_seqlens, estimator, training, scale, query_offset = inputs
     out, soft, lse, chosen = output
     ctx.mark_non_differentiable(soft, lse, chosen)
-    ctx.set_materialize_grads(False)  # no zeros for those three
+    ctx.set_materialize_grads(False)  # allocate no zero gradients for these three
     if training:
         ctx.save_for_backward(q, k, v, soft if estimator == "straight_through" else out, lse, chosen, cu_seqlens)
     ctx.training = training
@@ -137,7 +139,7 @@ top1_element.register_autograd(_backward, setup_context=_setup_context)
 
 
 def relative_choice(chosen_hn: Tensor, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Turn `chosen` of `top1_element` into positions in the row or document, int64 [b, tq, hq]."""
+    """Convert `chosen` of `top1_element` to positions in the row or document, int64 [b, tq, hq]."""
     key_bth = chosen_hn.T.long().unflatten(0, q.shape[:2])
     if cu_seqlens is None:
         return key_bth % k.shape[1]

@@ -1,7 +1,7 @@
-"""Which keys a query sees and which queries see a key, as ranges of tokens.
+"""Ranges of visible keys per query, and of seeing queries per key.
 
-The kernels see one flat row of tokens: the token of row b at position t is b * length + t. All ranges rise with the
-token, so that a block's first and last token bound what the whole block sees.
+Kernels take one flat row of tokens: the token of row b at position t is b * length + t. All ranges increase with the
+token, so a block's first and last token bound the range of the whole block.
 """
 
 from functools import lru_cache
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Shape(NamedTuple):
-    """Shapes that ranges are made for."""
+    """Shapes that determine the ranges."""
 
     batch: int
     num_queries: int
@@ -21,26 +21,26 @@ class Shape(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """Flat tokens, int32."""
+    """Flat token ranges, int32."""
 
     first_key: Tensor
-    """Of each query, [b * tq]: the start of its row or document."""
+    """[b * tq], per query: the start of its row or document."""
     own_key: Tensor
-    """Of each query, [b * tq]: the last key it sees."""
+    """[b * tq], per query: the last key it sees."""
     first_query: Tensor
-    """Of each key, [b * tk]: the first query that sees it."""
+    """[b * tk], per key: the first query that sees it."""
     end_query: Tensor
-    """Of each key, [b * tk]: one past the last query that sees it."""
+    """[b * tk], per key: one past the last query that sees it."""
 
 
 @lru_cache(maxsize=16)
 def visible_ranges(shape: Shape, bounds: tuple[int, ...] | None, device: torch.device) -> Ranges:
-    """Build the ranges.
+    """Build the ranges; the result is cached.
 
     Args:
-        shape: the op's shapes.
-        bounds: packed documents' bounds (batch 1), or None: each row of the batch is a document.
-        device: where the ranges are wanted.
+        shape: shapes of the op.
+        bounds: bounds of packed documents (batch 1), or None: each row of the batch is a document.
+        device: device of the ranges.
     """
     batch, num_queries, num_keys, offset = shape
     bound_d = torch.tensor(bounds or (0, num_keys))
@@ -48,7 +48,7 @@ def visible_ranges(shape: Shape, bounds: tuple[int, ...] | None, device: torch.d
     document_s = torch.searchsorted(bound_d, key_s, right=True) - 1
     own_key_t = torch.arange(offset, offset + num_queries)
     first_key_t = bound_d[document_s][own_key_t]
-    # Not every key's document reaches into the queries.
+    # Some keys' documents contain no query.
     first_query_s = (key_s - offset).clamp(0, num_queries)
     end_query_s = (bound_d[document_s + 1] - offset).clamp(0, num_queries)
     row_b1 = torch.arange(batch)[:, None]

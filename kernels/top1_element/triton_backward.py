@@ -1,13 +1,13 @@
-"""Gradients of the chosen value and of the softmax behind the choice, in Triton.
+"""Gradients of the selected value and of the softmax behind the selection, in Triton.
 
-With p = exp2(s - lse), do the gradient of the output and j* the choice: dv_j = sum of do over the queries that chose j.
-"straight_through": ds = p (do . v - delta), delta = do . (values mixed by p). "selected": ds = delta (onehot - p),
-delta = do . v_j*. Then dq = scale * ds k and dk = scale * ds^T q. Tokens and ranges as in `triton_forward`. Each kernel
-owns what it writes, so nothing is atomic and the sums have one order.
+With p = exp2(s - lse), do the gradient of the output and j* the selected key, dv_j is the sum of do over the queries
+that selected j. "straight_through": ds = p (do . v - delta), delta = do . (values weighted by p). "selected":
+ds = delta (onehot - p), delta = do . v_j*. Then dq = scale * ds k and dk = scale * ds^T q. Tokens and ranges are those
+of `triton_forward`. Each program owns its output, so there are no atomics and the order of summation is deterministic.
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ def _add_to_queries(
     queries, grads, keys, values, visible, lse, delta, dq, scale_log2,
     MASKED: tl.constexpr, SELECTED: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of keys to dq [M, D]: ds k, or p k where SELECTED."""
+    """Add one tile of keys to dq [M, D]: ds k, or p k if SELECTED."""
     weights = tl.exp2(product(queries, keys.T) * scale_log2 - lse[:, None])
     if MASKED:
         weights = tl.where(visible, weights, 0.0)
@@ -39,16 +39,16 @@ def differentiate_queries(
     """Write dq and delta. Grid (rows of the batch * blocks, G * R).
 
     Tensors:
-        q, grad, mixed, dq: [tokens, G * R, d]; mixed: the output where SELECTED, else the values mixed by softmax.
+        q, grad, mixed, dq: [tokens, G * R, d]; mixed: the output if SELECTED, else the softmax-weighted values.
         k, v: [key tokens, G, d].
         lse, delta: fp32 [G * R, tokens]; delta is written.
         chosen: int32 [G * R, tokens], key tokens.
         first_key, own_key: int32 [tokens].
 
     Numbers:
-        num_tokens: query tokens in all.
-        length: of them in a row of the batch.
-        blocks: blocks of BLOCK_M queries that a row is cut into.
+        num_tokens: total number of query tokens.
+        length: query tokens per batch row.
+        blocks: blocks of BLOCK_M queries per batch row.
         scale: factor on q . k.
     """
     h = tl.program_id(1)
@@ -87,10 +87,10 @@ def _add_to_keys(
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr, SELECTED: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of one head's queries to dk and dv [N, D]. Tiles are [N, M]: no transposition for dk and dv."""
+    """Add one tile of one head's queries to dk and dv [N, D]. Tiles are [N, M], so dk and dv need no transpose."""
     queries = load_rows(q, token, valid, G * R * HEAD_DIM, HEAD_DIM, BLOCK_D)
     grads = load_rows(grad, token, valid, G * R * HEAD_DIM, HEAD_DIM, BLOCK_D)
-    # Rows beyond the end are all zeros, delta too, and add nothing.
+    # Rows beyond the end are zero, including delta, and add nothing.
     lse_m = tl.load(lse + place, mask=valid, other=0.0)
     delta_m = tl.load(delta + place, mask=valid, other=0.0)
     chosen_m = tl.load(chosen + place, mask=valid, other=-1)
@@ -123,9 +123,9 @@ def differentiate_keys(
         first_query, end_query: int32 [key tokens].
 
     Numbers:
-        num_tokens: query tokens in all.
-        length: keys in a row of the batch.
-        blocks: blocks of BLOCK_N keys that a row is cut into.
+        num_tokens: total number of query tokens.
+        length: keys per batch row.
+        blocks: blocks of BLOCK_N keys per batch row.
         scale: factor on q . k.
     """
     program, g = tl.program_id(0), tl.program_id(1)
@@ -140,7 +140,7 @@ def differentiate_keys(
 
     last = row_start + tl.minimum(i + BLOCK_N, length) - 1
     begin, end = tl.load(first_query + row_start + i), tl.load(end_query + last)
-    # From `common` on, queries see the whole block; none does where documents meet.
+    # From `common` on, queries see the whole block; at the boundary of two documents no query does.
     common = begin + tl.cdiv(tl.load(first_query + last) - begin, BLOCK_M) * BLOCK_M
     common = tl.where(tl.load(end_query + row_start + i) == end, tl.minimum(common, end), end)
 

@@ -1,11 +1,11 @@
-"""The best key, its value, and what the gradient needs of the softmax, in one pass over the keys, in Triton.
+"""Select the best key, load its value and compute the softmax statistics for the gradient in one pass, in Triton.
 
-Tokens are flat and visible keys are ranges, see `ranges`. R query heads share a key head. Logsumexps are in units of
-log2. Nothing of [queries, keys] reaches memory.
+Tokens are flat and visible keys are ranges, see `ranges`. R query heads share a key head. Log-sum-exps are in units of
+log2. No [queries, keys] array is written to memory.
 """
 
 # mypy: ignore-errors
-# Triton compiles what is below; pointers and tiles have no type in Python.
+# Triton compiles the functions below; pointers and tiles have no Python type.
 
 import triton
 import triton.language as tl
@@ -18,16 +18,17 @@ def query_block(
     first_key, own_key, length, blocks,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The block of queries of program 0 along the grid's first axis, and the keys that it sees.
+    """Return the program's block of queries, and the keys that it sees.
 
     Returns:
-        valid, token: [M], whether a query exists, and its flat token.
-        first, own: [M], the keys it sees, inclusive.
-        begin, common, end: keys begin .. common - 1 are whole tiles that the whole block sees; end: of what any sees.
+        valid, token: [M], mask of existing queries, and their flat tokens.
+        first, own: [M], first and last visible key.
+        begin, common, end: keys begin .. common - 1 are complete tiles that every query sees; keys begin .. end - 1
+            contain all keys that any query sees.
     """
     program = tl.program_id(0)
     row_start = program // blocks * length
-    # The last queries see most keys: they begin first.
+    # The last queries see the most keys, so they start first.
     i = (blocks - 1 - program % blocks) * BLOCK_M
     m = i + tl.arange(0, BLOCK_M)
     valid, token = m < length, row_start + m
@@ -36,7 +37,7 @@ def query_block(
     last = row_start + tl.minimum(i + BLOCK_M, length) - 1
     begin, end = tl.load(first_key + row_start + i), tl.load(own_key + last) + 1
     whole = (tl.load(own_key + row_start + i) + 1 - begin) // BLOCK_N * BLOCK_N
-    # Where documents meet in the block, no key is seen by all.
+    # If the block contains a document boundary, no key is visible to all queries.
     common = begin + tl.where(tl.load(first_key + last) == begin, whole, 0)
     return valid, token, first, own, begin, common, end
 
@@ -46,13 +47,13 @@ def _take_keys(
     queries, keys, values, start, visible, best, at, total, mixed, scale_log2,
     MASKED: tl.constexpr, SUM: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
-    """Take the tile of keys that begins at `start` into each row's best key and running softmax.
+    """Update each row's best key and running softmax with the tile of keys that begins at `start`.
 
     Tensors:
-        visible: bool [M, N], looked at where MASKED.
-        best, at: [M], highest product so far (unscaled: scaling could round two to one) and its key.
-        total: [M], sum of the softmax weights relative to the best, where SUM.
-        mixed: [M, D], sum of the values by those weights, where SOFT.
+        visible: bool [M, N], used if MASKED.
+        best, at: [M], highest product so far and its key. Unscaled, because scaling could round two products to one.
+        total: [M], sum of the softmax weights relative to the best, if SUM.
+        mixed: [M, D], sum of the values by those weights, if SOFT.
     """
     products = product(queries, keys.T)
     if MASKED:
@@ -60,12 +61,12 @@ def _take_keys(
     highest = tl.max(products, 1)
     n = tl.arange(0, products.shape[1])[None, :]
     first = tl.min(tl.where(products == highest[:, None], n, MAX_INT32), 1)
-    # Strictly: of equals in two tiles the earlier stays. Never so for NaN, so `at` remains a visible key.
+    # A strict comparison keeps the earlier of equal keys. It is false for NaN, so `at` remains a visible key.
     better = highest > best
     top = tl.where(better, highest, best)
     at = tl.where(better, start + first, at)
     if SUM:
-        # A row that sees nothing yet is at -inf; calculating with that would give NaN.
+        # A row without a visible key so far is at -inf, and arithmetic with -inf would give NaN.
         level = tl.where(top == -float("inf"), 0.0, top) * scale_log2
         weights = tl.exp2(products * scale_log2 - level[:, None])
         if MASKED:
@@ -83,21 +84,21 @@ def attend(
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUM: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
-    """Choose every query's best key and take its value. Grid (rows of the batch * blocks, G * R).
+    """Select every query's best key and write its value. Grid (rows of the batch * blocks, G * R).
 
     Tensors:
         q: queries [tokens, G * R, d].
         k, v: keys and values [key tokens, G, d].
-        out: [tokens, G * R, d], out.
-        soft: the same, out where SOFT: the values mixed by softmax.
-        lse: fp32 [G * R, tokens], out where SUM.
-        chosen: int32 [G * R, tokens], out: key tokens.
+        out: [tokens, G * R, d], written.
+        soft: [tokens, G * R, d], written if SOFT: the softmax-weighted values.
+        lse: fp32 [G * R, tokens], written if SUM.
+        chosen: int32 [G * R, tokens], written: key tokens.
         first_key, own_key: int32 [tokens].
 
     Numbers:
-        num_tokens: query tokens in all.
-        length: of them in a row of the batch.
-        blocks: blocks of BLOCK_M queries that a row is cut into.
+        num_tokens: total number of query tokens.
+        length: query tokens per batch row.
+        blocks: blocks of BLOCK_M queries per batch row.
         scale_log2: scale / ln 2.
     """
     h = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""The order of the Triton kernels, their tile sizes and their buffers."""
+"""Launch sequence, tile sizes and buffers of the Triton kernels of Top-1 Element attention."""
 
 import math
 from typing import NamedTuple
@@ -24,14 +24,14 @@ TILES = {
     ("keys", "wide"): Tiles(32, 64, 8, 2),
     ("keys", "fp32"): Tiles(16, 32, 4, 1),
 }
-"""By kernel and width: a head dim up to 128 is narrow; "choose" is the forward without soft output.
+"""Tile sizes by kernel and width. A head dim up to 128 is narrow. "choose" is the forward pass without soft output.
 
-The narrow ones are as good as any of about ten on an H200, head dim 128; the others hold without spilling, not timed.
+The narrow ones are the best of about ten on an H200 with head dim 128. The others do not spill, but were not timed.
 """
 
 
 class Problem(NamedTuple):
-    """What all kernels of one call share. Tensors are flat: q [tokens, hq, d], k and v [key tokens, hkv, d]."""
+    """Shapes of one call. Tensors are flat: q [tokens, hq, d], k and v [key tokens, hkv, d]."""
 
     ranges: Ranges
     shape: Shape
@@ -44,17 +44,17 @@ class Problem(NamedTuple):
 
     @property
     def query_tokens(self) -> int:
-        """Queries in all rows of the batch."""
+        """Number of queries in all rows of the batch."""
         return self.shape.batch * self.shape.num_queries
 
     def tiles(self, kernel: str) -> Tiles:
-        """Tile sizes of a kernel; no more queries than there are."""
+        """Return a kernel's tile sizes, with at most as many rows as there are queries."""
         width = "fp32" if self.dtype == torch.float32 else "wide" if self.head_dim > 128 else "narrow"
         tiles = TILES[kernel, width]
         return tiles._replace(block_m=min(tiles.block_m, max(16, next_power_of_two(self.shape.num_queries))))
 
     def constants(self, tiles: Tiles) -> dict[str, int | None]:
-        """Compile-time arguments and launch of every kernel."""
+        """Return the compile-time arguments and launch options of every kernel."""
         return {
             "G": self.num_groups,
             "R": self.num_heads // self.num_groups,
@@ -67,11 +67,16 @@ class Problem(NamedTuple):
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, training: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the forward kernel; `training` keeps what the gradient needs.
+    """Run the forward kernel.
+
+    Args:
+        problem: shapes.
+        q, k, v: flat inputs.
+        training: True to compute what the gradient needs.
 
     Returns:
         out: [tokens, hq, d].
-        soft: the values mixed by softmax, [tokens, hq, d] in v's dtype; empty unless the gradient needs it.
+        soft: softmax-weighted values [tokens, hq, d] in v's dtype; empty unless the gradient needs them.
         lse: fp32 [hq, tokens], units of log2; empty unless training.
         chosen: int32 [hq, tokens], key tokens.
     """
@@ -95,7 +100,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, training: bool) -
 def backward(
     problem: Problem, lse: Tensor, chosen: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv) in the inputs' dtype; mixed: what the forward kept, soft or, for "selected", out."""
+    """Return the gradients (dq, dk, dv) in the inputs' dtype. `mixed` is `soft`, or `out` for "selected"."""
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     delta = torch.empty_like(lse)
     selected = problem.estimator == "selected"
