@@ -1,7 +1,7 @@
-"""Digests of prepared text: whether two folders hold the same tokens in the same order, without reading them.
+"""Digests of prepared text, which show without reading it if two folders contain the same token stream.
 
-They are made of what the manifest says of the shards, which is compared with the files when a run starts. The folder's
-place is no part of them: data that was copied elsewhere, or lies at an address, has the same ones.
+They are computed from the manifest's entries of the shards, which are checked against the files when a run starts. They
+do not include the folder's location: copied or remote data has the same digests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Text:
         domain: its name.
         documents: number of documents.
         tokens: number of tokens, end-of-document tokens included.
-        sha256: of the names, hashes and counts of its shards, in their order; hexadecimal.
+        sha256: hexadecimal hash of the names, hashes and counts of its shards, in order.
     """
 
     split: str
@@ -35,15 +35,15 @@ class Text:
 
 
 def texts_of(manifest: Manifest, split: str, domains: Iterable[str] | None = None) -> list[Text]:
-    """What a split holds of some domains, in the manifest's order, which is that of the token stream.
+    """Return the texts of a split's domains in the manifest's order, which is that of the token stream.
 
     Args:
-        manifest: of the folder.
-        split: train, validation or test; one that the folder has not is empty.
-        domains: names as `Manifest.select` takes them; None: all.
+        manifest: manifest of the folder.
+        split: train, validation or test; the result is empty if the folder does not have it.
+        domains: names as in `Manifest.select`; None for all.
 
     Raises:
-        UserError: the split is there, and a domain is not in it.
+        UserError: the split exists, but lacks a domain.
     """
     if not manifest.domain_names(split):
         return []
@@ -51,12 +51,12 @@ def texts_of(manifest: Manifest, split: str, domains: Iterable[str] | None = Non
 
 
 def text_digest(texts: Iterable[Text]) -> str:
-    """SHA-256, hexadecimal, of several texts in their order: equal where the token streams are."""
+    """Return the hexadecimal SHA-256 of several texts in order; it is equal for equal token streams."""
     return digest([[one.split, one.domain, one.documents, one.tokens, one.sha256] for one in texts])
 
 
 def digest(value: Any) -> str:
-    """SHA-256, hexadecimal, of a plain value as JSON."""
+    """Return the hexadecimal SHA-256 of a plain value as JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

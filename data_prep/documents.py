@@ -1,4 +1,4 @@
-"""Documents, what is done about malformed ones, and what a corpus of them offers."""
+"""Documents, the handling of malformed records, and the interface of a corpus."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from megatron_ext.printable import printable
 SPLITS = ("train", "validation", "test")
 
 LONGEST_TEXT = 16_000_000
-"""Characters of a document, or tokens where it comes as these.
+"""Maximum characters of a document, or tokens if the input is tokenised.
 
-A longer one is malformed: a worker holds a whole one, and its memory is bounded.
+A longer document is malformed: a worker holds a whole document in memory, and its memory is bounded.
 """
 
 LONGEST_RECORD = 64 << 20
-"""Bytes of a line, a tar member or a text file that are read into memory; JSON may spell a letter with six."""
+"""Maximum bytes of a line, tar member or text file that are read into memory; JSON may take six bytes per letter."""
 
 REPAIR = "repair it"
 
 Advance = Callable[[int], None]
-"""Told the number of input bytes consumed, as they are."""
+"""Callback that receives the number of input bytes consumed, before decompression."""
 
 
 def ignore_progress(_: int) -> None:
-    """An `Advance` for passes that show no progress."""
+    """Ignore progress: an `Advance` for passes without a progress bar."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Document:
     """One document.
 
     Attributes:
-        id: where it stands in the input: `file:line`, a file, or a dotted name.
-        text: its text, never empty, always valid Unicode.
-        domain: name of its domain.
-        source: file or collection that it comes from.
-        folder: the split whose folder it lies in; None where folders do not give the split.
-        changes: what its reader took from the text, as reasons of the counts in the manifest's `cleaned`.
+        id: location in the input: `file:line`, a file, or a dotted name.
+        text: the text, never empty, always valid Unicode.
+        domain: name of the domain.
+        source: file or collection that contains the document.
+        folder: split whose folder contains it; None if folders do not determine the split.
+        changes: changes that the reader made to the text, as reasons of the counts in the manifest's `cleaned`.
     """
 
     id: str
@@ -55,11 +55,11 @@ class Document:
 
 @dataclass
 class Problems:
-    """What to do about malformed records, and the count of those passed over.
+    """Handling of malformed records, and the number of skipped ones.
 
     Attributes:
-        on_error: `stop` raises at the first one, `skip` counts.
-        otherwise: what a user who is stopped can do besides mending the record.
+        on_error: `stop` raises at the first one, `skip` counts them.
+        otherwise: alternative to repairing the record, for the error message.
         counts: number of skipped records by (file, reason).
     """
 
@@ -71,11 +71,11 @@ class Problems:
         """Count a malformed record, or stop.
 
         Args:
-            file: input file; bytes of its name that are no text count as their escapes.
-            line: line inside it, from 1, or another place; None for a whole file.
-            reason: kind of defect; skipped records are counted by it.
-            detail: more about this one record.
-            mend: what can be done besides skipping it.
+            file: input file; undecodable bytes of its name are counted under their escapes.
+            line: line number from 1, or another location in the file; None for a whole file.
+            reason: kind of defect, by which skipped records are counted.
+            detail: details of this record's defect.
+            mend: alternative to skipping the record, for the error message.
 
         Raises:
             UserError: `on_error` is `stop`.
@@ -88,11 +88,11 @@ class Problems:
 
 
 class Corpus(Protocol):
-    """A re-readable collection of documents in a fixed order, made of units that can be read one by one."""
+    """A re-readable collection of documents in a fixed order, divided into units that can be read separately."""
 
     @property
     def folders(self) -> frozenset[str]:
-        """Splits that the input's own folders give; empty where a hash decides."""
+        """Splits that the input's own folders determine; empty if a hash assigns the split."""
         ...
 
     @property
@@ -102,38 +102,38 @@ class Corpus(Protocol):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that a whole pass reports to `advance`."""
+        """Bytes that a complete pass reports to `advance`."""
         ...
 
     def read(self, unit: int, problems: Problems, advance: Advance = ignore_progress) -> Iterator[Document]:
-        """Documents of one unit, in the same order on every pass."""
+        """Yield the documents of one unit, in the same order on every pass."""
         ...
 
     def documents(self, problems: Problems, advance: Advance = ignore_progress) -> Iterator[Document]:
-        """Documents of all units, one unit after the other."""
+        """Yield the documents of all units in order."""
         ...
 
     def provenance(self) -> dict[str, Any]:
-        """What the documents come from, for the manifest."""
+        """Describe the source of the documents, for the manifest."""
         ...
 
     def identity(self) -> str:
-        """Digest that changes when the input does: a preparation that was stopped goes on over the same input only."""
+        """Return a digest that changes with the input: a stopped preparation only resumes with the same input."""
         ...
 
 
 def short_domain(name: str) -> str:
-    """Domain name without SlimPajama's prefix: `RedPajamaC4` -> `C4`."""
+    """Return a domain name without SlimPajama's prefix: `RedPajamaC4` -> `C4`."""
     return name[len("redpajama") :] if name.lower().startswith("redpajama") and len(name) > len("redpajama") else name
 
 
 def domain_key(name: str) -> str:
-    """What two names of one domain have in common: neither its form, SlimPajama's or the short one, nor its case."""
+    """Return the key by which spellings of a domain are compared: its short form, without case."""
     return short_domain(name).casefold()
 
 
 class MalformedError(ValueError):
-    """A record that is no document: a kind of defect, the detail of this one, and what can be done besides skipping."""
+    """A record that is not a document: the kind of defect, its details, and an alternative to skipping the record."""
 
     def __init__(self, reason: str, detail: str = "", mend: str = REPAIR) -> None:
         super().__init__(reason, detail, mend)
@@ -143,10 +143,11 @@ class MalformedError(ValueError):
 
 
 def check_length(length: int, unit: str = "characters") -> None:
-    """Refuse a text that is too long to be held whole.
+    """Raise if a text is too long to be held in memory.
 
     Args:
-        length: of the text, in characters, or in tokens that have not been decoded.
+        length: length of the text in characters, or in tokens that have not been decoded.
+        unit: unit of the length, for the message.
         unit: which of them, for the message.
 
     Raises:

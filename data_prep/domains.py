@@ -1,4 +1,4 @@
-"""Which domains an input has, as far as they must be known before the work begins."""
+"""Domains of an input, as far as they must be known before the work begins."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from megatron_ext.errors import UserError
 
 TRAIN_DOMAINS = ("CommonCrawl", "C4")
 TEST_DOMAINS = ("ArXiv", "Github", "StackExchange", "Wikipedia", "Book")
-"""SlimPajama's, used where none are named: trained on what is crawled, tested on the rest."""
+"""SlimPajama's domains, the defaults: train on web crawls, test on the rest."""
 
 FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .+-]*")
-"""Names of domains that folders are made for."""
+"""Domain names for which a folder can be created."""
 
 UNNAMED = "\N{NULL}none"
-"""Default domain while it is asked whether records name one: no name that can be given."""
+"""Default domain during the check if records name their domain; users cannot give this name."""
 
 MOST_SHOWN = 30
-"""Domains of an input in a message."""
+"""Maximum number of domains listed in a message."""
 
 
 def find_domains(corpus: Corpus, names: list[str], option: str) -> list[str]:
-    """The corpus's own spelling of the domains asked for.
+    """Return the corpus's own spelling of the requested domains.
 
-    Reads documents until every name has been seen, so only a wrong name costs a whole pass.
+    Documents are read until every name has been seen, so only a wrong name costs a complete pass.
 
     Args:
-        corpus: what is read.
-        names: in any spelling.
-        option: that they were given with.
+        corpus: corpus to read.
+        names: domain names in any spelling.
+        option: option with which they were given.
 
     Raises:
-        UserError: a name is unknown; the domains that exist are listed. Or there is no document.
+        UserError: a name is unknown (the existing domains are listed), or there is no document.
     """
     found: dict[str, str | None] = {domain_key(name): None for name in names}
     missing, others, last = len(found), Others(), None
@@ -57,10 +57,10 @@ def find_domains(corpus: Corpus, names: list[str], option: str) -> list[str]:
 
 
 def find_any(corpus: Corpus, names: Iterable[str]) -> None:
-    """Refuse an input that has none of some domains; reads on to the first document that is of one.
+    """Raise unless an input has one of some domains; reading stops at the first document of one.
 
     Raises:
-        UserError: there is none.
+        UserError: the input has none of them.
     """
     keys = {domain_key(name) for name in names}
     others, problems = Others(), Problems("skip")
@@ -75,11 +75,11 @@ def find_any(corpus: Corpus, names: Iterable[str]) -> None:
 
 
 def names_domains(corpus: Corpus, problems: Problems) -> bool:
-    """Whether the first well-formed record of an input says of which domain it is.
+    """Return True if the first well-formed record of an input names its domain.
 
     Args:
-        corpus: opened with `UNNAMED` as the domain of records that name none.
-        problems: told of malformed records before it.
+        corpus: corpus opened with `UNNAMED` as the default domain.
+        problems: receives malformed records before that one.
 
     Raises:
         UserError: a record is malformed and `problems` stops, or no record is well-formed.
@@ -90,19 +90,19 @@ def names_domains(corpus: Corpus, problems: Problems) -> bool:
 
 
 def folder_name(name: str) -> str:
-    """A name like the one given that a domain may have."""
+    """Return a similar name that is allowed for a domain."""
     return re.sub(r"[^A-Za-z0-9_ .+-]", "_", name).lstrip(" .+-") or "corpus"
 
 
 def chosen_domains(train: list[str] | None, test: list[str] | None) -> tuple[list[str], list[str]]:
-    """Training and test domains as they are named, or the usual ones without those named for the other."""
+    """Return the training and test domains as given, or the defaults without those given for the other side."""
     usual_train = [name for name in TRAIN_DOMAINS if not match_domain(name, test or [])]
     usual_test = [name for name in TEST_DOMAINS if not match_domain(name, train or [])]
     return (usual_train if train is None else train), (usual_test if test is None else test)
 
 
 def no_documents(corpus: Corpus, problems: Problems) -> UserError:
-    """The error of an input without a well-formed record: what the first is at fault for, or the counts by reason."""
+    """Return the error of an input without a well-formed record: the first record's error, or the counts by reason."""
     counts: dict[str, int] = {}
     for (_, reason), number in problems.counts.items():
         counts[reason] = counts.get(reason, 0) + number
@@ -117,13 +117,13 @@ def no_documents(corpus: Corpus, problems: Problems) -> UserError:
 
 
 class Others:
-    """Names of domains for a message, of which there may be any number."""
+    """Domain names for a message, limited in number."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
 
     def add(self, name: str) -> None:
-        """Add a name, or forget that there are more."""
+        """Add a name, unless there are too many already."""
         if len(self.names) <= MOST_SHOWN:
             self.names.add(name)
 

@@ -1,4 +1,4 @@
-"""Which documents of a task were left out or changed, and why: counts for the manifest."""
+"""Counts of a task's dropped and changed documents by reason, for the manifest."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from types import TracebackType
 from datatrove.data import Document
 
 MOST_UNUSED = 500
-"""Domains that are counted by name: records may name any number of them, such as one each."""
+"""Maximum number of domains that are counted by name; records may name arbitrarily many."""
 
 FURTHER = "(further domains)"
 
 
 def count_unused(counts: Counter[tuple[str, str]], domain: str, reason: str, documents: int = 1) -> None:
-    """Count documents that no split takes, by domain and reason; domains beyond `MOST_UNUSED` together."""
+    """Count documents that no split uses, by domain and reason; domains beyond `MOST_UNUSED` are counted together."""
     room = MOST_UNUSED + ((FURTHER, reason) in counts)
     is_named = (domain, reason) in counts or len(counts) < room
     counts[domain if is_named else FURTHER, reason] += documents
@@ -23,12 +23,12 @@ def count_unused(counts: Counter[tuple[str, str]], domain: str, reason: str, doc
 
 @dataclass
 class Ledger:
-    """Counts of documents; steps of one pipeline share one, and each task has its own copy.
+    """Counts of documents. The steps of a pipeline share one ledger, and each task has its own copy.
 
     Attributes:
-        left_out: those that were dropped, by split and reason.
-        changed: those that cleaning changed, by split and reason; one with several reasons is counted under each.
-        unused: those that no split takes, by domain and reason; see `count_unused`.
+        left_out: dropped documents by split and reason.
+        changed: documents changed by cleaning, by split and reason; one with several reasons is counted for each.
+        unused: documents that no split uses, by domain and reason; see `count_unused`.
     """
 
     left_out: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -37,11 +37,11 @@ class Ledger:
 
 
 class CountLeftOut:
-    """Stands where datatrove's filters take a writer for the documents that they drop, and only counts those.
+    """Counts dropped documents, in place of the writer that datatrove's filters take for them.
 
     Args:
-        ledger: told of them.
-        reason: why they go; `{}` in it is replaced by the filter's own reason.
+        ledger: receives the counts.
+        reason: reason for dropping; `{}` in it is replaced by the filter's own reason.
     """
 
     def __init__(self, ledger: Ledger, reason: str) -> None:
@@ -49,15 +49,15 @@ class CountLeftOut:
         self.reason = reason
 
     def __enter__(self) -> CountLeftOut:
-        """Nothing is opened."""
+        """Return the counter; there is nothing to open."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing is closed."""
+        """Do nothing; there is nothing to close."""
 
     def write(self, document: Document, rank: int = 0) -> None:
-        """Count a document that goes."""
+        """Count a dropped document."""
         reason = self.reason.format(document.metadata.get("filter_reason", ""))
         self.ledger.left_out[document.metadata["split"], reason] += 1

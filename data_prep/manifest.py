@@ -1,4 +1,4 @@
-"""The manifest: what a prepared folder holds and what it was made from."""
+"""Manifest of a prepared folder: load, save and verify."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _AGAIN = "prepare the data again with `selectron prepare`"
 
 
 def save_manifest(root: Path, manifest: Manifest) -> None:
-    """Write manifest.json whole or not at all. Called last: a folder without one is unfinished."""
+    """Write manifest.json atomically. It is written last: a folder without it is unfinished."""
     content = json.dumps(asdict(manifest), indent=2, ensure_ascii=False) + "\n"
     write_whole(root / MANIFEST_NAME, content.encode())
 
@@ -42,7 +42,7 @@ def load_manifest(root: Path) -> Manifest:
     """Read the manifest of a prepared folder.
 
     Raises:
-        UserError: there is none, it is damaged, or of another version; see `parse_manifest`.
+        UserError: it is missing, damaged, or of another version; see `parse_manifest`.
     """
     path = root / MANIFEST_NAME
     try:
@@ -53,14 +53,14 @@ def load_manifest(root: Path) -> Manifest:
 
 
 def parse_manifest(text: bytes, where: str) -> Manifest:
-    """Make a manifest of the text of its file, and check it whole: nothing that it names is looked at.
+    """Parse the content of a manifest file and check it completely. Files that it names are not accessed.
 
     Args:
-        text: of the file.
-        where: the file comes from, for messages.
+        text: content of the file.
+        where: location of the file, for messages.
 
     Raises:
-        UserError: it is damaged, of another version, names files outside its folder, or its counts do not fit.
+        UserError: it is damaged, of another version, names files outside its folder, or has inconsistent counts.
     """
     try:
         content = parse_json(text)
@@ -70,7 +70,7 @@ def parse_manifest(text: bytes, where: str) -> Manifest:
     if version != VERSION:
         raise UserError(where, f"is of version {version!r:.40}, this program reads version {VERSION}", _AGAIN)
     try:
-        # Strict: a count that is text, or 2.5, is no count. JSON mode takes dictionaries for the nested entries.
+        # Strict: a string or 2.5 is not a count. JSON mode accepts dictionaries for the nested entries.
         manifest = TypeAdapter(Manifest).validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -85,11 +85,11 @@ def verify_shard(root: Path, shard: ShardEntry, mode: VerifyMode) -> None:
 
     Args:
         root: folder of the manifest.
-        shard: what the manifest says.
-        mode: `size` compares sizes alone; `sha256` reads the files whole.
+        shard: the manifest's entry.
+        mode: `size` only compares sizes; `sha256` reads the files completely.
 
     Raises:
-        UserError: a file is missing, of another size, or has other content; the file is named.
+        UserError: a file is missing, or has another size or content; the message names the file.
     """
     _verify_file(root / shard.file, shard.bytes, shard.sha256, mode)
     _verify_file(root / shard.index, shard.index_bytes, shard.index_sha256, mode)
@@ -108,18 +108,18 @@ def _verify_file(path: Path, size: int, sha256: str, mode: VerifyMode) -> None:
 
 
 def verify_tokenizer(root: Path, manifest: Manifest, tokenizer: Path | None = None) -> Path:
-    """Check that a tokenizer.json is the one the data was made with.
+    """Check that a tokenizer file is the one with which the data was made.
 
     Args:
         root: folder of the manifest.
-        manifest: what is in it.
-        tokenizer: the file to check; None: the one kept beside the manifest.
+        manifest: the manifest.
+        tokenizer: file to check; None for the one kept beside the manifest.
 
     Returns:
-        The file that was checked.
+        The checked file.
 
     Raises:
-        UserError: it is missing or another one; both files are named.
+        UserError: it is missing or a different one; the message names both files.
     """
     path = tokenizer if tokenizer is not None else root / manifest.tokenizer.file
     manifest_path = root / MANIFEST_NAME

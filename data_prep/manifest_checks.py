@@ -1,4 +1,4 @@
-"""Checks of a manifest's content before anything that it names is opened, fetched or removed."""
+"""Checks of a manifest's content before any file that it names is opened, fetched or removed."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from megatron_ext.paths import relative_name
 
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 LARGEST_VOCABULARY = {"uint16": 2**16, "uint32": 2**31}
-"""Ids that a type of stored tokens holds, and that int32 labels hold, too."""
+"""Largest vocabulary by type of the stored tokens; ids must also fit in int32 labels."""
 
 INDEX_ROW_BYTES = 16
-"""Bytes of a document in an index: two int64."""
+"""Bytes per document in an index: two int64."""
 
 RESERVED = (MANIFEST_NAME, ".locks", ".partial", ".work", ".begun.json", ".lock")
-"""First components that the folder of a manifest, or a cache of one, has for itself."""
+"""First path components that a manifest's folder, or a cache of one, reserves."""
 
 _AGAIN = "copy it again or prepare the data again"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def check_manifest(manifest: Manifest, where: str) -> None:
-    """Check what types alone do not say: names stay inside the folder, sizes and counts fit together.
+    """Check what the types do not: names stay inside the folder, sizes and counts are consistent.
 
     Args:
-        manifest: as it was read.
+        manifest: the parsed manifest.
         where: its file, for messages.
 
     Raises:
-        UserError: the first thing that is wrong, with its place in the manifest.
+        UserError: the first error, with its location in the manifest.
     """
     for place, problem in _problems(manifest, where):
         raise UserError(where, f"is damaged ({place}: {problem})", _AGAIN)

@@ -1,4 +1,4 @@
-"""Entries of a manifest: tokenizer, shards, domains, counts; and the manifest as a whole."""
+"""Entries of a manifest (tokenizer, shards, domains, counts), and the manifest itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_ext.errors import UserError
 MANIFEST_NAME = "manifest.json"
 TokenizerKind = Literal["huggingface", "tiktoken", "rwkv"]
 Count = Annotated[int, Field(ge=0, le=2**53)]
-"""A number of things; JSON of other programs holds no larger whole number."""
+"""A count; limited to the integers that JSON represents exactly in other programs."""
 
 _STRICT = ConfigDict(extra="forbid")
 
@@ -25,13 +25,13 @@ class TokenizerEntry:
     """The tokenizer that made the tokens.
 
     Attributes:
-        file: its file (a tokenizer.json, a .tiktoken file, an RWKV vocabulary), relative to the manifest.
-        sha256: of that file.
+        file: its file (a tokenizer.json, a .tiktoken file or an RWKV vocabulary), relative to the manifest.
+        sha256: hash of that file.
         vocab_size: largest id + 1.
         eos_token: token that ends every document.
-        eos_id: its id.
-        kind: what reads the file.
-        pattern: regular expression by which text is cut before merging, where the file does not say (tiktoken).
+        eos_id: id of that token.
+        kind: library that reads the file.
+        pattern: regular expression that splits text before merging, if the file does not contain it (tiktoken).
     """
 
     file: str
@@ -50,12 +50,12 @@ class ShardEntry:
     Attributes:
         file: the tar, relative to the manifest.
         index: int64 array [documents, 2] beside it: byte offset of a document's tokens in the tar, number of tokens.
-        documents: documents in it.
-        tokens: tokens in it, end-of-document tokens included.
+        documents: number of documents.
+        tokens: number of tokens, including end-of-document tokens.
         bytes: size of the tar.
         index_bytes: size of the index file.
-        sha256: of the tar.
-        index_sha256: of the index file.
+        sha256: hash of the tar.
+        index_sha256: hash of the index file.
     """
 
     file: str
@@ -76,10 +76,10 @@ class DomainEntry:
         split: train, validation or test.
         domain: name of the domain.
         documents: number of documents.
-        tokens: number of tokens, end-of-document tokens included.
+        tokens: number of tokens, including end-of-document tokens.
         characters: Unicode characters of the text.
         bytes: UTF-8 bytes of the text (for bits per byte).
-        shards: where the tokens are, in order.
+        shards: shards that contain the tokens, in order.
     """
 
     split: Literal["train", "validation", "test"]
@@ -93,7 +93,7 @@ class DomainEntry:
 
 @dataclass(frozen=True, config=_STRICT)
 class SkippedEntry:
-    """Malformed records that were passed over, by input file and reason."""
+    """Skipped malformed records, by input file and reason."""
 
     file: str
     reason: str
@@ -102,9 +102,9 @@ class SkippedEntry:
 
 @dataclass(frozen=True, config=_STRICT)
 class CountEntry:
-    """Documents of a split, by a reason: why they were left out, or what of them was cleaned.
+    """Documents of a split by reason: why they were dropped, or how they were cleaned.
 
-    Those that were left out before training documents were held out for validation count as train.
+    Training documents that were dropped before the validation split was held out count as train.
     """
 
     split: Literal["train", "validation", "test"]
@@ -114,7 +114,7 @@ class CountEntry:
 
 @dataclass(frozen=True, config=_STRICT)
 class UnusedEntry:
-    """Well-formed documents that no split takes, by domain and reason."""
+    """Well-formed documents that no split uses, by domain and reason."""
 
     domain: str
     reason: str
@@ -123,21 +123,21 @@ class UnusedEntry:
 
 @dataclass(frozen=True, config=_STRICT)
 class Manifest:
-    """A prepared folder.
+    """Manifest of a prepared folder.
 
     Attributes:
-        version: of this form.
-        tokenizer: what made the tokens.
+        version: version of the format.
+        tokenizer: the tokenizer of the data.
         dtype: type of the stored tokens: uint16 or uint32, little-endian.
-        domains: what there is, train before validation before test.
-        skipped: malformed records passed over.
-        duplicates: documents left out as exact or near-duplicates.
-        left_out: well-formed documents left out, duplicates among them.
-        cleaned: documents that cleaning changed; one with several reasons is counted under each.
-        unused: well-formed documents of domains, or of folders for them, that no split takes. With the documents of
-            `domains`, `skipped` and `left_out` they are all records of the input.
-        options: what the folder was prepared with.
-        provenance: what the documents come from.
+        domains: domains by split, train before validation before test.
+        skipped: skipped malformed records.
+        duplicates: number of documents dropped as exact or near-duplicates.
+        left_out: dropped well-formed documents, including duplicates.
+        cleaned: documents changed by cleaning; one with several reasons is counted for each.
+        unused: well-formed documents of domains, or of folders for them, that no split uses. Together with the
+            documents of `domains`, `skipped` and `left_out`, they are all records of the input.
+        options: options of the preparation.
+        provenance: source of the documents.
     """
 
     version: int
@@ -153,18 +153,18 @@ class Manifest:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def domain_names(self, split: str) -> list[str]:
-        """Names of the domains of a split, in the manifest's order."""
+        """Return the names of a split's domains, in the manifest's order."""
         return [entry.domain for entry in self.domains if entry.split == split]
 
     def select(self, split: str | None = None, domains: Iterable[str] | None = None) -> list[DomainEntry]:
-        """Entries of a split and of some domains, in the manifest's order whatever the order of the names.
+        """Return the entries of a split and of some domains, in the manifest's order.
 
         Args:
-            split: train, validation or test; None: all.
-            domains: names in SlimPajama's long form or the short one, in any case; None: all.
+            split: train, validation or test; None for all.
+            domains: names in SlimPajama's long or short form, in any case; None for all.
 
         Raises:
-            UserError: a domain, or the split, is not there.
+            UserError: a domain or the split does not exist.
         """
         entries = [entry for entry in self.domains if split in (None, entry.split)]
         present = list(dict.fromkeys(entry.domain for entry in entries))
@@ -182,5 +182,5 @@ class Manifest:
 
 
 def match_domain(name: str, present: Iterable[str]) -> str | None:
-    """The domain of `present` that a user's name means, in either form and any case; None if there is none."""
+    """Return the domain of `present` that a user's name means, in either form and any case; None if there is none."""
     return next((known for known in present if domain_key(known) == domain_key(name)), None)

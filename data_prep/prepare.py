@@ -1,4 +1,4 @@
-"""From raw documents to tokenised shards: the work behind `selectron prepare`."""
+"""Implementation of `selectron prepare`: from raw documents to tokenised shards."""
 
 from __future__ import annotations
 
@@ -46,36 +46,37 @@ from megatron_ext.paths import check_text
 EMBEDDED = "embedded"
 TRAIN_TOKENIZER = "train"
 TASK_BYTES = 4 << 20
-"""Input bytes a task where --tasks is not given: some seconds of work, and no more than can be lost to a kill."""
+"""Default input bytes per task: some seconds of work, and at most what a kill may lose."""
 
 MAX_DEFAULT_TASKS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """What `selectron prepare` is asked to do.
+    """Options of `selectron prepare`.
 
     Attributes:
         input: file, folder or URL of documents, or `embedded`.
-        output: folder to make.
-        train_domains: domains of the train and validation splits; None: those of `TRAIN_DOMAINS` that there are, or, if
-            the records name no domains, the one that they are given.
-        test_domains: domains of the test split; none of the training domains; None: those of `TEST_DOMAINS`.
-        filtering: how documents are cleaned, duplicates left out, and test text looked for in training text.
+        output: folder to create.
+        train_domains: domains of the train and validation splits. None: the existing ones of `TRAIN_DOMAINS`, or, if
+            the records name no domains, the single domain that they are given.
+        test_domains: domains of the test split, disjoint from the training domains; None: those of `TEST_DOMAINS`.
+        filtering: cleaning, deduplication and decontamination.
         tokenizer: a tokenizer.json, a folder with one or with vocab.json and merges.txt, a .tiktoken file or the name
-            of one of tiktoken's encodings, RWKV's vocabulary file, or `train`: train one on the train split.
-        tiktoken_pattern: by which text is cut for a .tiktoken file that is not one of tiktoken's own.
-        source_tokenizer: what made the tokens of Megatron's .bin/.idx files.
-        domain: domain of records that name none; None: they are malformed, unless all do so, see `train_domains`.
+            of one of tiktoken's encodings, RWKV's vocabulary file, or `train` to train one on the train split.
+        tiktoken_pattern: regular expression that splits text, for a .tiktoken file that is not one of tiktoken's own.
+        source_tokenizer: tokenizer of the tokens in Megatron's .bin/.idx files.
+        domain: domain of records that name none. None: they are malformed, unless no record names one (see
+            `train_domains`).
         text_key: key or column of a record's text; None: `text`.
         domain_key: key or column of its domain; None: SlimPajama's `meta.redpajama_set_name`, or `domain`.
         eos_token: end-of-document token; None: the tokenizer's usual one.
-        vocab_size: of a tokenizer trained here.
-        validation_fraction: share of the training documents held out, where folders do not give the split.
+        vocab_size: vocabulary size of a tokenizer trained here.
+        validation_fraction: fraction of the training documents held out, if folders do not determine the split.
         on_error: stop at a malformed record, or skip and count it.
-        shard_tokens: tokens a shard.
-        tasks: parts that the input's files are dealt to, each written on its own; None: by the size of the input.
-        execution: where and with how many processes the tasks run; the result does not depend on it.
+        shard_tokens: tokens per shard.
+        tasks: number of parts into which the input's files are divided, each written separately; None: by input size.
+        execution: executor and number of workers; the result does not depend on it.
         progress: show a progress bar on standard error.
     """
 
@@ -101,20 +102,20 @@ class PrepareOptions:
 
 
 def prepare(options: PrepareOptions) -> Manifest | None:
-    """Make the folder `options.output`: shards, the tokenizer, and last the manifest.
+    """Create the folder `options.output`: shards, the tokenizer, and last the manifest.
 
-    The folder appears whole or not at all. The same input and options give the same bytes, whatever the number of
-    workers. What a stopped call left is gone on with.
+    The folder appears atomically. The same input and options give the same bytes for any number of workers. An
+    interrupted preparation is resumed.
 
     Returns:
-        The manifest; None where the work was handed to Slurm and goes on there.
+        The manifest; None if the work was submitted to Slurm and continues there.
 
     Raises:
-        UserError: an option, a record or a file is at fault, or the disk is full.
+        UserError: an option, a record or a file is invalid, or the disk is full.
     """
     _check(options)
     check_execution(options.execution)
-    # Read once by the tokenizer library, when it first runs in parallel: to train a tokenizer.
+    # The tokenizer library reads this once, when it first runs in parallel, that is to train a tokenizer.
     os.environ["RAYON_NUM_THREADS"] = str(options.execution.workers)
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     output = Path(options.output)
@@ -122,12 +123,12 @@ def prepare(options: PrepareOptions) -> Manifest | None:
         options, corpus = _with_domain(options, open_corpus(options))
         recorded = _recorded(options, options.tasks or default_tasks(corpus))
         if options.filtering.duplicates != "keep":
-            allow_open_files(recorded["tasks"])  # as jobs will on other machines: better told now than hours later
+            allow_open_files(recorded["tasks"])  # jobs on other machines need it, too: fail early, not hours later
         begun = _begun(recorded, corpus, options)
-        if was_published(output, begun):  # stopped between the renaming of the folder and its end
+        if was_published(output, begun):  # interrupted between the folder's renaming and the removal of its notes
             return load_manifest(output)
         with unfinished_folder(output, begun) as partial:
-            if (partial / MANIFEST_NAME).exists():  # stopped between the manifest and the renaming of the folder
+            if (partial / MANIFEST_NAME).exists():  # interrupted between the manifest and the folder's renaming
                 publish(partial, output)
                 return load_manifest(output)
             return _fill(partial, corpus, options, recorded)
@@ -138,7 +139,7 @@ def prepare(options: PrepareOptions) -> Manifest | None:
 
 
 def open_corpus(options: PrepareOptions) -> Corpus:
-    """The corpus that `--input` names."""
+    """Open the corpus that `--input` names."""
     if options.input == EMBEDDED:
         return embedded.EmbeddedCorpus()
     tokenizer = open_tokenizer(options.source_tokenizer) if options.source_tokenizer else None
@@ -147,9 +148,9 @@ def open_corpus(options: PrepareOptions) -> Corpus:
 
 
 def _with_domain(options: PrepareOptions, corpus: Corpus) -> tuple[PrepareOptions, Corpus]:
-    """The options, and the corpus; where no domains are asked for and the records name none, with one domain for all.
+    """Return options and corpus. If no domains are requested and records name none, give all records one domain.
 
-    It has the name given, or that of the input, and is trained on.
+    This is the given domain, or one named after the input. It is the only training domain.
     """
     if not isinstance(corpus, FileCorpus) or options.train_domains is not None or options.domain_key is not None:
         return options, corpus
@@ -162,12 +163,12 @@ def _with_domain(options: PrepareOptions, corpus: Corpus) -> tuple[PrepareOption
 
 
 def default_tasks(corpus: Corpus) -> int:
-    """Number of tasks for a corpus: a function of its size alone, so that the result is too."""
+    """Return the number of tasks for a corpus. It depends only on the corpus, so that the result does, too."""
     return max(1, min(corpus.units, corpus.total_bytes // TASK_BYTES, MAX_DEFAULT_TASKS))
 
 
 def _check_text(options: PrepareOptions) -> None:
-    """Refuse names that shells, Slurm or datatrove's paths would take for something else."""
+    """Refuse names that shells, Slurm or datatrove's paths would misinterpret."""
     given = {"--input": options.input, "--output": options.output, "--source-tokenizer": options.source_tokenizer}
     execution = options.execution
     given |= {"--slurm-partition": execution.slurm_partition, "--slurm-time": execution.slurm_time}
@@ -254,7 +255,7 @@ def _tokenizer(root: Path, corpus: Corpus, plan: SplitPlan, options: PrepareOpti
     if options.tokenizer != TRAIN_TOKENIZER:
         return open_tokenizer(options.tokenizer, options.tiktoken_pattern)
     kept = root / JsonTokenizer.file_name
-    if kept.exists():  # trained before a stop
+    if kept.exists():  # trained before an interruption
         return open_tokenizer(str(kept))
     documents: Any = None
     for step in reading(corpus, plan, options.filtering.cleaning, Problems(options.on_error), Ledger()):
@@ -264,7 +265,7 @@ def _tokenizer(root: Path, corpus: Corpus, plan: SplitPlan, options: PrepareOpti
 
 
 def _recorded(options: PrepareOptions, tasks: int) -> dict[str, Any]:
-    """Options that decide the content: not where it went, nor who did the work."""
+    """Return the options that determine the content, without output path and execution."""
     kept = asdict(options)
     for name in ("output", "execution", "progress", "filtering"):
         del kept[name]
@@ -273,7 +274,7 @@ def _recorded(options: PrepareOptions, tasks: int) -> dict[str, Any]:
 
 
 def _begun(recorded: dict[str, Any], corpus: Corpus, options: PrepareOptions) -> dict[str, Any]:
-    """What a stopped preparation must share with this one: the options, and the files that they name."""
+    """Return what a resumed preparation must have in common with this one: options, and digests of the named files."""
     begun = {f"--{name.replace('_', '-')}": value for name, value in recorded.items()}
     for name in (options.tokenizer, options.source_tokenizer):
         for path in tokenizer_files(name) if name else ():

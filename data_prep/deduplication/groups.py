@@ -1,9 +1,10 @@
-"""From the pairs that datatrove found to links between documents with their keys, in memory of constant size.
+"""Convert the pairs that datatrove found to links between documents with keys, in constant memory.
 
-datatrove writes a group of equal signatures as (a, b), (b, c), ... in an order that has nothing to do with splits. Here
-its documents are linked so that those of protected splits hang together without the others: of a block of its rows each
-to the smallest, and that to the smallest of all blocks before. Two passes bring the keys to the documents: by ranges of
-documents, whose keys are read in their order, and by ranges of groups.
+datatrove writes a group of equal signatures as pairs (a, b), (b, c), ..., in an order that is independent of splits.
+Here, the documents of a group are linked so that those of protected splits are connected without the others. In each
+block of rows, every document is linked to the group's smallest one, and that one to the smallest of all blocks before.
+Two passes attach the keys to the documents: one by ranges of documents, whose keys are read in order, and one by ranges
+of groups.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from data_prep.deduplication.partitions import Partitions
 
 _PAIR_BYTES = 16
 _NONE = np.uint64(2**64 - 1)
-"""Above every key."""
+"""Sentinel above every key."""
 
 
 def linked_groups(pairs: DataFolder, keys: AllKeys, scratch: Path, block: int) -> tuple[Links, list[int]]:
-    """Links between the documents of each group, and how many documents of each split are in any.
+    """Link the documents of each group, and count the documents of each split in any group.
 
     Args:
-        pairs: folder of what datatrove's `MinhashDedupBuckets` wrote.
-        keys: of all documents.
-        scratch: for files, 56 bytes for each document and group that it is in.
-        block: rows, documents, groups in memory at a time.
+        pairs: output folder of datatrove's `MinhashDedupBuckets`.
+        keys: keys of all documents.
+        scratch: folder for temporary files, 56 bytes per document and group that contains it.
+        block: rows, documents or groups in memory at once.
     """
     members = Partitions(scratch / "members", 2, block)
     groups = 0
@@ -54,7 +55,7 @@ def linked_groups(pairs: DataFolder, keys: AllKeys, scratch: Path, block: int) -
 
 
 def _members_of(pairs: DataFolder, name: str, keys: AllKeys, groups: int, block: int) -> Iterator[Hashes]:
-    """Numbers of documents and of their groups, shape (rows, 2), of a file of pairs; groups are numbered on."""
+    """Yield document numbers and group numbers, shape (rows, 2), of a file of pairs; numbering starts at `groups`."""
     last = (-1, -1)
     group = groups - 1
     with pairs.open(name, "rb") as file:
@@ -71,7 +72,7 @@ def _members_of(pairs: DataFolder, name: str, keys: AllKeys, groups: int, block:
 
 
 def _give_keys(members: Partitions, target: Partitions, keys: AllKeys, start: int, block: int) -> dict[int, int]:
-    """Write group, key and number of the members of a range of documents; how many of each split there are."""
+    """Write group, key and number of the members in a range of documents. Return the documents per split."""
     of_range: Hashes | None = None
     seen = np.zeros(block, np.bool_)
     for rows in members.drain(start // block):
@@ -87,12 +88,12 @@ def _give_keys(members: Partitions, target: Partitions, keys: AllKeys, start: in
 
 
 def _linked(rows: Hashes, best: Hashes, start: int) -> Hashes:
-    """Links within a block, and from its smallest document of each group to the smallest before.
+    """Return links within a block, and from each group's smallest document in it to the smallest one before.
 
     Args:
         rows: group, key and number, shape (rows, 3).
-        best: key and number of the smallest document of each group of the range so far, shape (groups, 2); changed.
-        start: the range's first group.
+        best: key and number of each group's smallest document so far, shape (groups, 2); updated in place.
+        start: first group of the range.
     """
     rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
     begins = np.concatenate([[True], rows[1:, 0] != rows[:-1, 0]])

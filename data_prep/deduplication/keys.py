@@ -1,4 +1,4 @@
-"""Keys of documents: a document's place among its duplicates, in files of 8 bytes a document."""
+"""Keys of documents, which rank a document among its duplicates, in files of 8 bytes per document."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from data_prep.contamination.ngrams import Hashes
 from megatron_ext.errors import UserError
 
 PROTECTED = ("test", "validation", "train")
-"""Splits, those whose documents stay first."""
+"""Splits by priority: documents of the first ones are kept."""
 
 SPLIT_BIT = 62
-"""A key is the split above this bit, and hash below it."""
+"""Position of the split in a key; the bits below are a hash."""
 
 KEYS_AT_A_TIME = 1 << 16
-"""Keys in memory while a task's are written or compared: 0.5 MB."""
+"""Number of keys in memory while a task's keys are written or compared: 0.5 MB."""
 
 _BYTES = 8
 
 
 def key_of(document: Document) -> int:
-    """The document's place among its duplicates, 64 bits: the one with the smallest key stays."""
+    """Return a document's 64-bit rank among its duplicates: the document with the smallest key is kept."""
     split = PROTECTED.index(document.metadata["split"])
     return split << SPLIT_BIT | xxhash.xxh3_64_intdigest(document.id.encode()) >> (64 - SPLIT_BIT)
 
 
 class WriteKeys(PipelineStep):
-    """Writes the keys of a task's documents in their order, 8 bytes each, and passes the documents on."""
+    """Writes the keys of a task's documents in order, 8 bytes each, and yields the documents."""
 
     type = "DEDUP"
     name = "keys"
@@ -44,7 +44,7 @@ class WriteKeys(PipelineStep):
         self.folder = get_datafolder(folder)
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Pass documents on; the file is whole when they have ended."""
+        """Yield the documents; the file is complete when they end."""
         keys = array("Q")
         with self.folder.open(_name(rank), "wb") as file:
             for document in data:
@@ -57,24 +57,24 @@ class WriteKeys(PipelineStep):
 
 
 def keys_of(folder: DataFolder, rank: int) -> Iterator[int]:
-    """Keys of a task's documents, in their order."""
+    """Yield the keys of a task's documents, in order."""
     with folder.open(_name(rank), "rb") as file:
         while content := file.read(KEYS_AT_A_TIME * _BYTES):
             yield from array("Q", content)
 
 
 class AllKeys:
-    """Keys of the documents of all tasks, numbered one task after the other.
+    """Keys of the documents of all tasks, numbered task by task.
 
     Attributes:
-        offsets: number of each task's first document, and of all, int64, shape (tasks + 1,).
+        offsets: number of each task's first document, then the total number, int64, shape (tasks + 1,).
 
     Args:
-        folder: what `WriteKeys` wrote.
+        folder: output folder of `WriteKeys`.
         tasks: number of tasks.
 
     Raises:
-        UserError: the folder holds the work of another number of tasks.
+        UserError: the folder contains the files of another number of tasks.
     """
 
     def __init__(self, folder: DataFolder, tasks: int) -> None:
@@ -89,7 +89,7 @@ class AllKeys:
         return int(self.offsets[-1])
 
     def numbers(self, tasks: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> Hashes:
-        """Numbers of documents from their tasks and places there.
+        """Return the numbers of documents from their tasks and positions there.
 
         Raises:
             UserError: there is no such document.
@@ -103,7 +103,7 @@ class AllKeys:
         return (self.offsets[tasks] + places).astype(np.uint64)
 
     def between(self, start: int, end: int) -> Hashes:
-        """Keys of the documents from one number on and below another."""
+        """Return the keys of the documents with numbers in [start, end)."""
         end = min(end, len(self))
         first, last = np.searchsorted(self.offsets, (start, end - 1), side="right") - 1
         parts = [np.empty(0, np.uint64)]

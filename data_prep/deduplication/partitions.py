@@ -1,7 +1,7 @@
-"""Rows of numbers on a disk, dealt to files by range: what external algorithms write in blocks, and read in blocks.
+"""Rows of integers on disk, partitioned into files by range, for external-memory algorithms.
 
-A row goes to the file of its range, in no order; a range is read, block by block, when all its rows are there. So data
-of any size is brought together by range in two passes, both sequential, and memory is that of a block.
+A row is appended to the file of its range, in no particular order. A range is read block by block when all its rows are
+written. Data of any size is thus grouped by range in two sequential passes, in the memory of one block.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megatron_ext.scratch import scratch_folder
 
 
 class Partitions:
-    """Rows of 64-bit numbers in files of a folder, one for each range that has any.
+    """Rows of 64-bit integers in files of a folder, one file per non-empty range.
 
     Args:
-        folder: made here.
-        columns: numbers a row.
-        block: rows read at a time.
+        folder: folder of the files, created here.
+        columns: integers per row.
+        block: rows read at once.
     """
 
     def __init__(self, folder: Path, columns: int, block: int) -> None:
@@ -60,10 +60,10 @@ class Partitions:
 
 @contextlib.contextmanager
 def scratch_beside(folder: DataFolder) -> Iterator[Path]:
-    """Give an empty folder that is removed when the block ends, and first if a killed call left it.
+    """Context manager that yields an empty folder and removes it at the end, or first if a killed run left it.
 
     Args:
-        folder: it is made beside this one; where that lies behind an fsspec URL, on a local disk.
+        folder: the folder is created beside this one; for an fsspec URL, on a local disk.
     """
     if not folder.is_local():
         with scratch_folder("signatures") as scratch:

@@ -1,6 +1,6 @@
-"""Signatures that are the same where texts are equal or nearly so: datatrove's step with our words and hashes.
+"""Signatures that are equal for equal or similar texts: datatrove's step with our words and hashes.
 
-Near-duplicates: MinHash over word n-grams, Lee et al. 2022 (arXiv 2107.06499). Exact ones: a hash of the text.
+Near-duplicates: MinHash over word n-grams, Lee et al. 2022 (arXiv 2107.06499). Exact duplicates: a hash of the text.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from datatrove.utils.word_tokenizers import WordTokenizer
 from data_prep.contamination.ngrams import Hashes, window_hashes
 
 BLOCK_SHINGLES = 512
-"""n-grams whose permuted hashes are in memory at a time, 0.5 MB at 112 permutations, however long a document is."""
+"""n-grams whose permuted hashes are in memory at once: 0.5 MB for 112 permutations, regardless of document length."""
 
 BLOCK_DOCUMENTS = 1 << 22
-"""Documents whose signatures are sorted at a time: 285 MB of a bucket's at the usual numbers."""
+"""Documents whose signatures are sorted at once: 285 MB per bucket with the defaults."""
 
 RECORDS_AT_A_TIME = 1 << 12
-"""Signatures read at a time from each sorted block, and written, while blocks are merged."""
+"""Signatures that are read at once from each sorted block, and written, during a merge."""
 
 _PRIME_BITS = np.uint64(61)
 _PRIME = (np.uint64(1) << _PRIME_BITS) - np.uint64(1)
@@ -35,7 +35,7 @@ _HALF = (1 << 60) - 1  # datatrove reads signatures up to 2**61 - 1
 
 
 class _Words(WordTokenizer):
-    """Words between spaces. `simplify_text` leaves no others; datatrove's own for English needs a model of spaCy."""
+    """Words between spaces. `simplify_text` leaves only these; datatrove's English tokenizer needs a spaCy model."""
 
     def word_tokenize(self, text: str) -> list[str]:
         return text.split()
@@ -48,11 +48,11 @@ class _Words(WordTokenizer):
 
 
 class BoundedSignature(MinhashDedupSignature):
-    """datatrove's step, which sorts all signatures of a task in memory, for a task of any number of documents.
+    """datatrove's signature step in bounded memory; the original sorts all signatures of a task in memory.
 
     Args:
-        folder: for signatures, local or an fsspec URL.
-        config: their form.
+        folder: folder for signatures, local or an fsspec URL.
+        config: MinHash configuration of datatrove.
     """
 
     output_folder: DataFolder
@@ -65,7 +65,7 @@ class BoundedSignature(MinhashDedupSignature):
         self._record = np.dtype([*hashes, ("document", "<u4")])
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
-        """Write a task's signatures, sorted: datatrove's file of each bucket, to the byte."""
+        """Write a task's sorted signatures, byte for byte datatrove's file of each bucket."""
         documents, whole = iter(data), self.output_folder
         super().run(islice(documents, BLOCK_DOCUMENTS), rank, world_size)
         blocks = [whole]
@@ -98,41 +98,41 @@ class BoundedSignature(MinhashDedupSignature):
 
 
 class NearSignature(BoundedSignature):
-    """datatrove's MinHash signatures, of whitespace-delimited words, in memory that does not grow with a document.
+    """datatrove's MinHash signatures of whitespace-delimited words, in memory independent of the document length.
 
-    Words are those of datatrove's `simplify_text`: lower case, no punctuation, no accents, every number a 0.
+    Words are those of datatrove's `simplify_text`: lower case, no punctuation, no accents, every number replaced by 0.
     """
 
     def get_shingles(self, text: str) -> Hashes:
-        """Hashes of the word n-grams, shape (n-grams, 1)."""
+        """Return the hashes of the word n-grams, shape (n-grams, 1)."""
         config = self.config.norm_config
         if text.isascii():
-            config = replace(config, norm_unicode_diacritics=False)  # there are none, and to look for them is slow
+            config = replace(config, norm_unicode_diacritics=False)  # ASCII has no diacritics, and the search is slow
         words = self.word_tokenizer.word_tokenize(simplify_text(text, config))
         return window_hashes(words, self.config.n_grams).reshape(-1, 1)
 
     def get_signature(self, shingles: Hashes) -> list[list[int]]:
-        """Minima of the permuted hashes, bucket by bucket: datatrove's, block by block and without a division."""
+        """Return the minima of the permuted hashes per bucket: as in datatrove, but in blocks and without division."""
         factors, offsets = (x.reshape(-1, 1) for x in self.parameters)
         minima = np.full(self.num_hashes, _PRIME)
         for start in range(0, len(shingles), BLOCK_SHINGLES):
             permuted = shingles[start : start + BLOCK_SHINGLES].T * factors + offsets
-            permuted = (permuted & _PRIME) + (permuted >> _PRIME_BITS)  # the remainder, or that and once the prime
-            np.minimum(permuted, permuted - _PRIME, out=permuted)  # what is below 0 wraps to the largest numbers
+            permuted = (permuted & _PRIME) + (permuted >> _PRIME_BITS)  # the remainder, or the remainder plus the prime
+            np.minimum(permuted, permuted - _PRIME, out=permuted)  # a negative difference wraps to a large number
             np.minimum(minima, permuted.min(axis=1), out=minima)
         signature: list[list[int]] = minima.reshape(self.config.num_buckets, -1).tolist()
         return signature
 
 
 class ExactSignature(BoundedSignature):
-    """One signature a document: 120 bits of hash of its text, as two numbers."""
+    """One signature per document: a 120-bit hash of its text, as two numbers."""
 
     def get_shingles(self, text: str) -> Hashes:
-        """The two numbers, shape (1, 2)."""
+        """Return the two numbers, shape (1, 2)."""
         hashed = xxhash.xxh3_128_intdigest(text.encode())
         return np.array([[hashed >> 64 & _HALF, hashed & _HALF]], np.uint64)
 
     def get_signature(self, shingles: Hashes) -> list[list[int]]:
-        """The two numbers as the signature of the only bucket."""
+        """Return the two numbers as the signature of the only bucket."""
         signature: list[list[int]] = shingles.tolist()
         return signature

@@ -1,12 +1,12 @@
-"""datatrove steps of deduplication that datatrove lacks: which document of a group of duplicates stays.
+"""datatrove steps that choose the document to keep in each group of duplicates.
 
-The rule: every document has a key, its split (test before validation before train) and then 62 bits of hash of its id;
-a document goes if it is a duplicate, directly or by way of others, of one with a smaller key. Only documents of splits
-that are as protected as its own or more are looked at on the way. So what stays of the test split does not depend on
-validation or training documents, what stays of validation not on training ones, and no training document stays that
-was found a duplicate of one of them. Two test documents that only a training document links both stay. As the key
-is the document's own, neither the number of tasks nor of workers changes the result. `groups` and `elimination`
-say how that is found for more documents than memory holds.
+Every document has a key: its split (test before validation before train), then 62 bits of hash of its id. A document is
+removed if it is a duplicate, directly or through others, of one with a smaller key. Paths only lead through documents
+of splits with the same or higher priority than its own. Therefore, the kept test documents do not depend on validation
+or training documents, and the kept validation documents do not depend on training documents. No training document is
+kept that was found to be a duplicate of a test or validation document. Two test documents that are linked only through
+a training document are both kept. Because a key depends only on the document, the result does not depend on the number
+of tasks or workers. `groups` and `elimination` implement this for more documents than fit in memory.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from data_prep.ledger import CountLeftOut
 from megatron_ext.errors import UserError
 
 ROWS_AT_A_TIME = 1 << 20
-"""Documents, groups or links that are in memory while survivors are chosen."""
+"""Documents, groups or links that are in memory at once during the choice."""
 
 
 class ChooseSurvivors(PipelineStep):
-    """Writes which documents of each task go, from the pairs that datatrove's `MinhashDedupBuckets` found.
+    """Writes the documents of each task to remove, from the pairs that datatrove's `MinhashDedupBuckets` found.
 
-    Runs in one task. Its memory does not grow with the number of duplicates, nor with their groups: what is more than
-    a block lies in files beside the results, up to 56 bytes for each document and signature that it shares, until the
-    task ends. Counts: `duplicates`, documents that have any, `removed` and `removed_<split>`.
+    Runs in one task. Its memory does not grow with the number of duplicates or groups. Temporary files beside the
+    results take up to 56 bytes per document and signature that it shares, until the task ends. Counts: `duplicates`
+    (documents with any duplicate), `removed` and `removed_<split>`.
 
     Args:
         pairs: folder of pairs.
-        keys: folder of what `WriteKeys` wrote.
-        removed: folder to write to; files that are in use lie beside it, and are removed.
+        keys: output folder of `WriteKeys`.
+        removed: output folder; temporary files lie beside it and are removed.
         tasks: number of tasks that read documents.
-        block: rows in memory at a time, some 400 bytes each.
+        block: rows in memory at once, some 400 bytes each.
     """
 
     type = "DEDUP"
@@ -60,10 +60,10 @@ class ChooseSurvivors(PipelineStep):
         self.block = block
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        """Choose.
+        """Choose the documents to remove.
 
         Raises:
-            UserError: the folder holds the work of another number of tasks.
+            UserError: the folder contains the files of another number of tasks.
         """
         keys = AllKeys(self.keys, self.tasks)
         with self.track_time("task"), scratch_beside(self.removed) as scratch:
@@ -74,7 +74,7 @@ class ChooseSurvivors(PipelineStep):
         self._count(sum(found), removed)
 
     def _eliminate(self, links: Links, gone: Partitions) -> list[int]:
-        """Deal the numbers of documents that go to ranges; how many there are of each split."""
+        """Partition the numbers of removed documents by range. Return how many there are per split."""
         removed = np.zeros(len(PROTECTED), np.int64)
         for vertices in links.eliminate():
             splits = (vertices[:, 0] >> np.uint64(SPLIT_BIT)).astype(np.int64)
@@ -83,7 +83,7 @@ class ChooseSurvivors(PipelineStep):
         return removed.tolist()
 
     def _write(self, gone: Partitions, keys: AllKeys, ascending: Path) -> None:
-        """Write each task's places, ascending, by way of one file of the numbers of all tasks."""
+        """Write each task's sorted positions, through one file of the numbers of all tasks."""
         counts = np.zeros(self.tasks, np.int64)
         with ascending.open("wb") as file:
             for number in range(-(-len(keys) // self.block)):
@@ -108,12 +108,12 @@ class ChooseSurvivors(PipelineStep):
 
 
 class KeepSurvivors(MinhashDedupFilter):
-    """datatrove's filter by the list of those that go, which first sees that list and documents fit.
+    """datatrove's filter by the list of removed documents, with a check that list and documents match.
 
     Args:
-        keys: folder of what `WriteKeys` wrote.
-        removed: folder of what `ChooseSurvivors` wrote.
-        counting: told of those that go.
+        keys: output folder of `WriteKeys`.
+        removed: output folder of `ChooseSurvivors`.
+        counting: counts the removed documents.
     """
 
     def __init__(self, keys: str, removed: str, counting: CountLeftOut | None = None) -> None:
@@ -121,10 +121,10 @@ class KeepSurvivors(MinhashDedupFilter):
         self.keys = get_datafolder(keys)
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield the documents that stay.
+        """Yield the documents that are kept.
 
         Raises:
-            UserError: duplicates were not looked for, or these are not the documents that were compared.
+            UserError: the search for duplicates has not run, or compared other documents.
         """
         if not self.data_folder.isfile(_removed_name(rank)):
             where = f"{self.data_folder.path}/{_removed_name(rank)}"
@@ -146,4 +146,4 @@ class KeepSurvivors(MinhashDedupFilter):
 
 
 def _removed_name(rank: int) -> str:
-    return f"{rank:06d}.remove"  # as datatrove's filter reads it
+    return f"{rank:06d}.remove"  # the name that datatrove's filter expects

@@ -1,1 +1,1 @@
-"""Prepared folders: tokens to shards, what the tasks wrote to one manifest."""
+"""Output of a preparation: tokens to shards, results of the tasks to one manifest."""

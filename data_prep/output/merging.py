@@ -1,4 +1,4 @@
-"""What the tasks wrote becomes one prepared folder: shards in the order of the tasks, and the manifest."""
+"""Merge of the tasks' results into one prepared folder: shards in the order of the tasks, and the manifest."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from data_prep.tokenization.vocabularies import token_dtype
 from megatron_ext.errors import UserError
 
 CONTAMINATION, CONTAMINATION_TABLE = "contamination.json", "contamination.md"
-"""The report on test text in training text, in a prepared folder."""
+"""Files of the contamination report in a prepared folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """All that the manifest needs beside what the tasks noted.
+    """Merge of the tasks' results, with all further data of the manifest.
 
     Attributes:
         root: folder of the manifest.
-        tasks_folder: where the tasks wrote.
-        tasks: their number.
-        plan: which domains must be there.
-        tokenizer: what made the tokens.
-        report: folder of the report on test text in training text; None: there is none.
-        options: for the manifest.
-        provenance: for the manifest.
+        tasks_folder: output folder of the tasks.
+        tasks: number of tasks.
+        plan: split plan, which determines the required domains.
+        tokenizer: the tokenizer of the data.
+        report: folder of the contamination report; None if there is none.
+        options: options for the manifest.
+        provenance: provenance for the manifest.
     """
 
     root: Path
@@ -59,10 +59,10 @@ class Merge:
     provenance: dict[str, Any]
 
     def run(self) -> Manifest:
-        """Move the shards to their places and write the manifest. A merge that was stopped can be run again.
+        """Move the shards to their places and write the manifest. An interrupted merge can be rerun.
 
         Raises:
-            UserError: a domain that was asked for has no document.
+            UserError: a requested domain has no document.
         """
         results = [load_result(self.tasks_folder / f"{task:05d}.json") for task in range(self.tasks)]
         _check_nothing_missing(self.plan, results)
@@ -113,17 +113,17 @@ class Merge:
         (self.root / folder).mkdir(parents=True, exist_ok=True)
         for old, new in ((shard.file, moved.file), (shard.index, moved.index)):
             written = self.tasks_folder / f"{task:05d}" / old
-            if written.exists():  # else it was moved before a stop
+            if written.exists():  # otherwise an interrupted merge has moved it
                 written.rename(self.root / new)
         return moved
 
 
 class Finish(PipelineStep):
-    """Makes the prepared folder; as a step of its own, it can be the last job of a chain.
+    """Creates the prepared folder; as a separate step, it can be the last job of a chain.
 
     Args:
-        merging: what makes the content.
-        output: what the folder is called in the end.
+        merging: the merge.
+        output: final path of the folder.
     """
 
     type = "WRITER"
@@ -135,12 +135,12 @@ class Finish(PipelineStep):
         self.output = output
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Merge and rename, as the only task there is."""
+        """Merge and rename, as the only task."""
         self.merge()
         yield from ()
 
     def merge(self) -> Manifest:
-        """Merge what the tasks wrote, and give the folder its name."""
+        """Merge the results of the tasks, and rename the folder to its final path."""
         manifest = self.merging.run()
         publish(self.merging.root, self.output)
         return manifest

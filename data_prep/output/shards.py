@@ -1,4 +1,4 @@
-"""Writing WebDataset tar shards with an index beside each, so that tokens can be read without scanning the tar."""
+"""Writer of WebDataset tar shards, each with an index, so that tokens can be read without scanning the tar."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class DomainWriter:
     Args:
         root: folder of the manifest.
         split: train, validation or test.
-        domain: name of the domain, which its folder has, too.
-        shard_tokens: a shard is closed at the first document that brings it to this many tokens.
-        prefix: begins the key of every sample, so that no two tasks write the same.
+        domain: name of the domain and of its folder.
+        shard_tokens: a shard is closed with the first document that brings it to this many tokens.
+        prefix: prefix of every sample's key, so that keys of different tasks differ.
 
     Raises:
-        UserError: the domain's name leads out of the folder, or is no name of a folder.
+        UserError: the domain's name leads out of the folder, or is not a valid folder name.
     """
 
     def __init__(self, root: Path, split: str, domain: str, shard_tokens: int, prefix: str = "") -> None:
@@ -59,7 +59,7 @@ class DomainWriter:
         self.documents = self.tokens = self.characters = self.bytes = 0
 
     def add(self, document: Document, tokens: npt.NDArray[np.unsignedinteger]) -> None:
-        """Append a document: sample `<key>.json` and `<key>.tokens.npy`, in the order of the calls."""
+        """Append a document as sample `<key>.json` and `<key>.tokens.npy`, in the order of the calls."""
         if self._open is None:
             self._open = self._start()
         shard = self._open
@@ -84,7 +84,7 @@ class DomainWriter:
             self._finish()
 
     def close(self) -> DomainEntry:
-        """Finish the last shard and say what was written."""
+        """Finish the last shard and return the entry of the domain."""
         if self._open is not None:
             self._finish()
         return DomainEntry(
@@ -98,7 +98,7 @@ class DomainWriter:
         )
 
     def abandon(self) -> None:
-        """Let go of an unfinished shard, whose file is about to be removed."""
+        """Close an unfinished shard, whose file is about to be removed."""
         if self._open is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._open.stream.close()

@@ -1,4 +1,4 @@
-"""The last step of a task: documents to tokens, tokens to shards, and a note of what the task wrote."""
+"""Last step of a task: documents to tokens, tokens to shards, and a record of the result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_ext.json_text import parse_json
 
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 500_000
-"""The tokenizer library holds up to 200 bytes for each byte of a batch; larger ones are no faster."""
+"""Limits of a batch. The tokenizer library uses up to 200 bytes per byte of a batch; larger ones are not faster."""
 
 HOLDS_END = "some of its text is encoded as the end-of-document token"
 BETTER_TOKENIZER = "give a tokenizer of bytes, which encodes any text,"
@@ -37,14 +37,14 @@ BETTER_TOKENIZER = "give a tokenizer of bytes, which encodes any text,"
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What one task wrote.
+    """Result of one task.
 
     Attributes:
-        domains: shards by split and domain, their files relative to the task's folder.
-        skipped: malformed records passed over.
-        left_out: well-formed documents that were left out.
-        changed: documents that cleaning changed.
-        unused: documents that no split takes.
+        domains: shards by split and domain, with paths relative to the task's folder.
+        skipped: skipped malformed records.
+        left_out: dropped well-formed documents.
+        changed: documents changed by cleaning.
+        unused: documents that no split uses.
     """
 
     domains: list[DomainEntry]
@@ -58,13 +58,13 @@ class WriteShards(PipelineStep):
     """Tokenises documents and writes them to `<folder>/<task>/<split>/<domain>/`, then `<folder>/<task>.json`.
 
     Args:
-        folder: where tasks write.
+        folder: output folder of the tasks.
         root: folder of the tokenizer.
-        tokenizer: what is said of it in the manifest.
+        tokenizer: the manifest's entry of the tokenizer.
         shard_tokens: see `DomainWriter`.
-        problems: those of the step that reads; told of text that the tokenizer cannot encode.
-        ledger: what the steps before tell of the documents that they leave out or change.
-        board: told the tokens written.
+        problems: those of the reading step; also receives texts that the tokenizer cannot encode.
+        ledger: counts of earlier steps about documents that they drop or change.
+        board: progress board, which receives the number of tokens written.
     """
 
     type = "WRITER"
@@ -90,7 +90,7 @@ class WriteShards(PipelineStep):
         self.board = board
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Consume the documents of a task, if no one has done it in the meantime."""
+        """Consume the documents of a task, unless another process has done so in the meantime."""
         note = self.folder / f"{rank:05d}.json"
         with locked(note.with_suffix(".lock")):
             if not note.exists():
@@ -128,10 +128,10 @@ class DocumentEncoder:
     """Encodes whole documents, each to a little-endian array that ends with the end-of-document token.
 
     Args:
-        tokenizer: what encodes.
-        entry: what the manifest says of it.
-        problems: told of documents that hold text which the tokenizer has no token for, or which it encodes as the
-            end-of-document token; they are left out.
+        tokenizer: tokenizer that encodes.
+        entry: the manifest's entry of the tokenizer.
+        problems: receives documents with text that the tokenizer cannot encode, or that it encodes as the
+            end-of-document token; they are dropped.
     """
 
     def __init__(self, tokenizer: TextTokenizer, entry: TokenizerEntry, problems: Problems) -> None:
@@ -141,7 +141,7 @@ class DocumentEncoder:
         self._problems = problems
 
     def __call__(self, documents: list[Document]) -> Iterator[tuple[Document, npt.NDArray[np.unsignedinteger]]]:
-        """Yield the documents that can be encoded with their tokens."""
+        """Yield the documents that can be encoded, with their tokens."""
         for document, ids in self._ids(documents):
             if self._tokenizer.unknown is not None and self._tokenizer.unknown in ids:
                 self._refuse(document)
@@ -156,7 +156,7 @@ class DocumentEncoder:
     def _ids(self, documents: list[Document]) -> Iterator[tuple[Document, list[int]]]:
         encode = self._tokenizer.encode_batch
         if len(documents[0].text) <= PIECE_CHARACTERS:
-            with contextlib.suppress(NoTokenError):  # then one by one, to find those that it is about
+            with contextlib.suppress(NoTokenError):  # on failure, encode one by one to find the affected documents
                 yield from zip(documents, encode([document.text for document in documents]), strict=True)
                 return
         for document in documents:
@@ -169,7 +169,7 @@ class DocumentEncoder:
 
     def _refuse(self, document: Document) -> None:
         detail = ""
-        if self._problems.on_error == "stop":  # only a message says more
+        if self._problems.on_error == "stop":  # the detail is only shown in an error message
             detail = f"such as {lost_part(self._tokenizer, document.text)!r}"
         self._report(document, "the tokenizer has no token for its text", detail, BETTER_TOKENIZER)
 
@@ -180,22 +180,22 @@ class DocumentEncoder:
 
 
 def load_result(path: Path) -> TaskResult:
-    """Read what `WriteShards` noted."""
+    """Read the result that `WriteShards` wrote."""
     return TypeAdapter(TaskResult).validate_python(parse_json(read_regular(path)))
 
 
 def in_order(key: tuple[str, str]) -> tuple[int, str]:
-    """Sorts (split, domain or reason) as the manifest does: train, validation, test, and the other by name."""
+    """Sort key of (split, domain or reason) in the manifest's order: train, validation, test, then by name."""
     return SPLITS.index(key[0]), key[1]
 
 
 def count_entries(counts: Mapping[tuple[str, str], int]) -> list[CountEntry]:
-    """Counts by (split, reason), train before validation before test."""
+    """Return counts by (split, reason) as entries, train before validation before test."""
     return [CountEntry(*key, counts[key]) for key in sorted(counts, key=in_order)]  # type: ignore[arg-type]
 
 
 def unused_entries(counts: Mapping[tuple[str, str], int]) -> list[UnusedEntry]:
-    """Counts by (domain, reason), by name."""
+    """Return counts by (domain, reason) as entries, sorted by name."""
     return [UnusedEntry(*key, counts[key]) for key in sorted(counts)]
 
 
@@ -204,7 +204,7 @@ def _skipped(problems: Problems) -> list[SkippedEntry]:
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents for one call of the tokenizer; one that is encoded in pieces is alone."""
+    """Yield batches of documents for the tokenizer; a document that is encoded in pieces is alone."""
     batch: list[Document] = []
     characters = 0
     for document in documents:

@@ -28,7 +28,7 @@ def make_inputs(
 
 
 def _strength(head_dim: int) -> float:
-    """Return the norm of the common part. Its product, 8 sqrt(d), exceeds the top of 100,000 random q.k, 4.5 sqrt(d)."""
+    """Return the norm of the common part: its product is 8 sqrt(d). 100,000 random q.k stay below 4.5 sqrt(d)."""
     return (8 * head_dim**0.5) ** 0.5
 
 
