@@ -1,4 +1,4 @@
-"""Which split a document belongs to."""
+"""Assignment of documents to splits."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ NO_SIDE = "neither trained nor tested on"
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """Which split a document belongs to.
+    """Assignment of documents to splits.
 
-    Domains are known by any of their spellings, as `match_domain` knows them.
+    Domains match in any of their spellings, as in `match_domain`.
 
     Attributes:
         train: training domains.
         test: test domains.
-        folders: splits that the input's folders give.
-        validation_fraction: share of the training documents held out by hash, where no folder says.
-        optional: domains of either that the input may lack.
+        folders: splits that the input's folders determine.
+        validation_fraction: fraction of the training documents held out by hash, if no folder determines the split.
+        optional: training or test domains that the input may lack.
     """
 
     train: frozenset[str]
@@ -32,17 +32,18 @@ class SplitPlan:
     optional: frozenset[str] = frozenset()
 
     def side_of(self, domain: str, folder: str | None) -> str | None:
-        """What is known of a document's split before its text is: `train` is where some may still be held out.
+        """Return the split of a document as far as it is known without its text.
 
-        Of a corpus split by folders, test domains are read from `test` alone (without it: from `validation`). Documents
-        of training domains in `test` are test documents in domain.
+        For `train`, the document may still be held out. If folders determine the splits, documents of test domains are
+        only taken from `test`, or from `validation` if there is no `test`. Documents of training domains in `test` are
+        in-domain test documents.
 
         Args:
-            domain: of the document.
-            folder: split whose folder it lies in; None where folders do not give the split.
+            domain: domain of the document.
+            folder: split whose folder contains it; None if folders do not determine the split.
 
         Returns:
-            train, validation or test; None: it is not used.
+            train, validation or test; None if the document is not used.
         """
         domain = self.own_name(domain)
         if domain in self.test:
@@ -53,11 +54,11 @@ class SplitPlan:
         return folder or "train"
 
     def why_unused(self, domain: str, folder: str | None) -> str:
-        """Why `side_of` says None of a document."""
+        """Return the reason why `side_of` returns None for a document."""
         return f"tested on, but in the folder {folder}" if self.own_name(domain) in self.test else NO_SIDE
 
     def own_name(self, domain: str) -> str:
-        """The one spelling of a domain that the splits use; of a domain that they do not: the one given."""
+        """Return the plan's spelling of a domain; the given one for other domains."""
         return self._own_names.get(domain_key(domain), domain)
 
     @cached_property
@@ -65,7 +66,7 @@ class SplitPlan:
         return {domain_key(name): name for name in self.train | self.test}
 
     def split_of(self, text: str, domain: str, folder: str | None) -> str | None:
-        """The split of a document; see `side_of`. The hash is of the text: equal texts cannot stand on both sides."""
+        """Return the split of a document (see `side_of`). It hashes the text, so equal texts get the same split."""
         side = self.side_of(domain, folder)
         if side != "train" or (folder == "train" and "validation" in self.folders):
             return side
@@ -73,10 +74,10 @@ class SplitPlan:
 
     @property
     def has_test(self) -> bool:
-        """Whether there may be test documents."""
+        """Return True if there may be test documents."""
         return bool(self.test) or "test" in self.folders
 
 
 def fingerprint(text: str) -> int:
-    """Eight bytes of hash of a text, as an unsigned integer."""
+    """Return an 8-byte hash of a text as an unsigned integer."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

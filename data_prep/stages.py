@@ -1,8 +1,8 @@
-"""The stages of a preparation, each a datatrove pipeline over the same tasks.
+"""Stages of a preparation, each a datatrove pipeline over the same tasks.
 
-Choose domains, clean, split by hash; leave out duplicates; look for test text in training text; tokenise. Every pass
-over the documents begins with the same steps, and no text is written before it is tokens: without duplicates and
-decontamination there is one pass alone, with exact duplicates and a report there are four.
+They select domains, clean, split by hash, remove duplicates, search for test text in training text, and tokenise. Every
+pass over the documents begins with the same steps, and only tokens are written, never text. Without deduplication and
+decontamination there is a single pass; with exact deduplication and a contamination report there are four.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from data_prep.storage import WORK_NAME
 
 @dataclass(frozen=True, kw_only=True)
 class Filtering:
-    """What is done to documents before they become tokens.
+    """Processing of documents before tokenisation.
 
     Attributes:
-        cleaning: how text is cleaned; None: not at all.
-        duplicates: `keep` them, or leave out `exact` ones, or `near` ones, exact ones among them.
-        near: when two documents are near-duplicates.
-        overlap: how test text is looked for in training text, and what is done about it; None: it is not.
+        cleaning: options of the cleaning; None for none.
+        duplicates: `keep` them, or remove `exact` ones, or `near` ones including exact ones.
+        near: options of near-duplicate detection.
+        overlap: options of the search for test text in training text; None for no search.
     """
 
     cleaning: CleaningOptions | None = field(default_factory=CleaningOptions)
@@ -46,7 +46,7 @@ class Filtering:
     overlap: OverlapOptions | None = field(default_factory=OverlapOptions)
 
     def as_options(self) -> dict[str, Any]:
-        """The same by the names of the command's options, with `_` for `-`."""
+        """Return the options by the names of the command-line options, with `_` for `-`."""
         cleaning, overlap = self.cleaning or CleaningOptions(), self.overlap or OverlapOptions()
         return {
             "clean": self.cleaning is not None,
@@ -61,17 +61,17 @@ class Filtering:
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What the stages need to know.
+    """Inputs of the stages.
 
     Attributes:
-        root: folder that is filled.
-        corpus: what is read.
-        plan: which split a document belongs to.
-        filtering: what is done to documents.
-        tokenizer: what is in `root`.
+        root: folder being filled.
+        corpus: corpus to read.
+        plan: assignment of documents to splits.
+        filtering: processing of documents before tokenisation.
+        tokenizer: entry of the tokenizer in `root`.
         tasks: number of tasks that read documents.
-        on_error: at a malformed record.
-        shard_tokens: tokens a shard.
+        on_error: handling of malformed records.
+        shard_tokens: tokens per shard.
     """
 
     root: Path
@@ -84,7 +84,7 @@ class Preparation:
     shard_tokens: int
 
     def stages(self) -> list[Stage]:
-        """All of them, in order."""
+        """Return all stages in order."""
         problems, ledger = Problems(self.on_error), Ledger()
         documents = reading(self.corpus, self.plan, self.filtering.cleaning, problems, ledger)
         stages, documents = self._deduplicating(documents, ledger)
@@ -92,7 +92,7 @@ class Preparation:
         return [self._shown(stage) for stage in (*stages, *more)] + [self._tokenising(documents, problems, ledger)]
 
     def merge(self, options: dict[str, Any]) -> Merge:
-        """What makes one folder of the tasks' shards, with these options in the manifest."""
+        """Return the merge of the tasks' shards to one folder, with these options for the manifest."""
         report = self._folder("contamination") if self._overlap else None
         return Merge(
             root=self.root,
@@ -110,7 +110,7 @@ class Preparation:
         return self.filtering.overlap if self.plan.has_test else None
 
     def _deduplicating(self, documents: list[PipelineStep], ledger: Ledger) -> tuple[list[Stage], list[PipelineStep]]:
-        """Stages that find duplicates, and steps that read the documents without them."""
+        """Return the stages that find duplicates, and the steps that read the documents without them."""
         if self.filtering.duplicates == "keep":
             return [], documents
         beside = [collecting(str(self._folder("contamination")), self._overlap)] if self._overlap else []
@@ -121,7 +121,7 @@ class Preparation:
         return [*exact.stages, *near.stages], near.documents
 
     def _decontaminating(self, documents: list[PipelineStep], ledger: Ledger) -> tuple[list[Stage], list[PipelineStep]]:
-        """Stages that look for test text, and steps that read the documents without those that are dropped for it."""
+        """Return the stages that search for test text, and the steps that read the documents without dropped ones."""
         if self._overlap is None:
             return [], documents
         source, folder = Source(documents, self.tasks), str(self._folder("contamination"))
@@ -138,7 +138,7 @@ class Preparation:
         return replace(shown, steps=[*shown.steps, writer])
 
     def _shown(self, stage: Stage) -> Stage:
-        """A stage that reads the corpus, with a board of its own that its reader tells of the bytes read."""
+        """Return a stage that reads the corpus with its own progress board, to which its reader reports bytes."""
         reader, *rest = stage.steps
         if not isinstance(reader, ReadCorpus):
             return stage

@@ -1,7 +1,7 @@
-"""datatrove steps that every stage begins with: documents of the corpus, each with its split.
+"""datatrove steps at the start of every stage: documents of the corpus, each with its split.
 
-A document's `metadata` says: `domain`, `source`, `folder` (the split whose folder it lies in, or None) and `split`;
-until the last is known, also `changes`, which are then counted.
+A document's `metadata` contains `domain`, `source`, `folder` (the split whose folder contains it, or None) and `split`.
+Before `split` is set, it also contains `changes`, which are then counted.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from data_prep.splits import SplitPlan
 
 
 class ReadCorpus(PipelineStep):
-    """Reads the files of a task: of w tasks, task r reads files r, r + w, r + 2 w, ...
+    """Reads the files of a task: task r of w reads the files r, r + w, r + 2 w, ...
 
     Args:
-        corpus: what is read.
-        problems: what to do about malformed records. Each task counts its own, in its own copy.
-        board: told the bytes read; None: nobody is.
+        corpus: corpus to read.
+        problems: handling of malformed records. Each task counts its own, in its own copy.
+        board: progress board that receives the bytes read; None for none.
     """
 
     type = "READER"
@@ -50,13 +50,13 @@ class ReadCorpus(PipelineStep):
 
 
 class ChooseDomains(PipelineStep):
-    """Drops documents that no split takes; of the others, `split` is the side that they are on.
+    """Drops documents that no split uses, and sets `split` of the others as far as it is known without the text.
 
-    Spellings of one domain become one.
+    It also unifies the spellings of a domain.
 
     Args:
-        plan: which split a document belongs to.
-        ledger: told of those that are dropped.
+        plan: assignment of documents to splits.
+        ledger: receives the counts of dropped documents.
     """
 
     type = "SPLITTER"
@@ -104,14 +104,14 @@ class AssignSplits(PipelineStep):
 def reading(
     corpus: Corpus, plan: SplitPlan, cleaning: CleaningOptions | None, problems: Problems, ledger: Ledger
 ) -> list[PipelineStep]:
-    """The steps that every pass over the documents begins with: read, choose domains, clean, split.
+    """Return the first steps of every pass over the documents: read, select domains, clean, split.
 
     Args:
-        corpus: what is read.
-        plan: which split a document belongs to.
-        cleaning: what is cleaned; None: nothing.
-        problems: what to do about malformed records.
-        ledger: told of documents that are not used, and of those that cleaning changes or leaves out.
+        corpus: corpus to read.
+        plan: assignment of documents to splits.
+        cleaning: options of the cleaning; None for none.
+        problems: handling of malformed records.
+        ledger: receives the counts of unused documents, and of those that cleaning changes or drops.
     """
     steps: list[PipelineStep] = [ReadCorpus(corpus, problems), ChooseDomains(plan, ledger)]
     if cleaning is not None:

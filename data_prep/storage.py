@@ -1,4 +1,4 @@
-"""Writing that is either whole or absent: beside the target first, forced to disk, then renamed."""
+"""Atomic output: written beside the target, forced to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from megatron_ext.json_text import parse_json
 
 PARTIAL_SUFFIX = ".partial"
 BEGUN_NAME = ".begun.json"
-"""File inside a `.partial` folder: what it was begun with."""
+"""File inside a `.partial` folder that records the options with which it was begun."""
 
 WORK_NAME = ".work"
-"""Folder inside a `.partial` folder for all that the finished one does not keep."""
+"""Folder inside a `.partial` folder for everything that the finished one does not keep."""
 
 LOCK_NAME = ".lock"
-"""File inside a `.partial` folder that its writer holds locked: tells a running writer from a killed one."""
+"""File inside a `.partial` folder that its writer keeps locked: distinguishes a running writer from a killed one."""
 
 HASHED = 2 << 20
-"""Bytes of a file that are hashed at a time: with less, threads that share cores spend more time being woken."""
+"""Bytes of a file that are hashed at once: with fewer, threads that share cores are woken too often."""
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, as hexadecimal digits.
+    """Return the SHA-256 of a file as hexadecimal digits.
 
     Raises:
         OSError: it cannot be opened or read.
     """
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        if hasattr(os, "posix_fadvise"):  # the system reads twice as far ahead, and hashing waits less
+        if hasattr(os, "posix_fadvise"):  # the system reads ahead twice as far, and hashing waits less
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         block = memoryview(bytearray(max(1, min(HASHED, os.fstat(file.fileno()).st_size))))
         while count := file.readinto(block):
@@ -49,17 +49,17 @@ def sha256_of(path: Path) -> str:
 
 @contextlib.contextmanager
 def unfinished_folder(output: Path, begun: dict[str, Any]) -> Iterator[Path]:
-    """Give a `.partial` folder to fill; `publish` makes it `output`.
+    """Context manager that yields a `.partial` folder to fill; `publish` renames it to `output`.
 
-    A `.partial` folder that a stopped writer left is given again as it is, so that work can go on. After a mistake of
-    the user's, one that was made by this call is removed; after anything else it stays.
+    A `.partial` folder of an interrupted writer is returned unchanged, so that the work can be resumed. After a
+    UserError, a folder that this call created is removed. After any other error it is kept.
 
     Args:
-        output: the folder to make.
-        begun: what decides the content, as JSON. A folder that was begun with something else is refused.
+        output: the folder to create.
+        begun: values that determine the content, as JSON. A folder that was begun with other values is refused.
 
     Raises:
-        UserError: `output` is there and not empty, or its `.partial` folder is not this writer's to go on with.
+        UserError: `output` exists and is not empty, or this writer cannot resume its `.partial` folder.
     """
     partial = claim(output)
     with (partial / LOCK_NAME).open("a") as lock:
@@ -78,10 +78,10 @@ def unfinished_folder(output: Path, begun: dict[str, Any]) -> Iterator[Path]:
 
 
 def claim(output: Path) -> Path:
-    """The `.partial` folder of an output, made if it is not there.
+    """Return the `.partial` folder of an output, and create it if needed.
 
     Raises:
-        UserError: `output` is there and not empty, or something else is in the way.
+        UserError: `output` exists and is not empty, or something else is in the way.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(str(output), "is already there and not empty", "choose another --output or remove it")
@@ -90,16 +90,16 @@ def claim(output: Path) -> Path:
     with contextlib.suppress(FileExistsError):
         partial.mkdir()
     names = {path.name for path in partial.iterdir()} if partial.is_dir() else {str(partial)}
-    if names and not names & {LOCK_NAME, BEGUN_NAME}:  # an empty one may be what a writer left that was just killed
+    if names and not names & {LOCK_NAME, BEGUN_NAME}:  # an empty folder may be that of a writer that was just killed
         raise UserError(str(partial), "is in the way and was not left by `selectron prepare`", "move it elsewhere")
     return partial
 
 
 def publish(partial: Path, output: Path) -> None:
-    """Rename a finished `.partial` folder, without what only the work on it needed.
+    """Rename a finished `.partial` folder, after removing the work folder.
 
-    A kill at any place leaves a folder that the next call recognises: until the renaming, one with a note of what it
-    was begun with and a manifest; after it, a whole one with that note, which `was_published` removes.
+    A kill at any point leaves a folder that the next run recognises. Before the renaming, it has the record of its
+    options and a manifest. After it, it is complete and still has that record, which `was_published` removes.
     """
     shutil.rmtree(partial / WORK_NAME, ignore_errors=True)
     _force_folders_to_disk(partial)
@@ -109,9 +109,9 @@ def publish(partial: Path, output: Path) -> None:
 
 
 def was_published(output: Path, begun: dict[str, Any]) -> bool:
-    """Whether a call with the same `begun` was stopped when `output` had its name, and only notes were left to remove.
+    """Return True if a run with the same `begun` was interrupted after renaming `output`, before removing its notes.
 
-    They are removed.
+    The notes are then removed.
     """
     note = output / BEGUN_NAME
     if not (note.is_file() and (output / MANIFEST_NAME).is_file()) or _difference(note, begun) is not None:
@@ -122,9 +122,9 @@ def was_published(output: Path, begun: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a file locked, waiting for whoever holds it.
+    """Context manager that holds a file lock, and waits for it if needed.
 
-    Processes of a killed `prepare` may still be at work on their task when the next call comes to it: that one waits.
+    Processes of a killed `prepare` may still execute their task when the next run reaches it; that run waits.
     """
     with path.open("w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
@@ -132,14 +132,14 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _begin(partial: Path, begun: dict[str, Any]) -> bool:
-    """Note what a new folder is begun with, or compare that of an old one; whether it is new."""
+    """Record the options of a new folder, or compare those of an old one. Return True if the folder is new."""
     note = partial / BEGUN_NAME
     is_new = not note.is_file()
     if is_new:
-        if (partial / MANIFEST_NAME).exists():  # earlier versions removed the note before they renamed the folder
+        if (partial / MANIFEST_NAME).exists():  # earlier versions removed the record before renaming the folder
             mend = f"rename it to {partial.name.removesuffix(PARTIAL_SUFFIX)}, or remove it to begin anew"
             raise UserError(str(partial), "is finished, of a call that was stopped before it had its name", mend)
-        _empty(partial)  # what was there before the note holds nothing to go on with
+        _empty(partial)  # there is nothing to resume from before the record was written
         write_whole(note, json.dumps(begun).encode())
     elif (name := _difference(note, begun)) is not None:
         before, now = _shown(parse_json(read_regular(note)).get(name)), _shown(begun.get(name))
@@ -150,13 +150,13 @@ def _begin(partial: Path, begun: dict[str, Any]) -> bool:
 
 
 def _difference(note: Path, begun: dict[str, Any]) -> str | None:
-    """The first thing, by name, that a folder was begun with otherwise; None: all is the same."""
+    """Return the first name, in order, for which a folder was begun with another value; None if all are equal."""
     before = parse_json(read_regular(note))
     return next((name for name in sorted(before.keys() | begun.keys()) if before.get(name) != begun.get(name)), None)
 
 
 def _discard(partial: Path) -> None:
-    """Remove a folder that holds nothing to go on with: the note first, so that nobody goes on with half of it."""
+    """Remove a folder with nothing to resume; the record goes first, so that no run resumes half of it."""
     with contextlib.suppress(OSError):
         (partial / BEGUN_NAME).unlink(missing_ok=True)
         _empty(partial)
@@ -171,7 +171,7 @@ def _empty(partial: Path) -> None:
 
 
 def _remove_notes(output: Path) -> None:
-    for name in (LOCK_NAME, BEGUN_NAME):  # in this order: the latter is what `was_published` goes by
+    for name in (LOCK_NAME, BEGUN_NAME):  # in this order: `was_published` relies on the latter
         (output / name).unlink(missing_ok=True)
     force_to_disk(output)
 

@@ -1,4 +1,4 @@
-"""What `selectron prepare` says at the end: what was made, what was left out, and how much test text is in train."""
+"""Final summary of `selectron prepare`: the output, the dropped documents, and the contamination."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ LEFT_OUT = {
 }
 
 MOST_LINES = 20
-"""Domains that are not used, of which there may be any number, with a line of their own."""
+"""Maximum number of unused domains that get a line of their own."""
 
 
 def summary(manifest: Manifest, output: str) -> str:
-    """Table of the splits and domains, with what was left out.
+    """Return a table of the splits and domains, and lines about the documents that are not in them.
 
     Args:
-        manifest: of the folder.
-        output: the folder, with the report on contamination if there is one.
+        manifest: manifest of the folder.
+        output: the folder, which may contain a contamination report.
     """
     lines = [f"{'split':<12}{'domain':<20}{'documents':>12}{'tokens':>16}{'bytes':>16}"]
     for entry in manifest.domains:
@@ -55,7 +55,7 @@ def summary(manifest: Manifest, output: str) -> str:
 
 
 def _absent(manifest: Manifest) -> list[str]:
-    """Usual domains without a document: one that was named would have been refused."""
+    """Report default domains without a document. A domain that was requested explicitly would have been an error."""
     absent = [
         name
         for option, split in (("train_domains", "train"), ("test_domains", "test"))
@@ -66,7 +66,7 @@ def _absent(manifest: Manifest) -> list[str]:
 
 
 def _unused(manifest: Manifest) -> list[str]:
-    """Documents that no split takes, most first."""
+    """Report documents that no split uses, most frequent first."""
     entries = sorted(manifest.unused, key=lambda one: -one.documents)
     lines = [f"not used: {one.documents} of {one.domain} ({one.reason})" for one in entries[:MOST_LINES]]
     rest = entries[MOST_LINES:]
@@ -76,7 +76,7 @@ def _unused(manifest: Manifest) -> list[str]:
 
 
 def _of_unread(kind: dict[str, Any]) -> str:
-    """Files of one suffix that were not read, with the names of a few."""
+    """Report unread files of one suffix, with a few names."""
     files = f"{kind['files']} {kind['suffix']} file{'s' if kind['files'] > 1 else ''}".replace("  ", " ")
     such_as = "such as " if kind["files"] > len(kind["examples"]) else ""
     suffix = "" if kind["suffix"] else " without suffix"

@@ -1,1 +1,1 @@
-"""Corpora as they lie on disks: JSON lines, Parquet, tars, token files, plain text, the embedded one."""
+"""Readers of corpora: JSON lines, Parquet, tars, token files, plain text, and the embedded corpus."""

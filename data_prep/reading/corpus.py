@@ -1,4 +1,4 @@
-"""The corpus that `--input` names: its files are read each by what it is, and give domains and splits."""
+"""Corpus of the files that `--input` names, each read according to its format."""
 
 from __future__ import annotations
 
@@ -43,15 +43,16 @@ Reader = Callable[[InputFile, Fields, Problems, Advance], Iterator[Found]]
 
 
 def open_files(source: str | Path, fields: Fields | None = None, tokenizer: TextTokenizer | None = None) -> FileCorpus:
-    """The corpus in a file, a folder or under a URL.
+    """Open the corpus in a file, a folder or under a URL.
 
     Args:
-        source: where it is. Files of records, tables, tars and token files are read; where there are none, text files.
-        fields: where records have their text and domain; None: in the usual places.
-        tokenizer: turns the tokens of Megatron's .bin/.idx files back to text.
+        source: path or URL. Files of records, tables, tars and token files are read; without any, text files.
+        fields: location of text and domain in a record; None for the defaults.
+        tokenizer: converts the tokens of Megatron's .bin/.idx files back to text.
 
     Raises:
-        UserError: there is no such path, nothing readable in it, or token files without a tokenizer; see `select`.
+        UserError: the path does not exist, contains nothing readable, or has token files but no tokenizer is given; see
+            `select`.
     """
     source = without_protocol(str(source))
     selection = select(source, list_files(source))
@@ -61,16 +62,16 @@ def open_files(source: str | Path, fields: Fields | None = None, tokenizer: Text
 
 
 class FileCorpus:
-    """Documents of files, a unit a file.
+    """Documents of files; each file is a unit.
 
-    Sub-folders called train, validation and test give the split; where there are such, files outside them (benchmarks,
-    notes) are not read. Text files have no split of their own. What is not read is counted in `provenance`.
+    Sub-folders named train, validation and test determine the split. If there are any, files outside them (benchmarks,
+    notes) are not read. The split of text files is never determined by folders. `provenance` counts the unread files.
 
     Args:
-        name: of the input; domain of text files that lie in no sub-folder.
-        selection: what is read, and what is not.
-        fields: where records have their text and domain.
-        tokenizer: turns tokens back to text.
+        name: name of the input, and the domain of text files outside sub-folders.
+        selection: files to read, and the others.
+        fields: location of text and domain in a record.
+        tokenizer: converts tokens back to text.
     """
 
     def __init__(self, name: str, selection: Selection, fields: Fields, tokenizer: TextTokenizer | None = None) -> None:
@@ -83,12 +84,12 @@ class FileCorpus:
         self._tokenizer = tokenizer
 
     def with_default(self, domain: str) -> FileCorpus:
-        """The same files, with a domain for records that name none."""
+        """Return a corpus of the same files, with a domain for records that name none."""
         return FileCorpus(self.name, self._selection, replace(self._fields, default=domain), self._tokenizer)
 
     @property
     def has_own_domains(self) -> bool:
-        """Whether there are files whose names are domains, if nothing else is said: those of tokens."""
+        """Return True if there are token files, whose names are the default domains."""
         return any(file.suffix == INDEX_SUFFIX for file in self.files)
 
     @property
@@ -109,11 +110,11 @@ class FileCorpus:
             yield Document(name, found.text, found.domain, file.source, split_folder(file), found.changes)
 
     def provenance(self) -> dict[str, Any]:
-        """Number and size of the input files that are read, and which are not."""
+        """Return the number and size of the input files that are read, and the counts of the others."""
         return {"files": len(self.files), "bytes": self.total_bytes, "not_read": self._selection.not_read}
 
     def identity(self) -> str:
-        """Digest of the files' names, sizes and times."""
+        """Return a digest of the files' names, sizes and times."""
         digest = hashlib.sha256()
         for file in self.files:
             digest.update(file.key + f"\0{file.size}\0{file.stamp}\0".encode())
@@ -127,14 +128,14 @@ class FileCorpus:
         if file.suffix == TAR_SUFFIX:
             return read_tar
         if file.suffix == INDEX_SUFFIX:
-            from data_prep.reading.indexed import IndexedReader  # brings Megatron and torch, which no other input needs
+            from data_prep.reading.indexed import IndexedReader  # imports Megatron and torch, only needed here
 
             assert self._tokenizer is not None
             return IndexedReader(self._tokenizer)
         return self._read_text
 
     def _read_text(self, file: InputFile, fields: Fields, problems: Problems, advance: Advance) -> Iterator[Found]:
-        """A text file is a document; its domain is its first-level folder. One without text is malformed."""
+        """Read a text file as one document; its domain is its first-level folder. A file without text is malformed."""
         with file.open() as stream:
             content = stream.read(LONGEST_RECORD + 1)
         advance(file.size)
@@ -147,10 +148,10 @@ class FileCorpus:
 
 
 def _text_of(content: bytes, size: int) -> str:
-    """The text in the bytes of a file.
+    """Return the text in the content of a file.
 
     Raises:
-        MalformedError: it is too long, no UTF-8, or blank.
+        MalformedError: it is too long, not UTF-8, or blank.
     """
     if len(content) > LONGEST_RECORD:
         raise MalformedError("too long", f"{size:,} bytes, at most {LONGEST_RECORD:,} are taken")
@@ -165,7 +166,7 @@ def _text_of(content: bytes, size: int) -> str:
 
 
 def _own_name(source: str) -> str:
-    """Name of a folder, or of a file without what tells its form."""
+    """Return the name of a folder, or of a file without the suffix of its format."""
     path = PurePosixPath(source) if is_url(source) else Path(source).resolve()
     if isinstance(path, Path) and path.is_dir():
         return printable(path.name)

@@ -1,8 +1,8 @@
-"""The embedded corpus: real text that every machine with this project's dependencies already has.
+"""Embedded corpus: real text that is available wherever this project's dependencies are installed.
 
-Training domain `PythonDocs`: Python's documentation topics, the docstrings of the standard library and of a few
-documented packages, and the long descriptions of the installed packages. Out-of-domain test: `PythonCode`, source code
-of the standard library. Nothing is imported for it but the table of topics; sources are parsed.
+The training domain `PythonDocs` contains Python's documentation topics, the docstrings of the standard library and of a
+few documented packages, and the long descriptions of the installed packages. The out-of-domain test `PythonCode` is
+source code of the standard library. Only the table of topics is imported; sources are parsed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ DOCUMENTED_PACKAGES = ("matplotlib", "networkx", "numpy")
 
 MIN_CHARACTERS = 200
 CODE_BYTES = 3_000_000
-"""How much source code is taken: enough for a test domain, small beside the training domain."""
+"""Bytes of source code: enough for a test domain, small compared to the training domain."""
 
-# Test suites repeat each other, `encodings` and `pydoc_data` are tables, and bundled wheels are no sources.
+# Test suites are repetitive, `encodings` and `pydoc_data` are tables, and bundled wheels are not sources.
 EXCLUDED_PARTS = frozenset(
     {"test", "tests", "testing", "idle_test", "encodings", "pydoc_data", "_bundled", "__pycache__"}
     | {"site-packages", "dist-packages"}
@@ -46,7 +46,7 @@ class EmbeddedCorpus:
 
     @cached_property
     def collected(self) -> list[Document]:
-        """Every document of both domains."""
+        """Return every document of both domains."""
         seen: set[str] = set()
         return [
             document
@@ -56,7 +56,7 @@ class EmbeddedCorpus:
 
     @property
     def total_bytes(self) -> int:
-        """UTF-8 bytes of all documents."""
+        """Return the UTF-8 bytes of all documents."""
         return sum(len(document.text.encode()) for document in self.collected)
 
     def documents(self, problems: Problems, advance: Advance = ignore_progress) -> Iterator[Document]:
@@ -66,18 +66,18 @@ class EmbeddedCorpus:
             advance(len(document.text.encode()))
 
     def read(self, unit: int, problems: Problems, advance: Advance = ignore_progress) -> Iterator[Document]:
-        """Yield the documents: the corpus is one unit."""
+        """Yield the documents; the corpus is a single unit."""
         return self.documents(problems, advance)
 
     def identity(self) -> str:
-        """Digest of the texts."""
+        """Return a digest of the texts."""
         digest = hashlib.sha256()
         for document in self.collected:
             digest.update(document.text.encode())
         return digest.hexdigest()
 
     def provenance(self) -> dict[str, Any]:
-        """The Python that the text was taken from, and documents by what they come from."""
+        """Return the Python version, and the number of documents by source."""
         return {
             "python": platform.python_version(),
             "documents": dict(Counter(document.source for document in self.collected)),
@@ -85,9 +85,9 @@ class EmbeddedCorpus:
 
 
 def strip_docstrings(source: str) -> str:
-    """Source code without its docstrings, still valid Python.
+    """Remove the docstrings from source code, which remains valid Python.
 
-    The docstrings are training text: left in the code, the out-of-domain test would ask for text learnt by heart.
+    The docstrings are training text. In the code, they would make the out-of-domain test reward memorisation.
 
     Raises:
         SyntaxError: `source` does not parse.
@@ -152,7 +152,7 @@ def _standard_library() -> Path:
 
 
 def _python_files(root: Path) -> list[Path]:
-    """Sorted sources under `root`, the excluded folders pruned before they are walked."""
+    """Return the sorted sources under `root`; excluded folders are not visited."""
     files: list[Path] = []
     for entry in sorted(root.iterdir()):
         if entry.name in EXCLUDED_PARTS or entry.is_symlink():
@@ -170,7 +170,7 @@ def _module_name(file: Path, root: Path, prefix: str) -> str:
 
 
 def _read_source(file: Path) -> tuple[str, ast.Module] | None:
-    """Text and syntax tree of a file; None for the deliberately broken ones that some packages carry."""
+    """Return text and syntax tree of a file; None for the deliberately broken files of some packages."""
     try:
         with tokenize.open(file) as stream, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in other people's strings
@@ -181,7 +181,7 @@ def _read_source(file: Path) -> tuple[str, ast.Module] | None:
 
 
 def _module_documentation(file: Path, module: str, seen: set[str]) -> str:
-    """The docstrings of a module, each under its dotted name, those seen elsewhere left out."""
+    """Return the docstrings of a module, each under its dotted name, without those seen elsewhere."""
     parsed = _read_source(file)
     if parsed is None:
         return ""
@@ -199,7 +199,7 @@ def _named_docstrings(node: _Holder, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _descriptions() -> Iterator[Document]:
-    """Long descriptions of the installed packages; this project's own is not a given text and is left out."""
+    """Yield the long descriptions of the installed packages, except this project's own, which changes with it."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         metadata = distribution.metadata
@@ -212,7 +212,7 @@ def _descriptions() -> Iterator[Document]:
 
 
 def _source_code() -> Iterator[Document]:
-    """Modules of the standard library, drawn by a hash of their names until `CODE_BYTES` are reached."""
+    """Yield modules of the standard library, drawn by a hash of their names until `CODE_BYTES` are reached."""
     root, total = _standard_library(), 0
     names = {_module_name(file, root, ""): file for file in _python_files(root)}
     drawn: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""Text and domain of a record, whatever kind of file it stood in."""
+"""Text and domain of a record, for all file formats."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any, NamedTuple
 from data_prep.documents import MalformedError, check_length, short_domain
 
 LONGEST_DOMAIN = 200
-"""Characters of a domain's name: it names a folder, and a worker holds the names of all domains it has met."""
+"""Maximum characters of a domain name: it names a folder, and a worker keeps all domain names in memory."""
 
 MOST_KEYS = 8
-"""Keys of a record in a message."""
+"""Maximum number of a record's keys in a message."""
 
 TEXT_KEY = "text"
 DOMAIN_KEYS = ("meta.redpajama_set_name", "domain")
-"""Where a record's domain is looked for if nothing else is named: SlimPajama's place, then a key of its own."""
+"""Default keys of a record's domain, in order of preference: SlimPajama's, then a key of its own."""
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Where a record has its text and domain.
+    """Location of text and domain in a record.
 
     Attributes:
-        text: key of the text; `a.b` is `b` in the object `a` where there is no key `a.b`.
-        domain: key of the domain, in the same form; None: the first of `DOMAIN_KEYS` that is there.
-        default: domain of records that name none; None: they are malformed.
+        text: key of the text; `a.b` means key `b` in the object `a` if there is no key `a.b`.
+        domain: key of the domain in the same format; None: the first of `DOMAIN_KEYS` that exists.
+        default: domain of records that name none; None: such records are malformed.
     """
 
     text: str = TEXT_KEY
@@ -34,7 +34,7 @@ class Fields:
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """Keys of the domain, the first that is there counts."""
+        """Return the keys of the domain; the first one that exists is used."""
         return DOMAIN_KEYS if self.domain is None else (self.domain,)
 
 
@@ -42,10 +42,10 @@ class Found(NamedTuple):
     """A well-formed record.
 
     Attributes:
-        place: where it stands in its file, as what follows the file's name in an id.
-        text: its text.
-        domain: name of its domain.
-        changes: what its reader took from the text; see `Document`.
+        place: location in the file, appended to the file's name in an id.
+        text: the text.
+        domain: name of the domain.
+        changes: changes that the reader made to the text; see `Document`.
     """
 
     place: str
@@ -55,14 +55,14 @@ class Found(NamedTuple):
 
 
 def text_and_domain(record: Any, fields: Fields) -> tuple[str, str]:
-    """Text and short domain name of a record.
+    """Return text and short domain name of a record.
 
     Args:
-        record: what a line, a member or a row holds.
-        fields: where they are.
+        record: content of a line, a member or a row.
+        fields: location of text and domain.
 
     Raises:
-        MalformedError: no text, too much of it, text or a domain that is not valid Unicode, or no domain.
+        MalformedError: there is no text, too much of it, no domain, or text or domain are not valid Unicode.
     """
     text = _look_up(record, fields.text)
     if not isinstance(text, str) or not text.strip():
@@ -73,10 +73,10 @@ def text_and_domain(record: Any, fields: Fields) -> tuple[str, str]:
 
 
 def domain_of(record: Any, fields: Fields) -> str:
-    """Short domain name of a record.
+    """Return the short domain name of a record.
 
     Raises:
-        MalformedError: it has none, or one that is no name.
+        MalformedError: it has none, or one that is not a valid name.
     """
     found = (_look_up(record, key) for key in fields.domains)
     name = next((one for one in found if one is not None), fields.default)

@@ -1,6 +1,6 @@
-"""Megatron's own token files (.bin/.idx): read back to text, and written from a prepared folder.
+"""Megatron's token files (.bin/.idx): read as text, and written from a prepared folder.
 
-The only module here that needs Megatron: its format is read and written by Megatron's own code.
+This is the only module here that needs Megatron, whose own code reads and writes the format.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from megatron_ext.printable import printable
 from megatron_ext.scratch import scratch_folder
 
 SPECIAL_TOKENS, PARTED = "special_tokens", "parted"
-"""Changes of a text: special tokens were taken out; it is a part of a document that held several."""
+"""Changes of a text: special tokens were removed; it is one part of a document that was split at end-of-document."""
 
 
 class IndexedReader:
     """Reads the documents of one .bin/.idx pair.
 
-    Special tokens are known by their ids and are no text. An end-of-document token within a document parts it in two:
-    others pack several documents into one of the index. Taking out anything but one at the end is a change of the text.
+    Special tokens are identified by their ids and are not text. An end-of-document token inside a document splits it,
+    because some tools pack several documents into one document of the index. Removing any special token except one at
+    the end counts as a change of the text.
 
     Args:
-        tokenizer: what made the tokens.
+        tokenizer: tokenizer that made the tokens.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -46,7 +47,7 @@ class IndexedReader:
         self._special = np.array(sorted({*tokenizer.special, *(() if end is None else end[1:])}), np.int64)
 
     def __call__(self, file: InputFile, fields: Fields, problems: Problems, advance: Advance) -> Iterator[Found]:
-        """Yield every well-formed document; its domain is the default one, or by the name of the file."""
+        """Yield every well-formed document; its domain is the default one, or derived from the file name."""
         with _here(file) as prefix:
             dataset = _open(file, prefix, problems)
             if dataset is not None:
@@ -68,7 +69,7 @@ class IndexedReader:
             problems.report(file.location, number + 1, "does not fit its .bin", str(error))
 
     def _texts(self, dataset: IndexedDataset, start: int, count: int) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-        """Texts of one document of the index, each with its place within and what was taken out."""
+        """Yield the texts of one document of the index, each with its suffix in the id and its changes."""
         check_length(count, "tokens")
         tokens = dataset.bin_reader.read(dataset.index.dtype, count, start)
         unknown = tokens[(tokens < 0) | (tokens >= self._tokenizer.vocab_size)]
@@ -98,7 +99,7 @@ class BrokenIndexError(ValueError):
 
 
 class _Dataset(IndexedDataset):
-    """Megatron's, silent where its files cannot be opened: its own `__del__` then prints an error."""
+    """Megatron's dataset without its `__del__`, which prints an error if the files could not be opened."""
 
     def __del__(self) -> None:
         for name in ("bin_reader", "index"):
@@ -106,12 +107,12 @@ class _Dataset(IndexedDataset):
 
 
 def _documents(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
-    """First byte and number of tokens of every document.
+    """Yield the first byte and the number of tokens of every document.
 
-    Megatron writes sequence after sequence, and documents of sequences in their order.
+    Megatron writes sequences one after the other, and documents in the order of their sequences.
 
     Raises:
-        BrokenIndexError: the index says otherwise, or the .bin ends before, or goes on.
+        BrokenIndexError: the index deviates from this order, or the size of the .bin does not match it.
     """
     lengths, starts, bounds = dataset.sequence_lengths, dataset.index.sequence_pointers, dataset.document_indices
     size = Path(f"{dataset.path_prefix}.bin").stat().st_size
@@ -136,9 +137,9 @@ def _documents(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _here(file: InputFile) -> Iterator[str]:
-    """The pair's common path on this machine, while it is read: Megatron maps the files to memory.
+    """Context manager that yields the pair's common path on this machine; Megatron memory-maps the files.
 
-    A pair at a URL is copied to a disk of this machine, and removed from there again.
+    A pair at a URL is copied to a local disk, and removed at the end.
     """
     if file.is_local:
         yield file.location.removesuffix(".idx")
@@ -156,7 +157,7 @@ def _open(file: InputFile, prefix: str, problems: Problems) -> IndexedDataset | 
     if not IndexedDataset.exists(prefix):
         problems.report(file.location, None, "has no .bin beside it")
         return None
-    if not Path(f"{prefix}.bin").stat().st_size:  # which cannot be mapped to memory
+    if not Path(f"{prefix}.bin").stat().st_size:  # an empty file cannot be memory-mapped
         problems.report(file.location, None, "has an empty .bin beside it")
         return None
     try:
@@ -167,26 +168,26 @@ def _open(file: InputFile, prefix: str, problems: Problems) -> IndexedDataset | 
 
 
 def _domain_of(file: InputFile) -> str:
-    """`C4_text_document.idx` -> `C4`, the suffix being that of Megatron's preprocess_data."""
+    """Derive the domain: `C4_text_document.idx` -> `C4`. The suffix is that of Megatron's preprocess_data."""
     return printable(PurePosixPath(file.name).stem).removesuffix("_document").removesuffix("_text")
 
 
 def export(root: Path, manifest: Manifest, prefix: Path) -> list[Path]:
     """Write a prepared folder as `<prefix>_<split>_<domain>_text_document.bin` and `.idx`.
 
-    A document is a sequence and ends with the end-of-document token, as after Megatron's `preprocess_data
-    --append-eod`. The type of the tokens is Megatron's choice for the size of the vocabulary.
+    A document is one sequence and ends with the end-of-document token, as with Megatron's `preprocess_data
+    --append-eod`. Megatron chooses the token type by the vocabulary size.
 
     Args:
         root: folder of the manifest.
-        manifest: what is in it; shards are checked against it while they are read.
-        prefix: beginning of the files' names.
+        manifest: the manifest; shards are checked against it while they are read.
+        prefix: prefix of the file names.
 
     Returns:
-        The prefixes written, for Megatron's `--data-path`.
+        The written prefixes, for Megatron's `--data-path`.
 
     Raises:
-        UserError: a shard is damaged, or a file is in the way.
+        UserError: a shard is damaged, or an output file already exists.
     """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     return [_export_domain(root, manifest, entry, prefix) for entry in manifest.domains]
@@ -198,7 +199,7 @@ def _export_domain(root: Path, manifest: Manifest, entry: DomainEntry, prefix: P
     for path in (binary, index):
         if path.exists():
             raise UserError(str(path), "is already there", "choose another prefix or remove it")
-    # Under other names until it is whole: the index, which makes it readable, is renamed last.
+    # Written under other names until complete. The index, which makes the pair readable, is renamed last.
     beside = [path.with_name(f"{path.name}.partial") for path in (binary, index)]
     try:
         _build(root, manifest, entry, *beside)

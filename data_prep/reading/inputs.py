@@ -1,4 +1,4 @@
-"""Input files, on local disks and behind fsspec's URLs (s3://, gs://, hf://, memory://, ...)."""
+"""Input files on local disks and behind fsspec URLs (s3://, gs://, hf://, memory://, ...)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_ext.printable import printable
 ABSENT = "give a file, a folder, a URL or `embedded`"
 
 MOST_FILES = 1_000_000
-"""Files of an input: every worker holds the list of them, in some 700 bytes a file, and its memory is bounded."""
+"""Maximum number of input files: every worker keeps their list in memory, at some 700 bytes per file."""
 
 
 SPECIAL_FILES = {S_IFIFO: "a pipe", S_IFSOCK: "a socket", S_IFCHR: "a device", S_IFBLK: "a device"}
@@ -31,11 +31,11 @@ class InputFile:
     """One file of the input.
 
     Attributes:
-        location: path or URL, as messages name it.
-        parts: path inside the input, in parts; the file name alone where the input is that file.
-        size: bytes.
-        stamp: what changes with the content, as far as the file system tells: time of change or ETag.
-        refusal: why there is nothing to read: it is a link that leads nowhere, or no file; empty: there is.
+        location: path or URL, as shown in messages.
+        parts: path inside the input, in parts; only the file name if the input is that file.
+        size: size in bytes.
+        stamp: indicator of changes, as provided by the file system: modification time or ETag.
+        refusal: reason why it cannot be read (a broken link, or not a regular file); empty if it can.
     """
 
     location: str
@@ -56,17 +56,17 @@ class InputFile:
 
     @property
     def source(self) -> str:
-        """Path inside the input, as ids and manifests have it: what is no text in a name becomes an escape."""
+        """Path inside the input, as in ids and manifests: undecodable bytes of a name become escapes."""
         return printable("/".join(self.parts))
 
     @property
     def key(self) -> bytes:
-        """Path inside the input, as the file system has it."""
+        """Path inside the input, as file-system bytes."""
         return os.fsencode("/".join(self.parts))
 
     @property
     def is_local(self) -> bool:
-        """Whether the file has a path on this machine."""
+        """True if the file has a path on this machine."""
         return not is_url(self.location)
 
     def open(self) -> IO[bytes]:
@@ -77,27 +77,27 @@ class InputFile:
 
 
 def local_file(path: Path, parts: tuple[str, ...] | None = None) -> InputFile:
-    """A file on a local disk, or what is there in its place: a link that leads nowhere, a pipe."""
+    """Return the entry of a local file, or of what is in its place: a broken link or a pipe."""
     parts = parts or (path.name,)
-    if path.is_symlink() and not os.path.exists(path):  # which takes a link to itself, too; pathlib fails at it
+    if path.is_symlink() and not os.path.exists(path):  # handles a link to itself, on which pathlib fails
         return InputFile(str(path), parts, 0, refusal="is a link that leads nowhere")
     stat = path.stat()
-    if not S_ISREG(stat.st_mode):  # opening a pipe would wait for a writer; it cannot be read twice either
+    if not S_ISREG(stat.st_mode):  # opening a pipe would block, and it cannot be read twice
         return InputFile(str(path), parts, 0, refusal=f"is {SPECIAL_FILES.get(S_IFMT(stat.st_mode), 'no file')}")
     return InputFile(str(path), parts, stat.st_size, str(stat.st_mtime_ns))
 
 
 def without_protocol(source: str) -> str:
-    """The path of a URL of the local file system (`file:`); any other source as it is."""
+    """Return the path of a URL of the local file system (`file:`); any other source unchanged."""
     is_own = is_url(source) and source.split("://")[0] in LocalFileSystem.protocol
     return str(LocalFileSystem._strip_protocol(source)) if is_own else source
 
 
 def list_files(source: str) -> list[InputFile]:
-    """Every file of an input, sorted by path. Links are followed, to files and to folders.
+    """List every file of an input, sorted by path. Links to files and folders are followed.
 
     Raises:
-        UserError: there is no such path, it holds over `MOST_FILES` files, or the URL's file system cannot be reached.
+        UserError: the path does not exist, contains over `MOST_FILES` files, or the URL's file system is unreachable.
     """
     source = without_protocol(source)
     if not is_url(source):
@@ -106,7 +106,7 @@ def list_files(source: str) -> list[InputFile]:
         return list(_remote_files(source))
     except FileNotFoundError:
         raise UserError("--input", f"{source} does not exist", ABSENT) from None
-    except (ImportError, ValueError) as error:  # an unknown protocol, or one whose library is not installed
+    except (ImportError, ValueError) as error:  # an unknown protocol, or its library is not installed
         raise UserError("--input", f"{source} cannot be opened ({error})", "install what it asks for") from None
 
 
@@ -123,18 +123,18 @@ def _local_files(root: Path) -> Iterator[InputFile]:
 
 
 def _walk(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
-    """All below a folder but the folders. A link back to a folder that it lies in is not followed.
+    """Yield all files below a folder. A link back to a folder that contains it is not followed.
 
-    Two links to one folder give its files twice: each may be another domain or split, and copies are looked for later.
+    Two links to one folder yield its files twice: each may be another domain or split. Deduplication handles copies.
     """
     status = folder.stat()
     here = (status.st_dev, status.st_ino)
     if here in above:
         return
     with os.scandir(folder) as listing:
-        entries = list(listing)  # so that not a folder of each level is open at once
+        entries = list(listing)  # read completely, so that only one folder is open at once
     for entry in entries:
-        if os.path.isdir(entry.path):  # which takes a link to itself, too; the entry's own question fails at it
+        if os.path.isdir(entry.path):  # handles a link to itself, on which `entry.is_dir` fails
             yield from _walk(Path(entry.path), above | {here})
         else:
             yield Path(entry.path)

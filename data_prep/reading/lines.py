@@ -1,4 +1,4 @@
-"""Lines of plain, gzip and zstd files, in bounded memory whatever the content."""
+"""Lines of plain, gzip and zstd files, in bounded memory for any content."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from data_prep.reading.inputs import InputFile
 
 BLOCK_BYTES = 1 << 20
 GZIP_PIECE = 32 << 10
-"""Compressed bytes that are given to zlib at a time: what follows a member is copied for each member."""
+"""Compressed bytes passed to zlib at once: zlib copies the remaining bytes at the end of each member."""
 
 ZSTD_PIECE = 1 << 10
-"""Compressed bytes that are given to zstd at a time: four may stand for 128 KiB, and all of it comes at once."""
+"""Compressed bytes passed to zstd at once: four of them may expand to 128 KiB, all of which is returned at once."""
 
 LARGEST_WINDOW = 128 << 20
-"""Bytes of past output that a zstd frame may refer to: the limit of the `zstd` command, too, unless it is raised."""
+"""Maximum bytes of past output that a zstd frame may refer to; the default limit of the `zstd` command."""
 
 BOM = b"\xef\xbb\xbf"
-"""Byte-order mark that some programs put before UTF-8: no part of the text."""
+"""Byte-order mark that some programs put before UTF-8; it is not part of the text."""
 
 
 class BrokenStreamError(ValueError):
@@ -29,13 +29,13 @@ class BrokenStreamError(ValueError):
 
 
 def read_lines(file: InputFile, advance: Advance = ignore_progress) -> Iterator[bytes]:
-    """Lines of a plain, gzip or zstd file, without their ends (LF) and without a byte-order mark before the first.
+    """Yield the lines of a plain, gzip or zstd file, without line feeds and without a leading byte-order mark.
 
-    Of a line of more than `LONGEST_RECORD` bytes only one byte more than that is given.
+    A line of more than `LONGEST_RECORD` bytes is truncated to one byte more than that.
 
     Args:
-        file: what is read; its suffix says how it is compressed.
-        advance: told of bytes read.
+        file: file to read; its suffix determines the compression.
+        advance: receives the number of bytes read.
 
     Raises:
         BrokenStreamError: the compressed file is damaged or truncated.
@@ -80,7 +80,7 @@ def _raw_blocks(file: InputFile, advance: Advance) -> Iterator[bytes]:
 
 
 def _gzip_content(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Decompress members one after the other. Zeros behind one are padding, as on tapes, and not looked at."""
+    """Decompress members one after the other. Zeros after a member are padding, as on tapes, and are ignored."""
     stream = zlib.decompressobj(wbits=31)
     try:
         for piece in pieces:
@@ -99,7 +99,7 @@ def _gzip_content(pieces: Iterable[bytes]) -> Iterator[bytes]:
 def _zstd_content(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """Decompress frames one after the other.
 
-    The library's own file reader ends silently where a frame is cut off; the `eof` flag does not lie.
+    The library's own file reader ends silently at a truncated frame, but the `eof` flag is reliable.
     """
     decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW)
     stream = decompressor.decompressobj()

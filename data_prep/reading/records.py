@@ -1,4 +1,4 @@
-"""Files of one JSON record a line, plain or compressed."""
+"""Files with one JSON record per line, plain or compressed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def read_records(file: InputFile, fields: Fields, problems: Problems, advance: A
     """Yield every well-formed record.
 
     Args:
-        file: what is read.
-        fields: where a record has its text and domain.
-        problems: told of malformed records.
-        advance: told of bytes read.
+        file: file to read.
+        fields: location of text and domain in a record.
+        problems: receives malformed records.
+        advance: receives the number of bytes read.
     """
     number = 0
     try:
@@ -37,7 +37,7 @@ def read_records(file: InputFile, fields: Fields, problems: Problems, advance: A
 
 
 def parse_record(line: bytes, fields: Fields) -> tuple[str, str]:
-    """Text and short domain name of one line.
+    """Return text and short domain name of one line.
 
     Raises:
         MalformedError: too long, not UTF-8, not JSON, no text, or no domain.
@@ -52,11 +52,11 @@ def parse_record(line: bytes, fields: Fields) -> tuple[str, str]:
 
 
 def _parse_leniently(line: bytes) -> Any:
-    """The record as the standard library parses it: it takes NaN and lone surrogates, and says more about the rest."""
+    """Parse with the standard library, which accepts NaN and lone surrogates and describes other errors in detail."""
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise MalformedError("not UTF-8", f"byte {error.start} of the line") from None
-    except (ValueError, RecursionError) as error:  # ValueError alone: a number of too many digits
+    except (ValueError, RecursionError) as error:  # a plain ValueError means a number with too many digits
         lone_returns = "; it holds carriage returns, and lines end with line feeds" if b"\r" in line[:-1] else ""
         raise MalformedError("not JSON", f"{error}{lone_returns}") from None

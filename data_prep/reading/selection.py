@@ -1,4 +1,4 @@
-"""Which files of an input are read, and which are not and why."""
+"""Selection of the input files to read, and the reasons for the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXT_SUFFIXES = frozenset(
     | {".scala", ".kt", ".swift", ".php", ".pl", ".lua", ".hs", ".ml"}
 )
 PACKED_SUFFIXES = frozenset({".gz", ".xz", ".bz2", ".zst", ".lz4", ".zip"})
-"""Of files whose kind the suffix before tells, too."""
+"""Suffixes of compressed files, whose kind depends on the suffix before."""
 
 UNKNOWN = "of no form that is read"
 BESIDE = "text beside files of records"
@@ -29,18 +29,18 @@ OUTSIDE = f"outside the folders {', '.join(SPLITS)}"
 NO_INDEX = "without an .idx beside it"
 
 MOST_KINDS = 20
-"""Kinds of files not read that are told apart: names may end in anything, such as a number each."""
+"""Maximum number of kinds of unread files that are listed separately; names may have arbitrary suffixes."""
 
 MOST_EXAMPLES = 3
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What is read of an input.
+    """Selected files of an input.
 
     Attributes:
-        files: what is read, in order.
-        folders: splits that folders give.
+        files: files to read, in order.
+        folders: splits that are determined by folders.
         not_read: the other files, counted by `suffix` and `reason`, as dictionaries for the manifest.
     """
 
@@ -50,16 +50,16 @@ class Selection:
 
 
 def select(source: str, files: list[InputFile]) -> Selection:
-    """Choose what is read: files of records, tables, tars and token files, those in folders of splits if there are any.
+    """Select the files to read: records, tables, tars and token files; only those in split folders if there are any.
 
-    Text files are read where there is nothing else.
+    Text files are read if there is nothing else.
 
     Args:
         source: the input, for messages.
-        files: all of it.
+        files: all its files.
 
     Raises:
-        UserError: there is nothing to read, a link leads nowhere, or folders of splits lie where they give none.
+        UserError: there is nothing to read, a link is broken, or split folders are not at the top level.
     """
     structured = [file for file in files if is_structured(file)]
     texts = [file for file in files if file.suffix in TEXT_SUFFIXES]
@@ -76,33 +76,33 @@ def select(source: str, files: list[InputFile]) -> Selection:
 
 
 def is_records(file: InputFile) -> bool:
-    """Whether a file has a record a line."""
+    """Return True if a file has one record per line."""
     return file.name.lower().endswith(RECORD_SUFFIXES)
 
 
 def is_structured(file: InputFile) -> bool:
-    """Whether a file is one of records, a table, a tar or an index of tokens, by its name."""
+    """Return True if a file contains records, a table, a tar or a token index, judged by its name."""
     if file.suffix == INDEX_SUFFIX:
         return file.name.endswith(INDEX_SUFFIX)  # Megatron opens no other spelling
     return is_records(file) or file.suffix in (TABLE_SUFFIX, TAR_SUFFIX)
 
 
 def split_folder(file: InputFile) -> str | None:
-    """The split whose folder a file lies in; None for text files, whose folders are domains."""
+    """Return the split whose folder contains a file; None for text files, whose folders are domains."""
     if is_structured(file) and len(file.parts) > 1 and file.parts[0] in SPLITS:
         return file.parts[0]
     return None
 
 
 def _check_present(files: list[InputFile]) -> None:
-    """Refuse what cannot be read before the work begins, not when it comes to it."""
+    """Raise for unreadable files before the work begins, not in the middle of it."""
     for file in files:
         if file.refusal:
             raise UserError(file.location, file.refusal, "mend it or remove it")
 
 
 def _check_no_splits_below(source: str, files: list[InputFile]) -> None:
-    """Refuse an input of which a folder below is split: a hash would put test documents in train."""
+    """Raise if a folder below the top level is split: a hash would put its test documents into train."""
     found = dict.fromkeys(place for file in files if (place := _split_below(file)))
     if not found:
         return
@@ -116,7 +116,7 @@ def _check_no_splits_below(source: str, files: list[InputFile]) -> None:
 
 
 def _split_below(file: InputFile) -> tuple[str, str] | None:
-    """The first folder of a file's path that is called as a split: the path above it, and its name."""
+    """Return the first folder of a file's path with the name of a split: the path above it, and its name."""
     for place, part in enumerate(file.parts[:-1]):
         if part in SPLITS:
             return "/".join(file.parts[:place]), part
@@ -124,7 +124,7 @@ def _split_below(file: InputFile) -> tuple[str, str] | None:
 
 
 def _not_read(files: list[InputFile], read: list[InputFile]) -> list[dict[str, Any]]:
-    """Counts of the other files, most first, each with the names of a few."""
+    """Count the other files by kind, most frequent first, each with a few names."""
     kinds: dict[tuple[str, str], dict[str, Any]] = {}
     for file, reason in _others(files, read):
         suffix = printable(_suffix(file.name))
@@ -138,7 +138,7 @@ def _not_read(files: list[InputFile], read: list[InputFile]) -> list[dict[str, A
 
 
 def _others(files: list[InputFile], read: list[InputFile]) -> Iterator[tuple[InputFile, str]]:
-    """Files that are not read, each with why; a .bin is read where its .idx is."""
+    """Yield the files that are not read, each with the reason; a .bin is read with its .idx."""
     taken = {file.parts for file in read}
     indexed = {file.source.removesuffix(INDEX_SUFFIX) for file in files if file.name.endswith(INDEX_SUFFIX)}
     for file in files:
@@ -158,6 +158,6 @@ def _add(kind: dict[str, Any], files: int, examples: list[str]) -> None:
 
 
 def _suffix(name: str) -> str:
-    """What a name ends in, in lower case: `.json`, `.jsonl.xz`; nothing where it has no suffix."""
+    """Return the suffix of a name in lower case, `.json` or `.jsonl.xz`; empty if it has none."""
     suffixes = PurePosixPath(name.lower()).suffixes
     return "".join(suffixes[-2:] if suffixes and suffixes[-1] in PACKED_SUFFIXES else suffixes[-1:])

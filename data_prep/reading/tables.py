@@ -1,4 +1,4 @@
-"""Parquet files: a row is a document, read a batch at a time."""
+"""Parquet files: each row is a document. They are read in batches."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def read_table(file: InputFile, fields: Fields, problems: Problems, advance: Adv
     """Yield every well-formed row. The columns are the keys of a JSON record.
 
     Args:
-        file: what is read.
-        fields: where a row has its text and domain.
-        problems: told of malformed rows.
-        advance: told of bytes read.
+        file: file to read.
+        fields: location of text and domain in a row.
+        problems: receives malformed rows.
+        advance: receives the number of bytes read.
     """
     number = 0
     try:
@@ -37,9 +37,9 @@ def read_table(file: InputFile, fields: Fields, problems: Problems, advance: Adv
                 except MalformedError as error:
                     problems.report(file.location, number, error.reason, error.detail, error.mend)
                 advance(share)
-    except MalformedError as error:  # of the file as a whole
+    except MalformedError as error:  # an error of the whole file
         problems.report(file.location, None, error.reason, error.detail, error.mend)
-    # Beside pyarrow's own errors, those of Python's kinds that it raises at damaged names and numbers.
+    # Besides its own errors, pyarrow raises Python's for damaged names and numbers.
     except (pyarrow.ArrowException, OSError, ValueError, LookupError, OverflowError) as error:
         if not _is_broken(error):
             raise
@@ -47,26 +47,26 @@ def read_table(file: InputFile, fields: Fields, problems: Problems, advance: Adv
 
 
 def _is_broken(error: Exception) -> bool:
-    """Whether the file's content is at fault: pyarrow says so with errors of its own, or a bare OSError without number.
+    """Return True for errors of the file's content: pyarrow raises its own, or a plain OSError without a number.
 
-    What a file system says has a number, or a type of its own.
+    Errors of a file system have a number, or a more specific type.
     """
     return not isinstance(error, OSError) or (type(error) is OSError and error.errno is None)
 
 
 def _rows(stream: Any, size: int, fields: Fields) -> Iterator[tuple[dict[str, pyarrow.Scalar], int]]:
-    """Rows as columns' unread values, each with its share of the file's bytes."""
+    """Yield rows as unread values by column, each with its share of the file's bytes."""
     facts = pyarrow.parquet.read_metadata(stream)
     columns = _columns(facts.schema.to_arrow_schema(), fields)
-    # So a column of a row group is read as it is used; the default reads it whole.
+    # Read the columns of a row group incrementally; by default they are read completely.
     piecewise: dict[str, Any] = {"metadata": facts, "buffer_size": BUFFER_BYTES, "pre_buffer": False}
     table = pyarrow.parquet.ParquetFile(stream, **piecewise)
     leaves = [facts.schema.column(number).path for number in range(facts.num_columns)]
     encoded = pyarrow.parquet.ParquetFile(stream, **piecewise, read_dictionary=leaves)
     total, done, rows = max(facts.num_rows, 1), 0, _batch_rows(facts)
-    for group in range(table.num_row_groups):  # one by one: a batch over several is lost where the last of them is
-        # A value that the file holds once, in a dictionary, is copied for every row of a batch. Rows are not read as
-        # references to it: what collects these keeps all values of a row group.
+    for group in range(table.num_row_groups):  # separately: a batch over several groups is lost if one is broken
+        # A value that the file stores once, in a dictionary, is copied for every row of a batch. Reading references to
+        # the dictionary instead would keep all values of a row group in memory.
         first = next(encoded.iter_batches(1, row_groups=[group], columns=columns), None)
         longest = sum(map(_longest, first.columns)) if first else 0
         size_of_batch = max(1, min(rows, BATCH_BYTES // max(longest, 1)))
@@ -78,10 +78,10 @@ def _rows(stream: Any, size: int, fields: Fields) -> Iterator[tuple[dict[str, py
 
 
 def _columns(schema: pyarrow.Schema, fields: Fields) -> list[str]:
-    """Columns that are read, a nested one by its path; the others may be of any type and size.
+    """Return the columns to read, a nested one by its path; other columns may have any type and size.
 
     Raises:
-        MalformedError: there is no column of text, or two columns have the name of one that is read.
+        MalformedError: there is no text column, or two columns have the name of one to read.
     """
     counts = Counter(schema.names)
     found: dict[str, str] = {}
@@ -98,14 +98,14 @@ def _columns(schema: pyarrow.Schema, fields: Fields) -> list[str]:
 
 
 def _batch_rows(facts: pyarrow.parquet.FileMetaData) -> int:
-    """Rows at a time: about `BATCH_BYTES` of the row group whose rows are the largest."""
+    """Return the rows per batch: about `BATCH_BYTES` in the row group with the largest rows."""
     groups = [facts.row_group(number) for number in range(facts.num_row_groups)]
     row = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
     return max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(row, 1.0))))
 
 
 def _longest(column: pyarrow.Array) -> int:
-    """Bytes of the longest value in the dictionaries of a column; 0 where it has none."""
+    """Return the bytes of the longest value in a column's dictionaries; 0 if it has none."""
     if isinstance(column, pyarrow.StructArray):
         return sum(_longest(column.field(number)) for number in range(column.type.num_fields))
     if not isinstance(column, pyarrow.DictionaryArray):

@@ -1,4 +1,4 @@
-"""WebDataset tars of text: a sample is a document."""
+"""WebDataset tars of text: each sample is a document."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from megatron_ext.printable import printable
 TEXT_MEMBERS = ("txt", "text")
 RECORD_MEMBER = "json"
 NO_SAMPLE = re.compile(r"__[^/]*__($|/)")
-"""Names that WebDataset keeps for facts about the tar itself."""
+"""Names that WebDataset reserves for metadata of the tar itself."""
 
 BLOCK_BYTES = 1 << 20
 LONGEST_HEADER = 1 << 20
-"""Bytes of a name or of attributes beside a header: a file name has 4,096 at most."""
+"""Maximum bytes of a long name or of extended attributes; a file name has at most 4,096."""
 
 MOST_GLOBALS = 1000
-"""Attributes for the whole of a tar: each member gets a copy of them."""
+"""Maximum number of global attributes of a tar: each member gets a copy of them."""
 
 PASSED_OVER = (tarfile.DIRTYPE, b"V", b"D")
-"""Folders, and what GNU tar adds: a label of the volume, lists of what folders held."""
+"""Ignored members: folders, and GNU tar's volume labels and folder listings."""
 
 OTHER_MEMBERS = {
     tarfile.LNKTYPE: "a link",
@@ -40,33 +40,33 @@ OTHER_MEMBERS = {
 
 
 class _Header(tarfile.TarInfo):
-    """A header that is whole, or an error: Python's reader takes one that is damaged or missing for the tar's end."""
+    """A complete header, or an error: Python's reader treats a damaged or missing one as the end of the tar."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        """The header in a block; see `TarInfo.frombuf`."""
+        """Parse the header in a block, as `TarInfo.frombuf` does."""
         if not buf:
             raise tarfile.ReadError("it ends without a closing block of zeros")
         try:
             header = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
-            if buf == bytes(tarfile.BLOCKSIZE):  # the end, indeed
+            if buf == bytes(tarfile.BLOCKSIZE):  # a regular end
                 raise
             raise tarfile.ReadError(str(error)) from None
         is_beside = header.type in (*tarfile.GNU_TYPES, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
         if is_beside and header.type != tarfile.GNUTYPE_SPARSE and not 0 <= header.size <= LONGEST_HEADER:
-            raise tarfile.ReadError(f"a name or attributes of {header.size:,} bytes")  # which are read whole
+            raise tarfile.ReadError(f"a name or attributes of {header.size:,} bytes")  # they would be read completely
         return header
 
 
 @dataclass
 class _Sample:
-    """Members that follow each other and have one key.
+    """Consecutive members with the same key.
 
     Attributes:
-        key: what their names have in common.
-        members: content of those that are read, by suffix.
-        fault: what is wrong with one of them.
+        key: common part of their names.
+        members: content of the members that are read, by suffix.
+        fault: error of one of them.
     """
 
     key: str
@@ -77,15 +77,15 @@ class _Sample:
 def read_tar(file: InputFile, fields: Fields, problems: Problems, advance: Advance) -> Iterator[Found]:
     """Yield every well-formed sample.
 
-    A sample has its text in `<key>.txt`, and its domain (or both) in `<key>.json`, a record as in a jsonl file; its
-    other members are not looked at. A member that is named otherwise belongs to no sample, and is malformed, as is a
-    sample with a link or a device in the place of a file.
+    A sample has its text in `<key>.txt`, and its domain (or both) in `<key>.json`, a record as in a jsonl file. Other
+    members are ignored. A member with another kind of name belongs to no sample and is malformed. So is a sample with a
+    link or a device instead of a file.
 
     Args:
-        file: what is read.
-        fields: where a record has its text and domain.
-        problems: told of malformed samples.
-        advance: told of bytes read.
+        file: file to read.
+        fields: location of text and domain in a record.
+        problems: receives malformed samples.
+        advance: receives the number of bytes read.
     """
     key = ""
     try:
@@ -97,7 +97,7 @@ def read_tar(file: InputFile, fields: Fields, problems: Problems, advance: Advan
                 except MalformedError as error:
                     problems.report(file.location, key, error.reason, error.detail, error.mend)
             _check_rest(tar)
-    # The library's parsers of numbers and attributes raise ValueError and its kind at damaged headers.
+    # tarfile's parsers of numbers and attributes raise ValueError and similar errors for damaged headers.
     except (tarfile.TarError, EOFError, ValueError, OverflowError, LookupError) as error:
         problems.report(file.location, None, "tar broken", f"after sample {key!r}: {error}" if key else str(error))
 
@@ -105,8 +105,8 @@ def read_tar(file: InputFile, fields: Fields, problems: Problems, advance: Advan
 def _samples(
     tar: tarfile.TarFile, stream: IO[bytes], file: InputFile, problems: Problems, advance: Advance
 ) -> Iterator[_Sample]:
-    """Samples in their order. The last is given when the tar has come to its end: before, it may not be whole."""
-    from webdataset.tariterators import base_plus_ext  # brings torch, which no other input but Megatron's needs
+    """Yield the samples in order. The last one is only yielded at the end of the tar, when it is complete."""
+    from webdataset.tariterators import base_plus_ext  # imports torch, which only Megatron's format needs otherwise
 
     sample: _Sample | None = None
     done = 0
@@ -121,7 +121,7 @@ def _samples(
                         yield sample
                     sample = _Sample(printable(key))
                 _add(sample, tar, info, suffix.lower())
-        tar.members = []  # type: ignore[attr-defined]  # else every header stays in memory
+        tar.members = []  # type: ignore[attr-defined]  # otherwise every header stays in memory
         if len(tar.pax_headers) > MOST_GLOBALS:
             raise tarfile.ReadError(f"more than {MOST_GLOBALS:,} attributes for all members")
         position = stream.tell()
@@ -132,7 +132,7 @@ def _samples(
 
 
 def _add(sample: _Sample, tar: tarfile.TarFile, info: tarfile.TarInfo, suffix: str) -> None:
-    """Read a member, if it is one of those that make a document."""
+    """Read a member if it is part of a document."""
     if not info.isreg():
         kind = OTHER_MEMBERS.get(info.type, f"a member of type {info.type!r}")
         sample.fault = MalformedError("not a file", f"{info.name} is {kind}")
@@ -140,12 +140,12 @@ def _add(sample: _Sample, tar: tarfile.TarFile, info: tarfile.TarInfo, suffix: s
         if suffix in sample.members:
             sample.fault = MalformedError("two members of one name", info.name)
         content = tar.extractfile(info)
-        assert content is not None  # neither a folder nor a link
+        assert content is not None  # it is a regular file
         sample.members[suffix] = content.read(LONGEST_RECORD + 1)
 
 
 def _check_rest(tar: tarfile.TarFile) -> None:
-    """Refuse what stands behind a tar's end, another tar for example, as nothing reads it. Zeros fill up a record."""
+    """Raise if data follows the tar's end, such as another tar: it would not be read. Zero padding is allowed."""
     assert tar.fileobj is not None
     while block := tar.fileobj.read(BLOCK_BYTES):
         if block.count(0) < len(block):
@@ -153,7 +153,7 @@ def _check_rest(tar: tarfile.TarFile) -> None:
 
 
 def _record(sample: _Sample, fields: Fields) -> dict[str, Any]:
-    """The sample as the record of a line of JSON."""
+    """Convert the sample to a record like that of a JSON line."""
     if sample.fault is not None:
         raise sample.fault
     if not sample.members:

@@ -1,1 +1,1 @@
-"""Where the stages run: this machine, Slurm, Ray; and how far they are."""
+"""Execution of the stages on this machine, Slurm or Ray, and their progress."""

@@ -1,4 +1,4 @@
-"""Where the stages run: datatrove's executors, for this machine's processes, Slurm and Ray."""
+"""Execution of the stages by datatrove's executors: local processes, Slurm and Ray."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from data_prep.storage import WORK_NAME, locked
 from megatron_ext.errors import UserError
 
 PR_SET_PDEATHSIG = 1
-"""From Linux's <sys/prctl.h>."""
+"""Constant of Linux's <sys/prctl.h>."""
 
 MEMORY_GB = 2
-"""Memory a Slurm or Ray worker asks for."""
+"""Memory that a Slurm or Ray worker requests."""
 
 
 @dataclass(frozen=True)
 class Execution:
-    """Where tasks run, and how many at a time.
+    """Executor of the tasks, and number of workers.
 
     Attributes:
-        executor: processes of this machine, Slurm jobs or Ray workers.
-        workers: tasks that run at the same time.
-        slurm_partition: for Slurm.
-        slurm_time: limit of a job, for Slurm, as `hours:minutes:seconds`.
+        executor: local processes, Slurm jobs or Ray workers.
+        workers: number of tasks that run at the same time.
+        slurm_partition: partition, for Slurm.
+        slurm_time: time limit of a Slurm job, as `hours:minutes:seconds`.
     """
 
     executor: Literal["local", "slurm", "ray"] = "local"
@@ -51,13 +51,13 @@ class Execution:
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline over tasks, done when all of them are.
+    """A pipeline over tasks, complete when all tasks are.
 
     Attributes:
-        name: what it does, in a word.
-        steps: datatrove's, in order.
-        tasks: parts that the input is cut into; any number of workers may share them.
-        board: what the tasks tell of their progress; None: nothing.
+        name: short name.
+        steps: datatrove steps, in order.
+        tasks: number of parts of the input; any number of workers may share them.
+        board: progress board of the tasks; None if they report none.
     """
 
     name: str
@@ -66,19 +66,19 @@ class Stage:
     board: Board | None = None
 
     def notes(self, root: Path) -> str:
-        """Folder in which datatrove notes finished tasks, in the work folder of what is filled."""
-        return str((root / WORK_NAME / f"tasks-{self.name}").absolute())  # fsspec takes ~ at its begin for a home
+        """Return the folder in which datatrove records finished tasks, inside the work folder."""
+        return str((root / WORK_NAME / f"tasks-{self.name}").absolute())  # fsspec expands a leading ~
 
     def finished(self, root: Path) -> set[int]:
-        """Tasks that datatrove has noted as finished."""
+        """Return the tasks that datatrove has recorded as finished."""
         return {int(note.name) for note in Path(self.notes(root), "completions").glob("*")}
 
 
 def check_execution(execution: Execution) -> None:
-    """Refuse what cannot run here.
+    """Raise if the execution is not possible here.
 
     Raises:
-        UserError: Ray or Slurm is not there, or no partition is named.
+        UserError: Ray or Slurm is missing, or no partition is given.
     """
     if execution.executor == "ray" and importlib.util.find_spec("ray") is None:
         mend = "install it (pip install 'selectron[ray]') or use local or slurm"
@@ -91,17 +91,17 @@ def check_execution(execution: Execution) -> None:
 
 
 def run_stages(stages: list[Stage], root: Path, execution: Execution, total_bytes: int, *, progress: bool) -> None:
-    """Run stages one after the other, each to its end; tasks that were finished before are not run again.
+    """Run stages one after the other; tasks that already finished are not run again.
 
     Args:
-        stages: in order.
-        root: folder that is filled.
-        execution: where.
+        stages: stages in order.
+        root: folder being filled.
+        execution: executor and number of workers.
         total_bytes: input bytes that a stage reads.
         progress: show a bar on standard error.
 
     Raises:
-        UserError: Slurm jobs of an earlier call are at work in the folder.
+        UserError: Slurm jobs of an earlier run are writing to the folder.
     """
     check_no_jobs(root, lambda: standing(stages, root, total_bytes))
     for stage in stages:
@@ -113,13 +113,13 @@ def run_stages(stages: list[Stage], root: Path, execution: Execution, total_byte
 
 
 def standing(stages: list[Stage], root: Path, total_bytes: int) -> str:
-    """Where the jobs are that run these stages on other machines, in a few words.
+    """Describe the progress of jobs that run these stages on other machines, in a few words.
 
-    As in the titles of the bars, only stages that read the whole input are numbered: the others are short.
+    As in the titles of the bars, only stages that read the whole input are numbered. The others are short.
 
     Args:
-        stages: in order.
-        root: folder that is filled.
+        stages: stages in order.
+        root: folder being filled.
         total_bytes: input bytes that a numbered stage reads.
     """
     for place, stage in enumerate(stages):
@@ -135,7 +135,7 @@ def standing(stages: list[Stage], root: Path, total_bytes: int) -> str:
 
 
 def _title(stage: Stage, stages: list[Stage]) -> str:
-    """Name of a stage with its number among those that read the whole input."""
+    """Return the name of a stage with its number among those that read the whole input."""
     numbered = [each.name for each in stages if each.board is not None]
     return f"{numbered.index(stage.name) + 1}/{len(numbered)} {stage.name}"
 
@@ -149,19 +149,19 @@ def _executor(stage: Stage, root: Path, execution: Execution) -> PipelineExecuto
 
 
 class QuietExecutor(LocalPipelineExecutor):
-    """Runs tasks in processes of this machine, without datatrove's messages, a thread a process."""
+    """Runs tasks in local processes with one thread each, without datatrove's messages."""
 
     def run(self) -> Any:
         """Run every task that is not finished."""
         # Workers are forked from a process that has imported all this once.
         multiprocess.get_context(self.start_method).set_forkserver_preload(["data_prep.stages"])
-        # Of the helper process that datatrove forks from this one: a kill of this one would leave it there for ever.
+        # For the helper process that datatrove forks: it would survive a kill of this process.
         multiprocess.util.register_after_fork(self, _die_with_parent)
         with quiet():
             return super().run()
 
     def _run_for_rank(self, rank: int, *arguments: Any, **named: Any) -> PipelineStats:
-        # Processes of a killed call may still be at this task. Once they are through, it is finished.
+        # Processes of a killed run may still execute this task. When they release the lock, it is finished.
         with locked(Path(self.logging_dir.resolve_paths(f"{rank:05d}.lock"))):
             return super()._run_for_rank(rank, *arguments, **named)
 
@@ -171,5 +171,5 @@ class QuietExecutor(LocalPipelineExecutor):
 
 
 def _die_with_parent(_: object) -> None:
-    """Ask Linux to kill this process when its parent ends, however that ends."""
+    """Ask Linux to kill this process when its parent terminates for any reason."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What tasks have done so far, told through a small file and shown on standard error."""
+"""Progress of tasks, shared through a small file and shown on standard error."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ INTERVAL_SECONDS = 0.5
 
 
 class Board:
-    """Input bytes read, tokens written and time of the start of each task, in a file that every process maps.
+    """Input bytes read, tokens written and start time of each task, in a file that all processes memory-map.
 
-    Works wherever the tasks run, on one machine or on several with a shared file system: a task writes its own numbers
-    alone. The times stand behind all else, so that a file of an earlier form, which had none, is gone on with.
+    It works on one machine and on several with a shared file system: a task only writes its own numbers. The times are
+    at the end, so that files of an earlier format without times can be continued.
 
     Args:
         path: the file.
@@ -31,31 +31,31 @@ class Board:
         self.tasks = tasks
 
     def clear_missing(self) -> None:
-        """Make the file, or what is missing of it; what finished tasks wrote before a stop stays."""
+        """Create or extend the file; the numbers of finished tasks of an earlier run are kept."""
         there = self.path.stat().st_size if self.path.exists() else 0
-        with self.path.open("ab") as file:  # zeros, not a hole: a full disk is told here, not by a killed task
+        with self.path.open("ab") as file:  # zeros, not a hole: a full disk fails here instead of killing a task
             file.write(bytes(max(0, 8 * 3 * self.tasks - there)))
 
     def bytes_of(self, task: int) -> np.ndarray:
-        """The bytes that a task, which begins now, has read: an array of one writable number, set to 0."""
+        """Return the byte count of a starting task: an array of one writable number, set to 0."""
         cell = self._zeroed(task, 0)
         self._map("r+")[2 * self.tasks + task] = round(1000 * time.time())
         return cell
 
     def tokens_of(self, task: int) -> np.ndarray:
-        """The tokens that a task has written: an array of one writable number, set to 0."""
+        """Return the token count of a task: an array of one writable number, set to 0."""
         return self._zeroed(task, 1)
 
     def sums(self) -> tuple[int, int]:
-        """Bytes and tokens of all tasks."""
+        """Return the bytes and tokens of all tasks."""
         read, tokens = self._counts(self._map("r")).sum(axis=0)
         return int(read), int(tokens)
 
     def pace(self, finished: Collection[int], now: float) -> Pace:
-        """How far the tasks are, and how fast.
+        """Return the progress and speed of the tasks.
 
         Args:
-            finished: tasks that no longer run: their work counts, their speed does not.
+            finished: tasks that no longer run: their progress counts, but not their speed.
             now: seconds since the epoch.
         """
         values = self._map("r").copy()
@@ -82,14 +82,14 @@ class Board:
 
 @dataclass(frozen=True)
 class Pace:
-    """How far the tasks of a stage are, and how fast.
+    """Progress and speed of a stage's tasks.
 
     Attributes:
-        read: input bytes that all tasks have read.
-        tokens: that they have written.
-        at_work: tasks that have begun and not ended.
-        read_speed: input bytes a second of these.
-        token_speed: tokens a second of these.
+        read: input bytes read by all tasks.
+        tokens: tokens written by all tasks.
+        at_work: number of running tasks.
+        read_speed: input bytes per second of the running tasks.
+        token_speed: tokens per second of the running tasks.
     """
 
     read: int
@@ -99,7 +99,7 @@ class Pace:
     token_speed: float
 
     def said(self, total_bytes: int) -> str:
-        """The same in words, with the time left for the input bytes that a stage reads."""
+        """Describe the progress in words, with the remaining time for the input bytes that a stage reads."""
         words = [f"{100 * self.read / max(total_bytes, 1):.0f} % of {tqdm.format_sizeof(total_bytes)}B read"]
         if not self.at_work:
             return f"{words[0]}, no task at work"
@@ -114,16 +114,16 @@ class Pace:
 
 @contextlib.contextmanager
 def shown(board: Board, title: str, total_bytes: int, *, visible: bool) -> Iterator[None]:
-    """Show a board on standard error while the block runs.
+    """Context manager that shows a board on standard error.
 
-    The bar is over the bytes of the input: they alone are known beforehand, and give the time left.
+    The bar counts input bytes: only their total is known in advance and gives the remaining time.
     """
     if not visible:
         yield
         return
     done = threading.Event()
     read, tokens = board.sums()
-    # The delay, of no time at all, keeps tqdm from a first line of zeros; `_follow` shows the bar.
+    # A minimal delay keeps tqdm from printing a first line of zeros; `_follow` shows the bar.
     with tqdm(total=total_bytes, initial=read, desc=title, unit="B", unit_scale=True, delay=1e-9) as bar:
         thread = threading.Thread(target=_follow, args=(board, bar, tokens, done), daemon=True)
         thread.start()

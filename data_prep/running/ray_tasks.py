@@ -1,4 +1,4 @@
-"""Tasks on Ray whose errors reach the call: datatrove's own executor ends as if a failed task were done."""
+"""Tasks on Ray with error propagation: datatrove's own executor treats a failed task as done."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from data_prep.running.workers import in_worker, quiet
 from megatron_ext.errors import UserError
 
 FAILURES = "failures"
-"""Folder beside datatrove's notes of finished tasks: a file for each task that failed, with its error."""
+"""Folder beside datatrove's records of finished tasks, with one file per failed task that contains its error."""
 
 
 class RayExecutor(RayPipelineExecutor):
-    """Runs tasks on Ray, without datatrove's messages, a thread a process.
+    """Runs tasks on Ray with one thread per process, without datatrove's messages.
 
-    After a failure no other task of the stage begins; those that run go on to their end.
+    After a failure no further task of the stage starts; running tasks complete.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        with quiet():  # it warns that nodes must share the folder, which they must for the output, too
+        with quiet():  # it warns that nodes must share the folder, which the output requires anyway
             super().__init__(*arguments, **named)
 
     def run(self) -> None:
         """Run every task that is not finished.
 
         Raises:
-            UserError: what a task raised; or tasks ended without a word, as those of a node that is lost.
-            RuntimeError: a task raised anything else; its traceback.
+            UserError: a task raised it, or tasks ended without an error, for example on a lost node.
+            RuntimeError: a task raised any other exception; the message has its traceback.
         """
         import ray
 
@@ -66,7 +66,7 @@ class RayExecutor(RayPipelineExecutor):
             raise
 
     def _warn_where_none_can_begin(self, nodes: Iterable[Mapping[str, Any]]) -> None:
-        """Ray waits without a word for a node that is large enough, which may be on its way."""
+        """Print a warning if no node is large enough: Ray waits silently for one, which may still join."""
         gib = self.cpus_per_task * self.mem_per_cpu_gb
         for node in nodes:
             offered = node["Resources"]

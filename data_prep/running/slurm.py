@@ -1,7 +1,7 @@
-"""The stages as a chain of Slurm jobs, each waiting for the one before; the last makes the folder.
+"""Stages as a chain of Slurm jobs, each depending on the one before; the last job creates the folder.
 
 A task that fails ends the chain: later jobs never start, and Slurm removes them. A task whose node dies runs again on
-another. After either, the same call goes on with what is not finished.
+another. After either, the same command resumes the unfinished work.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from data_prep.running.slurm_jobs import check_no_jobs, note_job, noted_jobs
 from megatron_ext.errors import UserError
 
 MAX_ARRAY = 1001
-"""Tasks of an array job that Slurm takes where nothing else is configured. datatrove would submit several arrays and
-have the next stage wait for the last of them alone: here, a job runs several tasks instead."""
+"""Maximum tasks of an array job in Slurm's default configuration. datatrove would submit several arrays and let the
+next stage depend only on the last of them. Here, a job runs several tasks instead."""
 
 
 def submit(
     stages: list[Stage], root: Path, finish: PipelineStep, logs: str, execution: Execution, total_bytes: int
 ) -> None:
-    """Submit stages and what comes after them; tasks that were finished before are not submitted again.
+    """Submit the stages and the final step; tasks that already finished are not submitted again.
 
     Args:
-        stages: in order.
-        root: folder that is filled.
-        finish: what makes the folder of all that the stages wrote.
-        logs: folder for what the jobs print, a folder a stage: the one that is filled is renamed when they are done.
-        execution: partition, time and number of jobs at a time.
+        stages: stages in order.
+        root: folder being filled.
+        finish: step that creates the final folder from the outputs of the stages.
+        logs: folder for the output of the jobs, with one folder per stage; `root` itself is renamed at the end.
+        execution: partition, time limit and number of concurrent jobs.
         total_bytes: input bytes that a stage reads.
 
     Raises:
-        UserError: Slurm refuses a job, or jobs of an earlier call are at work.
+        UserError: Slurm refuses a job, or jobs of an earlier run are still active.
     """
     check_no_jobs(root, lambda: standing(stages, root, total_bytes))
     last = None
@@ -49,14 +49,14 @@ def submit(
     try:
         merging.run()
     except subprocess.CalledProcessError as error:
-        if jobs := noted_jobs(root):  # those before the one refused would wait or work for nothing
+        if jobs := noted_jobs(root):  # the jobs before the refused one would work for nothing
             subprocess.run(["scancel", *jobs], check=False)
         problem = f"sbatch ended with code {error.returncode}"
         raise UserError("--executor", problem, "mend what it says above and call again") from None
 
 
 class _Job(SlurmPipelineExecutor):
-    """A stage as one array of jobs."""
+    """A stage as one array job."""
 
     def __init__(
         self,
@@ -78,11 +78,11 @@ class _Job(SlurmPipelineExecutor):
             mem_per_cpu_gb=MEMORY_GB,
             workers=min(execution.workers, tasks),
             job_name=f"prepare-{name}",
-            qos="",  # that of the user, where datatrove would ask for one called normal
-            # The programs of this environment, activated or not.
+            qos="",  # the user's default; datatrove would request one called normal
+            # The programs of this environment, whether it is activated or not.
             env_command=f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH",
-            sbatch_args={"kill-on-invalid-dep": "yes"},  # else jobs behind one that failed are pending for ever
-            with_srun=False,  # a task is one process; a node that dies while srun begins would fail it for good
+            sbatch_args={"kill-on-invalid-dep": "yes"},  # otherwise jobs after a failed one stay pending forever
+            with_srun=False,  # a task is one process; if a node dies while srun starts, the task would fail for good
             tasks_per_job=-(-tasks // MAX_ARRAY),
             logging_dir=notes,
             slurm_logs_folder=str(Path(logs).absolute() / name),
@@ -92,12 +92,12 @@ class _Job(SlurmPipelineExecutor):
         self.root = root
 
     def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
-        """Options of sbatch; in its names of files `%` begins a pattern."""
+        """Return the options of sbatch, with `%` escaped: it starts a pattern in sbatch's file names."""
         log = f"{self.slurm_logs_folder.replace('%', '%%')}/%A_%a.out"
         return {**super().get_sbatch_args(max_array), "output": log, "error": log}
 
     def get_launch_file_contents(self, sbatch_args: dict[str, Any], run_script: str) -> str:
-        """The batch script: datatrove's own, but for quotes around what comes from options and paths."""
+        """Return the batch script: datatrove's own, with quotes around values from options and paths."""
         options = [f"--{name}={value}" if value else f"--{name}" for name, value in sbatch_args.items()]
         lines = [
             "#!/bin/bash",
@@ -111,7 +111,7 @@ class _Job(SlurmPipelineExecutor):
         return "\n".join(lines) + "\n"
 
     def launch_merge_stats(self) -> None:
-        """Note the job. Submit none for statistics, which could come to work in a folder that is already renamed."""
+        """Record the job. No statistics job is submitted, because it might run after the folder is renamed."""
         note_job(self.root, self.job_id)
 
     def _run_for_rank(self, *arguments: Any, **named: Any) -> PipelineStats:

@@ -1,4 +1,4 @@
-"""Which Slurm jobs fill a folder: noted as they are submitted, so that no other call fills it while they do."""
+"""Record of the Slurm jobs that fill a folder, which prevents other runs from filling it at the same time."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ JOBS_NAME = "slurm_jobs"
 
 
 def note_job(root: Path, job: str) -> None:
-    """Note a job that fills `root`."""
+    """Record a job that fills `root`."""
     with (root / WORK_NAME / JOBS_NAME).open("a") as file:
         file.write(f"{job}\n")
 
 
 def noted_jobs(root: Path) -> list[str]:
-    """The jobs that were submitted to fill `root`, those that have ended too."""
+    """Return all jobs that were submitted to fill `root`, including those that have ended."""
     note = root / WORK_NAME / JOBS_NAME
     return note.read_text().split() if note.exists() else []
 
 
 def check_no_jobs(root: Path, standing: Callable[[], str]) -> None:
-    """Refuse to fill what Slurm jobs of an earlier call still fill; forget those that have ended.
+    """Raise if Slurm jobs of an earlier run still fill a folder; forget those that have ended.
 
-    The call that is refused is how a user asks where the jobs are: nothing else shows it.
+    The error message is the user's way to see the progress of the jobs.
 
     Args:
-        root: folder that is filled.
-        standing: says where its jobs are.
+        root: folder being filled.
+        standing: returns a description of the jobs' progress.
 
     Raises:
-        UserError: there are such jobs, or Slurm cannot be asked about them.
+        UserError: there are such jobs, or Slurm cannot be queried.
     """
     jobs = noted_jobs(root)
     if not jobs:
         return
     try:
-        # All of the user's: asked about jobs by number, Slurm fails where it has forgotten one.
+        # List all jobs of the user: a query by number fails if Slurm has forgotten one of the jobs.
         command = ["squeue", "--noheader", "--me", "--format=%A %F"]
         listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:

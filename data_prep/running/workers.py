@@ -1,4 +1,4 @@
-"""What holds wherever tasks run: datatrove's own messages are not shown, a process has one thread, files enough."""
+"""Process settings for all executors: no datatrove messages, one thread, enough open files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from datatrove.utils.logging import logger
 from megatron_ext.errors import UserError
 
 OWN_FILES = 100
-"""Files that a process may hold open beside those of its task: libraries, logs, the forkserver's pipes."""
+"""Files that a process may have open besides those of its task: libraries, logs, the forkserver's pipes."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it datatrove says nothing in this process."""
+    """Context manager that silences datatrove in this process."""
     logger.disable("datatrove")
     try:
         yield
@@ -26,20 +26,20 @@ def quiet() -> Iterator[None]:
 
 
 def in_worker() -> None:
-    """Do without datatrove's messages and with one thread: call in the process itself."""
+    """Silence datatrove and use one thread. Call it in the worker process itself."""
     logger.disable("datatrove")
-    # As many processes as cores: threads of the tokenizer library would only be in each other's way.
+    # There are as many processes as cores, so threads of the tokenizer library would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
 
 
 def allow_open_files(tasks: int) -> None:
-    """Let this process, and those that it starts, open a file of each task at once.
+    """Raise the limit of open files, so that this process and its children can open a file of each task at once.
 
-    Most systems allow 1,024 files, and more to a process that asks for them.
+    Most systems allow 1,024 files by default, and more on request.
 
     Raises:
-        UserError: the system does not allow as many.
+        UserError: the hard limit is too low.
     """
     wanted, (allowed, most) = tasks + OWN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY or wanted <= allowed:

@@ -1,1 +1,1 @@
-"""Tokenizers of three kinds behind one face: Hugging Face, tiktoken, RWKV."""
+"""Tokenizers with a common interface: Hugging Face, tiktoken, RWKV."""

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face tokenizers: files of data alone are read, and no code of theirs is ever run."""
+"""Folders of Hugging Face tokenizers. Only data files are read, and no code of theirs is run."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from megatron_ext.files import LARGEST_VOCABULARY, os_reason, read_regular
 TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
 CONFIG, SPECIALS, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 READ = (TOKENIZER, VOCABULARY, MERGES, CONFIG, SPECIALS, ADDED)
-"""Files of a folder that decide what its tokenizer does."""
+"""Files of a folder that determine its tokenizer."""
 
 BYTE_LEVEL = ("GPT2", "Roberta", "Bart", "Longformer", "LED", "OpenAIGPT2", "PreTrained")
-"""Beginnings of `tokenizer_class` whose vocab.json and merges.txt are GPT-2's byte-level BPE with its split of text."""
+"""Prefixes of `tokenizer_class` whose vocab.json and merges.txt are GPT-2's byte-level BPE with its pre-tokenizer."""
 
 OTHER_FORMS = {".model": "a SentencePiece model", ".tiktoken": "a .tiktoken file", ".py": "code, which is never run"}
 CONVERT = "save a tokenizer.json with the library that made it (transformers: save_pretrained)"
 
 
 def open_folder(folder: Path) -> JsonTokenizer:
-    """The tokenizer in a folder: its tokenizer.json, or GPT-2's byte-level BPE in its vocab.json and merges.txt.
+    """Open the tokenizer in a folder: its tokenizer.json, or a byte-level BPE from its vocab.json and merges.txt.
 
-    Its usual end-of-document token is the `eos_token` of tokenizer_config.json or special_tokens_map.json.
+    The default end-of-document token is the `eos_token` of tokenizer_config.json or special_tokens_map.json.
 
     Raises:
         UserError: there is neither, or a file is damaged.
@@ -66,7 +66,7 @@ def _byte_level(folder: Path, config: dict[str, Any], specials: dict[str, Any]) 
 
 
 def _add_tokens(tokenizer: Tokenizer, folder: Path, config: dict[str, Any], specials: dict[str, Any]) -> None:
-    """Add the tokens beside the vocabulary under their own ids, and flag the special ones."""
+    """Add the tokens outside the vocabulary with their own ids, and mark the special ones."""
     named = [name for value in (*specials.values(), *_tokens_of(config)) for name in _names(value)]
     flagged = dict.fromkeys([*named, *(end for end in KNOWN_ENDS if tokenizer.token_to_id(end) is not None)])
     decoder = config.get("added_tokens_decoder") or {}
@@ -93,7 +93,7 @@ def _names(value: Any) -> list[str]:
 
 
 def _name(value: Any) -> str | None:
-    """The text of a token, which is written alone or as an object with its flags."""
+    """Return the text of a token, which is given as a string or as an object with flags."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) and text else None
 

@@ -1,4 +1,4 @@
-"""Long texts encoded in pieces: a tokenizer library needs up to 200 bytes of memory for each byte."""
+"""Encoding of long texts in pieces: a tokenizer library needs up to 200 bytes of memory per byte."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from collections.abc import Callable, Iterator
 
 PIECE_CHARACTERS = 500_000
 WHOLE_BYTES = 4 << 20
-"""The longest piece, where no place to cut was found: below 1 GB of memory as measured."""
+"""Maximum bytes of a piece, if no place to cut was found: below 1 GB of memory as measured."""
 
 WINDOW = 200
-"""Characters on both sides of a cut that are encoded together and apart to compare."""
+"""Characters on both sides of a cut that are encoded together and separately for comparison."""
 
 TRIES = 8
 PLACES = (re.compile(r"\n(?=\w)"), re.compile(r"(?<=\w)(?= \w)"))
-"""Where tokenizers are likely to part words from each other: after a line, before a space."""
+"""Places where tokenizers are likely to separate words: after a line, before a space."""
 
 Encode = Callable[[list[str]], list[list[int]]]
 
 
 class UnbrokenError(ValueError):
-    """A text too long to be encoded whole, in which there is no place to cut it."""
+    """A text that is too long to be encoded whole and has no place to cut it."""
 
 
 def encode_in_pieces(encode: Encode, text: str) -> list[int]:
-    """Ids of a text of any length, those that it has when it is encoded whole.
+    """Encode a text of any length to the same ids as when it is encoded whole.
 
-    It is cut only where the text around the cut has the same ids whole and in two: there the tokenizer treats what
-    comes before and after apart, and adds nothing at a beginning or an end.
+    A text is only cut where the text around the cut has the same ids in one piece and in two. There, the tokenizer
+    treats both sides independently and adds nothing at a beginning or an end.
 
     Args:
-        encode: ids of texts.
-        text: what is encoded.
+        encode: function that returns the ids of texts.
+        text: text to encode.
 
     Raises:
-        UnbrokenError: there is no such place for more than `WHOLE_BYTES`.
+        UnbrokenError: there is no such place in more than `WHOLE_BYTES`.
     """
     return [token for piece in pieces(encode, text) for token in encode([piece])[0]]
 
 
 def pieces(encode: Encode, text: str) -> Iterator[str]:
-    """Parts of a text that can be encoded one by one; see `encode_in_pieces`."""
+    """Yield parts of a text that can be encoded separately; see `encode_in_pieces`."""
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
         end = _find_cut(encode, text, start + PIECE_CHARACTERS)

@@ -13,29 +13,29 @@ from megatron_ext.errors import UserError
 from megatron_ext.files import LARGEST_VOCABULARY, open_regular, os_reason, read_regular
 
 END_TOKEN, END_ID = "<|endoftext|>", 0
-"""RWKV ends documents with id 0, which stands for no bytes and has no line in the file."""
+"""End of a document in RWKV: id 0, which has no bytes and no line in the file."""
 
 LINE = re.compile(rb"(\d+) (b?'.*'|b?\".*\") (\d+)\r?\n?")
 _ID = -1
-"""Key of a node's own id, beside its children's bytes (0 to 255)."""
+"""Key of a trie node's own id, beside its children's bytes (0 to 255)."""
 
 
 def is_rwkv_vocabulary(path: Path) -> bool:
-    """Whether the first line of a file is one of such a vocabulary."""
+    """Return True if the first line of a file is a line of such a vocabulary."""
     with os.fdopen(open_regular(path), "rb") as file:
         return LINE.fullmatch(file.readline(1 << 16)) is not None
 
 
 class RwkvTokenizer:
-    """Encodes by taking, at each place, the longest token that the text goes on with.
+    """Encodes by greedy longest match.
 
     Source: the format of `rwkv_vocab_v20230424.txt` and its reference tokenizer (github.com/BlinkDL/RWKV-LM).
 
     Args:
-        path: the vocabulary: a line a token, `<id> <Python literal of a string or of bytes> <length in bytes>`.
+        path: vocabulary file with one token per line: `<id> <Python literal of a string or bytes> <length in bytes>`.
 
     Raises:
-        UserError: a line is none of these, or a byte has no token of its own.
+        UserError: a line has another format, or a byte has no token of its own.
     """
 
     kind: TokenizerKind = "rwkv"
@@ -63,22 +63,22 @@ class RwkvTokenizer:
         self.vocab_size = 1 + max(self._tokens)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Ids of texts."""
+        """Return the ids of texts."""
         return [self._encode(text.encode()) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(self._tokens.get(token, b"") for token in ids).decode("utf-8", "replace")
 
     def find_end(self, token: str | None = None) -> tuple[str, int] | None:
-        """Id 0, under its usual name."""
+        """Return id 0 and its usual name; None for another name."""
         return (END_TOKEN, END_ID) if token in (None, END_TOKEN) else None
 
     def reserve(self, token: str) -> None:
-        """Nothing to do: id 0 has no bytes, and so no text."""
+        """Do nothing: id 0 has no bytes, and therefore no text."""
 
     def content(self) -> bytes:
-        """The vocabulary to the letter."""
+        """Return the unchanged vocabulary file."""
         return self._content
 
     def _add(self, number: int, token: bytes) -> None:

@@ -1,4 +1,4 @@
-"""tiktoken's encodings: by name, or from a local .tiktoken file."""
+"""tiktoken's encodings, by name or from a local .tiktoken file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron_ext.scratch import scratch_folder
 TIKTOKEN_SUFFIX = ".tiktoken"
 END_TOKEN = "<|endoftext|>"
 PUBLISHED = "https://openaipublic.blob.core.windows.net/encodings/{}.tiktoken"
-"""Where tiktoken itself takes a file from: the key of its cache."""
+"""URL from which tiktoken loads a file, and the key of its cache."""
 
 
 def is_encoding_name(name: str) -> bool:
-    """Whether tiktoken knows an encoding of that name."""
+    """Return True if tiktoken has an encoding of that name."""
     return name in tiktoken.list_encoding_names()
 
 
@@ -44,11 +44,11 @@ class TiktokenTokenizer:
     def open(cls, name: str, pattern: str) -> TiktokenTokenizer:
         """Open an encoding by name, or a file.
 
-        A file called like one of tiktoken's encodings is that encoding, and is checked to be. Any other needs its
-        pattern, and gets `<|endoftext|>` after its last token.
+        A file with the name of one of tiktoken's encodings must be that encoding, which is checked. Any other file
+        needs its pattern, and gets `<|endoftext|>` after its last token.
 
         Raises:
-            UserError: the file is missing or damaged, the encoding cannot be had, or a pattern is missing.
+            UserError: the file is missing or damaged, the encoding is not available, or a pattern is missing.
         """
         path = Path(name)
         if not name.endswith(TIKTOKEN_SUFFIX):
@@ -69,31 +69,31 @@ class TiktokenTokenizer:
         return cls(_encoding(path.stem, entry.pattern, _ranks(path), {entry.eos_token: entry.eos_id}))
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Ids of texts."""
+        """Return the ids of texts."""
         return [self._encoding.encode_ordinary(text) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids; bytes that are no UTF-8 become U+FFFD, and ids that are no token nothing."""
+        """Return the text of ids; bytes that are not UTF-8 become U+FFFD, and unused ids are skipped."""
         return self._encoding.decode([token for token in ids if token < self.vocab_size and token not in self._gaps])
 
     def find_end(self, token: str | None = None) -> tuple[str, int] | None:
-        """One of the encoding's special tokens."""
+        """Return one of the encoding's special tokens and its id; None if there is none of that name."""
         name = token or END_TOKEN
         if name not in self._encoding.special_tokens_set:
             return None
         return name, self._encoding.encode_single_token(name)
 
     def reserve(self, token: str) -> None:
-        """Nothing to do: no text is encoded as a special token."""
+        """Do nothing: no text is encoded as a special token."""
 
     def content(self) -> bytes:
-        """Ranks in tiktoken's own form: a base64 token and its rank a line."""
+        """Return the ranks in tiktoken's format: a base64 token and its rank per line."""
         ranks = sorted(self._encoding._mergeable_ranks.items(), key=lambda item: item[1])
         return b"".join(base64.b64encode(token) + b" " + str(rank).encode() + b"\n" for token, rank in ranks)
 
 
 def _published(name: str, file: Path | None = None) -> tiktoken.Encoding:
-    """One of tiktoken's encodings; from a local file through its own cache, which checks that the file is the one."""
+    """Return one of tiktoken's encodings; a local file is loaded through its cache, which verifies the content."""
     before = os.environ.get("TIKTOKEN_CACHE_DIR")
     with scratch_folder("tiktoken") as cache:
         if file is not None:
@@ -101,7 +101,7 @@ def _published(name: str, file: Path | None = None) -> tiktoken.Encoding:
             os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
         try:
             return tiktoken.get_encoding(name)
-        except Exception as error:  # whatever its downloading library raises
+        except Exception as error:  # any error of the downloading library
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             mend = f"give its {name}.tiktoken as a local file; one of another content needs --tiktoken-pattern"
             raise UserError("--tokenizer", f"{name} cannot be had ({reason})", mend) from None
@@ -112,7 +112,7 @@ def _published(name: str, file: Path | None = None) -> tiktoken.Encoding:
 
 
 def _ranks(path: Path) -> dict[bytes, int]:
-    """Read a file; tiktoken's own reader keeps a copy by path, and would not see that the file has changed."""
+    """Read a file. tiktoken's own reader caches by path, and would not notice that the file has changed."""
     try:
         lines = (line.split() for line in read_regular(path, LARGEST_VOCABULARY).splitlines() if line)
         return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}

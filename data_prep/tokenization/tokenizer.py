@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers: train a byte-level BPE, or take any tokenizer.json."""
+"""Hugging Face tokenizers: train a byte-level BPE, or use any tokenizer.json."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ SMALLEST_VOCABULARY = 257
 """256 bytes and the end-of-document token."""
 
 NO_TOKEN = "\0no token"
-"""Set as the unknown token of a BPE that has none, which would drop characters silently: as no vocabulary holds it, the
-library raises instead. It costs no time."""
+"""Unknown token that is set for a BPE that has none. Such a BPE would drop characters silently. As no vocabulary
+contains this token, the library raises instead, at no cost in time."""
 
 TRAINING_CHARACTERS = 256_000_000
-"""Text beyond this no longer changes the merges of a vocabulary of the usual sizes."""
+"""Maximum characters of training text; more does not change the merges of a vocabulary of the usual sizes."""
 
 LONGEST_WORD = 10_000
-"""Characters. A longer run without a space, or of spaces, is cut for training: the library's time grows with the square
-of a word's length (3 s for 80,000 characters)."""
+"""Maximum characters of a word. A longer run without spaces, or of spaces, is cut for training: the library's time is
+quadratic in a word's length (3 s for 80,000 characters)."""
 
 LONG_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD + 1},}}|(?<!\s)\s{{{LONGEST_WORD + 1},}}")
-"""A whole run, which is looked for at its beginning alone: linear in the text's length."""
+"""Matches whole runs, and only from their beginning: linear in the text's length."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -39,13 +39,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
     Args:
         texts: training documents; at most `TRAINING_CHARACTERS` are read.
-        vocab_size: tokens in the vocabulary, the 256 bytes and `<|endoftext|>` included.
+        vocab_size: tokens in the vocabulary, including the 256 bytes and `<|endoftext|>`.
 
     Returns:
-        A tokenizer that encodes any text and decodes it back to the letter. The same texts give the same tokenizer.
+        A tokenizer that encodes any text losslessly. The same texts give the same tokenizer.
 
     Raises:
-        UserError: `vocab_size` has no room for the bytes.
+        UserError: `vocab_size` is too small for the bytes.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         problem = f"{vocab_size} is below {SMALLEST_VOCABULARY} (256 bytes and {END_OF_DOCUMENT})"
@@ -67,7 +67,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer.json.
 
     Raises:
-        UserError: the file is missing or is none.
+        UserError: the file is missing, or is not a tokenizer.json.
     """
     if not path.is_file():
         raise UserError("--tokenizer", f"{path} is no file", "give a tokenizer.json, or `train`")
@@ -79,20 +79,20 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 class NoTokenError(UserError):
-    """Text that a tokenizer has neither tokens for nor an unknown token."""
+    """The tokenizer has no tokens for a text, and no unknown token."""
 
 
 class JsonTokenizer:
-    """A tokenizer.json of Hugging Face's library, as data preparation uses it.
+    """A tokenizer.json of Hugging Face's library, configured for data preparation.
 
-    No truncation, no padding, no template; the text of a special token is encoded letter by letter. What the file's
-    own normalizer and pre-tokenizer change or leave out (case, accents, spaces) is its author's choice, and is not
-    looked for; text that is left after them is never dropped.
+    There is no truncation, padding or template, and the text of a special token is encoded as ordinary text. Changes by
+    the file's own normalizer and pre-tokenizer (case, accents, spaces) are the author's choice and are not checked.
+    Text that remains after them is never dropped.
 
     Args:
-        tokenizer: what the library read or trained.
-        path: the file it was read from; None: it was trained or put together here.
-        ends: end-of-document tokens that are looked for before the usual ones.
+        tokenizer: the loaded or trained tokenizer.
+        path: file it was loaded from; None if it was trained or assembled here.
+        ends: end-of-document tokens to try before the usual ones.
     """
 
     kind: TokenizerKind = "huggingface"
@@ -101,13 +101,13 @@ class JsonTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, path: Path | None = None, ends: tuple[str, ...] = ()) -> None:
         self._ends = (*ends, *KNOWN_ENDS)
-        # As it came, and before it is changed below.
+        # The unchanged content, saved before the changes below.
         self._content = read_regular(path, LARGEST_VOCABULARY) if path is not None else tokenizer.to_str().encode()
         self._tokenizer = tokenizer if path is not None else Tokenizer.from_buffer(self._content)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        # Gaps in the ids included: the embedding rows that a model needs.
+        # Including gaps in the ids: the number of embedding rows that a model needs.
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
         content = json.loads(self._content)
         self.unknown = _unknown_id(self._tokenizer, content["model"])
@@ -116,10 +116,10 @@ class JsonTokenizer:
             self._tokenizer.model.unk_token = NO_TOKEN
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Ids of texts.
+        """Return the ids of texts.
 
         Raises:
-            NoTokenError: some of them cannot be encoded, and there is no unknown token.
+            NoTokenError: some text cannot be encoded, and there is no unknown token.
         """
         try:
             return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
@@ -130,11 +130,11 @@ class JsonTokenizer:
             raise NoTokenError("--tokenizer", problem, "give a tokenizer of bytes") from None
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def find_end(self, token: str | None = None) -> tuple[str, int] | None:
-        """The token named, or the first of the usual ones."""
+        """Return the named token, or the first of the usual ones, with its id; None if there is none."""
         for candidate in (token,) if token else self._ends:
             found = self._tokenizer.token_to_id(candidate)
             if found is not None:
@@ -142,7 +142,7 @@ class JsonTokenizer:
         return None
 
     def reserve(self, token: str) -> None:
-        """Take a token out of what text is cut into: the library does so with those flagged as special alone."""
+        """Stop encoding text as a token, by flagging it as special: the library only excludes special tokens."""
         added = {one.content: one for one in self._tokenizer.get_added_tokens_decoder().values()}
         known = added.get(token)
         if known is None or not known.special:
@@ -150,7 +150,7 @@ class JsonTokenizer:
             self._tokenizer.add_special_tokens([AddedToken(token, special=True, **flags)])
 
     def content(self) -> bytes:
-        """The user's file to the letter, or the trained tokenizer."""
+        """Return the unchanged file, or the trained tokenizer."""
         return self._content
 
 
@@ -158,7 +158,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 def _special_ids(tokenizer: Tokenizer, processor: Any) -> Iterator[int]:
-    """Ids of tokens flagged as special, and of those that the file's template adds to a text."""
+    """Yield the ids of tokens flagged as special, and of those that the file's template adds to a text."""
     yield from (number for number, one in tokenizer.get_added_tokens_decoder().items() if one.special)
     if isinstance(processor, dict):
         for token in (processor.get("special_tokens") or {}).values():
@@ -171,7 +171,7 @@ def _special_ids(tokenizer: Tokenizer, processor: Any) -> Iterator[int]:
 def _unknown_id(tokenizer: Tokenizer, model: dict[str, Any]) -> int | None:
     if model.get("byte_fallback") and all(tokenizer.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256)):
         return None
-    if "unk_id" in model:  # a Unigram's
+    if "unk_id" in model:  # a Unigram model
         return model["unk_id"]
     name = model.get("unk_token")
     return tokenizer.token_to_id(name) if name else None

@@ -1,4 +1,4 @@
-"""One face for every kind of tokenizer: Hugging Face's, tiktoken's encodings, RWKV's world vocabulary."""
+"""Common interface of all tokenizers: Hugging Face's, tiktoken's encodings, RWKV's world vocabulary."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megatron_ext.errors import UserError
 from megatron_ext.files import write_whole
 
 LONGEST_SHOWN = 40
-"""Characters of a text in a message."""
+"""Maximum characters of a text in a message."""
 
 
 class TextTokenizer(Protocol):
-    """What data preparation asks of a tokenizer.
+    """Interface of a tokenizer in data preparation.
 
     Attributes:
         kind: huggingface, tiktoken or rwkv.
-        file_name: what its file is called beside a manifest.
-        pattern: regular expression that cuts text before merging, where the file does not hold it; else empty.
+        file_name: name of its file beside a manifest.
+        pattern: regular expression that splits text before merging, if the file does not contain it; otherwise empty.
         vocab_size: largest id + 1.
-        unknown: id that stands for text that the tokenizer cannot encode; None: it encodes any text, or raises.
-        special: ids of tokens that stand for no text: ends and beginnings of documents, padding, roles.
+        unknown: id of text that the tokenizer cannot encode; None: it encodes any text, or raises.
+        special: ids of tokens that are not text: ends and beginnings of documents, padding, roles.
     """
 
     kind: TokenizerKind
@@ -40,32 +40,32 @@ class TextTokenizer(Protocol):
     special: frozenset[int]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Ids of texts, special tokens' text encoded letter by letter, nothing added.
+        """Return the ids of texts. The text of special tokens is encoded as ordinary text, and nothing is added.
 
         Raises:
-            NoTokenError: there is text that cannot be encoded, and no id that stands for it.
+            NoTokenError: some text cannot be encoded, and there is no unknown token.
         """
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids; those that are no token, which a model has rows for all the same, stand for nothing."""
+        """Return the text of ids; ids without a token, for which a model may still have rows, are skipped."""
         ...
 
     def find_end(self, token: str | None = None) -> tuple[str, int] | None:
-        """The end-of-document token of that name, or the usual one, with its id; None if there is none."""
+        """Return the end-of-document token of that name, or the usual one, with its id; None if there is none."""
         ...
 
     def reserve(self, token: str) -> None:
-        """Encode the text of a token letter by letter from now on, as that of special tokens is."""
+        """From now on, encode the text of a token as ordinary text, like that of special tokens."""
         ...
 
     def content(self) -> bytes:
-        """The file that is kept beside a manifest."""
+        """Return the content of the file that is kept beside a manifest."""
         ...
 
 
 def open_tokenizer(name: str, pattern: str = "") -> TextTokenizer:
-    """The tokenizer that `--tokenizer` or `--source-tokenizer` names.
+    """Open the tokenizer that `--tokenizer` or `--source-tokenizer` names.
 
     Args:
         name: a tokenizer.json, a folder with one or with vocab.json and merges.txt (or the path of that vocab.json), a
@@ -86,7 +86,7 @@ def open_tokenizer(name: str, pattern: str = "") -> TextTokenizer:
 
 
 def tokenizer_files(name: str) -> list[Path]:
-    """The files that a name for `open_tokenizer` stands for; none for an encoding known by its name."""
+    """Return the files to which a name for `open_tokenizer` refers; none for an encoding named in tiktoken."""
     folder = _folder_of(Path(name))
     paths = [Path(name)] if folder is None else [folder / file for file in READ]
     return [path for path in paths if path.is_file()]
@@ -100,7 +100,7 @@ def _folder_of(path: Path) -> Path | None:
 
 @lru_cache(maxsize=1)
 def kept_tokenizer(root: Path, entry: TokenizerEntry) -> TextTokenizer:
-    """The tokenizer beside a manifest; a worker that goes from task to task reads it once."""
+    """Return the tokenizer beside a manifest. It is cached, so that a worker reads it once for all its tasks."""
     tokenizer = _read_kept(root / entry.file, entry)
     if entry.eos_token:
         tokenizer.reserve(entry.eos_token)
@@ -114,11 +114,11 @@ def _read_kept(path: Path, entry: TokenizerEntry) -> TextTokenizer:
 
 
 def check_vocabulary(file: Path, entry: TokenizerEntry) -> None:
-    """Check that a manifest's vocabulary holds every token of its tokenizer.
+    """Check that a manifest's vocabulary contains every token of its tokenizer.
 
     Args:
-        file: of the tokenizer, which may be called otherwise than its entry says.
-        entry: what the manifest says of it.
+        file: file of the tokenizer, whose name may differ from the entry's.
+        entry: the manifest's entry of the tokenizer.
 
     Raises:
         UserError: the tokenizer has more tokens, or its file cannot be read.
@@ -130,7 +130,7 @@ def check_vocabulary(file: Path, entry: TokenizerEntry) -> None:
 
 
 def keep_tokenizer(root: Path, tokenizer: TextTokenizer, end: tuple[str, int]) -> TokenizerEntry:
-    """Write a tokenizer beside a manifest, and say what it is."""
+    """Write a tokenizer beside a manifest, and return its entry."""
     path = root / tokenizer.file_name
     write_whole(path, tokenizer.content())
     return TokenizerEntry(
@@ -145,20 +145,20 @@ def keep_tokenizer(root: Path, tokenizer: TextTokenizer, end: tuple[str, int]) -
 
 
 def end_of_document(tokenizer: TextTokenizer, token: str | None = None) -> tuple[str, int]:
-    """The end-of-document token and its id. From now on, no text is encoded as it.
+    """Return the end-of-document token and its id, and stop encoding text as this token.
 
     Args:
-        tokenizer: whose vocabulary is searched.
-        token: the token the user names; None: the first of the usual ones that the vocabulary has.
+        tokenizer: tokenizer with the vocabulary.
+        token: token named by the user; None: the first of the usual ones in the vocabulary.
 
     Raises:
-        UserError: the vocabulary has no such token, or it is a word of text: documents would end at it.
+        UserError: the vocabulary has no such token, or text is encoded as it, so that documents would end inside.
     """
     found = tokenizer.find_end(token)
     if found is not None:
         is_special = found[1] in tokenizer.special
         tokenizer.reserve(found[0])
-        # A model may still make a special token of its letters: documents that hold them are refused one by one.
+        # A model may still encode ordinary text as a special token; such documents are refused one by one.
         if not is_special and _is_made_of_text(tokenizer, *found):
             problem = f"{found[0]} is a token that text is encoded as, so that documents would end within"
             raise UserError("--eos-token", problem, "name a special token of the tokenizer")
@@ -169,7 +169,7 @@ def end_of_document(tokenizer: TextTokenizer, token: str | None = None) -> tuple
 
 
 def _is_made_of_text(tokenizer: TextTokenizer, token: str, number: int) -> bool:
-    """Whether a tokenizer encodes the text of a token, alone or between words, as that token."""
+    """Return True if a tokenizer encodes the text of a token, alone or between words, as that token."""
     decoded = tokenizer.decode([number])  # a vocabulary's spelling may differ: `Ġthe` is ` the`
     for text in (token, f"a{token}b", f"a {token} b", f"a\n{token}\nb", decoded, f"a{decoded}"):
         try:
@@ -181,11 +181,11 @@ def _is_made_of_text(tokenizer: TextTokenizer, token: str, number: int) -> bool:
 
 
 def lost_part(tokenizer: TextTokenizer, text: str) -> str:
-    """The first word of a text that the tokenizer has no token for, as a message shows it.
+    """Return the first word of a text that the tokenizer cannot encode, shortened for a message.
 
     Args:
-        tokenizer: raised `NoTokenError` for the text, or took its unknown token.
-        text: if each word has tokens, it is shown itself.
+        tokenizer: tokenizer that raised `NoTokenError` for the text, or used its unknown token.
+        text: the text, which is returned itself if each of its words can be encoded.
     """
     return next((word for word in text.split() if _is_lost(tokenizer, word)), text)[:LONGEST_SHOWN]
 
@@ -198,5 +198,5 @@ def _is_lost(tokenizer: TextTokenizer, word: str) -> bool:
 
 
 def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """NumPy name of the narrowest unsigned type that shards of this vocabulary are kept in."""
+    """Return the NumPy name of the narrowest unsigned dtype in which shards of this vocabulary are stored."""
     return "uint16" if vocab_size < 65536 else "uint32"
