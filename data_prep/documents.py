@@ -25,7 +25,7 @@ LONGEST_RECORD = 64 << 20
 REPAIR = "repair it"
 
 Advance = Callable[[int], None]
-"""Callback that receives the number of input bytes consumed, before decompression."""
+"""Callback that receives the number of input bytes consumed, as stored (possibly compressed)."""
 
 
 def ignore_progress(_: int) -> None:

@@ -142,8 +142,8 @@ def compiled(function: Any, x: torch.Tensor, *, later: bool | None, fullgraph: b
 
     Args:
         function: function to compile at its first call.
-        x: first argument of the function. Its shape selects static or dynamic code. On a CPU, the function is returned
-            unchanged; on the meta device, it is planned as one kernel.
+        x: first argument of the function. Its shape selects static or dynamic code. On a CPU, and inside another
+            compilation, the function is returned unchanged. On the meta device, it is planned as one kernel.
         later: `dynamic` of `torch.compile` for shapes after the first `OWN_SHAPES`: True for one code for all shapes,
             None for automatic dynamic dimensions. Within `shapes_vary` it is always None.
         fullgraph: raise if the function does not compile to a single graph.

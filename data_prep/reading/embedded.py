@@ -199,7 +199,7 @@ def _named_docstrings(node: _Holder, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _descriptions() -> Iterator[Document]:
-    """Yield the long descriptions of the installed packages, except this project's own, which changes with it."""
+    """Yield the long descriptions of the installed packages, except this project's own."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         metadata = distribution.metadata

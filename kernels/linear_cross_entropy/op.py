@@ -1,8 +1,8 @@
 """Chunked linear cross entropy: logits of a few rows at a time, their losses, and in the same pass their gradients.
 
 The forward pass computes the gradients of the hidden states and the weight while a chunk's logits are in memory.
-The backward pass would have to recompute the logits, a third more work for the output layer. The gradients are those of
-the sum of the counted losses; the backward pass scales them.
+Otherwise the backward pass would have to recompute the logits, a third more work for the output layer. The gradients
+are those of the sum of the counted losses; the backward pass scales them.
 """
 
 from __future__ import annotations

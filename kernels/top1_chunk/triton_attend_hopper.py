@@ -43,10 +43,11 @@ shares = gluon.jit(triton_attend.shares.fn)
 
 @gluon.jit
 def _tile(i, work, num_tiles, G: gl.constexpr, R: gl.constexpr, TILES: gl.constexpr, LOCAL: gl.constexpr):
-    """Return tile i: (exists, its first row or first place in the order, their end, key head, first key of the chunk,
-    row at which the chunk's queries start, before clipping).
+    """Return the position of tile i. With LOCAL, the heads of one chunk are consecutive, as in memory.
 
-    With LOCAL, the heads of one chunk are consecutive, as in memory.
+    Returns:
+        (exists, first row or first place in the order, end of the rows or places, key head, first key of the chunk,
+        row that a query at the chunk's first position would have).
     """
     if LOCAL:
         slot = i // G // TILES
@@ -165,7 +166,7 @@ def _attend(
         mixed = warpgroup_mma_wait(0, deps=[mixed]) * share[:, None]
         if LOCAL:
             mixed += before * share_before[:, None]
-        # Transposed through the queries' shared memory, to write whole rows.
+        # Stored through the queries' shared memory, which changes the layout so that whole rows are written.
         own.store(mixed.to(values.dtype))
         mixed_whole = own.load(ROWS_LAYOUT)
         mbarrier.arrive(free.index(stage), count=1)
