@@ -66,7 +66,7 @@ class SplitPlan:
         return {domain_key(name): name for name in self.train | self.test}
 
     def split_of(self, text: str, domain: str, folder: str | None) -> str | None:
-        """Return the split of a document (see `side_of`). It hashes the text, so equal texts get the same split."""
+        """Return the split of a document (see `side_of`). Held-out documents are chosen by a hash of the text."""
         side = self.side_of(domain, folder)
         if side != "train" or (folder == "train" and "validation" in self.folders):
             return side
