@@ -1,10 +1,10 @@
-# Two commands do everything from a fresh clone: `make demo` and `make test`. `make help` lists the rest.
+# From a fresh clone, `make demo` and `make test` do everything. `make help` lists all targets.
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_DEV := .venv/.installed-dev
-# Tests start hundreds of processes, which would each compile our sources where no bytecode may be kept.
+# Tests start hundreds of processes. Without stored bytecode each would compile our sources again.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
@@ -15,7 +15,7 @@ help: ## list the targets
 
 install: $(INSTALLED_DEV) ## make .venv and install selectron in it, with the tools of the tests
 
-# Two steps: the demo needs the first alone and does not wait for the tools that the second brings.
+# Two steps: the demo needs only the first, and does not wait for the test tools of the second.
 $(INSTALLED): pyproject.toml constraints.txt tools/install.sh
 	@PYTHON="$(PYTHON)" tools/install.sh
 
@@ -28,7 +28,7 @@ demo: $(INSTALLED) ## prepare text, train three architectures, compare them: run
 clean-demo: ## remove what the demo made
 	rm -rf runs/quickstart
 
-# A recursive make keeps the order under -j, too: what fails fast comes first.
+# A recursive make keeps the order even under -j: the fastest checks run first.
 test: $(INSTALLED_DEV) ## lint, types and all tests
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory types

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The study in small: prepares the embedded corpus, trains three architectures on it with two processes and compares
-# them at equal training loss. `make demo` calls this. A second call goes on where the first one stopped: prepared data
-# and finished runs are kept, a run that was stopped continues. `make clean-demo` removes everything.
+# A small version of the study: prepare the embedded corpus, train three architectures on it with two processes and
+# compare them at equal training loss. `make demo` calls this script. A second call resumes where the first one stopped:
+# it keeps prepared data and finished runs, and resumes a stopped run. `make clean-demo` removes everything.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
@@ -16,7 +16,7 @@ heading() {
     printf '\n[%d/%d] %s\n' "$stage" "$stages" "$*"
 }
 
-# The command as it could be typed: words with a special character in quotes.
+# Print the command as one would type it, with quotes around words that hold special characters.
 show() {
     local word line='$'
     for word in "$@"; do
@@ -32,7 +32,7 @@ run() {
     show "$@"
     local code=0
     "$@" || code=$?
-    # Asked to stop, training writes its checkpoint and ends with 75; what follows is not wanted then.
+    # When training is stopped it writes a checkpoint and exits with 75. The following steps must not run then.
     if [ -n "$stopped" ] || [ "$code" = 75 ]; then
         echo "stopped; make demo goes on from here"
         [ -z "$stopped" ] || code=130
@@ -43,7 +43,7 @@ run() {
 stopped=
 trap 'stopped=yes' INT TERM
 
-# Two processes need two GPUs, or none.
+# Two processes need two GPUs. With one GPU, train on the CPU.
 if command -v nvidia-smi >/dev/null && [ "$(python -c 'import torch; print(torch.cuda.device_count())')" -lt 2 ]; then
     export CUDA_VISIBLE_DEVICES=
 fi

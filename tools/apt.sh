@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# Sourced by the scripts that install what some tests need from Debian's packages. It needs root and apt-get: without
-# them, or where apt-get fails, it says so and those tests are skipped with the reason; where SELECTRON_REQUIRED names
-# what they need, as it does in CI, it fails, and they would.
+# Functions for the scripts that install Debian packages for some tests. Installation needs root and apt-get. Without
+# them, or if apt-get fails, the script prints the reason and exits with 0, and those tests are skipped. If
+# SELECTRON_REQUIRED names the requirement, as in CI, the script exits with 1 instead, and those tests would fail.
 
-# ensure REQUIRED TESTS "PROGRAM ..." PACKAGE ...: install the packages unless all programs are there.
+# ensure REQUIRED TESTS "PROGRAM ..." PACKAGE ...: install the packages unless all programs exist.
 ensure() {
     local required=$1 tests=$2 programs=$3 program missing=""
     shift 3
@@ -26,7 +26,7 @@ _without() {
 }
 
 _install() {
-    local retry=(-o Acquire::Retries=5)  # a mirror that does not answer once is no reason to leave tests out
+    local retry=(-o Acquire::Retries=5)  # one failed request to a mirror must not skip tests
     apt-get "${retry[@]}" update -qq &&
         DEBIAN_FRONTEND=noninteractive apt-get "${retry[@]}" install -y -qq --no-install-recommends "$@" >/dev/null
 }

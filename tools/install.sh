@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv and installs selectron in it, editable, with the versions of constraints.txt; `tools/install.sh dev` adds
-# the extra `dev` of pyproject.toml: what tests, lint and types need. `make` calls this when pyproject.toml,
-# constraints.txt or this file have changed. PYTHON names another interpreter than python3.
+# Create .venv and install selectron in it, editable, with the versions of constraints.txt. `tools/install.sh dev` adds
+# the extra `dev` of pyproject.toml: the packages for tests, lint and types. `make` calls this script when
+# pyproject.toml, constraints.txt or the script itself has changed. PYTHON names an interpreter other than python3.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,7 +19,7 @@ version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])') |
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "$python is Python $version, and selectron needs 3.11 or later; name one: make install PYTHON=python3.12"
 
-# A machine with CUDA has a torch that fits its driver: the environment borrows it, and no pin may replace it.
+# A machine with CUDA has a torch that fits its driver. The environment uses that torch, and no pin may replace it.
 has_cuda_torch() {
     "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
 }
@@ -35,7 +35,7 @@ if ! "$venv/bin/python" -c '' 2>/dev/null; then
         fail "$python cannot make a virtual environment; install its venv module (on Debian: python3-venv)"
 fi
 
-# First of all: two packages `kernels` in one environment would overwrite each other without a word.
+# Check this first: two packages named `kernels` in one environment would silently overwrite each other.
 "$venv/bin/python" -m kernels.ownership
 
 constraints=$venv/constraints.txt
@@ -45,13 +45,13 @@ if [ -n "$borrow" ]; then
     grep -vE '^(torch|triton)==' constraints.txt >"$constraints"
 else
     cp constraints.txt "$constraints"
-    # Alone, so that the resolver takes the build that this machine offers and not gigabytes of CUDA.
+    # Install torch alone, so that the resolver takes the build that this machine offers and not gigabytes of CUDA.
     torch=$(grep '^torch==' constraints.txt)
     echo "install: $torch"
     "${pip[@]}" -c "$constraints" "$torch"
 fi
-# It comes as source, and building it apart from this environment would fetch a torch of its own. Its kernels are built
-# when they are first used; none of those that are used here needs building.
+# DeepSpeed is a source distribution. Building it in an isolated environment would download another torch. DeepSpeed
+# compiles its kernels at first use, and Selectron uses none that needs compiling.
 deepspeed=$(grep '^deepspeed==' constraints.txt)
 echo "install: $deepspeed"
 "${pip[@]}" -c "$constraints" setuptools

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs Chromium and its driver for the tests that open a report's page in a real browser; see apt.sh.
+# Install Chromium and its driver for the tests that open a report's page in a real browser. apt.sh has the conditions.
 set -euo pipefail
 # shellcheck source=tools/apt.sh
 . "$(dirname "$0")/apt.sh"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs Slurm for the tests that start a cluster of virtual nodes; nothing of it is started. They need root; see apt.sh.
+# Install Slurm, without starting it, for the tests that start a cluster of virtual nodes. These tests need root. apt.sh
+# has the conditions.
 set -euo pipefail
 # shellcheck source=tools/apt.sh
 . "$(dirname "$0")/apt.sh"
