@@ -15,7 +15,7 @@ from kernels.bench.cases import OptionError
 
 
 def main() -> int:
-    """Run it. Returns 0, 1 if a result was wrong, 2 for a mistake of the user's."""
+    """Run the benchmark. Return 0 on success, 1 if a result is wrong, 2 for a user error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_arguments(parser)
     try:

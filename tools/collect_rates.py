@@ -1,9 +1,9 @@
-"""Turn what `selectron bench layers` and `selectron bench train` measured into the rates that `selectron plan` goes by.
+"""Turn reports of `selectron bench layers` and `selectron bench train` into the rates that `selectron plan` uses.
 
     python tools/collect_rates.py > megatron_ext/planning/rates.json
 
-reads the reports below docs/benchmarks that are named here. A rate is model FLOPs over seconds of forward and backward
-pass, without what is computed again.
+reads the reports below docs/benchmarks that this module lists. A rate is model FLOPs divided by the seconds of the
+forward and backward pass. Recomputation counts in neither.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 LAYERS = [f"layers/gpu{number}.json" for number in range(4)]
 TRAINING = [f"training/{name}.json" for name in ("100k_158fe53", "100k_e5273c8", "2k_08a0f50", "2k_e5273c8")]
 FEW_HEADS = [f"layers/heads_{name}.json" for name in ("8b94096", "rwkv7_db9a971", "others_db9a971")]
-"""In which mixers have a model's heads, and in other rows as few as a GPU of several mixes at a time."""
+"""Reports of mixers with all heads of a model, and with as few heads as one GPU of several mixes at a time."""
 EIGHT_BITS = "training/2k_ed2e6a3.json"
-"""Of which attention's rows in 8 bits alone are read, and of these the feed-forward."""
+"""Report of which only the feed-forward rates of attention's fp8 rows are used."""
 OLD_SWIGLU = {"158fe53"}
-"""Commits before SwiGLU was one kernel: their feed-forwards are not what they were."""
+"""Commits before SwiGLU was one fused kernel. Their feed-forward and loss rates are outdated."""
 OLD_ATTENTION = {"08a0f50"}
-"""Commits before cuDNN's attention came first."""
+"""Commits before cuDNN's attention was preferred. Their attention rates are outdated."""
 
 
 def main() -> None:
-    """Print the rates."""
+    """Print the rates as JSON."""
     few_heads = (rate for name in FEW_HEADS for rate in _of_few_heads(name))
     rates = [*(rate for name in LAYERS for rate, _ in _of_layers(name)), *_of_training(), *_of_8_bits(), *few_heads]
     last = {(rate.part, rate.hidden_size, rate.seq_length, rate.units or 0): rate for rate in rates}
@@ -43,18 +43,18 @@ def main() -> None:
 
 
 def _of_layers(name: str) -> Iterator[tuple[Rate, int]]:
-    """Rates of mixers, and of how many heads of all samples each is."""
+    """Yield the rate of each mixer with the number of heads, over all samples, that it was measured with."""
     for row in json.loads((DOCS / name).read_text())["rows"]:
         if row["layer"] == "ours" and "ms" in row:
             flops = row["flops_per_token"] * row["length"] * row["batch"] / row["ms"] * 1e3
-            part = part_of_mixer(row["mixer"], "exact")  # the default, which that benchmark has
+            part = part_of_mixer(row["mixer"], "exact")  # the default score, which that benchmark uses
             shape = {"hidden_size": row["hidden"], "seq_length": row["length"]}
             rate = Rate(part=part, **shape, flops=float(f"{flops:.4g}"), forward_share=None, source=name)
             yield rate, row["heads"] * row["batch"]
 
 
 def _of_few_heads(name: str) -> Iterator[Rate]:
-    """Those of mixers that have rows with several numbers of heads: one alone compares with nothing."""
+    """Yield the rates of mixers that were measured with more than one number of heads."""
     rates = [replace(rate, units=units) for rate, units in _of_layers(name)]
     rows = Counter(rate.part for rate in rates)
     return (rate for rate in rates if rows[rate.part] > 1)
@@ -86,7 +86,7 @@ def _of_row(row: dict[str, Any], name: str, commit: str) -> Iterator[Rate]:
     if commit in OLD_SWIGLU:
         old = {FEED_FORWARD, LOSS}
     score = config["mixers"].get(mixer, {}).get("score", "exact")
-    fp8 = config["training"].get("fp8", "none")  # older rows know none
+    fp8 = config["training"].get("fp8", "none")  # absent in older rows
     names = {MIXER: part_of_mixer(mixer, score), FEED_FORWARD: part_of_feed_forward(fp8), LOSS: LOSS}
     for part in flops.keys() - old:
         forward, backward = (measured["breakdown"]["phases"][part][phase] for phase in ("forward", "backward"))

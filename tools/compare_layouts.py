@@ -38,7 +38,7 @@ ONE_PROCESS = ["parallel.tensor=1", "parallel.sequence=false", "parallel.pipelin
 
 @dataclass(frozen=True)
 class Case:
-    """One run.
+    """One run of the comparison.
 
     Attributes:
         pattern: `model.pattern`.
@@ -56,12 +56,12 @@ class Case:
 
     @property
     def processes(self) -> int:
-        """Processes of the run."""
+        """Number of processes of the run."""
         return 1 if self.layout == "1" else 2
 
     @property
     def name(self) -> str:
-        """The run's name."""
+        """Name of the run."""
         parts = (self.pattern.split("*")[0], self.precision, self.device, self.backend, self.layout)
         return "-".join(parts).replace("+", "")
 
@@ -78,7 +78,7 @@ class Case:
 
 
 def cases(patterns: Sequence[str], devices: Sequence[str], backends: Sequence[str]) -> list[Case]:
-    """CPU with one process in both precisions; CUDA in fp32 on one GPU; CUDA in bf16 everywhere, by back-end."""
+    """Cases to compare: one CPU process in fp32 and bf16; on CUDA every layout in fp32, and in bf16 per back-end."""
     found = []
     for pattern in patterns:
         if "cpu" in devices:
@@ -103,14 +103,14 @@ def run_case(case: Case, number: int, config: Path, output: Path, overrides: Seq
 
 
 def read_results(path: Path) -> dict[Case, list[float]]:
-    """The cases of a losses.json."""
+    """Read the losses of each case from a losses.json."""
     rows = json.loads(path.read_text())["cases"]
     return {Case(**{key: row[key] for key in row if key != "losses"}): row["losses"] for row in rows}
 
 
 def table(results: dict[Case, list[float]]) -> str:
-    """Markdown: first and last loss, and the largest differences from one CPU process and from one GPU."""
-    # Neighbours in the table are to be compared, whichever machine they were run on.
+    """Markdown table of first and last loss, and of the largest differences from one CPU process and from one GPU."""
+    # Rows to be compared stand next to each other, even if they were run on different machines.
     patterns = list(dict.fromkeys(case.pattern for case in results))
     rows = []
     for case in sorted(results, key=lambda case: (patterns.index(case.pattern), case.device)):
@@ -124,7 +124,7 @@ def table(results: dict[Case, list[float]]) -> str:
 
 
 def main() -> int:
-    """Run all cases. Returns 1 if one failed."""
+    """Run all cases. Return 1 if one failed, else 0."""
     parser = comparing(__doc__)
     parser.add_argument("--patterns", default="attention*4,top1_chunk*4,gated_deltanet*4")
     parser.add_argument("--devices", default="cpu")

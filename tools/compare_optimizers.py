@@ -28,7 +28,7 @@ OPTIMIZERS = {
     "zero1-offload": ["optimizer.sharding=zero1", "optimizer.offload=cpu"],
     "zero2-offload": ["optimizer.sharding=zero2", "optimizer.offload=cpu"],
     "zero3-offload": ["optimizer.sharding=zero3", "optimizer.offload=cpu", "optimizer.offload_parameters=cpu"],
-    # The same sums in other orders: how far apart bf16 lets two runs drift.
+    # Same sums in another order: shows how far apart two bf16 runs drift by rounding alone.
     "megatron-tp2": ["optimizer.sharding=megatron", "parallel.tensor=2", "parallel.sequence=true"],
 }
 REFERENCE = "megatron"
@@ -36,13 +36,13 @@ REFERENCE = "megatron"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run was.
+    """Measurements of one run.
 
     Attributes:
         optimizer: a key of OPTIMIZERS.
-        losses: nats a token, of every step; none if the run failed (see its log).
-        milliseconds: of each step.
-        peak_memory: bytes, the largest of any rank.
+        losses: loss of every step, nats per token; empty if the run failed (see its log).
+        milliseconds: duration of every step.
+        peak_memory: bytes, maximum over ranks.
     """
 
     optimizer: str
@@ -51,12 +51,12 @@ class Outcome:
     peak_memory: int
 
     def step_time(self, skipped: int) -> float:
-        """Median milliseconds of a step after the first ones, in which kernels are made."""
+        """Median milliseconds of a step after the first `skipped` ones, in which kernels are compiled."""
         return statistics.median(self.milliseconds[skipped:])
 
 
 def run(optimizer: str, number: int, args: argparse.Namespace) -> Outcome:
-    """Train under one optimizer."""
+    """Train with one optimizer."""
     settings = [*args.overrides, "parallel.tensor=1", "parallel.sequence=false", *OPTIMIZERS[optimizer]]
     settings += [f"training.steps={args.steps}", "training.evaluate_every=0", "training.checkpoint_every=0"]
     steps = train(args.config, settings, args.output, f"{optimizer}-{number}", processes=args.processes)
@@ -72,7 +72,7 @@ def run(optimizer: str, number: int, args: argparse.Namespace) -> Outcome:
 
 
 def table(outcomes: Sequence[Outcome], skipped: int) -> str:
-    """Markdown: a row an optimizer, its fastest round; time beside the reference's."""
+    """Markdown table with one row per optimizer: its fastest round, and its step time relative to the reference."""
     best: dict[str, Outcome] = {}
     for outcome in outcomes:
         known = best.get(outcome.optimizer)
@@ -98,7 +98,7 @@ def table(outcomes: Sequence[Outcome], skipped: int) -> str:
 
 
 def main() -> int:
-    """Run all. Returns 1 if one failed."""
+    """Run all optimizers. Return 1 if a run failed, else 0."""
     parser = comparing(__doc__)
     parser.add_argument("--optimizers", default="megatron,zero1,zero2,zero3,none,megatron-tp2")
     parser.add_argument("--processes", type=int, default=2)

@@ -1,4 +1,4 @@
-"""Coverage of the intervals of losses a token over documents, and of gaps at matched training loss."""
+"""Coverage of confidence intervals: loss per token over documents, and gaps at matched training loss."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron_ext.ratio import ratio_interval
 
 @dataclass(frozen=True)
 class Corpus:
-    """Kind of documents.
+    """Distribution of document lengths and losses.
 
     Attributes:
-        deviation: standard deviation of the logarithm of their lengths, normal about that of 600 tokens.
-        tail: index of a Pareto law of their lengths, from 100 tokens to `LONGEST`, instead; 0: none.
-        slope: change of a document's mean loss with the logarithm of its length: long ones are easier.
-        unlike: standard deviation of documents' mean losses beside that, nats a token.
+        deviation: standard deviation of the logarithm of the length. Lengths are log-normal with median 600 tokens.
+        slope: change of a document's mean loss with the logarithm of its length. Long documents have a lower loss.
+        unlike: standard deviation of the documents' mean losses beyond that, nats per token.
+        tail: if not 0, lengths follow a Pareto law with this index instead, from 100 tokens to `LONGEST`.
     """
 
     deviation: float
@@ -31,7 +31,7 @@ class Corpus:
 
 
 LONGEST = 200_000
-"""Tokens; longer documents of a Pareto law are cut."""
+"""Maximum length of a document in a Pareto law, tokens."""
 
 CORPORA = {
     "web": Corpus(1.2, -0.15, 0.5),
@@ -45,7 +45,7 @@ TOKEN_NOISE = 2.0
 
 
 def draw(corpus: Corpus, shape: tuple[int, ...], dice: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Summed losses and tokens of documents, of a shape."""
+    """Draw the summed losses (nats) and the token counts of documents, each of the given shape."""
     if corpus.tail:
         tokens = _pareto(corpus.tail, dice.random(size=shape))
     else:
@@ -55,13 +55,13 @@ def draw(corpus: Corpus, shape: tuple[int, ...], dice: np.random.Generator) -> t
 
 
 def _pareto(tail: float, share: np.ndarray) -> np.ndarray:
-    """Lengths that a share of the documents exceeds."""
+    """Lengths in tokens that the given shares of the documents exceed."""
     return np.ceil(np.minimum(100 * share ** (-1 / tail), LONGEST))
 
 
 @cache
 def truth_of(corpus: Corpus) -> float:
-    """The loss a token of endlessly many documents: long ones count by their tokens, which shifts their lengths."""
+    """Loss per token in the limit of infinitely many documents, each weighted by its tokens."""
     if corpus.tail:
         tokens = _pareto(corpus.tail, (np.arange(1_000_000) + 0.5) / 1_000_000)
         return float(3.0 + corpus.slope * (tokens @ np.log(tokens / 600)) / tokens.sum())
@@ -69,7 +69,7 @@ def truth_of(corpus: Corpus) -> float:
 
 
 def ratio_coverage(documents: int, experiments: int, corpus: str = "web", seed: int = 0) -> float:
-    """How often the interval of a domain's loss holds the truth."""
+    """Share of experiments in which the interval of a domain's loss contains the true loss."""
     kind, dice, hits = CORPORA[corpus], np.random.default_rng([seed, documents]), 0
     for _ in range(experiments):
         nats, tokens = draw(kind, (documents,), dice)
@@ -79,7 +79,7 @@ def ratio_coverage(documents: int, experiments: int, corpus: str = "web", seed: 
 
 
 def percentile_coverage(documents: int, experiments: int, corpus: str = "web", seed: int = 0) -> float:
-    """The same of the percentile bootstrap that gave the intervals once, for comparison."""
+    """Coverage of the percentile bootstrap, which earlier versions used, for comparison with `ratio_coverage`."""
     kind, dice, hits = CORPORA[corpus], np.random.default_rng([seed, documents]), 0
     for _ in range(experiments):
         nats, tokens = draw(kind, (documents,), dice)
@@ -90,11 +90,11 @@ def percentile_coverage(documents: int, experiments: int, corpus: str = "web", s
 
 
 STEPS, EVERY, WINDOW = 100, 20, 20
-"""Of synthetic runs, and of their evaluations."""
+"""Steps of synthetic runs, interval of their evaluations, and window over which training losses are averaged."""
 
 
 def synthetic_run(name: str, seed: int, losses: np.ndarray, domains: tuple[DomainEvaluations, ...]) -> Run:
-    """A run in memory: `losses` [STEPS], evaluated every `EVERY` steps."""
+    """Build a run in memory with training `losses` [STEPS], evaluated every `EVERY` steps."""
     steps = np.arange(1, STEPS + 1)
     config = {"model": {"pattern": f"{name}*4"}, "mixers": {}, "training": {"steps": STEPS, "seed": seed}}
     config |= {"data": {"path": "data", "train_domains": ["web"]}, "run": {"name": name}}
@@ -105,20 +105,20 @@ def synthetic_run(name: str, seed: int, losses: np.ndarray, domains: tuple[Domai
 def gap_coverage(
     documents: tuple[int, ...], batch_noise: float, experiments: int, corpus: str = "web", seed: int = 0
 ) -> dict[str, float]:
-    """How often the interval of the gap between two runs at matched training loss holds the truth.
+    """Share of experiments in which the interval of the gap at matched training loss contains the true gap.
 
-    Both runs see the same documents, of one domain or several; a gap differs between documents, and the second run
-    trains more slowly on batches of its own.
+    Two runs are evaluated on the same documents, of one domain or several. The gap varies between documents. The
+    second run learns more slowly, and the noise of its training losses is independent.
 
     Args:
-        documents: of each domain.
-        batch_noise: standard deviation of a step's training loss.
-        experiments: how many.
-        corpus: kind of documents.
-        seed: of all draws.
+        documents: number of documents in each domain.
+        batch_noise: standard deviation of a step's training loss, nats.
+        experiments: number of experiments.
+        corpus: key of `CORPORA`.
+        seed: random seed of all draws.
 
     Returns:
-        Share of the experiments of all domains together and of the first domain.
+        Coverage for all domains together ("all") and for the first domain ("first").
     """
     kind, hits = CORPORA[corpus], {"all": 0, "first": 0}
     dice = np.random.default_rng([seed, *documents])

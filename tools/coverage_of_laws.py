@@ -1,4 +1,4 @@
-"""Coverage of the intervals of scaling laws, IsoFLOP parabolas and the power law of test loss."""
+"""Coverage of confidence intervals: scaling laws, IsoFLOP parabolas and the power law of test loss."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from megatron_ext.analysis.scaling.untold import CONSTANTS
 
 LAW = ScalingLaw(1.7, 400.0, 1500.0, 0.34, 0.36)
 SYMMETRIC = ScalingLaw(1.7, 400.0, 400.0, 0.35, 0.35)
-"""Its loss at equal compute is the same on both sides of the best size, so that a parabola has its minimum there."""
+"""Law whose loss at equal compute is symmetric about the best size, so that a fitted parabola has its minimum there."""
 
 WITHIN, BEYOND = (5e8, 1e10), (6e10, 1.2e12)
-"""Parameters and tokens of predictions: among the points, and at ten times those of the largest model."""
+"""Parameters and tokens of two predictions: one within the fitted points, one at ten times the largest model."""
 
 Noise = Callable[[Points, np.random.Generator], np.ndarray]
 """Standardised errors of log losses, [n]."""
 
 
 def normal(points: Points, dice: np.random.Generator) -> np.ndarray:
-    """Normal errors of one size."""
+    """Draw normal errors with equal variance."""
     return dice.normal(size=len(points))
 
 
 def heavy(points: Points, dice: np.random.Generator) -> np.ndarray:
-    """Student's t with 3 degrees of freedom: single points far off."""
+    """Draw errors from Student's t with 3 degrees of freedom, which produces outliers."""
     return dice.standard_t(3, size=len(points)) / np.sqrt(3)
 
 
 def uneven(points: Points, dice: np.random.Generator) -> np.ndarray:
-    """Normal errors, three times as large for the smallest model as for the largest."""
+    """Draw normal errors, three times as large for the smallest model as for the largest."""
     log_n = np.log(points.params)
     return dice.normal(size=len(points)) * 3 ** (1 - (log_n - log_n.min()) / np.ptp(log_n))
 
 
 def design(number: int) -> Points:
-    """Models over a factor of 60 in parameters and in tokens; without noise."""
+    """Noise-free points of `number` models that span a factor of 60 in parameters and in tokens."""
     if number == 6:
         n = np.array([1e8, 1e8, 4e8, 1.6e9, 1.6e9, 6e9])
         d = np.array([2e9, 6e10, 1e10, 4e9, 1.2e11, 3e10])
@@ -54,17 +54,17 @@ def design(number: int) -> Points:
 
 
 def law_coverage(number: int, noise: float, experiments: int, seed: int = 0, kind: Noise = normal) -> dict[str, float]:
-    """How often intervals of a law hold the truth.
+    """Share of experiments in which the intervals of a fitted law contain the true values.
 
     Args:
-        number: of points.
+        number: number of points; 6, 9, 16 or 50.
         noise: standard deviation of log losses.
-        experiments: how many.
-        seed: of the noise.
-        kind: of noise.
+        experiments: number of experiments.
+        seed: random seed of the noise.
+        kind: distribution of the noise.
 
     Returns:
-        Share of the experiments for each constant, the exponent of the best size, and the law's loss at two models.
+        Coverage of each constant, of the exponent of the best size, and of the law's loss at two models.
     """
     dice, exact, hits = np.random.default_rng([seed, number]), design(number), Counter[str]()
     truth = {name: getattr(LAW, name) for name in (*CONSTANTS, PARAMS_EXPONENT)}
@@ -75,7 +75,7 @@ def law_coverage(number: int, noise: float, experiments: int, seed: int = 0, kin
         sure = uncertainty_of(Fit(refit(points, LAW), 0.0, points))
         for name, value in truth.items():
             low, high = sure.interval(name)
-            # An experiment in which the fitted law does not fall has no best size, and so no interval to be right.
+            # If the fitted law does not decrease there is no best size and no interval. Count the experiment as a hit.
             hits[name] += low <= value <= high or bool(np.isnan(low))
         low_p, high_p = sure.band(params, tokens)
         inside = (low_p <= LAW.loss(params, tokens)) & (LAW.loss(params, tokens) <= high_p)
@@ -85,9 +85,9 @@ def law_coverage(number: int, noise: float, experiments: int, seed: int = 0, kin
 
 
 def isoflop_coverage(sizes: int, noise: float, experiments: int, seed: int = 0) -> dict[str, float]:
-    """How often intervals of the lowest place of a parabola, and of the exponent of the best size, hold the truth.
+    """Coverage of the intervals of a parabola's minimum and of the exponent of the best size, over five budgets.
 
-    Five budgets; a lowest place beyond the sizes has no interval and does not count.
+    A minimum outside the range of sizes has no interval and is not counted.
     """
     dice, hits, tries = np.random.default_rng([seed, sizes]), Counter[str](), Counter[str]()
     flops = np.geomspace(1e19, 1e21, 5)
@@ -112,14 +112,18 @@ def isoflop_coverage(sizes: int, noise: float, experiments: int, seed: int = 0) 
 def transfer_coverage(
     number: tuple[int, int], spread: tuple[float, float], error: float, experiments: int, seed: int = 0
 ) -> dict[str, float]:
-    """How often intervals of the power law of test loss hold the truth, and how often equal mixers are said to differ.
+    """Coverage of the intervals of the power law of test loss, and of the test that two mixers have one curve.
 
     Args:
-        number: models of two mixers with one curve.
-        spread: relative scatter of their test losses about it.
-        error: relative error of the training losses, which the regression takes to be exact.
-        experiments: how many.
-        seed: of the noise.
+        number: number of models of each of two mixers, whose true curves are equal.
+        spread: relative scatter of the test losses about the curve, for each mixer.
+        error: relative error of the training losses, which the regression assumes to be exact.
+        experiments: number of experiments.
+        seed: random seed of the noise.
+
+    Returns:
+        Coverage of the exponent and of the ratio of the curves, and the share of experiments in which the test does
+        not reject equal curves at 5 % ("same curve").
     """
     dice, hits = np.random.default_rng([seed, *number]), Counter[str]()
     for _ in range(experiments):

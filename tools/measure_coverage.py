@@ -23,7 +23,7 @@ Rows = Iterator[tuple[str, Mapping[str, float]]]
 
 
 def laws(experiments: int) -> Rows:
-    """Constants, exponents and losses of a law."""
+    """Yield rows of the table of scaling laws: constants, exponents and losses."""
     for number in (6, 9, 16, 50):
         for noise in (0.001, 0.01):
             yield f"{number} points, noise {100 * noise:g} %", law_coverage(number, noise, experiments)
@@ -33,13 +33,13 @@ def laws(experiments: int) -> Rows:
 
 
 def isoflop(experiments: int) -> Rows:
-    """Lowest places of parabolas; `bounded`: share of the intervals with both ends."""
+    """Yield rows of the table of parabolas' minima. `bounded` is the share of intervals with two finite ends."""
     for sizes, noise in ((5, 0.001), (9, 0.001), (9, 0.003)):
         yield f"{sizes} sizes, noise {100 * noise:g} %", isoflop_coverage(sizes, noise, experiments)
 
 
 def transfer(experiments: int) -> Rows:
-    """Test loss over training loss."""
+    """Yield rows of the table of test loss as a function of training loss."""
     for numbers, spread, error in (
         ((4, 4), (0.01, 0.01), 0.0),
         ((4, 12), (0.01, 0.01), 0.0),
@@ -54,7 +54,7 @@ def transfer(experiments: int) -> Rows:
 
 
 def documents(experiments: int) -> Rows:
-    """Losses by domain."""
+    """Yield rows of the table of losses by domain."""
     for corpus in ("web", "one length", "books and notes", "heavy tail"):
         for number in (3, 5, 10, 20, 50, 200, *((1000,) if corpus == "heavy tail" else ())):
             now = ratio_coverage(number, 20 * experiments, corpus)
@@ -68,7 +68,7 @@ def documents(experiments: int) -> Rows:
 
 
 def gaps(experiments: int) -> Rows:
-    """Gaps at matched training loss."""
+    """Yield rows of the table of gaps at matched training loss."""
     for numbers in ((5,), (10,), (20,), (50,), (200,), (5, 30, 8), (1, 1, 40)):
         for noise in (0.0, 0.05):
             what = f"{' and '.join(map(str, numbers))} documents, batch noise {noise:g} nats"
@@ -80,13 +80,13 @@ TABLES = {"laws": laws, "isoflop": isoflop, "transfer": transfer, "documents": d
 
 
 def written(text: str, name: str, lines: list[str]) -> str:
-    """The page with a table in its place."""
+    """Return the page with the table `name` replaced by `lines`."""
     place = re.compile(rf"(<!-- {name} -->\n)(\|[^\n]*\n)*")
     return place.sub(lambda found: found.group(1) + "\n".join(lines) + "\n", text)
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure the chosen tables and write them into the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiments", type=int, default=100, help="a row; cheap ones have a multiple")
     parser.add_argument("tables", nargs="*", choices=[*TABLES, []], help="of which tables (default: all)")

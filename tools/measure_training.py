@@ -25,18 +25,18 @@ ONE_GPU = [
     *("parallel.tensor=1", "parallel.sequence=false", "parallel.context=1", "training.recompute=none"),
     *("parallel.context_transport=nccl", "parallel.context_exchange_rounds=1"),
 ]
-"""Of every row, unless it says otherwise: the example's own layout changes, what the table compares does not."""
+"""Overrides of all rows, before a row's own. They keep the table independent of the layout in the example."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is measured.
+    """Model of a table row.
 
     Attributes:
-        overrides: of the configuration.
-        recompute: what one GPU recomputes at 102,400 tokens.
-        hands_states_on: whether GPUs that share a sequence hand states on, and so gain nothing by rounds.
-        plain: whether it is megatron-core's own.
+        overrides: overrides of the configuration, or a configuration file.
+        recompute: value of `training.recompute` on one GPU at 102,400 tokens.
+        hands_states_on: whether context-parallel ranks pass recurrent states, in which case rounds bring no gain.
+        plain: whether the model is plain megatron-core.
     """
 
     overrides: str
@@ -57,12 +57,12 @@ MODELS = {
 
 
 def row(name: str, length: int, processes: int) -> list[str]:
-    """The option of `selectron bench train` that makes a row.
+    """Options of `selectron bench train` for one row of the table.
 
     Args:
         name: a key of MODELS.
-        length: tokens of a sample; 102,400, or a divisor of 32,768.
-        processes: GPUs.
+        length: tokens per sample; 102,400, or a divisor of 32,768.
+        processes: number of GPUs.
     """
     model = MODELS[name]
     overrides = [model.overrides, f"data.seq_length={length}"]
@@ -84,7 +84,7 @@ def row(name: str, length: int, processes: int) -> list[str]:
 
 
 def command(models: Sequence[str], lengths: Sequence[int], processes: int, steps: int, output: Path) -> list[str]:
-    """`selectron bench train` with a row for each model and length."""
+    """Command line of `selectron bench train` with a row for each model and length."""
     options = ["--processes", str(processes), "--steps", str(steps), "--warmup", "2", "--profile", "1"]
     rows = [word for length in lengths for name in models for word in row(name, length, processes)]
     words = ["bench", "train", CONFIG, *ONE_GPU, *options, *rows, "--output", str(output.absolute())]
@@ -92,7 +92,7 @@ def command(models: Sequence[str], lengths: Sequence[int], processes: int, steps
 
 
 def main() -> int:
-    """Measure what the arguments say.
+    """Run the benchmark that the arguments describe.
 
     Returns:
         The exit code of `selectron bench train`.

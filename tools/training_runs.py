@@ -1,4 +1,4 @@
-"""What the programs that compare `selectron train` runs share: their arguments, a run, what its steps were."""
+"""Common parts of the programs that compare `selectron train` runs: arguments, starting a run, reading its steps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from typing import Any
 
 
 def comparing(description: str | None) -> argparse.ArgumentParser:
-    """A parser with what every comparison takes; its options may stand between the positional arguments.
+    """Build a parser with the arguments of every comparison.
+
+    Use `parse_intermixed_args`, so that options may stand between positional arguments.
 
     Args:
-        description: of the program, shown as it is.
+        description: description of the program, shown unformatted.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
@@ -34,18 +36,19 @@ def train(
     processes: int,
     environment: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Train in processes of their own.
+    """Run `selectron train` in separate processes.
 
     Args:
         config: YAML file.
-        overrides: of it, key=value.
-        output: exists; the run goes into runs/NAME below it, what it says into NAME.log.
-        name: of the run.
-        processes: that train together.
-        environment: what is otherwise than here.
+        overrides: overrides of the configuration, key=value.
+        output: existing folder. The run folder is runs/NAME below it, the log of stdout and stderr NAME.log.
+        name: name of the run.
+        processes: number of processes of the run.
+        environment: environment variables to add or replace.
 
     Returns:
-        The lines of its metrics.jsonl, one a step; none if it failed, whatever an earlier run has left there.
+        The records of metrics.jsonl, one per step. The list is empty if the run failed, even if an earlier run left
+        records there.
     """
     command = [sys.executable, "-m", "megatron_ext.cli", "train", str(config), *overrides]
     command += [f"run.dir={output / 'runs'}", f"run.name={name}", "--processes", str(processes)]
@@ -58,7 +61,7 @@ def train(
 
 
 def largest_difference(losses: Sequence[float], reference: Sequence[float] | None) -> str:
-    """Of any two losses of a step; empty without two curves."""
+    """Return the largest absolute difference between losses of the same step, or "" unless both curves exist."""
     if not losses or not reference:
         return ""
     return f"{max(abs(a - b) for a, b in zip(losses, reference, strict=True)):.1e}"

@@ -1,8 +1,9 @@
-"""Put what `selectron bench train` measured into one table: mixers by GPUs and length.
+"""Combine reports of `selectron bench train` into one table of mixers by GPUs and sequence length.
 
     python tools/training_table.py
 
-writes it anew into docs/benchmarks/training.md, from the reports that are named here; of two for a cell, the faster.
+rewrites the table in docs/benchmarks/training.md from the reports that this module lists. If several reports have a
+value for a cell, the fastest is used.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ REPORTS = [
 ]
 LENGTHS = [2048, 8192, 32768, 102400, 524288, 1048576]
 KIND = "H200"
-"""Of which most rows are; others stand behind them."""
+"""GPU of most rows. Rows of other GPUs are sorted behind them."""
 MIXERS = {"attention": "attention", "gated_deltanet": "gated DeltaNet", "top1_chunk": "Top-1 Chunk"}
 
 Row = tuple[str, str, str]
@@ -42,7 +43,7 @@ Row = tuple[str, str, str]
 
 
 def cells() -> dict[Row, dict[int, str]]:
-    """Tokens/s a GPU, MFU, GiB at the peak and what is recomputed, by row and length."""
+    """Cells by row and length: tokens/s per GPU, MFU, peak memory in GiB, and `training.recompute`."""
     found: dict[Row, dict[int, tuple[float, str]]] = {}
     for name in REPORTS:
         report = json.loads((PAGE.parent / "training" / f"{name}.json").read_text())
@@ -89,7 +90,7 @@ def _layout(parallel: Mapping[str, Any], processes: int) -> str:
 
 
 def markdown() -> str:
-    """The table: models in the order of the reports, each by how many GPUs it had; kinds of GPU apart."""
+    """Markdown table, sorted by kind of GPU, by model in the order of the reports, and by number of GPUs."""
     found = cells()
     models = list(dict.fromkeys(model for model, _, _ in found))
     keys = sorted(found, key=lambda key: (key[1].split()[1] != KIND, models.index(key[0]), key[1]))
@@ -98,7 +99,7 @@ def markdown() -> str:
 
 
 def written(text: str) -> str:
-    """The page with the table as it is now."""
+    """Return the page with the table replaced by the current one."""
     page, tables = re.subn(r"(?<=<!-- table -->\n\n).*?\n(?=\n<!-- end -->)", markdown(), text, flags=re.DOTALL)
     assert tables == 1, f"{PAGE} has no place for a table"
     return page
